@@ -1,0 +1,39 @@
+"""The command line: one file a command, nothing heavy loaded before a command needs it."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from paceline.cli import launch, report, scale, train, verify
+from paceline.errors import PacelineError, WorkerFailed
+
+app = typer.Typer(
+    name="paceline",
+    help="Add devices, keep the accuracy, know the gain before you pay for it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+# In the order of the pipeline.
+app.command("launch", context_settings=launch.CONTEXT)(launch.launch)
+app.command("train")(train.train)
+app.command("scale")(scale.scale)
+app.command("verify", context_settings=verify.CONTEXT)(verify.verify)
+app.command("report")(report.report)
+
+
+def main() -> None:
+    """Run a command. A user's mistake is one sentence and an exit code; a bug keeps its traceback."""
+    try:
+        app()
+    except PacelineError as error:
+        if isinstance(error, WorkerFailed) and error.details:
+            print(error.details.rstrip(), file=sys.stderr)
+        print(f"paceline: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("paceline: interrupted; all workers have ended.", file=sys.stderr)
+        sys.exit(130)

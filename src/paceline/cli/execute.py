@@ -1,0 +1,88 @@
+"""Running one planned job: files into a folder, workers over it, the record out of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import PacelineError
+from paceline.launch import run_workers
+from paceline.spec import Job, Plan, RunRecord
+
+
+def new_run_dir(out: Path | None, job: Job) -> Path:
+    """The folder of a new run: `out`, which must not hold a run yet, or a fresh one under runs/.
+
+    Raises:
+        PacelineError: `out` holds a finished run, which would be lost.
+    """
+    if out is not None:
+        if (out / "record.json").exists():
+            raise PacelineError(f"{out} already holds a finished run; choose another --out or remove the folder.")
+        return out
+    stem = Path("runs") / f"{job.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    candidates = (stem if n == 0 else stem.with_name(f"{stem.name}-{n}") for n in range(1000))
+    for candidate in candidates:
+        try:
+            candidate.mkdir(mode=0o700, parents=True)
+        except FileExistsError:
+            continue
+        return candidate
+    raise PacelineError(f"No free folder name under {stem}; name one with --out.")
+
+
+def execute(
+    job: Job,
+    plan: Plan,
+    run_dir: Path,
+    *,
+    max_steps: int | None = None,
+    quiet: bool = False,
+    trackers: Sequence[str] = (),
+) -> RunRecord:
+    """Train `job` as `plan` says and return its record, which is also in `run_dir`.
+
+    Raises what `run_workers` raises.
+    """
+    started = time.monotonic()
+    program = write_run(job, plan, run_dir, max_steps=max_steps, quiet=quiet, trackers=trackers)
+    run_workers(plan, program, run_dir=run_dir)
+    # Only here is it known when the last worker ended.
+    record = dataclasses.replace(RunRecord.load(run_dir / "record.json"), wall_s=time.monotonic() - started)
+    record.save(run_dir / "record.json")
+    return record
+
+
+def write_run(
+    job: Job,
+    plan: Plan,
+    run_dir: Path,
+    *,
+    max_steps: int | None = None,
+    quiet: bool = False,
+    trackers: Sequence[str] = (),
+) -> list[str]:
+    """Lay job and plan into the run folder; return the program that trains them, as python's arguments."""
+    _make(run_dir)
+    _write_json(run_dir / "job.json", job.to_mapping())
+    _write_json(run_dir / "plan.json", plan.to_mapping())
+    program = ["-m", "paceline.train", str(run_dir)]
+    program += [] if max_steps is None else ["--max-steps", str(max_steps)]
+    program += ["--quiet"] if quiet else []
+    return program + [word for tracker in trackers for word in ("--track", tracker)]
+
+
+def _make(run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as problem:
+        raise PacelineError(f"The run folder {run_dir} cannot be made: {problem}.") from None
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,82 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+import difflib
+from importlib import resources
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.errors import JobError
+from paceline.spec import Job, load_job
+
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job file (TOML) or the name of a recipe.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the job, such as optim.lr=0.1. Repeatable."),
+]
+DataDir = Annotated[
+    str | None, typer.Option("--data", metavar="DIR", help="The data set's directory; used as it is.")
+]
+MaxSteps = Annotated[int | None, typer.Option(min=1, help="End after this many optimizer updates.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
+AsJson = Annotated[bool, typer.Option("--json", help="End with one line of JSON on standard output.")]
+Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads a worker computes with.")]
+MicroBatch = Annotated[
+    int | None,
+    typer.Option("--micro-batch-size", min=1, help="Most samples in one forward pass of a worker."),
+]
+Trackers = Annotated[
+    list[str] | None,
+    typer.Option("--track", metavar="NAME", help="Also log to tensorboard, wandb or mlflow. Repeatable."),
+]
+
+
+def recipe_names() -> list[str]:
+    """The recipes that come with the package."""
+    folder = resources.files("paceline") / "recipes"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def resolve_job(job: str, settings: list[str] | None, data_dir: str | None) -> Job:
+    """The job a command line means: a file or a recipe, with its settings applied.
+
+    Raises:
+        JobError: neither a file nor a recipe, or a setting that cannot be meant.
+    """
+    names = recipe_names()
+    if job in names:
+        with resources.as_file(resources.files("paceline") / "recipes" / f"{job}.toml") as path:
+            loaded = load_job(path)
+    elif job.endswith(".toml") or Path(job).exists():
+        loaded = load_job(job)
+    else:
+        near = difflib.get_close_matches(job, names, n=1, cutoff=0.5)
+        hint = f" (did you mean '{near[0]}'?)" if near else ""
+        raise JobError(f"'{job}' is neither a job file nor a recipe{hint}; the recipes are {', '.join(names)}.")
+    changed = loaded.with_settings(settings or [])
+    return changed if data_dir is None else changed.with_values(data={"dir": str(Path(data_dir).resolve())})
+
+
+def parse_counts(text: str, option: str) -> list[int]:
+    """ "1,2,4" as [1, 2, 4], ascending. Raises `JobError` naming the option."""
+    try:
+        counts = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        counts = []
+    if not counts or counts[0] < 1:
+        raise JobError(f"{option} {text} should be numbers of workers such as 1,2,4.")
+    return counts
+
+
+def parse_tolerance(text: str) -> float:
+    """ "1%" and "0.01" both mean one point of accuracy. Raises `JobError` for anything else."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise JobError(f"--tolerance {text} should be a part of accuracy such as 1% or 0.01.")
+    return value

@@ -1,0 +1,105 @@
+"""`paceline scale`: the scaling study, devices x time x accuracy."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Literal, cast
+
+import typer
+
+from paceline.cli.execute import execute, new_run_dir
+from paceline.cli.options import (
+    AsJson,
+    DataDir,
+    JobArgument,
+    MaxSteps,
+    Quiet,
+    Settings,
+    Threads,
+    parse_counts,
+    parse_tolerance,
+    resolve_job,
+)
+from paceline.errors import JobError, WorkerFailed
+from paceline.hardware import detect
+from paceline.plan import place
+from paceline.spec import Job, Plan, RunRecord
+
+
+def scale(
+    job: JobArgument,
+    devices: Annotated[str, typer.Option(help="Device counts, such as 1,2,4.")] = "1,2",
+    seeds: Annotated[int, typer.Option(min=1, help="Runs per device count, each with a seed of its own.")] = 1,
+    tolerance: Annotated[str, typer.Option(help="Accuracy that may be lost, such as 1%.")] = "1%",
+    efficiency_floor: Annotated[
+        float, typer.Option(min=0, max=1, help="Least scaling efficiency worth recommending.")
+    ] = 0.5,
+    grow: Annotated[
+        str, typer.Option(help="none: same global batch on every count; batch: same batch per device.")
+    ] = "none",
+    data: DataDir = None,
+    max_steps: MaxSteps = None,
+    out: Annotated[Path | None, typer.Option(help="The study's folder; a new one under runs/.")] = None,
+    settings: Settings = None,
+    threads: Threads = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a job on 1, 2, … N devices and write the study: scaling.json, scaling.csv, report.html."""
+    # The page needs a template engine and a plotting library: not for `paceline --help`.
+    from paceline.report import analyse, print_study, write_study
+
+    if grow not in ("none", "batch"):
+        raise JobError(f"--grow {grow} is not possible; it is none or batch.")
+    counts = parse_counts(devices, "--devices")
+    margin = parse_tolerance(tolerance)
+    base = resolve_job(job, settings, data)
+    cluster = detect()
+    # A CPU device is a fixed number of threads, or two devices would be no more than one.
+    threads = threads or max(1, cluster.num_cores // counts[-1])
+    todo: list[tuple[str, Job, Plan]] = []
+    for seed in range(base.seed, base.seed + seeds):
+        for count in counts:
+            one = dataclasses.replace(base.grown(count) if grow == "batch" else base, seed=seed)
+            todo.append((f"devices{count}-seed{seed}", one, place(one, cluster, count, threads_per_worker=threads)))
+
+    study_dir = out or new_run_dir(None, dataclasses.replace(base, name=f"{base.name}-scaling"))
+    records: list[RunRecord] = []
+    failures: list[str] = []
+    for name, one, plan in todo:
+        try:
+            records.append(_record_of(one, plan, study_dir / "runs" / name, max_steps, quiet))
+        except WorkerFailed as failure:
+            failures.append(f"{name}: {failure}")
+            print(f"{failure.details}\npaceline: {failures[-1]}", file=sys.stderr)
+    if not records:
+        raise WorkerFailed("Every run of the study failed; the first reason stands above.")
+
+    study = analyse(
+        records,
+        grow=cast(Literal["none", "batch"], grow),
+        tolerance=margin,
+        efficiency_floor=efficiency_floor,
+    )
+    write_study(study, study_dir)
+    if as_json:
+        print(json.dumps(json.loads((study_dir / "scaling.json").read_text(encoding="utf-8"))))
+    else:
+        print_study(study)
+        print(study_dir / "report.html")
+    if failures:
+        raise WorkerFailed(f"{len(failures)} of {len(todo)} runs failed: {'; '.join(failures)}")
+
+
+def _record_of(job: Job, plan: Plan, run_dir: Path, max_steps: int | None, quiet: bool) -> RunRecord:
+    """The record of this very run if the study was begun before, else of a new one."""
+    path = run_dir / "record.json"
+    if path.exists():
+        record = RunRecord.load(path)
+        if record.job == job and record.plan == plan and max_steps in (None, record.steps):
+            return record
+        raise JobError(f"{run_dir} holds a run of another job; choose another --out for this study.")
+    return execute(job, plan, run_dir, max_steps=max_steps, quiet=quiet)

@@ -1,0 +1,128 @@
+"""Data sets, and how samples reach the device: whole arrays where they fit, torch's loader where not."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch.utils.data import Subset
+
+from paceline.data.array_set import ArraySet
+from paceline.data.augment import Augmentation
+from paceline.data.cifar import load_cifar10, load_cifar100
+from paceline.data.digits import load_digits
+from paceline.data.folder import FolderImages, load_folder
+from paceline.data.mnist import load_fashion_mnist, load_mnist
+from paceline.data.reader import ArrayReader, MapDataset, stream_batches
+from paceline.data.synthetic import load_synthetic
+from paceline.data.text import load_text
+from paceline.errors import DataError
+from paceline.spec import DataSpec
+
+__all__ = [
+    "SOURCES",
+    "ArrayReader",
+    "ArraySet",
+    "Augmentation",
+    "FolderImages",
+    "MapDataset",
+    "load",
+    "stream_batches",
+]
+
+SOURCES: dict[str, Callable[[DataSpec], tuple[MapDataset, MapDataset]]] = {
+    "digits": load_digits,
+    "mnist": load_mnist,
+    "fashion-mnist": load_fashion_mnist,
+    "cifar10": load_cifar10,
+    "cifar100": load_cifar100,
+    "folder": load_folder,
+    "text": load_text,
+    "synthetic": load_synthetic,
+}
+
+
+def load(spec: DataSpec) -> tuple[MapDataset, MapDataset]:
+    """The training and the test set that `spec` describes, limits and augmentation applied.
+
+    Raises:
+        DataError: no such data set, files missing or damaged, an optional package missing.
+        JobError: options that the data set does not take.
+    """
+    if ":" in spec.name:
+        train, test = _from_import_path(spec)
+    elif spec.name in SOURCES:
+        train, test = SOURCES[spec.name](spec)
+    else:
+        near = difflib.get_close_matches(spec.name, SOURCES, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise DataError(
+            f"There is no data set {spec.name!r}: {hint}The names are {', '.join(SOURCES)}; your own is "
+            "given by its import path, 'package.module:build'."
+        )
+    return _augmented(_limited(train, spec.train_limit), spec), _limited(test, spec.test_limit)
+
+
+def _augmented(train: MapDataset, spec: DataSpec) -> MapDataset:
+    augmentation = Augmentation.from_spec(spec)
+    if augmentation is None:
+        return train
+    if isinstance(train, FolderImages) or (isinstance(train, ArraySet) and train.mean is not None):
+        return dataclasses.replace(train, augment=augmentation)
+    raise DataError(
+        f"data.augment = {list(spec.augment)} cannot be applied to {spec.name!r}, which does not give raw "
+        "images; leave it empty and augment inside the data set."
+    )
+
+
+def _limited(dataset: MapDataset, limit: int | None) -> MapDataset:
+    if limit is None or limit >= len(dataset):
+        return dataset
+    if isinstance(dataset, ArraySet | FolderImages):
+        return dataset.take(limit)
+    return Subset(cast(Any, dataset), range(limit))  # torch asks for its own base class and uses none of it
+
+
+def _from_import_path(spec: DataSpec) -> tuple[MapDataset, MapDataset]:
+    module_name, _, attribute = spec.name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # A module that is missing inside the user's own code is their bug and keeps its traceback.
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise DataError(
+            f"data.name = {spec.name!r}: there is no module {error.name!r}; install it or put its directory "
+            "on PYTHONPATH."
+        ) from None
+    except (ValueError, TypeError):
+        raise DataError(
+            f"data.name = {spec.name!r} is no import path; write 'package.module:build'."
+        ) from None
+    build = getattr(module, attribute, None)
+    if not callable(build):
+        raise DataError(
+            f"data.name = {spec.name!r}: {module_name} has no callable {attribute!r}; name one that builds."
+        )
+    if "split" in inspect.signature(build).parameters:
+        pair: Any = build("train", **spec.options), build("test", **spec.options)
+    else:
+        pair = build(**spec.options)
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise DataError(
+            f"{spec.name} returned {type(pair).__name__}; it should take an argument 'split' and return one "
+            "data set, or take none and return two, (train, test)."
+        )
+    for dataset in pair:
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise DataError(
+                f"{spec.name} returned a {type(dataset).__name__}, which is no map-style data set; it needs "
+                "__len__ and __getitem__."
+            )
+        if len(dataset) == 0:
+            raise DataError(f"{spec.name} returned a data set without samples; check its options.")
+    return pair[0], pair[1]

@@ -1,0 +1,44 @@
+"""Randomness as a pure function: what is drawn depends on its key alone, never on who draws it or when.
+
+Every draw is a hash of (seed, stream, epoch, sample index), so a sample looks the same whichever worker
+processes it and however many workers there are. The hash is the finaliser of SplitMix64 (Steele, Lea, Flood:
+"Fast splittable pseudorandom number generators", OOPSLA 2014), applied once per key part.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX2 = np.uint64(0x94D049BB133111EB)
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * _MIX1
+    x = (x ^ (x >> np.uint64(27))) * _MIX2
+    return x ^ (x >> np.uint64(31))
+
+
+def hash_keys(seed: int, stream: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """64 random bits for each index, shape of `indices`. `stream` keeps independent uses apart."""
+    state = np.zeros(1, np.uint64)
+    for part in (seed, stream, epoch):
+        state = _mix(state + _GOLDEN + np.uint64(part & 0xFFFFFFFFFFFFFFFF))
+    return _mix(state + _GOLDEN * (indices.astype(np.uint64) + np.uint64(1)))
+
+
+def uniform(seed: int, stream: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.float64]:
+    """One draw in [0, 1) for each index."""
+    return (hash_keys(seed, stream, epoch, indices) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def integers(seed: int, stream: int, epoch: int, indices: NDArray[np.int64], high: int) -> NDArray[np.int64]:
+    """One draw in 0 … high - 1 for each index (bias below high / 2**53)."""
+    return (uniform(seed, stream, epoch, indices) * high).astype(np.int64)
+
+
+def key(seed: int, stream: int, epoch: int, index: int) -> int:
+    """One 63-bit seed for a generator, of torch or Python, that belongs to one thing."""
+    return int(hash_keys(seed, stream, epoch, np.array([index], np.int64))[0] >> np.uint64(1))

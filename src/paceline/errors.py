@@ -1,0 +1,50 @@
+"""Everything Paceline raises on purpose.
+
+PacelineError                 one sentence for the user: what is wrong, where, what to do; no traceback
+├── JobError                  a job file, flag or keyword that cannot be meant
+├── DataError                 a data set that is missing, truncated or corrupt
+├── ModelError                a model that cannot be built, or cannot be trained the way the job asks
+├── LaunchError               workers that cannot be started here
+└── WorkerFailed              a worker that died; carries which rank, and the traceback it left behind
+
+Anything else that escapes is a bug in Paceline or in the user's own code and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+
+class PacelineError(Exception):
+    """A mistake the user can mend; its message is one sentence."""
+
+    exit_code = 2
+
+
+class JobError(PacelineError):
+    """A job that cannot be meant: unknown key, wrong type, impossible value."""
+
+
+class DataError(PacelineError):
+    """A data set that is missing, truncated or corrupt; the message names the file."""
+
+
+class ModelError(PacelineError):
+    """A model that cannot be built or trained the way the job asks."""
+
+
+class LaunchError(PacelineError):
+    """Workers that cannot be started here."""
+
+
+class WorkerFailed(PacelineError):
+    """A worker ended before its work did.
+
+    `rank` is the first worker that failed, `details` its own traceback (empty when a signal left none).
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, rank: int | None = None, details: str = "", exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.details = details
+        self.exit_code = exit_code

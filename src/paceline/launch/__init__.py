@@ -1,0 +1,8 @@
+"""From a plan to processes: workers on this machine, watched until all of them have ended."""
+
+from __future__ import annotations
+
+from paceline.launch.commands import WorkerCommand, worker_commands
+from paceline.launch.local import run_workers
+
+__all__ = ["WorkerCommand", "run_workers", "worker_commands"]

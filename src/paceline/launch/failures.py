@@ -1,0 +1,157 @@
+"""Why a run failed: the note a dying worker leaves, and which of several deaths caused the others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+LOST_PEER_TYPES = frozenset(
+    {"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
+)
+"""What torch.distributed raises when a peer is gone. A ConnectionResetError of Python's own (a download, say)
+is an error in its own right."""
+
+LOST_PEER_MESSAGES = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "connection was likely closed",
+    "broken pipe",
+    "timed out waiting",
+    "recv operation timed out",
+    "send operation timed out",
+    "wait timeout",
+    "socket timeout",
+    "application timeout caused pair closure",
+    "connectfullmesh failed",
+    "failed to recv, got 0 bytes",
+    "remote process exited",
+    "nccl communicator was aborted",
+    "watchdog caught collective operation timeout",
+)
+
+LONGEST_MESSAGE = 400
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The exception that ended a worker, as the worker itself saw it."""
+
+    rank: int
+    pid: int
+    time: float
+    """Seconds since the epoch when the exception left the user's program."""
+    type: str
+    message: str
+    traceback: str
+    """Begins at the user's program; empty for a user's mistake, whose message is enough."""
+    is_user_error: bool = False
+
+    def write(self, path: Path) -> None:
+        """Leave this note at `path`, whole or not at all.
+
+        Raises:
+            OSError: the note cannot be written.
+        """
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        draft = path.with_suffix(".tmp")
+        draft.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+        draft.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Failure | None:
+        """The note at `path`; None where no worker left a readable one."""
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one worker process ended."""
+
+    rank: int
+    pid: int
+    exit_code: int
+    """As in subprocess: negative for a signal."""
+    time: float
+    """Seconds since the epoch: when its exception was raised, else when the process was seen to end."""
+    failure: Failure | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.exit_code != 0
+
+
+def failure_path(run_dir: Path, rank: int) -> Path:
+    return run_dir / "failures" / f"rank{rank}.json"
+
+
+def log_path(run_dir: Path, rank: int) -> Path:
+    return run_dir / "logs" / f"rank{rank}.log"
+
+
+def stack_path(run_dir: Path, rank: int) -> Path:
+    return run_dir / "logs" / f"rank{rank}.stack"
+
+
+def is_consequence(failure: Failure) -> bool:
+    """Whether this worker failed only because a peer had gone or fallen silent."""
+    message = failure.message.lower()
+    return failure.type in LOST_PEER_TYPES and any(text in message for text in LOST_PEER_MESSAGES)
+
+
+def root_cause(endings: Sequence[Ending], *, stopped_at: float) -> Ending:
+    """The failed worker that took the others down: the earliest that did not merely lose a peer.
+
+    What happened after `stopped_at` (seconds since the epoch), when the launcher asked everybody to end, was
+    caused by that and counts only if there is nothing else.
+
+    Raises:
+        ValueError: none of the workers failed.
+    """
+
+    def merely_lost_a_peer(ending: Ending) -> bool:
+        return ending.failure is not None and is_consequence(ending.failure)
+
+    failed = [ending for ending in endings if ending.failed]
+    return min(failed, key=lambda e: (e.time > stopped_at, merely_lost_a_peer(e), e.time, e.rank))
+
+
+def sentence(ending: Ending, *, world_size: int, finished: Sequence[int] = ()) -> str:
+    """What happened to a failed worker, in one sentence; `finished` are the ranks that ended well before."""
+    who = f"Rank {ending.rank} of {world_size} (pid {ending.pid})"
+    failure = ending.failure
+    if failure is not None:
+        what = failure.type + (f": {message}" if (message := _one_line(failure.message)) else "")
+        if not is_consequence(failure):
+            return f"{who} failed with {what}"
+        early = ", ".join(str(rank) for rank in finished)
+        gone = f" after rank {early} had ended its program early" if early else ""
+        return f"{who} lost touch with the other workers{gone} and failed with {what}"
+    if ending.exit_code == -signal.SIGKILL:
+        return (
+            f"{who} was killed by SIGKILL from outside this run: most likely the machine ran out of memory; "
+            "try a smaller micro_batch_size or fewer workers."
+        )
+    if ending.exit_code < 0:
+        return f"{who} was killed by {_signal_name(-ending.exit_code)}."
+    if ending.exit_code == 128 + signal.SIGTERM:
+        return f"{who} was ended by SIGTERM from outside this run (exit code {ending.exit_code})."
+    return f"{who} ended with exit code {ending.exit_code}."
+
+
+def _one_line(message: str) -> str:
+    line = " ".join(message.split())
+    return line if len(line) <= LONGEST_MESSAGE else line[: LONGEST_MESSAGE - 1] + "…"
+
+
+def _signal_name(number: int) -> str:
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"  # real-time signals have no names

@@ -1,0 +1,99 @@
+"""The lines of many workers on one terminal, each with its rank in front."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import subprocess
+import threading
+from dataclasses import dataclass
+from typing import IO
+
+CHUNK_BYTES = 1 << 16
+
+
+@dataclass
+class _Stream:
+    source: IO[bytes]
+    prefix: bytes
+    target_fd: int
+    log: IO[bytes]
+    unfinished: bytes = b""
+    """The beginning of a line whose end has not come yet."""
+
+
+class LinePump:
+    """One thread that copies the output of all workers: as it is to their logs, line by line to our own.
+
+    It lives from `start` to `close`; `add` comes before `start`.
+    """
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._logs: list[IO[bytes]] = []
+        self._stop_read, self._stop_write = os.pipe()
+        self._selector.register(self._stop_read, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="worker-output", daemon=True)
+
+    def add(self, process: subprocess.Popen[bytes], *, rank: int, log: IO[bytes]) -> None:
+        """Copy both pipes of worker `rank` to `log`, which this pump will close, and to our two streams."""
+        self._logs.append(log)
+        for source, target_fd in ((process.stdout, 1), (process.stderr, 2)):
+            assert source is not None
+            stream = _Stream(source, b"[rank %d] " % rank, target_fd, log)
+            self._selector.register(source, selectors.EVENT_READ, stream)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Copy what is still in the pipes and end; what workers write later is lost."""
+        os.write(self._stop_write, b".")
+        if self._thread.ident is not None:
+            self._thread.join()
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None:
+                self._finish(key.data)  # held open by a process that left its group
+        self._selector.close()
+        for log in self._logs:
+            log.close()
+        os.close(self._stop_read)
+        os.close(self._stop_write)
+
+    def _run(self) -> None:
+        is_stopping = False
+        while True:
+            ready = [key for key, _ in self._selector.select(0 if is_stopping else None)]
+            if is_stopping and not ready:
+                return
+            for key in ready:
+                if key.data is not None:
+                    self._copy(key.data)
+                else:
+                    is_stopping = True
+                    self._selector.unregister(self._stop_read)
+
+    def _copy(self, stream: _Stream) -> None:
+        chunk = os.read(stream.source.fileno(), CHUNK_BYTES)
+        if not chunk:
+            self._finish(stream)
+            return
+        # A full disk or a reader that left must not stop the worker, which would block on a full pipe.
+        with contextlib.suppress(OSError):
+            stream.log.write(chunk)
+        lines = (stream.unfinished + chunk).splitlines(keepends=True)  # progress bars end theirs with \r
+        stream.unfinished = b"" if lines[-1].endswith((b"\n", b"\r")) else lines.pop()
+        self._show(stream, lines)
+
+    def _finish(self, stream: _Stream) -> None:
+        if stream.unfinished:
+            self._show(stream, [stream.unfinished + b"\n"])
+        self._selector.unregister(stream.source)
+        stream.source.close()
+
+    def _show(self, stream: _Stream, lines: list[bytes]) -> None:
+        rest = memoryview(b"".join(stream.prefix + line for line in lines))
+        with contextlib.suppress(OSError):
+            while rest:
+                rest = rest[os.write(stream.target_fd, rest) :]

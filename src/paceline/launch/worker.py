@@ -1,0 +1,190 @@
+"""The first thing that runs in a worker: it makes the process well-behaved, then becomes the user's program.
+
+    python -m paceline.launch.worker train.py --flag
+    python -m paceline.launch.worker -m package.module argument
+
+A launcher that wants to be outlived by nobody passes the read end of a pipe as standard input and keeps the
+other end: a pipe without a writer means that the launcher is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import runpy
+import select
+import signal
+import stat
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType, ModuleType, TracebackType
+from typing import NoReturn
+
+from paceline import env
+from paceline.errors import LaunchError, PacelineError
+from paceline.launch.failures import Failure, failure_path, stack_path
+
+PR_SET_PDEATHSIG = 1
+"""From <linux/prctl.h>."""
+
+
+class Terminated(SystemExit):
+    """SIGTERM arrived: unwind the program, so that its `finally` blocks run, and end."""
+
+
+def main(program: Sequence[str]) -> None:
+    """Run `program` as `python` would have; end the process by force if it fails."""
+    die_with_launcher()
+    _unwind_on_sigterm()
+    rank, run_dir = env.worker_facts().rank, env.run_dir()
+    if run_dir is not None:
+        _write_stacks_to(stack_path(run_dir, rank))
+    try:
+        run_program(program)
+    except Terminated:
+        leave(128 + signal.SIGTERM)
+    except SystemExit:
+        raise
+    except KeyboardInterrupt:
+        leave(128 + signal.SIGINT)
+    except BaseException as error:
+        report(error, rank, run_dir)
+        # Not through the interpreter's shutdown: a process group or a thread waiting for peers would hang it.
+        leave(error.exit_code if isinstance(error, PacelineError) else 1)
+
+
+def die_with_launcher() -> None:
+    """Ask the kernel (Linux) to kill this process when its launcher dies; end now if it is dead already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # The launcher may have died before the line above; no signal will come then. Its end of the pipe tells,
+    # where a parent's pid could not: nobody told us which pid to expect.
+    if not stat.S_ISFIFO(os.fstat(0).st_mode):
+        return
+    lifeline = select.poll()
+    lifeline.register(0, 0)  # a hang-up is always reported
+    if lifeline.poll(0):
+        os._exit(128 + signal.SIGKILL)
+    # The program finds an empty standard input, not our pipe.
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+
+
+def run_program(program: Sequence[str]) -> None:
+    """Run a script path or `-m module` as `python` would, with the same sys.argv, sys.path and __main__.
+
+    Raises:
+        LaunchError: there is no such script or module.
+    """
+    if program[0] == "-m":
+        _run_module(program[1], program[2:])
+    else:
+        _run_script(program[0], program[1:])
+
+
+def _run_module(module: str, arguments: Sequence[str]) -> None:
+    sys.argv = [module, *arguments]  # runpy replaces the first by the module's path, as python does
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except ImportError as error:
+        if _users_part(error.__traceback__) is not None:
+            raise
+        raise LaunchError(f"Python cannot run -m {module}: {error}.") from None
+
+
+def _run_script(script: str, arguments: Sequence[str]) -> None:
+    # Not runpy.run_path: it takes __main__ away again after the script's last line, while its threads and exit
+    # handlers may still pickle what they find there, and it changes sys.argv[0].
+    path = Path(script).absolute()
+    if not path.is_file():
+        raise LaunchError(f"There is no script {script} in {Path.cwd()}: check its path.")
+    sys.argv = [script, *arguments]
+    if not sys.flags.safe_path:
+        sys.path[0] = str(path.resolve().parent)  # for the sake of our own -m it is the working directory
+    main_module = ModuleType("__main__")
+    main_module.__file__ = str(path)
+    sys.modules["__main__"] = main_module
+    exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(main_module))
+
+
+def report(error: BaseException, rank: int, run_dir: Path | None) -> None:
+    """Leave a note of `error` in the run's folder; on standard error where that is impossible."""
+    is_user_error = isinstance(error, PacelineError)
+    error.__traceback__ = _users_part(error.__traceback__)
+    lines = traceback.TracebackException.from_exception(error)
+    text = "" if is_user_error else "".join(lines.format())
+    try:
+        if run_dir is None:
+            raise FileNotFoundError("this worker was started without a run folder")
+        Failure(
+            rank=rank,
+            pid=os.getpid(),
+            time=time.time(),
+            type=type(error).__name__,
+            message=_message(error),
+            traceback=text,
+            is_user_error=is_user_error,
+        ).write(failure_path(run_dir, rank))
+    except OSError:
+        with contextlib.suppress(OSError, ValueError):
+            print(text or _message(error), file=sys.stderr)
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End this process at once, with everything written so far."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(
+            OSError, ValueError, AttributeError
+        ):  # closed, broken or replaced by the program
+            stream.flush()
+    os._exit(exit_code)
+
+
+def _unwind_on_sigterm() -> None:
+    signal.signal(signal.SIGTERM, _terminate)
+    os.register_at_fork(after_in_child=_restore_sigterm)
+
+
+def _restore_sigterm() -> None:
+    # A child that the program forks dies of SIGTERM as children do.
+    if signal.getsignal(signal.SIGTERM) is _terminate:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _terminate(signum: int, _frame: FrameType | None) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not cut the `finally` blocks short
+    raise Terminated(128 + signum)
+
+
+def _write_stacks_to(path: Path) -> None:
+    """Python stacks of a crash, and on SIGUSR2 of a live process, go to `path`."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # Never closed and never collected: the handlers write to its bare descriptor until the process ends.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+    faulthandler.enable(descriptor)
+    faulthandler.register(signal.SIGUSR2, descriptor)
+
+
+def _users_part(trace: TracebackType | None) -> TracebackType | None:
+    """`trace` without the frames of this file and of runpy at its top."""
+    ours = (globals(), vars(runpy))
+    while trace is not None and any(trace.tb_frame.f_globals is module for module in ours):
+        trace = trace.tb_next
+    return trace
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # a user's own __str__ may fail
+        return ""
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,148 @@
+"""The reference models, one family a file, and `build`, which makes any model from its `ModelSpec`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import field, make_dataclass
+from functools import partial
+from typing import Any, Final
+
+from torch import nn
+
+from paceline.errors import JobError, ModelError
+from paceline.models.alexnet import alexnet
+from paceline.models.efficientnet import VARIANTS, efficientnet
+from paceline.models.gpt import GPT
+from paceline.models.lenet import lenet
+from paceline.models.mlp import mlp
+from paceline.models.resnet import resnet18, resnet20, resnet50
+from paceline.spec import ModelSpec
+from paceline.spec.codec import at_least, between, from_mapping
+
+__all__ = ["MODELS", "build"]
+
+MODELS: Final[Mapping[str, Callable[..., nn.Module]]] = {
+    "mlp": mlp,
+    "lenet": lenet,
+    "alexnet": alexnet,
+    "resnet18": resnet18,
+    "resnet20": resnet20,
+    "resnet50": resnet50,
+    **{name: partial(efficientnet, name) for name in VARIANTS},
+    "gpt": GPT,
+}
+"""Name -> constructor. Its whole-number parameters are counts (at least 1), its floats probabilities."""
+
+
+def build(spec: ModelSpec, **data_facts: Any) -> nn.Module:
+    """The model that `spec` names, with freshly drawn weights from torch's global generator.
+
+    Args:
+        spec: a name in `MODELS`, or an import path "package.module:build" of any callable that returns a
+            module, and the keyword arguments for it.
+        data_facts: what the data set knows, such as num_classes, in_channels, image_size, or vocab_size and
+            context. A constructor receives those that it has as parameters; `spec.options` win over them,
+            and a fact that is None is unknown.
+
+    Raises:
+        ModelError: there is no such model, or it has no such option, or the options cannot be meant. What a
+            user's own constructor raises passes through untouched.
+    """
+    constructor = _constructor(spec.name)
+    model = constructor(**_arguments(constructor, spec, data_facts))
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"model.name = '{spec.name}' should return a torch.nn.Module, but it returned "
+            f"a {type(model).__name__}."
+        )
+    return model
+
+
+def _constructor(name: str) -> Callable[..., Any]:
+    if ":" in name:
+        return _imported(name)
+    if name not in MODELS:
+        near = difflib.get_close_matches(name.lower(), MODELS, n=1, cutoff=0.5)
+        hint = f"did you mean '{near[0]}'? " if near else ""
+        raise ModelError(
+            f"There is no model '{name}': {hint}The models are {', '.join(MODELS)}, "
+            "or any import path 'package.module:build'."
+        )
+    return MODELS[name]
+
+
+def _imported(path: str) -> Callable[..., Any]:
+    module_name, _, attribute = path.partition(":")
+    if not attribute or not all(part.isidentifier() for part in f"{module_name}.{attribute}".split(".")):
+        raise ModelError(f"model.name = '{path}' is no import path; write it as 'package.module:build'.")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as problem:
+        raise ModelError(
+            f"model.name = '{path}': the module '{module_name}' cannot be imported ({problem}); install "
+            "what is missing, or put its directory on PYTHONPATH."
+        ) from problem
+    try:
+        constructor = operator.attrgetter(attribute)(module)
+    except AttributeError:
+        raise ModelError(
+            f"model.name = '{path}': the module '{module_name}' has no '{attribute}'; name a function or "
+            "class in it that returns the model."
+        ) from None
+    # A module that is already built is callable too, but calling it would run it.
+    if not callable(constructor) or isinstance(constructor, nn.Module):
+        raise ModelError(
+            f"model.name = '{path}' is a {type(constructor).__name__}; name a function or class that returns "
+            "the model."
+        )
+    return constructor  # type: ignore[no-any-return]
+
+
+def _arguments(
+    constructor: Callable[..., Any], spec: ModelSpec, data_facts: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Keyword arguments for `constructor`: the facts it asks for, then the options, held to its signature."""
+    ours = spec.name in MODELS
+    try:
+        signature = inspect.signature(constructor, eval_str=ours)
+    except ValueError:  # some callables written in C do not show theirs
+        return dict(spec.options)
+    parameters = [
+        parameter
+        for parameter in signature.parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+    names = {parameter.name for parameter in parameters}
+    facts = {name: value for name, value in data_facts.items() if name in names and value is not None}
+    given = facts | spec.options
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    undeclared = {name: value for name, value in given.items() if takes_any and name not in names}
+    declared = {name: value for name, value in given.items() if name not in undeclared}
+
+    # Options are checked like any table of a job, against a dataclass: here one read off the signature.
+    fields = [
+        (parameter.name, parameter.annotation if ours else Any, _field(parameter, ours))
+        for parameter in parameters
+    ]
+    try:
+        checked: object = from_mapping(
+            make_dataclass("Options", fields, kw_only=True), declared, "model.options"
+        )
+    except JobError as problem:
+        raise ModelError(f"The model '{spec.name}' cannot be built: {problem}") from None
+    return {name: getattr(checked, name) for name in declared} | undeclared
+
+
+def _field(parameter: inspect.Parameter, ours: bool) -> Any:
+    if parameter.default is parameter.empty:
+        return field()
+    # Defaults stay with the constructor: here they only mark what may be left out.
+    if ours and parameter.annotation in (int, int | None):
+        return at_least(1, None)
+    if ours and parameter.annotation in (float, float | None):
+        return between(0, 1, None)
+    return field(default=None)

@@ -1,0 +1,183 @@
+"""Residual networks: He et al. 2015, "Deep residual learning for image recognition"."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.models.initialize import kaiming
+
+Stem = Literal["imagenet", "cifar"]
+
+
+def resnet20(num_classes: int = 10, in_channels: int = 3, zero_init_residual: bool = False) -> nn.Sequential:
+    """The 20-layer net for CIFAR (section 4.2): images (b, in_channels, s, s) -> logits (b, num_classes).
+
+    Three stages of 16, 32 and 64 channels with parameter-free shortcuts (option A).
+    """
+    stages: OrderedDict[str, nn.Module] = OrderedDict(
+        stem=nn.Sequential(_conv(in_channels, 16, kernel_size=3), nn.BatchNorm2d(16), nn.ReLU()),
+        stage1=_stage(basic_block, PaddedShortcut, 16, 16, num_blocks=3, stride=1),
+        stage2=_stage(basic_block, PaddedShortcut, 16, 32, num_blocks=3, stride=2),
+        stage3=_stage(basic_block, PaddedShortcut, 32, 64, num_blocks=3, stride=2),
+        head=_head(64, num_classes),
+    )
+    return _initialized(nn.Sequential(stages), zero_init_residual)
+
+
+def resnet18(
+    num_classes: int = 1000, in_channels: int = 3, stem: Stem = "imagenet", zero_init_residual: bool = False
+) -> nn.Sequential:
+    """18 layers of basic blocks: images (b, in_channels, s, s) -> logits (b, num_classes).
+
+    The "imagenet" stem (7 x 7, stride 2, max pool) divides the image's side by 4 before the first stage; the
+    "cifar" stem (3 x 3, stride 1) keeps it, for images of some 32 pixels.
+    """
+    stages: OrderedDict[str, nn.Module] = OrderedDict(
+        stem=_stem(stem, in_channels),
+        stage1=_stage(basic_block, projected_shortcut, 64, 64, num_blocks=2, stride=1),
+        stage2=_stage(basic_block, projected_shortcut, 64, 128, num_blocks=2, stride=2),
+        stage3=_stage(basic_block, projected_shortcut, 128, 256, num_blocks=2, stride=2),
+        stage4=_stage(basic_block, projected_shortcut, 256, 512, num_blocks=2, stride=2),
+        head=_head(512, num_classes),
+    )
+    return _initialized(nn.Sequential(stages), zero_init_residual)
+
+
+def resnet50(
+    num_classes: int = 1000, in_channels: int = 3, stem: Stem = "imagenet", zero_init_residual: bool = False
+) -> nn.Sequential:
+    """50 layers of bottleneck blocks: images (b, in_channels, s, s) -> logits (b, num_classes).
+
+    Stems as in `resnet18`. A stage halves the image in its 3 x 3 convolution and not in the 1 x 1 before it
+    (often called v1.5): the 1 x 1 would throw away three pixels of four unseen.
+    """
+    stages: OrderedDict[str, nn.Module] = OrderedDict(
+        stem=_stem(stem, in_channels),
+        stage1=_stage(bottleneck, projected_shortcut, 64, 256, num_blocks=3, stride=1),
+        stage2=_stage(bottleneck, projected_shortcut, 256, 512, num_blocks=4, stride=2),
+        stage3=_stage(bottleneck, projected_shortcut, 512, 1024, num_blocks=6, stride=2),
+        stage4=_stage(bottleneck, projected_shortcut, 1024, 2048, num_blocks=3, stride=2),
+        head=_head(2048, num_classes),
+    )
+    return _initialized(nn.Sequential(stages), zero_init_residual)
+
+
+class Residual(nn.Module):
+    """relu(branch(x) + shortcut(x)): the branch learns what to add to what is there."""
+
+    def __init__(self, branch: nn.Sequential, shortcut: nn.Module) -> None:
+        super().__init__()
+        self.branch = branch
+        self.shortcut = shortcut
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.relu(self.branch(x) + self.shortcut(x))
+        return y
+
+
+class PaddedShortcut(nn.Module):
+    """Option A: every `stride`-th pixel, and zeros in the new channels.
+
+    (b, in_channels, h, w) -> (b, out_channels, ceil(h / stride), ceil(w / stride))
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
+        super().__init__()
+        self.num_new_channels = out_channels - in_channels
+        self.stride = stride
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.num_new_channels))
+
+
+def projected_shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Sequential:
+    """Option B: a learned 1 x 1 convolution, where a block changes the shape."""
+    return nn.Sequential(
+        _conv(in_channels, out_channels, kernel_size=1, stride=stride), nn.BatchNorm2d(out_channels)
+    )
+
+
+def basic_block(in_channels: int, out_channels: int, stride: int) -> nn.Sequential:
+    """Two 3 x 3 convolutions."""
+    return nn.Sequential(
+        _conv(in_channels, out_channels, kernel_size=3, stride=stride),
+        nn.BatchNorm2d(out_channels),
+        nn.ReLU(),
+        _conv(out_channels, out_channels, kernel_size=3),
+        nn.BatchNorm2d(out_channels),
+    )
+
+
+def bottleneck(in_channels: int, out_channels: int, stride: int) -> nn.Sequential:
+    """1 x 1 down to a quarter of `out_channels`, 3 x 3 there, 1 x 1 back up."""
+    inner = out_channels // 4
+    return nn.Sequential(
+        _conv(in_channels, inner, kernel_size=1),
+        nn.BatchNorm2d(inner),
+        nn.ReLU(),
+        _conv(inner, inner, kernel_size=3, stride=stride),
+        nn.BatchNorm2d(inner),
+        nn.ReLU(),
+        _conv(inner, out_channels, kernel_size=1),
+        nn.BatchNorm2d(out_channels),
+    )
+
+
+def _stage(
+    branch: Callable[[int, int, int], nn.Sequential],
+    shortcut: Callable[[int, int, int], nn.Module],
+    in_channels: int,
+    out_channels: int,
+    num_blocks: int,
+    stride: int,
+) -> nn.Sequential:
+    same_shape = in_channels == out_channels and stride == 1
+    first = nn.Identity() if same_shape else shortcut(in_channels, out_channels, stride)
+    blocks = [Residual(branch(in_channels, out_channels, stride), first)]
+    blocks += [Residual(branch(out_channels, out_channels, 1), nn.Identity()) for _ in range(num_blocks - 1)]
+    return nn.Sequential(*blocks)
+
+
+def _stem(stem: Stem, in_channels: int) -> nn.Sequential:
+    if stem == "cifar":
+        return nn.Sequential(_conv(in_channels, 64, kernel_size=3), nn.BatchNorm2d(64), nn.ReLU())
+    return nn.Sequential(
+        _conv(in_channels, 64, kernel_size=7, stride=2),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
+    )
+
+
+def _head(in_channels: int, num_classes: int) -> nn.Sequential:
+    return nn.Sequential(
+        OrderedDict(
+            pool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), fc=nn.Linear(in_channels, num_classes)
+        )
+    )
+
+
+def _conv(in_channels: int, out_channels: int, kernel_size: int, stride: int = 1) -> nn.Conv2d:
+    # No bias: the batch norm behind it has one.
+    return nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding=kernel_size // 2, bias=False)
+
+
+def _initialized(model: nn.Sequential, zero_init_residual: bool) -> nn.Sequential:
+    """Kaiming weights; with `zero_init_residual` every block starts as its shortcut.
+
+    Goyal et al. 2017, "Accurate, large minibatch SGD", section 5.1: gamma of a block's last batch norm is 0.
+    """
+    kaiming(model)
+    if zero_init_residual:
+        for module in model.modules():
+            if isinstance(module, Residual):
+                last_norm = module.branch[-1]
+                assert isinstance(last_norm, nn.BatchNorm2d)
+                nn.init.zeros_(last_norm.weight)
+    return model

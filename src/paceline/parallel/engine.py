@@ -1,0 +1,73 @@
+"""What a step needs of data parallelism: one seam, two implementations (numeric and bitwise)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from paceline.errors import ModelError
+from paceline.parallel.clock import Mark
+from paceline.parallel.shards import Share
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """One worker's part of one training step."""
+
+    share: Share
+    batch: Any
+    """This worker's samples in order; one stand-in sample if its share is empty."""
+    loss_of: Callable[[nn.Module, Any], Tensor]
+    """The mean loss over the samples of a batch."""
+    seed_shard: Callable[[int], None]
+    """Sets torch's generators to where they belong before the given shard is computed."""
+    scale: Callable[[Tensor], Tensor]
+    """Applies the loss scale just before backward."""
+
+
+class Engine(Protocol):
+    """Computes the gradient of the mean loss over the global batch, the same on every worker."""
+
+    module: nn.Module
+    """What the forward pass goes through."""
+
+    def gradients(self, step: StepInput) -> Tensor:
+        """Leave the gradient in `.grad` of every parameter; return the global batch's mean loss, detached."""
+        ...
+
+    @property
+    def communication(self) -> tuple[Mark, Mark]:
+        """The last step's exposed communication: from the last gradient computed to the last one aggregated."""
+        ...
+
+
+def cut(batch: Any, start: int, stop: int) -> Any:
+    """Samples start … stop - 1 of a batch: every tensor in it, however nested, along its first dimension."""
+
+    def part(leaf: Any) -> Any:
+        return leaf[start:stop] if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf
+
+    return pytree.tree_map(part, batch)
+
+
+def check_loss(loss: Any) -> Tensor:
+    """`loss` if it is a scalar that can be differentiated; else a `ModelError`."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ModelError(
+            f"The loss function returned {shape}; it should return one number, the mean loss over its samples."
+        )
+    if not loss.requires_grad:
+        raise ModelError("The loss does not depend on any trainable parameter of the prepared model.")
+    return loss.view(())
+
+
+def statistics_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype in which losses and norm statistics are added: float64 for float64 models, else float32."""
+    kinds = {p.dtype for p in model.parameters()}
+    return torch.float64 if torch.float64 in kinds else torch.float32

@@ -1,0 +1,188 @@
+"""`parity = "numeric"`: DistributedDataParallel, weighted so that the sum over workers is the global mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.comm import ALGORITHMS, HookState
+from paceline.errors import ModelError
+from paceline.parallel.clock import Clock, Mark
+from paceline.parallel.engine import StepInput, check_loss, cut, statistics_dtype
+from paceline.parallel.norm import NormStatistics, ShardBatchNorm, SyncBatchNorm, replace_batch_norm
+from paceline.parallel.shards import Piece, Share
+from paceline.spec import Job, Plan
+
+
+class NumericDataParallel:
+    """Equal on any number of workers up to rounding; gradients travel in buckets while backward goes on.
+
+    A worker's shards go through the model together. That is only right if the forward pass draws no random numbers
+    (a dropout mask belongs to its shard), so the very first piece is one shard, and if it is seen to draw any, this
+    worker computes its shards one by one from then on.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        job: Job,
+        plan: Plan,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        find_unused_parameters: bool,
+    ) -> None:
+        self._model = self._with_norm(model, job, plan, group)
+        self._plan = plan
+        self._group = group
+        self._device = device
+        self._clock = Clock(device)
+        self._norm = NormStatistics(self._model)
+        self._dtype = statistics_dtype(self._model)
+        self._whole_share_only = job.norm == "sync" and self._has(SyncBatchNorm)
+        # None: not seen yet. Per-device norms make the statistics depend on the whole share, so never split there.
+        self._draws_randomness: bool | None = None if job.norm == "shard" else False
+        self._aggregated = self._last_gradient = self._clock.mark()
+        self._hook_called = False
+        self.module = self._model if group is None else self._wrap(group, find_unused_parameters)
+
+    @staticmethod
+    def _with_norm(model: nn.Module, job: Job, plan: Plan, group: dist.ProcessGroup | None) -> nn.Module:
+        if job.norm == "shard":
+            return replace_batch_norm(model, ShardBatchNorm)
+        if job.norm == "sync":
+            model = replace_batch_norm(model, SyncBatchNorm)
+            # A group of its own: its collectives interleave with the buckets' in backward.
+            own = None if group is None else dist.new_group(timeout=timedelta(seconds=plan.timeout_s))
+            for layer in model.modules():
+                if isinstance(layer, SyncBatchNorm):
+                    layer.group = own
+        return model
+
+    def _has(self, kind: type[nn.Module]) -> bool:
+        return any(isinstance(layer, kind) for layer in self._model.modules())
+
+    def _wrap(self, group: dist.ProcessGroup, find_unused_parameters: bool) -> DistributedDataParallel:
+        kept_equal = {
+            f"{prefix}.{name}" if prefix else name
+            for prefix, layer in self._model.named_modules()
+            if isinstance(layer, ShardBatchNorm | SyncBatchNorm)
+            for name, _ in layer.named_buffers(recurse=False)
+        }
+        others = any(name not in kept_equal for name, _ in self._model.named_buffers())
+        ddp = DistributedDataParallel(
+            self._model,
+            device_ids=[self._device] if self._device.type == "cuda" else None,
+            process_group=group,
+            # Our norm layers keep their buffers equal themselves; only buffers we know nothing of are broadcast.
+            broadcast_buffers=others,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=find_unused_parameters,
+        )
+        state = HookState(group, on_last_bucket=self._on_last_bucket)
+        ddp.register_comm_hook(state, ALGORITHMS[self._plan.algorithm])
+        return ddp
+
+    def _on_last_bucket(self) -> None:
+        self._hook_called = True
+        self._last_gradient = self._clock.mark()
+
+    @property
+    def communication(self) -> tuple[Mark, Mark]:
+        return self._last_gradient, self._aggregated
+
+    def gradients(self, step: StepInput) -> Tensor:
+        self._hook_called = False
+        self._norm.shards.all = step.share.all_sizes
+        summed = self._working_step(step) if step.share.sizes else self._idle_step(step)
+        self._norm.shards.current = None
+        if self._group is None:
+            self._last_gradient = self._clock.mark()
+        elif not self._hook_called:
+            raise ModelError(
+                "The loss did not go through the prepared model, so no gradient was aggregated; call the model that "
+                "run.prepare returned, or the one the loss function is given."
+            )
+        self._norm.apply(summed[1:])
+        self._aggregated = self._clock.mark()
+        return summed[0]
+
+    def _working_step(self, step: StepInput) -> Tensor:
+        next_shard, stop = step.share.runs[step.share.rank]
+        losses = self._zero_loss()
+        while True:
+            piece = self._next_piece(step.share, next_shard)
+            next_shard += len(piece.sizes)
+            is_last = next_shard == stop
+            self._norm.shards.current = piece.sizes
+            with nullcontext() if is_last or self._group is None else self.module.no_sync():  # type: ignore[operator]
+                loss = check_loss(self._forward(step, piece))
+                losses += loss.detach() * piece.weight
+                if is_last:
+                    # The step's loss and norm statistics are known: they travel while backward computes.
+                    summed, arrived = self._start_sum(losses)
+                step.scale(loss * piece.weight).backward()
+            if is_last:
+                arrived()
+                return summed
+
+    def _next_piece(self, share: Share, first_shard: int) -> Piece:
+        one_by_one = self._draws_randomness is not False
+        piece = share.piece(first_shard, 1 if one_by_one else self._plan.micro_batch_size)
+        if self._whole_share_only and len(piece.sizes) < len(share.sizes):
+            raise ModelError(
+                "norm = 'sync' normalises over the whole global batch in one forward pass, so it cannot be cut into "
+                f"micro-batches of {self._plan.micro_batch_size}; leave micro_batch_size out or use norm = 'shard'."
+            )
+        return piece
+
+    def _forward(self, step: StepInput, piece: Piece) -> Tensor:
+        step.seed_shard(piece.first_shard)
+        before = self._generator_states() if self._draws_randomness is None else []
+        loss = step.loss_of(self.module, cut(step.batch, piece.start, piece.stop))
+        if self._draws_randomness is None:
+            after = self._generator_states()
+            self._draws_randomness = not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        return loss
+
+    def _generator_states(self) -> list[Tensor]:
+        cuda = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
+        return [torch.get_rng_state(), *cuda]
+
+    def _idle_step(self, step: StepInput) -> Tensor:
+        """No sample for this worker: one stand-in sample with weight zero keeps everybody's collectives in step."""
+        self._norm.shards.current = None
+        syncs = [layer for layer in self._model.modules() if isinstance(layer, SyncBatchNorm)]
+        was_training = [layer for layer in self._model.modules() if layer.training]
+        for layer in was_training:
+            layer.training = isinstance(layer, SyncBatchNorm)
+        for layer in syncs:
+            layer.idle = True
+        try:
+            loss = check_loss(step.loss_of(self.module, cut(step.batch, 0, 1)))
+            summed, arrived = self._start_sum(self._zero_loss())
+            step.scale(loss * 0.0).backward()
+        finally:
+            for layer in was_training:
+                layer.training = True
+            for layer in syncs:
+                layer.idle = False
+        arrived()
+        return summed
+
+    def _zero_loss(self) -> Tensor:
+        return torch.zeros((), dtype=self._dtype, device=self._device)
+
+    def _start_sum(self, losses: Tensor) -> tuple[Tensor, Callable[[], object]]:
+        """Begin adding [loss, norm statistics] over all workers; the second value waits for the sum."""
+        mine = torch.cat([losses.view(1), *self._norm.collect(losses)])
+        if self._group is None:
+            return mine, lambda: None
+        work = dist.all_reduce(mine, group=self._group, async_op=True)
+        assert work is not None
+        return mine, work.wait

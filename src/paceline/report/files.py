@@ -1,0 +1,163 @@
+"""What a study leaves on disk, and how run folders become records again."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import JobError, PacelineError
+from paceline.report.page import render_page
+from paceline.report.study import Study, StudyRow, peak_learning_rate
+from paceline.spec.codec import from_mapping
+from paceline.spec.record import RunRecord
+
+RECORD_FILE = "record.json"
+
+
+def load_records(dirs: Iterable[Path]) -> list[RunRecord]:
+    """The records of run folders, in the order given.
+
+    Raises:
+        PacelineError: a folder has no record.json, or one that is damaged; the message names the file.
+    """
+    return [_load_record(Path(folder) / RECORD_FILE) for folder in dirs]
+
+
+def write_study(study: Study, out: Path) -> None:
+    """Write scaling.json (everything), scaling.csv (one line per run) and report.html into the folder `out`.
+
+    Raises:
+        PacelineError: the folder cannot be made or written to.
+    """
+    files = {
+        "scaling.json": json.dumps(_finite(study_mapping(study)), indent=2, allow_nan=False) + "\n",
+        "scaling.csv": _csv(study),
+        "report.html": render_page(study),
+    }
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (out / name).write_text(text, encoding="utf-8", newline="\n")
+    except OSError as problem:
+        raise PacelineError(f"The report cannot be written into '{out}': {problem.strerror}.") from None
+
+
+def study_mapping(study: Study) -> dict[str, Any]:
+    """The study as plain values, as scaling.json holds it; times in seconds, accuracies in [0, 1]."""
+    found = study.recommendation
+    return {
+        "name": study.name,
+        "grow": study.grow,
+        "tolerance": study.tolerance,
+        "efficiency_floor": study.efficiency_floor,
+        "recommended_devices": found.devices,
+        "verdict": found.verdict,
+        "reason": found.reason,
+        "rejected": {str(devices): sentence for devices, sentence in found.rejected.items()},
+        "same_weights": study.same_weights,
+        "rows": [_row_mapping(row) for row in study.rows],
+        "job": study.job.to_mapping(),
+        "environment": dict(study.base.runs[0].environment),
+        "runs": [_run_mapping(run) for run in study.records],
+    }
+
+
+def _row_mapping(row: StudyRow) -> dict[str, Any]:
+    return {
+        "devices": row.devices,
+        "seeds": list(row.seeds),
+        "global_batch_size": row.global_batch_size,
+        "learning_rate": row.learning_rate,
+        "accuracy": row.accuracy,
+        "accuracy_min": row.accuracy_min,
+        "accuracy_max": row.accuracy_max,
+        "accuracy_std": row.accuracy_std,
+        "accuracy_change": row.accuracy_change,
+        "within_spread": row.within_spread,
+        "train_s": row.train_s,
+        "speedup": row.speedup,
+        "efficiency": row.efficiency,
+        "samples_per_s": row.samples_per_s,
+        "time_to_first_step_s": row.time_to_first_step_s,
+        "wall_s": row.wall_s,
+        "step_time": asdict(row.step_time),
+        "same_weights": row.same_weights,
+        "weights_sha256": {str(seed): digest for seed, digest in row.weights_sha256.items()},
+    }
+
+
+def _run_mapping(run: RunRecord) -> dict[str, Any]:
+    return {
+        "devices": run.world_size,
+        "seed": run.job.seed,
+        "global_batch_size": run.job.global_batch_size,
+        "learning_rate": peak_learning_rate(run.job),
+        **run.summary(),
+        "train_loss": run.train_loss,
+        "train_s": run.train_s,
+        "step_time": asdict(run.step_time),
+        "plan": run.plan.to_mapping(),
+        "epochs": [asdict(epoch) for epoch in run.epochs],
+        "notes": list(run.notes),
+        "environment": dict(run.environment),
+    }
+
+
+def _csv(study: Study) -> str:
+    """One line per run; an empty cell is a number that was not measured."""
+    lines = []
+    for run in study.records:
+        plain = _finite(_run_mapping(run))
+        step_time = {f"step_{part}": seconds for part, seconds in plain.pop("step_time").items()}
+        for nested in ("plan", "epochs", "notes", "environment", "world_size"):
+            plain.pop(nested)
+        lines.append({"name": run.job.name, **plain, **step_time, "recommended": _is_recommended(study, run)})
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(lines[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
+
+
+def _is_recommended(study: Study, run: RunRecord) -> int:
+    return int(run.world_size == study.recommendation.devices)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: the loss of a run that diverged becomes null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _load_record(path: Path) -> RunRecord:
+    try:
+        plain = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise PacelineError(
+            f"There is no run record '{path}': name folders of finished runs, which hold a {RECORD_FILE}."
+        ) from None
+    except OSError as problem:
+        raise PacelineError(f"The run record '{path}' cannot be read: {problem.strerror}.") from None
+    except ValueError as problem:  # neither UTF-8 nor JSON
+        raise PacelineError(
+            f"The run record '{path}' is damaged ({problem}); train that run again."
+        ) from None
+    if not isinstance(plain, dict):
+        raise PacelineError(
+            f"The run record '{path}' is damaged (it is no JSON object); train that run again."
+        )
+    try:
+        return from_mapping(RunRecord, plain)
+    except JobError as problem:
+        raise PacelineError(f"The run record '{path}' is damaged or of another version: {problem}") from None

@@ -1,0 +1,90 @@
+"""Numbers as people read them: one place, so that terminal, page and sentences agree."""
+
+from __future__ import annotations
+
+import math
+
+NOTHING = "\N{EN DASH}"
+"""Stands where there is no number."""
+
+
+def percent(fraction: float | None, digits: int = 1) -> str:
+    """0.978 as "97.8 %"."""
+    return NOTHING if fraction is None else f"{100 * fraction:.{digits}f} %"
+
+
+def points(change: float | None, digits: int = 2) -> str:
+    """A difference of two fractions in percentage points: -0.0125 as -1.25, with a true minus sign."""
+    if change is None:
+        return NOTHING
+    number = f"{100 * change:+.{digits}f}"
+    if float(number) == 0:
+        return f"{0:.{digits}f}"
+    return number.replace("-", "\N{MINUS SIGN}")
+
+
+def spread(low: float | None, high: float | None) -> str:
+    """The range over seeds, in percent: "97.54 to 97.98" with a dash."""
+    return NOTHING if low is None or high is None else f"{100 * low:.2f}\N{EN DASH}{100 * high:.2f}"
+
+
+def short_percent(fraction: float) -> str:
+    """A limit the user chose, without needless zeros: 0.5 as "50 %", 0.0025 as "0.25 %"."""
+    return f"{100 * fraction:.4g} %"
+
+
+def short_points(fraction: float) -> str:
+    """A tolerance in words: 0.01 as "1 point", 0.005 as "0.5 points"."""
+    number = f"{100 * fraction:.4g}"
+    return f"{number} point" if number == "1" else f"{number} points"
+
+
+def duration(seconds: float | None) -> str:
+    """Two or three significant digits in the fitting unit: "340 ms", "8.1 s", "3 min 20 s", "2 h 05 min"."""
+    if seconds is None:
+        return NOTHING
+    if seconds >= 3600:
+        minutes = round(seconds / 60)
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    if seconds >= 119.5:
+        whole = round(seconds)
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if seconds >= 1:
+        return f"{_significant(seconds)} s"
+    if seconds >= 1e-3:
+        return f"{_significant(seconds * 1e3)} ms"
+    return f"{_significant(seconds * 1e6)} µs" if seconds > 0 else "0 s"
+
+
+def times(factor: float | None) -> str:
+    """A speed-up: 1.786 as "1.79x"."""
+    return NOTHING if factor is None else f"{factor:.2f}x"
+
+
+def quantity(number: float | None) -> str:
+    """A count or rate with thin groups of three: 12345.6 as "12,346", 9.87 as "9.9"."""
+    if number is None:
+        return NOTHING
+    return f"{number:,.0f}" if abs(number) >= 100 else _significant(number)
+
+
+def rate(number: float) -> str:
+    """A learning rate: as many digits as it needs and no more."""
+    return f"{number:.4g}"
+
+
+def devices(count: int) -> str:
+    return "1 device" if count == 1 else f"{count} devices"
+
+
+def listing(words: list[str]) -> str:
+    """["1", "2", "4"] as "1, 2 and 4"."""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _significant(number: float) -> str:
+    """Three significant digits at most, and never more than one decimal."""
+    if number == 0:
+        return "0"
+    decimals = 1 if math.floor(math.log10(abs(number))) < 2 else 0
+    return f"{number:.{decimals}f}"

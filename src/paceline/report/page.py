@@ -1,0 +1,190 @@
+"""The study as one HTML page that needs nothing but a browser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import resources
+
+from jinja2 import Environment, StrictUndefined
+
+from paceline.report import formats
+from paceline.report.job_text import job_toml
+from paceline.report.plots import study_plots
+from paceline.report.study import Study, StudyRow
+from paceline.spec.record import RunRecord
+
+
+def render_page(study: Study) -> str:
+    """The whole page: style, data and plotting library inside, no address outside."""
+    # Late, because it takes longer to import than all of ours, and only this function needs it.
+    from plotly.offline import get_plotlyjs
+
+    folder = resources.files("paceline.report")
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.from_string((folder / "page.html").read_text(encoding="utf-8"))
+    return template.render(
+        study=study,
+        best=next(row for row in study.rows if row.devices == study.recommendation.devices),
+        f=formats,
+        plots=study_plots(study),
+        tags=_tags,
+        notes=_notes(study),
+        meaning=_meaning(study),
+        job_text=job_toml(study.job),
+        environment=_environment(study),
+        style=(folder / "page.css").read_text(encoding="utf-8"),
+        plotly_js=get_plotlyjs(),
+    )
+
+
+def _tags(study: Study, row: StudyRow) -> str:
+    """What the last column says of a row's weights."""
+    if row is study.base:
+        return "reference"
+    if row.same_weights is None:
+        return formats.NOTHING
+    return "same" if row.same_weights else "differ"
+
+
+def _notes(study: Study) -> list[tuple[str, str]]:
+    """(who, note) of what the runs wish their reader to know, each note once."""
+    holders: dict[str, list[RunRecord]] = {}
+    for run in study.records:
+        for note in dict.fromkeys(run.notes):
+            holders.setdefault(note, []).append(run)
+    return [(_who(study, runs), note) for note, runs in holders.items()]
+
+
+def _who(study: Study, runs: Iterable[RunRecord]) -> str:
+    held = {(run.world_size, run.job.seed) for run in runs}
+    if len(held) == len({(run.world_size, run.job.seed) for run in study.records}):
+        return "All runs"
+    said = []
+    for row in study.rows:
+        seeds = [seed for seed in row.seeds if (row.devices, seed) in held]
+        if seeds:
+            which = (
+                ""
+                if len(seeds) == len(row.seeds)
+                else f" (seed {formats.listing([str(seed) for seed in seeds])})"
+            )
+            said.append(formats.devices(row.devices) + which)
+    return formats.listing(said)
+
+
+def _environment(study: Study) -> list[tuple[str, str]]:
+    """(key, value); where runs disagree, all values, because such a comparison needs a second look."""
+    keys = dict.fromkeys(key for run in study.records for key in run.environment)
+    values = {
+        key: dict.fromkeys(run.environment.get(key, "not known") for run in study.records) for key in keys
+    }
+    return [
+        (key, next(iter(found)) if len(found) == 1 else "differs between runs: " + "; ".join(found))
+        for key, found in values.items()
+    ]
+
+
+def _meaning(study: Study) -> list[tuple[str, str]]:
+    """(term, sentence): what the numbers of this page are, and what they cannot say."""
+    base = study.base
+    reference, divisor = formats.devices(base.devices), "n"
+    if base.devices > 1:
+        divisor = f"n/{base.devices}, because no run on 1 device is part of this study"
+    terms = [
+        ("Device", _device(study)),
+        (
+            "Time",
+            "Time spent in training steps, without start-up, evaluation and saving. First step and wall are "
+            "counted from launch. Each is the median over seeds.",
+        ),
+        (
+            "Speed-up and efficiency",
+            f"Speed-up is the time on {reference} over the time on n devices; efficiency is the speed-up "
+            f"over {divisor}.",
+        ),
+        (
+            "How the batch grows",
+            "The global batch is the same on every device count, so each device gets a smaller piece of it "
+            "as devices are added (strong scaling)."
+            if study.grow == "none"
+            else "The batch per device is the same on every device count, so the global batch and, by its "
+            "rule, the learning rate grow; the number of samples trained on stays the same.",
+        ),
+        (
+            "Where the time went",
+            "Measured on rank 0 in the median step. Exposed communication is waiting for other devices that "
+            "no computing hides.",
+        ),
+        ("Seeds", _seeds(study)),
+    ]
+    if study.has_accuracy and len(study.rows) > 1:
+        terms.append(("Differences in accuracy", _differences(study)))
+    if (
+        study.grow == "none"
+        and study.job.parity == "numeric"
+        and len(study.rows) > 1
+        and not study.same_weights
+    ):
+        terms.append(
+            (
+                "Weights",
+                "With parity = 'numeric' the order in which gradients are added depends on the number of "
+                "devices, so weights agree up to rounding, not bit for bit.",
+            )
+        )
+    return terms
+
+
+def _device(study: Study) -> str:
+    plan = study.base.runs[0].plan
+    if plan.device_kind == "cuda":
+        return "One GPU, driven by one worker process."
+    threads = "1 thread" if plan.threads_per_worker == 1 else f"{plan.threads_per_worker} threads"
+    return (
+        f"One worker process that computes with {threads} of the processor. The workers of one machine share "
+        "its memory and caches, and more workers than cores cannot be faster."
+    )
+
+
+def _seeds(study: Study) -> str:
+    if len(study.seeds) == 1:
+        return (
+            f"One (seed {study.seeds[0]}). A single seed shows no spread, so a small difference in accuracy "
+            "may be chance; run three or more to know."
+        )
+    sentence = f"{len(study.seeds)} ({formats.listing([str(seed) for seed in study.seeds])})"
+    partial = [
+        f"{formats.devices(row.devices)} has only {formats.listing([str(seed) for seed in row.seeds])}"
+        for row in study.rows
+        if set(row.seeds) != set(study.seeds)
+    ]
+    if partial:
+        return (
+            f"{sentence}, but {formats.listing(partial)}, so its averages are over other runs than the rest."
+        )
+    return (
+        f"{sentence} on every device count. The spread is the range from the lowest to the highest of them."
+    )
+
+
+def _differences(study: Study) -> str:
+    if study.same_weights:
+        return "None: every device count ended with the same weights."
+    inside = [formats.devices(row.devices) for row in study.rows if row.within_spread is True]
+    outside = [formats.devices(row.devices) for row in study.rows if row.within_spread is False]
+    base = formats.devices(study.base.devices)
+    said = []
+    if inside:
+        said.append(
+            f"Within the spread on {formats.listing(inside)}: the seeds' ranges overlap with that of {base}, so "
+            "the difference may be chance."
+        )
+    if outside:
+        said.append(
+            f"Outside the spread on {formats.listing(outside)}: no seed's result lies in the range of {base}."
+        )
+    if not said:
+        return "Cannot be told from chance with a single seed on either side."
+    return " ".join(said)

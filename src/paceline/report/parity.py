@@ -1,0 +1,190 @@
+"""Do runs on different numbers of workers compute the same? Their traces compared, and the likely cause if not."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import PacelineError
+
+Fingerprints = Mapping[str, Sequence[float]]
+"""Per tensor: its norm, then its inner products with fixed random sign vectors."""
+
+# Above the rounding of a few steps, far below what a wrong mean or a lost sample does.
+TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The steps of one run: the line that every rank wrote for each of them."""
+
+    workers: int
+    parity: str
+    precision: str
+    norm: str
+    steps: Sequence[Sequence[Mapping[str, Any]]]
+    """steps[step][rank]."""
+
+    def batch_digest(self, step: int) -> int:
+        return sum(line["batch_digest"] for line in self.steps[step])
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How one number of workers compares with the smallest one. `step` and `tensor` name the first difference."""
+
+    workers: int
+    steps: int
+    passed: bool
+    largest_difference: float = 0.0
+    step: int | None = None
+    tensor: str = ""
+    cause: str = ""
+
+    def sentence(self) -> str:
+        who = f"{self.workers} worker{'s' if self.workers > 1 else ''}"
+        if self.passed:
+            how = "bit for bit" if self.largest_difference == 0 else f"within {self.largest_difference:.1e}"
+            return f"PASS  {who}: the same over {self.steps} steps, {how}"
+        return f"FAIL  {who}: first differs at step {self.step} in {self.tensor}: {self.cause}"
+
+
+def load_trace(directory: Path, workers: int) -> Trace:
+    """The trace that a run of `workers` workers left in `directory`.
+
+    Raises:
+        PacelineError: there is none, because the program took no step through `Run.step`.
+    """
+    ranks: list[list[dict[str, Any]]] = []
+    for rank in range(workers):
+        path = directory / f"rank{rank}.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        ranks.append([json.loads(line) for line in lines])
+    if any(len(lines) < 2 for lines in ranks):
+        raise PacelineError(
+            f"The run on {workers} worker{'s' if workers > 1 else ''} took no training step that could be compared; "
+            "the script should call paceline.init, and run.step in its loop."
+        )
+    header = ranks[0][0]
+    return Trace(
+        workers,
+        header["parity"],
+        header["precision"],
+        header["norm"],
+        list(zip(*(r[1:] for r in ranks), strict=False)),
+    )
+
+
+def compare(base: Trace, again: Trace, others: Sequence[Trace]) -> list[Verdict]:
+    """A verdict for `again` (the same number of workers as `base`, run once more) and for each of `others`."""
+    first = _judge(base, again)
+    if not first.passed:
+        data = base.batch_digest(first.step or 0) != again.batch_digest(first.step or 0)
+        cause = "unseeded randomness: the same run twice differs; " + (
+            "the data set returns other values each time, so draw them from torch, numpy.random or random"
+            if data
+            else "something in the model or loss draws from a generator of its own, or from the time"
+        )
+        return [Verdict(first.workers, first.steps, False, step=first.step, tensor=first.tensor, cause=cause)]
+    return [first, *(_judge(base, other) for other in others)]
+
+
+def _judge(base: Trace, other: Trace) -> Verdict:
+    tolerance = 0.0 if base.parity == "bitwise" else TOLERANCE[base.precision]
+    num_steps = min(len(base.steps), len(other.steps))
+    largest = 0.0
+
+    def fail(step: int, tensor: str, cause: str) -> Verdict:
+        return Verdict(other.workers, num_steps, False, step=step, tensor=tensor, cause=cause)
+
+    for step in range(num_steps):
+        mine, theirs = base.steps[step][0], other.steps[step][0]
+        if base.batch_digest(step) != other.batch_digest(step):
+            return fail(step, "the batch", "data order: the global batch holds other samples")
+        split = _rank_difference(other.steps[step])
+        if split is not None:
+            rank, tensor = split
+            return fail(step, tensor, f"not synchronised: rank {rank} holds another value than rank 0")
+        for kind in ("gradients", "parameters", "buffers"):
+            tensor, distance = _farthest(mine[kind], theirs[kind])
+            if not distance <= tolerance:
+                return fail(
+                    step, f"{kind[:-1]} '{tensor}' ({distance:.1e})", _cause(kind, base, mine, theirs)
+                )
+            largest = max(largest, distance)
+        if base.parity == "bitwise" and mine["weights_sha256"] != theirs["weights_sha256"]:
+            return fail(step, "the weights", "some bits differ")
+    return Verdict(other.workers, num_steps, True, largest)
+
+
+def _rank_difference(lines: Sequence[Mapping[str, Any]]) -> tuple[int, str] | None:
+    """The first rank whose weights are not rank 0's, and the tensor."""
+    for rank, line in enumerate(lines):
+        if line["weights_sha256"] == lines[0]["weights_sha256"]:
+            continue
+        for kind in ("parameters", "buffers"):
+            for name, fingerprint in line[kind].items():
+                if fingerprint != lines[0][kind][name]:
+                    return rank, f"{kind[:-1]} '{name}'"
+    return None
+
+
+def _farthest(mine: Fingerprints, theirs: Fingerprints) -> tuple[str, float]:
+    """The tensor with the largest relative distance; tensors that hardly matter are measured against the whole."""
+    whole = math.sqrt(sum(values[0] ** 2 for values in mine.values()))
+    worst, worst_distance = "", 0.0
+    for name, values in mine.items():
+        if name not in theirs:
+            return name, math.inf
+        scale = max(values[0], 0.01 * whole)
+        distance = _distance(values, theirs[name])
+        relative = distance / scale if scale > 0 else (0.0 if distance == 0 else math.inf)
+        if math.isnan(relative):
+            relative = 0.0 if _same(values, theirs[name]) else math.inf
+        if relative > worst_distance:
+            worst, worst_distance = name, relative
+    return worst, worst_distance
+
+
+def _distance(mine: Sequence[float], theirs: Sequence[float]) -> float:
+    """The root mean square difference of the projections estimates |a - b| without bias in its square."""
+    squares = [(a - b) ** 2 for a, b in zip(mine[1:], theirs[1:], strict=True)]
+    return math.sqrt(sum(squares) / len(squares))
+
+
+def _same(mine: Sequence[float], theirs: Sequence[float]) -> bool:
+    return all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(mine, theirs, strict=True))
+
+
+def _cause(kind: str, base: Trace, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    if kind == "buffers":
+        return "a buffer that depends on which samples this worker saw, and is not synchronised"
+    if kind == "parameters":
+        return (
+            "the same gradient gave other weights: the optimizer or its learning rate depends on the worker"
+        )
+    if base.norm == "local":
+        return "norm = 'local': batch norm uses each device's own statistics; use norm = 'shard'"
+    factor = _constant_factor(mine["gradients"], theirs["gradients"])
+    if factor is not None:
+        return f"every gradient is {factor:.4g} times the expected one: the loss is a sum over samples, not their mean"
+    return (
+        "mean of means: the loss is not a mean over samples (tokens, masks or weights differ between samples), or a "
+        "layer mixes the samples of a batch"
+    )
+
+
+def _constant_factor(mine: Fingerprints, theirs: Fingerprints) -> float | None:
+    """The number that turns all of `mine` into `theirs`, if there is one other than 1."""
+    a = [x for values in mine.values() for x in values[1:]]
+    b = [x for name in mine for x in theirs.get(name, mine[name])[1:]]
+    norm = sum(x * x for x in a)
+    if norm == 0:
+        return None
+    factor = sum(x * y for x, y in zip(a, b, strict=True)) / norm
+    rest = sum((y - factor * x) ** 2 for x, y in zip(a, b, strict=True))
+    return factor if rest <= 1e-4 * factor * factor * norm and abs(factor - 1) > 1e-3 else None

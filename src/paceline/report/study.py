@@ -1,0 +1,356 @@
+"""`analyse`: what the runs of one job on several device counts say about adding devices. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median, stdev
+from typing import Any, Literal
+
+from paceline.errors import PacelineError
+from paceline.report import formats
+from paceline.spec.job import Job
+from paceline.spec.record import RunRecord, StepTime
+
+Grow = Literal["none", "batch"]
+"""What grows with the devices: nothing (fixed global batch), or the batch (fixed batch per device)."""
+
+_ROUNDING = 1e-9
+"""Slack of comparisons with a limit, so that losing exactly one point meets a tolerance of one point."""
+
+
+@dataclass(frozen=True)
+class StudyRow:
+    """One device count, over its seeds. `None` stands for what was not measured or cannot be said."""
+
+    devices: int
+    runs: tuple[RunRecord, ...]
+    """Ordered by seed."""
+    global_batch_size: int
+    learning_rate: float
+    """Peak rate, after the job's scaling rule."""
+    accuracy: float | None
+    """Mean over seeds, in [0, 1]."""
+    accuracy_min: float | None
+    accuracy_max: float | None
+    accuracy_std: float | None
+    """Sample standard deviation over seeds (n - 1); None with fewer than two."""
+    accuracy_change: float | None
+    """Mean accuracy minus that of the smallest device count."""
+    within_spread: bool | None
+    """Whether the seeds' ranges here and at the smallest device count overlap; None without a spread."""
+    train_s: float
+    """Median over seeds of the time spent in training steps."""
+    speedup: float | None
+    """train_s at the smallest device count over train_s here."""
+    efficiency: float | None
+    """speedup / (devices / smallest device count)."""
+    samples_per_s: float
+    time_to_first_step_s: float
+    wall_s: float
+    """This one and the two above: medians over seeds."""
+    step_time: StepTime
+    """Mean over seeds, part by part, so that the parts still add up."""
+    same_weights: bool | None
+    """Whether every seed ended with the weights of that seed at the smallest device count, bit for bit."""
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(run.job.seed for run in self.runs)
+
+    @property
+    def weights_sha256(self) -> dict[int, str]:
+        """By seed."""
+        return {run.job.seed: run.weights_sha256 for run in self.runs}
+
+    @property
+    def has_spread(self) -> bool:
+        return self.accuracy_std is not None
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """How many devices to use, in words that stand alone."""
+
+    devices: int
+    verdict: str
+    """One short line."""
+    reason: str
+    """One or two sentences."""
+    rejected: Mapping[int, str]
+    """Device count to the sentence that says why not; in ascending order."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """The scaling study: rows in ascending order of devices; all others are compared with the first."""
+
+    name: str
+    grow: Grow
+    tolerance: float
+    """How much accuracy may be lost, absolute: 0.01 is one point."""
+    efficiency_floor: float
+    rows: tuple[StudyRow, ...]
+    recommendation: Recommendation
+
+    @property
+    def base(self) -> StudyRow:
+        return self.rows[0]
+
+    @property
+    def job(self) -> Job:
+        """The job of the first run at the smallest device count."""
+        return self.base.runs[0].job
+
+    @property
+    def records(self) -> tuple[RunRecord, ...]:
+        return tuple(run for row in self.rows for run in row.runs)
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(sorted({run.job.seed for run in self.records}))
+
+    @property
+    def same_weights(self) -> bool:
+        """All device counts ended with the same weights, bit for bit, for every seed."""
+        return len(self.rows) > 1 and all(row.same_weights for row in self.rows)
+
+    @property
+    def has_accuracy(self) -> bool:
+        return any(row.accuracy is not None for row in self.rows)
+
+
+def analyse(
+    records: Sequence[RunRecord], *, grow: Grow, tolerance: float, efficiency_floor: float = 0.5
+) -> Study:
+    """The study of one job's runs on several device counts and seeds.
+
+    Speed-up is T1/Tn and scaling efficiency (T1/Tn) / (n/n1), where 1 stands for the smallest device count
+    among the records. Both ways of growing train on the same number of samples, so T is the whole training time.
+
+    Args:
+        records: finished runs, in any order; runs that failed are simply not among them.
+        grow: "none" when all ran the same global batch (strong scaling), "batch" when it grew with devices.
+        tolerance: how much accuracy may be lost, absolute; 0.01 is one point.
+        efficiency_floor: least scaling efficiency of a device count worth recommending, in [0, 1].
+
+    Raises:
+        PacelineError: there are no records, or they are not runs of one job.
+    """
+    if not records:
+        raise PacelineError(
+            "There is no finished run to report on; train the job on at least one device count."
+        )
+    _check_one_job(records, grow)
+    by_devices: dict[int, list[RunRecord]] = defaultdict(list)
+    for record in records:
+        by_devices[record.world_size].append(record)
+    groups = [tuple(sorted(by_devices[count], key=lambda run: run.job.seed)) for count in sorted(by_devices)]
+    rows = tuple(_row(group, base=groups[0]) for group in groups)
+    return Study(
+        name=rows[0].runs[0].job.name,
+        grow=grow,
+        tolerance=tolerance,
+        efficiency_floor=efficiency_floor,
+        rows=rows,
+        recommendation=_recommend(rows, tolerance, efficiency_floor),
+    )
+
+
+def detect_grow(records: Iterable[RunRecord]) -> Grow:
+    """How the batch grew over records whose study nobody remembers: "batch" if global batches differ."""
+    return "batch" if len({record.job.global_batch_size for record in records}) > 1 else "none"
+
+
+def peak_learning_rate(job: Job) -> float:
+    """The rate after warm-up, before any schedule lowers it.
+
+    With k = global batch / base batch: linear rule lr * k (Goyal et al. 2017), square root rule lr * sqrt(k)
+    (Krizhevsky 2014).
+    """
+    ratio = job.global_batch_size / (job.optim.base_batch_size or job.global_batch_size)
+    factor = {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[job.optim.lr_scaling]
+    return job.optim.lr * factor
+
+
+def _check_one_job(records: Sequence[RunRecord], grow: Grow) -> None:
+    """All runs have one job, but for its name, its seed, where its data lie and what `grow` lets grow."""
+
+    def identity(record: RunRecord) -> dict[str, Any]:
+        plain = _flat(record.job.to_mapping())
+        free = {"name", "seed", "data.dir"}
+        if grow == "batch":
+            free |= {"global_batch_size", "virtual_shards", "optim.base_batch_size"}
+            plain["the batch per device"] = record.job.global_batch_size / record.world_size
+        return {key: value for key, value in plain.items() if key not in free}
+
+    first = records[0]
+    expected = identity(first)
+    for record in records[1:]:
+        found = identity(record)
+        for key in sorted(expected.keys() | found.keys()):
+            if expected.get(key) != found.get(key):
+                hint = (
+                    "; if the batch grew with the devices, say grow = 'batch'"
+                    if key == "global_batch_size"
+                    else ""
+                )
+                raise PacelineError(
+                    f"These are not runs of one job: {key} is {expected.get(key)!r} on "
+                    f"{formats.devices(first.world_size)} (seed {first.job.seed}) and {found.get(key)!r} on "
+                    f"{formats.devices(record.world_size)} (seed {record.job.seed}){hint}."
+                )
+
+
+def _flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"optim": {"lr": 1}} as {"optim.lr": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in mapping.items():
+        if isinstance(value, Mapping):
+            flat.update(_flat(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _row(runs: tuple[RunRecord, ...], base: tuple[RunRecord, ...]) -> StudyRow:
+    accuracies, base_accuracies = _accuracies(runs), _accuracies(base)
+    accuracy, base_accuracy = _mean(accuracies), _mean(base_accuracies)
+    devices, base_devices = runs[0].world_size, base[0].world_size
+    train_s, base_train_s = median(run.train_s for run in runs), median(run.train_s for run in base)
+    speedup = base_train_s / train_s if train_s > 0 and base_train_s > 0 else None
+    within_spread = None
+    if runs is not base and len(accuracies) > 1 and len(base_accuracies) > 1:
+        within_spread = min(accuracies) <= max(base_accuracies) and min(base_accuracies) <= max(accuracies)
+    return StudyRow(
+        devices=devices,
+        runs=runs,
+        global_batch_size=runs[0].job.global_batch_size,
+        learning_rate=peak_learning_rate(runs[0].job),
+        accuracy=accuracy,
+        accuracy_min=min(accuracies, default=None),
+        accuracy_max=max(accuracies, default=None),
+        accuracy_std=stdev(accuracies) if len(accuracies) > 1 else None,
+        accuracy_change=None if accuracy is None or base_accuracy is None else accuracy - base_accuracy,
+        within_spread=within_spread,
+        train_s=train_s,
+        speedup=speedup,
+        efficiency=None if speedup is None else speedup * base_devices / devices,
+        samples_per_s=median(run.samples_per_s for run in runs),
+        time_to_first_step_s=median(run.time_to_first_step_s for run in runs),
+        wall_s=median(run.wall_s for run in runs),
+        step_time=StepTime(
+            total_s=fmean(run.step_time.total_s for run in runs),
+            data_s=fmean(run.step_time.data_s for run in runs),
+            compute_s=fmean(run.step_time.compute_s for run in runs),
+            exposed_comm_s=fmean(run.step_time.exposed_comm_s for run in runs),
+        ),
+        same_weights=_same_weights(runs, base),
+    )
+
+
+def _accuracies(runs: Iterable[RunRecord]) -> list[float]:
+    return [run.accuracy for run in runs if run.accuracy is not None and math.isfinite(run.accuracy)]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
+
+
+def _same_weights(runs: Iterable[RunRecord], base: Iterable[RunRecord]) -> bool | None:
+    """None where a seed has no run, or no hash, to be compared with."""
+    expected = {run.job.seed: run.weights_sha256 for run in base}
+    pairs = [(run.weights_sha256, expected.get(run.job.seed, "")) for run in runs]
+    if not all(here and there for here, there in pairs):
+        return None
+    return all(here == there for here, there in pairs)
+
+
+def _recommend(rows: Sequence[StudyRow], tolerance: float, floor: float) -> Recommendation:
+    """The largest device count that keeps accuracy and is efficient; the smallest always qualifies."""
+    base = rows[0]
+    objections = {row.devices: _objections(row, base, tolerance, floor) for row in rows[1:]}
+    accepted = [base, *(row for row in rows[1:] if not objections[row.devices])]
+    best = accepted[-1]
+    return Recommendation(
+        devices=best.devices,
+        verdict=_verdict(best, rows),
+        reason=_reason(best, rows, accepted, tolerance, floor),
+        rejected={
+            count: f"Not {formats.devices(count)}: {formats.listing(found)}."
+            for count, found in objections.items()
+            if found
+        },
+    )
+
+
+def _objections(row: StudyRow, base: StudyRow, tolerance: float, floor: float) -> list[str]:
+    found = []
+    if base.accuracy is not None:
+        if row.accuracy_change is None:
+            found.append("its accuracy was not measured")
+        elif row.accuracy_change < -tolerance - _ROUNDING:
+            found.append(
+                f"it loses {-100 * row.accuracy_change:.2f} points of accuracy ({formats.percent(row.accuracy, 2)} "
+                f"after {formats.percent(base.accuracy, 2)}), more than the tolerance of "
+                f"{formats.short_points(tolerance)}"
+            )
+    if row.efficiency is None:
+        found.append("its speed-up is unknown because a training time is missing")
+    elif row.efficiency < floor - _ROUNDING:
+        found.append(
+            f"its efficiency of {formats.percent(row.efficiency)} is below the floor of "
+            f"{formats.short_percent(floor)} (it trains at {formats.times(row.speedup)} the speed of "
+            f"{formats.devices(base.devices)})"
+        )
+    return found
+
+
+def _verdict(best: StudyRow, rows: Sequence[StudyRow]) -> str:
+    base = rows[0]
+    if len(rows) == 1:
+        return f"Only {formats.devices(base.devices)} measured: there is nothing to compare with yet."
+    if best is base:
+        return f"Stay with {formats.devices(base.devices)}: adding devices does not pay here."
+    speed = f"{formats.times(best.speedup)} the speed of {formats.devices(base.devices)}"
+    if best.same_weights:
+        return f"Use {formats.devices(best.devices)}: {speed}, the same weights bit for bit."
+    if best.accuracy_change is None:
+        return f"Use {formats.devices(best.devices)}: {speed}."
+    change = f"{formats.points(best.accuracy_change)} points"
+    return (
+        f"Use {formats.devices(best.devices)}: {speed}, accuracy {formats.percent(best.accuracy)} ({change})."
+    )
+
+
+def _reason(
+    best: StudyRow, rows: Sequence[StudyRow], accepted: Sequence[StudyRow], tolerance: float, floor: float
+) -> str:
+    base = rows[0]
+    if len(rows) == 1:
+        return (
+            f"Only one device count has finished runs, so {formats.devices(base.devices)} stands by default."
+        )
+    limits = f"an efficiency of at least {formats.short_percent(floor)}"
+    if base.accuracy is not None:
+        limits = f"accuracy within {formats.short_points(tolerance)} of {formats.devices(base.devices)} and {limits}"
+    if best is base:
+        return f"No larger device count has {limits}."
+    facts = f"{formats.percent(best.efficiency)} efficiency"
+    if best.accuracy_change is not None:
+        facts += (
+            f", {formats.percent(best.accuracy, 2)} accuracy ({formats.points(best.accuracy_change)} points)"
+        )
+    sentence = f"The largest count with {limits} is {formats.devices(best.devices)}: {facts}."
+    if base.accuracy is None:
+        sentence += " No accuracy was measured, so this rests on time alone."
+    # The rule asks for the largest count, which need not be the fastest: the reader should know.
+    fastest = min(accepted, key=lambda row: row.train_s)
+    if fastest.train_s < best.train_s:
+        sentence += (
+            f" But the fastest of those within the limits is {formats.devices(fastest.devices)}: "
+            f"{formats.duration(fastest.train_s)} instead of {formats.duration(best.train_s)}."
+        )
+    return sentence

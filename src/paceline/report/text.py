@@ -1,0 +1,56 @@
+"""The study as a table for the terminal, plain when piped."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from paceline.report import formats
+from paceline.report.study import Study, StudyRow
+
+MARK = "*"
+"""Stands before the recommended device count, so that the mark survives a pipe without colours."""
+
+
+def study_table(study: Study) -> RenderableType:
+    """Devices x time x speed-up x efficiency x accuracy, the recommended row marked, the verdict below."""
+    grows = study.grow == "batch"
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1))
+    headings = ["devices", *(["batch", "rate"] if grows else []), "time", "speed-up", "efficiency"]
+    headings += ["samples/s", *(["accuracy", "spread", "change"] if study.has_accuracy else [])]
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in study.rows:
+        recommended = row.devices == study.recommendation.devices
+        table.add_row(*_cells(study, row, grows), style="bold green" if recommended else None)
+    found = study.recommendation
+    lines = [Text(found.verdict, style="bold"), Text(found.reason), *map(Text, found.rejected.values())]
+    if study.same_weights:
+        counts = formats.listing([str(row.devices) for row in study.rows])
+        lines.append(Text(f"Same weights bit for bit on {counts} devices: {_hashes(study)}"))
+    return Group(table, Text(f"{MARK} recommended", style="dim"), Text(), *lines)
+
+
+def _cells(study: Study, row: StudyRow, grows: bool) -> list[str]:
+    mark = f"{MARK} " if row.devices == study.recommendation.devices else ""
+    cells = [f"{mark}{row.devices}"]
+    if grows:
+        cells += [str(row.global_batch_size), formats.rate(row.learning_rate)]
+    cells += [
+        formats.duration(row.train_s),
+        formats.times(row.speedup),
+        formats.percent(row.efficiency),
+        formats.quantity(row.samples_per_s),
+    ]
+    if study.has_accuracy:
+        # A spread of one seed is no spread.
+        spread = formats.spread(row.accuracy_min, row.accuracy_max) if row.has_spread else formats.NOTHING
+        change = formats.NOTHING if row is study.base else formats.points(row.accuracy_change)
+        cells += [formats.percent(row.accuracy, 2), spread, change]
+    return cells
+
+
+def _hashes(study: Study) -> str:
+    return ", ".join(f"{digest[:12]} (seed {seed})" for seed, digest in study.base.weights_sha256.items())

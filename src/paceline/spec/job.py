@@ -1,0 +1,209 @@
+"""`Job`: what to train, never how it is spread over devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from paceline.errors import JobError
+from paceline.spec.codec import above, at_least, between, from_mapping, to_mapping
+
+Parity = Literal["numeric", "bitwise"]
+Precision = Literal["float32", "bfloat16", "float16", "float64"]
+Norm = Literal["shard", "local", "sync"]
+Augmentation = Literal["crop", "flip", "cutout"]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A reference model by name, or any callable by import path ("package.module:build")."""
+
+    name: str = "lenet"
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments for the model's constructor."""
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """A data set by name ("digits", "mnist", "cifar10", "folder", "text", ...) or by import path.
+
+    An import path names a callable `build(split, **options)` that returns a map-style data set, or a pair of
+    them (train, test) when called without `split`.
+    """
+
+    name: str = "digits"
+    dir: str | None = None
+    """A directory of the user's; used as it is, never written to. None: the cache, downloading if needed."""
+    augment: tuple[Augmentation, ...] = ()
+    crop_padding: int = at_least(1, 4)
+    cutout_size: int = at_least(1, 8)
+    loader_workers: int = at_least(0, 0)
+    """DataLoader processes per worker, for data sets that do not live in memory."""
+    train_limit: int | None = at_least(1, None)
+    """Use only the first so many training samples."""
+    test_limit: int | None = at_least(1, None)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class OptimSpec:
+    """Optimizer, learning-rate schedule, and the rule that scales the rate with the global batch."""
+
+    name: Literal["sgd", "adam", "adamw"] = "sgd"
+    lr: float = above(0, 0.1)
+    momentum: float = between(0, 1, 0.9)
+    nesterov: bool = False
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = above(0, 1e-8)
+    weight_decay: float = at_least(0, 0.0)
+    schedule: Literal["constant", "cosine", "step"] = "constant"
+    step_epochs: tuple[float, ...] = ()
+    """Epochs at which the step schedule multiplies the rate by `step_factor`."""
+    step_factor: float = above(0, 0.1)
+    warmup_epochs: float = at_least(0, 0.0)
+    base_batch_size: int | None = at_least(1, None)
+    """The global batch size for which `lr` was chosen; None: this job's own."""
+    lr_scaling: Literal["linear", "sqrt", "none"] = "linear"
+    label_smoothing: float = between(0, 1, 0.0)
+    clip_norm: float | None = above(0, None)
+
+    def __post_init__(self) -> None:
+        if self.nesterov and self.momentum == 0:
+            raise JobError("optim.nesterov = True needs optim.momentum greater than 0.")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise JobError(f"optim.betas = {list(self.betas)} should both lie in [0, 1).")
+        if self.schedule == "step" and not self.step_epochs:
+            raise JobError("optim.schedule = 'step' needs optim.step_epochs, such as [15, 25].")
+        if list(self.step_epochs) != sorted(self.step_epochs):
+            raise JobError(f"optim.step_epochs = {list(self.step_epochs)} should be in ascending order.")
+
+
+@dataclass(frozen=True)
+class CheckpointSpec:
+    """What a run leaves behind of its weights."""
+
+    save_final: bool = True
+    """Write model.safetensors into the run folder at the end."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train. A run is a function of its job alone: devices change how fast, never what it learns."""
+
+    name: str = "job"
+    global_batch_size: int = at_least(1, 256)
+    virtual_shards: int = at_least(1, 8)
+    """Fixed pieces of every global batch; at most so many workers can share the work."""
+    epochs: int = at_least(1, 1)
+    seed: int = between(0, 2**63 - 1, 0)
+    parity: Parity = "numeric"
+    precision: Precision = "float32"
+    norm: Norm = "shard"
+    """Whose statistics batch norm uses: the virtual shard's, the device's ("local"), the global batch's ("sync")."""
+    channels_last: bool = False
+    compile: bool = False
+    eval_every_epochs: int = at_least(1, 1)
+    eval_batch_size: int = at_least(1, 256)
+    model: ModelSpec = field(default_factory=ModelSpec)
+    data: DataSpec = field(default_factory=DataSpec)
+    optim: OptimSpec = field(default_factory=OptimSpec)
+    checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
+
+    def __post_init__(self) -> None:
+        if self.virtual_shards > self.global_batch_size:
+            raise JobError(
+                f"virtual_shards = {self.virtual_shards} is more than global_batch_size = "
+                f"{self.global_batch_size}; every shard needs at least one sample."
+            )
+        if self.parity == "bitwise" and self.norm != "shard":
+            raise JobError(
+                f"parity = 'bitwise' needs norm = 'shard'; norm = {self.norm!r} depends on how the batch is "
+                "spread over devices."
+            )
+        if self.parity == "bitwise" and self.compile:
+            raise JobError("parity = 'bitwise' needs compile = false; compiled kernels may differ between shapes.")
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> Job:
+        """A job from plain values; `model` and `data` may be just a name."""
+        plain = dict(mapping)
+        for table in ("model", "data"):
+            if isinstance(plain.get(table), str):
+                plain[table] = {"name": plain[table]}
+        return from_mapping(cls, plain)
+
+    def to_mapping(self) -> dict[str, Any]:
+        return to_mapping(self)
+
+    def with_values(self, **changes: Any) -> Job:
+        """A copy with other values; nested tables take mappings, `optim={"lr": 0.2}`, merged into what is there."""
+        return Job.from_mapping(_merge(self.to_mapping(), changes))
+
+    def with_settings(self, settings: Iterable[str]) -> Job:
+        """A copy with `key=value` settings from a command line, values in TOML syntax."""
+        mapping = self.to_mapping()
+        for setting in settings:
+            mapping = _merge(mapping, _parse_setting(setting))
+        return Job.from_mapping(mapping)
+
+    def grown(self, factor: int) -> Job:
+        """The job the books run on `factor` devices: batch, shards and (by its rule) learning rate scaled."""
+        return dataclasses.replace(
+            self,
+            global_batch_size=self.global_batch_size * factor,
+            virtual_shards=self.virtual_shards * factor,
+            optim=dataclasses.replace(
+                self.optim, base_batch_size=self.optim.base_batch_size or self.global_batch_size
+            ),
+        )
+
+
+def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in changes.items():
+        if isinstance(merged.get(key), Mapping) and isinstance(value, str) and key in ("model", "data"):
+            value = {"name": value}
+        if isinstance(merged.get(key), Mapping) and isinstance(value, Mapping) and key != "options":
+            value = _merge(merged[key], value)
+        merged[key] = value
+    return merged
+
+
+def _parse_setting(setting: str) -> dict[str, Any]:
+    key, separator, text = setting.partition("=")
+    key = key.strip()
+    if not separator or not key:
+        raise JobError(f"'{setting}' is not a setting; write key=value, such as optim.lr=0.1.")
+    value: Any = None
+    if text.strip().lower() not in ("none", "null"):
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text.strip()  # an unquoted word is a text
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return dict(value)
+
+
+def load_job(source: str | Path) -> Job:
+    """The job in a TOML file. Raises `JobError` for a file that is missing, no TOML, or no job."""
+    path = Path(source)
+    try:
+        mapping = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise JobError(f"There is no job file '{path}'.") from None
+    except IsADirectoryError:
+        raise JobError(f"'{path}' is a directory, not a job file.") from None
+    except (OSError, UnicodeDecodeError) as problem:
+        raise JobError(f"The job file '{path}' cannot be read: {problem}.") from None
+    except tomllib.TOMLDecodeError as problem:
+        raise JobError(f"The job file '{path}' is not valid TOML: {problem}.") from None
+    mapping.setdefault("name", path.stem)
+    try:
+        return Job.from_mapping(mapping)
+    except JobError as problem:
+        raise JobError(f"{path}: {problem}") from None

@@ -1,0 +1,85 @@
+"""`RunRecord`: what happened in one run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.spec.codec import from_mapping, to_mapping
+from paceline.spec.job import Job
+from paceline.spec.plan import Plan
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Where the median step's time went, in seconds of rank 0."""
+
+    total_s: float = 0.0
+    data_s: float = 0.0
+    compute_s: float = 0.0
+    exposed_comm_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """One epoch: mean training loss over its samples, then the evaluation if there was one."""
+
+    epoch: int
+    train_loss: float
+    lr: float
+    train_s: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What happened: `accuracy` and `loss` are the last evaluation's (None where nothing was evaluated)."""
+
+    job: Job
+    plan: Plan
+    steps: int
+    samples_seen: int
+    accuracy: float | None
+    loss: float | None
+    train_loss: float | None
+    train_s: float
+    """Training steps alone: no start-up, no evaluation."""
+    wall_s: float
+    """From launch to the end of the last worker."""
+    time_to_first_step_s: float
+    """From launch to the end of the first optimizer update."""
+    samples_per_s: float
+    """Steady throughput over all workers: samples a step over the median step time."""
+    step_time: StepTime
+    weights_sha256: str
+    epochs: tuple[EpochRecord, ...] = ()
+    notes: tuple[str, ...] = ()
+    """Things the reader of a result must know: scaled learning rate, warnings."""
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        return self.plan.world_size
+
+    @classmethod
+    def load(cls, path: Path) -> RunRecord:
+        return from_mapping(cls, json.loads(path.read_text(encoding="utf-8")))
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(to_mapping(self), indent=2) + "\n", encoding="utf-8")
+
+    def summary(self) -> dict[str, Any]:
+        """The stable one-line result of `paceline train --json`."""
+        return {
+            "accuracy": self.accuracy,
+            "loss": self.loss,
+            "samples_per_s": self.samples_per_s,
+            "time_to_first_step_s": self.time_to_first_step_s,
+            "wall_s": self.wall_s,
+            "steps": self.steps,
+            "samples_seen": self.samples_seen,
+            "world_size": self.world_size,
+            "weights_sha256": self.weights_sha256,
+        }

@@ -1,0 +1,7 @@
+"""Training: `Run`, the object users hold, and the loop over a job that everybody reads first."""
+
+from __future__ import annotations
+
+from paceline.train.run import Run, init
+
+__all__ = ["Run", "init"]

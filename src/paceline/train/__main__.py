@@ -1,0 +1,29 @@
+"""The program of one worker: `python -m paceline.train RUN_DIR`, where the job and its plan lie as files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from paceline.spec import Job, Plan
+from paceline.train.loop import Output, train
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m paceline.train", description=__doc__)
+    parser.add_argument("run_dir", type=Path, help="folder with job.json and plan.json")
+    parser.add_argument("--max-steps", type=int, help="end after this many optimizer updates")
+    parser.add_argument("--quiet", action="store_true", help="say nothing")
+    parser.add_argument("--track", action="append", default=[], help="also log to tensorboard, wandb or mlflow")
+    arguments = parser.parse_args()
+    run_dir: Path = arguments.run_dir
+    job = Job.from_mapping(json.loads((run_dir / "job.json").read_text(encoding="utf-8")))
+    plan = Plan.from_mapping(json.loads((run_dir / "plan.json").read_text(encoding="utf-8")))
+    output = Output(run_dir, None if arguments.quiet else sys.stderr, arguments.track)
+    train(job, plan, output, arguments.max_steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Evaluation that counts every sample exactly once, on any number of devices, to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.errors import ModelError
+from paceline.train.process_group import World
+
+Measure = Callable[[nn.Module, Any], dict[str, Tensor]]
+"""One value per sample for every metric, from the model and a batch."""
+
+
+def chunk_ranges(num_samples: int, chunk_size: int) -> list[range]:
+    """The samples in order, cut into chunks that do not depend on the number of workers."""
+    return [range(start, min(start + chunk_size, num_samples)) for start in range(0, num_samples, chunk_size)]
+
+
+def own_chunks(chunks: Sequence[range], world: World) -> list[int]:
+    """Numbers of the chunks that this worker evaluates."""
+    first = world.rank * len(chunks) // world.world_size
+    last = (world.rank + 1) * len(chunks) // world.world_size
+    return list(range(first, last))
+
+
+def evaluate(
+    batches: Iterable[Any], chunks: Sequence[range], model: nn.Module, measure: Measure, world: World
+) -> dict[str, float]:
+    """Mean of every metric over all samples.
+
+    Each chunk is computed whole by one worker and summed in float64; the sums meet in a table with a row a chunk
+    (adding zeros is exact), and the table is added up in order: the result does not depend on who computed what.
+
+    Raises:
+        ModelError: a metric that is not one value per sample.
+    """
+    sums: dict[int, dict[str, float]] = {}
+    for number, batch in zip(own_chunks(chunks, world), batches, strict=True):
+        values = measure(model, batch)
+        sums[number] = {name: _chunk_sum(name, value, len(chunks[number])) for name, value in values.items()}
+    names = _agreed_names(list(next(iter(sums.values()), {})), world)
+    table = torch.zeros(len(chunks), len(names), dtype=torch.float64, device=world.device)
+    for number, row in sums.items():
+        table[number] = torch.tensor([row[name] for name in names], dtype=torch.float64)
+    if world.group is not None:
+        dist.all_reduce(table, group=world.group)
+    num_samples = sum(len(chunk) for chunk in chunks)
+    totals = [sum(column) for column in table.t().tolist()]
+    return {name: total / num_samples for name, total in zip(names, totals, strict=True)}
+
+
+def _chunk_sum(name: str, value: Tensor, num_samples: int) -> float:
+    if not isinstance(value, Tensor) or value.shape != (num_samples,):
+        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ModelError(f"The metric '{name}' should be one value per sample, shape ({num_samples},), but is {got}.")
+    return float(value.detach().to("cpu", torch.float64).sum())
+
+
+def _agreed_names(names: list[str], world: World) -> list[str]:
+    """Rank 0's metric names; it always has a chunk, others may not."""
+    if world.group is None:
+        return names
+    shared = [names]
+    dist.broadcast_object_list(shared, src=0, group=world.group)
+    return shared[0]

@@ -1,0 +1,172 @@
+"""The training loop over a job, from data to record. Read it from top to bottom."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from paceline import data, env, models
+from paceline.checkpoint import save_weights
+from paceline.data import ArraySet
+from paceline.spec import EpochRecord, Job, Plan, RunRecord
+from paceline.train.environment import describe_environment
+from paceline.train.metrics import Sink, open_sinks
+from paceline.train.objective import accuracy_and_loss, training_loss
+from paceline.train.optim import build_optimizer
+from paceline.train.progress import Progress
+from paceline.train.run import Run, init
+from paceline.train.schedule import describe_scaling
+
+# Reading a loss makes the host wait for a GPU, so losses are read and logged this many steps at a time.
+_LOG_STEPS = 50
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a run's results and words go."""
+
+    run_dir: Path
+    progress: TextIO | None
+    trackers: Sequence[str] = ()
+
+
+def train(job: Job, plan: Plan | None, output: Output, max_steps: int | None = None) -> RunRecord:
+    """Train `job` and return what happened; rank 0 also writes it into the run folder.
+
+    The number of workers comes from whoever started this process. `max_steps` ends the run early.
+    """
+    with init(job, plan=plan, max_steps=max_steps) as run:
+        train_set, test_set = data.load(job.data)
+        model = models.build(job.model, **_data_facts(train_set))
+        model, optimizer = run.prepare(model, build_optimizer(job.optim, model))
+        loss_fn, measure = training_loss(job.optim), accuracy_and_loss()
+
+        total_steps = run.total_steps(len(train_set))
+        journal = _Journal(run, output, total_steps)
+        for epoch in range(job.epochs):
+            if run.steps == total_steps:
+                break
+            for batch in run.batches(train_set, epoch):
+                loss = run.step(batch, loss_fn)
+                journal.step(epoch, loss)
+            is_last = epoch == job.epochs - 1 or run.steps == total_steps
+            due = is_last or (epoch + 1) % job.eval_every_epochs == 0
+            journal.epoch(epoch, run.evaluate(test_set, measure) if due else {})
+
+        record = journal.record()
+        if run.rank == 0:
+            if job.checkpoint.save_final:
+                save_weights(run.model, output.run_dir / "model.safetensors")
+            record.save(output.run_dir / "record.json")
+        return record
+
+
+def _data_facts(dataset: Any) -> dict[str, Any]:
+    """What a model may want to know of its data."""
+    if isinstance(dataset, ArraySet):
+        shape = dataset.inputs.shape
+        if dataset.mean is None:
+            return {"vocab_size": dataset.num_classes, "context": shape[1]}
+        return {"num_classes": dataset.num_classes, "in_channels": shape[1], "image_size": shape[2]}
+    classes = getattr(dataset, "classes", None)
+    return {} if classes is None else {"num_classes": len(classes)}
+
+
+class _Journal:
+    """What happened so far; rank 0's also speaks and writes."""
+
+    def __init__(self, run: Run, output: Output, total_steps: int) -> None:
+        speaks = run.rank == 0
+        self._run = run
+        self._sinks: list[Sink] = open_sinks(output.run_dir, output.trackers) if speaks else []
+        label = f"{run.job.name} on {run.world_size} worker{'s' if run.world_size > 1 else ''}"
+        self._progress = Progress(output.progress if speaks else None, total_steps, label)
+        scaling = describe_scaling(run.job)
+        self._notes = [] if scaling is None else [scaling]
+        for note in self._notes:
+            self._progress.say(note)
+        self._launched_at = env.launched_at()
+        self._first_step_s = 0.0
+        self._unread: list[torch.Tensor] = []
+        self._epoch_loss = 0.0
+        self._epoch_start = (0, 0.0)
+        self._samples_read = 0
+        self._samples_logged = 0
+        self._epochs: list[EpochRecord] = []
+
+    def step(self, epoch: int, loss: torch.Tensor) -> None:
+        run = self._run
+        if run.steps == 1:
+            float(loss)  # on a GPU the step is over when its loss can be read
+            self._first_step_s = time.time() - self._launched_at
+        num_samples = run.samples_seen - self._samples_read
+        self._samples_read = run.samples_seen
+        self._unread.append(torch.stack([loss.double(), loss.new_full((), num_samples).double()]))
+        self._progress.step(run.steps, epoch, loss, num_samples)
+        if len(self._unread) == _LOG_STEPS:
+            self._read_losses()
+
+    def _read_losses(self) -> None:
+        if not self._unread:
+            return
+        first = self._run.steps - len(self._unread) + 1
+        for step, (loss, num_samples) in enumerate(torch.stack(self._unread).tolist(), start=first):
+            self._epoch_loss += loss * num_samples
+            self._samples_logged += int(num_samples)
+            for sink in self._sinks:
+                sink.log(step, {"loss": loss, "samples_seen": self._samples_logged})
+        self._unread.clear()
+
+    def epoch(self, epoch: int, metrics: dict[str, float]) -> None:
+        self._read_losses()
+        run = self._run
+        samples, train_s = self._epoch_start
+        self._epoch_start = (run.samples_seen, run.timer.train_s)
+        lr = float(run.optimizer.param_groups[0]["lr"])
+        mean_loss = self._epoch_loss / (run.samples_seen - samples)
+        self._epoch_loss = 0.0
+        self._epochs.append(EpochRecord(epoch, mean_loss, lr, run.timer.train_s - train_s, metrics))
+        values = {"epoch": epoch + 1, "train_loss": mean_loss, "lr": lr}
+        for sink in self._sinks:
+            sink.log(run.steps, values | {f"test_{name}": value for name, value in metrics.items()})
+        tested = "".join(f"  {name} {_metric(name, value)}" for name, value in metrics.items())
+        self._progress.say(f"epoch {epoch + 1}/{run.job.epochs}  train loss {mean_loss:.4f}{tested}")
+
+    def record(self) -> RunRecord:
+        run = self._run
+        for sink in self._sinks:
+            sink.close()
+        self._progress.close()
+        step_time = run.timer.median()
+        evaluated = [e.metrics for e in self._epochs if e.metrics]
+        last = evaluated[-1] if evaluated else {}
+        full_batch = min(run.job.global_batch_size, run.samples_seen)
+        return RunRecord(
+            job=run.job,
+            plan=run.plan,
+            steps=run.steps,
+            samples_seen=run.samples_seen,
+            accuracy=last.get("accuracy"),
+            loss=last.get("loss"),
+            train_loss=self._epochs[-1].train_loss if self._epochs else None,
+            train_s=run.timer.train_s,
+            wall_s=time.time() - self._launched_at,
+            time_to_first_step_s=self._first_step_s,
+            samples_per_s=full_batch / step_time.total_s
+            if step_time.total_s
+            else run.samples_seen / run.timer.train_s,
+            step_time=step_time,
+            weights_sha256=run.weights_sha256(),
+            epochs=tuple(self._epochs),
+            notes=tuple(self._notes),
+            environment=describe_environment(run.world),
+        )
+
+
+def _metric(name: str, value: float) -> str:
+    return f"{value:.2%}" if name == "accuracy" else f"{value:.4f}"

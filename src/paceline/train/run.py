@@ -1,0 +1,344 @@
+"""`Run`: one training run as its user's script holds it."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline import env
+from paceline.data import ArrayReader, ArraySet, stream_batches, streams
+from paceline.data.order import epoch_order
+from paceline.data.randomness import key
+from paceline.errors import DataError, JobError, ModelError
+from paceline.parallel import (
+    BitwiseDataParallel,
+    Engine,
+    NumericDataParallel,
+    Share,
+    StepInput,
+    check_shards,
+)
+from paceline.spec import Job, Plan
+from paceline.train.digest import weights_sha256
+from paceline.train.evaluate import Measure, chunk_ranges, evaluate, own_chunks
+from paceline.train.process_group import join, leave
+from paceline.train.schedule import lr_factor
+from paceline.train.timing import StepTimer
+from paceline.train.trace import Tracer
+
+LossFn = Callable[[nn.Module, Any], Tensor]
+"""The mean loss over the samples of a batch, from the prepared model and the batch."""
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def init(
+    job: Job | None = None, /, *, plan: Plan | None = None, max_steps: int | None = None, **values: Any
+) -> Run:
+    """Join the other workers of this run, as many as whoever started this script chose.
+
+    Args:
+        job: what to train; None: the defaults.
+        plan: how it is spread; None: one worker a process of this launch, on GPUs if there are any.
+        max_steps: end `Run.batches` after this many steps, whatever the epochs say.
+        values: any key of a job over that, `global_batch_size=256, optim={"clip_norm": 1.0}`. The schedule in
+            `optim` acts as a factor on the learning rates of the optimizer that `prepare` is given.
+
+    Raises:
+        JobError: a key or value that cannot be meant, or more workers than virtual shards.
+        LaunchError: an environment that contradicts itself.
+    """
+    job = (job or Job()).with_values(**values) if values else (job or Job())
+    facts = env.worker_facts()
+    plan = plan or _default_plan(job, facts)
+    limits = [limit for limit in (max_steps, env.max_steps()) if limit is not None]
+    return Run(job, dataclasses.replace(plan, world_size=facts.world_size), facts, min(limits, default=None))
+
+
+def _default_plan(job: Job, facts: env.WorkerFacts) -> Plan:
+    kind = env.device_kind() or ("cuda" if torch.cuda.is_available() else "cpu")
+    threads = env.thread_limit() or max(1, torch.get_num_threads() // facts.local_world_size)
+    return Plan(
+        world_size=facts.world_size,
+        device_kind="cuda" if kind == "cuda" else "cpu",
+        # How a kernel splits its sums among threads may change their last bits.
+        threads_per_worker=1 if job.parity == "bitwise" else threads,
+        algorithm="tree_exact" if job.parity == "bitwise" else "all_reduce",
+    )
+
+
+class Run:
+    """One worker's hold on a run: prepare, batches, step, evaluate. Use it as a context manager."""
+
+    def __init__(
+        self, job: Job, plan: Plan, facts: env.WorkerFacts, max_steps: int | None = None
+    ) -> None:
+        check_shards(facts.world_size, job.virtual_shards)
+        self.job = job
+        self.plan = plan
+        self.world = join(facts, plan)
+        self.timer = StepTimer()
+        self.samples_seen = 0
+        self.steps = 0
+        self.lr_factor = 1.0
+        self._max_steps = max_steps
+        self._tracer = Tracer.from_environment(self.world, job)
+        self._engine: Engine | None = None
+        self._optimizer: Optimizer | None = None
+        self._base_lrs: list[float] = []
+        self._share: Share | None = None
+        self._epoch_samples = 0
+        self._readers: dict[int, ArrayReader] = {}
+        self._scaler = torch.amp.GradScaler(self.device.type, enabled=job.precision == "float16")
+        self._make_repeatable()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the other workers."""
+        self._tracer.close()
+        leave(self.world)
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.world.world_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.world.device
+
+    def total_steps(self, num_samples: int) -> int:
+        """Optimizer updates of the whole run on a training set of `num_samples`."""
+        steps = self.job.epochs * -(-num_samples // self.job.global_batch_size)
+        return steps if self._max_steps is None else min(steps, self._max_steps)
+
+    @property
+    def model(self) -> nn.Module:
+        """The prepared model itself, under whatever spreads it."""
+        module = self._prepared().module
+        return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The prepared optimizer."""
+        self._prepared()
+        assert self._optimizer is not None
+        return self._optimizer
+
+    def weights_sha256(self) -> str:
+        """A fingerprint of the weights: equal exactly when every bit is."""
+        return weights_sha256(self.model)
+
+    def prepare(
+        self, model: nn.Module, optimizer: Optimizer, *, find_unused_parameters: bool = False
+    ) -> tuple[nn.Module, Optimizer]:
+        """Place `model` on this worker's device and tie it to its copies on the other workers.
+
+        Args:
+            model: built alike on every worker (`init` seeds torch, NumPy and random); rank 0's weights win.
+            optimizer: over the parameters of `model`, which stay the same objects.
+            find_unused_parameters: set it if some parameters get no gradient in some steps.
+
+        Returns:
+            The model to call and the optimizer.
+        """
+        job = self.job
+        model.to(self.device)
+        if job.precision == "float64":
+            model.double()
+        if job.channels_last:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model.train()
+        group = self.world.group
+        if job.parity == "bitwise":
+            self._engine = BitwiseDataParallel(model, self.device, group)
+        else:
+            self._engine = NumericDataParallel(model, job, self.plan, self.device, group, find_unused_parameters)
+        if job.compile:
+            self.model.compile()
+        self._optimizer = optimizer
+        self._base_lrs = [float(parameters["lr"]) for parameters in optimizer.param_groups]
+        self._check_optimizer(optimizer)
+        return self._engine.module, optimizer
+
+    def batches(self, dataset: Any, epoch: int | None = None) -> Iterator[Any]:
+        """This worker's share of every global batch of `epoch`, or of all epochs of the job.
+
+        Which samples form a batch is a function of (seed, epoch, number) alone. Each batch must be given to `step`
+        before the next is taken. A worker with no sample in a short batch gets one stand-in sample, counted as zero.
+        """
+        num_samples = len(dataset)
+        if num_samples == 0:
+            raise DataError("The training set is empty.")
+        self._epoch_samples = num_samples
+        for number in range(self.job.epochs) if epoch is None else [epoch]:
+            yield from self._epoch_batches(dataset, number)
+
+    def _epoch_batches(self, dataset: Any, epoch: int) -> Iterator[Any]:
+        job = self.job
+        order = epoch_order(len(dataset), job.global_batch_size, job.seed, epoch)
+        remaining = order.num_batches if self._max_steps is None else self._max_steps - self.steps
+        numbers = range(min(order.num_batches, max(0, remaining)))
+        shares = [
+            Share.of(len(order.batch(n)), job.virtual_shards, self.rank, self.world_size) for n in numbers
+        ]
+        indices = [
+            # An idle worker takes the first sample of the batch as its stand-in.
+            order.batch(n)[slice(*share.span)] if share.sizes else order.batch(n)[:1]
+            for n, share in zip(numbers, shares, strict=True)
+        ]
+        self.timer.resume()
+        self.timer.data_asked()
+        for share, batch in zip(shares, self._read(dataset, epoch, indices, train=True), strict=True):
+            self.timer.data_arrived()
+            self._share = share
+            yield batch
+            if self._share is not None:
+                raise JobError("Every batch from run.batches needs its run.step before the next one is taken.")
+            self.timer.data_asked()
+
+    def _read(self, dataset: Any, epoch: int, indices: list[np.ndarray[Any, Any]], train: bool) -> Iterator[Any]:
+        job = self.job
+        dtype = torch.float64 if job.precision == "float64" else torch.float32
+        if isinstance(dataset, ArraySet):
+            reader = self._readers.get(id(dataset))
+            if reader is None:  # it may hold the whole set on the device, so there is one for each set
+                reader = ArrayReader(dataset, self.device, dtype, job.channels_last, job.seed)
+                self._readers[id(dataset)] = reader
+            return (reader.read(epoch, part, train) for part in indices)
+        return stream_batches(
+            dataset,
+            [part.tolist() for part in indices],
+            seed=job.seed,
+            epoch=epoch,
+            num_workers=job.data.loader_workers,
+            device=self.device,
+            dtype=dtype,
+        )
+
+    def step(self, batch: Any, loss_fn: LossFn) -> Tensor:
+        """Forward, backward, aggregate, clip, update.
+
+        Args:
+            batch: what `batches` just yielded.
+            loss_fn: called as loss_fn(model, part of the batch); returns the mean loss over the part's samples.
+
+        Returns:
+            The mean loss over the global batch, the same on every worker; a detached scalar.
+        """
+        engine, optimizer, share = self._prepared(), self.optimizer, self._share
+        if share is None:
+            raise JobError("run.step needs a batch that run.batches just yielded; each is used once.")
+        self._share = None
+        self._set_lr(optimizer)
+        optimizer.zero_grad(set_to_none=True)
+
+        loss = engine.gradients(
+            StepInput(
+                share=share,
+                batch=batch,
+                loss_of=lambda model, part: self._forward(model, part, loss_fn),
+                seed_shard=self._seed_shard,
+                scale=self._scaler.scale,
+            )
+        )
+        if self.job.optim.clip_norm is not None:
+            self._scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.job.optim.clip_norm)
+        self._tracer.before_update(self.steps, self.model, loss, batch, idle=not share.sizes)
+        self._scaler.step(optimizer)
+        self._scaler.update()
+        self._tracer.after_update(self.model)
+
+        self.steps += 1
+        self.samples_seen += share.global_size
+        # What a script draws between two steps must not depend on the shards this worker happened to compute.
+        torch.manual_seed(key(self.job.seed, streams.BETWEEN_STEPS, 0, self.steps))
+        self.timer.step_ended(engine.communication)
+        return loss
+
+    def evaluate(self, dataset: Any, measure: Measure) -> dict[str, float]:
+        """Mean of every metric over `dataset`, each sample counted exactly once on any number of workers.
+
+        Args:
+            dataset: map-style; visited in order.
+            measure: called as measure(model, batch) in evaluation mode without gradients; returns one value per
+                sample for every metric, {"accuracy": correct, "loss": losses}, each of shape (samples in batch,).
+        """
+        if len(dataset) == 0:
+            raise DataError("The evaluation set is empty.")
+        model = self.model
+        chunks = chunk_ranges(len(dataset), self.job.eval_batch_size)
+        indices = [np.arange(chunks[n].start, chunks[n].stop) for n in own_chunks(chunks, self.world)]
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.no_grad(), self._autocast():
+                return evaluate(self._read(dataset, 0, indices, train=False), chunks, model, measure, self.world)
+        finally:
+            model.train(was_training)
+            self.timer.resume()
+
+    def _forward(self, model: nn.Module, part: Any, loss_fn: LossFn) -> Tensor:
+        with self._autocast():
+            return loss_fn(model, part)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.job.precision not in ("bfloat16", "float16"):
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=_DTYPES[self.job.precision])
+
+    def _seed_shard(self, shard: int) -> None:
+        torch.manual_seed(key(self.job.seed, streams.FORWARD, self.steps, shard))
+
+    def _set_lr(self, optimizer: Optimizer) -> None:
+        optim = self.job.optim
+        if optim.schedule == "constant" and not optim.warmup_epochs and optim.base_batch_size is None:
+            return  # the rate is the user's own business
+        self.lr_factor = lr_factor(self.job, self.samples_seen, self._epoch_samples)
+        for group, base_lr in zip(optimizer.param_groups, self._base_lrs, strict=True):
+            group["lr"] = base_lr * self.lr_factor
+
+    def _prepared(self) -> Engine:
+        if self._engine is None:
+            raise JobError("Call run.prepare(model, optimizer) first.")
+        return self._engine
+
+    def _check_optimizer(self, optimizer: Optimizer) -> None:
+        known = {id(p) for p in self.model.parameters()}
+        if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+            raise ModelError("The optimizer holds parameters that are not the model's; build it from model.parameters().")
+
+    def _make_repeatable(self) -> None:
+        seed = self.job.seed
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        if self.job.parity == "bitwise":
+            env.deterministic_cuda()
+            torch.backends.cudnn.benchmark = False
+            torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,0 +1,55 @@
+"""The learning rate as a pure function of how many samples have been seen."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+
+from paceline.spec import Job, OptimSpec
+
+
+def scaling_factor(optim: OptimSpec, global_batch_size: int) -> float:
+    """How much the rate grows with the batch: k = B / B_base for "linear" (Goyal et al. 2017, section 2.1),
+    sqrt(k) for "sqrt" (Krizhevsky 2014), 1 for "none" or where no base batch is stated."""
+    if optim.base_batch_size is None or optim.lr_scaling == "none":
+        return 1.0
+    ratio = global_batch_size / optim.base_batch_size
+    return ratio if optim.lr_scaling == "linear" else math.sqrt(ratio)
+
+
+def lr_factor(job: Job, samples_seen: int, samples_per_epoch: int) -> float:
+    """The factor on the optimizer's own rate for the step that begins after `samples_seen` samples.
+
+    Warm-up rises linearly, counted to the end of the step, from the unscaled rate if scaling raised it (Goyal et
+    al. 2017, section 2.2), else from zero. Decay follows the job's schedule over all its epochs.
+    """
+    optim = job.optim
+    scale = scaling_factor(optim, job.global_batch_size)
+    total = job.epochs * samples_per_epoch
+    factor = scale * _decay(optim, samples_seen / samples_per_epoch, samples_seen / total)
+    warmup = optim.warmup_epochs * samples_per_epoch
+    if samples_seen >= warmup:
+        return factor
+    progress = min(1.0, (samples_seen + job.global_batch_size) / warmup)
+    start = 1.0 / scale if scale > 1.0 else 0.0
+    return factor * (start + (1.0 - start) * progress)
+
+
+def _decay(optim: OptimSpec, epochs: float, progress: float) -> float:
+    if optim.schedule == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+    if optim.schedule == "step":
+        return float(optim.step_factor ** bisect_right(optim.step_epochs, epochs))
+    return 1.0
+
+
+def describe_scaling(job: Job) -> str | None:
+    """One sentence for the log when the batch changed the rate; None when it did not."""
+    factor = scaling_factor(job.optim, job.global_batch_size)
+    if factor == 1.0:
+        return None
+    return (
+        f"Learning rate {job.optim.lr:g} x {factor:g} = {job.optim.lr * factor:g}: global batch {job.global_batch_size} is "
+        f"{job.global_batch_size / (job.optim.base_batch_size or 1):g} times the base batch {job.optim.base_batch_size} "
+        f"({job.optim.lr_scaling} rule, warm-up {job.optim.warmup_epochs:g} epochs)."
+    )

@@ -1,0 +1,66 @@
+"""Where each step's time goes, on rank 0's own clock."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+
+from paceline.parallel import Clock, Mark
+from paceline.spec import StepTime
+
+# The first steps warm caches and allocators; a median over a window of later ones is what lasts.
+_WARMUP_STEPS = 3
+_WINDOW_STEPS = 2000
+
+
+class StepTimer:
+    """Measures from the end of one step to the end of the next: waiting for data, computing, waiting for peers."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._since = time.perf_counter()
+        self._asked_at = self._since
+        self._data_s = 0.0
+        self._unread: deque[tuple[float, float, tuple[Mark, Mark]]] = deque()
+        self._read: deque[StepTime] = deque(maxlen=_WINDOW_STEPS)
+        self.train_s = 0.0
+
+    def resume(self) -> None:
+        """Training begins or goes on; what passed since the last step was something else (an evaluation)."""
+        self._since = time.perf_counter()
+
+    def data_asked(self) -> None:
+        self._asked_at = time.perf_counter()
+
+    def data_arrived(self) -> None:
+        self._data_s = time.perf_counter() - self._asked_at
+
+    def step_ended(self, communication: tuple[Mark, Mark]) -> None:
+        now = time.perf_counter()
+        total_s, self._since = now - self._since, now
+        self.train_s += total_s
+        self._steps += 1
+        if self._steps > _WARMUP_STEPS:
+            self._unread.append((total_s, self._data_s, communication))
+        # Marks on a GPU's time line are read two steps late, when they are surely past: reading never stalls it.
+        while len(self._unread) > 2:
+            self._read_oldest()
+
+    def _read_oldest(self) -> None:
+        total_s, data_s, (begin, end) = self._unread.popleft()
+        exposed_s = max(0.0, Clock.seconds(begin, end))
+        self._read.append(StepTime(total_s, data_s, max(0.0, total_s - data_s - exposed_s), exposed_s))
+
+    def median(self) -> StepTime:
+        """The median of each part; parts of medians need not add up to the median total exactly."""
+        while self._unread:
+            self._read_oldest()
+        if not self._read:
+            return StepTime()
+        return StepTime(
+            *(
+                statistics.median(getattr(step, part) for step in self._read)
+                for part in ("total_s", "data_s", "compute_s", "exposed_comm_s")
+            )
+        )

@@ -1,0 +1,100 @@
+"""Real worker processes for tests: forked from a server that has loaded torch once, met through a file, on loopback."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo"])
+
+
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0
+) -> list[Any]:
+    """What `function(*args)` returns in each of `world_size` workers; it finds its rank where a worker does.
+
+    A worker's exception fails the test with its traceback; whoever is left after `timeout_s` is killed.
+    """
+    with tempfile.TemporaryDirectory(prefix="paceline-ranks-") as folder:
+        pipes, workers = [], []
+        for rank in range(world_size):
+            receiver, sender = _CONTEXT.Pipe(duplex=False)
+            worker = _CONTEXT.Process(
+                target=_worker,
+                args=(function, args, rank, world_size, Path(folder) / "store", sender),
+                daemon=False,
+            )
+            worker.start()
+            sender.close()
+            pipes.append(receiver)
+            workers.append(worker)
+        try:
+            return _collect(pipes, time.monotonic() + timeout_s)
+        finally:
+            for worker in workers:
+                worker.join(timeout=5)
+                if worker.is_alive():
+                    worker.kill()
+                    worker.join()
+
+
+def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    errors: dict[int, str] = {}
+    open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while open_pipes and not errors:
+        ready = wait(list(open_pipes), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise TimeoutError(f"no answer from ranks {sorted(open_pipes.values())}")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = open_pipes.pop(pipe)
+            try:
+                error, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                error, value = "died without a word", None
+            if error:
+                errors[rank] = error
+            else:
+                results[rank] = value
+    if errors:
+        raise AssertionError("\n".join(f"rank {rank}: {error}" for rank, error in errors.items()))
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _worker(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    world_size: int,
+    store: Path,
+    sender: Connection,
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world_size),
+        PACELINE_RENDEZVOUS=f"file://{store}",
+        PACELINE_DEVICE="cpu",
+        GLOO_SOCKET_IFNAME="lo",
+        OMP_NUM_THREADS="1",
+    )
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        answer = (None, function(*args))
+    except BaseException:
+        answer = (traceback.format_exc(), None)
+    # Plain pickle: torch's own way of sending tensors would keep them in memory that dies with this process.
+    sender.send_bytes(pickle.dumps(answer))

@@ -1,0 +1,158 @@
+"""What the launcher's tests share: scripts that tell their pid, and a launcher in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import PacelineError, WorkerFailed
+from paceline.launch import run_workers
+from paceline.spec import Plan
+
+PATIENCE_S = 30.0
+"""For what must happen at some time; what must happen soon has its own limit."""
+
+PROLOGUE = """\
+import os, signal, subprocess, sys, threading, time
+from pathlib import Path
+
+RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+STAGE = Path({stage!r})
+
+def tell(name, text=""):
+    "Leave a mark, whole or not at all."
+    draft = STAGE / f".{{name}}.{{os.getpid()}}"
+    draft.write_text(text)
+    draft.rename(STAGE / name)
+
+def await_mark(name):
+    deadline = time.monotonic() + 30
+    while not (STAGE / name).exists():
+        assert time.monotonic() < deadline, name
+        time.sleep(0.01)
+
+def park():
+    "Wait for ever, as a worker with much to do."
+    threading.Event().wait()
+
+tell(f"{{RANK}}.pid", str(os.getpid()))
+"""
+
+LAUNCHER = """\
+import signal, sys
+from pathlib import Path
+from paceline.errors import PacelineError
+from paceline.launch import run_workers
+from paceline.spec import Plan
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it
+script, run_dir, world_size, grace_s = sys.argv[1:]
+before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+try:
+    run_workers(Plan(world_size=int(world_size)), (script,), run_dir=Path(run_dir), grace_s=float(grace_s))
+except KeyboardInterrupt:
+    sys.exit(130)
+except PacelineError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
+finally:
+    assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+"""
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {timeout_s} s")
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; one that has ended and waits to be reaped does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+@dataclass
+class Stage:
+    """A folder for one test's scripts and marks; knows every process that announced itself there."""
+
+    folder: Path
+    launchers: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "run"
+
+    def script(self, body: str, name: str = "program.py") -> str:
+        path = self.folder / name
+        path.write_text(PROLOGUE.format(stage=str(self.folder)) + textwrap.dedent(body))
+        return str(path)
+
+    def pids(self) -> list[int]:
+        return [int(mark.read_text()) for mark in self.folder.glob("[!.]*.pid")]
+
+    def run(self, body: str, *, world_size: int, grace_s: float = 3.0) -> None:
+        """Run the script in workers of this very process."""
+        plan = Plan(world_size=world_size)
+        run_workers(plan, (self.script(body),), run_dir=self.run_dir, grace_s=grace_s)
+
+    def failure(self, body: str, *, world_size: int, grace_s: float = 3.0) -> WorkerFailed:
+        """How the run of a script that must fail failed."""
+        with pytest.raises(PacelineError) as caught:
+            self.run(body, world_size=world_size, grace_s=grace_s)
+        assert isinstance(caught.value, WorkerFailed), caught.value
+        return caught.value
+
+    def launch(
+        self, body: str, *, world_size: int, grace_s: float = 3.0, run_dir: Path | None = None
+    ) -> subprocess.Popen[str]:
+        """A launcher in a process of its own; exits as `paceline` does."""
+        launcher = subprocess.Popen(
+            [
+                *(sys.executable, "-c", LAUNCHER, self.script(body)),
+                *(str(run_dir or self.run_dir), str(world_size), str(grace_s)),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": str(self.folder)},
+        )
+        self.launchers.append(launcher)
+        return launcher
+
+    def await_marks(self, *names: str) -> None:
+        wait_until(lambda: all((self.folder / name).exists() for name in names))
+
+    def assert_nobody_left(self, timeout_s: float = 5.0) -> None:
+        wait_until(lambda: not any(map(is_alive, self.pids())), timeout_s)
+
+
+@contextlib.contextmanager
+def open_stage(folder: Path) -> Iterator[Stage]:
+    """A stage that must be empty in the end, and is emptied by force where it is not."""
+    stage = Stage(folder)
+    try:
+        yield stage
+        stage.assert_nobody_left()
+    finally:
+        for launcher in stage.launchers:
+            launcher.kill()
+            launcher.communicate()
+        for pid in filter(is_alive, stage.pids()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,88 @@
+"""The launcher is asked to end, or killed: its workers go with it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.launching import PATIENCE_S, Stage, open_stage
+
+BUSY = """
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+tell(f"{RANK}-child.pid", str(child.pid))
+tell(f"{RANK}.ready")
+park()
+"""
+
+DEAF = """
+signal.signal(signal.SIGTERM, lambda *_: tell(f"{RANK}.asked"))
+tell(f"{RANK}.ready")
+park()
+"""
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    with open_stage(tmp_path) as stage:
+        yield stage
+
+
+@pytest.mark.parametrize(
+    ("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_ends_everybody(stage: Stage, number: signal.Signals, exit_code: int) -> None:
+    launcher = stage.launch(BUSY, world_size=3)
+    stage.await_marks("0.ready", "1.ready", "2.ready")
+    assert len(stage.pids()) == 6
+    begun = time.monotonic()
+    launcher.send_signal(number)
+    assert launcher.wait(PATIENCE_S) == exit_code
+    assert time.monotonic() - begun < 3.0  # nobody is deaf: the grace is not used up
+    stage.assert_nobody_left(timeout_s=1.0)
+    assert not list(stage.folder.glob("paceline-*"))  # the rendezvous
+    assert launcher.communicate() == ("", "")
+
+
+def test_deaf_workers_end_within_five_seconds(stage: Stage) -> None:
+    launcher = stage.launch(DEAF, world_size=2)
+    stage.await_marks("0.ready", "1.ready")
+    begun = time.monotonic()
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(PATIENCE_S) == 143
+    assert 2.9 < time.monotonic() - begun < 5.0
+    stage.assert_nobody_left(timeout_s=0.5)
+
+
+def test_a_second_interrupt_kills_at_once(stage: Stage) -> None:
+    launcher = stage.launch(DEAF, world_size=2, grace_s=PATIENCE_S)
+    stage.await_marks("0.ready", "1.ready")
+    launcher.send_signal(signal.SIGINT)
+    stage.await_marks("0.asked", "1.asked")
+    begun = time.monotonic()
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(PATIENCE_S) == 130
+    assert time.monotonic() - begun < 3.0
+    stage.assert_nobody_left(timeout_s=0.5)
+
+
+def test_workers_die_with_a_killed_launcher(stage: Stage) -> None:
+    launcher = stage.launch(DEAF, world_size=2)
+    stage.await_marks("0.ready", "1.ready")
+    launcher.kill()
+    stage.assert_nobody_left(timeout_s=2.0)
+
+
+def test_a_launcher_killed_while_its_workers_start_leaves_none(stage: Stage) -> None:
+    """The kernel's promise is made by the worker, which may be too late for it."""
+    for _ in range(3):
+        launcher = stage.launch("park()", world_size=2)
+        (stage.folder / "0.pid").unlink(missing_ok=True)
+        stage.await_marks("run/logs/rank1.log")  # opened just before the process is made
+        launcher.kill()
+        launcher.wait(PATIENCE_S)
+        stage.assert_nobody_left(timeout_s=2.0)
+        (stage.run_dir / "logs" / "rank1.log").unlink()

@@ -1,0 +1,95 @@
+"""Ghost batch norm against the plain layer applied to each shard by itself."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.errors import ModelError
+from paceline.parallel.norm import NormStatistics, ShardBatchNorm, SyncBatchNorm, replace_batch_norm
+
+
+def _forward(layer: nn.Module, statistics: NormStatistics, x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+    statistics.shards.all = statistics.shards.current = sizes
+    output: torch.Tensor = layer(x)
+    statistics.apply(torch.cat(list(statistics.collect(x))))
+    statistics.shards.current = None
+    return output
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_each_shard_is_normalised_alone_and_running_statistics_are_their_mean(momentum: float | None) -> None:
+    torch.manual_seed(0)
+    plain = nn.BatchNorm2d(3, momentum=momentum, dtype=torch.float64)
+    ghost = replace_batch_norm(copy.deepcopy(plain), ShardBatchNorm)
+    statistics = NormStatistics(ghost)
+    mean, var = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    for step in range(3):
+        x = torch.randn(10, 3, 4, 4, dtype=torch.float64) + 3
+        output = _forward(ghost, statistics, x, (4, 3, 3))
+        shards = x.split([4, 3, 3])
+        factor = 1 / (step + 1) if momentum is None else momentum
+        mean += factor * (sum(s.mean((0, 2, 3)) * len(s) / 10 for s in shards) - mean)
+        var += factor * (sum(s.var((0, 2, 3)) * len(s) / 10 for s in shards) - var)
+        torch.testing.assert_close(output, torch.cat([plain(shard) for shard in shards]))
+    assert isinstance(ghost, ShardBatchNorm)
+    torch.testing.assert_close(ghost.running_mean, mean)
+    torch.testing.assert_close(ghost.running_var, var)
+    assert ghost.num_batches_tracked == 3
+
+
+def test_a_shard_with_one_value_says_nothing_about_variance() -> None:
+    ghost = replace_batch_norm(nn.BatchNorm1d(2), ShardBatchNorm)
+    statistics = NormStatistics(ghost)
+    x = torch.tensor([[1.0, 2.0], [3.0, 6.0], [100.0, 100.0]], requires_grad=True)
+    output = _forward(ghost, statistics, x, (2, 1))
+    output.sum().backward()
+    assert torch.isfinite(output).all()
+    assert x.grad is not None and torch.isfinite(x.grad).all()
+    assert isinstance(ghost, ShardBatchNorm)
+    torch.testing.assert_close(ghost.running_mean, torch.tensor([0.2, 0.4]))
+    # One sample in all: nothing to learn, and nothing broken.
+    before = copy.deepcopy(ghost.state_dict())
+    assert torch.isfinite(_forward(ghost, statistics, torch.ones(1, 2), (1,))).all()
+    for name, value in ghost.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_replacing_keeps_parameters_names_and_evaluation() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Sequential(nn.BatchNorm2d(4, affine=False)))
+    reference = copy.deepcopy(model).eval()
+    parameters = list(model.parameters())
+    for kind in (ShardBatchNorm, SyncBatchNorm):
+        replaced = replace_batch_norm(copy.deepcopy(model), kind)
+        assert list(replaced.state_dict()) == list(reference.state_dict())
+        x = torch.randn(2, 1, 8, 8)
+        torch.testing.assert_close(replaced.eval()(x), reference(x))
+    assert all(a is b for a, b in zip(replace_batch_norm(model, ShardBatchNorm).parameters(), parameters, strict=True))
+
+
+def test_rows_that_belong_to_no_shard_are_refused() -> None:
+    ghost = replace_batch_norm(nn.BatchNorm1d(2), ShardBatchNorm)
+    statistics = NormStatistics(ghost)
+    with pytest.raises(ModelError, match="which row"):
+        _forward(ghost, statistics, torch.ones(5, 2), (2, 1))
+    # A layer that sees several rows a sample (frames of a clip) still knows whose they are.
+    assert _forward(ghost, statistics, torch.randn(6, 2), (2, 1)).shape == (6, 2)
+
+
+def test_sync_batch_norm_alone_is_batch_norm() -> None:
+    torch.manual_seed(0)
+    plain = nn.BatchNorm2d(3, dtype=torch.float64)
+    sync = replace_batch_norm(copy.deepcopy(plain), SyncBatchNorm)
+    x = torch.randn(5, 3, 4, 4, dtype=torch.float64, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    weight = torch.randn_like(x)
+    (plain(x) * weight).sum().backward()
+    (sync(y) * weight).sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)
+    for (name, a), (_, b) in zip(plain.named_parameters(), sync.named_parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, msg=name)
+    for a, b in zip(plain.buffers(), sync.buffers(), strict=True):
+        torch.testing.assert_close(a, b)

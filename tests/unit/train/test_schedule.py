@@ -1,0 +1,49 @@
+"""Learning rates are functions of samples seen: the world size and the step count do not appear."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.spec import Job, OptimSpec
+from paceline.train.schedule import describe_scaling, lr_factor, scaling_factor
+
+
+def _job(**optim: object) -> Job:
+    return Job.from_mapping({"global_batch_size": 1024, "epochs": 10, "optim": optim})
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("linear", 4.0), ("sqrt", 2.0), ("none", 1.0)])
+def test_scaling_rules(rule: str, factor: float) -> None:
+    job = _job(base_batch_size=256, lr_scaling=rule)
+    assert scaling_factor(job.optim, job.global_batch_size) == factor
+    assert (describe_scaling(job) is None) == (factor == 1.0)
+
+
+def test_no_stated_base_no_scaling() -> None:
+    assert scaling_factor(OptimSpec(), 10**6) == 1.0
+
+
+def test_warmup_starts_at_the_unscaled_rate_and_ends_at_the_scaled() -> None:
+    job = _job(base_batch_size=256, warmup_epochs=2.0)
+    first = lr_factor(job, 0, 10_000)
+    assert 1.0 < first < 1.5
+    assert lr_factor(job, 20_000, 10_000) == 4.0
+
+
+@given(st.integers(0, 99_000))
+def test_warmup_never_falls_and_cosine_never_rises(samples: int) -> None:
+    warm, cosine = _job(warmup_epochs=3.0), _job(schedule="cosine")
+    assert lr_factor(warm, samples, 10_000) <= lr_factor(warm, samples + 1000, 10_000)
+    assert lr_factor(cosine, samples, 10_000) >= lr_factor(cosine, samples + 1000, 10_000)
+    assert 0 < lr_factor(warm, samples, 10_000) <= 1
+
+
+def test_cosine_and_step_hit_their_marks() -> None:
+    cosine = _job(schedule="cosine")
+    assert lr_factor(cosine, 0, 1000) == 1.0
+    assert lr_factor(cosine, 5000, 1000) == pytest.approx(0.5)
+    assert lr_factor(cosine, 10_000, 1000) == pytest.approx(0.0)
+    step = _job(schedule="step", step_epochs=[2, 4], step_factor=0.1)
+    assert [lr_factor(step, s, 1000) for s in (0, 1999, 2000, 4000)] == pytest.approx([1, 1, 0.1, 0.01])
