@@ -108,7 +108,6 @@ def test_a_crash_shows_where_python_was(stage: Stage) -> None:
 
 
 def test_who_ignores_sigterm_is_killed_after_the_grace(stage: Stage) -> None:
-    begun = time.monotonic()
     error = stage.failure(
         """
         if RANK == 0:
@@ -125,7 +124,6 @@ def test_who_ignores_sigterm_is_killed_after_the_grace(stage: Stage) -> None:
     assert error.rank == 1
     stopping_s = time.monotonic() - float((stage.folder / "failed-at").read_text())
     assert 0.5 <= stopping_s < 3.0
-    assert begun < time.monotonic()
 
 
 def test_finally_blocks_run_when_a_peer_fails(stage: Stage) -> None:
@@ -207,7 +205,8 @@ def test_a_worker_that_left_early_is_named(stage: Stage) -> None:
     error = stage.failure(
         """
         if RANK == 0:
-            peer = int(await_mark("1.pid") or (STAGE / "1.pid").read_text())
+            await_mark("1.pid")
+            peer = int((STAGE / "1.pid").read_text())
             deadline = time.monotonic() + 30
             while Path(f"/proc/{peer}").exists():
                 assert time.monotonic() < deadline
@@ -215,7 +214,7 @@ def test_a_worker_that_left_early_is_named(stage: Stage) -> None:
         """,
         world_size=2,
     )
-    assert "lost touch with the other workers after rank 1 had ended its program early" in str(error)
+    assert "lost touch with the other workers (rank 1 had ended without an error)" in str(error)
 
 
 def test_the_folders_of_a_run_are_the_users_alone(stage: Stage) -> None:

@@ -18,7 +18,6 @@ from paceline.errors import LaunchError
 from paceline.hardware import detect
 from paceline.launch import run_workers
 from paceline.plan import place
-from paceline.report.parity import compare, load_trace
 from paceline.spec import Cluster, Job, Plan
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -38,6 +37,9 @@ def verify(
     A job with numeric parity is compared in float64, so that rounding cannot hide a difference; a script runs as it
     is, with the arguments that follow.
     """
+    # The report package brings its page and plots along: not for `paceline --help`.
+    from paceline.report.parity import compare, load_trace
+
     counts = parse_counts(workers, "--workers")
     cluster = detect()
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as scratch:

@@ -220,12 +220,21 @@ class _PickledArray:
         return np.frombuffer(data, np.uint8).reshape(shape)
 
 
+def _from_buffer(data: Any, dtype: _PickledDtype, shape: Any, order: str) -> _PickledArray:
+    """How protocol 5 spells an array."""
+    array = _PickledArray()
+    array.__setstate__((1, shape, dtype, order == "F", data))
+    return array
+
+
 class _ArraysOnly(pickle.Unpickler):
     """Knows the names that a pickled array of bytes mentions, and stands in for each of them."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":
             return _PickledArray
+        if module in ("numpy.core.numeric", "numpy._core.numeric") and name == "_frombuffer":
+            return _from_buffer
         if module == "numpy" and name in ("ndarray", "dtype"):
             return _PickledArray if name == "ndarray" else _PickledDtype
         if (module, name) == ("_codecs", "encode"):  # how old protocols spell bytes
@@ -268,6 +277,9 @@ def _read_parquet_file(kind: _Cifar, path: Path) -> _Split:
     image_column = _column(table.column_names, ("img", "image"), path)
     wanted = ("fine_label",) if kind.num_classes == 100 else ("label",)
     label_column = _column(table.column_names, wanted, path)
+    image_type = table.schema.field(image_column).type
+    if not (pyarrow.types.is_struct(image_type) and image_type.get_field_index("bytes") >= 0):
+        raise DataError(f"{path} has no encoded images in its column {image_column!r} but {image_type}.")
     images = np.empty((table.num_rows, 3, 32, 32), np.uint8)
     for row, pixels in enumerate(_decoded_images(table.column(image_column), path)):
         images[row] = pixels
@@ -287,11 +299,11 @@ def _decoded_images(column: Any, path: Path) -> Iterator[NDArray[np.uint8]]:
 
     row = 0
     for chunk in column.chunks:
-        for cell in chunk:
+        for encoded in chunk.field("bytes").to_pylist():
             try:
-                with Image.open(io.BytesIO(cell["bytes"].as_py())) as image:
+                with Image.open(io.BytesIO(encoded)) as image:
                     pixels = np.asarray(image.convert("RGB"))
-            except (OSError, TypeError, KeyError, ValueError, SyntaxError) as error:
+            except (OSError, TypeError, ValueError, SyntaxError) as error:
                 raise DataError(
                     f"{path} has no readable image in row {row} ({error}); get the file anew."
                 ) from None

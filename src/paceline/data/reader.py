@@ -55,7 +55,9 @@ class ArrayReader:
     def _per_channel(self, values: NDArray[np.float64]) -> Tensor:
         """Per-channel numbers laid out to be applied to a batch in this reader's memory format."""
         channels = torch.from_numpy(values).to(self._device, _arithmetic(self._dtype))
-        return channels.repeat(self._inputs.shape[-1]) if self._channels_last else channels[:, None, None]
+        if not self._channels_last:
+            return channels[:, None, None]
+        return channels if len(channels) == 1 else channels.repeat(self._inputs.shape[-1])
 
     def read(self, epoch: int, indices: NDArray[np.int64], train: bool) -> tuple[Tensor, Tensor]:
         """The samples `indices` (b,) as (inputs, targets) on the device; augmented if `train`.
@@ -92,9 +94,8 @@ class ArrayReader:
         # Pixels change places while they are bytes, then whole rows of (W * C) are scaled at once: half the
         # time of normalising first and reordering floats.
         b, c, h, w = images.shape
-        rows = (
-            torch.stack(images.unbind(1), dim=-1).view(b * h, w * c).to(scale.dtype).mul_(scale).add_(shift)
-        )
+        pixels = images if c == 1 else torch.stack(images.unbind(1), dim=-1)
+        rows = pixels.view(b * h, w * c).to(scale.dtype).mul_(scale).add_(shift)
         return rows.to(self._dtype).view(b, h, w, c).permute(0, 3, 1, 2)
 
 

@@ -44,7 +44,7 @@ def load_text(spec: DataSpec) -> tuple[ArraySet, ArraySet]:
     if min(cut, num_bytes - cut) <= options.context:
         raise DataError(
             f"{path} has {num_bytes} bytes; data.options.context = {options.context} needs at least "
-            f"{10 * (options.context + 1)}, since the last tenth is for testing."
+            f"{10 * options.context + 1}, since the last tenth is for testing."
         )
     try:
         tokens = np.memmap(path, np.uint8, mode="r")

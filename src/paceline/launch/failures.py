@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -35,6 +36,7 @@ LOST_PEER_MESSAGES = (
 )
 
 LONGEST_MESSAGE = 400
+"""Characters of an exception's message that a sentence repeats; its traceback has the rest."""
 
 
 @dataclass(frozen=True)
@@ -123,31 +125,43 @@ def root_cause(endings: Sequence[Ending], *, stopped_at: float) -> Ending:
     return min(failed, key=lambda e: (e.time > stopped_at, merely_lost_a_peer(e), e.time, e.rank))
 
 
-def sentence(ending: Ending, *, world_size: int, finished: Sequence[int] = ()) -> str:
-    """What happened to a failed worker, in one sentence; `finished` are the ranks that ended well before."""
-    who = f"Rank {ending.rank} of {world_size} (pid {ending.pid})"
-    failure = ending.failure
-    if failure is not None:
-        what = failure.type + (f": {message}" if (message := _one_line(failure.message)) else "")
-        if not is_consequence(failure):
-            return f"{who} failed with {what}"
-        early = ", ".join(str(rank) for rank in finished)
-        gone = f" after rank {early} had ended its program early" if early else ""
-        return f"{who} lost touch with the other workers{gone} and failed with {what}"
-    if ending.exit_code == -signal.SIGKILL:
+def sentence(root: Ending, endings: Sequence[Ending], *, stopped_at: float) -> str:
+    """What happened to the worker `root` of a run that ended as `endings`, in one sentence."""
+    who = f"Rank {root.rank} of {len(endings)} (pid {root.pid})"
+    if root.failure is not None:
+        what = root.failure.type + (f": {message}" if (message := _one_line(root.failure.message)) else "")
+        if is_consequence(root.failure):
+            return f"{who} lost touch with the other workers{_whereabouts(root, endings, stopped_at)}: {what}"
+        return f"{who} failed with {what}"
+    if root.exit_code == -signal.SIGKILL:
         return (
             f"{who} was killed by SIGKILL from outside this run: most likely the machine ran out of memory; "
             "try a smaller micro_batch_size or fewer workers."
         )
-    if ending.exit_code < 0:
-        return f"{who} was killed by {_signal_name(-ending.exit_code)}."
-    if ending.exit_code == 128 + signal.SIGTERM:
-        return f"{who} was ended by SIGTERM from outside this run (exit code {ending.exit_code})."
-    return f"{who} ended with exit code {ending.exit_code}."
+    if root.exit_code < 0:
+        return f"{who} was killed by {_signal_name(-root.exit_code)}."
+    if root.exit_code == 128 + signal.SIGTERM:
+        return f"{who} was ended by SIGTERM from outside this run (exit code {root.exit_code})."
+    return f"{who} ended with exit code {root.exit_code}."
+
+
+def _whereabouts(root: Ending, endings: Sequence[Ending], stopped_at: float) -> str:
+    """Which peers were not where `root` waited for them: those that had ended, or were busy to the end."""
+    # Its sockets close before a process ends: a peer that left first may be seen to end last.
+    ended = sorted(e.rank for e in endings if not e.failed and e.time <= stopped_at)
+    busy = sorted(e.rank for e in endings if e.failure is None and e.time > stopped_at)
+    if ended:
+        return f" ({_ranks(ended)} had ended without an error)"
+    return f" ({_ranks(busy)} kept it waiting)" if busy else ""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(rank) for rank in ranks)
 
 
 def _one_line(message: str) -> str:
-    line = " ".join(message.split())
+    """`message` without line breaks and the places in torch's C++ sources that it may name."""
+    line = " ".join(re.sub(r"\[\S+\.(cc|cpp|h):\d+\]", "", message).split())
     return line if len(line) <= LONGEST_MESSAGE else line[: LONGEST_MESSAGE - 1] + "…"
 
 

@@ -288,9 +288,8 @@ def _error_of(endings: Sequence[Ending], *, stopped_at: float, run_dir: Path) ->
     root = root_cause(endings, stopped_at=stopped_at)
     if root.failure is not None and root.failure.is_user_error:
         return PacelineError(root.failure.message)
-    finished = sorted(ending.rank for ending in endings if not ending.failed and ending.time <= root.time)
     return WorkerFailed(
-        sentence(root, world_size=len(endings), finished=finished),
+        sentence(root, endings, stopped_at=stopped_at),
         rank=root.rank,
         details=_evidence(root, run_dir),
         exit_code=root.exit_code if root.exit_code > 0 else 128 - root.exit_code,

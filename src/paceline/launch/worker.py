@@ -99,8 +99,8 @@ def _run_module(module: str, arguments: Sequence[str]) -> None:
 
 
 def _run_script(script: str, arguments: Sequence[str]) -> None:
-    # Not runpy.run_path: it takes __main__ away again after the script's last line, while its threads and exit
-    # handlers may still pickle what they find there, and it changes sys.argv[0].
+    # Not runpy.run_path: it takes __main__ away again after the script's last line, while its threads and
+    # exit handlers may still pickle what they find there, and it changes sys.argv[0].
     path = Path(script).absolute()
     if not path.is_file():
         raise LaunchError(f"There is no script {script} in {Path.cwd()}: check its path.")
@@ -147,19 +147,22 @@ def leave(exit_code: int) -> NoReturn:
 
 
 def _unwind_on_sigterm() -> None:
-    signal.signal(signal.SIGTERM, _terminate)
-    os.register_at_fork(after_in_child=_restore_sigterm)
+    worker_pid = os.getpid()
 
+    def end(number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != worker_pid:  # forked a moment ago, too young to have been told below
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        signal.signal(number, signal.SIG_IGN)  # a second one must not cut the `finally` blocks short
+        raise Terminated(128 + number)
 
-def _restore_sigterm() -> None:
-    # A child that the program forks dies of SIGTERM as children do.
-    if signal.getsignal(signal.SIGTERM) is _terminate:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    def be_an_ordinary_child() -> None:
+        if signal.getsignal(signal.SIGTERM) is end:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-
-def _terminate(signum: int, _frame: FrameType | None) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not cut the `finally` blocks short
-    raise Terminated(128 + signum)
+    signal.signal(signal.SIGTERM, end)
+    os.register_at_fork(after_in_child=be_an_ordinary_child)
 
 
 def _write_stacks_to(path: Path) -> None:

@@ -57,7 +57,7 @@ def build(spec: ModelSpec, **data_facts: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ModelError(
             f"model.name = '{spec.name}' should return a torch.nn.Module, but it returned "
-            f"a {type(model).__name__}."
+            f"something of type {type(model).__name__}."
         )
     return model
 
@@ -96,8 +96,8 @@ def _imported(path: str) -> Callable[..., Any]:
     # A module that is already built is callable too, but calling it would run it.
     if not callable(constructor) or isinstance(constructor, nn.Module):
         raise ModelError(
-            f"model.name = '{path}' is a {type(constructor).__name__}; name a function or class that returns "
-            "the model."
+            f"model.name = '{path}' is of type {type(constructor).__name__}; name a function or class "
+            "that returns the model."
         )
     return constructor  # type: ignore[no-any-return]
 

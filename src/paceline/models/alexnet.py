@@ -31,9 +31,7 @@ def alexnet(
     """
     smallest = 63 if stem == "imagenet" else 15
     if image_size < smallest:
-        remedy = (
-            "set model.options.stem = 'cifar'" if stem == "imagenet" else "take the model 'lenet' or 'mlp'"
-        )
+        remedy = "set model.options.stem = 'cifar'" if stem == "imagenet" else "take the model 'mlp'"
         raise ModelError(
             f"AlexNet with stem = '{stem}' needs images of at least {smallest} x {smallest} pixels; "
             f"these are {image_size} x {image_size}: {remedy}."

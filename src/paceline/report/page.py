@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from importlib import resources
 
@@ -23,6 +24,7 @@ def render_page(study: Study) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters["tie"] = _tie
     template = environment.from_string((folder / "page.html").read_text(encoding="utf-8"))
     return template.render(
         study=study,
@@ -37,6 +39,11 @@ def render_page(study: Study) -> str:
         style=(folder / "page.css").read_text(encoding="utf-8"),
         plotly_js=get_plotlyjs(),
     )
+
+
+def _tie(text: str) -> str:
+    """Keep a number and its unit on one line."""
+    return re.sub(r"(?<=\d) (?=%|devices?\b|points?\b|m?s\b)", "\N{NO-BREAK SPACE}", text)
 
 
 def _tags(study: Study, row: StudyRow) -> str:
@@ -178,8 +185,8 @@ def _differences(study: Study) -> str:
     said = []
     if inside:
         said.append(
-            f"Within the spread on {formats.listing(inside)}: the seeds' ranges overlap with that of {base}, so "
-            "the difference may be chance."
+            f"Within the spread on {formats.listing(inside)}: the seeds' ranges overlap with that of {base}, "
+            "so the difference may be chance."
         )
     if outside:
         said.append(

@@ -47,37 +47,37 @@ class Plot:
 
 def study_plots(study: Study) -> list[Plot]:
     """All plots that have data, in the order of the page."""
-    plots: list[Plot] = []
-    if len(study.rows) > 1:
-        plots += [_speedup(study), _efficiency(study)]
-    if study.has_accuracy:
-        plots.append(_accuracy(study))
-    plots += [_train_time(study), _throughput(study)]
-    if any(row.step_time.total_s > 0 for row in study.rows):
-        plots.append(_step_time(study))
-    plots += [
-        plot
-        for plot in (
-            _over_epochs(study, "loss-epochs", "Training loss over epochs", "training loss", _train_loss),
-            _over_epochs(study, "accuracy-epochs", "Accuracy over epochs", "accuracy (%)", _epoch_accuracy),
-            None
-            if study.has_accuracy
-            else _over_epochs(
-                study, "eval-loss-epochs", "Evaluation loss over epochs", "evaluation loss", _epoch_loss
-            ),
-            _accuracy_over_time(study),
-        )
-        if plot is not None
+    several = len(study.rows) > 1
+    has_steps = any(row.step_time.total_s > 0 for row in study.rows)
+    plots = [
+        _speedup(study) if several else None,
+        _efficiency(study) if several else None,
+        _accuracy(study) if study.has_accuracy else None,
+        _train_time(study),
+        _throughput(study),
+        _accuracy_over_time(study),
+        _step_time(study) if has_steps else None,
+        _over_epochs(study, "loss-epochs", "Training loss over epochs", "training loss", _train_loss),
+        _over_epochs(study, "accuracy-epochs", "Accuracy over epochs", "accuracy", _epoch_accuracy)
+        or _over_epochs(
+            study, "eval-loss-epochs", "Evaluation loss over epochs", "evaluation loss", _epoch_loss
+        ),
     ]
-    return _fill_the_grid(plots)
+    return _fill_the_grid([plot for plot in plots if plot is not None])
 
 
 def _fill_the_grid(plots: list[Plot]) -> list[Plot]:
-    """With an odd number of plots the last takes both columns, so that no hole is left beside it."""
-    if len(plots) % 2 == 0:
-        return plots
-    last = plots[-1]
-    return [*plots[:-1], dataclasses.replace(last, wide=True)]
+    """Widen each plot that would leave a hole beside it in a grid of two columns."""
+    filled: list[Plot] = []
+    column = 0
+    for plot in plots:
+        if plot.wide and column == 1:
+            filled[-1] = dataclasses.replace(filled[-1], wide=True)
+        column = 0 if plot.wide else 1 - column
+        filled.append(plot)
+    if column == 1:
+        filled[-1] = dataclasses.replace(filled[-1], wide=True)
+    return filled
 
 
 def _color(index: int) -> str:
@@ -141,9 +141,10 @@ def _bars(
         "y": list(values),
         "text": list(labels),
         "textposition": "outside",
+        "constraintext": "none",
         "textfont": {"color": _INK, "size": 13},
         "cliponaxis": False,
-        "width": 0.5,
+        "width": 0.17 * min(3, len(study.rows)),
         "marker": {"color": [_color(index) for index in range(len(study.rows))]},
         "hovertemplate": "%{x} devices: %{text}<extra></extra>",
     }
@@ -151,33 +152,10 @@ def _bars(
     return {"data": [bars], "layout": _layout(_category_axis(study), yaxis)}
 
 
-def _level(value: float, text: str, x: float = 1.0) -> dict[str, Any]:
-    """A dashed line across the plot at `value`, with its name at the end."""
-    return {
-        "shapes": [
-            {
-                "type": "line",
-                "xref": "paper",
-                "x0": 0,
-                "x1": 1,
-                "y0": value,
-                "y1": value,
-                "line": {"color": _MUTED, "width": 1.5, "dash": "dash"},
-            }
-        ],
-        "annotations": [
-            {
-                "xref": "paper",
-                "x": x,
-                "xanchor": "right",
-                "y": value,
-                "yanchor": "bottom",
-                "text": text,
-                "showarrow": False,
-                "font": {"size": 12, "color": _MUTED},
-            }
-        ],
-    }
+def _level(value: float) -> dict[str, Any]:
+    """A dashed line across the plot at `value`."""
+    line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": value, "y1": value}
+    return {"shapes": [{**line, "line": {"color": _INK, "width": 1.5, "dash": "dash"}}]}
 
 
 def _said(study: Study, say: Callable[[StudyRow], str]) -> str:
@@ -219,8 +197,12 @@ def _speedup(study: Study) -> Plot:
     }
     span = counts[-1] - counts[0]
     xaxis = _axis("devices", tickvals=counts, ticktext=_categories(study), type=kind, fixedrange=True)
-    yaxis = _axis("speed-up", ticksuffix="x", type=kind, fixedrange=True)
-    if kind == "linear":
+    yaxis = _axis("speed-up", type=kind, fixedrange=True)
+    if kind == "log":
+        doublings = [2**power for power in range(math.ceil(math.log2(counts[-1] / base)) + 1)]
+        yaxis |= {"tickvals": doublings, "ticktext": [f"{factor}x" for factor in doublings]}
+    else:
+        yaxis["ticksuffix"] = "x"
         xaxis["range"] = [counts[0] - 0.08 * span, counts[-1] + 0.2 * span]
         yaxis["range"] = [0, 1.1 * max(counts[-1] / base, *(row.speedup or 0 for row in study.rows))]
     return Plot(
@@ -236,7 +218,7 @@ def _efficiency(study: Study) -> Plot:
     labels = [formats.percent(row.efficiency) for row in study.rows]
     values = [None if row.efficiency is None else 100 * row.efficiency for row in study.rows]
     figure = _bars(study, values, labels, _axis("scaling efficiency", ticksuffix=" %"))
-    figure["layout"] |= _level(100 * study.efficiency_floor, "")
+    figure["layout"] |= _level(100 * study.efficiency_floor)
     return Plot(
         "efficiency",
         "Scaling efficiency",
@@ -249,6 +231,7 @@ def _efficiency(study: Study) -> Plot:
 
 def _accuracy(study: Study) -> Plot:
     data: list[dict[str, Any]] = []
+    labels: list[dict[str, Any]] = []
     for index, row in enumerate(study.rows):
         if row.accuracy is None:
             continue
@@ -256,13 +239,9 @@ def _accuracy(study: Study) -> Plot:
         seeds = [run for run in row.runs if run.accuracy is not None and math.isfinite(run.accuracy)]
         mean: dict[str, Any] = {
             "type": "scatter",
-            "mode": "markers+text",
+            "mode": "markers",
             "x": [name],
             "y": [100 * row.accuracy],
-            "text": ["   " + formats.percent(row.accuracy, 2)],
-            "textposition": "middle right",
-            "textfont": {"color": _INK, "size": 13},
-            "cliponaxis": False,
             "marker": {"size": 13, "color": color, "symbol": _SYMBOLS[index % len(_SYMBOLS)]},
             "hovertemplate": f"{formats.devices(row.devices)}: mean %{{y:.2f}} %<extra></extra>",
         }
@@ -288,18 +267,31 @@ def _accuracy(study: Study) -> Plot:
                 }
             )
         data.append(mean)
-    # Room on the right for the last label.
-    xaxis = _category_axis(study) | {"range": [-0.4, len(study.rows) - 0.35]}
+        labels.append(
+            {
+                "x": name,
+                "y": 100 * (row.accuracy if row.accuracy_max is None else row.accuracy_max),
+                "yshift": 13,
+                "text": f"{100 * row.accuracy:.2f}"
+                if len(study.rows) > 4
+                else formats.percent(row.accuracy, 2),
+                "showarrow": False,
+                "font": {"color": _INK, "size": 13},
+            }
+        )
+    xaxis = _category_axis(study) | {"range": [-0.5, len(study.rows) - 0.5]}
     layout = _layout(
         xaxis,
         _axis("accuracy", ticksuffix=" %", fixedrange=True, range=_accuracy_range(study)),
+        annotations=labels,
     )
     caption = f"Over {len(study.seeds)} seeds: mean, and a bar from the lowest to the highest seed."
     if not any(row.has_spread for row in study.rows):
         caption = "One seed only: how much of a difference is chance cannot be said."
     if study.base.accuracy is not None and len(study.rows) > 1:
-        layout |= _level(100 * (study.base.accuracy - study.tolerance), "")
-        caption += f" The dashed line is the tolerance of {formats.short_points(study.tolerance)}."
+        layout |= _level(100 * (study.base.accuracy - study.tolerance))
+        limit = f"{formats.short_points(study.tolerance)} below {formats.devices(study.base.devices)}"
+        caption += f" The dashed line lies {limit}."
     return Plot(
         "accuracy",
         "Accuracy",
@@ -329,7 +321,7 @@ def _accuracy_range(study: Study) -> list[float]:
     ]
     if study.base.accuracy is not None:
         values.append(100 * (study.base.accuracy - study.tolerance))
-    margin = 0.15 * (max(values) - min(values)) or 1.0
+    margin = 0.2 * (max(values) - min(values)) or 1.0
     return [max(0.0, min(values) - margin), max(values) + margin]
 
 
@@ -420,6 +412,9 @@ def _step_time(study: Study) -> Plot:
     def share(row: StudyRow) -> float:
         return row.step_time.exposed_comm_s / row.step_time.total_s if row.step_time.total_s > 0 else 0.0
 
+    def in_unit(seconds: float) -> str:
+        return f"{scale * seconds:.2f}"
+
     waiting = [
         f"{formats.percent(share(row), 0)} on {formats.devices(row.devices)}"
         for row in rows
@@ -442,13 +437,14 @@ def _step_time(study: Study) -> Plot:
             ),
         ),
         {"data": data, "layout": layout},
+        wide=True,
         table=(
-            ("median step", *(name for name, _, _ in parts), "total"),
+            (f"median step ({unit})", *(name for name, _, _ in parts), "total"),
             *(
                 (
                     formats.devices(row.devices),
-                    *(formats.duration(values[index]) for _, _, values in parts),
-                    formats.duration(row.step_time.total_s),
+                    *(in_unit(values[index]) for _, _, values in parts),
+                    in_unit(row.step_time.total_s),
                 )
                 for index, row in enumerate(rows)
             ),
@@ -566,7 +562,7 @@ def _over_epochs(study: Study, key: str, title: str, unit: str, measure: Measure
     if not any(curves):
         return None
     values = [point.mean for curve in curves for point in curve]
-    yaxis = _axis(unit)
+    yaxis = _axis(unit, **({"ticksuffix": " %"} if measure is _epoch_accuracy else {}))
     if key.startswith("loss") and min(values) > 0 and max(values) > 20 * min(values):
         ticks = _log_ticks(min(values), max(values))
         yaxis |= {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}

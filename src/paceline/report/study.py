@@ -128,7 +128,7 @@ def analyse(
     """The study of one job's runs on several device counts and seeds.
 
     Speed-up is T1/Tn and scaling efficiency (T1/Tn) / (n/n1), where 1 stands for the smallest device count
-    among the records. Both ways of growing train on the same number of samples, so T is the whole training time.
+    among the records. Both ways of growing train on as many samples, so T is the whole training time.
 
     Args:
         records: finished runs, in any order; runs that failed are simply not among them.
@@ -293,9 +293,9 @@ def _objections(row: StudyRow, base: StudyRow, tolerance: float, floor: float) -
             found.append("its accuracy was not measured")
         elif row.accuracy_change < -tolerance - _ROUNDING:
             found.append(
-                f"it loses {-100 * row.accuracy_change:.2f} points of accuracy ({formats.percent(row.accuracy, 2)} "
-                f"after {formats.percent(base.accuracy, 2)}), more than the tolerance of "
-                f"{formats.short_points(tolerance)}"
+                f"it loses {-100 * row.accuracy_change:.2f} points of accuracy "
+                f"({formats.percent(row.accuracy, 2)} after {formats.percent(base.accuracy, 2)}), more than "
+                f"the tolerance of {formats.short_points(tolerance)}"
             )
     if row.efficiency is None:
         found.append("its speed-up is unknown because a training time is missing")
@@ -335,7 +335,8 @@ def _reason(
         )
     limits = f"an efficiency of at least {formats.short_percent(floor)}"
     if base.accuracy is not None:
-        limits = f"accuracy within {formats.short_points(tolerance)} of {formats.devices(base.devices)} and {limits}"
+        near = f"{formats.short_points(tolerance)} of that on {formats.devices(base.devices)}"
+        limits = f"accuracy within {near} and {limits}"
     if best is base:
         return f"No larger device count has {limits}."
     facts = f"{formats.percent(best.efficiency)} efficiency"

@@ -23,18 +23,23 @@ def study_table(study: Study) -> RenderableType:
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in study.rows:
-        recommended = row.devices == study.recommendation.devices
-        table.add_row(*_cells(study, row, grows), style="bold green" if recommended else None)
+        table.add_row(*_cells(study, row, grows), style="bold green" if _is_marked(study, row) else None)
     found = study.recommendation
     lines = [Text(found.verdict, style="bold"), Text(found.reason), *map(Text, found.rejected.values())]
     if study.same_weights:
         counts = formats.listing([str(row.devices) for row in study.rows])
         lines.append(Text(f"Same weights bit for bit on {counts} devices: {_hashes(study)}"))
-    return Group(table, Text(f"{MARK} recommended", style="dim"), Text(), *lines)
+    legend = Text(f"{MARK} recommended", style="dim") if len(study.rows) > 1 else Text()
+    return Group(table, legend, Text(), *lines)
+
+
+def _is_marked(study: Study, row: StudyRow) -> bool:
+    """A single device count is no choice and gets no mark."""
+    return len(study.rows) > 1 and row.devices == study.recommendation.devices
 
 
 def _cells(study: Study, row: StudyRow, grows: bool) -> list[str]:
-    mark = f"{MARK} " if row.devices == study.recommendation.devices else ""
+    mark = f"{MARK} " if _is_marked(study, row) else ""
     cells = [f"{mark}{row.devices}"]
     if grows:
         cells += [str(row.global_batch_size), formats.rate(row.learning_rate)]

@@ -22,9 +22,8 @@ def chunk_ranges(num_samples: int, chunk_size: int) -> list[range]:
 
 
 def own_chunks(chunks: Sequence[range], world: World) -> list[int]:
-    """Numbers of the chunks that this worker evaluates."""
-    first = world.rank * len(chunks) // world.world_size
-    last = (world.rank + 1) * len(chunks) // world.world_size
+    """Numbers of the chunks that this worker evaluates; rank 0 has one if anybody has."""
+    first, last = (-(-rank * len(chunks) // world.world_size) for rank in (world.rank, world.rank + 1))
     return list(range(first, last))
 
 

@@ -1,0 +1,198 @@
+"""The report in a real browser: nothing fetched, no errors, every plot drawn, light and dark, narrow and wide."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from paceline.report import analyse, write_study
+from paceline.report.plots import study_plots
+from paceline.report.study import Study
+from tests.browser.chromium import Browser
+from tests.sample_records import sample_grown_records, sample_job, sample_study_records
+
+pytestmark = pytest.mark.browser
+
+Scheme = Literal["light", "dark"]
+
+WAIT_UNTIL_DRAWN = """
+    const root = document.documentElement;
+    if (root.dataset.plots === "drawn") return true;
+    return new Promise((resolve) => {
+        new MutationObserver(() => resolve(true)).observe(root, { attributeFilter: ["data-plots"] });
+        setTimeout(() => resolve(false), 20000);
+    });
+"""
+TWO_FRAMES = (
+    "return new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(true))));"
+)
+
+STUDIES = {
+    "strong": analyse(sample_study_records(), grow="none", tolerance=0.01),
+    "grown": analyse(sample_grown_records(), grow="batch", tolerance=0.01),
+    "bitwise": analyse(sample_study_records(job=sample_job(parity="bitwise")), grow="none", tolerance=0.01),
+    "many": analyse(sample_study_records((2, 4, 8, 16, 32, 64)), grow="none", tolerance=0.01),
+    "single": analyse(sample_study_records((1,), (0,)), grow="none", tolerance=0.01),
+}
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("report")
+    for name, study in STUDIES.items():
+        write_study(study, folder / name)
+    return {name: folder / name / "report.html" for name in STUDIES}
+
+
+def show(browser: Browser, page: Path, *, width: int = 1400, scheme: Scheme = "light") -> None:
+    browser.look(width=width, scheme=scheme)
+    browser.log("browser")
+    browser.requested_urls()
+    browser.open(page)
+    assert browser.run(WAIT_UNTIL_DRAWN), browser.log("browser")
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_it_opens_without_network_and_without_errors(
+    browser: Browser, pages: dict[str, Path], name: str
+) -> None:
+    show(browser, pages[name])
+    urls = browser.requested_urls()
+    assert pages[name].resolve().as_uri() in urls
+    assert [url for url in urls if not url.startswith(("file:", "data:", "blob:"))] == []
+    assert browser.log("browser") == []
+    outside = browser.run(
+        "return [...document.querySelectorAll('[src], [href]')]"
+        ".map((element) => element.getAttribute('src') || element.getAttribute('href'))"
+        ".filter((address) => /^(https?:)?\\/\\//.test(address));"
+    )
+    assert outside == []
+
+
+@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("width", [390, 1400])
+def test_every_plot_is_drawn_and_nothing_sticks_out(
+    browser: Browser, pages: dict[str, Path], name: str, width: int
+) -> None:
+    study: Study = STUDIES[name]
+    show(browser, pages[name], width=width)
+    plots = study_plots(study)
+    assert browser.run("return document.querySelectorAll('svg.main-svg').length;") >= len(plots)
+    for plot in plots:
+        drawn = browser.run(
+            f"const plot = document.getElementById('plot-{plot.key}');"
+            "const svg = plot.querySelector('svg.main-svg');"
+            "return [plot.querySelectorAll('.trace').length, svg.clientWidth, plot.clientWidth,"
+            " plot.getBoundingClientRect().right];"
+        )
+        assert drawn[0] > 0, plot.key
+        assert 0 < drawn[1] <= drawn[2], plot.key
+        assert drawn[3] <= width, plot.key
+    scroll, inner = browser.run("return [document.documentElement.scrollWidth, innerWidth];")
+    assert inner == width
+    assert scroll <= inner
+
+
+def test_narrow_is_one_column_and_wide_is_two(browser: Browser, pages: dict[str, Path]) -> None:
+    columns = "return new Set([...document.querySelectorAll('figure')].map((f) => f.getBoundingClientRect().left)).size;"
+    show(browser, pages["strong"], width=1400)
+    assert browser.run(columns) == 2
+    show(browser, pages["strong"], width=390)
+    assert browser.run(columns) == 1
+
+
+def test_all_columns_of_the_table_fit_on_a_wide_screen(browser: Browser, pages: dict[str, Path]) -> None:
+    fits = "const box = document.querySelector('.scroll'); return [box.scrollWidth, box.clientWidth];"
+    show(browser, pages["many"], width=1400)
+    content, box = browser.run(fits)
+    assert content <= box
+    show(browser, pages["many"], width=390)
+    content, box = browser.run(fits)
+    assert content > box  # it scrolls inside its own box
+
+
+def test_the_recommended_row_is_marked(browser: Browser, pages: dict[str, Path]) -> None:
+    show(browser, pages["grown"])
+    marked = browser.run(
+        "return [...document.querySelectorAll('.results tr.recommended')].map((row) => row.innerText);"
+    )
+    assert len(marked) == 1
+    assert marked[0].split()[:2] == ["2", "recommended"]
+
+
+Color = tuple[float, float, float]
+
+
+def rgb(css: str) -> Color:
+    numbers = [float(number) for number in re.findall(r"[\d.]+", css)]
+    return numbers[0], numbers[1], numbers[2]
+
+
+def contrast(one: Color, other: Color) -> float:
+    """WCAG 2.1: (L1 + 0.05) / (L2 + 0.05) with the relative luminances of sRGB colours."""
+
+    def luminance(color: Color) -> float:
+        linear = [
+            c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+            for c in (channel / 255 for channel in color)
+        ]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+COLORS = """
+    const style = (element) => getComputedStyle(element);
+    const texts = (selector) => [...document.querySelectorAll(selector)].map((element) => style(element).fill);
+    return {
+        page: style(document.documentElement).backgroundColor,
+        surface: style(document.querySelector("figure")).backgroundColor,
+        plots: [".xtick text", ".ytick text", ".xtitle", ".legendtext", ".annotation-text"].flatMap(texts),
+        on_page: [".verdict", ".kind", "h2", ".meaning dd"].map((s) => style(document.querySelector(s)).color),
+        on_surface: ["figcaption", ".results td", ".results th", ".facts dt", "pre"].map(
+            (s) => style(document.querySelector(s)).color),
+        bars: [...document.querySelectorAll("#plot-train-time .point path")].map((bar) => style(bar).fill),
+        badge: [style(document.querySelector(".badge")).color, style(document.querySelector(".badge")).backgroundColor],
+        step: [...document.querySelectorAll("#plot-step-time .point")].filter((p) => p.querySelector("text")).map(
+            (p) => [style(p.querySelector("text")).fill, style(p.querySelector("path")).fill]),
+    };
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_meets_aa_and_marks_are_visible(
+    browser: Browser, pages: dict[str, Path], scheme: Scheme
+) -> None:
+    show(browser, pages["many"], scheme=scheme)
+    found = browser.run(COLORS)
+    page, surface = rgb(found["page"]), rgb(found["surface"])
+    assert len(found["plots"]) > 50
+    for text in found["plots"] + found["on_surface"]:
+        assert contrast(rgb(text), surface) >= 4.5, text
+    for text in found["on_page"]:
+        assert contrast(rgb(text), page) >= 4.5, text
+    assert contrast(*map(rgb, found["badge"])) >= 4.5
+    assert found["step"]
+    for text, part in found["step"]:
+        assert contrast(rgb(text), rgb(part)) >= 4.5, (text, part)
+    assert len(found["bars"]) == 6
+    for bar in found["bars"]:
+        assert contrast(rgb(bar), surface) >= 3, bar
+
+
+def test_dark_is_dark_light_is_light_and_plots_follow_a_change(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
+    show(browser, pages["strong"], scheme="light")
+    light = browser.run(COLORS)
+    browser.look(width=1400, scheme="dark")
+    browser.run(TWO_FRAMES)
+    dark = browser.run(COLORS)
+    assert min(rgb(light["page"])) > 200
+    assert max(rgb(dark["page"])) < 60
+    assert set(light["plots"]).isdisjoint(dark["plots"])
+    assert set(light["bars"]).isdisjoint(dark["bars"])

@@ -1,0 +1,180 @@
+"""The law: how many workers a run happens to use does not change what it learns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from paceline.spec import Job
+from tests.ranks.harness import run_ranks
+from tests.ranks.training import Outcome, images, largest_difference, train
+
+
+def _job(**values: Any) -> Job:
+    return Job.from_mapping(
+        {
+            "global_batch_size": 24,
+            "virtual_shards": 6,
+            "epochs": 50,
+            "optim": {"lr": 0.05, "momentum": 0.9, "schedule": "cosine", "warmup_epochs": 1.0, "clip_norm": 2.0},
+            **values,
+        }
+    )
+
+
+def _agree(outcomes: list[Outcome]) -> Outcome:
+    """All ranks of one run end alike, whatever the run is compared with."""
+    assert {outcome.sha for outcome in outcomes} == {outcomes[0].sha}
+    assert all(outcome.losses == outcomes[0].losses for outcome in outcomes)
+    assert all(outcome.metrics == outcomes[0].metrics for outcome in outcomes)
+    return outcomes[0]
+
+
+MODELS = {
+    "lenet": ({"name": "lenet"}, (1, 28, 28)),
+    "resnet18": ({"name": "resnet18", "options": {"stem": "cifar"}}, (3, 8, 8)),
+    "dropout": ({"name": "mlp", "options": {"in_features": 192, "dropout": 0.5}}, (3, 8, 8)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_bitwise_parity_on_1_2_3_and_4_workers(name: str) -> None:
+    model, shape = MODELS[name]
+    job = _job(parity="bitwise", model=model)
+    # 61 samples: the third batch of every epoch has 13, which divides by nothing.
+    sets = images(61, shape), images(31, shape)
+    (alone,) = run_ranks(train, 1, job, *sets, 21, timeout_s=110)
+    assert len(alone.losses) == 21
+    assert alone.losses[0] != alone.losses[-1]
+    for world_size in (2, 3, 4):
+        spread = _agree(run_ranks(train, world_size, job, *sets, 21, timeout_s=110))
+        assert spread.sha == alone.sha
+        assert spread.losses == alone.losses
+        assert spread.metrics == alone.metrics
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", ["shard", "sync"])
+@pytest.mark.parametrize("name", ["lenet", "resnet18", "dropout"])
+def test_numeric_parity_in_float64_after_50_steps(name: str, norm: str) -> None:
+    if name == "dropout" and norm == "sync":
+        pytest.skip("norm = 'sync' needs one forward pass per worker; this model has no norm layer anyway")
+    model, shape = MODELS[name]
+    job = _job(precision="float64", model=model, norm=norm, global_batch_size=12)
+    sets = images(61, shape), images(31, shape)
+    (alone,) = run_ranks(train, 1, job, *sets, 50, timeout_s=110)
+    for world_size in (2, 3):
+        spread = _agree(run_ranks(train, world_size, job, *sets, 50, timeout_s=110))
+        assert largest_difference(alone, spread) < 1e-9
+        assert spread.losses == pytest.approx(alone.losses, rel=1e-9)
+        assert spread.metrics == pytest.approx(alone.metrics, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "batch", "shards", "world_size"),
+    [
+        (5, 4, 4, 3),  # a last batch of one: two workers idle
+        (2, 8, 6, 4),  # fewer samples than workers
+        (13, 6, 6, 4),  # more shards than fit evenly, then a batch of one
+        (1, 1, 1, 1),
+    ],
+)
+@pytest.mark.parametrize("parity", ["bitwise", "numeric"])
+@pytest.mark.parametrize("norm", ["shard", "sync"])
+def test_ragged_ends(num_samples: int, batch: int, shards: int, world_size: int, parity: str, norm: str) -> None:
+    if parity == "bitwise" and norm == "sync":
+        pytest.skip("bitwise parity needs norm = 'shard'")
+    job = _job(
+        parity=parity,
+        norm=norm,
+        precision="float64",
+        global_batch_size=batch,
+        virtual_shards=shards,
+        epochs=3,
+        eval_batch_size=2,
+        model={"name": "resnet20"},
+    )
+    sets = images(num_samples), images(3)
+    (alone,) = run_ranks(train, 1, job, *sets)
+    spread = _agree(run_ranks(train, world_size, job, *sets))
+    assert len(alone.losses) == 3 * -(-num_samples // batch)
+    if parity == "bitwise":
+        assert (spread.sha, spread.losses, spread.metrics) == (alone.sha, alone.losses, alone.metrics)
+    else:
+        assert largest_difference(alone, spread) < 1e-9
+        assert spread.metrics == pytest.approx(alone.metrics, rel=1e-9)
+
+
+def test_the_gradient_is_the_mean_over_the_samples_of_the_global_batch() -> None:
+    """Against plain torch on the whole batch in one process: no shards, no workers, nothing of ours."""
+    data = images(10, (1, 28, 28), augment=False)
+    job = Job.from_mapping(
+        {
+            "global_batch_size": 10,
+            "virtual_shards": 4,
+            "epochs": 4,
+            "precision": "float64",
+            "model": "lenet",
+            "optim": {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3},
+        }
+    )
+    spread = _agree(run_ranks(train, 3, job, data))
+
+    from paceline import models
+
+    torch.manual_seed(job.seed)
+    model = models.build(job.model, num_classes=10, in_channels=1, image_size=28).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+    inputs = torch.stack([data[i][0] for i in range(10)]).double()
+    targets = torch.tensor([data[i][1] for i in range(10)])
+    for expected in spread.losses:
+        loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+        assert float(loss) == pytest.approx(expected, rel=1e-6)  # images were normalised in float32 here
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(torch.from_numpy(spread.weights[name]), value, rtol=1e-5, atol=1e-8)
+
+
+class _RandomlyTransformed(Dataset[tuple[Tensor, int]]):
+    """A user's data set with random transforms of its own, from torch's global generator."""
+
+    def __len__(self) -> int:
+        return 14
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.randn(3, 8, 8) + index, index % 10
+
+
+def test_a_users_random_data_set_looks_the_same_to_any_number_of_workers() -> None:
+    job = _job(global_batch_size=4, virtual_shards=4, epochs=2, parity="bitwise", model=MODELS["dropout"][0])
+    (alone,) = run_ranks(train, 1, job, _RandomlyTransformed())
+    spread = _agree(run_ranks(train, 3, job, _RandomlyTransformed()))
+    assert spread.sha == alone.sha
+
+
+@pytest.mark.parametrize("micro_batch_size", [4, 9])
+def test_accumulation_changes_nothing(micro_batch_size: int) -> None:
+    job = _job(precision="float64", epochs=2, model=MODELS["resnet18"][0])
+    (alone,) = run_ranks(train, 1, job, images(30))
+    spread = _agree(run_ranks(_train_accumulating, 2, job, micro_batch_size))
+    assert largest_difference(alone, spread) < 1e-9
+
+
+def _train_accumulating(job: Job, micro_batch_size: int) -> Outcome:
+    return train(job, images(30), micro_batch_size=micro_batch_size)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_low_precision_is_bitwise_too(precision: str) -> None:
+    job = _job(parity="bitwise", precision=precision, epochs=2, model=MODELS["lenet"][0])
+    sets = images(30, (1, 28, 28)), images(9, (1, 28, 28))
+    (alone,) = run_ranks(train, 1, job, *sets)
+    spread = _agree(run_ranks(train, 2, job, *sets))
+    assert (spread.sha, spread.metrics) == (alone.sha, alone.metrics)
