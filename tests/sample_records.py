@@ -90,9 +90,7 @@ def sample_study_records(
     return [sample_record(count, seed, job) for count in devices for seed in seeds]
 
 
-def sample_grown_records(
-    devices: Sequence[int] = (1, 2, 4), seeds: Sequence[int] = (0, 1, 2)
-) -> list[RunRecord]:
+def sample_grown_records(devices: Sequence[int] = (1, 2, 4), seeds: Sequence[int] = (0, 1, 2)) -> list[RunRecord]:
     """A study at fixed batch per device, in which the largest batch costs accuracy."""
     return [
         sample_record(
@@ -100,9 +98,7 @@ def sample_grown_records(
             seed,
             sample_job().grown(count),
             accuracy=0.978 + 0.002 * math.sin(1.7 * seed) - 0.0045 * (count - 1),
-            notes=()
-            if count == 1
-            else (f"Learning rate scaled {count}x to {0.05 * count:g} with the batch.",),
+            notes=() if count == 1 else (f"Learning rate scaled {count}x to {0.05 * count:g} with the batch.",),
         )
         for count in devices
         for seed in seeds

@@ -130,9 +130,7 @@ def _first_host(env: Mapping[str, str]) -> str | None:
     return first.group(1) + (first.group(2) or "") if first else None
 
 
-def worker_environ(
-    facts: WorkerFacts, *, run_dir: Path, threads_per_worker: int, launched_at: float
-) -> dict[str, str]:
+def worker_environ(facts: WorkerFacts, *, run_dir: Path, threads_per_worker: int, launched_at: float) -> dict[str, str]:
     """The whole environment of one worker that this machine's launcher starts."""
     env = dict(os.environ)
     env.update(
@@ -186,7 +184,7 @@ def max_steps() -> int | None:
 
 
 def device_kind() -> str | None:
-    """"cpu" or "cuda" where the user forces one."""
+    """ "cpu" or "cuda" where the user forces one."""
     return os.environ.get(DEVICE)
 
 

@@ -35,7 +35,7 @@ class LaunchError(PacelineError):
     """Workers that cannot be started here."""
 
 
-class WorkerFailed(PacelineError):
+class WorkerFailed(PacelineError):  # noqa: N818 - it says what happened
     """A worker ended before its work did.
 
     `rank` is the first worker that failed, `details` its own traceback (empty when a signal left none).

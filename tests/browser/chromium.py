@@ -54,9 +54,7 @@ class Browser:
         request = urllib.request.Request(
             self._address + path, data=data, method=method, headers={"Content-Type": "application/json"}
         )
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
-            request, timeout=REQUEST_S
-        ) as reply:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=REQUEST_S) as reply:
             return json.load(reply)["value"]
 
     def quit(self) -> None:

@@ -1,4 +1,4 @@
-"""The report in a real browser: nothing fetched, no errors, every plot drawn, light and dark, narrow and wide."""
+"""The report in a real browser: nothing fetched, no errors, all plots drawn, light, dark, narrow, wide."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ WAIT_UNTIL_DRAWN = """
         setTimeout(() => resolve(false), 20000);
     });
 """
-TWO_FRAMES = (
-    "return new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(true))));"
-)
+TWO_FRAMES = "return new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(true))));"
 
 STUDIES = {
     "strong": analyse(sample_study_records(), grow="none", tolerance=0.01),
@@ -56,9 +54,7 @@ def show(browser: Browser, page: Path, *, width: int = 1400, scheme: Scheme = "l
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_it_opens_without_network_and_without_errors(
-    browser: Browser, pages: dict[str, Path], name: str
-) -> None:
+def test_it_opens_without_network_and_without_errors(browser: Browser, pages: dict[str, Path], name: str) -> None:
     show(browser, pages[name])
     urls = browser.requested_urls()
     assert pages[name].resolve().as_uri() in urls
@@ -97,7 +93,10 @@ def test_every_plot_is_drawn_and_nothing_sticks_out(
 
 
 def test_narrow_is_one_column_and_wide_is_two(browser: Browser, pages: dict[str, Path]) -> None:
-    columns = "return new Set([...document.querySelectorAll('figure')].map((f) => f.getBoundingClientRect().left)).size;"
+    columns = """
+        const figures = [...document.querySelectorAll("figure")];
+        return new Set(figures.map((figure) => figure.getBoundingClientRect().left)).size;
+    """
     show(browser, pages["strong"], width=1400)
     assert browser.run(columns) == 2
     show(browser, pages["strong"], width=390)
@@ -136,8 +135,7 @@ def contrast(one: Color, other: Color) -> float:
 
     def luminance(color: Color) -> float:
         linear = [
-            c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
-            for c in (channel / 255 for channel in color)
+            c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (channel / 255 for channel in color)
         ]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
@@ -146,27 +144,26 @@ def contrast(one: Color, other: Color) -> float:
 
 
 COLORS = """
-    const style = (element) => getComputedStyle(element);
-    const texts = (selector) => [...document.querySelectorAll(selector)].map((element) => style(element).fill);
+    const all = (selector) => [...document.querySelectorAll(selector)];
+    const one = (selector) => getComputedStyle(document.querySelector(selector));
+    const fill = (element) => getComputedStyle(element).fill;
+    const fills = (...selectors) => selectors.flatMap(all).map(fill);
+    const labelled = all("#plot-step-time .point").filter((point) => point.querySelector("text"));
     return {
-        page: style(document.documentElement).backgroundColor,
-        surface: style(document.querySelector("figure")).backgroundColor,
-        plots: [".xtick text", ".ytick text", ".xtitle", ".legendtext", ".annotation-text"].flatMap(texts),
-        on_page: [".verdict", ".kind", "h2", ".meaning dd"].map((s) => style(document.querySelector(s)).color),
-        on_surface: ["figcaption", ".results td", ".results th", ".facts dt", "pre"].map(
-            (s) => style(document.querySelector(s)).color),
-        bars: [...document.querySelectorAll("#plot-train-time .point path")].map((bar) => style(bar).fill),
-        badge: [style(document.querySelector(".badge")).color, style(document.querySelector(".badge")).backgroundColor],
-        step: [...document.querySelectorAll("#plot-step-time .point")].filter((p) => p.querySelector("text")).map(
-            (p) => [style(p.querySelector("text")).fill, style(p.querySelector("path")).fill]),
+        page: one("html").backgroundColor,
+        surface: one("figure").backgroundColor,
+        plots: fills(".xtick text", ".ytick text", ".xtitle", ".legendtext", ".annotation-text"),
+        on_page: [".verdict", ".kind", "h2", ".meaning dd"].map((selector) => one(selector).color),
+        on_surface: ["figcaption", ".results td", ".results th", ".facts dt", "pre"].map((s) => one(s).color),
+        bars: fills("#plot-train-time .point path"),
+        badge: [one(".badge").color, one(".badge").backgroundColor],
+        step: labelled.map((point) => [fill(point.querySelector("text")), fill(point.querySelector("path"))]),
     };
 """
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_meets_aa_and_marks_are_visible(
-    browser: Browser, pages: dict[str, Path], scheme: Scheme
-) -> None:
+def test_text_meets_aa_and_marks_are_visible(browser: Browser, pages: dict[str, Path], scheme: Scheme) -> None:
     show(browser, pages["many"], scheme=scheme)
     found = browser.run(COLORS)
     page, surface = rgb(found["page"]), rgb(found["surface"])
@@ -184,9 +181,7 @@ def test_text_meets_aa_and_marks_are_visible(
         assert contrast(rgb(bar), surface) >= 3, bar
 
 
-def test_dark_is_dark_light_is_light_and_plots_follow_a_change(
-    browser: Browser, pages: dict[str, Path]
-) -> None:
+def test_dark_is_dark_light_is_light_and_plots_follow_a_change(browser: Browser, pages: dict[str, Path]) -> None:
     show(browser, pages["strong"], scheme="light")
     light = browser.run(COLORS)
     browser.look(width=1400, scheme="dark")

@@ -17,9 +17,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo"])
 
 
-def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0
-) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
     """What `function(*args)` returns in each of `world_size` workers; it finds its rank where a worker does.
 
     A worker's exception fails the test with its traceback; whoever is left after `timeout_s` is killed.
@@ -92,6 +90,7 @@ def _worker(
     import torch
 
     torch.set_num_threads(1)
+    answer: tuple[str | None, Any]
     try:
         answer = (None, function(*args))
     except BaseException:

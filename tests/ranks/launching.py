@@ -119,16 +119,25 @@ class Stage:
         return caught.value
 
     def launch(
-        self, body: str, *, world_size: int, grace_s: float = 3.0, run_dir: Path | None = None
+        self,
+        body: str,
+        *,
+        world_size: int,
+        grace_s: float = 3.0,
+        run_dir: Path | None = None,
+        terminal_fd: int | None = None,
     ) -> subprocess.Popen[str]:
-        """A launcher in a process of its own; exits as `paceline` does."""
+        """A launcher in a process of its own, in a terminal if given one; exits as `paceline` does."""
+        streams = subprocess.PIPE if terminal_fd is None else terminal_fd
         launcher = subprocess.Popen(
             [
+                *(() if terminal_fd is None else ("setsid", "--ctty")),
                 *(sys.executable, "-c", LAUNCHER, self.script(body)),
                 *(str(run_dir or self.run_dir), str(world_size), str(grace_s)),
             ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdin=terminal_fd,
+            stdout=streams,
+            stderr=streams,
             text=True,
             env={**os.environ, "TMPDIR": str(self.folder)},
         )
@@ -152,7 +161,8 @@ def open_stage(folder: Path) -> Iterator[Stage]:
     finally:
         for launcher in stage.launchers:
             launcher.kill()
-            launcher.communicate()
         for pid in filter(is_alive, stage.pids()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        for launcher in stage.launchers:
+            launcher.communicate()

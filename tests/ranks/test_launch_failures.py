@@ -173,9 +173,7 @@ def test_grandchildren_end_with_a_run_that_ended_well(stage: Stage) -> None:
 
 
 def test_a_thread_of_the_program_does_not_hold_up_its_failure(stage: Stage) -> None:
-    error = stage.failure(
-        "threading.Thread(target=park).start()\nraise ValueError('with a thread left')", world_size=1
-    )
+    error = stage.failure("threading.Thread(target=park).start()\nraise ValueError('with a thread left')", world_size=1)
     assert error.rank == 0
     stage.assert_nobody_left(timeout_s=1.0)
 
@@ -187,6 +185,7 @@ def test_a_peer_that_lost_touch_is_not_blamed(stage: Stage) -> None:
         if RANK == 0:
             await_mark("unwinding")
             raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:9")
+        await_mark("0.pid")
         try:
             raise ZeroDivisionError("the cause")
         finally:

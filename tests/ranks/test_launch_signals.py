@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -31,9 +32,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
         yield stage
 
 
-@pytest.mark.parametrize(
-    ("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
-)
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_ends_everybody(stage: Stage, number: signal.Signals, exit_code: int) -> None:
     launcher = stage.launch(BUSY, world_size=3)
     stage.await_marks("0.ready", "1.ready", "2.ready")
@@ -45,6 +44,31 @@ def test_a_signal_ends_everybody(stage: Stage, number: signal.Signals, exit_code
     stage.assert_nobody_left(timeout_s=1.0)
     assert not list(stage.folder.glob("paceline-*"))  # the rendezvous
     assert launcher.communicate() == ("", "")
+
+
+def test_control_c_in_a_terminal_reaches_the_launcher_alone(stage: Stage) -> None:
+    ours, theirs = os.openpty()
+    try:
+        launcher = stage.launch(
+            """
+            tell(f"{RANK}.ready", str(sys.stdout.isatty()))
+            try:
+                park()
+            except BaseException as end:
+                tell(f"{RANK}.end", type(end).__name__)
+                raise
+            """,
+            world_size=2,
+            terminal_fd=theirs,
+        )
+        stage.await_marks("0.ready", "1.ready")
+        os.write(ours, b"\x03")
+        assert launcher.wait(PATIENCE_S) == 130
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert [(stage.folder / f"{rank}.ready").read_text() for rank in (0, 1)] == ["True", "False"]
+    assert [(stage.folder / f"{rank}.end").read_text() for rank in (0, 1)] == ["Terminated", "Terminated"]
 
 
 def test_deaf_workers_end_within_five_seconds(stage: Stage) -> None:

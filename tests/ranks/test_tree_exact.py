@@ -39,9 +39,7 @@ def _sums(cases: list[tuple[int, int]]) -> list[torch.Tensor]:
 def test_any_distribution_gives_the_bits_of_one_worker(world_size: int) -> None:
     pick = random.Random(world_size)
     # Fewer leaves than workers, lengths that divide by nothing, an empty vector, a single element.
-    cases = [(1, 5), (2, 0), (3, 1), (6, 7), (8, 64)] + [
-        (pick.randint(1, 17), pick.randint(0, 300)) for _ in range(40)
-    ]
+    cases = [(1, 5), (2, 0), (3, 1), (6, 7), (8, 64)] + [(pick.randint(1, 17), pick.randint(0, 300)) for _ in range(40)]
     (alone,) = run_ranks(_sums, 1, cases)
     for sums in run_ranks(_sums, world_size, cases):
         for ours, expected in zip(sums, alone, strict=True):

@@ -16,7 +16,6 @@ from paceline.env import worker_facts
 from paceline.spec import Job, Plan
 from paceline.train.optim import build_optimizer
 
-
 _ALGORITHM: dict[str, Any] = {"numeric": "all_reduce", "bitwise": "tree_exact"}
 
 
@@ -63,7 +62,7 @@ def train(job: Job, train_set: Any, test_set: Any = None, max_steps: int | None 
     with paceline.init(job, plan=spread, max_steps=max_steps) as run:
         shape = train_set[0][0].shape
         model = models.build(job.model, num_classes=10, in_channels=shape[0], image_size=shape[-1])
-        model, optimizer = run.prepare(model, build_optimizer(job.optim, model))
+        model, _optimizer = run.prepare(model, build_optimizer(job.optim, model))
         losses = [float(run.step(batch, loss_fn)) for batch in run.batches(train_set)]
         metrics = run.evaluate(test_set, measure) if test_set is not None else {}
         weights = {name: tensor.numpy().copy() for name, tensor in run.model.state_dict().items()}

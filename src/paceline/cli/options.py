@@ -17,9 +17,7 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the job, such as optim.lr=0.1. Repeatable."),
 ]
-DataDir = Annotated[
-    str | None, typer.Option("--data", metavar="DIR", help="The data set's directory; used as it is.")
-]
+DataDir = Annotated[str | None, typer.Option("--data", metavar="DIR", help="The data set's directory; used as it is.")]
 MaxSteps = Annotated[int | None, typer.Option(min=1, help="End after this many optimizer updates.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
 AsJson = Annotated[bool, typer.Option("--json", help="End with one line of JSON on standard output.")]

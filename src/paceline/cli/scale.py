@@ -6,9 +6,10 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
 import typer
+from rich.console import Console
 
 from paceline.cli.execute import execute, new_run_dir
 from paceline.cli.options import (
@@ -38,7 +39,8 @@ def scale(
         float, typer.Option(min=0, max=1, help="Least scaling efficiency worth recommending.")
     ] = 0.5,
     grow: Annotated[
-        str, typer.Option(help="none: same global batch on every count; batch: same batch per device.")
+        Literal["none", "batch"],
+        typer.Option(help="none: same global batch on every count; batch: same batch per device."),
     ] = "none",
     data: DataDir = None,
     max_steps: MaxSteps = None,
@@ -50,10 +52,8 @@ def scale(
 ) -> None:
     """Train a job on 1, 2, … N devices and write the study: scaling.json, scaling.csv, report.html."""
     # The page needs a template engine and a plotting library: not for `paceline --help`.
-    from paceline.report import analyse, print_study, write_study
+    from paceline.report import analyse, study_table, write_study
 
-    if grow not in ("none", "batch"):
-        raise JobError(f"--grow {grow} is not possible; it is none or batch.")
     counts = parse_counts(devices, "--devices")
     margin = parse_tolerance(tolerance)
     base = resolve_job(job, settings, data)
@@ -80,7 +80,7 @@ def scale(
 
     study = analyse(
         records,
-        grow=cast(Literal["none", "batch"], grow),
+        grow=grow,
         tolerance=margin,
         efficiency_floor=efficiency_floor,
     )
@@ -88,7 +88,7 @@ def scale(
     if as_json:
         print(json.dumps(json.loads((study_dir / "scaling.json").read_text(encoding="utf-8"))))
     else:
-        print_study(study)
+        Console().print(study_table(study))
         print(study_dir / "report.html")
     if failures:
         raise WorkerFailed(f"{len(failures)} of {len(todo)} runs failed: {'; '.join(failures)}")

@@ -1,6 +1,6 @@
 """The backend's own all-reduce: the oracle of the other algorithms."""
 
-from __future__ import annotations
+# No `from __future__ import annotations` here: DDP compares the hook's annotations with the classes themselves.
 
 import torch
 import torch.distributed as dist

@@ -13,7 +13,7 @@ finishes the tree for its chunk, and all_gather puts the chunks together. With p
 has one block and sends 2 (n - 1) / n of the vector, as a ring does.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations` here: DDP compares the hook's annotations with the classes themselves.
 
 from collections.abc import Mapping, Sequence
 

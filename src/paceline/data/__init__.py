@@ -100,9 +100,7 @@ def _from_import_path(spec: DataSpec) -> tuple[MapDataset, MapDataset]:
             "on PYTHONPATH."
         ) from None
     except (ValueError, TypeError):
-        raise DataError(
-            f"data.name = {spec.name!r} is no import path; write 'package.module:build'."
-        ) from None
+        raise DataError(f"data.name = {spec.name!r} is no import path; write 'package.module:build'.") from None
     build = getattr(module, attribute, None)
     if not callable(build):
         raise DataError(

@@ -39,14 +39,11 @@ class ArraySet:
     def __post_init__(self) -> None:
         if len(self.inputs) != len(self.targets):
             raise DataError(
-                f"An array set has {len(self.inputs)} inputs and {len(self.targets)} targets; give each "
-                "input one."
+                f"An array set has {len(self.inputs)} inputs and {len(self.targets)} targets; give each input one."
             )
         if self.mean is None or self.std is None:
             if self.mean is not self.std or self.augment is not None:
-                raise DataError(
-                    "An array set of images needs both mean and std; one of tokens has no augmentation."
-                )
+                raise DataError("An array set of images needs both mean and std; one of tokens has no augmentation.")
         elif self.inputs.ndim != 4 or not self.inputs.shape[1] == len(self.mean) == len(self.std):
             raise DataError(
                 "An array set of images has inputs of shape (n, channels, height, width), not "

@@ -41,9 +41,7 @@ class Augmentation:
         )
 
 
-def augment(
-    images: Tensor, augmentation: Augmentation, seed: int, epoch: int, indices: NDArray[np.int64]
-) -> Tensor:
+def augment(images: Tensor, augmentation: Augmentation, seed: int, epoch: int, indices: NDArray[np.int64]) -> Tensor:
     """Augmented copies of `images`, (b, C, H, W) in uint8, float32 or float64, contiguous; the same shape and
     type.
 

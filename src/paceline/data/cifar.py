@@ -168,9 +168,7 @@ def _parse_binary(kind: _Cifar, raw: bytes, where: str) -> _Split:
         )
     records = np.frombuffer(raw, np.uint8).reshape(-1, record_bytes)
     images = records[:, kind.labels_per_record :].reshape(-1, 3, 32, 32)
-    return images, checked_labels(
-        records[:, kind.labels_per_record - 1], len(images), kind.num_classes, where
-    )
+    return images, checked_labels(records[:, kind.labels_per_record - 1], len(images), kind.num_classes, where)
 
 
 def _parse_pickle(kind: _Cifar, raw: bytes, where: str) -> _Split:
@@ -182,9 +180,7 @@ def _parse_pickle(kind: _Cifar, raw: bytes, where: str) -> _Split:
     except pickle.UnpicklingError as error:
         raise DataError(f"{where} is no CIFAR batch: {error}; get the file anew.") from None
     except Exception as error:  # damaged bytes can make a pickle fail in any way at all
-        raise DataError(
-            f"{where} is truncated or damaged ({type(error).__name__}: {error}); get it anew."
-        ) from None
+        raise DataError(f"{where} is truncated or damaged ({type(error).__name__}: {error}); get it anew.") from None
     return images, checked_labels(numbers, len(images), kind.num_classes, where)
 
 
@@ -304,9 +300,7 @@ def _decoded_images(column: Any, path: Path) -> Iterator[NDArray[np.uint8]]:
                 with Image.open(io.BytesIO(encoded)) as image:
                     pixels = np.asarray(image.convert("RGB"))
             except (OSError, TypeError, ValueError, SyntaxError) as error:
-                raise DataError(
-                    f"{path} has no readable image in row {row} ({error}); get the file anew."
-                ) from None
+                raise DataError(f"{path} has no readable image in row {row} ({error}); get the file anew.") from None
             if pixels.shape != (32, 32, 3):
                 raise DataError(
                     f"{path} has an image of {pixels.shape[1]} x {pixels.shape[0]} in row {row}, not 32 x 32."

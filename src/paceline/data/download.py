@@ -70,9 +70,7 @@ def directory_of(spec: DataSpec) -> Path:
         return directory
     directory = Path(spec.dir).expanduser()
     if not directory.is_dir():
-        raise DataError(
-            f"data.dir = {spec.dir!r} is not a directory; give the one that holds {spec.name}'s files."
-        )
+        raise DataError(f"data.dir = {spec.dir!r} is not a directory; give the one that holds {spec.name}'s files.")
     return directory
 
 

@@ -14,6 +14,4 @@ def import_extra(module: str, extra: str, purpose: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         package = module.partition(".")[0]
-        raise DataError(
-            f"{purpose} needs {package}; install it with: pip install 'paceline[{extra}]'"
-        ) from None
+        raise DataError(f"{purpose} needs {package}; install it with: pip install 'paceline[{extra}]'") from None

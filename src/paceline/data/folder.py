@@ -22,9 +22,7 @@ from paceline.errors import DataError
 from paceline.spec import DataSpec
 from paceline.spec.codec import at_least
 
-IMAGE_SUFFIXES = frozenset(
-    {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
-)
+IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Of ImageNet's photographs, in the scale where 255 is 1."""
 
@@ -93,30 +91,23 @@ def load_folder(spec: DataSpec) -> tuple[FolderImages, FolderImages]:
         )
     root = Path(spec.dir).expanduser()
     if not root.is_dir():
-        raise DataError(
-            f"data.dir = {spec.dir!r} is not a directory; give one with a subfolder for each class."
-        )
+        raise DataError(f"data.dir = {spec.dir!r} is not a directory; give one with a subfolder for each class.")
     train_dir = root / "train"
     test_dir = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
     if train_dir.is_dir() and test_dir is not None:
         train, test = _scan(train_dir), _scan(test_dir)
         if sorted(train) != sorted(test):
             odd = sorted(set(train) ^ set(test))[0]
-            raise DataError(
-                f"The class {odd!r} is in only one of {train_dir} and {test_dir}; both need every class."
-            )
+            raise DataError(f"The class {odd!r} is in only one of {train_dir} and {test_dir}; both need every class.")
     elif train_dir.is_dir():
-        raise DataError(
-            f"{root} has train/ but neither val/ nor test/; add one, or give class folders alone."
-        )
+        raise DataError(f"{root} has train/ but neither val/ nor test/; add one, or give class folders alone.")
     else:
         everything = _scan(root)
         train = {name: [path for path in paths if not _is_test(path)] for name, paths in everything.items()}
         test = {name: [path for path in paths if _is_test(path)] for name, paths in everything.items()}
         if not any(train.values()) or not any(test.values()):
             raise DataError(
-                f"{root} has too few images to set a tenth apart for testing; split them into train/ and "
-                "val/."
+                f"{root} has too few images to set a tenth apart for testing; split them into train/ and val/."
             )
     return _images(train, options.image_size), _images(test, options.image_size)
 
@@ -133,8 +124,7 @@ def _scan(directory: Path) -> dict[str, list[Path]]:
     for name, paths in found.items():
         if not paths:
             raise DataError(
-                f"{directory / name} has no images ({', '.join(sorted(IMAGE_SUFFIXES))}); add some or remove "
-                "it."
+                f"{directory / name} has no images ({', '.join(sorted(IMAGE_SUFFIXES))}); add some or remove it."
             )
     return found
 

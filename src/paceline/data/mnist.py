@@ -66,9 +66,7 @@ def _find(directory: Path, name: str) -> dict[str, Path]:
     for split, stem in _STEMS.items():
         for kind, ending in (("inputs", "images-idx3-ubyte"), ("targets", "labels-idx1-ubyte")):
             canonical = f"{stem}-{ending}"
-            names = [
-                base + gz for base in (canonical, canonical.replace("-idx", ".idx")) for gz in ("", ".gz")
-            ]
+            names = [base + gz for base in (canonical, canonical.replace("-idx", ".idx")) for gz in ("", ".gz")]
             path = next((directory / name for name in names if (directory / name).is_file()), None)
             if path is None:
                 missing.append(canonical)

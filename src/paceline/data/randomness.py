@@ -10,23 +10,32 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX2 = np.uint64(0x94D049BB133111EB)
+_GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_MASK = 0xFFFFFFFFFFFFFFFF
 
 
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    x = (x ^ (x >> np.uint64(30))) * _MIX1
-    x = (x ^ (x >> np.uint64(27))) * _MIX2
-    return x ^ (x >> np.uint64(31))
+def _mix(x: int) -> int:
+    x = ((x ^ (x >> 30)) * _MIX1) & _MASK
+    x = ((x ^ (x >> 27)) * _MIX2) & _MASK
+    return x ^ (x >> 31)
 
 
 def hash_keys(seed: int, stream: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
     """64 random bits for each index, shape of `indices`. `stream` keeps independent uses apart."""
-    state = np.zeros(1, np.uint64)
+    state = 0
     for part in (seed, stream, epoch):
-        state = _mix(state + _GOLDEN + np.uint64(part & 0xFFFFFFFFFFFFFFFF))
-    return _mix(state + _GOLDEN * (indices.astype(np.uint64) + np.uint64(1)))
+        state = _mix((state + _GOLDEN + part) & _MASK)
+    # The same mix for all indices at once, in place: this is on the path of every batch.
+    x = indices.astype(np.uint64)
+    x += np.uint64(1)
+    x *= np.uint64(_GOLDEN)
+    x += np.uint64(state)
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(_MIX1)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(_MIX2)
+    x ^= x >> np.uint64(31)
+    return x
 
 
 def uniform(seed: int, stream: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.float64]:

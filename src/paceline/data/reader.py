@@ -104,9 +104,7 @@ def _arithmetic(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _resident(
-    inputs: NDArray[Any], targets: NDArray[Any], device: torch.device
-) -> tuple[Tensor, Tensor] | None:
+def _resident(inputs: NDArray[Any], targets: NDArray[Any], device: torch.device) -> tuple[Tensor, Tensor] | None:
     if device.type != "cuda":
         return None
     free_bytes, _ = torch.cuda.mem_get_info(device)
@@ -146,14 +144,22 @@ def stream_batches(
         generator=torch.Generator(),  # or the loader would draw from the caller's
     )
     batches = iter(loader)
-    while True:
-        with _global_generators_kept():
-            batch = next(batches, _END)
-        if batch is _END:
-            return
-        if isinstance(batch, DataError):
-            raise batch
-        yield tree_map(lambda leaf: _to_device(leaf, device, dtype), batch)
+    try:
+        while True:
+            with _global_generators_kept():
+                batch = next(batches, _END)
+            if batch is _END:
+                return
+            if isinstance(batch, DataError):
+                raise batch
+            yield tree_map(lambda leaf: _to_device(leaf, device, dtype), batch)
+    finally:
+        # An error's traceback keeps the loader alive until the garbage collector takes it apart, and in its
+        # order the loader's processes are no longer told to stop: it would wait 5 s for each. So stop them
+        # now.
+        stop_processes = getattr(batches, "_shutdown_workers", None)
+        if stop_processes is not None:
+            stop_processes()
 
 
 _END = object()

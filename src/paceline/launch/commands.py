@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,21 +25,26 @@ class WorkerCommand:
 
 
 def worker_commands(
-    plan: Plan, program: Sequence[str], *, run_dir: Path, rendezvous_dir: Path, launched_at: float
+    plan: Plan,
+    program: Sequence[str],
+    *,
+    run_dir: Path,
+    rendezvous_dir: Path,
+    launched_at: float,
+    environ: Mapping[str, str] | None = None,
 ) -> list[WorkerCommand]:
     """One command per rank of `plan`, in rank order; starts nothing and touches no file.
 
     `program` is what would follow `python` on a command line: ("train.py", "--flag") or ("-m", "a.module").
     The workers meet in a file of `rendezvous_dir`, which must be new and empty: nothing listens on a port, so
     jobs that start in the same instant cannot meet each other. `launched_at` is in seconds since the epoch.
+    `environ` holds variables over those that every worker gets.
 
     Raises:
         LaunchError: `program` names nothing to run.
     """
     if not program or tuple(program) == ("-m",):
-        raise LaunchError(
-            "There is nothing to launch: name a script (train.py) or a module (-m package.module)."
-        )
+        raise LaunchError("There is nothing to launch: name a script (train.py) or a module (-m package.module).")
     argv = (sys.executable, "-m", "paceline.launch.worker", *program)
     return [
         WorkerCommand(
@@ -56,7 +61,8 @@ def worker_commands(
                 run_dir=run_dir.absolute(),  # a script may change its working directory
                 threads_per_worker=plan.threads_per_worker,
                 launched_at=launched_at,
-            ),
+            )
+            | dict(environ or {}),
             rank=rank,
         )
         for rank in range(plan.world_size)

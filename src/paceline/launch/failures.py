@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-LOST_PEER_TYPES = frozenset(
-    {"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
-)
+LOST_PEER_TYPES = frozenset({"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"})
 """What torch.distributed raises when a peer is gone. A ConnectionResetError of Python's own (a download, say)
 is an error in its own right."""
 
@@ -131,7 +129,7 @@ def sentence(root: Ending, endings: Sequence[Ending], *, stopped_at: float) -> s
     if root.failure is not None:
         what = root.failure.type + (f": {message}" if (message := _one_line(root.failure.message)) else "")
         if is_consequence(root.failure):
-            return f"{who} lost touch with the other workers{_whereabouts(root, endings, stopped_at)}: {what}"
+            return f"{who} lost touch with the other workers{_whereabouts(endings, stopped_at)}: {what}"
         return f"{who} failed with {what}"
     if root.exit_code == -signal.SIGKILL:
         return (
@@ -145,8 +143,8 @@ def sentence(root: Ending, endings: Sequence[Ending], *, stopped_at: float) -> s
     return f"{who} ended with exit code {root.exit_code}."
 
 
-def _whereabouts(root: Ending, endings: Sequence[Ending], stopped_at: float) -> str:
-    """Which peers were not where `root` waited for them: those that had ended, or were busy to the end."""
+def _whereabouts(endings: Sequence[Ending], stopped_at: float) -> str:
+    """Which peers a waiting worker could not meet: those that had ended, else those busy until the stop."""
     # Its sockets close before a process ends: a peer that left first may be seen to end last.
     ended = sorted(e.rank for e in endings if not e.failed and e.time <= stopped_at)
     busy = sorted(e.rank for e in endings if e.failure is None and e.time > stopped_at)

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -44,16 +44,23 @@ LOG_TAIL_LINES = 30
 
 
 def run_workers(
-    plan: Plan, program: Sequence[str], *, run_dir: Path, output: Output = "rank0", grace_s: float = 3.0
+    plan: Plan,
+    program: Sequence[str],
+    *,
+    run_dir: Path,
+    output: Output = "rank0",
+    grace_s: float = 3.0,
+    environ: Mapping[str, str] | None = None,
 ) -> None:
     """Run `program` in every worker of `plan` and return when all of them have ended without an error.
 
     `program` is what would follow `python` on a command line. Rank 0 writes to this process's own standard
     output and error; the others write to `run_dir`/logs/rankK.log and, with `output="all"`, here as well,
-    each line with its rank in front. When a worker fails, or this process gets SIGINT, SIGTERM or SIGHUP,
-    every worker and everything it started gets SIGTERM, and SIGKILL `grace_s` seconds later; a second signal
-    kills at once. Signals are handled only where this is called from the main thread, and the handlers found
-    are put back.
+    each line with its rank in front. `environ` holds variables for the workers over this process's own.
+
+    When a worker fails, or this process gets SIGINT, SIGTERM or SIGHUP, every worker and everything it started
+    gets SIGTERM, and SIGKILL `grace_s` seconds later; a second signal kills at once. Signals are handled only
+    where this is called from the main thread, and the handlers found are put back.
 
     Raises:
         LaunchError: a worker cannot be started.
@@ -65,7 +72,12 @@ def run_workers(
     _prepare(run_dir)
     with tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as rendezvous_dir:
         commands = worker_commands(
-            plan, program, run_dir=run_dir, rendezvous_dir=Path(rendezvous_dir), launched_at=time.time()
+            plan,
+            program,
+            run_dir=run_dir,
+            rendezvous_dir=Path(rendezvous_dir),
+            launched_at=time.time(),
+            environ=environ,
         )
         crew = _Crew(run_dir, grace_s)
         with _signals_to(crew.events), contextlib.closing(crew):
@@ -185,9 +197,7 @@ class _Crew:
         self._pump.add(process, rank=command.rank, log=log)
         return process
 
-    def _spawn(
-        self, command: WorkerCommand, stdout: _Target = None, stderr: _Target = None
-    ) -> subprocess.Popen[bytes]:
+    def _spawn(self, command: WorkerCommand, stdout: _Target = None, stderr: _Target = None) -> subprocess.Popen[bytes]:
         # The kernel ties a worker's life to the thread that starts it: this one, which stays to the end.
         return subprocess.Popen(
             command.argv,

@@ -18,6 +18,7 @@ import select
 import signal
 import stat
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -139,30 +140,33 @@ def report(error: BaseException, rank: int, run_dir: Path | None) -> None:
 def leave(exit_code: int) -> NoReturn:
     """End this process at once, with everything written so far."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(
-            OSError, ValueError, AttributeError
-        ):  # closed, broken or replaced by the program
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, broken or replaced by the program
             stream.flush()
     os._exit(exit_code)
 
 
 def _unwind_on_sigterm() -> None:
-    worker_pid = os.getpid()
+    """SIGTERM raises `Terminated` here, and kills a child that the program forks, as it kills any process."""
+    forking = threading.local()
 
-    def end(number: int, _frame: FrameType | None) -> None:
-        if os.getpid() != worker_pid:  # forked a moment ago, too young to have been told below
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-            return
+    def unwind(number: int, _frame: FrameType | None) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)  # a second one must not cut the `finally` blocks short
         raise Terminated(128 + number)
 
-    def be_an_ordinary_child() -> None:
-        if signal.getsignal(signal.SIGTERM) is end:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # A newborn child drops the signals that its inherited handlers have noted; this one has to wait.
+    def hold() -> None:
+        forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
-    signal.signal(signal.SIGTERM, end)
-    os.register_at_fork(after_in_child=be_an_ordinary_child)
+    def release() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, forking.mask)
+
+    def release_in_child() -> None:
+        if signal.getsignal(signal.SIGTERM) is unwind:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        release()
+
+    signal.signal(signal.SIGTERM, unwind)
+    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=release_in_child)
 
 
 def _write_stacks_to(path: Path) -> None:

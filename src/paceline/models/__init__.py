@@ -102,9 +102,7 @@ def _imported(path: str) -> Callable[..., Any]:
     return constructor  # type: ignore[no-any-return]
 
 
-def _arguments(
-    constructor: Callable[..., Any], spec: ModelSpec, data_facts: Mapping[str, Any]
-) -> dict[str, Any]:
+def _arguments(constructor: Callable[..., Any], spec: ModelSpec, data_facts: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments for `constructor`: the facts it asks for, then the options, held to its signature."""
     ours = spec.name in MODELS
     try:
@@ -125,13 +123,10 @@ def _arguments(
 
     # Options are checked like any table of a job, against a dataclass: here one read off the signature.
     fields = [
-        (parameter.name, parameter.annotation if ours else Any, _field(parameter, ours))
-        for parameter in parameters
+        (parameter.name, parameter.annotation if ours else Any, _field(parameter, ours)) for parameter in parameters
     ]
     try:
-        checked: object = from_mapping(
-            make_dataclass("Options", fields, kw_only=True), declared, "model.options"
-        )
+        checked: object = from_mapping(make_dataclass("Options", fields, kw_only=True), declared, "model.options")
     except JobError as problem:
         raise ModelError(f"The model '{spec.name}' cannot be built: {problem}") from None
     return {name: getattr(checked, name) for name in declared} | undeclared

@@ -92,9 +92,7 @@ def efficientnet(
         for place in range(depth):
             skip_rate = stochastic_depth * (num_blocks_before + place) / sum(depths)
             stride = stage.stride if place == 0 else 1
-            blocks.append(
-                MBConv(channels, out_channels, stage.expansion, stage.kernel_size, stride, skip_rate)
-            )
+            blocks.append(MBConv(channels, out_channels, stage.expansion, stage.kernel_size, stride, skip_rate))
             channels = out_channels
         parts[f"stage{number}"] = nn.Sequential(*blocks)
         num_blocks_before += depth

@@ -102,9 +102,7 @@ class CausalAttention(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = self.query_key_value(x).unflatten(
-            -1, (3, self.num_heads, -1)
-        )  # (b, L, 3, heads, width / heads)
+        heads = self.query_key_value(x).unflatten(-1, (3, self.num_heads, -1))  # (b, L, 3, heads, width / heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each (b, heads, L, width / heads)
         gathered = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         y: Tensor = self.dropout(self.output(gathered.transpose(1, 2).flatten(-2)))

@@ -98,9 +98,7 @@ class PaddedShortcut(nn.Module):
 
 def projected_shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Sequential:
     """Option B: a learned 1 x 1 convolution, where a block changes the shape."""
-    return nn.Sequential(
-        _conv(in_channels, out_channels, kernel_size=1, stride=stride), nn.BatchNorm2d(out_channels)
-    )
+    return nn.Sequential(_conv(in_channels, out_channels, kernel_size=1, stride=stride), nn.BatchNorm2d(out_channels))
 
 
 def basic_block(in_channels: int, out_channels: int, stride: int) -> nn.Sequential:
@@ -157,9 +155,7 @@ def _stem(stem: Stem, in_channels: int) -> nn.Sequential:
 
 def _head(in_channels: int, num_classes: int) -> nn.Sequential:
     return nn.Sequential(
-        OrderedDict(
-            pool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), fc=nn.Linear(in_channels, num_classes)
-        )
+        OrderedDict(pool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), fc=nn.Linear(in_channels, num_classes))
     )
 
 

@@ -54,9 +54,7 @@ class BitwiseDataParallel:
 
         loss, statistics, flat = total.tensor_split([1, 1 + self._norm.length])
         self._norm.apply(statistics)
-        for parameter, grad in zip(
-            self._parameters, flat.split([p.numel() for p in self._parameters]), strict=True
-        ):
+        for parameter, grad in zip(self._parameters, flat.split([p.numel() for p in self._parameters]), strict=True):
             parameter.grad = torch.empty_like(parameter).copy_(grad.view(parameter.shape))
         return loss.view(())
 

@@ -53,7 +53,10 @@ class ShardBatchNorm(_BatchNorm):
                 f"A batch norm layer got {input.shape[0]} rows for {sum(sizes)} samples; it cannot tell which row "
                 "belongs to which virtual shard: use norm = 'local' for this model."
             )
-        outputs = [self._normalise(shard, size) for shard, size in zip(input.split([s * rows for s in sizes]), sizes, strict=True)]
+        outputs = [
+            self._normalise(shard, size)
+            for shard, size in zip(input.split([s * rows for s in sizes]), sizes, strict=True)
+        ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _normalise(self, shard: Tensor, size: int) -> Tensor:
@@ -135,7 +138,9 @@ class SyncBatchNorm(_BatchNorm):
         mean, var, count = _global_statistics(input.detach(), self.group, counted=not self.idle)
         if self.track_running_stats and count > 1:
             self._track(mean, var * (count / (count - 1)))
-        output: Tensor = _SyncNormalise.apply(input, self.weight, self.bias, mean, var, count, self.eps, self.group)
+        output: Tensor = _SyncNormalise.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, mean, var, count, self.eps, self.group
+        )
         return output
 
     @torch.no_grad()
@@ -162,7 +167,9 @@ def _global_statistics(
     values = input if input.dtype == torch.float64 else input.float()
     dims = [d for d in range(input.dim()) if d != 1]
     var, mean = torch.var_mean(values, dim=dims, correction=0)
-    count = torch.full((1,), float(input.numel() // input.shape[1] if counted else 0), dtype=mean.dtype, device=mean.device)
+    count = torch.full(
+        (1,), float(input.numel() // input.shape[1] if counted else 0), dtype=mean.dtype, device=mean.device
+    )
     mine = torch.cat([count, mean, var])
     if group is None:
         everyone = mine.unsqueeze(0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,13 @@ from paceline.parallel.engine import StepInput, check_loss, cut, statistics_dtyp
 from paceline.parallel.norm import NormStatistics, ShardBatchNorm, SyncBatchNorm, replace_batch_norm
 from paceline.parallel.shards import Piece, Share
 from paceline.spec import Job, Plan
+
+# The argument's name before and since torch 2.13.
+_BROADCAST_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+    else "broadcast_buffers"
+)
 
 
 class NumericDataParallel:
@@ -80,7 +89,7 @@ class NumericDataParallel:
             device_ids=[self._device] if self._device.type == "cuda" else None,
             process_group=group,
             # Our norm layers keep their buffers equal themselves; only buffers we know nothing of are broadcast.
-            broadcast_buffers=others,
+            **cast(Any, {_BROADCAST_BUFFERS: others}),
             gradient_as_bucket_view=True,
             find_unused_parameters=find_unused_parameters,
         )

@@ -29,8 +29,8 @@ def place(
         raise JobError(f"{num_workers} workers need as many GPUs, but this machine has {len(cluster.devices)}.")
     if num_workers > job.virtual_shards:
         raise JobError(
-            f"{num_workers} workers cannot share virtual_shards = {job.virtual_shards}; use at most {job.virtual_shards} "
-            f"workers, or --set virtual_shards={num_workers} (it is part of the job: the same for every worker count)."
+            f"{num_workers} workers cannot share virtual_shards = {job.virtual_shards}; use at most "
+            f"{job.virtual_shards} workers, or --set virtual_shards={num_workers} (it is part of the job: the same for every worker count)."
         )
     shard_size = -(-job.global_batch_size // job.virtual_shards)
     if micro_batch_size is not None and micro_batch_size < shard_size:

@@ -150,13 +150,9 @@ def _load_record(path: Path) -> RunRecord:
     except OSError as problem:
         raise PacelineError(f"The run record '{path}' cannot be read: {problem.strerror}.") from None
     except ValueError as problem:  # neither UTF-8 nor JSON
-        raise PacelineError(
-            f"The run record '{path}' is damaged ({problem}); train that run again."
-        ) from None
+        raise PacelineError(f"The run record '{path}' is damaged ({problem}); train that run again.") from None
     if not isinstance(plain, dict):
-        raise PacelineError(
-            f"The run record '{path}' is damaged (it is no JSON object); train that run again."
-        )
+        raise PacelineError(f"The run record '{path}' is damaged (it is no JSON object); train that run again.")
     try:
         return from_mapping(RunRecord, plain)
     except JobError as problem:

@@ -13,11 +13,7 @@ from paceline.spec.job import Job
 def job_toml(job: Job) -> str:
     """Top-level keys first, then a table each for model, data, optim, checkpoint; unset keys are left out."""
     plain = job.to_mapping()
-    lines = [
-        f"{key} = {_value(item)}"
-        for key, item in plain.items()
-        if not _is_unset(item) and not _is_table(item)
-    ]
+    lines = [f"{key} = {_value(item)}" for key, item in plain.items() if not _is_unset(item) and not _is_table(item)]
     for name, table in plain.items():
         if _is_table(table):
             lines += ["", f"[{name}]"]

@@ -21,9 +21,7 @@ def render_page(study: Study) -> str:
     from plotly.offline import get_plotlyjs
 
     folder = resources.files("paceline.report")
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["tie"] = _tie
     template = environment.from_string((folder / "page.html").read_text(encoding="utf-8"))
     return template.render(
@@ -72,11 +70,7 @@ def _who(study: Study, runs: Iterable[RunRecord]) -> str:
     for row in study.rows:
         seeds = [seed for seed in row.seeds if (row.devices, seed) in held]
         if seeds:
-            which = (
-                ""
-                if len(seeds) == len(row.seeds)
-                else f" (seed {formats.listing([str(seed) for seed in seeds])})"
-            )
+            which = "" if len(seeds) == len(row.seeds) else f" (seed {formats.listing([str(seed) for seed in seeds])})"
             said.append(formats.devices(row.devices) + which)
     return formats.listing(said)
 
@@ -84,9 +78,7 @@ def _who(study: Study, runs: Iterable[RunRecord]) -> str:
 def _environment(study: Study) -> list[tuple[str, str]]:
     """(key, value); where runs disagree, all values, because such a comparison needs a second look."""
     keys = dict.fromkeys(key for run in study.records for key in run.environment)
-    values = {
-        key: dict.fromkeys(run.environment.get(key, "not known") for run in study.records) for key in keys
-    }
+    values = {key: dict.fromkeys(run.environment.get(key, "not known") for run in study.records) for key in keys}
     return [
         (key, next(iter(found)) if len(found) == 1 else "differs between runs: " + "; ".join(found))
         for key, found in values.items()
@@ -128,12 +120,7 @@ def _meaning(study: Study) -> list[tuple[str, str]]:
     ]
     if study.has_accuracy and len(study.rows) > 1:
         terms.append(("Differences in accuracy", _differences(study)))
-    if (
-        study.grow == "none"
-        and study.job.parity == "numeric"
-        and len(study.rows) > 1
-        and not study.same_weights
-    ):
+    if study.grow == "none" and study.job.parity == "numeric" and len(study.rows) > 1 and not study.same_weights:
         terms.append(
             (
                 "Weights",
@@ -168,12 +155,8 @@ def _seeds(study: Study) -> str:
         if set(row.seeds) != set(study.seeds)
     ]
     if partial:
-        return (
-            f"{sentence}, but {formats.listing(partial)}, so its averages are over other runs than the rest."
-        )
-    return (
-        f"{sentence} on every device count. The spread is the range from the lowest to the highest of them."
-    )
+        return f"{sentence}, but {formats.listing(partial)}, so its averages are over other runs than the rest."
+    return f"{sentence} on every device count. The spread is the range from the lowest to the highest of them."
 
 
 def _differences(study: Study) -> str:
@@ -189,9 +172,7 @@ def _differences(study: Study) -> str:
             "so the difference may be chance."
         )
     if outside:
-        said.append(
-            f"Outside the spread on {formats.listing(outside)}: no seed's result lies in the range of {base}."
-        )
+        said.append(f"Outside the spread on {formats.listing(outside)}: no seed's result lies in the range of {base}.")
     if not said:
         return "Cannot be told from chance with a single seed on either side."
     return " ".join(said)

@@ -112,9 +112,7 @@ def _judge(base: Trace, other: Trace) -> Verdict:
         for kind in ("gradients", "parameters", "buffers"):
             tensor, distance = _farthest(mine[kind], theirs[kind])
             if not distance <= tolerance:
-                return fail(
-                    step, f"{kind[:-1]} '{tensor}' ({distance:.1e})", _cause(kind, base, mine, theirs)
-                )
+                return fail(step, f"{kind[:-1]} '{tensor}' ({distance:.1e})", _cause(kind, base))
             largest = max(largest, distance)
         if base.parity == "bitwise" and mine["weights_sha256"] != theirs["weights_sha256"]:
             return fail(step, "the weights", "some bits differ")
@@ -160,31 +158,14 @@ def _same(mine: Sequence[float], theirs: Sequence[float]) -> bool:
     return all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(mine, theirs, strict=True))
 
 
-def _cause(kind: str, base: Trace, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+def _cause(kind: str, base: Trace) -> str:
     if kind == "buffers":
         return "a buffer that depends on which samples this worker saw, and is not synchronised"
     if kind == "parameters":
-        return (
-            "the same gradient gave other weights: the optimizer or its learning rate depends on the worker"
-        )
+        return "the same gradient gave other weights: the optimizer or its learning rate depends on the worker"
     if base.norm == "local":
         return "norm = 'local': batch norm uses each device's own statistics; use norm = 'shard'"
-    factor = _constant_factor(mine["gradients"], theirs["gradients"])
-    if factor is not None:
-        return f"every gradient is {factor:.4g} times the expected one: the loss is a sum over samples, not their mean"
     return (
-        "mean of means: the loss is not a mean over samples (tokens, masks or weights differ between samples), or a "
-        "layer mixes the samples of a batch"
+        "mean of means: the loss is not the mean over its samples (but a sum, or a mean over tokens or weights that "
+        "differ between samples), or a layer mixes the samples of a batch"
     )
-
-
-def _constant_factor(mine: Fingerprints, theirs: Fingerprints) -> float | None:
-    """The number that turns all of `mine` into `theirs`, if there is one other than 1."""
-    a = [x for values in mine.values() for x in values[1:]]
-    b = [x for name in mine for x in theirs.get(name, mine[name])[1:]]
-    norm = sum(x * x for x in a)
-    if norm == 0:
-        return None
-    factor = sum(x * y for x, y in zip(a, b, strict=True)) / norm
-    rest = sum((y - factor * x) ** 2 for x, y in zip(a, b, strict=True))
-    return factor if rest <= 1e-4 * factor * factor * norm and abs(factor - 1) > 1e-3 else None

@@ -59,9 +59,7 @@ def study_plots(study: Study) -> list[Plot]:
         _step_time(study) if has_steps else None,
         _over_epochs(study, "loss-epochs", "Training loss over epochs", "training loss", _train_loss),
         _over_epochs(study, "accuracy-epochs", "Accuracy over epochs", "accuracy", _epoch_accuracy)
-        or _over_epochs(
-            study, "eval-loss-epochs", "Evaluation loss over epochs", "evaluation loss", _epoch_loss
-        ),
+        or _over_epochs(study, "eval-loss-epochs", "Evaluation loss over epochs", "evaluation loss", _epoch_loss),
     ]
     return _fill_the_grid([plot for plot in plots if plot is not None])
 
@@ -130,9 +128,7 @@ def _category_axis(study: Study) -> dict[str, Any]:
     return _axis("devices", type="category", fixedrange=True, categoryarray=_categories(study))
 
 
-def _bars(
-    study: Study, values: Sequence[float | None], labels: Sequence[str], yaxis: dict[str, Any]
-) -> Figure:
+def _bars(study: Study, values: Sequence[float | None], labels: Sequence[str], yaxis: dict[str, Any]) -> Figure:
     """One labelled bar per device count, each in its colour."""
     top = max((value for value in values if value is not None), default=0.0) or 1.0
     bars = {
@@ -272,9 +268,7 @@ def _accuracy(study: Study) -> Plot:
                 "x": name,
                 "y": 100 * (row.accuracy if row.accuracy_max is None else row.accuracy_max),
                 "yshift": 13,
-                "text": f"{100 * row.accuracy:.2f}"
-                if len(study.rows) > 4
-                else formats.percent(row.accuracy, 2),
+                "text": f"{100 * row.accuracy:.2f}" if len(study.rows) > 4 else formats.percent(row.accuracy, 2),
                 "showarrow": False,
                 "font": {"color": _INK, "size": 13},
             }
@@ -301,11 +295,7 @@ def _accuracy(study: Study) -> Plot:
             study,
             lambda row: (
                 formats.percent(row.accuracy, 2)
-                + (
-                    f" (seeds {formats.spread(row.accuracy_min, row.accuracy_max)} %)"
-                    if row.has_spread
-                    else ""
-                )
+                + (f" (seeds {formats.spread(row.accuracy_min, row.accuracy_max)} %)" if row.has_spread else "")
             ),
         ),
         {"data": data, "layout": layout},
@@ -372,10 +362,7 @@ def _step_time(study: Study) -> Plot:
     rest = [
         max(
             0.0,
-            row.step_time.total_s
-            - row.step_time.data_s
-            - row.step_time.compute_s
-            - row.step_time.exposed_comm_s,
+            row.step_time.total_s - row.step_time.data_s - row.step_time.compute_s - row.step_time.exposed_comm_s,
         )
         for row in rows
     ]
@@ -415,11 +402,7 @@ def _step_time(study: Study) -> Plot:
     def in_unit(seconds: float) -> str:
         return f"{scale * seconds:.2f}"
 
-    waiting = [
-        f"{formats.percent(share(row), 0)} on {formats.devices(row.devices)}"
-        for row in rows
-        if share(row) > 0
-    ]
+    waiting = [f"{formats.percent(share(row), 0)} on {formats.devices(row.devices)}" for row in rows if share(row) > 0]
     caption = "Communication that compute does not hide"
     return Plot(
         "step-time",
@@ -491,9 +474,7 @@ def _curve(row: StudyRow, measure: Measure) -> list[_Point]:
         for epoch, time_s, value in _measured(run, measure):
             by_epoch.setdefault(epoch, []).append((time_s, value))
     return [
-        _Point(
-            epoch, fmean(time_s for time_s, _ in found), fmean(v for _, v in found), min(values), max(values)
-        )
+        _Point(epoch, fmean(time_s for time_s, _ in found), fmean(v for _, v in found), min(values), max(values))
         for epoch, found in sorted(by_epoch.items())
         if len(found) == len(row.runs) and (values := [value for _, value in found])
     ]

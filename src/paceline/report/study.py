@@ -122,9 +122,7 @@ class Study:
         return any(row.accuracy is not None for row in self.rows)
 
 
-def analyse(
-    records: Sequence[RunRecord], *, grow: Grow, tolerance: float, efficiency_floor: float = 0.5
-) -> Study:
+def analyse(records: Sequence[RunRecord], *, grow: Grow, tolerance: float, efficiency_floor: float = 0.5) -> Study:
     """The study of one job's runs on several device counts and seeds.
 
     Speed-up is T1/Tn and scaling efficiency (T1/Tn) / (n/n1), where 1 stands for the smallest device count
@@ -140,9 +138,7 @@ def analyse(
         PacelineError: there are no records, or they are not runs of one job.
     """
     if not records:
-        raise PacelineError(
-            "There is no finished run to report on; train the job on at least one device count."
-        )
+        raise PacelineError("There is no finished run to report on; train the job on at least one device count.")
     _check_one_job(records, grow)
     by_devices: dict[int, list[RunRecord]] = defaultdict(list)
     for record in records:
@@ -192,11 +188,7 @@ def _check_one_job(records: Sequence[RunRecord], grow: Grow) -> None:
         found = identity(record)
         for key in sorted(expected.keys() | found.keys()):
             if expected.get(key) != found.get(key):
-                hint = (
-                    "; if the batch grew with the devices, say grow = 'batch'"
-                    if key == "global_batch_size"
-                    else ""
-                )
+                hint = "; if the batch grew with the devices, say grow = 'batch'" if key == "global_batch_size" else ""
                 raise PacelineError(
                     f"These are not runs of one job: {key} is {expected.get(key)!r} on "
                     f"{formats.devices(first.world_size)} (seed {first.job.seed}) and {found.get(key)!r} on "
@@ -320,9 +312,7 @@ def _verdict(best: StudyRow, rows: Sequence[StudyRow]) -> str:
     if best.accuracy_change is None:
         return f"Use {formats.devices(best.devices)}: {speed}."
     change = f"{formats.points(best.accuracy_change)} points"
-    return (
-        f"Use {formats.devices(best.devices)}: {speed}, accuracy {formats.percent(best.accuracy)} ({change})."
-    )
+    return f"Use {formats.devices(best.devices)}: {speed}, accuracy {formats.percent(best.accuracy)} ({change})."
 
 
 def _reason(
@@ -330,9 +320,7 @@ def _reason(
 ) -> str:
     base = rows[0]
     if len(rows) == 1:
-        return (
-            f"Only one device count has finished runs, so {formats.devices(base.devices)} stands by default."
-        )
+        return f"Only one device count has finished runs, so {formats.devices(base.devices)} stands by default."
     limits = f"an efficiency of at least {formats.short_percent(floor)}"
     if base.accuracy is not None:
         near = f"{formats.short_points(tolerance)} of that on {formats.devices(base.devices)}"
@@ -341,9 +329,7 @@ def _reason(
         return f"No larger device count has {limits}."
     facts = f"{formats.percent(best.efficiency)} efficiency"
     if best.accuracy_change is not None:
-        facts += (
-            f", {formats.percent(best.accuracy, 2)} accuracy ({formats.points(best.accuracy_change)} points)"
-        )
+        facts += f", {formats.percent(best.accuracy, 2)} accuracy ({formats.points(best.accuracy_change)} points)"
     sentence = f"The largest count with {limits} is {formats.devices(best.devices)}: {facts}."
     if base.accuracy is None:
         sentence += " No accuracy was measured, so this rests on time alone."

@@ -17,11 +17,13 @@ MARK = "*"
 def study_table(study: Study) -> RenderableType:
     """Devices x time x speed-up x efficiency x accuracy, the recommended row marked, the verdict below."""
     grows = study.grow == "batch"
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    # The usual numbers fit into the 80 columns of a pipe; where they do not, cells fold and none is cut.
     headings = ["devices", *(["batch", "rate"] if grows else []), "time", "speed-up", "efficiency"]
-    headings += ["samples/s", *(["accuracy", "spread", "change"] if study.has_accuracy else [])]
+    headings += [] if grows else ["samples/s"]
+    headings += ["accuracy", "spread", "change"] if study.has_accuracy else []
     for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right", overflow="fold")
     for row in study.rows:
         table.add_row(*_cells(study, row, grows), style="bold green" if _is_marked(study, row) else None)
     found = study.recommendation
@@ -47,8 +49,9 @@ def _cells(study: Study, row: StudyRow, grows: bool) -> list[str]:
         formats.duration(row.train_s),
         formats.times(row.speedup),
         formats.percent(row.efficiency),
-        formats.quantity(row.samples_per_s),
     ]
+    if not grows:
+        cells.append(formats.quantity(row.samples_per_s))
     if study.has_accuracy:
         # A spread of one seed is no spread.
         spread = formats.spread(row.accuracy_min, row.accuracy_max) if row.has_spread else formats.NOTHING

@@ -70,9 +70,7 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any], where: str = "") -> T
     missing = [
         name
         for name, field in fields.items()
-        if name not in values
-        and field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
+        if name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     ]
     if missing:
         path = f"{where}.{missing[0]}" if where else missing[0]
@@ -104,7 +102,9 @@ def _convert(expected: Any, raw: Any, path: str) -> Any:
         items = args[:1] * len(raw) if len(args) == 2 and args[1] is Ellipsis else args
         if len(items) != len(raw):
             raise JobError(f"{path} = {raw!r} should be a list of {len(items)}.")
-        return tuple(_convert(kind, item, f"{path}[{i}]") for i, (kind, item) in enumerate(zip(items, raw, strict=True)))
+        return tuple(
+            _convert(kind, item, f"{path}[{i}]") for i, (kind, item) in enumerate(zip(items, raw, strict=True))
+        )
     if origin in (dict, Mapping):
         if not isinstance(raw, Mapping):
             raise JobError(f"{path} = {raw!r} should be a table.")
@@ -135,8 +135,6 @@ def _convert_scalar(expected: Any, raw: Any, path: str) -> Any:
     if expected is float and isinstance(raw, int) and not isinstance(raw, bool):
         return float(raw)
     if isinstance(raw, expected) and (expected is bool or not isinstance(raw, bool)):
-        if isinstance(raw, float) and not math.isfinite(raw):
-            raise JobError(f"{path} = {raw!r} should be a finite number.")
         return raw
     raise JobError(f"{path} = {raw!r} should be {_TYPE_WORDS.get(expected, expected.__name__)}.")
 
@@ -144,6 +142,8 @@ def _convert_scalar(expected: Any, raw: Any, path: str) -> Any:
 def _check_bounds(bounds: Mapping[str, Any], value: Any, path: str) -> None:
     if not bounds or value is None or isinstance(value, bool | str):
         return
+    if not math.isfinite(value):
+        raise JobError(f"{path} = {value!r} should be a finite number.")
     if "above" in bounds and not value > bounds["above"]:
         raise JobError(f"{path} = {value!r} should be greater than {bounds['above']}.")
     if "low" in bounds and value < bounds["low"]:

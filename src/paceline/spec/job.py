@@ -156,9 +156,7 @@ class Job:
             self,
             global_batch_size=self.global_batch_size * factor,
             virtual_shards=self.virtual_shards * factor,
-            optim=dataclasses.replace(
-                self.optim, base_batch_size=self.optim.base_batch_size or self.global_batch_size
-            ),
+            optim=dataclasses.replace(self.optim, base_batch_size=self.optim.base_batch_size or self.global_batch_size),
         )
 
 

@@ -43,7 +43,7 @@ def train(job: Job, plan: Plan | None, output: Output, max_steps: int | None = N
     with init(job, plan=plan, max_steps=max_steps) as run:
         train_set, test_set = data.load(job.data)
         model = models.build(job.model, **_data_facts(train_set))
-        model, optimizer = run.prepare(model, build_optimizer(job.optim, model))
+        model, _optimizer = run.prepare(model, build_optimizer(job.optim, model))
         loss_fn, measure = training_loss(job.optim), accuracy_and_loss()
 
         total_steps = run.total_steps(len(train_set))
@@ -157,9 +157,7 @@ class _Journal:
             train_s=run.timer.train_s,
             wall_s=time.time() - self._launched_at,
             time_to_first_step_s=self._first_step_s,
-            samples_per_s=full_batch / step_time.total_s
-            if step_time.total_s
-            else run.samples_seen / run.timer.train_s,
+            samples_per_s=full_batch / step_time.total_s if step_time.total_s else run.samples_seen / run.timer.train_s,
             step_time=step_time,
             weights_sha256=run.weights_sha256(),
             epochs=tuple(self._epochs),

@@ -22,7 +22,7 @@ class JsonLines:
     """metrics.jsonl in the run folder: one object a call, readable while the run goes on."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._file = open(run_dir / "metrics.jsonl", "w", encoding="utf-8")
+        self._file = open(run_dir / "metrics.jsonl", "w", encoding="utf-8")  # noqa: SIM115 - open as long as the run is
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self._file.write(json.dumps({"step": step, **values}) + "\n")

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +38,8 @@ from paceline.train.trace import Tracer
 LossFn = Callable[[nn.Module, Any], Tensor]
 """The mean loss over the samples of a batch, from the prepared model and the batch."""
 
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+
 _DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
@@ -46,9 +48,7 @@ _DTYPES = {
 }
 
 
-def init(
-    job: Job | None = None, /, *, plan: Plan | None = None, max_steps: int | None = None, **values: Any
-) -> Run:
+def init(job: Job | None = None, /, *, plan: Plan | None = None, max_steps: int | None = None, **values: Any) -> Run:
     """Join the other workers of this run, as many as whoever started this script chose.
 
     Args:
@@ -84,9 +84,7 @@ def _default_plan(job: Job, facts: env.WorkerFacts) -> Plan:
 class Run:
     """One worker's hold on a run: prepare, batches, step, evaluate. Use it as a context manager."""
 
-    def __init__(
-        self, job: Job, plan: Plan, facts: env.WorkerFacts, max_steps: int | None = None
-    ) -> None:
+    def __init__(self, job: Job, plan: Plan, facts: env.WorkerFacts, max_steps: int | None = None) -> None:
         check_shards(facts.world_size, job.virtual_shards)
         self.job = job
         self.plan = plan
@@ -154,8 +152,8 @@ class Run:
         return weights_sha256(self.model)
 
     def prepare(
-        self, model: nn.Module, optimizer: Optimizer, *, find_unused_parameters: bool = False
-    ) -> tuple[nn.Module, Optimizer]:
+        self, model: nn.Module, optimizer: OptimizerT, *, find_unused_parameters: bool = False
+    ) -> tuple[nn.Module, OptimizerT]:
         """Place `model` on this worker's device and tie it to its copies on the other workers.
 
         Args:
@@ -203,9 +201,7 @@ class Run:
         order = epoch_order(len(dataset), job.global_batch_size, job.seed, epoch)
         remaining = order.num_batches if self._max_steps is None else self._max_steps - self.steps
         numbers = range(min(order.num_batches, max(0, remaining)))
-        shares = [
-            Share.of(len(order.batch(n)), job.virtual_shards, self.rank, self.world_size) for n in numbers
-        ]
+        shares = [Share.of(len(order.batch(n)), job.virtual_shards, self.rank, self.world_size) for n in numbers]
         indices = [
             # An idle worker takes the first sample of the batch as its stand-in.
             order.batch(n)[slice(*share.span)] if share.sizes else order.batch(n)[:1]
@@ -217,9 +213,12 @@ class Run:
             self.timer.data_arrived()
             self._share = share
             yield batch
-            if self._share is not None:
-                raise JobError("Every batch from run.batches needs its run.step before the next one is taken.")
+            self._check_stepped()
             self.timer.data_asked()
+
+    def _check_stepped(self) -> None:
+        if self._share is not None:
+            raise JobError("Every batch from run.batches needs its run.step before the next one is taken.")
 
     def _read(self, dataset: Any, epoch: int, indices: list[np.ndarray[Any, Any]], train: bool) -> Iterator[Any]:
         job = self.job
@@ -331,7 +330,9 @@ class Run:
     def _check_optimizer(self, optimizer: Optimizer) -> None:
         known = {id(p) for p in self.model.parameters()}
         if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
-            raise ModelError("The optimizer holds parameters that are not the model's; build it from model.parameters().")
+            raise ModelError(
+                "The optimizer holds parameters that are not the model's; build it from model.parameters()."
+            )
 
     def _make_repeatable(self) -> None:
         seed = self.job.seed

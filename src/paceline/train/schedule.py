@@ -49,7 +49,7 @@ def describe_scaling(job: Job) -> str | None:
     if factor == 1.0:
         return None
     return (
-        f"Learning rate {job.optim.lr:g} x {factor:g} = {job.optim.lr * factor:g}: global batch {job.global_batch_size} is "
-        f"{job.global_batch_size / (job.optim.base_batch_size or 1):g} times the base batch {job.optim.base_batch_size} "
-        f"({job.optim.lr_scaling} rule, warm-up {job.optim.warmup_epochs:g} epochs)."
+        f"Learning rate {job.optim.lr:g} x {factor:g} = {job.optim.lr * factor:g}: global batch "
+        f"{job.global_batch_size} is {job.global_batch_size / (job.optim.base_batch_size or 1):g} times the base batch "
+        f"{job.optim.base_batch_size} ({job.optim.lr_scaling} rule, warm-up {job.optim.warmup_epochs:g} epochs)."
     )

@@ -37,7 +37,7 @@ class Tracer:
         if directory is None:
             return cls(None)
         directory.mkdir(parents=True, exist_ok=True)
-        file = open(directory / f"rank{world.rank}.jsonl", "w", encoding="utf-8")
+        file = open(directory / f"rank{world.rank}.jsonl", "w", encoding="utf-8")  # noqa: SIM115 - close() ends it
         file.write(json.dumps({"parity": job.parity, "precision": job.precision, "norm": job.norm}) + "\n")
         return cls(file)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 from typing import Any
 
@@ -40,9 +41,7 @@ INDICES = np.array([3, 0, 19, 3])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)]
 )
-def test_reads_normalised_images(
-    channels: int, channels_last: bool, dtype: torch.dtype, tolerance: float
-) -> None:
+def test_reads_normalised_images(channels: int, channels_last: bool, dtype: torch.dtype, tolerance: float) -> None:
     array_set = image_set(channels)
     inputs, targets = ArrayReader(array_set, CPU, dtype, channels_last, seed=0).read(0, INDICES, train=True)
     wanted = by_definition(torch.from_numpy(array_set.inputs[INDICES]), array_set)
@@ -74,9 +73,7 @@ def test_augments_in_training_only() -> None:
 
 def test_reads_nothing_for_no_samples() -> None:
     for channels_last in (False, True):
-        reader = ArrayReader(
-            image_set(augmentation=Augmentation(2, True, 2)), CPU, torch.float32, channels_last, 0
-        )
+        reader = ArrayReader(image_set(augmentation=Augmentation(2, True, 2)), CPU, torch.float32, channels_last, 0)
         inputs, targets = reader.read(0, np.array([], np.int64), train=True)
         assert inputs.shape == (0, 3, 6, 5) and targets.shape == (0,)
 
@@ -214,3 +211,21 @@ def test_a_data_error_stays_one_sentence(num_workers: int) -> None:
     assert str(caught.value) == "b.png is no readable image; remove it."
     with pytest.raises(KeyError):
         stream([[2]], num_workers, Damaged())
+
+
+def test_loader_processes_end_with_the_stream() -> None:
+    for batches in (
+        stream_batches(Dice(), [[0]] * 20, seed=0, epoch=0, num_workers=2, device=CPU),
+        stream_batches(Damaged(), [[0], [1]], seed=0, epoch=0, num_workers=2, device=CPU),
+    ):
+        next(batches)
+        processes = multiprocessing.active_children()
+        assert len(processes) == 2
+        try:
+            next(batches)
+        except DataError as error:
+            kept = error  # with its traceback, and all that hangs on it
+            assert kept.__traceback__ is not None
+        else:
+            batches.close()  # type: ignore[attr-defined]
+        assert not any(process.is_alive() for process in processes)

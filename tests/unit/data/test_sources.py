@@ -25,9 +25,7 @@ from paceline.errors import DataError, JobError
 from paceline.spec import DataSpec
 
 REAL_DATA = os.environ.get("PACELINE_TEST_DATA")
-real_data = pytest.mark.skipif(
-    not REAL_DATA, reason="PACELINE_TEST_DATA names no directory of real data sets"
-)
+real_data = pytest.mark.skipif(not REAL_DATA, reason="PACELINE_TEST_DATA names no directory of real data sets")
 
 
 @pytest.fixture(autouse=True)
@@ -77,9 +75,7 @@ def idx(array: NDArray[np.uint8]) -> bytes:
     return struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.tobytes()
 
 
-def write_mnist(
-    directory: Path, *, zipped: bool = True, dotted: bool = False
-) -> dict[str, NDArray[np.uint8]]:
+def write_mnist(directory: Path, *, zipped: bool = True, dotted: bool = False) -> dict[str, NDArray[np.uint8]]:
     rng = np.random.default_rng(0)
     contents = {}
     for stem, count in (("train", 7), ("t10k", 3)):
@@ -175,9 +171,7 @@ def write_cifar(directory: Path, num_classes: int, form: str, protocol: int = 2)
             (directory / name).write_bytes(pickle.dumps(content, protocol))
         else:
             coarse = [[]] if num_classes == 10 else [[0]]
-            records = [
-                bytes([*coarse[0], label]) + row.tobytes() for row, label in zip(data, labels, strict=True)
-            ]
+            records = [bytes([*coarse[0], label]) + row.tobytes() for row, label in zip(data, labels, strict=True)]
             (directory / f"{name}.bin").write_bytes(b"".join(records))
     train = parts[:-1]
     images = np.concatenate([data for data, _ in train]).reshape(-1, 3, 32, 32)
@@ -234,9 +228,7 @@ class Bomb:
         (b"plain text", "data_batch_3"),
     ],
 )
-def test_damaged_and_hostile_pickles(
-    files: Path, content: bytes, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_and_hostile_pickles(files: Path, content: bytes, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(files)
     write_cifar(files, 10, "python")
     path = files / "data_batch_3"
@@ -551,9 +543,7 @@ def test_missing_extras_are_named(files: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_importing_is_light() -> None:
     code = "import sys, paceline.data; print([m for m in ('PIL', 'pyarrow', 'rich') if m in sys.modules])"
     environ = {**os.environ, "PYTHONPATH": str(Path(paceline.data.__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=environ
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=environ)
     assert done.stdout == "[]\n", done.stderr
 
 

@@ -144,9 +144,7 @@ def test_the_variant_of_an_efficientnet_is_no_option() -> None:
         ("resnet18", {"zero_init_residual": 1}, "should be true or false"),
     ],
 )
-def test_an_impossible_value_gets_the_option_and_what_is_allowed(
-    name: str, options: dict[str, Any], said: str
-) -> None:
+def test_an_impossible_value_gets_the_option_and_what_is_allowed(name: str, options: dict[str, Any], said: str) -> None:
     message = refusal(name, options)
     assert said in message
     assert f"'{name}'" in message

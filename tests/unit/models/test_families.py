@@ -77,9 +77,7 @@ def test_alexnet_pools_nothing_away_at_its_own_sizes(image_size: int) -> None:
         (lambda: efficientnet("efficientnet-b0", stem_stride=1), 32, [32, 32, 16, 8, 4, 4, 2, 2]),
     ],
 )
-def test_stages_shrink_the_image_as_published(
-    make: Callable[[], nn.Module], image_size: int, sides: list[int]
-) -> None:
+def test_stages_shrink_the_image_as_published(make: Callable[[], nn.Module], image_size: int, sides: list[int]) -> None:
     with torch.device("meta"):
         x = torch.empty(1, 3, image_size, image_size)
         seen = []
@@ -134,9 +132,7 @@ def test_efficientnets_drop_more_the_deeper_the_block(name: str) -> None:
     rates = [module.p for module in model.modules() if isinstance(module, StochasticDepth)]
     assert rates == sorted(rates)
     assert 0 < rates[0] < rates[-1] < 0.2
-    assert [module.p for module in model.modules() if isinstance(module, nn.Dropout)] == [
-        VARIANTS[name].dropout
-    ]
+    assert [module.p for module in model.modules() if isinstance(module, nn.Dropout)] == [VARIANTS[name].dropout]
 
 
 def test_stochastic_depth_drops_whole_samples_and_keeps_the_mean() -> None:
@@ -181,9 +177,7 @@ def test_a_gpt_knows_where_a_token_stands() -> None:
 def test_a_gpt_classifies_with_its_embedding() -> None:
     model = small_gpt()
     width, layers = 16, 2
-    block = (
-        12 * width**2 + 13 * width
-    )  # four projections and two of four times the width; biases and two norms
+    block = 12 * width**2 + 13 * width  # four projections and two of four times the width; biases and two norms
     expected = 50 * width + 16 * width + layers * block + 2 * width
     assert sum(parameter.numel() for parameter in model.parameters()) == expected
     with torch.no_grad():

@@ -94,9 +94,7 @@ def test_models_have_their_published_size(name: str, expected: int) -> None:
         assert num_parameters(build(ModelSpec(name))) == expected
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in MODELS if name not in VARIANTS or name == "efficientnet-b0"]
-)
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in VARIANTS or name == "efficientnet-b0"])
 def test_tensors_have_one_name_each_and_norms_are_ordinary(name: str) -> None:
     with torch.device("meta"):
         model = build(ModelSpec(name))

@@ -91,5 +91,5 @@ def test_sync_batch_norm_alone_is_batch_norm() -> None:
     torch.testing.assert_close(x.grad, y.grad)
     for (name, a), (_, b) in zip(plain.named_parameters(), sync.named_parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, msg=name)
-    for a, b in zip(plain.buffers(), sync.buffers(), strict=True):
-        torch.testing.assert_close(a, b)
+    for ours, theirs in zip(sync.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs)

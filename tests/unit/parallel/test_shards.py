@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +30,7 @@ def test_shares_tile_the_batch_in_order(num_samples: int, num_shards: int, data:
     spans = [share.span for share in shares]
     assert spans[0][0] == 0
     assert spans[-1][1] == num_samples
-    assert all(left[1] == right[0] for left, right in zip(spans, spans[1:], strict=False))
+    assert all(left[1] == right[0] for left, right in itertools.pairwise(spans))
     # Nothing about the shards themselves depends on who holds them.
     assert {share.all_sizes for share in shares} == {shard_sizes(num_samples, num_shards)}
 

@@ -9,14 +9,10 @@ from paceline.report.job_text import job_toml
 from paceline.spec import Job
 from tests.sample_records import sample_job
 
-scalars = st.one_of(
-    st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False), st.text(max_size=8)
-)
+scalars = st.one_of(st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False), st.text(max_size=8))
 options = st.dictionaries(
     st.text(max_size=6),
-    st.one_of(
-        scalars, st.lists(scalars, max_size=3), st.dictionaries(st.text(max_size=4), scalars, max_size=2)
-    ),
+    st.one_of(scalars, st.lists(scalars, max_size=3), st.dictionaries(st.text(max_size=4), scalars, max_size=2)),
     max_size=4,
 )
 

@@ -9,6 +9,7 @@ import pytest
 from paceline.report.page import render_page
 from paceline.report.plots import NUM_SERIES, Plot, study_plots
 from paceline.report.study import Study, analyse
+from paceline.spec import StepTime
 from tests.sample_records import ENVIRONMENT, sample_job, sample_record, sample_study_records
 
 
@@ -27,7 +28,7 @@ class Outline(HTMLParser):
         self._silent = tag in ("script", "style")
 
     def handle_endtag(self, tag: str) -> None:
-        self._silent = False
+        self._silent = self._silent and tag not in ("script", "style")
 
     def handle_data(self, data: str) -> None:
         if not self._silent:
@@ -148,9 +149,7 @@ def test_a_device_count_has_one_colour_in_every_plot(study: Study) -> None:
 
 
 def test_every_colour_name_is_defined_for_light_and_dark() -> None:
-    html = render_page(
-        analyse(sample_study_records(tuple(range(1, 11)), (0, 1)), grow="none", tolerance=0.01)
-    )
+    html = render_page(analyse(sample_study_records(tuple(range(1, 11)), (0, 1)), grow="none", tolerance=0.01))
     used = set(re.findall(r"var\((--[a-z0-9-]+)\)", html[: html.index("plotly.js v")] + html[-200_000:]))
     style = html[html.index("<style>") : html.index("</style>")]
     light, dark = style.split("prefers-color-scheme: dark", 1)
@@ -161,11 +160,7 @@ def test_every_colour_name_is_defined_for_light_and_dark() -> None:
 
 
 def test_parts_of_a_step_that_were_not_measured_are_shown_as_other() -> None:
-    from paceline.spec import StepTime
-
-    record = sample_record(
-        step_time=StepTime(total_s=0.02, data_s=0.001, compute_s=0.01, exposed_comm_s=0.004)
-    )
+    record = sample_record(step_time=StepTime(total_s=0.02, data_s=0.001, compute_s=0.01, exposed_comm_s=0.004))
     plots = {plot.key: plot for plot in study_plots(analyse([record], grow="none", tolerance=0.01))}
     assert [trace["name"] for trace in plots["step-time"].figure["data"]][-1] == "other"
     assert plots["step-time"].table[1] == ("1 device", "10.00", "1.00", "4.00", "5.00", "20.00")

@@ -4,7 +4,7 @@ import math
 from statistics import fmean, median
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import PacelineError
@@ -140,9 +140,7 @@ def test_no_records_is_a_sentence() -> None:
 
 def test_runs_of_different_jobs_are_refused_by_key() -> None:
     other = sample_record(2, job=sample_job(optim={"lr": 0.2}))
-    with pytest.raises(
-        PacelineError, match=r"optim\.lr is 0\.05 on 1 device \(seed 0\) and 0\.2 on 2 devices"
-    ):
+    with pytest.raises(PacelineError, match=r"optim\.lr is 0\.05 on 1 device \(seed 0\) and 0\.2 on 2 devices"):
         analyse([sample_record(1), other], grow="none", tolerance=0.01)
 
 
@@ -165,6 +163,7 @@ def test_peak_learning_rate_follows_the_rule(rule: str, expected: float) -> None
     assert peak_learning_rate(job) == pytest.approx(expected)
 
 
+@settings(max_examples=50)
 @given(
     st.lists(
         st.tuples(
@@ -184,8 +183,7 @@ def test_the_recommendation_keeps_its_rule(
     runs: list[tuple[int, int, float | None, float]], tolerance: float, floor: float
 ) -> None:
     records = [
-        sample_record(devices, seed, accuracy=accuracy, train_s=train_s)
-        for devices, seed, accuracy, train_s in runs
+        sample_record(devices, seed, accuracy=accuracy, train_s=train_s) for devices, seed, accuracy, train_s in runs
     ]
     study = analyse(records, grow="none", tolerance=tolerance, efficiency_floor=floor)
     base, found = study.base, study.recommendation

@@ -47,7 +47,13 @@ def test_what_cannot_be_meant_is_one_sentence(mapping: dict[str, Any], words: li
 
 def test_settings_are_toml_values_and_bare_words() -> None:
     job = Job().with_settings(
-        ["optim.lr=0.2", "data=mnist", "data.augment=['crop', 'flip']", "optim.clip_norm=1", "model.options.width=3"]
+        [
+            "optim.lr=0.2",
+            "data=mnist",
+            "data.augment=['crop', 'flip']",
+            "optim.clip_norm=1",
+            "model.options.width=3",
+        ]
     )
     assert job.optim.lr == 0.2
     assert job.data.name == "mnist"
