@@ -42,7 +42,7 @@ def _agree(outcomes: list[Outcome]) -> Outcome:
 
 MODELS = {
     "lenet": ({"name": "lenet"}, (1, 28, 28)),
-    "resnet18": ({"name": "resnet18", "options": {"stem": "cifar"}}, (3, 8, 8)),
+    "resnet18": ({"name": "resnet18", "options": {"stem": "cifar"}}, (3, 16, 16)),
     "dropout": ({"name": "mlp", "options": {"in_features": 192, "dropout": 0.5}}, (3, 8, 8)),
 }
 
@@ -73,7 +73,9 @@ def test_numeric_parity_in_float64_after_50_steps(name: str, norm: str) -> None:
     if name == "dropout" and norm == "sync":
         pytest.skip("norm = 'sync' needs one forward pass per worker; this model has no norm layer anyway")
     model, shape = MODELS[name]
-    job = _job(precision="float64", model=model, norm=norm, global_batch_size=12)
+    # A gentle rate: batch norm over few values is chaotic enough to turn rounding into a difference by itself.
+    gentle = {"lr": 0.002, "momentum": 0.0, "warmup_epochs": 0.0}
+    job = _job(precision="float64", model=model, norm=norm, optim=gentle)
     sets = images(61, shape), images(31, shape)
     (alone,) = run_ranks(train, 1, job, *sets, 50, timeout_s=300)
     for world_size in (2, 3):

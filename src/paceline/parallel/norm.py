@@ -139,7 +139,7 @@ class SyncBatchNorm(_BatchNorm):
         if self.track_running_stats and count > 1:
             self._track(mean, var * (count / (count - 1)))
         output: Tensor = _SyncNormalise.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, mean, var, count, self.eps, self.group
+            input, self.weight, self.bias, mean, var, count, self.eps, self.group, self.idle
         )
         return output
 
@@ -202,10 +202,11 @@ class _SyncNormalise(torch.autograd.Function):
         count: float,
         eps: float,
         group: dist.ProcessGroup | None,
+        idle: bool,
     ) -> Tensor:
         inv_std = (var + eps).rsqrt()
         ctx.save_for_backward(input, weight, mean, inv_std)
-        ctx.count, ctx.group, ctx.has_bias = count, group, bias is not None
+        ctx.count, ctx.group, ctx.has_bias, ctx.idle = count, group, bias is not None, idle
         return torch.batch_norm(input, weight, bias, mean, var, False, 0.0, eps, False)
 
     @staticmethod
@@ -224,15 +225,13 @@ class _SyncNormalise(torch.autograd.Function):
         grad_input = _channelwise(scale, input) * (
             grad - _channelwise(mean_grad, input) - x_hat * _channelwise(mean_grad_x_hat, input)
         )
+        if ctx.idle:  # a stand-in had no part in the statistics, so their gradient is none of its own
+            grad_input.zero_()
         return (
             grad_input.to(input.dtype),
             None if weight is None else grad_weight.to(weight.dtype),
             grad_bias.to(mean.dtype) if ctx.has_bias else None,
-            None,
-            None,
-            None,
-            None,
-            None,
+            *(None,) * 6,
         )
 
 
