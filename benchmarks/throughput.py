@@ -25,11 +25,23 @@ HERE = Path(__file__).parent
 Result = dict[str, Any]
 
 
+def environment() -> dict[str, str]:
+    """One thread a process, loopback only, and the peers' modules to be found by name."""
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    started_at = repr(time.time())
+    return os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": path,
+        "BENCH_STARTED_AT": started_at,
+    }
+
+
 def run(command: list[str]) -> Result:
     """The JSON on the last line that `command` prints."""
-    env = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", BENCH_STARTED_AT=repr(time.time()))
-    env["PYTHONPATH"] = os.pathsep.join([str(HERE), env.get("PYTHONPATH", "")])
-    output = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=900).stdout
+    output = subprocess.run(
+        command, env=environment(), stdout=subprocess.PIPE, text=True, check=True, timeout=900
+    ).stdout
     result: Result = json.loads(output.strip().splitlines()[-1])
     return result
 
@@ -53,7 +65,7 @@ def paceline(job: str, data: Path, *extra: str) -> Result:
 def limit(*flags: str) -> Result:
     """Two processes at once, each with a core to itself if there are two."""
     command = [sys.executable, str(HERE / "peers" / "limit.py"), *flags]
-    env = dict(os.environ, OMP_NUM_THREADS="1")
+    env = environment()
     both = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     rates = [json.loads(process.communicate(timeout=300)[0])["samples_per_s"] for process in both]
     return {"samples_per_s": sum(rates)}
@@ -105,10 +117,12 @@ def mnist(data: Path, rounds: int) -> dict[str, Any]:
         "limit_float32": lambda: limit(),
         "limit_float32_channels_last": lambda: limit("--channels-last"),
         "limit_bfloat16_channels_last": lambda: limit("--channels-last", "--bf16"),
+        "limit_float32_channels_last_keep_memory": lambda: limit("--channels-last", "--keep-memory"),
+        "limit_bfloat16_channels_last_keep_memory": lambda: limit("--channels-last", "--bf16", "--keep-memory"),
     }
     table = summary(alternate(contestants, rounds), "samples_per_s", "plain")
     for name in ("float32", "bfloat16"):
-        best = table[f"limit_{name}_channels_last"]["samples_per_s"]
+        best = table[f"limit_{name}_channels_last_keep_memory"]["samples_per_s"]
         table[f"paceline_{name}"]["part_of_limit"] = round(table[f"paceline_{name}"]["samples_per_s"] / best, 3)
     return {"plain_loader_workers": loaders, **table}
 

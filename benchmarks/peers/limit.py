@@ -11,6 +11,8 @@ import time
 
 import torch
 import torch.nn.functional as F
+
+from paceline.train.allocator import keep_freed_memory
 from peers.plain_ddp import lenet
 
 
@@ -20,7 +22,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--keep-memory", action="store_true", help="with Paceline's allocator setting")
     arguments = parser.parse_args()
+    if arguments.keep_memory:
+        keep_freed_memory()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model, inputs, targets = (
@@ -29,7 +34,7 @@ def main() -> None:
         torch.randint(0, 10, (arguments.batch,)),
     )
     if arguments.channels_last:
-        model = model.to(memory_format=torch.channels_last)
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         inputs = inputs.to(memory_format=torch.channels_last)
     steps, began, end = 0, 0.0, 0.0
     while end - began < arguments.seconds:

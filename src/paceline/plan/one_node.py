@@ -30,7 +30,8 @@ def place(
     if num_workers > job.virtual_shards:
         raise JobError(
             f"{num_workers} workers cannot share virtual_shards = {job.virtual_shards}; use at most "
-            f"{job.virtual_shards} workers, or --set virtual_shards={num_workers} (it is part of the job: the same for every worker count)."
+            f"{job.virtual_shards} workers, or --set virtual_shards={num_workers} (it is part of the job: the same for "
+            "every worker count)."
         )
     shard_size = -(-job.global_batch_size // job.virtual_shards)
     if micro_batch_size is not None and micro_batch_size < shard_size:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from paceline import env
 from paceline.errors import LaunchError
 from paceline.spec import Plan
+from paceline.train.allocator import keep_freed_memory
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ def join(facts: env.WorkerFacts, plan: Plan) -> World:
     """
     torch.set_num_threads(plan.threads_per_worker)
     device = _device(facts, plan)
+    if device.type == "cpu":
+        keep_freed_memory()
     if dist.is_initialized():  # the user's script, or a notebook, was first
         if dist.get_world_size() != facts.world_size:
             raise LaunchError(

@@ -276,7 +276,7 @@ class Run:
         self.steps += 1
         self.samples_seen += share.global_size
         # What a script draws between two steps must not depend on the shards this worker happened to compute.
-        torch.manual_seed(key(self.job.seed, streams.BETWEEN_STEPS, 0, self.steps))
+        self._seed_generators(key(self.job.seed, streams.BETWEEN_STEPS, 0, self.steps))
         self.timer.step_ended(engine.communication)
         return loss
 
@@ -312,7 +312,13 @@ class Run:
         return torch.autocast(self.device.type, dtype=_DTYPES[self.job.precision])
 
     def _seed_shard(self, shard: int) -> None:
-        torch.manual_seed(key(self.job.seed, streams.FORWARD, self.steps, shard))
+        self._seed_generators(key(self.job.seed, streams.FORWARD, self.steps, shard))
+
+    def _seed_generators(self, seed: int) -> None:
+        """As torch.manual_seed, which would also queue a call for CUDA, with a stack trace, where CUDA is not in use."""
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
 
     def _set_lr(self, optimizer: Optimizer) -> None:
         optim = self.job.optim
