@@ -315,7 +315,7 @@ class Run:
         self._seed_generators(key(self.job.seed, streams.FORWARD, self.steps, shard))
 
     def _seed_generators(self, seed: int) -> None:
-        """As torch.manual_seed, which would also queue a call for CUDA, with a stack trace, where CUDA is not in use."""
+        """As torch.manual_seed, but without the call, and its stack trace, that it keeps for CUDA where none is used."""
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)

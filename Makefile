@@ -1,0 +1,37 @@
+# Two commands for a stranger: `make demo` and `make test`. Everything lives in .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo check test test-fast bench clean
+
+demo: $(READY)
+	$(BIN)/paceline scale digits-lenet --devices 1,2 --out runs/demo-$$(date +%Y%m%d-%H%M%S)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: $(READY)
+	$(BIN)/python -m pytest --durations=15
+
+test-fast: $(READY)
+	$(BIN)/python -m pytest -m "not slow and not browser and not hosts"
+
+# Needs DATA=DIR with mnist/ and cifar10/ in it.
+bench: $(READY)
+	$(BIN)/python benchmarks/throughput.py mnist --data $(DATA)/mnist
+	$(BIN)/python benchmarks/throughput.py cifar10 --data $(DATA)/cifar10
+	$(BIN)/python benchmarks/throughput.py startup --data $(DATA)/mnist
+
+# torch first and by itself: nothing else may choose its build.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch setuptools
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
+	touch $(READY)
+
+clean:
+	rm -rf .venv runs
