@@ -1,4 +1,4 @@
-"""What a larger global batch costs in accuracy, with and without the learning-rate rule and warm-up.
+"""What a larger global batch costs in accuracy, without and with a learning-rate rule and warm-up.
 
     python benchmarks/large_batch.py --data DIR --out DIR
 
@@ -25,7 +25,11 @@ COMMON = [
     "optim.lr=0.05",
     f"optim.base_batch_size={BASE_BATCH}",
 ]
-RECIPES = {"without": ["optim.lr_scaling='none'", "optim.warmup_epochs=0.0"], "with": ["optim.warmup_epochs=1.0"]}
+RECIPES = {
+    "none": ["optim.lr_scaling='none'", "optim.warmup_epochs=0.0"],
+    "linear": ["optim.warmup_epochs=1.0"],
+    "sqrt": ["optim.lr_scaling='sqrt'", "optim.warmup_epochs=1.0"],
+}
 
 
 def train(data: Path, out: Path, batch: int, recipe: str, seed: int) -> dict[str, Any]:
@@ -49,13 +53,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=2)
     arguments = parser.parse_args()
-    cases = [(1, "without"), (4, "without"), (4, "with"), (16, "without"), (16, "with")]
+    cases = [(1, "none"), *((factor, recipe) for factor in (4, 16) for recipe in RECIPES)]
     accuracies: dict[tuple[int, str], list[float]] = {case: [] for case in cases}
     for seed in range(arguments.seeds):
         for factor, recipe in cases:
             record = train(arguments.data.resolve(), arguments.out, BASE_BATCH * factor, recipe, seed)
             accuracies[factor, recipe].append(record["accuracy"])
-    base = statistics.mean(accuracies[1, "without"])
+    base = statistics.mean(accuracies[1, "none"])
     print("| global batch | rule and warm-up | accuracy | against the base | seeds |\n|---|---|---|---|---|")
     for (factor, recipe), values in accuracies.items():
         mean = statistics.mean(values)

@@ -71,6 +71,12 @@ def limit(*flags: str) -> Result:
     return {"samples_per_s": sum(rates)}
 
 
+def resident_ddp(*flags: str) -> Result:
+    """Plain DDP on tensors that lie ready: no data, no loss of the global batch, nothing of ours."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return run([*launcher, str(HERE / "peers" / "limit.py"), "--ddp", *flags])
+
+
 def alternate(contestants: dict[str, Callable[[], Result]], rounds: int) -> dict[str, list[Result]]:
     """Everybody once, then everybody again: a machine whose speed drifts is unfair to nobody."""
     results: dict[str, list[Result]] = {name: [] for name in contestants}
@@ -120,6 +126,7 @@ def mnist(data: Path, rounds: int) -> dict[str, Any]:
         "limit_float32_channels_last_keep_memory": lambda: limit("--channels-last", "--keep-memory"),
         "limit_bfloat16_channels_last_keep_memory": lambda: limit("--channels-last", "--bf16", "--keep-memory"),
     }
+    contestants["resident_ddp_channels_last_keep_memory"] = lambda: resident_ddp("--channels-last", "--keep-memory")
     table = summary(alternate(contestants, rounds), "samples_per_s", "plain")
     for name in ("float32", "bfloat16"):
         best = table[f"limit_{name}_channels_last_keep_memory"]["samples_per_s"]

@@ -184,8 +184,11 @@ def max_steps() -> int | None:
 
 
 def device_kind() -> str | None:
-    """ "cpu" or "cuda" where the user forces one."""
-    return os.environ.get(DEVICE)
+    """ "cpu" or "cuda" where the user forces one. Raises `LaunchError` for anything else."""
+    kind = os.environ.get(DEVICE) or None
+    if kind not in (None, "cpu", "cuda"):
+        raise LaunchError(f"The environment variable {DEVICE} = {kind!r} should be 'cpu' or 'cuda'.")
+    return kind
 
 
 def thread_limit() -> int | None:

@@ -31,7 +31,7 @@ def _sums(cases: list[tuple[int, int]]) -> list[torch.Tensor]:
         for leaf in range(first, stop):
             tree.push(_leaf(leaf, length))
         results.append(tree_all_reduce(tree.partials, runs, torch.empty(length), world.group))
-    leave(world)
+    leave()
     return results
 
 
@@ -57,7 +57,7 @@ def _back_to_back(rounds: int) -> float:
         total = tree_all_reduce([mine], runs, mine, world.group)
         worst = max(worst, float((total - expected).abs().max()))
     dist.barrier()
-    leave(world)
+    leave()
     return worst
 
 

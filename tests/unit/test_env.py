@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.env import WorkerFacts, worker_facts
+from paceline.env import WorkerFacts, device_kind, worker_facts
 from paceline.errors import LaunchError
 
 
@@ -71,3 +71,11 @@ def test_open_mpi_and_mpich() -> None:
 def test_contradictions_are_one_sentence(env: dict[str, str], words: str) -> None:
     with pytest.raises(LaunchError, match=words):
         worker_facts(env)
+
+
+def test_a_device_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_DEVICE", "cpu")
+    assert device_kind() == "cpu"
+    monkeypatch.setenv("PACELINE_DEVICE", "gpu")
+    with pytest.raises(LaunchError, match="'gpu' should be 'cpu' or 'cuda'"):
+        device_kind()

@@ -67,14 +67,21 @@ def write_run(
     quiet: bool = False,
     trackers: Sequence[str] = (),
 ) -> list[str]:
-    """Lay job and plan into the run folder; return the program that trains them, as python's arguments."""
+    """Lay job, plan and limit into the run folder; return the program that trains them, as python's arguments."""
     _make(run_dir)
     _write_json(run_dir / "job.json", job.to_mapping())
     _write_json(run_dir / "plan.json", plan.to_mapping())
+    _write_json(run_dir / "limit.json", {"max_steps": max_steps})
     program = ["-m", "paceline.train", str(run_dir)]
     program += [] if max_steps is None else ["--max-steps", str(max_steps)]
     program += ["--quiet"] if quiet else []
     return program + [word for tracker in trackers for word in ("--track", tracker)]
+
+
+def step_limit(run_dir: Path) -> int | None:
+    """The `max_steps` that the run in `run_dir` was begun with; a record tells only how many steps it took."""
+    limit: int | None = json.loads((run_dir / "limit.json").read_text(encoding="utf-8"))["max_steps"]
+    return limit
 
 
 def _make(run_dir: Path) -> None:

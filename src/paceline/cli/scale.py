@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from paceline.cli.execute import execute, new_run_dir
+from paceline.cli.execute import execute, new_run_dir, step_limit
 from paceline.cli.options import (
     AsJson,
     DataDir,
@@ -99,7 +99,7 @@ def _record_of(job: Job, plan: Plan, run_dir: Path, max_steps: int | None, quiet
     path = run_dir / "record.json"
     if path.exists():
         record = RunRecord.load(path)
-        if record.job == job and record.plan == plan and max_steps in (None, record.steps):
+        if record.job == job and record.plan == plan and step_limit(run_dir) == max_steps:
             return record
         raise JobError(f"{run_dir} holds a run of another job; choose another --out for this study.")
     return execute(job, plan, run_dir, max_steps=max_steps, quiet=quiet)

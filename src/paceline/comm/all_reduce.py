@@ -11,9 +11,7 @@ from paceline.comm.state import HookState
 
 def all_reduce(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Sum the bucket over all workers; in flight while backward goes on."""
-    if bucket.is_last():
-        state.on_last_bucket()
-    work = dist.all_reduce(bucket.buffer(), group=state.group, async_op=True)
+    work = dist.all_reduce(state.contribution(bucket), group=state.group, async_op=True)
     assert work is not None
     future: torch.futures.Future[list[torch.Tensor]] = work.get_future()
     return future.then(lambda done: done.value()[0])

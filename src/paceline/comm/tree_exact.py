@@ -128,11 +128,9 @@ def tree_all_reduce(
 
 def tree_exact(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The tree over workers, one leaf each, as a communication hook; blocks backward while it runs."""
-    if bucket.is_last():
-        state.on_last_bucket()
     world_size = dist.get_world_size(state.group)
     runs = [(rank, rank + 1) for rank in range(world_size)]
-    total = tree_all_reduce([bucket.buffer()], runs, bucket.buffer(), state.group)
+    total = tree_all_reduce([state.contribution(bucket)], runs, bucket.buffer(), state.group)
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(total)
     return future

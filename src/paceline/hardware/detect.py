@@ -52,12 +52,20 @@ def parse_gpus(listing: str) -> list[tuple[Device, str]]:
 
 
 def visible(gpus: list[tuple[Device, str]], allowed: list[str] | None) -> list[Device]:
-    """The GPUs among `allowed` (indices or UUID prefixes, as CUDA reads them); all of them for None."""
+    """The GPUs among `allowed` (indices or UUID prefixes); all of them for None.
+
+    As CUDA reads its variable: in this order, and no further than the first entry that names none.
+    """
     if allowed is None:
         return [device for device, _ in gpus]
-    return [
-        device
-        for wanted in allowed
-        for device, uuid in gpus
-        if wanted == str(device.index) or (wanted.startswith("GPU-") and uuid.startswith(wanted))
-    ]
+    found: list[Device] = []
+    for wanted in allowed:
+        named = [
+            device
+            for device, uuid in gpus
+            if wanted == str(device.index) or (wanted.startswith("GPU-") and uuid.startswith(wanted))
+        ]
+        if not named:
+            break
+        found += named
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.parallel.bitwise import BitwiseDataParallel
 from paceline.parallel.clock import Clock, Mark
-from paceline.parallel.engine import Engine, StepInput
+from paceline.parallel.engine import Engine, StepInput, check_batch
 from paceline.parallel.numeric import NumericDataParallel
 from paceline.parallel.shards import Share, check_shards
 
@@ -16,5 +16,6 @@ __all__ = [
     "NumericDataParallel",
     "Share",
     "StepInput",
+    "check_batch",
     "check_shards",
 ]

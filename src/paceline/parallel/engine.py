@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -40,10 +41,31 @@ class Engine(Protocol):
         """Leave the gradient in `.grad` of every parameter; return the global batch's mean loss, detached."""
         ...
 
+    def agree_on_buffers(self) -> None:
+        """Make every buffer rank 0's, those included that workers do not keep equal while they train."""
+        ...
+
     @property
     def communication(self) -> tuple[Mark, Mark]:
         """The last step's exposed communication: from the last gradient computed to the last one aggregated."""
         ...
+
+
+def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Rank 0's values for everybody."""
+    if group is not None:
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), src=0, group=group)
+
+
+def check_batch(batch: Any, num_samples: int) -> None:
+    """A `ModelError` if `batch` cannot be cut into shards: a tensor in it has not one row for each sample."""
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) != num_samples:
+            raise ModelError(
+                f"The batch given to run.step has a tensor of shape {tuple(leaf.shape)} for {num_samples} samples; "
+                "each tensor in it needs one row for every sample that run.batches yielded, in their order."
+            )
 
 
 def cut(batch: Any, start: int, stop: int) -> Any:

@@ -9,6 +9,7 @@ statistics of the whole global batch, on CPU too.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -27,6 +28,8 @@ class ShardSizes:
         """Samples in each shard of this forward pass; None outside of a training step."""
         self.all: tuple[int, ...] = ()
         """Samples in each shard of the whole global batch."""
+        self.in_backward = False
+        """Set while gradients are computed: activation checkpointing runs layers again, which says nothing new."""
 
 
 class ShardBatchNorm(_BatchNorm):
@@ -37,6 +40,8 @@ class ShardBatchNorm(_BatchNorm):
         self.shards = ShardSizes()
         self.batch_mean: Tensor | None = None
         self.batch_var: Tensor | None = None
+        self.batch_weight: Tensor | None = None
+        """The part of the global batch behind them; more than all of it in a layer that is called several times."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -68,12 +73,14 @@ class ShardBatchNorm(_BatchNorm):
             shard, self.weight, self.bias, mean, var, True, 1.0, self.eps, torch.backends.cudnn.enabled
         )
         values_per_sample = shard.shape[0] // size * shard[0, 0].numel()
-        if self.track_running_stats and size * values_per_sample > 1:
+        if self.track_running_stats and size * values_per_sample > 1 and not self.shards.in_backward:
             # A shard with one value a channel has no variance: it says nothing, here and in the total weight.
-            told = sum(s for s in self.shards.all if s * values_per_sample > 1)
-            mean, var = mean * (size / told), var * (size / told)
+            weight = size / sum(s for s in self.shards.all if s * values_per_sample > 1)
+            mean, var = mean * weight, var * weight
+            told = mean.new_full((1,), weight)
             self.batch_mean = mean if self.batch_mean is None else self.batch_mean + mean
             self.batch_var = var if self.batch_var is None else self.batch_var + var
+            self.batch_weight = told if self.batch_weight is None else self.batch_weight + told
         return output
 
 
@@ -86,19 +93,28 @@ class NormStatistics:
         for layer in model.modules():
             if isinstance(layer, ShardBatchNorm):
                 layer.shards = self.shards
-        # One more number a layer: whether any shard had statistics to tell.
+        # One more number a layer: the weight of all that was added.
         self.length = sum(2 * layer.num_features + 1 for layer in self.layers)
 
     def collect(self, like: Tensor) -> Iterator[Tensor]:
         """The statistics since the last call, as the parts of a vector of `length` elements of `like`'s kind."""
         for layer in self.layers:
-            if layer.batch_mean is None or layer.batch_var is None:
+            if layer.batch_mean is None or layer.batch_var is None or layer.batch_weight is None:
                 yield like.new_zeros(2 * layer.num_features + 1)
             else:
                 yield layer.batch_mean.to(like.dtype)
                 yield layer.batch_var.to(like.dtype)
-                yield like.new_ones(1)
-            layer.batch_mean = layer.batch_var = None
+                yield layer.batch_weight.to(like.dtype)
+            layer.batch_mean = layer.batch_var = layer.batch_weight = None
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Gradients are computed within: what layers see of the shards there has been counted already."""
+        self.shards.in_backward = True
+        try:
+            yield
+        finally:
+            self.shards.in_backward = False
 
     @torch.no_grad()
     def apply(self, total: Tensor) -> None:
@@ -106,16 +122,17 @@ class NormStatistics:
         start = 0
         for layer in self.layers:
             width = layer.num_features
-            mean, var, told = total[start : start + 2 * width + 1].split([width, width, 1])
+            mean, var, weight = total[start : start + 2 * width + 1].split([width, width, 1])
             start += 2 * width + 1
-            # Tensor arithmetic instead of an `if`: reading `told` would make the host wait for the device.
-            seen = (told > 0).to(mean.dtype)
+            # Tensor arithmetic instead of an `if`: reading the weight would make the host wait for the device.
+            seen = (weight > 0).to(mean.dtype)
+            weight = weight + (1 - seen)
             count = cast(Tensor, layer.num_batches_tracked)
             count += seen.view(()).to(count.dtype)
             factor = seen * layer.momentum if layer.momentum is not None else seen / count.clamp(min=1)
             for running, batch in ((layer.running_mean, mean), (layer.running_var, var)):
                 running = cast(Tensor, running)
-                running.lerp_(batch.to(running.dtype), factor.to(running.dtype))
+                running.lerp_((batch / weight).to(running.dtype), factor.to(running.dtype))
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -171,6 +188,8 @@ def _global_statistics(
         (1,), float(input.numel() // input.shape[1] if counted else 0), dtype=mean.dtype, device=mean.device
     )
     mine = torch.cat([count, mean, var])
+    if not counted:  # zero times a stand-in's overflow would be NaN for everybody
+        mine.zero_()
     if group is None:
         everyone = mine.unsqueeze(0)
     else:
@@ -218,6 +237,8 @@ class _SyncNormalise(torch.autograd.Function):
         grad_bias = grad.sum(dims)
         grad_weight = (grad * x_hat).sum(dims)
         sums = torch.stack([grad_bias, grad_weight])
+        if ctx.idle:
+            sums.zero_()
         if ctx.group is not None:
             dist.all_reduce(sums, group=ctx.group)
         mean_grad, mean_grad_x_hat = sums / ctx.count
@@ -238,17 +259,24 @@ class _SyncNormalise(torch.autograd.Function):
 def replace_batch_norm(model: nn.Module, kind: type[ShardBatchNorm] | type[SyncBatchNorm]) -> nn.Module:
     """Every batch norm layer of `model` as one of `kind`, holding the very same parameters and buffers.
 
-    In place but for the model itself being such a layer, so use what is returned.
+    A layer that stands in several places still does. In place but for the model itself being such a layer, so use
+    what is returned.
     """
-    if isinstance(model, _BatchNorm) and not isinstance(model, ShardBatchNorm | SyncBatchNorm):
-        layer = kind(model.num_features, model.eps, model.momentum, False, model.track_running_stats)
-        layer.affine = model.affine
-        layer._parameters = model._parameters
-        layer._buffers = model._buffers
-        layer.training = model.training
-        return layer
-    for name, child in model.named_children():
-        replaced = replace_batch_norm(child, kind)
-        if replaced is not child:
-            setattr(model, name, replaced)
-    return model
+    layers = [
+        m for m in model.modules() if isinstance(m, _BatchNorm) and not isinstance(m, ShardBatchNorm | SyncBatchNorm)
+    ]
+    replacements: dict[nn.Module, nn.Module] = {layer: _replacement(layer, kind) for layer in layers}
+    for module in list(model.modules()):
+        for name, child in list(module._modules.items()):  # named_children() would name a layer once only
+            if child in replacements:
+                setattr(module, name, replacements[child])
+    return replacements.get(model, model)
+
+
+def _replacement(original: _BatchNorm, kind: type[ShardBatchNorm] | type[SyncBatchNorm]) -> nn.Module:
+    layer = kind(original.num_features, original.eps, original.momentum, False, original.track_running_stats)
+    layer.affine = original.affine
+    layer._parameters = original._parameters
+    layer._buffers = original._buffers
+    layer.training = original.training
+    return layer

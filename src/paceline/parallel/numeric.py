@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.comm import ALGORITHMS, HookState
 from paceline.errors import ModelError
 from paceline.parallel.clock import Clock, Mark
-from paceline.parallel.engine import StepInput, check_loss, cut, statistics_dtype
+from paceline.parallel.engine import StepInput, broadcast, check_loss, cut, statistics_dtype
 from paceline.parallel.norm import NormStatistics, ShardBatchNorm, SyncBatchNorm, replace_batch_norm
 from paceline.parallel.shards import Piece, Share
 from paceline.spec import Job, Plan
@@ -54,10 +57,13 @@ class NumericDataParallel:
         self._norm = NormStatistics(self._model)
         self._dtype = statistics_dtype(self._model)
         self._whole_share_only = job.norm == "sync" and self._has(SyncBatchNorm)
-        # None: not seen yet. Per-device norms make the statistics depend on the whole share, so never split there.
-        self._draws_randomness: bool | None = None if job.norm == "shard" else False
+        # None: not seen yet. Where a norm's statistics depend on the whole share, it is never split.
+        splits = job.norm == "shard" or not self._has(_BatchNorm)
+        self._draws_randomness: bool | None = None if splits else False
         self._aggregated = self._last_gradient = self._clock.mark()
         self._hook_called = False
+        self._hook_state: HookState | None = None
+        self._own_buffers = self._unknown_buffers()
         self.module = self._model if group is None else self._wrap(group, find_unused_parameters)
 
     @staticmethod
@@ -76,25 +82,27 @@ class NumericDataParallel:
     def _has(self, kind: type[nn.Module]) -> bool:
         return any(isinstance(layer, kind) for layer in self._model.modules())
 
-    def _wrap(self, group: dist.ProcessGroup, find_unused_parameters: bool) -> DistributedDataParallel:
+    def _unknown_buffers(self) -> list[Tensor]:
+        """All buffers but those of our norm layers, which keep theirs equal on all workers."""
         kept_equal = {
-            f"{prefix}.{name}" if prefix else name
-            for prefix, layer in self._model.named_modules()
+            id(buffer)
+            for layer in self._model.modules()
             if isinstance(layer, ShardBatchNorm | SyncBatchNorm)
-            for name, _ in layer.named_buffers(recurse=False)
+            for buffer in layer.buffers(recurse=False)
         }
-        others = any(name not in kept_equal for name, _ in self._model.named_buffers())
+        return [buffer for buffer in self._model.buffers() if id(buffer) not in kept_equal]
+
+    def _wrap(self, group: dist.ProcessGroup, find_unused_parameters: bool) -> DistributedDataParallel:
         ddp = DistributedDataParallel(
             self._model,
             device_ids=[self._device] if self._device.type == "cuda" else None,
             process_group=group,
-            # Our norm layers keep their buffers equal themselves; only buffers we know nothing of are broadcast.
-            **cast(Any, {_BROADCAST_BUFFERS: others}),
+            **cast(Any, {_BROADCAST_BUFFERS: bool(self._own_buffers)}),
             gradient_as_bucket_view=True,
             find_unused_parameters=find_unused_parameters,
         )
-        state = HookState(group, on_last_bucket=self._on_last_bucket)
-        ddp.register_comm_hook(state, ALGORITHMS[self._plan.algorithm])
+        self._hook_state = HookState(group, on_last_bucket=self._on_last_bucket)
+        ddp.register_comm_hook(self._hook_state, ALGORITHMS[self._plan.algorithm])
         return ddp
 
     def _on_last_bucket(self) -> None:
@@ -113,13 +121,26 @@ class NumericDataParallel:
         if self._group is None:
             self._last_gradient = self._clock.mark()
         elif not self._hook_called:
-            raise ModelError(
-                "The loss did not go through the prepared model, so no gradient was aggregated; call the model that "
-                "run.prepare returned, or the one the loss function is given."
-            )
+            raise ModelError(self._why_nothing_was_aggregated())
         self._norm.apply(summed[1:])
         self._aggregated = self._clock.mark()
         return summed[0]
+
+    def _why_nothing_was_aggregated(self) -> str:
+        trained = [(name, p.grad) for name, p in self._model.named_parameters() if p.requires_grad]
+        without = [name for name, grad in trained if grad is None]
+        if 0 < len(without) < len(trained):
+            return (
+                f"The parameter '{without[0]}' got no gradient, which other workers wait for; call run.prepare with "
+                "find_unused_parameters=True, or freeze what the loss never uses before run.prepare."
+            )
+        return (
+            "The loss did not go through the prepared model, so no gradient was aggregated; call the model that "
+            "run.prepare returned, or the one the loss function is given."
+        )
+
+    def agree_on_buffers(self) -> None:
+        broadcast(self._own_buffers, self._group)
 
     def _working_step(self, step: StepInput) -> Tensor:
         next_shard, stop = step.share.runs[step.share.rank]
@@ -135,7 +156,8 @@ class NumericDataParallel:
                 if is_last:
                     # The step's loss and norm statistics are known: they travel while backward computes.
                     summed, arrived = self._start_sum(losses)
-                step.scale(loss * piece.weight).backward()
+                with self._norm.backward():
+                    step.scale(loss * piece.weight).backward()
             if is_last:
                 arrived()
                 return summed
@@ -152,35 +174,40 @@ class NumericDataParallel:
 
     def _forward(self, step: StepInput, piece: Piece) -> Tensor:
         step.seed_shard(piece.first_shard)
-        before = self._generator_states() if self._draws_randomness is None else []
+        before = self._generator_states() if self._draws_randomness is None else ()
         loss = step.loss_of(self.module, cut(step.batch, piece.start, piece.stop))
         if self._draws_randomness is None:
-            after = self._generator_states()
-            self._draws_randomness = not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+            self._draws_randomness = before != self._generator_states()
         return loss
 
-    def _generator_states(self) -> list[Tensor]:
-        cuda = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
-        return [torch.get_rng_state(), *cuda]
+    def _generator_states(self) -> tuple[Any, ...]:
+        """Everything that `StepInput.seed_shard` sets, fit to be compared."""
+        cuda = torch.cuda.get_rng_state(self._device).tolist() if self._device.type == "cuda" else None
+        _, state, position, *_ = np.random.get_state()
+        return torch.get_rng_state().tolist(), cuda, random.getstate(), np.asarray(state).tolist(), position
 
     def _idle_step(self, step: StepInput) -> Tensor:
-        """No sample for this worker: one stand-in sample with weight zero keeps everybody's collectives in step."""
-        self._norm.shards.current = None
-        syncs = [layer for layer in self._model.modules() if isinstance(layer, SyncBatchNorm)]
-        was_training = [layer for layer in self._model.modules() if layer.training]
-        for layer in was_training:
-            layer.training = isinstance(layer, SyncBatchNorm)
-        for layer in syncs:
-            layer.idle = True
+        """No sample for this worker: one stand-in sample that counts for nothing keeps all collectives in step."""
+        assert self._hook_state is not None  # alone, a worker has every sample
+        norms = [layer for layer in self._model.modules() if isinstance(layer, _BatchNorm) and layer.training]
+        # Only these layers know of it: a model may have other parameters, and other outputs, in evaluation mode.
+        for layer in norms:
+            if isinstance(layer, SyncBatchNorm):
+                layer.idle = True
+            else:
+                layer.training = False
+        self._hook_state.idle = True
         try:
             loss = check_loss(step.loss_of(self.module, cut(step.batch, 0, 1)))
             summed, arrived = self._start_sum(self._zero_loss())
             step.scale(loss * 0.0).backward()
         finally:
-            for layer in was_training:
-                layer.training = True
-            for layer in syncs:
-                layer.idle = False
+            self._hook_state.idle = False
+            for layer in norms:
+                if isinstance(layer, SyncBatchNorm):
+                    layer.idle = False
+                else:
+                    layer.training = True
         arrived()
         return summed
 

@@ -116,6 +116,9 @@ def _judge(base: Trace, other: Trace) -> Verdict:
             largest = max(largest, distance)
         if base.parity == "bitwise" and mine["weights_sha256"] != theirs["weights_sha256"]:
             return fail(step, "the weights", "some bits differ")
+    if len(other.steps) != len(base.steps):
+        cause = f"{len(other.steps)} steps instead of {len(base.steps)}: the script's loop depends on the worker"
+        return fail(num_steps - 1, "the number of steps", cause)
     return Verdict(other.workers, num_steps, True, largest)
 
 
@@ -133,16 +136,17 @@ def _rank_difference(lines: Sequence[Mapping[str, Any]]) -> tuple[int, str] | No
 
 def _farthest(mine: Fingerprints, theirs: Fingerprints) -> tuple[str, float]:
     """The tensor with the largest relative distance; tensors that hardly matter are measured against the whole."""
-    whole = math.sqrt(sum(values[0] ** 2 for values in mine.values()))
+    whole = math.hypot(*(values[0] for values in mine.values()))
     worst, worst_distance = "", 0.0
     for name, values in mine.items():
         if name not in theirs:
             return name, math.inf
+        if _same(values, theirs[name]):
+            continue
         scale = max(values[0], 0.01 * whole)
-        distance = _distance(values, theirs[name])
-        relative = distance / scale if scale > 0 else (0.0 if distance == 0 else math.inf)
-        if math.isnan(relative):
-            relative = 0.0 if _same(values, theirs[name]) else math.inf
+        relative = _distance(values, theirs[name]) / scale if scale > 0 else math.inf
+        if math.isnan(relative):  # only one of them diverged, or each in its own way
+            relative = math.inf
         if relative > worst_distance:
             worst, worst_distance = name, relative
     return worst, worst_distance
@@ -150,8 +154,8 @@ def _farthest(mine: Fingerprints, theirs: Fingerprints) -> tuple[str, float]:
 
 def _distance(mine: Sequence[float], theirs: Sequence[float]) -> float:
     """The root mean square difference of the projections estimates |a - b| without bias in its square."""
-    squares = [(a - b) ** 2 for a, b in zip(mine[1:], theirs[1:], strict=True)]
-    return math.sqrt(sum(squares) / len(squares))
+    differences = [a - b for a, b in zip(mine[1:], theirs[1:], strict=True)]
+    return math.hypot(*differences) / math.sqrt(len(differences))
 
 
 def _same(mine: Sequence[float], theirs: Sequence[float]) -> bool:

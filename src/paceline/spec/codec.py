@@ -89,6 +89,8 @@ def _convert(expected: Any, raw: Any, path: str) -> Any:
     if expected is Any:
         return raw
     if origin is Literal:
+        if raw is None and "none" in args:  # on a command line both are written none
+            return "none"
         if raw in args and not isinstance(raw, bool):
             return raw
         near = difflib.get_close_matches(str(raw), [str(a) for a in args], n=1, cutoff=0.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,8 @@ class RunRecord:
         path.write_text(json.dumps(to_mapping(self), indent=2) + "\n", encoding="utf-8")
 
     def summary(self) -> dict[str, Any]:
-        """The stable one-line result of `paceline train --json`."""
-        return {
+        """The stable one-line result of `paceline train --json`; null for what diverged, since JSON has no NaN."""
+        values = {
             "accuracy": self.accuracy,
             "loss": self.loss,
             "samples_per_s": self.samples_per_s,
@@ -83,3 +84,4 @@ class RunRecord:
             "world_size": self.world_size,
             "weights_sha256": self.weights_sha256,
         }
+        return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}

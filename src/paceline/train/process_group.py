@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -34,18 +35,21 @@ class World:
 def join(facts: env.WorkerFacts, plan: Plan) -> World:
     """Pick this worker's device and meet the others.
 
+    The group lasts as long as the process: workers find each other once, so the next run in it uses the group again,
+    and what a script does after its run works on many workers as it does on one.
+
     Raises:
         LaunchError: more workers than GPUs on this node, or a process group that somebody else set up differently.
     """
-    torch.set_num_threads(plan.threads_per_worker)
     device = _device(facts, plan)
     if device.type == "cpu":
         keep_freed_memory()
-    if dist.is_initialized():  # the user's script, or a notebook, was first
-        if dist.get_world_size() != facts.world_size:
+    if dist.is_initialized():  # a run before this one, or the user's script, was first
+        if (dist.get_rank(), dist.get_world_size()) != (facts.rank, facts.world_size):
             raise LaunchError(
-                f"A process group of {dist.get_world_size()} workers is already there, but the environment says "
-                f"{facts.world_size}; call paceline.init before init_process_group, or start both alike."
+                f"A process group with this process as rank {dist.get_rank()} of {dist.get_world_size()} is already "
+                f"there, but the environment says rank {facts.rank} of {facts.world_size}; call paceline.init before "
+                "init_process_group, or start both alike."
             )
         return World(facts, device, dist.group.WORLD if facts.world_size > 1 else None)
     if facts.world_size == 1:
@@ -58,18 +62,29 @@ def join(facts: env.WorkerFacts, plan: Plan) -> World:
         timeout=timedelta(seconds=plan.timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
+    atexit.register(leave)
     return World(facts, device, dist.group.WORLD)
 
 
-def leave(world: World) -> None:
-    """Take the process group down, if it is still there."""
-    if world.group is not None and dist.is_initialized():
+def leave() -> None:
+    """Take the process group down, if it is still there; the end of the process does it too."""
+    if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def abandon() -> None:
+    """After an error: end without a farewell. Peers may wait in a collective, and a farewell could wait with them."""
+    atexit.unregister(leave)
 
 
 def _device(facts: env.WorkerFacts, plan: Plan) -> torch.device:
     if plan.device_kind == "cpu":
         return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise LaunchError(
+            "The plan asks for GPUs, but torch finds none it can use; install a torch built for CUDA, or set "
+            "PACELINE_DEVICE=cpu."
+        )
     if facts.local_rank >= torch.cuda.device_count():
         raise LaunchError(
             f"Worker {facts.rank} wants GPU {facts.local_rank} of this node, but it has {torch.cuda.device_count()}; "

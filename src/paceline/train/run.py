@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Self, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -25,12 +26,13 @@ from paceline.parallel import (
     NumericDataParallel,
     Share,
     StepInput,
+    check_batch,
     check_shards,
 )
 from paceline.spec import Job, Plan
 from paceline.train.digest import weights_sha256
 from paceline.train.evaluate import Measure, chunk_ranges, evaluate, own_chunks
-from paceline.train.process_group import join, leave
+from paceline.train.process_group import abandon, join
 from paceline.train.schedule import lr_factor
 from paceline.train.timing import StepTimer
 from paceline.train.trace import Tracer
@@ -62,7 +64,7 @@ def init(job: Job | None = None, /, *, plan: Plan | None = None, max_steps: int 
         JobError: a key or value that cannot be meant, or more workers than virtual shards.
         LaunchError: an environment that contradicts itself.
     """
-    job = (job or Job()).with_values(**values) if values else (job or Job())
+    job = (job or Job()).with_values(**values)  # a Job made in Python is checked here too
     facts = env.worker_facts()
     plan = plan or _default_plan(job, facts)
     limits = [limit for limit in (max_steps, env.max_steps()) if limit is not None]
@@ -88,6 +90,8 @@ class Run:
         check_shards(facts.world_size, job.virtual_shards)
         self.job = job
         self.plan = plan
+        self._at_close = ExitStack()
+        self._at_close.enter_context(_torch_settings(job, plan))
         self.world = join(facts, plan)
         self.timer = StepTimer()
         self.samples_seen = 0
@@ -100,9 +104,10 @@ class Run:
         self._base_lrs: list[float] = []
         self._share: Share | None = None
         self._epoch_samples = 0
-        self._readers: dict[int, ArrayReader] = {}
+        self._readers: WeakKeyDictionary[ArraySet, ArrayReader] = WeakKeyDictionary()
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=job.precision == "float16")
-        self._make_repeatable()
+        self._seed_generators(job.seed)
+        self._at_close.callback(self._tracer.close)
 
     def __enter__(self) -> Self:
         return self
@@ -110,12 +115,13 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            abandon()
         self.close()
 
     def close(self) -> None:
-        """Leave the other workers."""
-        self._tracer.close()
-        leave(self.world)
+        """End the run: files are closed and torch's settings are again what they were before it."""
+        self._at_close.close()
 
     @property
     def rank(self) -> int:
@@ -164,6 +170,8 @@ class Run:
         Returns:
             The model to call and the optimizer.
         """
+        if self._engine is not None:
+            raise JobError("This run has a model already; a second one needs a paceline.init of its own.")
         job = self.job
         model.to(self.device)
         if job.precision == "float64":
@@ -189,10 +197,7 @@ class Run:
         Which samples form a batch is a function of (seed, epoch, number) alone. Each batch must be given to `step`
         before the next is taken. A worker with no sample in a short batch gets one stand-in sample, counted as zero.
         """
-        num_samples = len(dataset)
-        if num_samples == 0:
-            raise DataError("The training set is empty.")
-        self._epoch_samples = num_samples
+        self._epoch_samples = _num_samples(dataset, "training")
         for number in range(self.job.epochs) if epoch is None else [epoch]:
             yield from self._epoch_batches(dataset, number)
 
@@ -201,6 +206,8 @@ class Run:
         order = epoch_order(len(dataset), job.global_batch_size, job.seed, epoch)
         remaining = order.num_batches if self._max_steps is None else self._max_steps - self.steps
         numbers = range(min(order.num_batches, max(0, remaining)))
+        if not numbers:
+            return
         shares = [Share.of(len(order.batch(n)), job.virtual_shards, self.rank, self.world_size) for n in numbers]
         indices = [
             # An idle worker takes the first sample of the batch as its stand-in.
@@ -224,10 +231,10 @@ class Run:
         job = self.job
         dtype = torch.float64 if job.precision == "float64" else torch.float32
         if isinstance(dataset, ArraySet):
-            reader = self._readers.get(id(dataset))
+            reader = self._readers.get(dataset)
             if reader is None:  # it may hold the whole set on the device, so there is one for each set
                 reader = ArrayReader(dataset, self.device, dtype, job.channels_last, job.seed)
-                self._readers[id(dataset)] = reader
+                self._readers[dataset] = reader
             return (reader.read(epoch, part, train) for part in indices)
         return stream_batches(
             dataset,
@@ -253,6 +260,7 @@ class Run:
         if share is None:
             raise JobError("run.step needs a batch that run.batches just yielded; each is used once.")
         self._share = None
+        check_batch(batch, sum(share.sizes) or 1)
         self._set_lr(optimizer)
         optimizer.zero_grad(set_to_none=True)
 
@@ -275,31 +283,40 @@ class Run:
 
         self.steps += 1
         self.samples_seen += share.global_size
-        # What a script draws between two steps must not depend on the shards this worker happened to compute.
-        self._seed_generators(key(self.job.seed, streams.BETWEEN_STEPS, 0, self.steps))
+        self._seed_between_steps()
         self.timer.step_ended(engine.communication)
         return loss
 
     def evaluate(self, dataset: Any, measure: Measure) -> dict[str, float]:
         """Mean of every metric over `dataset`, each sample counted exactly once on any number of workers.
 
+        A common act: every worker has to call it.
+
         Args:
             dataset: map-style; visited in order.
             measure: called as measure(model, batch) in evaluation mode without gradients; returns one value per
                 sample for every metric, {"accuracy": correct, "loss": losses}, each of shape (samples in batch,).
         """
-        if len(dataset) == 0:
-            raise DataError("The evaluation set is empty.")
         model = self.model
-        chunks = chunk_ranges(len(dataset), self.job.eval_batch_size)
-        indices = [np.arange(chunks[n].start, chunks[n].stop) for n in own_chunks(chunks, self.world)]
-        was_training = model.training
+        chunks = chunk_ranges(_num_samples(dataset, "evaluation"), self.job.eval_batch_size)
+        mine = own_chunks(chunks, self.world)
+        indices = [np.arange(chunks[n].start, chunks[n].stop) for n in mine]
+        numbers = iter(mine)
+
+        def seeded(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+            self._seed_generators(key(self.job.seed, streams.EVALUATION, self.steps, next(numbers)))
+            return measure(model, batch)
+
+        self._prepared().agree_on_buffers()
+        was_training = [module for module in model.modules() if module.training]  # some may be frozen
         model.eval()
         try:
             with torch.no_grad(), self._autocast():
-                return evaluate(self._read(dataset, 0, indices, train=False), chunks, model, measure, self.world)
+                return evaluate(self._read(dataset, 0, indices, train=False), chunks, model, seeded, self.world)
         finally:
-            model.train(was_training)
+            for module in was_training:
+                module.training = True
+            self._seed_between_steps()
             self.timer.resume()
 
     def _forward(self, model: nn.Module, part: Any, loss_fn: LossFn) -> Tensor:
@@ -314,8 +331,15 @@ class Run:
     def _seed_shard(self, shard: int) -> None:
         self._seed_generators(key(self.job.seed, streams.FORWARD, self.steps, shard))
 
+    def _seed_between_steps(self) -> None:
+        """What a script draws between two steps must not depend on the part of the work this worker happened to do."""
+        self._seed_generators(key(self.job.seed, streams.BETWEEN_STEPS, 0, self.steps))
+
     def _seed_generators(self, seed: int) -> None:
-        """As torch.manual_seed, but without the call, and its stack trace, that it keeps for CUDA where none is used."""
+        """Seed Python, NumPy and torch; not by torch.manual_seed, which keeps a call, and its stack trace, for a CUDA
+        that is not used."""
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
@@ -340,12 +364,34 @@ class Run:
                 "The optimizer holds parameters that are not the model's; build it from model.parameters()."
             )
 
-    def _make_repeatable(self) -> None:
-        seed = self.job.seed
-        torch.manual_seed(seed)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
-        if self.job.parity == "bitwise":
-            env.deterministic_cuda()
-            torch.backends.cudnn.benchmark = False
-            torch.use_deterministic_algorithms(True, warn_only=True)
+
+@contextmanager
+def _torch_settings(job: Job, plan: Plan) -> Iterator[None]:
+    """The settings of the whole process that a run needs, for as long as it lasts."""
+    threads = torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    torch.set_num_threads(plan.threads_per_worker)
+    if job.parity == "bitwise":
+        env.deterministic_cuda()
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.backends.cudnn.benchmark = benchmark
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+
+
+def _num_samples(dataset: Any, purpose: str) -> int:
+    """How many samples there are. Raises `DataError` for none, and for what is no map-style data set."""
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise DataError(
+            f"The {purpose} set, of type {type(dataset).__name__}, lacks a length or samples by number; give the "
+            "map-style data set itself, not a loader over it."
+        )
+    if len(dataset) == 0:
+        raise DataError(f"The {purpose} set is empty.")
+    return len(dataset)

@@ -93,3 +93,29 @@ def test_sync_batch_norm_alone_is_batch_norm() -> None:
         torch.testing.assert_close(a.grad, b.grad, msg=name)
     for ours, theirs in zip(sync.buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_a_layer_that_is_called_twice_has_the_mean_of_both_calls() -> None:
+    ghost = replace_batch_norm(nn.BatchNorm1d(1, momentum=0.5), ShardBatchNorm)
+    statistics = NormStatistics(ghost)
+    statistics.shards.all = statistics.shards.current = (2, 2)
+    for offset in (0.0, 10.0):
+        ghost(torch.tensor([[1.0], [3.0], [1.0], [3.0]]) + offset)
+    with statistics.backward():  # what checkpointing computes again is no news
+        ghost(torch.full((4, 1), 1e6))
+    statistics.apply(torch.cat(list(statistics.collect(torch.zeros(1)))))
+    assert isinstance(ghost, ShardBatchNorm)
+    torch.testing.assert_close(ghost.running_mean, torch.tensor([0.5 * 7.0]))
+    torch.testing.assert_close(ghost.running_var, torch.tensor([0.5 * 1.0 + 0.5 * 2.0]))
+    assert ghost.num_batches_tracked == 1
+
+
+def test_a_layer_in_several_places_is_replaced_in_all_of_them_by_one() -> None:
+    norm = nn.BatchNorm1d(2)
+    model = nn.Sequential(norm, nn.Sequential(norm), norm)
+    replaced = replace_batch_norm(model, ShardBatchNorm)
+    assert isinstance(replaced, nn.Sequential) and isinstance(replaced[1], nn.Sequential)
+    assert isinstance(replaced[0], ShardBatchNorm)
+    assert replaced[0] is replaced[1][0] is replaced[2]
+    assert replaced[0].weight is norm.weight
+    assert len(NormStatistics(replaced).layers) == 1

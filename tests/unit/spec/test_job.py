@@ -61,6 +61,9 @@ def test_settings_are_toml_values_and_bare_words() -> None:
     assert job.optim.clip_norm == 1.0
     assert job.model.options == {"width": 3}
     assert job.with_settings(["optim.clip_norm=none"]).optim.clip_norm is None
+    # Both an absent value and a choice by that name are written none.
+    assert Job().with_settings(["optim.lr_scaling=none"]).optim.lr_scaling == "none"
+    assert Job().with_settings(["optim.clip_norm=none"]).optim.clip_norm is None
 
 
 @pytest.mark.parametrize("setting", ["epochs", "=3", "epochs.deep=1", "nokey=1"])

@@ -1,0 +1,117 @@
+"""What a command line means, before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.options import parse_counts, parse_tolerance, recipe_names, resolve_job
+from paceline.errors import JobError
+from paceline.plan import place
+from paceline.spec import Cluster, Device, Job, load_job
+
+
+def test_the_recipe_of_the_demo_is_there() -> None:
+    assert "digits-lenet" in recipe_names()
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_is_a_job_of_its_name_that_can_be_placed(name: str) -> None:
+    job = resolve_job(name, None, None)
+    assert job.name == name
+    machine = Cluster("here", 4, 2**34, "a processor", tuple(Device("cpu", i, "", 2**32) for i in range(4)))
+    assert place(job, machine, 4).world_size == 4
+
+
+def test_a_file_is_a_job_of_its_stem(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('global_batch_size = 32\nmodel = "mlp"\n')
+    assert resolve_job(str(path), None, None) == load_job(path)
+    assert resolve_job(str(path), None, None).name == "mine"
+
+
+def test_a_recipe_wins_over_a_file_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "digits-lenet").mkdir()
+    assert resolve_job("digits-lenet", None, None).data.name == "digits"
+
+
+def test_settings_and_data_change_the_job_and_nothing_else() -> None:
+    plain = resolve_job("digits-lenet", None, None)
+    changed = resolve_job("digits-lenet", ["optim.lr=0.5", "epochs=2", "model=mlp"], None)
+    assert changed == plain.with_values(optim={"lr": 0.5}, epochs=2, model="mlp")
+    assert changed.optim.momentum == plain.optim.momentum
+
+
+def test_the_data_directory_survives_a_change_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert resolve_job("mnist-lenet", None, "sets").data.dir == str(tmp_path / "sets")
+    # --data wins over --set.
+    assert resolve_job("mnist-lenet", ["data.dir=elsewhere"], "sets").data.dir == str(tmp_path / "sets")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("optim.clip_norm=none", Job().with_values(optim={"clip_norm": None})),
+        ("parity=bitwise", Job().with_values(parity="bitwise")),
+        ('parity = "bitwise"', Job().with_values(parity="bitwise")),
+        ("optim.betas=[0.8, 0.9]", Job().with_values(optim={"betas": [0.8, 0.9]})),
+        ("optim.lr=1", Job().with_values(optim={"lr": 1.0})),
+        ("data.options.file=a=b.txt", Job().with_values(data={"options": {"file": "a=b.txt"}})),
+    ],
+)
+def test_values_are_toml_and_words(value: str, expected: Job, tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text("")
+    assert resolve_job(str(path), [value], None) == expected
+
+
+@pytest.mark.parametrize(
+    ("job", "settings", "words"),
+    [
+        ("digits-lenett", [], "did you mean 'digits-lenet'.*recipes are"),
+        ("zzz", [], "neither a job file nor a recipe; the recipes are"),
+        ("missing.toml", [], "no job file 'missing.toml'"),
+        (".", [], "is a directory"),
+        ("digits-lenet", ["optim.lr"], "write key=value"),
+        ("digits-lenet", ["=1"], "write key=value"),
+        ("digits-lenet", ["optim.lrr=1"], "'optim.lrr': did you mean 'lr'"),
+        ("digits-lenet", ["epochs=many"], "epochs = 'many' should be a whole number"),
+        ("digits-lenet", ["epochs=0"], "epochs = 0 should be at least 1"),
+        ("digits-lenet", ["optim.lr=nan"], "finite"),
+        ("digits-lenet", ["optim=3"], "should be a table"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_sentence(
+    job: str, settings: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(JobError, match=words) as caught:
+        resolve_job(job, settings, None)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"), [("1", [1]), ("1,2,4", [1, 2, 4]), ("4,1,2", [1, 2, 4]), (" 2, 2 ,1", [1, 2])]
+)
+def test_counts_are_ascending_and_once_each(text: str, counts: list[int]) -> None:
+    assert parse_counts(text, "--devices") == counts
+
+
+@pytest.mark.parametrize("text", ["", "0", "1,,2", "-1", "two", "1.5", "1;2", "0,1"])
+def test_other_counts_are_refused(text: str) -> None:
+    with pytest.raises(JobError, match=r"--devices .* numbers of workers such as 1,2,4"):
+        parse_counts(text, "--devices")
+
+
+@pytest.mark.parametrize(("text", "value"), [("1%", 0.01), ("0.01", 0.01), ("0", 0.0), ("2.5%", 0.025), ("100%", 1.0)])
+def test_tolerance(text: str, value: float) -> None:
+    assert parse_tolerance(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("text", ["", "%", "-1%", "101%", "2", "nan", "a little", "1%%"])
+def test_other_tolerances_are_refused(text: str) -> None:
+    with pytest.raises(JobError, match="--tolerance"):
+        parse_tolerance(text)

@@ -1,0 +1,72 @@
+"""Evaluation in a world of one: every sample once, and metrics that are none are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from paceline.env import WorkerFacts
+from paceline.errors import ModelError
+from paceline.train.evaluate import Measure, chunk_ranges, evaluate, own_chunks
+from paceline.train.process_group import World
+
+ALONE = World(WorkerFacts(), torch.device("cpu"), None)
+
+
+def world(rank: int, size: int) -> World:
+    return World(WorkerFacts(rank, size), torch.device("cpu"), None)
+
+
+@given(st.integers(0, 500), st.integers(1, 300), st.integers(1, 12))
+def test_every_sample_belongs_to_one_chunk_and_every_chunk_to_one_worker(samples: int, size: int, workers: int) -> None:
+    chunks = chunk_ranges(samples, size)
+    assert [i for chunk in chunks for i in chunk] == list(range(samples))
+    assert all(0 < len(chunk) <= size for chunk in chunks)
+    owned = [own_chunks(chunks, world(rank, workers)) for rank in range(workers)]
+    assert [number for numbers in owned for number in numbers] == list(range(len(chunks)))
+    assert owned[0] or not chunks
+    assert max(map(len, owned)) - min(map(len, owned)) <= 1
+
+
+def run(values: Tensor, chunk_size: int, measure: Measure) -> dict[str, float]:
+    chunks = chunk_ranges(len(values), chunk_size)
+    batches = (values[chunk.start : chunk.stop] for chunk in chunks)
+    return evaluate(batches, chunks, nn.Identity(), measure, ALONE)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 7, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bool, torch.int64])
+def test_the_mean_over_samples_whatever_the_chunks(chunk_size: int, dtype: torch.dtype) -> None:
+    values = torch.arange(7).to(dtype)  # a ragged last chunk counts by its samples
+
+    def measure(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return {"value": model(batch), "one": torch.ones(len(batch))}
+
+    assert run(values, chunk_size, measure) == {"value": pytest.approx(float(values.double().mean())), "one": 1.0}
+
+
+def test_sums_are_float64() -> None:
+    """In float32 the small values would vanish beside the large one."""
+    values = torch.cat([torch.tensor([2.0**24]), torch.ones(31)])
+    assert run(values, 64, lambda _model, batch: {"v": batch})["v"] == (2.0**24 + 31) / 32
+
+
+@pytest.mark.parametrize(
+    ("wrong", "got"),
+    [
+        (lambda batch: batch.mean(), r"\(\)"),
+        (lambda batch: batch[:, None], r"\(4, 1\)"),
+        (lambda batch: batch[:-1], r"\(3,\)"),
+        (lambda batch: float(batch.sum()), "float"),
+        (lambda batch: batch.tolist(), "list"),
+    ],
+)
+def test_a_metric_that_is_not_one_value_per_sample_is_refused(wrong: Callable[[Tensor], Any], got: str) -> None:
+    with pytest.raises(ModelError, match=rf"metric 'mine' should be one value per sample, shape \(4,\), but is {got}"):
+        run(torch.arange(8.0), 4, lambda _model, batch: {"mine": wrong(batch)})

@@ -1,0 +1,57 @@
+"""Where measured values go."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import JobError
+from paceline.train.metrics import SINKS, open_sinks
+
+
+def test_json_lines_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
+    (sink,) = open_sinks(tmp_path, [])
+    sink.log(1, {"loss": 0.1 + 0.2})
+    path = tmp_path / "metrics.jsonl"
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": 1, "loss": 0.1 + 0.2}]
+    sink.log(2, {"loss": 0.5, "samples_seen": 128})
+    sink.close()
+    assert json.loads(path.read_text().splitlines()[1]) == {"step": 2, "loss": 0.5, "samples_seen": 128}
+
+
+def test_tensorboard_gets_the_same_values(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    sinks = open_sinks(tmp_path, ["tensorboard"])
+    assert len(sinks) == 2
+    for step in (1, 2):
+        for sink in sinks:
+            sink.log(step, {"loss": 1.0 / step})
+    for sink in sinks:
+        sink.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 0.5)]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_an_unknown_tracker_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"no tracker 'tensorbord'; it is one of tensorboard, wandb, mlflow"):
+        open_sinks(tmp_path, ["tensorbord"])
+
+
+@pytest.mark.parametrize("name", SINKS)
+def test_a_tracker_that_is_not_installed_says_how(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = {"tensorboard": "torch.utils.tensorboard"}.get(name, name)
+    real_import = builtins.__import__
+
+    def fail(target: str, *arguments: Any, **keywords: Any) -> Any:
+        if target == module:
+            raise ModuleNotFoundError(f"No module named {target!r}")
+        return real_import(target, *arguments, **keywords)
+
+    monkeypatch.setattr(builtins, "__import__", fail)
+    with pytest.raises(JobError, match=rf"'{name}' is not installed; pip install 'paceline\[{name}\]'"):
+        open_sinks(tmp_path, [name])
