@@ -63,7 +63,6 @@ class NumericDataParallel:
         self._aggregated = self._last_gradient = self._clock.mark()
         self._hook_called = False
         self._hook_state: HookState | None = None
-        self._own_buffers = self._unknown_buffers()
         self.module = self._model if group is None else self._wrap(group, find_unused_parameters)
 
     @staticmethod
@@ -97,7 +96,7 @@ class NumericDataParallel:
             self._model,
             device_ids=[self._device] if self._device.type == "cuda" else None,
             process_group=group,
-            **cast(Any, {_BROADCAST_BUFFERS: bool(self._own_buffers)}),
+            **cast(Any, {_BROADCAST_BUFFERS: bool(self._unknown_buffers())}),
             gradient_as_bucket_view=True,
             find_unused_parameters=find_unused_parameters,
         )
@@ -140,7 +139,7 @@ class NumericDataParallel:
         )
 
     def agree_on_buffers(self) -> None:
-        broadcast(self._own_buffers, self._group)
+        broadcast(self._unknown_buffers(), self._group)
 
     def _working_step(self, step: StepInput) -> Tensor:
         next_shard, stop = step.share.runs[step.share.rank]
