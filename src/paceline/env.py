@@ -94,6 +94,11 @@ def _checked(
             f"The environment says rank {rank} of {world_size} workers ({started_by}); a rank lies in "
             "0 … world size - 1: check what started this process."
         )
+    if init_method.startswith("tcp://127.0.0.1:") and world_size > local_world_size:
+        raise LaunchError(
+            f"{started_by} started {world_size} workers on several nodes, but nothing says where they meet; set "
+            "MASTER_ADDR to an address of the first node."
+        )
     return WorkerFacts(rank, world_size, local_rank, local_world_size, init_method, started_by)
 
 

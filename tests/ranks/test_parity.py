@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from paceline.spec import Job
@@ -185,3 +185,15 @@ def test_low_precision_is_bitwise_too(precision: str) -> None:
     (alone,) = run_ranks(train, 1, job, *sets)
     spread = _agree(run_ranks(train, 2, job, *sets))
     assert (spread.sha, spread.metrics) == (alone.sha, alone.metrics)
+
+
+def test_sync_norm_refuses_a_model_whose_masks_would_depend_on_the_workers() -> None:
+    job = _job(norm="sync", model=f"{__name__}:norm_and_dropout")
+    with pytest.raises(AssertionError, match="use norm = 'shard'"):
+        run_ranks(train, 2, job, images(24))
+
+
+def norm_and_dropout(in_channels: int, num_classes: int) -> nn.Module:
+    return nn.Sequential(
+        nn.BatchNorm2d(in_channels), nn.Flatten(), nn.Dropout(0.5), nn.Linear(64 * in_channels, num_classes)
+    )

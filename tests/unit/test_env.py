@@ -66,6 +66,15 @@ def test_open_mpi_and_mpich() -> None:
         ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 of 2"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK = 'x'"),
         ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is missing"),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "0",
+                "OMPI_COMM_WORLD_SIZE": "4",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            },
+            "set MASTER_ADDR",
+        ),
     ],
 )
 def test_contradictions_are_one_sentence(env: dict[str, str], words: str) -> None:

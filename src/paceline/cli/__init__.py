@@ -9,6 +9,9 @@ import typer
 from paceline.cli import launch, report, scale, train, verify
 from paceline.errors import PacelineError, WorkerFailed
 
+INTERRUPTED = 130
+"""The exit code of Ctrl-C: 128 + SIGINT, as shells have it; the command-line library makes one of the other."""
+
 app = typer.Typer(
     name="paceline",
     help="Add devices, keep the accuracy, know the gain before you pay for it.",
@@ -34,6 +37,7 @@ def main() -> None:
             print(error.details.rstrip(), file=sys.stderr)
         print(f"paceline: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("paceline: interrupted; all workers have ended.", file=sys.stderr)
-        sys.exit(130)
+    except SystemExit as ended:
+        if ended.code == INTERRUPTED:
+            print("paceline: interrupted; all workers have ended.", file=sys.stderr)
+        raise

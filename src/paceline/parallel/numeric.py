@@ -57,9 +57,9 @@ class NumericDataParallel:
         self._norm = NormStatistics(self._model)
         self._dtype = statistics_dtype(self._model)
         self._whole_share_only = job.norm == "sync" and self._has(SyncBatchNorm)
-        # None: not seen yet. Where a norm's statistics depend on the whole share, it is never split.
-        splits = job.norm == "shard" or not self._has(_BatchNorm)
-        self._draws_randomness: bool | None = None if splits else False
+        # Where a norm's statistics depend on the whole share, it is not split for the sake of randomness.
+        self._may_split = job.norm == "shard" or not self._has(_BatchNorm)
+        self._draws_randomness: bool | None = None
         self._aggregated = self._last_gradient = self._clock.mark()
         self._hook_called = False
         self._hook_state: HookState | None = None
@@ -162,7 +162,7 @@ class NumericDataParallel:
                 return summed
 
     def _next_piece(self, share: Share, first_shard: int) -> Piece:
-        one_by_one = self._draws_randomness is not False
+        one_by_one = self._may_split and self._draws_randomness is not False
         piece = share.piece(first_shard, 1 if one_by_one else self._plan.micro_batch_size)
         if self._whole_share_only and len(piece.sizes) < len(share.sizes):
             raise ModelError(
@@ -177,6 +177,12 @@ class NumericDataParallel:
         loss = step.loss_of(self.module, cut(step.batch, piece.start, piece.stop))
         if self._draws_randomness is None:
             self._draws_randomness = before != self._generator_states()
+            if self._draws_randomness and self._whole_share_only:
+                raise ModelError(
+                    "norm = 'sync' takes all shards of a worker through the model at once, but this model draws random "
+                    "numbers (dropout), which belong to one shard each: the result would depend on the number of "
+                    "workers; use norm = 'shard'."
+                )
         return loss
 
     def _generator_states(self) -> tuple[Any, ...]:

@@ -164,7 +164,8 @@ def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     merged = dict(base)
     for key, value in changes.items():
         if isinstance(merged.get(key), Mapping) and isinstance(value, str) and key in ("model", "data"):
-            value = {"name": value}
+            # Another model or data set has other options; the same one keeps its own.
+            value = {"name": value} if value == merged[key].get("name") else {"name": value, "options": {}}
         if isinstance(merged.get(key), Mapping) and isinstance(value, Mapping) and key != "options":
             value = _merge(merged[key], value)
         merged[key] = value

@@ -116,3 +116,9 @@ def test_job_files(tmp_path: Path) -> None:
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(JobError, match="cannot be read"):
         load_job(file)
+
+
+def test_another_model_does_not_inherit_options() -> None:
+    job = Job.from_mapping({"model": {"name": "resnet18", "options": {"stem": "cifar"}}})
+    assert job.with_settings(["model=resnet20"]).model.options == {}
+    assert job.with_settings(["model=resnet18"]).model.options == {"stem": "cifar"}
