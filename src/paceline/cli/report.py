@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from paceline.cli.options import parse_tolerance
 
@@ -20,6 +19,9 @@ def report(
     ] = 0.5,
 ) -> None:
     """Write tables and the HTML page from run folders."""
+    # The page needs a template engine and a plotting library: not for `paceline --help`.
+    from rich.console import Console
+
     from paceline.report import analyse, detect_grow, load_records, study_table, write_study
 
     records = load_records(runs)

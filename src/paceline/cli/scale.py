@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 
 from paceline.cli.execute import execute, new_run_dir, step_limit
 from paceline.cli.options import (
@@ -52,6 +51,8 @@ def scale(
 ) -> None:
     """Train a job on 1, 2, … N devices and write the study: scaling.json, scaling.csv, report.html."""
     # The page needs a template engine and a plotting library: not for `paceline --help`.
+    from rich.console import Console
+
     from paceline.report import analyse, study_table, write_study
 
     counts = parse_counts(devices, "--devices")
