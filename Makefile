@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo check test test-fast bench clean
+.PHONY: demo check test test-fast bench bench-hosts clean
 
 demo: $(READY)
 	$(BIN)/paceline scale digits-lenet --devices 1,2 --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -25,6 +25,10 @@ bench: $(READY)
 	$(BIN)/python benchmarks/throughput.py mnist --data $(DATA)/mnist
 	$(BIN)/python benchmarks/throughput.py cifar10 --data $(DATA)/cifar10
 	$(BIN)/python benchmarks/throughput.py startup --data $(DATA)/mnist
+
+# Two nodes of two workers with links of 200 Mbit/s on this machine; needs root and takes some 8 minutes.
+bench-hosts: $(READY)
+	$(BIN)/python -m benchmarks.hosts --out runs/bench-hosts-$$(date +%Y%m%d-%H%M%S)
 
 # torch first and by itself: nothing else may choose its build.
 $(READY): pyproject.toml constraints.txt

@@ -5,6 +5,8 @@ PacelineError                 one sentence for the user: what is wrong, where, w
 ├── DataError                 a data set that is missing, truncated or corrupt
 ├── ModelError                a model that cannot be built, or cannot be trained the way the job asks
 ├── LaunchError               workers that cannot be started here
+├── DivergenceError           workers that were about to do different things together
+├── PeerLost                  a worker that another one waits for has ended or fallen silent
 └── WorkerFailed              a worker that died; carries which rank, and the traceback it left behind
 
 Anything else that escapes is a bug in Paceline or in the user's own code and keeps its traceback.
@@ -33,6 +35,22 @@ class ModelError(PacelineError):
 
 class LaunchError(PacelineError):
     """Workers that cannot be started here."""
+
+
+class DivergenceError(PacelineError):
+    """Workers that were about to do different things together; the message names rank, tensor and step."""
+
+    exit_code = 1
+
+
+class PeerLost(PacelineError):  # noqa: N818 - it says what happened
+    """A worker that this one waits for has ended or fallen silent; `rank` says which. It has an error of its own."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class WorkerFailed(PacelineError):  # noqa: N818 - it says what happened

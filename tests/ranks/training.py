@@ -58,7 +58,7 @@ def measure(model: nn.Module, batch: Any) -> dict[str, Tensor]:
 def train(job: Job, train_set: Any, test_set: Any = None, max_steps: int | None = None, **plan: Any) -> Outcome:
     """Train `job` as a user's script would."""
     facts = worker_facts()
-    spread = Plan(world_size=facts.world_size, algorithm=_ALGORITHM[job.parity], timeout_s=60, **plan)
+    spread = Plan(**{"world_size": facts.world_size, "algorithm": _ALGORITHM[job.parity], "timeout_s": 60} | plan)
     with paceline.init(job, plan=spread, max_steps=max_steps) as run:
         shape = train_set[0][0].shape
         model = models.build(job.model, num_classes=10, in_channels=shape[0], image_size=shape[-1])

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
-from paceline.cli import launch, report, scale, train, verify
+from paceline.cli import bench, launch, report, scale, train, verify
 from paceline.errors import PacelineError, WorkerFailed
 
 INTERRUPTED = 130
 """The exit code of Ctrl-C: 128 + SIGINT, as shells have it; the command-line library makes one of the other."""
 
+
+class ReportLast(TyperGroup):
+    """The pipeline's order, in which the library would put commands that have commands of their own last."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(super().list_commands(ctx), key=lambda name: name == "report")
+
+
 app = typer.Typer(
     name="paceline",
+    cls=ReportLast,
     help="Add devices, keep the accuracy, know the gain before you pay for it.",
     no_args_is_help=True,
     add_completion=False,
@@ -25,6 +36,7 @@ app.command("launch", context_settings=launch.CONTEXT)(launch.launch)
 app.command("train")(train.train)
 app.command("scale")(scale.scale)
 app.command("verify", context_settings=verify.CONTEXT)(verify.verify)
+app.add_typer(bench.app, name="bench")
 app.command("report")(report.report)
 
 

@@ -78,10 +78,12 @@ def write_run(
     return program + [word for tracker in trackers for word in ("--track", tracker)]
 
 
-def step_limit(run_dir: Path) -> int | None:
-    """The `max_steps` that the run in `run_dir` was begun with; a record tells only how many steps it took."""
-    limit: int | None = json.loads((run_dir / "limit.json").read_text(encoding="utf-8"))["max_steps"]
-    return limit
+def begun_with(run_dir: Path) -> tuple[Job, Plan, int | None]:
+    """The job, plan and `max_steps` that the run in `run_dir` was begun with; its record tells what came of them."""
+    job, plan, limit = (
+        json.loads((run_dir / f"{name}.json").read_text(encoding="utf-8")) for name in ("job", "plan", "limit")
+    )
+    return Job.from_mapping(job), Plan.from_mapping(plan), limit["max_steps"]
 
 
 def _make(run_dir: Path) -> None:

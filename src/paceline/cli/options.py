@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from paceline.errors import JobError
-from paceline.spec import Job, load_job
+from paceline.spec import AlgorithmName, Job, load_job
 
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job file (TOML) or the name of a recipe.")]
 Settings = Annotated[
@@ -26,6 +26,11 @@ MicroBatch = Annotated[
     int | None,
     typer.Option("--micro-batch-size", min=1, help="Most samples in one forward pass of a worker."),
 ]
+Algorithm = Annotated[
+    AlgorithmName,
+    typer.Option(help="How gradients are summed; auto: the fastest, by measurement at the start."),
+]
+Servers = Annotated[int, typer.Option(min=1, help="Workers that also serve, with parameter servers.")]
 Trackers = Annotated[
     list[str] | None,
     typer.Option("--track", metavar="NAME", help="Also log to tensorboard, wandb or mlflow. Repeatable."),

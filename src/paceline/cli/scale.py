@@ -10,8 +10,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from paceline.cli.execute import execute, new_run_dir, step_limit
+from paceline.cli.execute import begun_with, execute, new_run_dir
 from paceline.cli.options import (
+    Algorithm,
     AsJson,
     DataDir,
     JobArgument,
@@ -46,6 +47,7 @@ def scale(
     out: Annotated[Path | None, typer.Option(help="The study's folder; a new one under runs/.")] = None,
     settings: Settings = None,
     threads: Threads = None,
+    algorithm: Algorithm = "auto",
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -65,7 +67,8 @@ def scale(
     for seed in range(base.seed, base.seed + seeds):
         for count in counts:
             one = dataclasses.replace(base.grown(count) if grow == "batch" else base, seed=seed)
-            todo.append((f"devices{count}-seed{seed}", one, place(one, cluster, count, threads_per_worker=threads)))
+            plan = place(one, cluster, count, threads_per_worker=threads, algorithm=algorithm)
+            todo.append((f"devices{count}-seed{seed}", one, plan))
 
     study_dir = out or new_run_dir(None, dataclasses.replace(base, name=f"{base.name}-scaling"))
     records: list[RunRecord] = []
@@ -99,8 +102,7 @@ def _record_of(job: Job, plan: Plan, run_dir: Path, max_steps: int | None, quiet
     """The record of this very run if the study was begun before, else of a new one."""
     path = run_dir / "record.json"
     if path.exists():
-        record = RunRecord.load(path)
-        if record.job == job and record.plan == plan and step_limit(run_dir) == max_steps:
-            return record
+        if begun_with(run_dir) == (job, plan, max_steps):
+            return RunRecord.load(path)
         raise JobError(f"{run_dir} holds a run of another job; choose another --out for this study.")
     return execute(job, plan, run_dir, max_steps=max_steps, quiet=quiet)

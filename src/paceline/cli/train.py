@@ -10,12 +10,14 @@ import typer
 
 from paceline.cli.execute import execute, new_run_dir
 from paceline.cli.options import (
+    Algorithm,
     AsJson,
     DataDir,
     JobArgument,
     MaxSteps,
     MicroBatch,
     Quiet,
+    Servers,
     Settings,
     Threads,
     Trackers,
@@ -34,6 +36,8 @@ def train(
     settings: Settings = None,
     threads: Threads = None,
     micro_batch_size: MicroBatch = None,
+    algorithm: Algorithm = "auto",
+    servers: Servers = 1,
     track: Trackers = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
@@ -42,7 +46,15 @@ def train(
     resolved = resolve_job(job, settings, data)
     cluster = detect()
     num_workers = workers or min(len(cluster.devices), resolved.virtual_shards)
-    plan = place(resolved, cluster, num_workers, threads_per_worker=threads, micro_batch_size=micro_batch_size)
+    plan = place(
+        resolved,
+        cluster,
+        num_workers,
+        threads_per_worker=threads,
+        micro_batch_size=micro_batch_size,
+        algorithm=algorithm,
+        num_servers=servers,
+    )
     run_dir = new_run_dir(out, resolved)
     record = execute(resolved, plan, run_dir, max_steps=max_steps, quiet=quiet, trackers=track or [])
     if as_json:

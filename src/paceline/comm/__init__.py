@@ -1,26 +1,49 @@
-"""Gradient aggregation: every algorithm is a DDP communication hook with one signature.
+"""Gradient aggregation: every algorithm sums a vector over all workers in place, behind one signature.
 
-    hook(state: HookState, bucket: GradBucket) -> Future[Tensor]
+    algorithm(values: Tensor, links: Links) -> None
 
-The future holds the *sum* of the bucket over all workers; the mean over samples is in the loss weights already.
+Wire formats say how its messages are written; compressors let it sum less than the gradients. `Aggregator` puts them
+together and `aggregate` is the hook through which DistributedDataParallel uses them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
-
+from paceline.comm.aggregator import Aggregator, Algorithm
 from paceline.comm.all_reduce import all_reduce
-from paceline.comm.state import HookState
+from paceline.comm.all_to_one import all_to_one
+from paceline.comm.compressor import Bucket, Compressor
+from paceline.comm.halving_doubling import halving_doubling
+from paceline.comm.hierarchical import hierarchical
+from paceline.comm.hook import HookState, aggregate
+from paceline.comm.links import Links, open_links
+from paceline.comm.parameter_server import parameter_server, parameter_server_two_level
+from paceline.comm.ring import ring
+from paceline.comm.scheduler import Scheduler
 from paceline.comm.tree_exact import tree_exact
+from paceline.comm.wire import WIRE_FORMATS, WireFormat
 
-CommHook = Callable[[HookState, GradBucket], torch.futures.Future[torch.Tensor]]
-
-ALGORITHMS: dict[str, CommHook] = {
+ALGORITHMS: dict[str, Algorithm] = {
     "all_reduce": all_reduce,
+    "all_to_one": all_to_one,
+    "parameter_server": parameter_server,
+    "parameter_server_two_level": parameter_server_two_level,
+    "ring": ring,
+    "halving_doubling": halving_doubling,
+    "hierarchical": hierarchical,
     "tree_exact": tree_exact,
 }
 
-__all__ = ["ALGORITHMS", "CommHook", "HookState", "all_reduce", "tree_exact"]
+__all__ = [
+    "ALGORITHMS",
+    "WIRE_FORMATS",
+    "Aggregator",
+    "Algorithm",
+    "Bucket",
+    "Compressor",
+    "HookState",
+    "Links",
+    "Scheduler",
+    "WireFormat",
+    "aggregate",
+    "open_links",
+]

@@ -1,17 +1,21 @@
 """The backend's own all-reduce: the oracle of the other algorithms."""
 
-# No `from __future__ import annotations` here: DDP compares the hook's annotations with the classes themselves.
+from __future__ import annotations
 
-import torch
 import torch.distributed as dist
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch import Tensor
 
-from paceline.comm.state import HookState
+from paceline.comm.links import Links
+from paceline.comm.servers import sum_at_servers
 
 
-def all_reduce(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Sum the bucket over all workers; in flight while backward goes on."""
-    work = dist.all_reduce(state.contribution(bucket), group=state.group, async_op=True)
-    assert work is not None
-    future: torch.futures.Future[list[torch.Tensor]] = work.get_future()
-    return future.then(lambda done: done.value()[0])
+def all_reduce(values: Tensor, links: Links) -> None:
+    """One call of the backend.
+
+    It would add in whatever format it is given, so what is to travel in another goes by a reduce-scatter and an
+    all-gather of direct messages, which add in the dtype of the values.
+    """
+    if links.wire.is_exact:
+        dist.all_reduce(values, group=links.group)
+    else:
+        sum_at_servers(values, links, workers=links.ring, servers=links.ring)

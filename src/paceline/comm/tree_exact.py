@@ -13,16 +13,15 @@ finishes the tree for its chunk, and all_gather puts the chunks together. With p
 has one block and sends 2 (n - 1) / n of the vector, as a ring does.
 """
 
-# No `from __future__ import annotations` here: DDP compares the hook's annotations with the classes themselves.
+from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from paceline.comm.state import HookState
+from paceline.comm.links import Links
 
 Block = tuple[int, int]
 """First leaf and number of leaves (a power of two) of one aligned block."""
@@ -126,11 +125,7 @@ def tree_all_reduce(
     return torch.cat(gathered)[:length]
 
 
-def tree_exact(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The tree over workers, one leaf each, as a communication hook; blocks backward while it runs."""
-    world_size = dist.get_world_size(state.group)
-    runs = [(rank, rank + 1) for rank in range(world_size)]
-    total = tree_all_reduce([state.contribution(bucket)], runs, bucket.buffer(), state.group)
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(total)
-    return future
+def tree_exact(values: Tensor, links: Links) -> None:
+    """The tree over workers, one leaf each: the same bits for one order of the workers, however the vector is cut."""
+    runs = [(rank, rank + 1) for rank in range(links.world_size)]
+    values.copy_(tree_all_reduce([values.clone()], runs, values, links.group))

@@ -103,6 +103,8 @@ def stack_path(run_dir: Path, rank: int) -> Path:
 def is_consequence(failure: Failure) -> bool:
     """Whether this worker failed only because a peer had gone or fallen silent."""
     message = failure.message.lower()
+    if failure.type == "PeerLost":
+        return True
     return failure.type in LOST_PEER_TYPES and any(text in message for text in LOST_PEER_MESSAGES)
 
 

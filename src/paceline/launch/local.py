@@ -296,7 +296,7 @@ def _prepare(run_dir: Path) -> None:
 def _error_of(endings: Sequence[Ending], *, stopped_at: float, run_dir: Path) -> PacelineError:
     """What to tell the user about a run in which at least one worker failed."""
     root = root_cause(endings, stopped_at=stopped_at)
-    if root.failure is not None and root.failure.is_user_error:
+    if root.failure is not None and root.failure.is_user_error and not is_consequence(root.failure):
         return PacelineError(root.failure.message)
     return WorkerFailed(
         sentence(root, endings, stopped_at=stopped_at),

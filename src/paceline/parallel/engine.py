@@ -1,8 +1,9 @@
-"""What a step needs of data parallelism: one seam, two implementations (numeric and bitwise)."""
+"""What a step needs of data parallelism: one seam, three implementations (numeric, bitwise and infrequent)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,7 +33,10 @@ class StepInput:
 
 
 class Engine(Protocol):
-    """Computes the gradient of the mean loss over the global batch, the same on every worker."""
+    """Computes the gradient of the mean loss over the global batch, the same on every worker.
+
+    An engine whose workers meet less often says in `gradients` and `after_update` what it does instead.
+    """
 
     module: nn.Module
     """What the forward pass goes through."""
@@ -41,8 +45,16 @@ class Engine(Protocol):
         """Leave the gradient in `.grad` of every parameter; return the global batch's mean loss, detached."""
         ...
 
-    def agree_on_buffers(self) -> None:
-        """Make every buffer rank 0's, those included that workers do not keep equal while they train."""
+    def after_update(self) -> None:
+        """The optimizer has done its step, with whatever gradients there were; called once for each of them."""
+        ...
+
+    def consensus(self) -> AbstractContextManager[None]:
+        """Inside, parameters and buffers are what the workers agree on, the same on every one: to evaluate or save.
+
+        A common act of all workers. Nothing that training goes on with is changed, but for buffers that workers do not
+        keep equal while they train: those become rank 0's.
+        """
         ...
 
     @property
@@ -55,7 +67,7 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> Non
     """Rank 0's values for everybody."""
     if group is not None:
         for tensor in tensors:
-            dist.broadcast(tensor.detach(), src=0, group=group)
+            dist.broadcast(tensor.detach(), group_src=0, group=group)
 
 
 def check_batch(batch: Any, num_samples: int) -> None:

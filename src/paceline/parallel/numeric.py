@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.comm import ALGORITHMS, HookState
+from paceline.comm import Aggregator, HookState, aggregate
 from paceline.errors import ModelError
 from paceline.parallel.clock import Clock, Mark
 from paceline.parallel.engine import StepInput, broadcast, check_loss, cut, statistics_dtype
@@ -47,6 +47,7 @@ class NumericDataParallel:
         plan: Plan,
         device: torch.device,
         group: dist.ProcessGroup | None,
+        aggregator: Aggregator | None,
         find_unused_parameters: bool,
     ) -> None:
         self._model = self._with_norm(model, job, plan, group)
@@ -62,8 +63,9 @@ class NumericDataParallel:
         self._draws_randomness: bool | None = None
         self._aggregated = self._last_gradient = self._clock.mark()
         self._hook_called = False
+        self._aggregator = aggregator
         self._hook_state: HookState | None = None
-        self.module = self._model if group is None else self._wrap(group, find_unused_parameters)
+        self.module = self._model if aggregator is None else self._wrap(aggregator, find_unused_parameters)
 
     @staticmethod
     def _with_norm(model: nn.Module, job: Job, plan: Plan, group: dist.ProcessGroup | None) -> nn.Module:
@@ -91,7 +93,15 @@ class NumericDataParallel:
         }
         return [buffer for buffer in self._model.buffers() if id(buffer) not in kept_equal]
 
-    def _wrap(self, group: dist.ProcessGroup, find_unused_parameters: bool) -> DistributedDataParallel:
+    def _wrap(self, aggregator: Aggregator, find_unused_parameters: bool) -> DistributedDataParallel:
+        group = aggregator.links.group
+        if find_unused_parameters:
+            # DDP then sums, in backward, who used what: a collective that must not come between the scheduler's.
+            group = dist.new_group(
+                dist.get_process_group_ranks(group),
+                timeout=timedelta(seconds=self._plan.timeout_s),
+                use_local_synchronization=True,
+            )
         ddp = DistributedDataParallel(
             self._model,
             device_ids=[self._device] if self._device.type == "cuda" else None,
@@ -100,8 +110,9 @@ class NumericDataParallel:
             gradient_as_bucket_view=True,
             find_unused_parameters=find_unused_parameters,
         )
-        self._hook_state = HookState(group, on_last_bucket=self._on_last_bucket)
-        ddp.register_comm_hook(self._hook_state, ALGORITHMS[self._plan.algorithm])
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self._model.named_parameters()}
+        self._hook_state = HookState(aggregator, names, on_last_bucket=self._on_last_bucket)
+        ddp.register_comm_hook(self._hook_state, aggregate)
         return ddp
 
     def _on_last_bucket(self) -> None:
@@ -114,9 +125,13 @@ class NumericDataParallel:
 
     def gradients(self, step: StepInput) -> Tensor:
         self._hook_called = False
+        if self._aggregator is not None:
+            self._aggregator.scheduler.begin_step()
         self._norm.shards.all = step.share.all_sizes
         summed = self._working_step(step) if step.share.sizes else self._idle_step(step)
         self._norm.shards.current = None
+        if self._aggregator is not None:
+            self._aggregator.scheduler.raise_error()
         if self._group is None:
             self._last_gradient = self._clock.mark()
         elif not self._hook_called:
@@ -138,8 +153,13 @@ class NumericDataParallel:
             "run.prepare returned, or the one the loss function is given."
         )
 
-    def agree_on_buffers(self) -> None:
+    def after_update(self) -> None:
+        """Equal gradients have made equal weights: there is nothing to do."""
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
         broadcast(self._unknown_buffers(), self._group)
+        yield
 
     def _working_step(self, step: StepInput) -> Tensor:
         next_shard, stop = step.share.runs[step.share.rank]
@@ -222,8 +242,6 @@ class NumericDataParallel:
     def _start_sum(self, losses: Tensor) -> tuple[Tensor, Callable[[], object]]:
         """Begin adding [loss, norm statistics] over all workers; the second value waits for the sum."""
         mine = torch.cat([losses.view(1), *self._norm.collect(losses)])
-        if self._group is None:
+        if self._aggregator is None:
             return mine, lambda: None
-        work = dist.all_reduce(mine, group=self._group, async_op=True)
-        assert work is not None
-        return mine, work.wait
+        return mine, self._aggregator.sum_exactly(mine, "loss and norm statistics").wait

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.errors import JobError
-from paceline.spec import Cluster, Job, Plan
+from paceline.spec import AlgorithmName, Cluster, Job, Plan
 
 
 def place(
@@ -13,6 +13,8 @@ def place(
     *,
     threads_per_worker: int | None = None,
     micro_batch_size: int | None = None,
+    algorithm: AlgorithmName = "auto",
+    num_servers: int = 1,
 ) -> Plan:
     """A plan for `num_workers` workers, one a device.
 
@@ -21,7 +23,8 @@ def place(
             kernel splits its sums among threads may change their last bits.
 
     Raises:
-        JobError: no worker, more workers than GPUs or than virtual shards, or micro-batches smaller than a shard.
+        JobError: no worker, more workers than GPUs or than virtual shards, more servers than workers, micro-batches
+            smaller than a shard, or an algorithm that bitwise parity cannot use.
     """
     if num_workers < 1:
         raise JobError(f"{num_workers} workers cannot train; use at least 1.")
@@ -39,11 +42,19 @@ def place(
             f"A micro-batch of {micro_batch_size} is smaller than a virtual shard of {shard_size} samples; use "
             f"--set virtual_shards={-(-job.global_batch_size // micro_batch_size)} or a micro-batch of {shard_size}."
         )
+    if num_servers > num_workers:
+        raise JobError(f"{num_servers} servers are more than {num_workers} workers; servers are some of the workers.")
+    if job.parity == "bitwise" and algorithm not in ("auto", "tree_exact"):
+        raise JobError(
+            f"parity = 'bitwise' sums gradients by tree_exact, not by {algorithm}; leave --algorithm out or train with "
+            "parity = 'numeric'."
+        )
     even = max(1, cluster.num_cores // num_workers)
     return Plan(
         world_size=num_workers,
         device_kind=cluster.device_kind,
         threads_per_worker=1 if job.parity == "bitwise" else threads_per_worker or even,
         micro_batch_size=micro_batch_size,
-        algorithm="tree_exact" if job.parity == "bitwise" else "all_reduce",
+        algorithm="tree_exact" if job.parity == "bitwise" else algorithm,
+        num_servers=num_servers,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paceline.spec.cluster import Cluster, Device
 from paceline.spec.job import (
+    AggregationSpec,
     CheckpointSpec,
     DataSpec,
     Job,
@@ -11,10 +12,12 @@ from paceline.spec.job import (
     OptimSpec,
     load_job,
 )
-from paceline.spec.plan import Plan
+from paceline.spec.plan import AlgorithmName, Plan
 from paceline.spec.record import EpochRecord, RunRecord, StepTime
 
 __all__ = [
+    "AggregationSpec",
+    "AlgorithmName",
     "CheckpointSpec",
     "Cluster",
     "DataSpec",

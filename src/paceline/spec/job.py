@@ -83,6 +83,34 @@ class OptimSpec:
 
 
 @dataclass(frozen=True)
+class AggregationSpec:
+    """What workers tell each other of their gradients, and how often.
+
+    The defaults keep the law: the number of workers does not change what is learned. Everything else trades
+    some of that for less traffic, and a run's summary says so.
+    """
+
+    method: Literal["every_step", "local_sgd", "diloco", "parameter_server_async"] = "every_step"
+    wire: Literal["float32", "bfloat16", "float16", "int8", "powersgd", "topk", "randomk", "auto-lossy"] = "float32"
+    """How numbers travel; "auto-lossy": any elementwise format, whichever is fastest at the start of the run."""
+    powersgd_rank: int = at_least(1, 2)
+    density: float = between(0, 1, 0.01)
+    """The part of the gradients that topk and randomk send."""
+    sync_every: int = at_least(1, 16)
+    """Steps between two meetings, with local_sgd and diloco."""
+    sync_inside_nodes: bool = False
+    """With local_sgd and diloco: the workers of one node meet every step, the nodes every `sync_every` steps."""
+    outer_lr: float = above(0, 0.7)
+    outer_momentum: float = between(0, 1, 0.9)
+    staleness: int = at_least(0, 4)
+    """With parameter_server_async: how many updates the parameters behind a gradient may be late; 0: none."""
+
+    def __post_init__(self) -> None:
+        if self.density == 0:
+            raise JobError("aggregation.density = 0 would send nothing; it should be greater than 0, such as 0.01.")
+
+
+@dataclass(frozen=True)
 class CheckpointSpec:
     """What a run leaves behind of its weights."""
 
@@ -111,6 +139,7 @@ class Job:
     model: ModelSpec = field(default_factory=ModelSpec)
     data: DataSpec = field(default_factory=DataSpec)
     optim: OptimSpec = field(default_factory=OptimSpec)
+    aggregation: AggregationSpec = field(default_factory=AggregationSpec)
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
 
     def __post_init__(self) -> None:
@@ -126,6 +155,28 @@ class Job:
             )
         if self.parity == "bitwise" and self.compile:
             raise JobError("parity = 'bitwise' needs compile = false; compiled kernels may differ between shapes.")
+        if self.parity == "bitwise" and self.aggregation.wire != "float32":
+            raise JobError(
+                f"parity = 'bitwise' needs aggregation.wire = 'float32'; {self.aggregation.wire!r} rounds what workers "
+                "tell each other, so the result would depend on their number."
+            )
+        if self.precision == "float16" and self.aggregation.wire in ("powersgd", "topk", "randomk"):
+            raise JobError(
+                f"aggregation.wire = {self.aggregation.wire!r} sends the rest of a gradient in later steps, when "
+                "float16 may scale losses differently; use precision = 'bfloat16' or another wire."
+            )
+        if self.aggregation.method == "parameter_server_async" and (
+            self.precision == "float16" or self.optim.clip_norm is not None or self.norm != "shard"
+        ):
+            raise JobError(
+                "aggregation.method = 'parameter_server_async' computes virtual shards and updates slices of the "
+                "parameters: it needs norm = 'shard', no optim.clip_norm, and a precision other than 'float16'."
+            )
+        if self.parity == "bitwise" and self.aggregation.method != "every_step":
+            raise JobError(
+                f"parity = 'bitwise' needs aggregation.method = 'every_step'; with {self.aggregation.method!r} the "
+                "result depends on the number of workers."
+            )
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Job:

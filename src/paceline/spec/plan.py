@@ -8,6 +8,18 @@ from typing import Any, Literal
 from paceline.spec.cluster import DeviceKind
 from paceline.spec.codec import at_least, from_mapping, to_mapping
 
+AlgorithmName = Literal[
+    "auto",
+    "all_reduce",
+    "all_to_one",
+    "parameter_server",
+    "parameter_server_two_level",
+    "ring",
+    "halving_doubling",
+    "hierarchical",
+    "tree_exact",
+]
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -19,7 +31,12 @@ class Plan:
     """CPU threads a worker computes with. A CPU device is a fixed number of threads."""
     micro_batch_size: int | None = at_least(1, None)
     """Most samples in one forward pass of a worker; None: its whole share of the global batch."""
-    algorithm: Literal["all_reduce", "tree_exact"] = "all_reduce"
+    algorithm: AlgorithmName = "auto"
+    """How gradients are summed over workers; "auto": the fastest at the start of the run, by measurement."""
+    num_servers: int = at_least(1, 1)
+    """Workers that also serve, with parameter servers."""
+    debug_comm: bool = False
+    """Compare every collective across workers before it runs, not only those of the first steps."""
     timeout_s: float = at_least(1, 600.0)
     """How long a collective waits for a silent peer."""
 

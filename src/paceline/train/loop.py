@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -13,13 +14,15 @@ import torch
 from paceline import data, env, models
 from paceline.checkpoint import save_weights
 from paceline.data import ArraySet
+from paceline.parallel import AsynchronousDataParallel
 from paceline.spec import EpochRecord, Job, Plan, RunRecord
+from paceline.train.asynchronous import AsynchronousSteps
 from paceline.train.environment import describe_environment
 from paceline.train.metrics import Sink, open_sinks
 from paceline.train.objective import accuracy_and_loss, training_loss
 from paceline.train.optim import build_optimizer
 from paceline.train.progress import Progress
-from paceline.train.run import Run, init
+from paceline.train.run import LossFn, Run, init
 from paceline.train.schedule import describe_scaling
 
 # Reading a loss makes the host wait for a GPU, so losses are read and logged this many steps at a time.
@@ -48,22 +51,33 @@ def train(job: Job, plan: Plan | None, output: Output, max_steps: int | None = N
 
         total_steps = run.total_steps(len(train_set))
         journal = _Journal(run, output, total_steps)
-        for epoch in range(job.epochs):
-            if run.steps == total_steps:
-                break
-            for batch in run.batches(train_set, epoch):
-                loss = run.step(batch, loss_fn)
-                journal.step(epoch, loss)
-            is_last = epoch == job.epochs - 1 or run.steps == total_steps
-            due = is_last or (epoch + 1) % job.eval_every_epochs == 0
-            journal.epoch(epoch, run.evaluate(test_set, measure) if due else {})
+        with _steps(run, train_set, loss_fn) as steps_of:
+            for epoch in range(job.epochs):
+                if run.steps == total_steps:
+                    break
+                for loss in steps_of(epoch):
+                    journal.step(epoch, loss)
+                is_last = epoch == job.epochs - 1 or run.steps == total_steps
+                due = is_last or (epoch + 1) % job.eval_every_epochs == 0
+                journal.epoch(epoch, run.evaluate(test_set, measure) if due else {})
 
-        record = journal.record()
-        if run.rank == 0:
-            if job.checkpoint.save_final:
+        with run.consensus():
+            record = journal.record()
+            if run.rank == 0 and job.checkpoint.save_final:
                 save_weights(run.model, output.run_dir / "model.safetensors")
+        if run.rank == 0:
             record.save(output.run_dir / "record.json")
         return record
+
+
+@contextmanager
+def _steps(run: Run, train_set: Any, loss_fn: LossFn) -> Iterator[Callable[[int], Iterator[torch.Tensor]]]:
+    """The updates of an epoch, one loss each: made together by all workers, or by servers as shards arrive."""
+    if isinstance(run.engine, AsynchronousDataParallel):
+        with AsynchronousSteps(run, run.engine, train_set, loss_fn) as steps:
+            yield steps.epoch
+    else:
+        yield lambda epoch: (run.step(batch, loss_fn) for batch in run.batches(train_set, epoch))
 
 
 def _data_facts(dataset: Any) -> dict[str, Any]:
@@ -87,7 +101,7 @@ class _Journal:
         label = f"{run.job.name} on {run.world_size} worker{'s' if run.world_size > 1 else ''}"
         self._progress = Progress(output.progress if speaks else None, total_steps, label)
         scaling = describe_scaling(run.job)
-        self._notes = [] if scaling is None else [scaling]
+        self._notes = [*run.notes, *([] if scaling is None else [scaling])]
         for note in self._notes:
             self._progress.say(note)
         self._launched_at = env.launched_at()
@@ -145,7 +159,10 @@ class _Journal:
         step_time = run.timer.median()
         evaluated = [e.metrics for e in self._epochs if e.metrics]
         last = evaluated[-1] if evaluated else {}
-        full_batch = min(run.job.global_batch_size, run.samples_seen)
+        samples_per_s = run.samples_seen / run.timer.train_s
+        # Where workers meet every few steps, the median step is one without a meeting.
+        if step_time.total_s and run.job.aggregation.method == "every_step":
+            samples_per_s = min(run.job.global_batch_size, run.samples_seen) / step_time.total_s
         return RunRecord(
             job=run.job,
             plan=run.plan,
@@ -157,7 +174,7 @@ class _Journal:
             train_s=run.timer.train_s,
             wall_s=time.time() - self._launched_at,
             time_to_first_step_s=self._first_step_s,
-            samples_per_s=full_batch / step_time.total_s if step_time.total_s else run.samples_seen / run.timer.train_s,
+            samples_per_s=samples_per_s,
             step_time=step_time,
             weights_sha256=run.weights_sha256(),
             epochs=tuple(self._epochs),

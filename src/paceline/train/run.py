@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import TracebackType
@@ -12,28 +11,36 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline import env
-from paceline.data import ArrayReader, ArraySet, stream_batches, streams
+from paceline.comm import Aggregator
+from paceline.data import ArrayReader, ArraySet, stream_batches
 from paceline.data.order import epoch_order
-from paceline.data.randomness import key
 from paceline.errors import DataError, JobError, ModelError
 from paceline.parallel import (
+    AsynchronousDataParallel,
     BitwiseDataParallel,
     Engine,
+    InfrequentDataParallel,
     NumericDataParallel,
     Share,
     StepInput,
+    aggregator_inside_node,
     check_batch,
     check_shards,
+    describe_asynchrony,
+    describe_meetings,
+    set_up_aggregation,
 )
 from paceline.spec import Job, Plan
 from paceline.train.digest import weights_sha256
 from paceline.train.evaluate import Measure, chunk_ranges, evaluate, own_chunks
 from paceline.train.process_group import abandon, join
 from paceline.train.schedule import lr_factor
+from paceline.train.seeding import seed_between_steps, seed_evaluation, seed_generators, seed_shard
 from paceline.train.timing import StepTimer
 from paceline.train.trace import Tracer
 
@@ -79,7 +86,7 @@ def _default_plan(job: Job, facts: env.WorkerFacts) -> Plan:
         device_kind="cuda" if kind == "cuda" else "cpu",
         # How a kernel splits its sums among threads may change their last bits.
         threads_per_worker=1 if job.parity == "bitwise" else threads,
-        algorithm="tree_exact" if job.parity == "bitwise" else "all_reduce",
+        algorithm="tree_exact" if job.parity == "bitwise" else "auto",
     )
 
 
@@ -98,6 +105,8 @@ class Run:
         self.steps = 0
         self.lr_factor = 1.0
         self._max_steps = max_steps
+        self.notes: list[str] = []
+        """What a reader of the result must know of how it came about."""
         self._tracer = Tracer.from_environment(self.world, job)
         self._engine: Engine | None = None
         self._optimizer: Optimizer | None = None
@@ -106,7 +115,7 @@ class Run:
         self._epoch_samples = 0
         self._readers: WeakKeyDictionary[ArraySet, ArrayReader] = WeakKeyDictionary()
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=job.precision == "float16")
-        self._seed_generators(job.seed)
+        seed_generators(job.seed, self.device)
         self._at_close.callback(self._tracer.close)
 
     def __enter__(self) -> Self:
@@ -143,18 +152,18 @@ class Run:
     @property
     def model(self) -> nn.Module:
         """The prepared model itself, under whatever spreads it."""
-        module = self._prepared().module
+        module = self.engine.module
         return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
 
     @property
     def optimizer(self) -> Optimizer:
         """The prepared optimizer."""
-        self._prepared()
-        assert self._optimizer is not None
+        if self._optimizer is None:
+            raise JobError("Call run.prepare(model, optimizer) first.")
         return self._optimizer
 
     def weights_sha256(self) -> str:
-        """A fingerprint of the weights: equal exactly when every bit is."""
+        """A fingerprint of this worker's weights: equal exactly when every bit is."""
         return weights_sha256(self.model)
 
     def prepare(
@@ -179,17 +188,39 @@ class Run:
         if job.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         model.train()
-        group = self.world.group
-        if job.parity == "bitwise":
-            self._engine = BitwiseDataParallel(model, self.device, group)
-        else:
-            self._engine = NumericDataParallel(model, job, self.plan, self.device, group, find_unused_parameters)
+        self._engine = self._build_engine(model, find_unused_parameters)
         if job.compile:
             self.model.compile()
         self._optimizer = optimizer
         self._base_lrs = [float(parameters["lr"]) for parameters in optimizer.param_groups]
         self._check_optimizer(optimizer)
         return self._engine.module, optimizer
+
+    def _build_engine(self, model: nn.Module, find_unused_parameters: bool) -> Engine:
+        job, group, spec = self.job, self.world.group, self.job.aggregation
+        if job.parity == "bitwise":
+            return BitwiseDataParallel(model, self.device, group)
+        if spec.method == "parameter_server_async" and group is not None:
+            self.notes.append(describe_asynchrony(spec, self.plan))
+            return AsynchronousDataParallel(model, self.device, group)
+        aggregator = None if group is None else self._aggregator(model, group)
+        if spec.method == "every_step":
+            return NumericDataParallel(model, job, self.plan, self.device, group, aggregator, find_unused_parameters)
+        inside = None
+        if spec.sync_inside_nodes and aggregator is not None:
+            inside = aggregator_inside_node(aggregator.links, self.plan)
+        if inside is not None:
+            self._at_close.callback(inside.scheduler.close)
+        self.notes.append(describe_meetings(spec))
+        return InfrequentDataParallel(model, job, self.plan, self.device, aggregator, inside, find_unused_parameters)
+
+    def _aggregator(self, model: nn.Module, group: dist.ProcessGroup) -> Aggregator:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        aggregation = set_up_aggregation(self.job, self.plan, self.device, group, trained)
+        self._at_close.callback(aggregation.aggregator.scheduler.close)
+        self.plan = dataclasses.replace(self.plan, algorithm=aggregation.algorithm)
+        self.notes += aggregation.notes
+        return aggregation.aggregator
 
     def batches(self, dataset: Any, epoch: int | None = None) -> Iterator[Any]:
         """This worker's share of every global batch of `epoch`, or of all epochs of the job.
@@ -216,7 +247,7 @@ class Run:
         ]
         self.timer.resume()
         self.timer.data_asked()
-        for share, batch in zip(shares, self._read(dataset, epoch, indices, train=True), strict=True):
+        for share, batch in zip(shares, self.read(dataset, epoch, indices, train=True), strict=True):
             self.timer.data_arrived()
             self._share = share
             yield batch
@@ -227,7 +258,8 @@ class Run:
         if self._share is not None:
             raise JobError("Every batch from run.batches needs its run.step before the next one is taken.")
 
-    def _read(self, dataset: Any, epoch: int, indices: list[np.ndarray[Any, Any]], train: bool) -> Iterator[Any]:
+    def read(self, dataset: Any, epoch: int, indices: list[np.ndarray[Any, Any]], train: bool) -> Iterator[Any]:
+        """The samples with these numbers, batch by batch, on this worker's device; augmented if they are to `train`."""
         job = self.job
         dtype = torch.float64 if job.precision == "float64" else torch.float32
         if isinstance(dataset, ArraySet):
@@ -254,38 +286,56 @@ class Run:
             loss_fn: called as loss_fn(model, part of the batch); returns the mean loss over the part's samples.
 
         Returns:
-            The mean loss over the global batch, the same on every worker; a detached scalar.
+            The mean loss over the global batch, the same on every worker; a detached scalar. Workers that meet only
+            every few steps (aggregation.method = "local_sgd" or "diloco") do not tell each other: theirs is the mean
+            over the samples of this worker, or of its node where that meets every step, and NaN where there are none.
         """
-        engine, optimizer, share = self._prepared(), self.optimizer, self._share
+        engine, optimizer, share = self.engine, self.optimizer, self._share
         if share is None:
             raise JobError("run.step needs a batch that run.batches just yielded; each is used once.")
         self._share = None
         check_batch(batch, sum(share.sizes) or 1)
-        self._set_lr(optimizer)
+        self.schedule_lr(self._epoch_samples)
         optimizer.zero_grad(set_to_none=True)
 
         loss = engine.gradients(
             StepInput(
                 share=share,
                 batch=batch,
-                loss_of=lambda model, part: self._forward(model, part, loss_fn),
-                seed_shard=self._seed_shard,
+                loss_of=lambda model, part: self.loss_of(model, part, loss_fn),
+                seed_shard=lambda shard: seed_shard(self.job.seed, self.steps, shard, self.device),
                 scale=self._scaler.scale,
             )
         )
-        if self.job.optim.clip_norm is not None:
+        # A worker that is alone between two meetings may have no sample, hence no gradient and no update.
+        has_gradient = any(parameter.grad is not None for parameter in self.model.parameters())
+        if has_gradient and self.job.optim.clip_norm is not None:
             self._scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.job.optim.clip_norm)
         self._tracer.before_update(self.steps, self.model, loss, batch, idle=not share.sizes)
-        self._scaler.step(optimizer)
-        self._scaler.update()
+        if has_gradient:
+            self._scaler.step(optimizer)
+            self._scaler.update()
+        engine.after_update()
         self._tracer.after_update(self.model)
 
-        self.steps += 1
-        self.samples_seen += share.global_size
-        self._seed_between_steps()
-        self.timer.step_ended(engine.communication)
+        self.count_step(share.global_size)
         return loss
+
+    def count_step(self, num_samples: int) -> None:
+        """An update by this many samples has been made, here or elsewhere."""
+        self.steps += 1
+        self.samples_seen += num_samples
+        seed_between_steps(self.job.seed, self.steps, self.device)
+        self.timer.step_ended(self.engine.communication)
+
+    def consensus(self) -> AbstractContextManager[None]:
+        """Inside, the model holds what all workers agree on, to be saved or looked at: the same on every one.
+
+        A common act: every worker has to enter it. It makes a difference where workers meet only every few steps: the
+        mean of their weights, after which training goes on as if nothing had been. `evaluate` enters it by itself.
+        """
+        return self.engine.consensus()
 
     def evaluate(self, dataset: Any, measure: Measure) -> dict[str, float]:
         """Mean of every metric over `dataset`, each sample counted exactly once on any number of workers.
@@ -304,22 +354,22 @@ class Run:
         numbers = iter(mine)
 
         def seeded(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-            self._seed_generators(key(self.job.seed, streams.EVALUATION, self.steps, next(numbers)))
+            seed_evaluation(self.job.seed, self.steps, next(numbers), self.device)
             return measure(model, batch)
 
-        self._prepared().agree_on_buffers()
         was_training = [module for module in model.modules() if module.training]  # some may be frozen
         model.eval()
         try:
-            with torch.no_grad(), self._autocast():
-                return evaluate(self._read(dataset, 0, indices, train=False), chunks, model, seeded, self.world)
+            with self.consensus(), torch.no_grad(), self._autocast():
+                return evaluate(self.read(dataset, 0, indices, train=False), chunks, model, seeded, self.world)
         finally:
             for module in was_training:
                 module.training = True
-            self._seed_between_steps()
+            seed_between_steps(self.job.seed, self.steps, self.device)
             self.timer.resume()
 
-    def _forward(self, model: nn.Module, part: Any, loss_fn: LossFn) -> Tensor:
+    def loss_of(self, model: nn.Module, part: Any, loss_fn: LossFn) -> Tensor:
+        """The mean loss over a part of a batch, in the job's precision."""
         with self._autocast():
             return loss_fn(model, part)
 
@@ -328,31 +378,18 @@ class Run:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=_DTYPES[self.job.precision])
 
-    def _seed_shard(self, shard: int) -> None:
-        self._seed_generators(key(self.job.seed, streams.FORWARD, self.steps, shard))
-
-    def _seed_between_steps(self) -> None:
-        """What a script draws between two steps must not depend on the part of the work this worker happened to do."""
-        self._seed_generators(key(self.job.seed, streams.BETWEEN_STEPS, 0, self.steps))
-
-    def _seed_generators(self, seed: int) -> None:
-        """Seed Python, NumPy and torch; not by torch.manual_seed, which keeps a call, and its stack trace, for a CUDA
-        that is not used."""
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(seed)
-        if self.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
-
-    def _set_lr(self, optimizer: Optimizer) -> None:
+    def schedule_lr(self, samples_per_epoch: int) -> None:
+        """Set the optimizer's learning rates for the step that begins now."""
         optim = self.job.optim
         if optim.schedule == "constant" and not optim.warmup_epochs and optim.base_batch_size is None:
             return  # the rate is the user's own business
-        self.lr_factor = lr_factor(self.job, self.samples_seen, self._epoch_samples)
-        for group, base_lr in zip(optimizer.param_groups, self._base_lrs, strict=True):
+        self.lr_factor = lr_factor(self.job, self.samples_seen, samples_per_epoch)
+        for group, base_lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base_lr * self.lr_factor
 
-    def _prepared(self) -> Engine:
+    @property
+    def engine(self) -> Engine:
+        """What the prepared model is trained by."""
         if self._engine is None:
             raise JobError("Call run.prepare(model, optimizer) first.")
         return self._engine

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from paceline.cli.execute import new_run_dir, step_limit, write_run
+from paceline.cli.execute import begun_with, new_run_dir, write_run
 from paceline.errors import PacelineError
 from paceline.spec import Job, Plan
 
@@ -42,9 +41,7 @@ def test_a_run_lies_ready_as_files(tmp_path: Path) -> None:
     job, plan = Job(name="digits", epochs=3), Plan(world_size=2)
     program = write_run(job, plan, tmp_path / "deep" / "run", max_steps=7, quiet=True, trackers=["tensorboard"])
     run_dir = tmp_path / "deep" / "run"
-    assert Job.from_mapping(json.loads((run_dir / "job.json").read_text())) == job
-    assert Plan.from_mapping(json.loads((run_dir / "plan.json").read_text())) == plan
-    assert step_limit(run_dir) == 7
+    assert begun_with(run_dir) == (job, plan, 7)
     assert program == [
         *("-m", "paceline.train", str(run_dir)),
         *("--max-steps", "7", "--quiet", "--track", "tensorboard"),
@@ -53,7 +50,7 @@ def test_a_run_lies_ready_as_files(tmp_path: Path) -> None:
 
 def test_a_run_without_a_limit_says_so(tmp_path: Path) -> None:
     write_run(Job(), Plan(), tmp_path / "run")
-    assert step_limit(tmp_path / "run") is None
+    assert begun_with(tmp_path / "run") == (Job(), Plan(), None)
 
 
 def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:

@@ -34,10 +34,10 @@ def test_help_lists_the_commands_in_the_order_of_the_pipeline() -> None:
     text, ending = ask("--help")
     assert ending == "exit 0 loaded []"
     names = [line.split()[0] for line in text.partition("Commands:")[2].splitlines() if line.strip()]
-    assert names == ["launch", "train", "scale", "verify", "report"]
+    assert names == ["launch", "train", "scale", "verify", "bench", "report"]
 
 
-@pytest.mark.parametrize("command", ["launch", "train", "scale", "verify", "report"])
+@pytest.mark.parametrize("command", ["launch", "train", "scale", "verify", "bench", "report"])
 def test_help_of_a_command(command: str) -> None:
     text, ending = ask(command, "--help")
     assert ending == "exit 0 loaded []"

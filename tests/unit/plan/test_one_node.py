@@ -28,7 +28,7 @@ def test_cores_are_shared_evenly_and_never_oversubscribed(workers: int, cores: i
 
 def test_numeric_and_bitwise() -> None:
     numeric = place(Job(), node(), 2)
-    assert (numeric.algorithm, numeric.threads_per_worker, numeric.backend) == ("all_reduce", 4, "gloo")
+    assert (numeric.algorithm, numeric.threads_per_worker, numeric.backend) == ("auto", 4, "gloo")
     assert place(Job(), node(), 2, threads_per_worker=3).threads_per_worker == 3
     # The number of threads would change how sums are split, so bitwise parity has one, whatever was asked for.
     bitwise = place(Job(parity="bitwise"), node(), 2, threads_per_worker=3)

@@ -34,6 +34,15 @@ from paceline.spec import Job, load_job
         ({"virtual_shards": 9, "global_batch_size": 8}, ["virtual_shards", "global_batch_size"]),
         ({"parity": "bitwise", "norm": "sync"}, ["norm = 'shard'"]),
         ({"optim": {"schedule": "step"}}, ["optim.step_epochs"]),
+        ({"aggregation": {"wire": "int4"}}, ["aggregation.wire", "'int4'", "'int8'"]),
+        ({"aggregation": {"density": 0}}, ["aggregation.density", "greater than 0"]),
+        ({"parity": "bitwise", "aggregation": {"wire": "int8"}}, ["aggregation.wire = 'float32'", "'int8'"]),
+        ({"parity": "bitwise", "aggregation": {"method": "diloco"}}, ["'every_step'", "'diloco'"]),
+        ({"precision": "float16", "aggregation": {"wire": "topk"}}, ["'topk'", "float16"]),
+        (
+            {"optim": {"clip_norm": 1.0}, "aggregation": {"method": "parameter_server_async"}},
+            ["'parameter_server_async'", "no optim.clip_norm"],
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_one_sentence(mapping: dict[str, Any], words: list[str]) -> None:

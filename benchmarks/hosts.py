@@ -1,0 +1,91 @@
+"""Every way to sum over 2 nodes x 2 workers, which are namespaces on this machine with shaped links between them.
+
+    python -m benchmarks.hosts --out DIR [--rate 200] [--size 100MB]
+
+Seconds, bytes over each link by the nodes' own counters, and the physical minimum, for one size; and all sizes from
+64 KiB to it. Prints the table of that size as JSON and as Markdown, and leaves it with a page in DIR. Needs root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from tests.hosts.cluster import INTERFACE, Cluster, run_on_nodes, why_not
+
+from paceline.cli.bench import REQUEST_FILE, parse_size
+from paceline.errors import PacelineError
+from paceline.report.comm_bench import (
+    PAGE_FILE,
+    comm_mapping,
+    comm_markdown_at,
+    largest_size,
+    left_out_sentences,
+    load_timings,
+    place_text,
+    rate_text,
+    size_text,
+    write_comm_bench,
+)
+from paceline.spec.comm_timing import CommCase, CommRequest, algorithm_names, message_sizes
+
+WORKERS_PER_NODE = (2, 2)
+SMALLEST_BYTES = 64 << 10
+START_S = 60
+"""For the workers to load torch and to meet, and for the calls that the budget does not foresee."""
+
+CASES = (
+    *(CommCase(name) for name in algorithm_names()),
+    CommCase("ring", order="alternating"),
+    *(CommCase(name, wire) for wire in ("bfloat16", "int8") for name in ("all_reduce", "hierarchical")),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.hosts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for timings.json, comm.html and comm.md")
+    parser.add_argument("--rate", type=float, default=200.0, help="of each link, in Mbit/s")
+    parser.add_argument("--size", default="100MB", help="largest message, the one of the table")
+    parser.add_argument("--rounds", type=int, default=3, help="most rounds of a size")
+    parser.add_argument("--budget", type=float, default=420.0, help="seconds for all timings")
+    arguments = parser.parse_args()
+    if reason := why_not():
+        raise PacelineError(f"This benchmark cannot run here: {reason}.")
+    rate_bits_per_s = arguments.rate * 1e6
+    request = CommRequest(
+        cases=CASES,
+        sizes_bytes=message_sizes(SMALLEST_BYTES, parse_size(arguments.size, "--size")),
+        device_kind="cpu",
+        num_rounds=arguments.rounds,
+        budget_s=arguments.budget,
+        timeout_s=arguments.budget,
+        link_rate_bytes_per_s=rate_bits_per_s / 8,
+        interface=INTERFACE,
+    )
+    out: Path = arguments.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    request.save(out / REQUEST_FILE)
+    program = ["-m", "paceline.train.bench_comm", str(out / REQUEST_FILE), str(out)]
+    print(f"at most {arguments.budget + START_S:.0f} s …", file=sys.stderr)
+    with Cluster(len(WORKERS_PER_NODE), rate_bits_per_s) as cluster:
+        run_on_nodes(cluster, WORKERS_PER_NODE, program, timeout_s=arguments.budget + START_S)
+    timings = load_timings(out)
+    write_comm_bench(timings, out)
+    print(json.dumps(comm_mapping(timings)))
+    size = largest_size(timings)
+    print(f"\n{size_text(size)} over {place_text(timings)}, links of {rate_text(rate_bits_per_s / 8)}\n")
+    print(comm_markdown_at(timings, size))
+    print("\n".join(left_out_sentences(timings)))
+    print(out / PAGE_FILE)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except PacelineError as error:
+        print(f"hosts: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,166 @@
+"""`paceline bench`: side-by-side measurements on this hardware."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, TypeVar, get_args
+
+import typer
+
+from paceline.cli.execute import new_run_dir
+from paceline.cli.options import AsJson, Quiet
+from paceline.errors import JobError, PacelineError
+from paceline.hardware import detect
+from paceline.launch import run_workers
+from paceline.spec import Cluster, Job, Plan
+from paceline.spec.comm_timing import (
+    CommCase,
+    CommRequest,
+    CommTimings,
+    WireName,
+    algorithm_names,
+    message_sizes,
+)
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Side-by-side measurements on this hardware.")
+
+REQUEST_FILE, TIMINGS_FILE = "request.json", "timings.json"
+
+_PIPE_COLUMNS = 100
+"""What all columns of the tables need; a pipe has no width of its own."""
+
+Name = TypeVar("Name", bound=str)
+
+
+@app.callback()
+def bench() -> None:
+    """Side-by-side measurements on this hardware."""  # and it keeps a single command from becoming the program
+
+
+@app.command()
+def comm(
+    workers: Annotated[int | None, typer.Option("--workers", "-n", min=1, help="Workers; all devices.")] = None,
+    algorithms: Annotated[str, typer.Option(metavar="NAMES", help="Such as all_reduce,ring; all of them.")] = "all",
+    wires: Annotated[str, typer.Option(metavar="NAMES", help="float32, bfloat16, float16, int8, or all.")] = "float32",
+    dtype: Annotated[str, typer.Option(metavar="NAME", help="Of what is summed: float32, bfloat16, …")] = "float32",
+    min_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Smallest message.")] = "4K",
+    max_bytes: Annotated[
+        str, typer.Option(metavar="SIZE", help="Largest message; K, M, G are powers of 1024.")
+    ] = "256M",
+    servers: Annotated[int, typer.Option(min=1, help="Workers that also serve, with parameter servers.")] = 1,
+    link_rate: Annotated[
+        float | None, typer.Option(metavar="BYTES/S", help="Of one link in one direction, such as 25e9.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Most rounds of a size; long calls get fewer.")] = 20,
+    budget: Annotated[float, typer.Option(metavar="SECONDS", help="For all timings; the rest is left out.")] = 60.0,
+    out: Annotated[Path | None, typer.Option(help="Folder of the results; a new one under runs/.")] = None,
+    draw: Annotated[
+        Path | None, typer.Option(metavar="TIMINGS", help="Measure nothing: table and page of a timings.json.")
+    ] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Time every way to sum over all workers, by message size: latency, bandwidth, share of the link."""
+    # It needs a template engine and a plotting library: not for `paceline --help`.
+    from paceline.report.comm_bench import load_timings
+
+    if draw is not None:
+        _show(load_timings(draw), out or (draw if draw.is_dir() else draw.parent), as_json)
+        return
+    cluster = detect()
+    request = CommRequest.from_mapping(
+        {
+            "cases": [
+                CommCase(algorithm, wire)
+                for wire in _names("--wires", wires, get_args(WireName))
+                for algorithm in _names("--algorithms", algorithms, algorithm_names())
+            ],
+            "sizes_bytes": _sizes(min_bytes, max_bytes),
+            "dtype": dtype,
+            "device_kind": cluster.device_kind,
+            "num_servers": servers,
+            "num_rounds": rounds,
+            "budget_s": budget,
+            "link_rate_bytes_per_s": link_rate,
+        }
+    )
+    plan = _plan(cluster, workers)
+    folder = new_run_dir(out, Job(name="bench-comm"))
+    if (folder / TIMINGS_FILE).exists():
+        raise PacelineError(f"{folder} already holds a benchmark; choose another --out or remove the folder.")
+    _measure(request, plan, folder, quiet)
+    _show(load_timings(folder), folder, as_json)
+
+
+def _plan(cluster: Cluster, workers: int | None) -> Plan:
+    """One worker a device; on CPU two at least, since one has nobody to sum with."""
+    on_cpu = cluster.device_kind == "cpu"
+    num_workers = workers or max(len(cluster.devices), 2 if on_cpu else 1)
+    if not on_cpu and num_workers > len(cluster.devices):
+        raise JobError(f"{num_workers} workers need as many GPUs, but this machine has {len(cluster.devices)}.")
+    threads = max(1, cluster.num_cores // num_workers)
+    return Plan(world_size=num_workers, device_kind=cluster.device_kind, threads_per_worker=threads)
+
+
+def _measure(request: CommRequest, plan: Plan, folder: Path, quiet: bool) -> None:
+    """Let workers on this machine time what is asked for; they leave it in the folder."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        request.save(folder / REQUEST_FILE)
+    except OSError as problem:
+        raise PacelineError(f"The folder {folder} cannot be used: {problem}.") from None
+    program = ["-m", "paceline.train.bench_comm", str(folder / REQUEST_FILE), str(folder)]
+    run_workers(plan, [*program, *(["--quiet"] if quiet else [])], run_dir=folder)
+
+
+def _show(timings: CommTimings, folder: Path, as_json: bool) -> None:
+    """Page and Markdown into the folder; the table, or the line of JSON, to standard output."""
+    from rich.console import Console
+
+    from paceline.report.comm_bench import PAGE_FILE, comm_mapping, comm_table, write_comm_bench
+
+    write_comm_bench(timings, folder)
+    if as_json:
+        print(json.dumps(comm_mapping(timings)))
+        return
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_PIPE_COLUMNS)
+    console.print(comm_table(timings, console.width))
+    print(folder / PAGE_FILE)
+
+
+def _names(option: str, text: str, known: Sequence[Name]) -> list[Name]:
+    """ "ring,all_reduce" as names among `known`, without repeats; "all" is all of them. Raises `JobError`."""
+    if text == "all":
+        return list(known)
+    named: dict[Name, None] = {}
+    for part in text.split(","):
+        found = next((name for name in known if name == part.strip()), None)
+        if found is None:
+            near = difflib.get_close_matches(part.strip(), known, n=1, cutoff=0.5)
+            hint = f" (did you mean '{near[0]}'?)" if near else ""
+            raise JobError(f"{option} {part.strip()!r} is not possible{hint}; there are {', '.join(known)}.")
+        named[found] = None
+    return list(named)
+
+
+def _sizes(min_bytes: str, max_bytes: str) -> tuple[int, ...]:
+    smallest, largest = parse_size(min_bytes, "--min-bytes"), parse_size(max_bytes, "--max-bytes")
+    if smallest > largest:
+        raise JobError(f"--min-bytes {min_bytes} is more than --max-bytes {max_bytes}; exchange them.")
+    return message_sizes(smallest, largest)
+
+
+def parse_size(text: str, option: str) -> int:
+    """ "4K" and "4KiB" are 4096 bytes, "100MB" 100,000,000. Raises `JobError` naming the option."""
+    found = re.fullmatch(r"(\d+) ?([KMG]?)(iB|B|)", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise JobError(f"{option} {text} should be a number of bytes such as 4096, 4K, 16MiB or 100MB.")
+    number, prefix, suffix = found.groups()
+    base = 1000 if suffix.upper() == "B" else 1024
+    return int(number) * int(base ** " KMG".index(prefix.upper() or " "))

@@ -1,0 +1,85 @@
+"""Two levels: in each node, between the nodes' leaders, in each node again, by chunks so that both work at once.
+
+A chunk is summed over its node's workers to the leader; the leaders sum it by reduce-scatter and all-gather, each
+with each; the leader gives it to its node. For n nodes each link between nodes carries 2 (n - 1) / n of the vector in
+either direction, however many workers a node has: a flat ring of w workers carries 2 (w - 1) / w. While one chunk
+is between nodes, others are inside one, and several are between nodes at a time, for a link that waits for an answer
+carries nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.links import Links
+
+MAX_CHUNK_BYTES = 2 * 1024 * 1024
+MIN_CHUNK_BYTES = 256 * 1024
+"""Below this a chunk costs more than it hides."""
+NUM_CHUNKS = 16
+"""As many as fill the pipeline, where that does not make them too small."""
+
+
+def hierarchical(values: Tensor, links: Links) -> None:
+    """Sum `values` over all workers. A lossy wire format rounds between nodes only: once before the sum, once after.
+
+    Inside a node the workers use the memory they share, else their own group; one node without either leaves it to
+    the backend.
+    """
+    if len(links.nodes) > 1:
+        chunk_bytes = min(max(values.nbytes // NUM_CHUNKS, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
+        _pipeline([_sum(chunk, links) for chunk in values.split(chunk_bytes // values.itemsize) if len(chunk)])
+    elif links.shared_memory is not None:
+        links.shared_memory.all_reduce(values)
+    elif links.world_size > 1:
+        dist.all_reduce(values, group=links.group)
+
+
+def _pipeline(chunks: list[Iterator[None]]) -> None:
+    """Each chunk one stage on in every turn, and one chunk more; the same order on every worker."""
+    waiting, under_way = deque(chunks), deque[Iterator[None]]()
+    while waiting or under_way:
+        if waiting:
+            under_way.appendleft(waiting.popleft())
+        # Newest first: what can be put on a link is there before an older message is waited for.
+        under_way = deque(chunk for chunk in tuple(under_way) if next(chunk, StopIteration) is not StopIteration)
+
+
+def _sum(chunk: Tensor, links: Links) -> Iterator[None]:
+    """One chunk's way, stage by stage; every worker has the same number of stages."""
+    links.reduce_in_node(chunk)
+    yield
+    if links.rank in links.leaders:
+        yield from _sum_between_leaders(chunk, links)
+    else:
+        yield
+        yield
+    links.broadcast_in_node(chunk)
+
+
+def _sum_between_leaders(chunk: Tensor, links: Links) -> Iterator[None]:
+    """Each leader sums one part of the chunk, its own first and the others' in the order of their nodes."""
+    wire = links.wire
+    parts = dict(zip(links.leaders, chunk.tensor_split(len(links.leaders)), strict=True))
+    mine = parts.pop(links.rank)
+
+    summands = {leader: wire.message_for(mine) for leader in parts}
+    transfer = links.exchange({leader: wire.encode(part) for leader, part in parts.items()}, summands)
+    yield
+    transfer.wait()
+    for summand in summands.values():
+        wire.add(summand, mine)
+
+    message = wire.encode(mine)
+    sums = {leader: wire.message_for(part) for leader, part in parts.items()}
+    transfer = links.exchange(dict.fromkeys(parts, message), sums)
+    if not wire.is_exact:
+        wire.decode(message, mine)  # as all others see it
+    yield
+    transfer.wait()
+    for leader, part in parts.items():
+        wire.decode(sums[leader], part)

@@ -1,0 +1,150 @@
+"""What an algorithm may use: who the workers are, which share a node, and how messages get from one to another."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.shared_memory import SharedMemory
+from paceline.comm.shared_memory import is_possible as shared_memory_is_possible
+from paceline.comm.wire import FLOAT32, WireFormat
+
+
+@dataclass(frozen=True)
+class Links:
+    """One worker's ways to the others.
+
+    Only one thread may use them at a time, and all workers have to use them in the same order: the backend pairs
+    messages by their order.
+    """
+
+    group: dist.ProcessGroup
+    nodes: tuple[tuple[int, ...], ...]
+    """The ranks on each node. Read one after the other they are the ring: it enters and leaves each node once."""
+    device: torch.device
+    timeout_s: float
+    shared_memory: SharedMemory | None = None
+    """What the workers of this node share, if they compute on CPU and are more than one."""
+    node_group: dist.ProcessGroup | None = None
+    """The workers of this node as a group of their own, where they cannot share memory."""
+    wire: WireFormat = FLOAT32
+    """How values travel between workers; inside a node they stay as they are where the algorithm knows of nodes."""
+    num_servers: int = 1
+    """Workers that also serve, in the algorithms with parameter servers."""
+
+    @cached_property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    @cached_property
+    def world_size(self) -> int:
+        return dist.get_world_size(self.group)
+
+    @cached_property
+    def ring(self) -> tuple[int, ...]:
+        """All ranks, node after node."""
+        return tuple(rank for node in self.nodes for rank in node)
+
+    @cached_property
+    def node(self) -> tuple[int, ...]:
+        """The ranks on this worker's node."""
+        return next(node for node in self.nodes if self.rank in node)
+
+    @cached_property
+    def leaders(self) -> tuple[int, ...]:
+        """The first rank of each node."""
+        return tuple(node[0] for node in self.nodes)
+
+    def reduce_in_node(self, values: Tensor) -> None:
+        """Leave the sum over the workers of this node with its leader; what the others then hold means nothing."""
+        if self.shared_memory is not None:
+            self.shared_memory.reduce(values)
+        elif self.node_group is not None:
+            dist.reduce(values, group_dst=0, group=self.node_group)
+
+    def broadcast_in_node(self, values: Tensor) -> None:
+        """The leader's values for all workers of this node."""
+        if self.shared_memory is not None:
+            self.shared_memory.broadcast(values)
+        elif self.node_group is not None:
+            dist.broadcast(values, group_src=0, group=self.node_group)
+
+    def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Transfer:
+        """Begin to send messages and to receive others, by the rank they go to or come from.
+
+        Messages between two workers arrive in the order in which they were sent; empty ones are not sent at all.
+        """
+        operations = [
+            dist.P2POp(operation, message, group=self.group, group_peer=rank)
+            for operation, messages in ((dist.isend, outgoing), (dist.irecv, incoming))
+            for rank, message in messages.items()
+            if message.numel()
+        ]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        return Transfer(works, (*outgoing.values(), *incoming.values()))
+
+
+class Transfer:
+    """Messages under way; it keeps their memory alive until they have arrived."""
+
+    def __init__(self, works: Sequence[dist.Work], messages: Sequence[Tensor]) -> None:
+        self._works = works
+        self._messages = messages
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works, self._messages = (), ()
+
+
+def open_links(group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> Links:
+    """Find out which workers share a node, and give them memory to share. A common act of all workers."""
+    nodes = node_of_every_rank(group)
+    rank = dist.get_rank(group)
+    node = next(ranks for ranks in nodes if rank in ranks)
+    shared = None
+    node_group = None
+    if device.type == "cpu" and shared_memory_is_possible():
+        shared = SharedMemory.open(group, nodes, timeout_s)
+    elif len(nodes) == 1:
+        node_group = group
+    else:
+        groups = [dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s)) for ranks in nodes]
+        node_group = groups[nodes.index(node)]
+    return Links(group, nodes, device, timeout_s, shared, node_group)
+
+
+def node_of_every_rank(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
+    """The ranks of every node; a common act of all workers."""
+    names: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(names, node_identity(), group=group)
+    return group_by_node(names)
+
+
+def group_by_node(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """The ranks of every node, from the name of each rank's node; nodes in the order of their first rank."""
+    ranks: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        ranks.setdefault(name, []).append(rank)
+    return tuple(tuple(members) for members in ranks.values())
+
+
+def node_identity() -> str:
+    """Equal for two processes exactly if they can share memory: same host, same boot, same /dev/shm."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    shared = Path("/dev/shm")
+    return "/".join(
+        [
+            socket.gethostname(),
+            boot.read_text().strip() if boot.exists() else "",
+            f"{shared.stat().st_dev}" if shared.exists() else "",
+        ]
+    )

@@ -1,0 +1,73 @@
+"""Timing an algorithm on the links at hand, and the line through the timings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.aggregator import Algorithm
+from paceline.comm.links import Links
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """Seconds of one sum of `n` bytes: alpha_s + n * beta_s_per_byte (Hockney 1994)."""
+
+    alpha_s: float
+    beta_s_per_byte: float
+
+    def seconds(self, num_bytes: float) -> float:
+        return self.alpha_s + num_bytes * self.beta_s_per_byte
+
+
+def fit_cost(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> LinkCost:
+    """The line with the least relative error through the timings, neither constant below zero.
+
+    Relative, because timings span orders of magnitude and all of them matter alike. One timing alone is taken to be all
+    bandwidth.
+
+    Raises:
+        ValueError: no timing, or one that is not positive.
+    """
+    if not times_s or min(times_s) <= 0:
+        raise ValueError("a fit needs positive timings")
+    # Least squares on 1 = alpha / t + beta * n / t, by its two normal equations.
+    a = [1 / t for t in times_s]
+    b = [n / t for n, t in zip(sizes_bytes, times_s, strict=True)]
+    aa, bb, ab = sum(x * x for x in a), sum(y * y for y in b), sum(x * y for x, y in zip(a, b, strict=True))
+    determinant = aa * bb - ab * ab
+    if determinant > 1e-12 * aa * bb:
+        alpha = (bb * sum(a) - ab * sum(b)) / determinant
+        beta = (aa * sum(b) - ab * sum(a)) / determinant
+        if alpha >= 0 and beta >= 0:
+            return LinkCost(alpha, beta)
+        if beta < 0:
+            return LinkCost(sum(a) / aa, 0.0)
+    return LinkCost(0.0, sum(b) / bb) if bb else LinkCost(sum(a) / aa, 0.0)
+
+
+def time_sum(algorithm: Algorithm, links: Links, values: Tensor) -> float:
+    """Seconds that one call takes on the slowest worker, counted from when all were ready; the same on every worker."""
+    meet(links)
+    started = time.perf_counter()
+    algorithm(values, links)
+    if values.device.type == "cuda":
+        torch.cuda.synchronize(values.device)
+    return slowest(time.perf_counter() - started, links)
+
+
+def meet(links: Links) -> None:
+    """Return when every worker has come here."""
+    slowest(0.0, links)
+
+
+def slowest(seconds: float, links: Links) -> float:
+    """The largest of the workers' numbers, for all of them."""
+    value = torch.tensor([seconds], dtype=torch.float64, device=links.device)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=links.group)
+    return float(value)

@@ -1,0 +1,28 @@
+"""`parameter_server_async`: workers take shards as they come, servers update; how far they drift apart is bounded.
+
+Batch k is cut into virtual shards as everywhere in Paceline, but no worker owns any: whoever is idle asks for the next,
+computes its gradient on parameters after at least k - staleness updates, and pushes it to the servers. When all shards
+of batch k have arrived, each server adds them in the order of `comm.tree_exact` and makes update k on its slice of
+the parameters. So the number and speed of the workers decide who computes a shard and, within the bound, on parameters
+how old; never which shards there are, nor how they are added. With staleness 0 the age is fixed too: the weights are
+those of synchronous training, bit for bit, on any number of workers and servers.
+
+A node may act as one worker: it takes one shard for each of its workers, adds their gradients inside, in the same
+tree, and uploads and downloads once. With a power of two of workers, and batches of a multiple of so many shards, what
+crosses its link falls by their number; else a run of shards is sent as the few blocks of the tree it consists of.
+
+A worker that is lost costs its shards some time: others compute them. A server that is lost ends the run.
+
+    worker       a worker's side: take a shard, pull, compute, push
+    node         the workers of one node that act as one
+    coordinator  gives out the shards, notices who is lost
+    ledger       the bookkeeping of both, pure
+    server       a slice of the parameters and its optimizer
+    remote       calls between workers
+"""
+
+from __future__ import annotations
+
+from paceline.comm.parameter_server_async.worker import Course, ParameterServerAsync, ShardGradient, Terms
+
+__all__ = ["Course", "ParameterServerAsync", "ShardGradient", "Terms"]

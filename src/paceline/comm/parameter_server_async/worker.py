@@ -1,0 +1,335 @@
+"""One worker's side of `parameter_server_async`: take a shard, pull, compute, push."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop, Rprop
+
+from paceline.comm.parameter_server_async import coordinator, server
+from paceline.comm.parameter_server_async.coordinator import Coordinator, Meeting, Reply, Report, Request
+from paceline.comm.parameter_server_async.ledger import Ledger, Task
+from paceline.comm.parameter_server_async.node import Node, RunResult, ShardResult
+from paceline.comm.parameter_server_async.remote import answer, call, connect, disconnect, lost
+from paceline.comm.parameter_server_async.server import Piece, Slice, is_element_wise, spans
+from paceline.errors import JobError, ModelError, WorkerFailed
+
+_ELEMENT_WISE = (SGD, Adam, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD)
+_COORDINATOR = "which gives out the work"
+_SERVER = "which holds a part of the parameters"
+
+ShardGradient = Callable[[int, int], Tensor]
+"""compute(batch, shard): leaves the gradient of the shard's weighted loss in `.grad` of the parameters (None before)
+and returns statistics to be added over the shards: a 1-D tensor, of one length and dtype for all of them."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """What is learnt, update by update: the same on every worker."""
+
+    num_shards: Callable[[int], int]
+    """Virtual shards of batch k, counted from the beginning of the run."""
+    lr_factor: Callable[[int], float] = lambda _batch: 1.0
+    """The factor on the optimizer's learning rates for update k."""
+    first_batch: int = 0
+    """Updates that the parameters and the optimizer have behind them."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How the workers deal with one another."""
+
+    staleness: int = 4
+    """A shard of batch k is computed on parameters after k - staleness updates or more."""
+    num_servers: int = 1
+    """So many workers (or nodes, where a node acts as one) serve as well, the first ones."""
+    lease_s: float = 60.0
+    """Others may take a shard that takes longer than this."""
+    timeout_s: float = 60.0
+    """Who does not answer for so long is lost."""
+
+
+class ParameterServerAsync:
+    """One worker's hold on asynchronous training; a context manager that all workers enter together.
+
+    Args:
+        optimizer: element-wise, over the parameters to train; parameters, rates and state alike on every worker. The
+            parameters stay the same objects and get their values from the servers.
+        store: one that all workers share, such as the process group's.
+        rank: this worker's.
+        nodes: which ranks act as one worker: ((0,), (1,), …) where each stands for itself.
+        node_group: this worker's node as a process group, where it has more than one worker.
+
+    Raises:
+        JobError: more servers than workers (or nodes) that could serve.
+        ModelError: parameters or an optimizer that cannot be cut into slices.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        course: Course,
+        terms: Terms,
+        *,
+        store: Store,
+        rank: int,
+        nodes: Sequence[Sequence[int]],
+        node_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        leaders = [node[0] for node in nodes]
+        self._optimizer = optimizer
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        _check(optimizer, self._parameters, terms, len(leaders))
+        self._terms = terms
+        self._rank = rank
+        self._node = Node(next(node for node in nodes if rank in node), rank, node_group)
+        self._servers = leaders[: terms.num_servers]
+        self._spans = spans(sum(p.numel() for p in self._parameters), terms.num_servers)
+        self._seen = course.first_batch
+        self._num_meetings = 0
+        self._coordinator: Coordinator | None = None
+        if not self._node.leads:
+            return
+        if rank in self._servers:
+            span = self._spans[self._servers.index(rank)]
+            self._slice = Slice(optimizer, span, course.num_shards, course.lr_factor, course.first_batch)
+        if rank == leaders[0]:
+            ledger = Ledger(course.num_shards, terms.staleness, terms.lease_s, course.first_batch)
+            self._coordinator = Coordinator(ledger, course.num_shards, leaders, self._servers, terms.timeout_s)
+        connect(store, rank, leaders, terms.timeout_s)
+        if self._coordinator is not None:
+            self._coordinator.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        elif self._node.leads:
+            if self._coordinator is not None and isinstance(error, WorkerFailed) and error.rank is not None:
+                # The others shall hear whom the run has lost, and not think that it was this worker.
+                self._coordinator.leave(error.rank)
+                self._coordinator.wait_until_alone(self._terms.timeout_s)
+            self._leave()
+
+    def work(self, compute: ShardGradient, until: int) -> Iterator[tuple[int, Tensor]]:
+        """Take part until `until` updates have been made in all.
+
+        Yields, on every worker, for every batch in order as it is finished, its number and the sum of its statistics.
+        At the end (so take them all) every worker has the parameters after `until` updates; all wait for one another.
+
+        Raises:
+            WorkerFailed: a server is lost (says which), or this worker was given up by the others.
+        """
+        result: tuple[Task, RunResult | None, int] | None = None
+        while True:
+            reply = self._node.on_leader(partial(self._ask, until, result))
+            for statistics in reply.statistics:
+                self._seen += 1
+                yield self._seen - 1, statistics
+            if reply.finished >= until:
+                break
+            result = None
+            if reply.task is not None and self._pull(reply.task.batch):
+                result = reply.task, self._compute(reply.task, compute), reply.finished
+        self._pull(until)
+        self.barrier()
+
+    def barrier(self) -> None:
+        """Wait for all workers that are still there.
+
+        Raises:
+            WorkerFailed: some did not come within the timeout; says which.
+        """
+        self._meet()
+
+    def collect(self) -> int:
+        """Bring the optimizer's whole state to this worker: with the parameters, what one worker alone would have now.
+
+        Between two calls of `work`, on a worker that leads its node; the others wait in `barrier` meanwhile. To go on
+        from it, on any number of servers, open with that optimizer on every worker.
+
+        Returns:
+            The number of updates made: the `Course.first_batch` of whoever goes on.
+        """
+        answers = [call(rank, server.state, timeout_s=self._terms.timeout_s) for rank in self._servers]
+        version = self._seen
+        for rank, future in zip(self._servers, answers, strict=True):
+            version, parts = answer(future, rank, _SERVER)
+            for piece, values in parts:
+                self._put_back(piece, values)
+        return version
+
+    def close(self) -> None:
+        """Part, once everybody has come to do so."""
+        absent = self._meet()
+        if not self._node.leads:
+            return
+        if self._coordinator is not None and absent:
+            # The others may still have to hear that all have come.
+            self._coordinator.wait_until_alone(self._terms.timeout_s)
+        if absent:
+            self._leave()
+            return
+        if self._coordinator is not None:
+            self._coordinator.stop()
+        disconnect(self._terms.timeout_s)
+
+    def _put_back(self, piece: Piece, values: Mapping[str, Any]) -> None:
+        """Write a piece of a parameter's optimizer state into the whole; its first piece comes first."""
+        parameter = self._parameters[piece.parameter]
+        like = parameter.new_empty(piece.stop - piece.start)
+        for name, value in values.items():
+            whole = self._optimizer.state[parameter]
+            if is_element_wise(name, value, like):
+                if piece.start == 0:
+                    whole[name] = torch.empty_like(parameter, dtype=value.dtype)
+                flat = whole[name].flatten()
+                flat[piece.start : piece.stop] = value
+                whole[name].copy_(flat.view(parameter.shape))
+            else:
+                whole[name] = value
+
+    def _leave(self) -> None:
+        """Go without the others; they will not wait for this worker."""
+        if self._coordinator is not None:
+            self._coordinator.stop()
+        else:
+            with suppress(WorkerFailed):
+                self._tell_coordinator(coordinator.leave, self._rank)
+        disconnect(None)
+
+    def _tell_coordinator(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        rank = self._servers[0]
+        return answer(call(rank, function, *arguments, timeout_s=self._terms.timeout_s), rank, _COORDINATOR)
+
+    def _ask(self, until: int, result: tuple[Task, RunResult | None, int] | None) -> Reply:
+        """Deliver what was computed, if anything, and ask for more."""
+        report = None
+        if result is not None:
+            task, sums, finished = result
+            assert sums is not None  # this is the leader
+            report = Report(task, self._push(task.batch, finished, sums), sums.blocks, sums.statistics)
+        request = Request(self._rank, until, len(self._node.ranks), self._seen, report)
+        reply = cast(Reply, self._tell_coordinator(coordinator.ask, request))
+        if reply.lost_server is not None:
+            raise lost(reply.lost_server, _SERVER, "it gives no sign of life")
+        if reply.is_given_up:
+            raise WorkerFailed(
+                f"Worker {self._rank} could not be reached for {self._terms.timeout_s:g} s, so the others went on "
+                "without it; give it more time (timeout_s), or start again from the last checkpoint.",
+                rank=self._rank,
+            )
+        return reply
+
+    def _push(self, batch: int, finished: int, sums: RunResult) -> bool:
+        """Send every server its slice; returns whether all of them count these shards now."""
+        gradients = [gradient.cpu() for gradient in sums.gradients]
+        answers = [
+            call(
+                rank,
+                server.push,
+                batch,
+                finished,
+                sums.blocks,
+                # Copies: a view may take all of the tensor with it.
+                [gradient[start:stop].clone() for gradient in gradients],
+                sums.used,
+                timeout_s=self._terms.timeout_s,
+            )
+            for rank, (start, stop) in zip(self._servers, self._spans, strict=True)
+        ]
+        counted = [answer(future, rank, _SERVER) for rank, future in zip(self._servers, answers, strict=True)]
+        return all(counted)
+
+    def _pull(self, batch: int) -> bool:
+        """Put the newest values from before update `batch` into the parameters; False: nobody needs that batch now."""
+        values = self._parameters[0].new_empty(self._spans[-1][1])
+        if not self._node.on_leader(partial(self._download, batch, values)):
+            return False
+        self._node.share(values)
+        with torch.no_grad():
+            parts = values.split([p.numel() for p in self._parameters])
+            for parameter, part in zip(self._parameters, parts, strict=True):
+                parameter.copy_(part.view(parameter.shape))
+        return True
+
+    def _download(self, batch: int, values: Tensor) -> bool:
+        answers = [call(rank, server.pull, batch, timeout_s=self._terms.timeout_s) for rank in self._servers]
+        parts = [answer(future, rank, _SERVER) for rank, future in zip(self._servers, answers, strict=True)]
+        for part, (start, stop) in zip(parts, self._spans, strict=True):
+            if part is None:
+                return False
+            values[start:stop] = part
+        return True
+
+    def _compute(
+        self,
+        task: Task,
+        compute: ShardGradient,
+    ) -> RunResult | None:
+        """This worker's shard of `task`, added to those of its node; the sums on its leader."""
+        mine = None
+        shard = task.start + self._node.ranks.index(self._rank)
+        if shard < task.stop:
+            for parameter in self._parameters:
+                parameter.grad = None
+            statistics = compute(task.batch, shard)
+            used = torch.tensor([p.grad is not None for p in self._parameters])
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
+            gradient = torch.cat([g.detach().flatten() for g in gradients])
+            mine = ShardResult(gradient, used, statistics.detach().cpu())
+        return self._node.add(task.start, mine)
+
+    def _meet(self) -> frozenset[int]:
+        """Wait for all who are still there; returns who is not, the same for all."""
+        self._num_meetings += 1
+        give_up_at_s = time.monotonic() + self._terms.timeout_s
+        while True:
+            meeting = self._node.on_leader(partial(self._come, self._num_meetings, give_up_at_s))
+            if not meeting.missing:
+                return meeting.lost
+
+    def _come(self, number: int, give_up_at_s: float) -> Meeting:
+        meeting = cast(Meeting, self._tell_coordinator(coordinator.meet, self._rank, number))
+        if meeting.missing and time.monotonic() > give_up_at_s:
+            missing = min(meeting.missing)
+            raise WorkerFailed(
+                f"Worker {missing} did not come within {self._terms.timeout_s:g} s to where the others wait for it; "
+                "look at what it does, or give it more time (timeout_s).",
+                rank=missing,
+            )
+        return meeting
+
+
+def _check(optimizer: Optimizer, parameters: Sequence[Tensor], terms: Terms, num_leaders: int) -> None:
+    if not 1 <= terms.num_servers <= num_leaders:
+        raise JobError(
+            f"num_servers = {terms.num_servers} should be between 1 and {num_leaders}, the workers or nodes."
+        )
+    if terms.staleness < 0:
+        raise JobError(f"staleness = {terms.staleness} should be 0 or more.")
+    if not isinstance(optimizer, _ELEMENT_WISE):
+        raise ModelError(
+            f"parameter_server_async cuts parameters among servers, but {type(optimizer).__name__} may need "
+            f"them whole; use one of {', '.join(kind.__name__ for kind in _ELEMENT_WISE)}."
+        )
+    dtypes = sorted({str(p.dtype) for p in parameters})
+    if len(dtypes) != 1:
+        raise ModelError(
+            "parameter_server_async needs trainable parameters of one dtype, but the optimizer has "
+            f"{' and '.join(dtypes) or 'none'}; convert the model to one."
+        )

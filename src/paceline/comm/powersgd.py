@@ -1,0 +1,121 @@
+"""PowerSGD: the gradient of a matrix travels as two thin factors of it.
+
+Vogels, Karimireddy, Jaggi: "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", 2019,
+arXiv 1905.13727.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from paceline.comm.compressor import Bucket, Sum
+from paceline.comm.draws import generator_for
+from paceline.comm.error_feedback import Owed, is_finite
+from paceline.errors import JobError
+
+_FACTOR = "factor/"
+
+
+class PowerSGD:
+    """One step of subspace iteration per training step, begun where the last one ended.
+
+    A parameter's gradient M (rows x columns: its first dimension x the rest) is sent as rank * (rows + columns) values
+    instead of rows * columns. With orthonormal Q (columns x rank) of the step before, the workers w = 1 … n form
+
+        P = orthonormal(sum of M_w Q)      Q' = sum of M_w^T P      sum of M_w ~ P Q'^T
+
+    and worker w goes on owing M_w - P (M_w^T P)^T. All of it is linear in the sum of the gradients, so that but for
+    rounding the result does not depend on how many workers there are; it is exact where that sum has at most this rank.
+
+    A bucket travels as two vectors: first what is not worth compressing (vectors, small matrices) together with all
+    M Q, then all M^T P. What a lossy wire format rounds off on top is not owed.
+
+    P and the product are computed by every worker for itself from equal numbers: equal bits need workers of one kind.
+    """
+
+    def __init__(self, rank: int, seed: int) -> None:
+        if rank < 1:
+            raise JobError(f"The rank of PowerSGD is {rank}; it needs to be at least 1.")
+        self._rank = rank
+        self._seed = seed
+        self._owed = Owed()
+        self._factors: dict[str, Tensor] = {}
+        """Q' of the last step by parameter, the same on all workers."""
+
+    def aggregate(self, bucket: Bucket, total: Sum) -> None:
+        compressed = [(name, part) for name, part in bucket.parts if self._pays(part)]
+        if not compressed:
+            total(bucket.values)
+            return
+        whole = [part for _, part in bucket.parts if not self._pays(part)]
+        self._owed.add_to(compressed)
+        matrices = [part.reshape(len(part), -1) for _, part in compressed]
+
+        first = [
+            *whole,
+            *(m @ self._orthonormal_factor(name, m) for (name, _), m in zip(compressed, matrices, strict=True)),
+        ]
+        sums = _summed(first, total)
+        if sums is None:
+            bucket.values.fill_(torch.nan)
+            return
+        left = [_orthonormal(p) for p in sums[len(whole) :]]
+
+        mine = [m.T @ p for m, p in zip(matrices, left, strict=True)]
+        right = _summed(mine, total)
+        if right is None:
+            bucket.values.fill_(torch.nan)
+            return
+
+        for part, summed in zip(whole, sums, strict=False):
+            part.copy_(summed)
+        for (name, part), m, p, own, q in zip(compressed, matrices, left, mine, right, strict=True):
+            self._owed.remember(name, torch.addmm(m, p, own.T, alpha=-1).view(part.shape))
+            self._factors[name] = q.clone()
+            part.copy_((p @ q.T).view(part.shape))
+
+    def _pays(self, part: Tensor) -> bool:
+        """Whether two factors are smaller than the whole."""
+        return part.dim() >= 2 and self._rank * (len(part) + math.prod(part.shape[1:])) < part.numel()
+
+    def _orthonormal_factor(self, name: str, matrix: Tensor) -> Tensor:
+        """Where the iteration of this parameter goes on. Orthonormal, so that M Q is no larger than M is."""
+        shape = (matrix.shape[1], self._rank)
+        factor = self._factors.get(name)
+        if factor is None or factor.shape != shape:
+            factor = torch.randn(shape, generator=generator_for(self._seed, name), dtype=torch.float64)
+        return _orthonormal(factor.to(matrix))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self._owed.state_dict() | {_FACTOR + name: factor for name, factor in self._factors.items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self._owed.load_state_dict(state)
+        self._factors = {
+            key.removeprefix(_FACTOR): factor.detach().clone()
+            for key, factor in state.items()
+            if key.startswith(_FACTOR)
+        }
+
+
+def _orthonormal(columns: Tensor) -> Tensor:
+    """An orthonormal basis of (at least) what the columns span.
+
+    By Householder reflections: a column that is zero, or depends on those before it, is replaced by some other
+    direction, which costs nothing and may find something.
+    """
+    basis: Tensor = torch.linalg.qr(columns)[0]
+    return basis
+
+
+def _summed(tensors: list[Tensor], total: Sum) -> list[Tensor] | None:
+    """The sums of `tensors` over all workers, sent as one vector; None if they are not all finite."""
+    vector = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    total(vector)
+    if not is_finite(vector):
+        return None
+    pieces = vector.split([tensor.numel() for tensor in tensors])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]

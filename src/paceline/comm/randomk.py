@@ -1,0 +1,76 @@
+"""Random-k: all workers send the same values of the gradient, chosen by lot; indices need not travel."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from paceline.comm.compressor import Bucket, Sum
+from paceline.comm.draws import generator_for
+from paceline.comm.error_feedback import Owed, is_finite
+from paceline.errors import JobError
+
+_DRAWS = "draws/"
+
+
+class RandomK:
+    """Sends k = ceil(density x values) values of a bucket, and one that tells whether a worker has overflowed.
+
+    What is chosen is the same on all workers, and what is sent is linear in the gradients, so that but for rounding the
+    result does not depend on how many workers there are.
+
+    Values are sent as they are, not multiplied by 1 / density. That would make each step's sum right on average, but
+    what is not sent now is owed and will be sent: it would be counted twice, and what is owed would grow instead of
+    staying bounded (Stich et al. 2018, Karimireddy et al. 2019; both in `error_feedback`).
+    """
+
+    def __init__(self, density: float, seed: int) -> None:
+        if not 0 < density <= 1:
+            raise JobError(f"The density of random-k is {density}; it needs to be above 0 and at most 1.")
+        self._density = density
+        self._seed = seed
+        self._owed = Owed()
+        self._num_draws: dict[str, int] = {}
+        """By the first parameter of a bucket: how often such a bucket has been drawn from."""
+
+    def aggregate(self, bucket: Bucket, total: Sum) -> None:
+        values = bucket.values
+        self._owed.add_to(bucket.parts)
+        chosen = self._draw(bucket.parts[0][0], values.numel()).to(values.device)
+        # A value that is not finite may not have been chosen, but all workers have to know of it.
+        alarm = values.new_tensor([0.0 if is_finite(values) else math.nan])
+        vector = torch.cat([values[chosen], alarm])
+        total(vector)
+        if not is_finite(vector):
+            values.fill_(torch.nan)
+            return
+        values[chosen] = 0.0
+        for name, part in bucket.parts:
+            self._owed.remember(name, part)
+        values.zero_()
+        values[chosen] = vector[:-1]
+
+    def _draw(self, name: str, num_values: int) -> Tensor:
+        """k indices, ascending: the values are cut into k runs as even as can be, and each run sends one of its own.
+
+        Every value has the same chance (but for the runs' lengths, which differ by one at most), as in a draw of k out
+        of all, which is what the proofs need; but nothing as long as the bucket has to be drawn or permuted.
+        """
+        number = self._num_draws.get(name, 0)
+        self._num_draws[name] = number + 1
+        k = math.ceil(self._density * num_values)
+        ends = torch.arange(k + 1) * num_values // max(k, 1)
+        lots = torch.rand(k, generator=generator_for(self._seed, number, name), dtype=torch.float64)
+        return ends[:-1] + (lots * ends.diff()).long()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        counts = {_DRAWS + name: torch.tensor(number) for name, number in self._num_draws.items()}
+        return self._owed.state_dict() | counts
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self._owed.load_state_dict(state)
+        self._num_draws = {
+            key.removeprefix(_DRAWS): int(number) for key, number in state.items() if key.startswith(_DRAWS)
+        }

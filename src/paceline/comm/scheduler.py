@@ -1,0 +1,105 @@
+"""One thread from which all collectives of a group are issued, in the order in which they were submitted.
+
+A backend pairs the calls of different workers by their order. Issued from callbacks or from several threads the order
+is left to chance, and workers wait for each other for ever; issued from one queue it is the order of the program.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.fingerprint import Call, check_agreement
+
+CHECKED_STEPS = 3
+"""Steps whose calls are compared across workers in any case: DDP settles its buckets within the first two."""
+
+
+@dataclass(frozen=True)
+class _Task:
+    call: Call
+    values: Tensor
+    work: Callable[[], None]
+    done: torch.futures.Future[Tensor]
+    ready: torch.cuda.Event | None
+    is_checked: bool
+
+
+class Scheduler:
+    """Runs what is submitted, one after the other, while the submitting thread goes on.
+
+    Work may only be submitted by one thread, in the same order on every worker. `wait` on a future returned here, then
+    `raise_error`, before anything else uses the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, check_always: bool = False) -> None:
+        self._group = group
+        self._device = device
+        self._check_always = check_always
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._step = 0
+        self._sequence = 0
+        # A daemon: a collective that waits for a dead peer must not keep this process alive.
+        threading.Thread(target=self._run, name="paceline-communication", daemon=True).start()
+
+    def begin_step(self) -> None:
+        """What is submitted from now on belongs to the next training step."""
+        self._step += 1
+
+    def submit(
+        self, operation: str, name: str, values: Tensor, work: Callable[[], None]
+    ) -> torch.futures.Future[Tensor]:
+        """Have `work` change `values` in place on the communication thread.
+
+        Args:
+            operation, name: what is done to what, for the comparison across workers.
+
+        Returns:
+            A future of `values`. It is fulfilled after an error too, because DDP cannot pass one on: see `raise_error`.
+        """
+        self._sequence += 1
+        call = Call(self._sequence, self._step, operation, name, str(values.dtype), tuple(values.shape))
+        on_cuda = self._stream is not None
+        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self._device] if on_cuda else None)
+        ready = torch.cuda.current_stream(self._device).record_event() if on_cuda else None
+        is_checked = self._check_always or self._step <= CHECKED_STEPS
+        self._tasks.put(_Task(call, values, work, done, ready, is_checked))
+        return done
+
+    def raise_error(self) -> None:
+        """Raise what went wrong on the communication thread, if anything did. The group is of no use after that."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """End the thread once it has done what was submitted; not waited for, because a peer may be dead."""
+        self._tasks.put(None)
+
+    def _run(self) -> None:
+        with self._on_stream():
+            while (task := self._tasks.get()) is not None:
+                if self._error is None:
+                    try:
+                        self._do(task)
+                    except BaseException as error:
+                        self._error = error
+                task.done.set_result(task.values)
+
+    def _do(self, task: _Task) -> None:
+        if self._stream is not None and task.ready is not None:
+            self._stream.wait_event(task.ready)
+        if task.is_checked:
+            check_agreement(task.call, self._group, self._device)
+        task.work()
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -1,0 +1,43 @@
+"""The sum at servers: each server owns a part of the vector, receives it from all workers, adds, and sends it back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from paceline.comm.links import Links
+
+
+def sum_at_servers(values: Tensor, links: Links, *, workers: Sequence[int], servers: Sequence[int]) -> None:
+    """Sum `values` in place over `workers`; to be called by each of them, and only by them.
+
+    Every worker sends a server its part of the vector and gets the sum back. A server adds in the order of
+    `workers`, its own part in its place, so that the result does not depend on who comes first.
+
+    Args:
+        servers: those of the workers that own a part, as even as can be. With all workers as servers this is a
+            reduce-scatter and an all-gather by direct messages: 2 (n - 1) / n of the vector each way, two rounds.
+    """
+    rank, wire = links.rank, links.wire
+    parts = dict(zip(servers, values.tensor_split(len(servers)), strict=True))
+    others = [worker for worker in workers if worker != rank]
+    mine = parts.get(rank)
+
+    arriving = {} if mine is None else {worker: wire.message_for(mine) for worker in others}
+    leaving = {server: wire.encode(part) for server, part in parts.items() if server != rank}
+    gathering = links.exchange(leaving, arriving)
+    gathering.wait()
+    if mine is not None:
+        own = mine.clone()
+        mine.zero_()
+        for worker in workers:
+            mine.add_(own) if worker == rank else wire.add(arriving[worker], mine)
+
+    answers = {server: wire.message_for(part) for server, part in parts.items() if server != rank}
+    answer = None if mine is None else wire.encode(mine)
+    links.exchange({} if answer is None else dict.fromkeys(others, answer), answers).wait()
+    for server, message in answers.items():
+        wire.decode(message, parts[server])
+    if mine is not None and answer is not None and not wire.is_exact:
+        wire.decode(answer, mine)  # what everybody else sees of it

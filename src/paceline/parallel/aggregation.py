@@ -1,0 +1,95 @@
+"""From a job and a plan to the `Aggregator` of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm import ALGORITHMS, WIRE_FORMATS, Aggregator, Compressor, Links, Scheduler, open_links
+from paceline.comm.choose import Candidate, choose, sensible
+from paceline.comm.powersgd import PowerSGD
+from paceline.comm.randomk import RandomK
+from paceline.comm.topk import TopK
+from paceline.comm.wire import FLOAT32
+from paceline.spec import AlgorithmName, Job, Plan
+
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
+"""DistributedDataParallel's own: a small first bucket, so that the first message leaves early."""
+
+COMPRESSORS: dict[str, Callable[[Job, Links], Compressor]] = {
+    "powersgd": lambda job, _links: PowerSGD(job.aggregation.powersgd_rank, job.seed),
+    "topk": lambda job, links: TopK(job.aggregation.density, links),
+    "randomk": lambda job, _links: RandomK(job.aggregation.density, job.seed),
+}
+
+LOSSY = (WIRE_FORMATS["bfloat16"], WIRE_FORMATS["int8"])
+"""What "auto-lossy" may choose from: float16 overflows where bfloat16 of the same size does not."""
+
+_LOSSES = {
+    "bfloat16": "they travel rounded to bfloat16 (8 bits of precision)",
+    "float16": "they travel rounded to float16 (11 bits of precision, overflow at 65,504)",
+    "int8": "they travel rounded to 255 steps a chunk of 1,024 values",
+    "powersgd": "of each matrix an approximation of rank {spec.powersgd_rank} travels, the rest is sent in later steps",
+    "topk": "each worker's largest {spec.density:.2%} of the values travel, the rest is sent in later steps",
+    "randomk": "a random {spec.density:.2%} of the values travel, the rest is sent in later steps",
+}
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """How the workers of a run add up, and what its reader should know of it."""
+
+    aggregator: Aggregator
+    algorithm: AlgorithmName
+    """The name of the algorithm: the plan's, or what "auto" chose."""
+    notes: tuple[str, ...]
+
+
+def set_up_aggregation(
+    job: Job, plan: Plan, device: torch.device, group: dist.ProcessGroup, parameters: Sequence[Tensor]
+) -> Aggregation:
+    """Open the links between the workers and settle how they sum these parameters' gradients; a common act."""
+    links = replace(open_links(group, device, plan.timeout_s), num_servers=min(plan.num_servers, plan.world_size))
+    wanted = job.aggregation.wire
+    chosen = Candidate(plan.algorithm, WIRE_FORMATS.get(wanted, FLOAT32))
+    notes = []
+    if plan.algorithm == "auto" or wanted == "auto-lossy":
+        choice = choose(_candidates(plan, wanted, links), ALGORITHMS, links, _bucket_bytes(parameters))
+        chosen = choice.chosen
+        notes.append(choice.sentence())
+    if wanted in _LOSSES or not chosen.wire.is_exact:
+        notes.append(_loss_note(job, wanted if wanted in _LOSSES else chosen.wire.name))
+    links = replace(links, wire=chosen.wire)
+    scheduler = Scheduler(group, device, plan.debug_comm)
+    compressor = COMPRESSORS[wanted](job, links) if wanted in COMPRESSORS else None
+    aggregator = Aggregator(ALGORITHMS[chosen.algorithm], links, scheduler, compressor)
+    return Aggregation(aggregator, chosen.algorithm, tuple(notes))
+
+
+def _candidates(plan: Plan, wanted: str, links: Links) -> list[Candidate]:
+    """What may be chosen from: lossy formats only where the user allows them, one algorithm if they named it."""
+    fixed = WIRE_FORMATS.get(wanted, FLOAT32)
+    allowed = LOSSY if wanted == "auto-lossy" else () if fixed.is_exact else (fixed,)
+    found = sensible(links, allowed)
+    if plan.algorithm != "auto":
+        found = [Candidate(plan.algorithm, wire) for wire in (FLOAT32, *allowed)]
+    return [one for one in found if wanted == "auto-lossy" or one.wire == fixed] or [Candidate("all_reduce", fixed)]
+
+
+def _bucket_bytes(parameters: Sequence[Tensor]) -> list[int]:
+    """About the sizes of the buckets that DistributedDataParallel will make of these parameters."""
+    total = sum(p.numel() * p.element_size() for p in parameters)
+    first = min(FIRST_BUCKET_BYTES, total)
+    full, last = divmod(total - first, BUCKET_BYTES)
+    return [size for size in (first, *[BUCKET_BYTES] * full, last) if size]
+
+
+def _loss_note(job: Job, wire: str) -> str:
+    return (
+        f"gradients are not exact: {_LOSSES[wire].format(spec=job.aggregation)}; the result may depend on the number "
+        "of workers"
+    )

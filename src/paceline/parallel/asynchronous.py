@@ -1,0 +1,76 @@
+"""`aggregation.method = "parameter_server_async"`: what a worker holds of the model while servers update it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.comm.links import node_of_every_rank
+from paceline.comm.parameter_server_async import Course, ParameterServerAsync, Terms
+from paceline.errors import JobError
+from paceline.parallel.by_shard import ShardByShard
+from paceline.parallel.clock import Clock, Mark
+from paceline.parallel.engine import StepInput, broadcast
+from paceline.spec import AggregationSpec, Job, Plan
+
+
+class AsynchronousDataParallel:
+    """Computes shards as they come. An engine for all but the step itself, which no worker makes on its own."""
+
+    def __init__(self, model: nn.Module, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        self.shards = ShardByShard(model)
+        self.module = self.shards.module
+        self._group = group
+        now = Clock(device).mark()
+        self.communication: tuple[Mark, Mark] = now, now
+        broadcast([*self.module.parameters(), *self.module.buffers()], group)
+
+    def gradients(self, step: StepInput) -> Tensor:  # noqa: ARG002 - it is an engine
+        raise JobError(
+            "aggregation.method = 'parameter_server_async' has no step that all workers make together, so run.step "
+            "cannot do it; train the job with `paceline train`, or use another method."
+        )
+
+    def after_update(self) -> None: ...
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """At the end of `ParameterServerAsync.work` all workers have the servers' parameters."""
+        broadcast(self.module.buffers(), self._group)
+        yield
+
+
+def open_servers(
+    job: Job, plan: Plan, rank: int, group: dist.ProcessGroup, optimizer: Optimizer, course: Course
+) -> ParameterServerAsync:
+    """The servers of a run, spread over its first workers; a common act of all of them."""
+    spec = job.aggregation
+    nodes: tuple[tuple[int, ...], ...] = tuple((one,) for one in range(plan.world_size))
+    node_group = None
+    if spec.sync_inside_nodes:
+        nodes = node_of_every_rank(group)
+        timeout = timedelta(seconds=plan.timeout_s)
+        groups = {node: dist.new_group(list(node), timeout=timeout) for node in nodes if len(node) > 1}
+        node_group = groups.get(next(node for node in nodes if rank in node))
+    terms = Terms(
+        staleness=spec.staleness, num_servers=plan.num_servers, lease_s=plan.timeout_s, timeout_s=plan.timeout_s
+    )
+    store = dist.distributed_c10d._get_default_store()
+    return ParameterServerAsync(optimizer, course, terms, store=store, rank=rank, nodes=nodes, node_group=node_group)
+
+
+def describe_asynchrony(spec: AggregationSpec, plan: Plan) -> str:
+    """What a reader of the result must know."""
+    servers = f"{plan.num_servers} parameter server{'s' if plan.num_servers > 1 else ''}"
+    if spec.staleness == 0:
+        return f"{servers}, staleness 0: workers take shards as they come, the result is that of synchronous training"
+    return (
+        f"{servers}: a gradient may come from parameters that are up to {spec.staleness} updates late, as chance has "
+        "it, so the result is not repeatable and may depend on the number of workers"
+    )

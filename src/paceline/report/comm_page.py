@@ -1,0 +1,113 @@
+"""A communication benchmark as one HTML page that needs nothing but a browser."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+
+from paceline.report import comm_bench, formats
+from paceline.report.comm_plots import comm_plots, dash, series
+from paceline.spec.comm_timing import CommTimings
+
+_DASHES = {"solid": "", "dash": "6 4", "dot": "2 3", "dashdot": "6 3 2 3", "longdash": "10 4"}
+"""plotly's names for dashes as SVG writes them."""
+
+
+def render_comm_page(timings: CommTimings) -> str:
+    """The whole page: style, data and plotting library inside, no address outside."""
+    # Late, because it takes longer to import than all of ours, and only this function needs it.
+    from plotly.offline import get_plotlyjs
+
+    folder = resources.files("paceline.report")
+    environment = Environment(
+        loader=FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8")),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    rows = comm_bench.comm_rows(timings)
+    sizes = comm_bench.sizes(timings)
+    largest = comm_bench.at_size(timings, sizes[-1])
+    return environment.get_template("comm_page.html").render(
+        timings=timings,
+        words=comm_bench,
+        f=formats,
+        sizes=sizes,
+        rows=rows,
+        best=comm_bench.fastest_exact(largest) or min(largest, key=lambda row: row.timing.median_s),
+        quickest=min(comm_bench.at_size(timings, sizes[0]), key=lambda row: row.timing.median_s),
+        fastest_s={size: min(row.timing.median_s for row in rows if row.size_bytes == size) for size in sizes},
+        times_s={(row.case, row.size_bytes): row.timing.median_s for row in rows},
+        columns=_columns(timings),
+        has_limit=any(row.minimum_s is not None for row in rows),
+        keys=[(str(case), series(case), _DASHES[dash(case)]) for case in comm_bench.cases(timings)],
+        plots=comm_plots(timings),
+        meaning=_meaning(timings),
+        style=(folder / "page.css").read_text(encoding="utf-8"),
+        plotly_js=get_plotlyjs(),
+    )
+
+
+def _columns(timings: CommTimings) -> list[str]:
+    """Figures that not every benchmark has."""
+    rows = comm_bench.comm_rows(timings)
+    found = {
+        "link_bytes": any(row.timing.link_bytes is not None for row in rows),
+        "minimum": any(row.minimum_s is not None for row in rows),
+        "baseline": any(row.over_baseline is not None for row in rows),
+    }
+    return [name for name, is_there in found.items() if is_there]
+
+
+def _meaning(timings: CommTimings) -> list[tuple[str, str]]:
+    """(term, sentence): what the numbers of this page are, and what they cannot say."""
+    n = timings.world_size
+    terms = [
+        (
+            "Time",
+            f"Of the slowest of the {n} workers, from when all were ready; the median of "
+            f"{comm_bench.rounds_text(comm_bench.comm_rows(timings))}. In a round all algorithms take turns. Every "
+            "sum was compared with what it should be.",
+        ),
+        (
+            "algbw and busbw",
+            "algbw is bytes over time. busbw is algbw times 2 (n - 1) / n for n workers: what goes over each worker's "
+            "link in a ring, and comparable between numbers of workers. As in nccl-tests.",
+        ),
+        (
+            "alpha and beta",
+            "The line alpha + bytes x beta with the least relative error through the medians: alpha is the latency, "
+            "1/beta the algbw that a long message approaches.",
+        ),
+    ]
+    rate = timings.request.link_rate_bytes_per_s
+    if rate is not None and n > 1:
+        several = len(timings.nodes) > 1
+        who, m = ("node", len(timings.nodes)) if several else ("worker", n)
+        terms.append(
+            (
+                "Limit and share of the link",
+                f"Each of the {m} {who}s has to send and receive 2 ({m} - 1) / {m} of the message at least, at "
+                f"{comm_bench.rate_text(rate)}; a rounded format has less to send and a lower limit of its own. The "
+                "share is that limit over the time.",
+            )
+        )
+    if any(case.wire != "float32" for case in comm_bench.cases(timings)):
+        terms.append(
+            (
+                "Formats",
+                "bfloat16, float16 and int8 are how values travel. They are added in float32, and rounded on the way; "
+                "without a format, values travel as they are.",
+            )
+        )
+    if any(timing.link_bytes is not None for timing in timings.timings):
+        terms.append(
+            (
+                "MB a link",
+                f"What the network interface {timings.request.interface} of the busiest node sent or received in one "
+                "call, headers included; the larger of both, and the median over the rounds.",
+            )
+        )
+    return terms

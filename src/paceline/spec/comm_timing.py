@@ -1,0 +1,147 @@
+"""`CommRequest` and `CommTimings`: which sums over all workers to time, and what they took."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal, get_args
+
+from paceline.errors import JobError
+from paceline.spec.cluster import DeviceKind
+from paceline.spec.codec import above, at_least, from_mapping, to_mapping
+from paceline.spec.job import Precision
+from paceline.spec.plan import AlgorithmName
+
+WireName = Literal["float32", "bfloat16", "float16", "int8"]
+"""How values travel; "float32" is as they are."""
+NodeOrder = Literal["by_node", "alternating"]
+"""Which worker follows which: node after node, or one of each node in turn, to show what that costs."""
+
+SMALLEST_BYTES, LARGEST_BYTES, GROWTH = 4 << 10, 256 << 20, 4
+
+
+@dataclass(frozen=True)
+class CommCase:
+    """One way to sum."""
+
+    algorithm: AlgorithmName
+    wire: WireName = "float32"
+    order: NodeOrder = "by_node"
+
+    def __str__(self) -> str:
+        wire = "" if self.wire == "float32" else f" in {self.wire}"
+        return f"{self.algorithm}{wire}" + (", nodes in turn" if self.order == "alternating" else "")
+
+
+def message_sizes(min_bytes: int = SMALLEST_BYTES, max_bytes: int = LARGEST_BYTES) -> tuple[int, ...]:
+    """From one to the other in steps of 4; the last step may be longer, up to 8, so that it ends where it should."""
+    sizes = [min_bytes]
+    while sizes[-1] * GROWTH * 2 <= max_bytes:
+        sizes.append(sizes[-1] * GROWTH)
+    return (*sizes, max_bytes) if sizes[-1] < max_bytes else tuple(sizes)
+
+
+def algorithm_names() -> tuple[AlgorithmName, ...]:
+    """Every algorithm there is; "auto" is a choice among them."""
+    return tuple(name for name in get_args(AlgorithmName) if name != "auto")
+
+
+@dataclass(frozen=True)
+class CommRequest:
+    """What to time; an empty table asks for every algorithm, 4 KiB to 256 MiB, within a minute."""
+
+    cases: tuple[CommCase, ...] = tuple(CommCase(name) for name in algorithm_names())
+    sizes_bytes: tuple[int, ...] = message_sizes()
+    """Of the vector that is summed, in `dtype`."""
+    dtype: Precision = "float32"
+    """Of the vector; 16 bits are widened to float32, summed and rounded once, as gradients are."""
+    device_kind: DeviceKind | None = None
+    """None: GPUs where there are any."""
+    num_servers: int = at_least(1, 1)
+    num_rounds: int = at_least(1, 20)
+    """Most rounds of a size; in each of them every case is timed once."""
+    budget_s: float = above(0, 60.0)
+    """For all timings. Long calls get fewer rounds, and what does not fit is left out."""
+    timeout_s: float = at_least(1, 600.0)
+    """How long a call waits for a silent worker."""
+    link_rate_bytes_per_s: float | None = above(0, None)
+    """Of the links between nodes, or between workers on one node, in one direction; None: not known."""
+    interface: str | None = None
+    """Network interface of the nodes whose bytes are to be counted, such as "eth0"."""
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> CommRequest:
+        request = from_mapping(cls, mapping)
+        if not request.cases or any(case.algorithm == "auto" for case in request.cases):
+            raise JobError(f"cases should name algorithms: one or more of {', '.join(algorithm_names())}.")
+        if not request.sizes_bytes or min(request.sizes_bytes) < 8:
+            raise JobError(f"sizes_bytes = {list(request.sizes_bytes)} should be sizes of at least 8 bytes.")
+        return request
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(to_mapping(self), indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class CommTiming:
+    """One case at one size: seconds of the slowest worker, a round each, from when all were ready."""
+
+    case: CommCase
+    size_bytes: int
+    times_s: tuple[float, ...]
+    link_bytes: float | None = None
+    """What went over the busiest node's interface in one direction in a call, headers included; None: not counted."""
+
+    @property
+    def median_s(self) -> float:
+        return median(self.times_s)
+
+    @property
+    def min_s(self) -> float:
+        return min(self.times_s)
+
+
+@dataclass(frozen=True)
+class CommFit:
+    """The line through a case's median times: alpha_s + bytes * beta_s_per_byte."""
+
+    case: CommCase
+    alpha_s: float
+    beta_s_per_byte: float
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """What was asked for and not timed, and why."""
+
+    case: CommCase
+    sizes_bytes: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class CommTimings:
+    """What one benchmark measured, in ascending order of sizes; a sum that was wrong would have been an error."""
+
+    request: CommRequest
+    nodes: tuple[tuple[int, ...], ...]
+    """The ranks on each node."""
+    device_kind: DeviceKind
+    timings: tuple[CommTiming, ...]
+    fits: tuple[CommFit, ...]
+    left_out: tuple[LeftOut, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        return sum(map(len, self.nodes))
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> CommTimings:
+        return from_mapping(cls, mapping)
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(to_mapping(self), indent=2) + "\n", encoding="utf-8")

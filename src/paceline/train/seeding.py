@@ -1,0 +1,36 @@
+"""The generators of Python, NumPy and torch, set to where a piece of work needs them, whoever does it."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+from paceline.data import streams
+from paceline.data.randomness import key
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seed all of them; not by torch.manual_seed, which keeps a call, and its stack trace, for a CUDA that is not
+    used."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
+def seed_shard(seed: int, step: int, shard: int, device: torch.device) -> None:
+    """Before a virtual shard of a step is computed: its dropout masks are its own."""
+    seed_generators(key(seed, streams.FORWARD, step, shard), device)
+
+
+def seed_between_steps(seed: int, step: int, device: torch.device) -> None:
+    """What a script draws between two steps must not depend on the part of the work this worker happened to do."""
+    seed_generators(key(seed, streams.BETWEEN_STEPS, 0, step), device)
+
+
+def seed_evaluation(seed: int, step: int, chunk: int, device: torch.device) -> None:
+    """Before a chunk of an evaluation set is measured."""
+    seed_generators(key(seed, streams.EVALUATION, step, chunk), device)

@@ -1,0 +1,69 @@
+"""Training across nodes: the weights of the one-process run, however the workers are spread."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from paceline.cli.execute import write_run
+from paceline.spec import Job, Plan, RunRecord
+from tests.hosts.cluster import Cluster, run_on_nodes
+from tests.ranks.harness import run_ranks
+
+pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(180)]
+
+MAX_STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(num_nodes=4, rate_bits_per_s=1e9) as cluster:
+        yield cluster
+
+
+def _job(**values: Any) -> Job:
+    return Job.from_mapping({"global_batch_size": 64, "virtual_shards": 8, "model": "lenet", "data": "digits"} | values)
+
+
+def _alone(job: Job, run_dir: Path) -> RunRecord:
+    run_ranks(_train_alone, 1, job, run_dir)
+    return RunRecord.load(run_dir / "record.json")
+
+
+def _train_alone(job: Job, run_dir: Path) -> None:
+    from paceline.train.loop import Output, train
+
+    run_dir.mkdir()
+    train(job, Plan(), Output(run_dir, None), max_steps=MAX_STEPS)
+
+
+def _spread(cluster: Cluster, workers: list[int], job: Job, run_dir: Path, **plan: Any) -> RunRecord:
+    spread = Plan(world_size=sum(workers), timeout_s=60, **plan)
+    program = write_run(job, spread, run_dir, max_steps=MAX_STEPS, quiet=True)
+    run_on_nodes(cluster, workers, program, timeout_s=90)
+    return RunRecord.load(run_dir / "record.json")
+
+
+@pytest.mark.parametrize("workers", [[2, 2], [1, 1, 1, 1]], ids=json.dumps)
+def test_bitwise_parity_between_nodes(cluster: Cluster, workers: list[int], tmp_path: Path) -> None:
+    job = _job(parity="bitwise")
+    alone = _alone(job, tmp_path / "alone")
+    spread = _spread(cluster, workers, job, tmp_path / "spread", algorithm="tree_exact")
+    assert spread.weights_sha256 == alone.weights_sha256
+    assert spread.accuracy == alone.accuracy
+
+
+def test_the_algorithm_chosen_at_the_start_keeps_the_result(cluster: Cluster, tmp_path: Path) -> None:
+    job = _job(precision="float64")
+    _alone(job, tmp_path / "alone")
+    record = _spread(cluster, [2, 1], job, tmp_path / "spread")
+    assert record.plan.algorithm != "auto"
+    assert any("gradients are summed by" in note and "ring" in note for note in record.notes)
+    expected = load_file(tmp_path / "alone" / "model.safetensors")
+    for name, values in load_file(tmp_path / "spread" / "model.safetensors").items():
+        assert abs(values - expected[name]).max() < 1e-9, name

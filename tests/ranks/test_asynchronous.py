@@ -1,0 +1,82 @@
+"""`parameter_server_async` as users meet it: a job, any number of workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import paceline
+from paceline import env
+from paceline.spec import Job, Plan, RunRecord
+from paceline.train.loop import Output, train
+from tests.ranks.harness import run_ranks
+from tests.ranks.training import images, loss_fn
+
+
+def _job(**values: Any) -> Job:
+    return Job.from_mapping(
+        {
+            "global_batch_size": 100,
+            "virtual_shards": 4,
+            "epochs": 2,
+            "model": {"name": "resnet20"},
+            "data": {"name": "synthetic", "train_limit": 330, "test_limit": 50},
+            "optim": {"lr": 0.05, "momentum": 0.9, "schedule": "cosine", "warmup_epochs": 0.5},
+        }
+        | values
+    )
+
+
+def _train(job: Job, run_dir: Path, num_servers: int = 1) -> RunRecord:
+    run_dir.mkdir(exist_ok=True)
+    plan = Plan(
+        world_size=env.worker_facts().world_size,
+        algorithm="tree_exact" if job.parity == "bitwise" else "auto",
+        num_servers=num_servers,
+        timeout_s=30,
+    )
+    return train(job, plan, Output(run_dir, None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "num_servers"), [(2, 1), (3, 2)])
+def test_staleness_0_is_synchronous_training_bit_for_bit(world_size: int, num_servers: int, tmp_path: Path) -> None:
+    (alone,) = run_ranks(_train, 1, _job(parity="bitwise"), tmp_path / "alone")
+    job = _job(aggregation={"method": "parameter_server_async", "staleness": 0})
+    records = run_ranks(_train, world_size, job, tmp_path / "spread", num_servers)
+    assert {record.weights_sha256 for record in records} == {alone.weights_sha256}
+    for record in records:
+        assert record.steps == alone.steps == 8
+        assert record.samples_seen == 660
+        assert [epoch.train_loss for epoch in record.epochs] == [epoch.train_loss for epoch in alone.epochs]
+        assert [epoch.metrics for epoch in record.epochs] == [epoch.metrics for epoch in alone.epochs]
+        assert record.epochs[-1].lr == pytest.approx(alone.epochs[-1].lr)
+        assert "result is that of synchronous training" in record.notes[0]
+
+
+@pytest.mark.slow
+def test_a_stale_run_uses_every_sample_once_and_learns(tmp_path: Path) -> None:
+    digits = {"model": "lenet", "data": "digits", "epochs": 8, "global_batch_size": 64, "virtual_shards": 4}
+    job = _job(**digits, aggregation={"method": "parameter_server_async", "staleness": 4})
+    first, *others = run_ranks(_train, 3, job, tmp_path / "run", timeout_s=100)
+    assert {record.weights_sha256 for record in others} == {first.weights_sha256}
+    assert first.samples_seen == 8 * (first.samples_seen // 8)
+    assert first.accuracy is not None
+    assert first.accuracy > 0.9
+    assert "up to 4 updates late" in first.notes[0]
+
+
+def _own_loop() -> None:
+    with paceline.init(aggregation={"method": "parameter_server_async"}, global_batch_size=6, virtual_shards=3) as run:
+        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 10))
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in run.batches(images(12)):
+            run.step(batch, loss_fn)
+
+
+def test_a_loop_of_ones_own_hears_that_there_is_no_common_step() -> None:
+    with pytest.raises(AssertionError, match="has no step that all workers make together"):
+        run_ranks(_own_loop, 2)

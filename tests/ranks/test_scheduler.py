@@ -1,0 +1,140 @@
+"""One ordered communication thread: overlap, errors, and workers that stop doing the same."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import paceline
+from paceline import env
+from paceline.comm import Aggregator, Bucket, Scheduler, open_links
+from paceline.comm.all_reduce import all_reduce
+from paceline.comm.scheduler import CHECKED_STEPS
+from paceline.errors import PacelineError
+from paceline.spec import Job, Plan
+from paceline.train.process_group import join, leave
+from tests.ranks.harness import run_ranks
+from tests.ranks.training import images, loss_fn
+
+CPU = torch.device("cpu")
+
+
+def _aggregator(check_always: bool = False) -> Aggregator:
+    facts = env.worker_facts()
+    world = join(facts, Plan(world_size=facts.world_size, timeout_s=20))
+    assert world.group is not None
+    return Aggregator(all_reduce, open_links(world.group, CPU, 20), Scheduler(world.group, CPU, check_always))
+
+
+def _in_order() -> tuple[list[float], bool]:
+    aggregator = _aggregator()
+    caller, seen = threading.get_ident(), set()
+
+    def noting(values: Tensor, links: Any) -> None:
+        seen.add(threading.get_ident())
+        all_reduce(values, links)
+
+    aggregator = replace(aggregator, algorithm=noting)
+    futures = []
+    for step in range(CHECKED_STEPS + 2):
+        aggregator.scheduler.begin_step()
+        futures += [aggregator.sum_vector(torch.full((7,), float(10 * step + n)), f"bucket {n}") for n in range(9)]
+    sums = [float(future.wait()[0]) for future in futures]
+    aggregator.scheduler.raise_error()
+    leave()
+    return sums, len(seen) == 1 and caller not in seen
+
+
+def test_calls_run_in_order_on_one_thread_of_their_own() -> None:
+    expected = [3.0 * (10 * step + n) for step in range(CHECKED_STEPS + 2) for n in range(9)]
+    assert run_ranks(_in_order, 3) == [(expected, True)] * 3
+
+
+def _diverge(what: str, step: int, check_always: bool) -> str:
+    aggregator = _aggregator(check_always)
+    rank = env.worker_facts().rank
+    message = ""
+    for number in range(1, step + 1):
+        aggregator.scheduler.begin_step()
+        odd = rank == 1 and number == step
+        name = "second.weight" if odd and what == "name" else "first.weight"
+        length = 5 if odd and what == "shape" else 4
+        dtype = torch.float64 if odd and what == "dtype" else torch.float32
+        values = torch.ones(length, dtype=dtype)
+        aggregator.sum_bucket(Bucket(values, ((name, values),))).wait()
+        try:
+            aggregator.scheduler.raise_error()
+        except PacelineError as error:
+            message = str(error)
+    leave()
+    return message
+
+
+@pytest.mark.parametrize(
+    ("what", "step", "check_always"),
+    [("name", 1, False), ("shape", 2, False), ("dtype", CHECKED_STEPS, False), ("shape", 7, True)],
+)
+def test_a_divergence_names_rank_tensor_and_step(what: str, step: int, check_always: bool) -> None:
+    messages = run_ranks(_diverge, 3, what, step, check_always)
+    assert messages[0] == messages[1] == messages[2]
+    assert "rank 1 is at" in messages[0]
+    assert f"step {step}:" in messages[0]
+    assert "first.weight" in messages[0]
+    assert {"name": "second.weight", "shape": "(5 ", "dtype": "float64"}[what] in messages[0]
+
+
+def _fails_on_the_thread() -> tuple[str, bool]:
+    aggregator = _aggregator()
+
+    def broken(values: Tensor, links: Any) -> None:
+        raise ZeroDivisionError("in the algorithm")
+
+    aggregator = replace(aggregator, algorithm=broken)
+    values = torch.ones(3)
+    first = aggregator.sum_vector(values, "a").wait() is values
+    aggregator.sum_vector(values, "b").wait()
+    try:
+        aggregator.scheduler.raise_error()
+    except ZeroDivisionError as error:
+        return str(error), first
+    return "", first
+
+
+def test_an_error_on_the_thread_reaches_the_caller_and_nobody_waits_for_ever() -> None:
+    assert run_ranks(_fails_on_the_thread, 2) == [("in the algorithm", True)] * 2
+
+
+class _NamesDependOnTheRank(nn.Module):
+    """As a user may write it by mistake: another layer on another worker, of the same shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = {"left": nn.Linear(192, 10), "right": nn.Linear(192, 10)}
+        order = ["left", "right"] if env.worker_facts().rank == 0 else ["right", "left"]
+        for name in order:
+            self.add_module(name, layers[name])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        flat = inputs.flatten(1)
+        difference: Tensor = self.get_submodule("left")(flat) - self.get_submodule("right")(flat)
+        return difference
+
+
+def _train_swapped() -> None:
+    job = Job.from_mapping({"global_batch_size": 6, "virtual_shards": 3})
+    plan = Plan(world_size=2, algorithm="all_reduce", timeout_s=20)
+    with paceline.init(job, plan=plan, max_steps=2) as run:
+        model = _NamesDependOnTheRank()
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in run.batches(images(12)):
+            run.step(batch, loss_fn)
+
+
+def test_swapped_layers_of_equal_shape_are_an_error_not_a_wrong_result() -> None:
+    with pytest.raises(AssertionError, match=r"DivergenceError: .*left\.weight"):
+        run_ranks(_train_swapped, 2)
