@@ -3,7 +3,7 @@
     python benchmarks/hosts_training.py --data DIR [--rate 200e6] [--out FILE]
 
 Two nodes of two workers each are built from network namespaces (needs root). A perceptron of 24 million parameters
-trains on MNIST with a global batch of 128. Times are taken on links of the given rate. The loss after some number of
+trains on MNIST. Times are taken on links of the given rate. The loss after some number of
 samples is taken on the same nodes over fast links, because rounding and meeting times decide it, not the links.
 """
 
@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 HIDDEN = 3300
-GLOBAL_BATCH_SIZE = 128
 LR = 0.05
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -33,6 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "hierarchical, bfloat16": {"algorithm": "hierarchical", "wire": "bfloat16"},
     "hierarchical, int8": {"algorithm": "hierarchical", "wire": "int8"},
     "powersgd, rank 2": {"algorithm": "hierarchical", "wire": "powersgd"},
+    "no communication": {"algorithm": "hierarchical", "method": "local_sgd", "sync_every": 1000},
     "local_sgd, H=16": {"algorithm": "hierarchical", "method": "local_sgd"},
     "diloco, H=16": {"algorithm": "hierarchical", "method": "diloco"},
     "diloco, H=16, bfloat16": {"algorithm": "hierarchical", "method": "diloco", "wire": "bfloat16"},
@@ -94,9 +94,9 @@ def train_with_paceline(data: Path, request: dict[str, Any], watch: StopWatch) -
     from paceline.spec import DataSpec, Job, Plan
 
     variant = request["variant"]
-    aggregation = {name: variant[name] for name in ("wire", "method") if name in variant}
+    aggregation = {name: variant[name] for name in ("wire", "method", "sync_every") if name in variant}
     job = Job.from_mapping(
-        {"global_batch_size": GLOBAL_BATCH_SIZE, "epochs": 100, "virtual_shards": 4, "aggregation": aggregation}
+        {"global_batch_size": request["batch"], "epochs": 100, "virtual_shards": 4, "aggregation": aggregation}
     )
     plan = Plan(world_size=worker_facts().world_size, algorithm=variant["algorithm"], timeout_s=120)
     train_set, test_set = load(DataSpec(name="mnist", dir=str(data)))
@@ -124,7 +124,7 @@ def train_plainly(data: Path, request: dict[str, Any], watch: StopWatch) -> dict
     targets = torch.from_numpy(train_set.targets).long()
     model = nn.parallel.DistributedDataParallel(perceptron(), gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-    size = GLOBAL_BATCH_SIZE // world_size
+    size = request["batch"] // world_size
     for step in range(request["warmup_steps"] + request["steps"]):
         start = (step * world_size + rank) * size
         loss = loss_fn(model, (inputs[start : start + size], targets[start : start + size]))
@@ -153,7 +153,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="MNIST's files")
     parser.add_argument("--rate", type=float, default=200e6, help="bits/s of every link")
-    parser.add_argument("--only", help="variants with this in their name")
+    parser.add_argument("--batch", type=int, default=128, help="samples in a global batch")
+    parser.add_argument("--only", help="variants with one of these, divided by |, in their name")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--loss-steps", type=int, default=192)
     parser.add_argument("--out", type=Path)
@@ -167,10 +168,15 @@ def main() -> None:
 
     if (reason := why_not()) is not None:
         sys.exit(reason)
-    chosen = {name: variant for name, variant in VARIANTS.items() if arguments.only is None or arguments.only in name}
+    chosen = {
+        name: variant
+        for name, variant in VARIANTS.items()
+        if arguments.only is None or any(part in name for part in arguments.only.split("|"))
+    }
 
     def run(cluster: Any, variant: dict[str, Any], warmup_steps: int, steps: int, evaluate: bool) -> dict[str, float]:
-        request = {"variant": variant, "warmup_steps": warmup_steps, "steps": steps, "evaluate": evaluate}
+        request = {"variant": variant, "batch": arguments.batch, "evaluate": evaluate}
+        request |= {"warmup_steps": warmup_steps, "steps": steps}
         program = [str(Path(__file__).absolute()), "--data", str(arguments.data.absolute())]
         outputs = run_on_nodes(cluster, [2, 2], [*program, "--worker", json.dumps(request)], timeout_s=900)
         result: dict[str, float] = json.loads(outputs[0].strip().splitlines()[-1])
@@ -198,9 +204,9 @@ def main() -> None:
 
 def report(rows: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> None:
     plain_s = min(rows["plain DDP"]["times_s"]) if "plain DDP" in rows else float("nan")
-    samples = arguments.loss_steps * GLOBAL_BATCH_SIZE
+    samples = arguments.loss_steps * arguments.batch
     lines = [
-        f"2 nodes x 2 workers, links at {arguments.rate / 1e6:g} Mbit/s, 24.4 M parameters, global batch 128",
+        f"2 nodes x 2 workers, links at {arguments.rate / 1e6:g} Mbit/s, 24.4 M parameters, batch {arguments.batch}",
         "",
         f"After {samples:,} samples:",
         "",

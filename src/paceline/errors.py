@@ -48,7 +48,7 @@ class PeerLost(PacelineError):  # noqa: N818 - it says what happened
 
     exit_code = 1
 
-    def __init__(self, message: str, *, rank: int) -> None:
+    def __init__(self, message: str, *, rank: int | None = None) -> None:
         super().__init__(message)
         self.rank = rank
 

@@ -39,9 +39,10 @@ EVERYTHING = CommRequest(
         *(CommCase(name, wire) for name in algorithm_names() for wire in ("float32", "bfloat16", "float16", "int8")),
         CommCase("ring", order="alternating"),
     ),
-    sizes_bytes=(1024, 8000, 60_008),
+    sizes_bytes=(8000, 30_008),
     num_servers=2,
-    num_rounds=2,
+    num_rounds=1,
+    budget_s=600,
     timeout_s=30,
 )
 
@@ -74,7 +75,7 @@ def test_every_case_is_timed_and_right_in_every_dtype(nodes: Nodes) -> None:
         assert {left.case for left in left_out} == pointless
         expected = [(case, size) for size in request.sizes_bytes for case in request.cases if case not in pointless]
         assert [(timing.case, timing.size_bytes) for timing in timings] == expected
-        assert all(0 < timing.min_s <= timing.median_s and len(timing.times_s) <= 2 for timing in timings)
+        assert all(0 < timing.min_s == timing.median_s and len(timing.times_s) == 1 for timing in timings)
         assert {found.case for found in fit(timings)} == set(request.cases) - pointless
     assert all(results == by_rank[0] for results in by_rank[1:])  # one result for all, so one set of decisions
 

@@ -21,7 +21,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from paceline import env
 from paceline.comm.parameter_server_async import Course, ParameterServerAsync, Terms
 from paceline.comm.tree_exact import TreeSum
-from paceline.errors import JobError, ModelError, WorkerFailed
+from paceline.errors import JobError, ModelError, PeerLost
 from paceline.spec import Plan
 from paceline.train.process_group import join, leave
 from tests.ranks.harness import run_ranks
@@ -265,7 +265,7 @@ def _live(death: Death) -> Any:
             nodes=each_alone(facts.world_size),
         ) as server:
             losses = [loss.item() for _, loss in server.work(mortal, NUM_BATCHES)]
-    except WorkerFailed as error:
+    except PeerLost as error:
         return error.rank, str(error)
     return bits_of(model), losses
 

@@ -138,3 +138,37 @@ def _train_swapped() -> None:
 def test_swapped_layers_of_equal_shape_are_an_error_not_a_wrong_result() -> None:
     with pytest.raises(AssertionError, match=r"DivergenceError: .*left\.weight"):
         run_ranks(_train_swapped, 2)
+
+
+class _SometimesUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(192, 10), nn.Linear(192, 10)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.used(inputs.flatten(1))
+        return outputs
+
+
+def _train_with_a_slow_thread() -> str:
+    """DDP looks for unused parameters by a collective of its own, from the main thread, while ours is at work."""
+    facts = env.worker_facts()
+    do = Scheduler._do
+
+    def slowly(self: Scheduler, task: Any) -> None:
+        threading.Event().wait(0.05 * facts.rank)  # one worker's thread lags behind
+        do(self, task)
+
+    Scheduler._do = slowly  # type: ignore[method-assign]
+    plan = Plan(world_size=2, algorithm="all_reduce", timeout_s=20)
+    with paceline.init(global_batch_size=6, virtual_shards=3, plan=plan, max_steps=4) as run:
+        model = _SometimesUsed()
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), find_unused_parameters=True)
+        for batch in run.batches(images(24)):
+            run.step(batch, loss_fn)
+        return run.weights_sha256()
+
+
+def test_unused_parameters_are_looked_for_on_another_group() -> None:
+    first, second = run_ranks(_train_with_a_slow_thread, 2)
+    assert first == second

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from paceline import env
 from paceline.comm.shared_memory import DEPTH, SharedMemory, slot_bytes_for
-from paceline.errors import LaunchError, WorkerFailed
+from paceline.errors import LaunchError, PeerLost
 from paceline.spec import Plan
 from paceline.train.process_group import join, leave
 from tests.ranks.harness import run_ranks
@@ -114,7 +114,7 @@ def _wait_for_one_who_does_not_come() -> str:
     memory = _open(group, timeout_s=0.3)
     message = ""
     if rank != 1:
-        with pytest.raises(WorkerFailed) as caught:
+        with pytest.raises(PeerLost) as caught:
             memory.all_reduce(torch.ones(10))
         assert caught.value.rank == 1
         message = str(caught.value)
@@ -135,7 +135,7 @@ def _wait_for_one_who_has_ended() -> str:
     memory.all_reduce(torch.ones(10))
     if dist.get_rank(group) == 1:
         return ""
-    with pytest.raises(WorkerFailed, match="Rank 1 ended") as caught:
+    with pytest.raises(PeerLost, match="Rank 1 ended") as caught:
         memory.all_reduce(torch.ones(10))
     assert caught.value.rank == 1
     return str(caught.value)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from torch import Tensor
 from paceline.comm.shared_memory import SharedMemory
 from paceline.comm.shared_memory import is_possible as shared_memory_is_possible
 from paceline.comm.wire import FLOAT32, WireFormat
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,8 @@ def open_links(group: dist.ProcessGroup, device: torch.device, timeout_s: float)
     node = next(ranks for ranks in nodes if rank in ranks)
     shared = None
     node_group = None
-    if device.type == "cpu" and shared_memory_is_possible():
+    # Asked of all: workers on different processors must not go different ways.
+    if all(_answers(device.type == "cpu" and shared_memory_is_possible(), group)):
         shared = SharedMemory.open(group, nodes, timeout_s)
     elif len(nodes) == 1:
         node_group = group
@@ -124,9 +128,14 @@ def open_links(group: dist.ProcessGroup, device: torch.device, timeout_s: float)
 
 def node_of_every_rank(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
     """The ranks of every node; a common act of all workers."""
-    names: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(names, node_identity(), group=group)
-    return group_by_node(names)
+    return group_by_node(_answers(node_identity(), group))
+
+
+def _answers(mine: T, group: dist.ProcessGroup) -> list[T]:
+    """What every rank says."""
+    answers = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(answers, mine, group=group)
+    return answers
 
 
 def group_by_node(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:

@@ -39,7 +39,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.errors import LaunchError, WorkerFailed
+from paceline.errors import LaunchError, PeerLost
 
 FOLDER = Path("/dev/shm")
 DEPTH = 4
@@ -75,7 +75,7 @@ class SharedMemory:
     dtype (anything numpy knows). The first worker of the node is its leader.
 
     Raises (any collective):
-        WorkerFailed: a worker has ended, or did not come within `timeout_s`; `rank` says which.
+        PeerLost: a worker has ended, or did not come within `timeout_s`; `rank` says which.
     """
 
     def __init__(self, descriptor: int, node: Sequence[int], rank: int, slot_bytes: int, timeout_s: float) -> None:
@@ -254,13 +254,13 @@ class SharedMemory:
                 continue
             # In this order: a worker may have done its part and ended since.
             if self._has_ended(worker) and counter[0] < value:
-                raise WorkerFailed(
+                raise PeerLost(
                     f"Rank {self._node[worker]} ended before it had done its part of an all-reduce with rank "
                     f"{self._node[self._me]} on the same node; look for its own error.",
                     rank=self._node[worker],
                 )
             if waited_s > self._timeout_s:
-                raise WorkerFailed(
+                raise PeerLost(
                     f"Rank {self._node[worker]} did not do its part of an all-reduce with rank "
                     f"{self._node[self._me]} on the same node within {self._timeout_s:g} s; look what it is doing, "
                     "or raise timeout_s if its step takes that long.",

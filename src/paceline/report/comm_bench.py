@@ -343,7 +343,7 @@ def _figures_table(timings: CommTimings, rows: Sequence[CommRow], *, is_wide: bo
     more = slice(None) if is_wide else slice(0)
     table = _table(
         *("algorithm", "median", *["min", "algbw"][more], "busbw"),
-        *(["of link"] if has_share else []),
+        *(["link"] if has_share else []),
         *("ratio", "alpha", "1/beta"),
     )
     for row in rows:

@@ -52,7 +52,8 @@ class RunRecord:
     time_to_first_step_s: float
     """From launch to the end of the first optimizer update."""
     samples_per_s: float
-    """Steady throughput over all workers: samples a step over the median step time."""
+    """Steady throughput over all workers: samples a step over the median step time, or over all training where workers
+    meet every few steps only."""
     step_time: StepTime
     weights_sha256: str
     epochs: tuple[EpochRecord, ...] = ()

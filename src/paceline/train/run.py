@@ -204,7 +204,8 @@ class Run:
             self.notes.append(describe_asynchrony(spec, self.plan))
             return AsynchronousDataParallel(model, self.device, group)
         aggregator = None if group is None else self._aggregator(model, group)
-        if spec.method == "every_step":
+        # One worker alone is its own server: there is nothing asynchronous about it.
+        if spec.method in ("every_step", "parameter_server_async"):
             return NumericDataParallel(model, job, self.plan, self.device, group, aggregator, find_unused_parameters)
         inside = None
         if spec.sync_inside_nodes and aggregator is not None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.tree_exact import Block, TreeSum
-from paceline.errors import WorkerFailed
+from paceline.errors import PeerLost
 
 T = TypeVar("T")
 
@@ -52,14 +52,14 @@ class Node:
         return self.rank == self.ranks[0]
 
     def on_leader(self, act: Callable[[], T]) -> T:
-        """What `act` returns on the leader, for all; or the `WorkerFailed` that it raises there."""
+        """What `act` returns on the leader, for all; or the `PeerLost` that it raises there."""
         if len(self.ranks) == 1:
             return act()
-        outcome: list[tuple[Any, WorkerFailed | None]] = [(None, None)]
+        outcome: list[tuple[Any, PeerLost | None]] = [(None, None)]
         if self.leads:
             try:
                 outcome = [(act(), None)]
-            except WorkerFailed as error:
+            except PeerLost as error:
                 outcome = [(None, error)]
         dist.broadcast_object_list(outcome, src=self.ranks[0], group=self.group)
         result, failure = outcome[0]

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import PrefixStore, Store, rpc  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-from paceline.errors import WorkerFailed
+from paceline.errors import PeerLost
 
 # RPC finds functions by name and never objects, and a process has one RPC agent: what that serves is found here, as
 # long as somebody keeps it alive. (RRefs would do without, at the price of reference counts across dying workers.)
@@ -80,7 +80,7 @@ def answer(future: torch.futures.Future[Any], rank: int, role: str) -> Any:
     """What worker `rank` answered.
 
     Raises:
-        WorkerFailed: it cannot be reached, or does not answer in time; says its rank and `role`.
+        PeerLost: it cannot be reached, or does not answer in time; says its rank and `role`.
     """
     try:
         return future.wait()
@@ -90,12 +90,11 @@ def answer(future: torch.futures.Future[Any], rank: int, role: str) -> Any:
         raise lost(rank, role, str(error).splitlines()[0]) from None
 
 
-def lost(rank: int, role: str, reason: str) -> WorkerFailed:
-    return WorkerFailed(
+def lost(rank: int, role: str, reason: str) -> PeerLost:
+    return PeerLost(
         f"Worker {rank}, {role}, cannot be reached any more ({reason}); what it held is lost: start again from the "
         "last checkpoint.",
         rank=rank,
-        details=reason,
     )
 
 

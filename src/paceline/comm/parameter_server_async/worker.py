@@ -22,7 +22,7 @@ from paceline.comm.parameter_server_async.ledger import Ledger, Task
 from paceline.comm.parameter_server_async.node import Node, RunResult, ShardResult
 from paceline.comm.parameter_server_async.remote import answer, call, connect, disconnect, lost
 from paceline.comm.parameter_server_async.server import Piece, Slice, is_element_wise, spans
-from paceline.errors import JobError, ModelError, WorkerFailed
+from paceline.errors import JobError, ModelError, PeerLost
 
 _ELEMENT_WISE = (SGD, Adam, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD)
 _COORDINATOR = "which gives out the work"
@@ -119,7 +119,7 @@ class ParameterServerAsync:
         if error is None:
             self.close()
         elif self._node.leads:
-            if self._coordinator is not None and isinstance(error, WorkerFailed) and error.rank is not None:
+            if self._coordinator is not None and isinstance(error, PeerLost) and error.rank is not None:
                 # The others shall hear whom the run has lost, and not think that it was this worker.
                 self._coordinator.leave(error.rank)
                 self._coordinator.wait_until_alone(self._terms.timeout_s)
@@ -132,7 +132,7 @@ class ParameterServerAsync:
         At the end (so take them all) every worker has the parameters after `until` updates; all wait for one another.
 
         Raises:
-            WorkerFailed: a server is lost (says which), or this worker was given up by the others.
+            PeerLost: a server is lost (says which), or this worker was given up by the others.
         """
         result: tuple[Task, RunResult | None, int] | None = None
         while True:
@@ -152,7 +152,7 @@ class ParameterServerAsync:
         """Wait for all workers that are still there.
 
         Raises:
-            WorkerFailed: some did not come within the timeout; says which.
+            PeerLost: some did not come within the timeout; says which.
         """
         self._meet()
 
@@ -208,7 +208,7 @@ class ParameterServerAsync:
         if self._coordinator is not None:
             self._coordinator.stop()
         else:
-            with suppress(WorkerFailed):
+            with suppress(PeerLost):
                 self._tell_coordinator(coordinator.leave, self._rank)
         disconnect(None)
 
@@ -228,7 +228,7 @@ class ParameterServerAsync:
         if reply.lost_server is not None:
             raise lost(reply.lost_server, _SERVER, "it gives no sign of life")
         if reply.is_given_up:
-            raise WorkerFailed(
+            raise PeerLost(
                 f"Worker {self._rank} could not be reached for {self._terms.timeout_s:g} s, so the others went on "
                 "without it; give it more time (timeout_s), or start again from the last checkpoint.",
                 rank=self._rank,
@@ -307,7 +307,7 @@ class ParameterServerAsync:
         meeting = cast(Meeting, self._tell_coordinator(coordinator.meet, self._rank, number))
         if meeting.missing and time.monotonic() > give_up_at_s:
             missing = min(meeting.missing)
-            raise WorkerFailed(
+            raise PeerLost(
                 f"Worker {missing} did not come within {self._terms.timeout_s:g} s to where the others wait for it; "
                 "look at what it does, or give it more time (timeout_s).",
                 rank=missing,
