@@ -203,7 +203,8 @@ def main() -> None:
 
 
 def report(rows: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> None:
-    plain_s = min(rows["plain DDP"]["times_s"]) if "plain DDP" in rows else float("nan")
+    nothing = float("nan")
+    plain_s = min(rows["plain DDP"]["times_s"], default=nothing) if "plain DDP" in rows else nothing
     samples = arguments.loss_steps * arguments.batch
     lines = [
         f"2 nodes x 2 workers, links at {arguments.rate / 1e6:g} Mbit/s, 24.4 M parameters, batch {arguments.batch}",
@@ -214,9 +215,9 @@ def report(rows: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> No
         "|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():
-        best = min(row["times_s"])
+        best = min(row["times_s"], default=nothing)
         quality = f"{row['loss']:.4f} | {row['accuracy']:.2%}" if "loss" in row else "- | -"
-        lines.append(f"| {name} | {best:.2f} | {best / plain_s:.2f} | {row['sent_mb']:.1f} | {quality} |")
+        lines.append(f"| {name} | {best:.2f} | {best / plain_s:.2f} | {row.get('sent_mb', nothing):.1f} | {quality} |")
     print("\n".join(lines))
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(rows, indent=1))

@@ -67,3 +67,22 @@ def test_the_algorithm_chosen_at_the_start_keeps_the_result(cluster: Cluster, tm
     expected = load_file(tmp_path / "alone" / "model.safetensors")
     for name, values in load_file(tmp_path / "spread" / "model.safetensors").items():
         assert abs(values - expected[name]).max() < 1e-9, name
+
+
+@pytest.mark.parametrize("sync_inside_nodes", [False, True])
+def test_asynchronous_servers_between_nodes(cluster: Cluster, sync_inside_nodes: bool, tmp_path: Path) -> None:
+    alone = _alone(_job(parity="bitwise"), tmp_path / "alone")
+    aggregation = {"method": "parameter_server_async", "staleness": 0, "sync_inside_nodes": sync_inside_nodes}
+    spread = _spread(cluster, [2, 2], _job(aggregation=aggregation), tmp_path / "spread", num_servers=2)
+    assert spread.weights_sha256 == alone.weights_sha256
+    assert spread.accuracy == alone.accuracy
+
+
+def test_nodes_that_meet_after_every_step_of_plain_sgd_train_synchronously(cluster: Cluster, tmp_path: Path) -> None:
+    plain = {"precision": "float64", "optim": {"lr": 0.1, "momentum": 0.0}}
+    aggregation = {"method": "local_sgd", "sync_every": 1, "sync_inside_nodes": True}
+    _alone(_job(**plain), tmp_path / "alone")
+    _spread(cluster, [2, 1], _job(**plain, aggregation=aggregation), tmp_path / "spread", algorithm="hierarchical")
+    expected = load_file(tmp_path / "alone" / "model.safetensors")
+    for name, values in load_file(tmp_path / "spread" / "model.safetensors").items():
+        assert abs(values - expected[name]).max() < 1e-9, name

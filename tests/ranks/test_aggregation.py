@@ -21,6 +21,8 @@ from paceline.train.process_group import join, leave
 from tests.ranks.harness import run_ranks
 from tests.ranks.training import Outcome, images, largest_difference, loss_fn, train
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

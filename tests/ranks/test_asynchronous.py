@@ -15,6 +15,8 @@ from paceline.train.loop import Output, train
 from tests.ranks.harness import run_ranks
 from tests.ranks.training import images, loss_fn
 
+pytestmark = pytest.mark.slow
+
 
 def _job(**values: Any) -> Job:
     return Job.from_mapping(
@@ -41,7 +43,6 @@ def _train(job: Job, run_dir: Path, num_servers: int = 1) -> RunRecord:
     return train(job, plan, Output(run_dir, None))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "num_servers"), [(2, 1), (3, 2)])
 def test_staleness_0_is_synchronous_training_bit_for_bit(world_size: int, num_servers: int, tmp_path: Path) -> None:
     (alone,) = run_ranks(_train, 1, _job(parity="bitwise"), tmp_path / "alone")
@@ -57,7 +58,6 @@ def test_staleness_0_is_synchronous_training_bit_for_bit(world_size: int, num_se
         assert "result is that of synchronous training" in record.notes[0]
 
 
-@pytest.mark.slow
 def test_a_stale_run_uses_every_sample_once_and_learns(tmp_path: Path) -> None:
     digits = {"model": "lenet", "data": "digits", "epochs": 8, "global_batch_size": 64, "virtual_shards": 4}
     job = _job(**digits, aggregation={"method": "parameter_server_async", "staleness": 4})

@@ -30,6 +30,8 @@ from tests.hosts.cluster import why_not
 from tests.ranks.command_line import TRACEBACK, clean_environ, paceline, succeeded
 from tests.ranks.harness import run_ranks
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 Nodes = tuple[tuple[int, ...], ...]
 Result = tuple[list[CommTiming], list[LeftOut]]
@@ -62,7 +64,6 @@ def _timed(requests: list[CommRequest], nodes: Nodes) -> list[Result]:
     return results
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [((0, 1),), ((0, 1), (2,))], ids=str)
 def test_every_case_is_timed_and_right_in_every_dtype(nodes: Nodes) -> None:
     as_they_are = tuple(case for case in EVERYTHING.cases if case.wire in ("float32", "bfloat16"))
@@ -168,7 +169,6 @@ def test_in_turn_neighbours_are_on_different_nodes() -> None:
 # --- the command ---
 
 
-@pytest.mark.slow
 def test_the_command_measures_draws_and_ends_with_one_line_of_json(tmp_path: Path) -> None:
     options = ("--algorithms", "all_reduce,ring,hierarchical", "--wires", "float32,int8", "--max-bytes", "64K")
     more = ("--budget", "5", "--link-rate", "1e9", "--out", "out")
@@ -195,7 +195,6 @@ def test_the_command_measures_draws_and_ends_with_one_line_of_json(tmp_path: Pat
     assert (tmp_path / "out" / "comm.html").exists()
 
 
-@pytest.mark.slow
 def test_one_worker_alone_has_nothing_to_send_and_is_timed_all_the_same(tmp_path: Path) -> None:
     options = ("--max-bytes", "16K", "--budget", "2", "--json", "--quiet", "--out", "out")
     summary = json.loads(succeeded(paceline("bench", "comm", "-n", "1", *options, cwd=tmp_path)).stdout)
@@ -203,7 +202,6 @@ def test_one_worker_alone_has_nothing_to_send_and_is_timed_all_the_same(tmp_path
     assert {row["algorithm"] for row in summary["rows"]} == set(ALGORITHMS)
 
 
-@pytest.mark.slow
 def test_the_program_runs_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "request.json").write_text('{"sizes_bytes": [4096], "num_rounds": 1, "timeout_s": 30}')
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -219,7 +217,6 @@ def test_the_program_runs_under_torchrun(tmp_path: Path) -> None:
     assert {timing.case.algorithm for timing in timings.timings} == set(ALGORITHMS)
 
 
-@pytest.mark.slow
 @pytest.mark.hosts
 def test_the_benchmark_of_nodes_counts_what_goes_over_a_link(tmp_path: Path) -> None:
     if reason := why_not():

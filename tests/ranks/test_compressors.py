@@ -29,6 +29,8 @@ from paceline.train.process_group import join, leave
 from tests.ranks.harness import run_ranks
 from tests.unit.comm.buckets import alone
 
+pytestmark = pytest.mark.slow
+
 Array = NDArray[Any]
 Steps = list[tuple[Array, Array]]
 """For every step a bucket's result and what this worker owes afterwards, both flat."""
@@ -251,7 +253,6 @@ def _train(kinds: list[tuple[str, float]], num_steps: int) -> list[tuple[float, 
         return losses
 
 
-@pytest.mark.slow
 def test_training_arrives_where_exact_training_does() -> None:
     kinds: list[tuple[str, float]] = [("exact", 1), ("powersgd", 2), ("topk", 0.1), ("randomk", 0.2)]
     losses, theirs = run_ranks(_train, 2, kinds, 300)

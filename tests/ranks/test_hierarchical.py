@@ -21,6 +21,8 @@ from paceline.spec import Plan
 from paceline.train.process_group import join, leave
 from tests.ranks.harness import run_ranks
 
+pytestmark = pytest.mark.slow
+
 MODULE = sys.modules["paceline.comm.hierarchical"]
 TIMEOUT_S = 30.0
 Nodes = tuple[tuple[int, ...], ...]
@@ -121,6 +123,5 @@ def _wrong_calls(nodes: Nodes, rounds: int) -> int:
     return wrong
 
 
-@pytest.mark.slow
 def test_a_thousand_calls_without_a_barrier_between_them() -> None:
     assert run_ranks(_wrong_calls, 3, ((0, 1), (2,)), 1000, timeout_s=110) == [0, 0, 0]

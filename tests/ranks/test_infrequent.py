@@ -29,6 +29,8 @@ from paceline.train.loop import train as train_job
 from tests.ranks.harness import run_ranks
 from tests.ranks.training import images, loss_fn, measure
 
+pytestmark = pytest.mark.slow
+
 Weights = dict[str, np.ndarray[Any, Any]]
 
 _SGD = partial(torch.optim.SGD, lr=0.1, weight_decay=0.1)

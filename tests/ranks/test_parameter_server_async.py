@@ -26,6 +26,8 @@ from paceline.spec import Plan
 from paceline.train.process_group import join, leave
 from tests.ranks.harness import run_ranks
 
+pytestmark = pytest.mark.slow
+
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 TERMS = Terms(staleness=0, num_servers=1, lease_s=30, timeout_s=20)
 NUM_BATCHES = 6

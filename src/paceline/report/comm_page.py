@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import resources
-
-from jinja2 import Environment, FunctionLoader, StrictUndefined
-
 from paceline.report import comm_bench, formats
 from paceline.report.comm_plots import comm_plots, dash, series
+from paceline.report.templates import read, template
 from paceline.spec.comm_timing import CommTimings
 
 _DASHES = {"solid": "", "dash": "6 4", "dot": "2 3", "dashdot": "6 3 2 3", "longdash": "10 4"}
@@ -19,18 +16,10 @@ def render_comm_page(timings: CommTimings) -> str:
     # Late, because it takes longer to import than all of ours, and only this function needs it.
     from plotly.offline import get_plotlyjs
 
-    folder = resources.files("paceline.report")
-    environment = Environment(
-        loader=FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8")),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     rows = comm_bench.comm_rows(timings)
     sizes = comm_bench.sizes(timings)
     largest = comm_bench.at_size(timings, sizes[-1])
-    return environment.get_template("comm_page.html").render(
+    return template("comm_page.html").render(
         timings=timings,
         words=comm_bench,
         f=formats,
@@ -45,7 +34,7 @@ def render_comm_page(timings: CommTimings) -> str:
         keys=[(str(case), series(case), _DASHES[dash(case)]) for case in comm_bench.cases(timings)],
         plots=comm_plots(timings),
         meaning=_meaning(timings),
-        style=(folder / "page.css").read_text(encoding="utf-8"),
+        style=read("page.css"),
         plotly_js=get_plotlyjs(),
     )
 

@@ -20,7 +20,7 @@ from paceline.report.comm_bench import (
     sizes,
     time_text,
 )
-from paceline.report.plots import _INK, _SYMBOLS, NUM_SERIES, Figure, Plot, _axis, _color, _layout
+from paceline.report.plots import INK, NUM_SERIES, SYMBOLS, Figure, Plot, axis_style, base_layout, series_color
 from paceline.spec.comm_timing import CommCase, CommTimings, algorithm_names
 
 _DASH_OF_WIRE = {"float32": "solid", "bfloat16": "dash", "float16": "dashdot", "int8": "dot"}
@@ -101,7 +101,7 @@ def _lines(
     for case in cases(timings):
         mine = [row for row in rows if row.case == case]
         number = series(case) - 1
-        symbol = _SYMBOLS[number % len(_SYMBOLS)] + ("-open" if case.order == "alternating" else "")
+        symbol = SYMBOLS[number % len(SYMBOLS)] + ("-open" if case.order == "alternating" else "")
         data.append(
             {
                 "type": "scatter",
@@ -111,15 +111,15 @@ def _lines(
                 "y": [value(row) for row in mine],
                 "text": [f"{case}<br>{size_text(row.size_bytes)}: {say(value(row))}" for row in mine],
                 "hovertemplate": "%{text}<extra></extra>",
-                "line": {"color": _color(number), "width": 2, "dash": dash(case)},
-                "marker": {"size": 7, "color": _color(number), "symbol": symbol},
+                "line": {"color": series_color(number), "width": 2, "dash": dash(case)},
+                "marker": {"size": 7, "color": series_color(number), "symbol": symbol},
             }
         )
     shown = sizes(timings)
-    xaxis = _axis("message size", type="log", tickvals=shown, ticktext=[size_text(size) for size in shown])
+    xaxis = axis_style("message size", type="log", tickvals=shown, ticktext=[size_text(size) for size in shown])
     ticks = _ticks(min(values), max(values))
-    yaxis = _axis(title, type="log", tickvals=ticks, ticktext=[_round(say(tick)) for tick in ticks])
-    return {"data": data, "layout": _layout(xaxis, yaxis, hovermode="closest")}
+    yaxis = axis_style(title, type="log", tickvals=ticks, ticktext=[_round(say(tick)) for tick in ticks])
+    return {"data": data, "layout": base_layout(xaxis, yaxis, hovermode="closest")}
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -151,7 +151,7 @@ def _limit_line(
                 for size, value in zip(sizes(timings), values, strict=True)
             ],
             "hovertemplate": "%{text}<extra></extra>",
-            "line": {"color": _INK, "width": 1.5, "dash": "dash"},
+            "line": {"color": INK, "width": 1.5, "dash": "dash"},
         }
     ]
 

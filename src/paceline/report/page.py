@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from importlib import resources
-
-from jinja2 import Environment, StrictUndefined
 
 from paceline.report import formats
 from paceline.report.job_text import job_toml
 from paceline.report.plots import study_plots
 from paceline.report.study import Study, StudyRow
+from paceline.report.templates import read, template
 from paceline.spec.record import RunRecord
 
 
@@ -20,11 +18,7 @@ def render_page(study: Study) -> str:
     # Late, because it takes longer to import than all of ours, and only this function needs it.
     from plotly.offline import get_plotlyjs
 
-    folder = resources.files("paceline.report")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["tie"] = _tie
-    template = environment.from_string((folder / "page.html").read_text(encoding="utf-8"))
-    return template.render(
+    return template("page.html", tie=_tie).render(
         study=study,
         best=next(row for row in study.rows if row.devices == study.recommendation.devices),
         f=formats,
@@ -34,7 +28,7 @@ def render_page(study: Study) -> str:
         meaning=_meaning(study),
         job_text=job_toml(study.job),
         environment=_environment(study),
-        style=(folder / "page.css").read_text(encoding="utf-8"),
+        style=read("page.css"),
         plotly_js=get_plotlyjs(),
     )
 

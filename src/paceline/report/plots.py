@@ -20,9 +20,9 @@ from paceline.spec.record import EpochRecord, RunRecord
 NUM_SERIES = 8
 """Colours the style sheet defines; further device counts begin again, told apart by marker and dash."""
 
-_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "hexagon", "x")
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "hexagon", "x")
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "solid", "dash")
-_INK, _MUTED, _GRID = "var(--ink)", "var(--muted)", "var(--grid)"
+INK, _MUTED, _GRID = "var(--ink)", "var(--muted)", "var(--grid)"
 
 Figure = dict[str, Any]
 
@@ -78,11 +78,11 @@ def _fill_the_grid(plots: list[Plot]) -> list[Plot]:
     return filled
 
 
-def _color(index: int) -> str:
+def series_color(index: int) -> str:
     return f"var(--series-{index % NUM_SERIES + 1})"
 
 
-def _axis(title: str, **more: Any) -> dict[str, Any]:
+def axis_style(title: str, **more: Any) -> dict[str, Any]:
     return {
         "title": {"text": title, "standoff": 10, "font": {"size": 13, "color": _MUTED}},
         "color": _MUTED,
@@ -94,18 +94,18 @@ def _axis(title: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def _layout(xaxis: dict[str, Any], yaxis: dict[str, Any], **more: Any) -> dict[str, Any]:
+def base_layout(xaxis: dict[str, Any], yaxis: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {
             "family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif",
             "size": 13,
-            "color": _INK,
+            "color": INK,
         },
         "margin": {"l": 8, "r": 16, "t": 16, "b": 8},
         "showlegend": False,
-        "hoverlabel": {"bgcolor": "var(--surface)", "bordercolor": "var(--axis)", "font": {"color": _INK}},
+        "hoverlabel": {"bgcolor": "var(--surface)", "bordercolor": "var(--axis)", "font": {"color": INK}},
         "xaxis": {"showgrid": False, **xaxis},
         "yaxis": yaxis,
         **more,
@@ -116,7 +116,7 @@ def _legend() -> dict[str, Any]:
     """Above the plot, where it wraps on a narrow screen."""
     return {
         "showlegend": True,
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"color": _INK}},
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"color": INK}},
     }
 
 
@@ -125,7 +125,7 @@ def _categories(study: Study) -> list[str]:
 
 
 def _category_axis(study: Study) -> dict[str, Any]:
-    return _axis("devices", type="category", fixedrange=True, categoryarray=_categories(study))
+    return axis_style("devices", type="category", fixedrange=True, categoryarray=_categories(study))
 
 
 def _bars(study: Study, values: Sequence[float | None], labels: Sequence[str], yaxis: dict[str, Any]) -> Figure:
@@ -138,20 +138,20 @@ def _bars(study: Study, values: Sequence[float | None], labels: Sequence[str], y
         "text": list(labels),
         "textposition": "outside",
         "constraintext": "none",
-        "textfont": {"color": _INK, "size": 13},
+        "textfont": {"color": INK, "size": 13},
         "cliponaxis": False,
         "width": 0.17 * min(3, len(study.rows)),
-        "marker": {"color": [_color(index) for index in range(len(study.rows))]},
+        "marker": {"color": [series_color(index) for index in range(len(study.rows))]},
         "hovertemplate": "%{x} devices: %{text}<extra></extra>",
     }
     yaxis = {"range": [0, 1.16 * top], "fixedrange": True, **yaxis}
-    return {"data": [bars], "layout": _layout(_category_axis(study), yaxis)}
+    return {"data": [bars], "layout": base_layout(_category_axis(study), yaxis)}
 
 
 def _level(value: float) -> dict[str, Any]:
     """A dashed line across the plot at `value`."""
     line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": value, "y1": value}
-    return {"shapes": [{**line, "line": {"color": _INK, "width": 1.5, "dash": "dash"}}]}
+    return {"shapes": [{**line, "line": {"color": INK, "width": 1.5, "dash": "dash"}}]}
 
 
 def _said(study: Study, say: Callable[[StudyRow], str]) -> str:
@@ -179,21 +179,21 @@ def _speedup(study: Study) -> Plot:
         "y": [row.speedup for row in study.rows],
         "text": [formats.times(row.speedup) for row in study.rows],
         "textposition": "bottom right" if kind == "linear" else "bottom center",
-        "textfont": {"color": _INK, "size": 13},
+        "textfont": {"color": INK, "size": 13},
         "cliponaxis": False,
-        "line": {"color": _INK, "width": 2},
+        "line": {"color": INK, "width": 2},
         "marker": {
             "size": 12,
-            "color": [_color(index) for index in range(len(counts))],
-            "symbol": [_SYMBOLS[index % len(_SYMBOLS)] for index in range(len(counts))],
+            "color": [series_color(index) for index in range(len(counts))],
+            "symbol": [SYMBOLS[index % len(SYMBOLS)] for index in range(len(counts))],
             "line": {"color": "var(--surface)", "width": 2},
         },
         "name": "measured",
         "hovertemplate": "%{x} devices: %{text}<extra></extra>",
     }
     span = counts[-1] - counts[0]
-    xaxis = _axis("devices", tickvals=counts, ticktext=_categories(study), type=kind, fixedrange=True)
-    yaxis = _axis("speed-up", type=kind, fixedrange=True)
+    xaxis = axis_style("devices", tickvals=counts, ticktext=_categories(study), type=kind, fixedrange=True)
+    yaxis = axis_style("speed-up", type=kind, fixedrange=True)
     if kind == "log":
         doublings = [2**power for power in range(math.ceil(math.log2(counts[-1] / base)) + 1)]
         yaxis |= {"tickvals": doublings, "ticktext": [f"{factor}x" for factor in doublings]}
@@ -206,14 +206,14 @@ def _speedup(study: Study) -> Plot:
         "Speed-up",
         f"Training time on {formats.devices(base)} over the time on more; the dashed line is the ideal.",
         "Speed-up against devices. " + _said(study, lambda row: formats.times(row.speedup)),
-        {"data": [ideal, measured], "layout": _layout(xaxis, yaxis, **_legend())},
+        {"data": [ideal, measured], "layout": base_layout(xaxis, yaxis, **_legend())},
     )
 
 
 def _efficiency(study: Study) -> Plot:
     labels = [formats.percent(row.efficiency) for row in study.rows]
     values = [None if row.efficiency is None else 100 * row.efficiency for row in study.rows]
-    figure = _bars(study, values, labels, _axis("scaling efficiency", ticksuffix=" %"))
+    figure = _bars(study, values, labels, axis_style("scaling efficiency", ticksuffix=" %"))
     figure["layout"] |= _level(100 * study.efficiency_floor)
     return Plot(
         "efficiency",
@@ -231,14 +231,14 @@ def _accuracy(study: Study) -> Plot:
     for index, row in enumerate(study.rows):
         if row.accuracy is None:
             continue
-        name, color = str(row.devices), _color(index)
+        name, color = str(row.devices), series_color(index)
         seeds = [run for run in row.runs if run.accuracy is not None and math.isfinite(run.accuracy)]
         mean: dict[str, Any] = {
             "type": "scatter",
             "mode": "markers",
             "x": [name],
             "y": [100 * row.accuracy],
-            "marker": {"size": 13, "color": color, "symbol": _SYMBOLS[index % len(_SYMBOLS)]},
+            "marker": {"size": 13, "color": color, "symbol": SYMBOLS[index % len(SYMBOLS)]},
             "hovertemplate": f"{formats.devices(row.devices)}: mean %{{y:.2f}} %<extra></extra>",
         }
         if row.has_spread and row.accuracy_min is not None and row.accuracy_max is not None:
@@ -270,13 +270,13 @@ def _accuracy(study: Study) -> Plot:
                 "yshift": 13,
                 "text": f"{100 * row.accuracy:.2f}" if len(study.rows) > 4 else formats.percent(row.accuracy, 2),
                 "showarrow": False,
-                "font": {"color": _INK, "size": 13},
+                "font": {"color": INK, "size": 13},
             }
         )
     xaxis = _category_axis(study) | {"range": [-0.5, len(study.rows) - 0.5]}
-    layout = _layout(
+    layout = base_layout(
         xaxis,
-        _axis("accuracy", ticksuffix=" %", fixedrange=True, range=_accuracy_range(study)),
+        axis_style("accuracy", ticksuffix=" %", fixedrange=True, range=_accuracy_range(study)),
         annotations=labels,
     )
     caption = f"Over {len(study.seeds)} seeds: mean, and a bar from the lowest to the highest seed."
@@ -330,7 +330,7 @@ def _train_time(study: Study) -> Plot:
             study,
             [row.train_s / scale for row in study.rows],
             [formats.duration(row.train_s) for row in study.rows],
-            _axis(f"training time ({unit})"),
+            axis_style(f"training time ({unit})"),
         ),
     )
 
@@ -345,7 +345,7 @@ def _throughput(study: Study) -> Plot:
             study,
             [row.samples_per_s for row in study.rows],
             [formats.quantity(row.samples_per_s) for row in study.rows],
-            _axis("samples/s", tickformat="~s"),
+            axis_style("samples/s", tickformat="~s"),
         ),
     )
 
@@ -386,10 +386,10 @@ def _step_time(study: Study) -> Plot:
         }
         for name, token, values in parts
     ]
-    layout = _layout(
-        _axis(f"median step ({unit})", fixedrange=True, showgrid=True),
+    layout = base_layout(
+        axis_style(f"median step ({unit})", fixedrange=True, showgrid=True),
         # The smallest count on top, as in the table.
-        _axis("", autorange="reversed", fixedrange=True, showgrid=False),
+        axis_style("", autorange="reversed", fixedrange=True, showgrid=False),
         barmode="stack",
         uniformtext={"mode": "hide", "minsize": 11},
         **_legend(),
@@ -497,7 +497,7 @@ def _lines(study: Study, curves: list[list[_Point]], over_time: bool) -> list[di
     for index, (row, curve) in enumerate(zip(study.rows, curves, strict=True)):
         if not curve:
             continue
-        color, name = _color(index), formats.devices(row.devices)
+        color, name = series_color(index), formats.devices(row.devices)
         x = [point.time_s if over_time else point.epoch for point in curve]
         # Where all device counts give the same curve the lines lie on one another: wide below, narrow on top.
         hidden = study.same_weights and not over_time
@@ -521,7 +521,7 @@ def _lines(study: Study, curves: list[list[_Point]], over_time: bool) -> list[di
                     "width": width,
                     "dash": "solid" if hidden else _DASHES[index % len(_DASHES)],
                 },
-                "marker": {"size": 6 + (width if hidden else 0), "symbol": _SYMBOLS[index % len(_SYMBOLS)]},
+                "marker": {"size": 6 + (width if hidden else 0), "symbol": SYMBOLS[index % len(SYMBOLS)]},
                 "hovertemplate": name
                 + (": %{y:.4~g} after %{x:.1f} s" if over_time else ": %{y:.4~g} after epoch %{x}")
                 + "<extra></extra>",
@@ -543,18 +543,18 @@ def _over_epochs(study: Study, key: str, title: str, unit: str, measure: Measure
     if not any(curves):
         return None
     values = [point.mean for curve in curves for point in curve]
-    yaxis = _axis(unit, **({"ticksuffix": " %"} if measure is _epoch_accuracy else {}))
+    yaxis = axis_style(unit, **({"ticksuffix": " %"} if measure is _epoch_accuracy else {}))
     if key.startswith("loss") and min(values) > 0 and max(values) > 20 * min(values):
         ticks = _log_ticks(min(values), max(values))
         yaxis |= {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
     longest = max(point.epoch for curve in curves for point in curve)
-    xaxis = _axis("epoch", **({"dtick": 1} if longest <= 12 else {}))
+    xaxis = axis_style("epoch", **({"dtick": 1} if longest <= 12 else {}))
     return Plot(
         key,
         title,
         _curves_caption(study),
         f"{title}. Last value: " + _last_values(study, curves),
-        {"data": _lines(study, curves, over_time=False), "layout": _layout(xaxis, yaxis, **_legend())},
+        {"data": _lines(study, curves, over_time=False), "layout": base_layout(xaxis, yaxis, **_legend())},
     )
 
 
@@ -576,9 +576,9 @@ def _accuracy_over_time(study: Study) -> Plot | None:
         "Accuracy in percent over training time in seconds. Last value: " + _last_values(study, curves),
         {
             "data": _lines(study, curves, over_time=True),
-            "layout": _layout(
-                _axis("training time (s)", rangemode="tozero"),
-                _axis("accuracy", ticksuffix=" %"),
+            "layout": base_layout(
+                axis_style("training time (s)", rangemode="tozero"),
+                axis_style("accuracy", ticksuffix=" %"),
                 **_legend(),
             ),
         },
