@@ -17,7 +17,7 @@ def clean_environ(**extra: str) -> dict[str, str]:
     return {**kept, "PACELINE_DEVICE": "cpu", "GLOO_SOCKET_IFNAME": "lo", **extra}
 
 
-def python(*arguments: str, cwd: Path, timeout_s: float = 90.0, **extra: str) -> subprocess.CompletedProcess[str]:
+def python(*arguments: str, cwd: Path, timeout_s: float = 110.0, **extra: str) -> subprocess.CompletedProcess[str]:
     """`python ARGUMENTS` in the folder `cwd`, to its end; `extra` are environment variables."""
     return subprocess.run(
         [sys.executable, *arguments],
@@ -30,7 +30,7 @@ def python(*arguments: str, cwd: Path, timeout_s: float = 90.0, **extra: str) ->
     )
 
 
-def paceline(*arguments: str, cwd: Path, timeout_s: float = 90.0, **extra: str) -> subprocess.CompletedProcess[str]:
+def paceline(*arguments: str, cwd: Path, timeout_s: float = 110.0, **extra: str) -> subprocess.CompletedProcess[str]:
     """`paceline ARGUMENTS` in the folder `cwd`, to its end."""
     return python("-m", "paceline", *arguments, cwd=cwd, timeout_s=timeout_s, **extra)
 

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from paceline.comm.fingerprint import Call, check_agreement
 
+CLOSE_S = 1.0
+
 CHECKED_STEPS = 3
 """Steps whose calls are compared across workers in any case: DDP settles its buckets within the first two."""
 
@@ -49,7 +51,8 @@ class Scheduler:
         self._step = 0
         self._sequence = 0
         # A daemon: a collective that waits for a dead peer must not keep this process alive.
-        threading.Thread(target=self._run, name="paceline-communication", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="paceline-communication", daemon=True)
+        self._thread.start()
 
     def begin_step(self) -> None:
         """What is submitted from now on belongs to the next training step."""
@@ -81,8 +84,12 @@ class Scheduler:
             raise self._error
 
     def close(self) -> None:
-        """End the thread once it has done what was submitted; not waited for, because a peer may be dead."""
+        """End the thread once it has done what was submitted; not waited for long, because a peer may be dead.
+
+        It is waited for at all because an interpreter that ends under a running thread may abort the process.
+        """
         self._tasks.put(None)
+        self._thread.join(timeout=CLOSE_S)
 
     def _run(self) -> None:
         with self._on_stream():
