@@ -18,6 +18,7 @@ from paceline.hardware import detect
 from paceline.launch import run_workers
 from paceline.spec import Cluster, Job, Plan
 from paceline.spec.comm_timing import (
+    TIMINGS_FILE,
     CommCase,
     CommRequest,
     CommTimings,
@@ -28,7 +29,7 @@ from paceline.spec.comm_timing import (
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Side-by-side measurements on this hardware.")
 
-REQUEST_FILE, TIMINGS_FILE = "request.json", "timings.json"
+REQUEST_FILE = "request.json"
 
 _PIPE_COLUMNS = 100
 """What all columns of the tables need; a pipe has no width of its own."""

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from paceline.comm.compressor import Bucket
+
 OWED = "owed/"
 """How the keys of what is owed begin in a compressor's state; the parameter's name follows."""
 
@@ -41,6 +43,25 @@ class Owed:
             self._by_name[name].copy_(left_out)
         else:
             self._by_name[name] = left_out.clone()
+
+    def settle(self, bucket: Bucket, chosen: Tensor, sums: Tensor) -> None:
+        """Leave in the bucket the sums of what was sent, and zero elsewhere; owe what was not sent.
+
+        If a sum is not finite, the bucket becomes NaN and what is owed stays as it was.
+
+        Args:
+            chosen: the indices of the values that were sent.
+            sums: theirs over all workers; more numbers may follow, which only have to be finite.
+        """
+        values = bucket.values
+        if not is_finite(sums):
+            values.fill_(torch.nan)
+            return
+        values[chosen] = 0.0
+        for name, part in bucket.parts:
+            self.remember(name, part)
+        values.zero_()
+        values[chosen] = sums[: len(chosen)]
 
     def state_dict(self) -> dict[str, Tensor]:
         return {OWED + name: owed for name, owed in self._by_name.items()}

@@ -111,8 +111,6 @@ class Transfer:
 def open_links(group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> Links:
     """Find out which workers share a node, and give them memory to share. A common act of all workers."""
     nodes = node_of_every_rank(group)
-    rank = dist.get_rank(group)
-    node = next(ranks for ranks in nodes if rank in ranks)
     shared = None
     node_group = None
     # Asked of all: workers on different processors must not go different ways.
@@ -121,9 +119,23 @@ def open_links(group: dist.ProcessGroup, device: torch.device, timeout_s: float)
     elif len(nodes) == 1:
         node_group = group
     else:
-        groups = [dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s)) for ranks in nodes]
-        node_group = groups[nodes.index(node)]
+        node_group = open_node_group(nodes, group, timeout_s)
     return Links(group, nodes, device, timeout_s, shared, node_group)
+
+
+def open_node_group(
+    nodes: Sequence[tuple[int, ...]], group: dist.ProcessGroup, timeout_s: float
+) -> dist.ProcessGroup | None:
+    """A group of the workers of this node; None for a worker alone on it. A common act of all workers of `group`."""
+    rank = dist.get_rank(group)
+    global_ranks = dist.get_process_group_ranks(group)
+    own = None
+    for node in nodes:
+        if len(node) > 1:
+            # Everybody takes part in the making of every group, in one order.
+            made = dist.new_group([global_ranks[member] for member in node], timeout=timedelta(seconds=timeout_s))
+            own = made if rank in node else own
+    return own
 
 
 def node_of_every_rank(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:

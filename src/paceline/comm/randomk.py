@@ -43,14 +43,7 @@ class RandomK:
         alarm = values.new_tensor([0.0 if is_finite(values) else math.nan])
         vector = torch.cat([values[chosen], alarm])
         total(vector)
-        if not is_finite(vector):
-            values.fill_(torch.nan)
-            return
-        values[chosen] = 0.0
-        for name, part in bucket.parts:
-            self._owed.remember(name, part)
-        values.zero_()
-        values[chosen] = vector[:-1]
+        self._owed.settle(bucket, chosen, vector)
 
     def _draw(self, name: str, num_values: int) -> Tensor:
         """k indices, ascending: the values are cut into k runs as even as can be, and each run sends one of its own.

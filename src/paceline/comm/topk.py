@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.compressor import Bucket, Sum
-from paceline.comm.error_feedback import Owed, is_finite
+from paceline.comm.error_feedback import Owed
 from paceline.comm.links import Links
 from paceline.errors import JobError
 
@@ -41,14 +41,7 @@ class TopK:
         chosen = _union(own, values.numel(), self._links)
         vector = values[chosen]
         total(vector)
-        if not is_finite(vector):
-            values.fill_(torch.nan)
-            return
-        values[chosen] = 0.0
-        for name, part in bucket.parts:
-            self._owed.remember(name, part)
-        values.zero_()
-        values[chosen] = vector
+        self._owed.settle(bucket, chosen, vector)
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._owed.state_dict()

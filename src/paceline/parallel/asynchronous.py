@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.comm.links import node_of_every_rank
+from paceline.comm.links import node_of_every_rank, open_node_group
 from paceline.comm.parameter_server_async import Course, ParameterServerAsync, Terms
 from paceline.errors import JobError
 from paceline.parallel.by_shard import ShardByShard
@@ -55,9 +54,7 @@ def open_servers(
     node_group = None
     if spec.sync_inside_nodes:
         nodes = node_of_every_rank(group)
-        timeout = timedelta(seconds=plan.timeout_s)
-        groups = {node: dist.new_group(list(node), timeout=timeout) for node in nodes if len(node) > 1}
-        node_group = groups.get(next(node for node in nodes if rank in node))
+        node_group = open_node_group(nodes, group, plan.timeout_s)
     terms = Terms(
         staleness=spec.staleness, num_servers=plan.num_servers, lease_s=plan.timeout_s, timeout_s=plan.timeout_s
     )

@@ -25,7 +25,6 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.comm import ALGORITHMS, Aggregator, Bucket, Links, Scheduler
+from paceline.comm.links import open_node_group
 from paceline.errors import JobError
 from paceline.parallel.aggregation import BUCKET_BYTES
 from paceline.parallel.clock import Clock, Mark
@@ -285,17 +285,9 @@ def aggregator_inside_node(links: Links, plan: Plan) -> Aggregator | None:
     A common act of all workers of `links`. Memory that the node's workers share is used by both aggregators, one after
     the other: a meeting begins when the step's gradients have been added.
     """
-    timeout = timedelta(seconds=plan.timeout_s)
-    ranks = dist.get_process_group_ranks(links.group)
-    # Everybody takes part in the making of every group, in one order.
-    groups = {
-        node: dist.new_group([ranks[member] for member in node], timeout=timeout)
-        for node in links.nodes
-        if len(node) > 1
-    }
-    if links.node not in groups:
+    group = open_node_group(links.nodes, links.group, plan.timeout_s)
+    if group is None:
         return None
-    group = groups[links.node]
     inside = Links(group, (tuple(range(len(links.node))),), links.device, links.timeout_s, links.shared_memory)
     return Aggregator(ALGORITHMS["hierarchical"], inside, Scheduler(group, links.device, check_always=plan.debug_comm))
 

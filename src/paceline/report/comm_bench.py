@@ -20,9 +20,9 @@ from rich.text import Text
 
 from paceline.errors import JobError, PacelineError
 from paceline.report.formats import NOTHING, listing, percent
-from paceline.spec.comm_timing import CommCase, CommFit, CommTiming, CommTimings
+from paceline.spec.comm_timing import TIMINGS_FILE, CommCase, CommFit, CommTiming, CommTimings
 
-TIMINGS_FILE, PAGE_FILE, MARKDOWN_FILE = "timings.json", "comm.html", "comm.md"
+PAGE_FILE, MARKDOWN_FILE = "comm.html", "comm.md"
 
 BASELINE = CommCase("all_reduce")
 """What others are compared with: the backend's own."""

@@ -15,6 +15,9 @@ from paceline.spec.codec import above, at_least, from_mapping, to_mapping
 from paceline.spec.job import Precision
 from paceline.spec.plan import AlgorithmName
 
+TIMINGS_FILE = "timings.json"
+"""What `CommTimings` are called in a benchmark's folder."""
+
 WireName = Literal["float32", "bfloat16", "float16", "int8"]
 """How values travel; "float32" is as they are."""
 NodeOrder = Literal["by_node", "alternating"]

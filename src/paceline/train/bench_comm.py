@@ -29,11 +29,18 @@ from paceline.comm import ALGORITHMS, WIRE_FORMATS, Algorithm, Links, open_links
 from paceline.comm.measure import fit_cost, slowest, time_sum
 from paceline.errors import JobError, LaunchError, PacelineError
 from paceline.spec import Plan
-from paceline.spec.comm_timing import CommCase, CommFit, CommRequest, CommTiming, CommTimings, LeftOut, message_sizes
+from paceline.spec.comm_timing import (
+    TIMINGS_FILE,
+    CommCase,
+    CommFit,
+    CommRequest,
+    CommTiming,
+    CommTimings,
+    LeftOut,
+    message_sizes,
+)
 from paceline.train.environment import describe_environment
 from paceline.train.process_group import World, join
-
-TIMINGS_FILE = "timings.json"
 
 PERIOD = 65_537
 """Values after which a vector repeats; a prime, so that no two parts that algorithms cut are alike."""
