@@ -2,6 +2,7 @@
 
 PacelineError                 one sentence for the user: what is wrong, where, what to do; no traceback
 ├── JobError                  a job file, flag or keyword that cannot be meant
+├── ClusterError              a description of nodes, devices and wires that cannot be meant
 ├── DataError                 a data set that is missing, truncated or corrupt
 ├── ModelError                a model that cannot be built, or cannot be trained the way the job asks
 ├── LaunchError               workers that cannot be started here
@@ -23,6 +24,10 @@ class PacelineError(Exception):
 
 class JobError(PacelineError):
     """A job that cannot be meant: unknown key, wrong type, impossible value."""
+
+
+class ClusterError(PacelineError):
+    """A description of nodes, devices and wires that cannot be meant; the message names row and column, or key."""
 
 
 class DataError(PacelineError):

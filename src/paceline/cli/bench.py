@@ -16,6 +16,7 @@ from paceline.cli.options import AsJson, Quiet
 from paceline.errors import JobError, PacelineError
 from paceline.hardware import detect
 from paceline.launch import run_workers
+from paceline.plan import spread
 from paceline.spec import Cluster, Job, Plan
 from paceline.spec.comm_timing import (
     TIMINGS_FILE,
@@ -99,12 +100,7 @@ def comm(
 
 def _plan(cluster: Cluster, workers: int | None) -> Plan:
     """One worker a device; on CPU two at least, since one has nobody to sum with."""
-    on_cpu = cluster.device_kind == "cpu"
-    num_workers = workers or max(len(cluster.devices), 2 if on_cpu else 1)
-    if not on_cpu and num_workers > len(cluster.devices):
-        raise JobError(f"{num_workers} workers need as many GPUs, but this machine has {len(cluster.devices)}.")
-    threads = max(1, cluster.num_cores // num_workers)
-    return Plan(world_size=num_workers, device_kind=cluster.device_kind, threads_per_worker=threads)
+    return spread(cluster, workers or max(len(cluster.devices), 2 if cluster.device_kind == "cpu" else 1))
 
 
 def _measure(request: CommRequest, plan: Plan, folder: Path, quiet: bool) -> None:

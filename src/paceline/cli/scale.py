@@ -62,7 +62,7 @@ def scale(
     base = resolve_job(job, settings, data)
     cluster = detect()
     # A CPU device is a fixed number of threads, or two devices would be no more than one.
-    threads = threads or max(1, cluster.num_cores // counts[-1])
+    threads = threads or max(1, cluster.nodes[0].num_cores // counts[-1])
     todo: list[tuple[str, Job, Plan]] = []
     for seed in range(base.seed, base.seed + seeds):
         for count in counts:

@@ -17,7 +17,7 @@ from paceline.cli.options import AsJson, DataDir, Settings, parse_counts, resolv
 from paceline.errors import LaunchError
 from paceline.hardware import detect
 from paceline.launch import run_workers
-from paceline.plan import place
+from paceline.plan import place, spread
 from paceline.spec import Cluster, Job, Plan
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -78,5 +78,4 @@ def _job(job: Job, count: int, cluster: Cluster, run_dir: Path) -> tuple[list[st
 def _script(script: Path, arguments: list[str], count: int, cluster: Cluster) -> tuple[list[str], Plan]:
     if not script.is_file():
         raise LaunchError(f"There is no script '{script}'.")
-    plan = Plan(world_size=count, device_kind=cluster.device_kind, threads_per_worker=1)
-    return [str(script), *arguments], plan
+    return [str(script), *arguments], spread(cluster, count, threads_per_worker=1)

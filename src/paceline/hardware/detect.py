@@ -9,17 +9,17 @@ import subprocess
 from pathlib import Path
 
 from paceline import env
-from paceline.spec import Cluster, Device
+from paceline.spec import Cluster, Device, Node
 
 
 def detect() -> Cluster:
-    """This node: its GPUs if it has any, else one CPU device a core it may use."""
+    """A cluster of this node alone: its GPUs if it has any, else one CPU device a core it may use."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cpu_name = _cpu_name()
     gpus = [] if env.device_kind() == "cpu" else _gpus()
     devices = gpus or [Device("cpu", i, cpu_name, memory_bytes // num_cores) for i in range(num_cores)]
-    return Cluster(socket.gethostname(), num_cores, memory_bytes, cpu_name, tuple(devices))
+    return Cluster((Node(socket.gethostname(), num_cores, memory_bytes, cpu_name, tuple(devices)),))
 
 
 def _cpu_name() -> str:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from paceline.plan.one_node import place
+from paceline.plan.placement import place, spread
 
-__all__ = ["place"]
+__all__ = ["place", "spread"]

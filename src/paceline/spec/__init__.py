@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from paceline.spec.cluster import Cluster, Device
+from paceline.spec.cluster import (
+    Cluster,
+    Device,
+    DeviceKind,
+    JobTiming,
+    Link,
+    MicroBatchTiming,
+    NetworkLink,
+    Node,
+    Peripheral,
+)
 from paceline.spec.job import (
     AggregationSpec,
     CheckpointSpec,
@@ -12,7 +22,7 @@ from paceline.spec.job import (
     OptimSpec,
     load_job,
 )
-from paceline.spec.plan import AlgorithmName, Plan
+from paceline.spec.plan import AlgorithmName, NodeShare, Plan
 from paceline.spec.record import EpochRecord, RunRecord, StepTime
 
 __all__ = [
@@ -22,10 +32,18 @@ __all__ = [
     "Cluster",
     "DataSpec",
     "Device",
+    "DeviceKind",
     "EpochRecord",
     "Job",
+    "JobTiming",
+    "Link",
+    "MicroBatchTiming",
     "ModelSpec",
+    "NetworkLink",
+    "Node",
+    "NodeShare",
     "OptimSpec",
+    "Peripheral",
     "Plan",
     "RunRecord",
     "StepTime",

@@ -1,11 +1,20 @@
-"""`Cluster`: the machines, devices and wires a job can run on."""
+"""`Cluster`: the nodes, devices and wires a job can run on, and what was measured on them."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
+
+from paceline.errors import ClusterError, JobError
+from paceline.spec.codec import from_mapping, to_mapping
 
 DeviceKind = Literal["cpu", "cuda"]
+Source = Literal["datasheet", "measured"]
+
+SCHEMA = 1
+"""The version of cluster.json; a file of another one is refused, not guessed at."""
 
 
 @dataclass(frozen=True)
@@ -14,20 +23,155 @@ class Device:
 
     kind: DeviceKind
     index: int
+    """As in CUDA_DEVICE_ORDER=PCI_BUS_ID."""
     name: str
     memory_bytes: int
+    uuid: str = ""
+    pci_bus_id: str = ""
+    """As sysfs writes it: "0000:3b:00.0"."""
+    numa_node: int | None = None
+    cpus: tuple[int, ...] = ()
+    """The cores next to it; empty where nobody said."""
+    busy: str = ""
+    """Why somebody else should leave it alone, such as "62 % busy, 31 GiB in use"; empty when it is free."""
+
+    @property
+    def label(self) -> str:
+        """Its name in `Link.ends`: "GPU3"."""
+        return f"{'GPU' if self.kind == 'cuda' else 'CPU'}{self.index}"
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """One node, for now: its devices, cores and memory. On a node without GPUs the devices are CPU workers."""
+class Peripheral:
+    """A network card or a disk, as far as its place matters to devices."""
+
+    kind: Literal["nic", "disk"]
+    label: str
+    """Its name in `Link.ends`: "NIC0", "DISK1"."""
+    name: str
+    """As the system calls it: "mlx5_0", "eth0", "nvme0n1"."""
+    pci_bus_id: str = ""
+    numa_node: int | None = None
+    bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Link:
+    """The path between two parts of one node, the same in both directions."""
+
+    ends: tuple[str, str]
+    """Labels of its ends, devices first and in ascending order: ("GPU0", "GPU3"), ("GPU0", "NIC1")."""
+    label: str
+    """As `nvidia-smi topo -m` has it: NV1 … NV18, PIX, PXB, PHB, NODE, SYS; XGMI on AMD."""
+    bytes_per_s: float | None = None
+    """In one direction; None where neither a datasheet nor a measurement tells."""
+    latency_s: float | None = None
+    source: Source = "datasheet"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine. Without GPUs its devices are CPU workers, one a core."""
 
     hostname: str
     num_cores: int
     memory_bytes: int
     cpu_name: str
     devices: tuple[Device, ...] = ()
+    peripherals: tuple[Peripheral, ...] = ()
+    links: tuple[Link, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What was left out or could not be read, a sentence each."""
 
     @property
     def device_kind(self) -> DeviceKind:
         return self.devices[0].kind if self.devices else "cpu"
+
+    def link(self, one: str, other: str) -> Link | None:
+        """The link between two labels, in whichever order; None where nothing is known."""
+        return next((link for link in self.links if link.ends in ((one, other), (other, one))), None)
+
+
+@dataclass(frozen=True)
+class NetworkLink:
+    """What two nodes reach between each other, measured."""
+
+    ends: tuple[str, str]
+    """Host names."""
+    bytes_per_s: float
+    latency_s: float
+    interface: str = ""
+
+
+@dataclass(frozen=True)
+class MicroBatchTiming:
+    """Median seconds of one forward and backward pass."""
+
+    micro_batch_size: int
+    seconds: float
+    peak_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class JobTiming:
+    """What one job's model, data and checkpoint take on one device of this cluster; None: not measured."""
+
+    job: str
+    device: str
+    num_parameters: int
+    threads_per_worker: int
+    micro_batches: tuple[MicroBatchTiming, ...] = ()
+    largest_micro_batch_size: int | None = None
+    """Of those tried, the largest that fits in memory."""
+    loader_samples_per_s: float | None = None
+    checkpoint_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes, the network between them, and what jobs took on them."""
+
+    nodes: tuple[Node, ...]
+    network: tuple[NetworkLink, ...] = ()
+    timings: tuple[JobTiming, ...] = ()
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Of all nodes, in their order."""
+        return tuple(device for node in self.nodes for device in node.devices)
+
+    @property
+    def device_kind(self) -> DeviceKind:
+        """What every node has; CUDA needs all of them to have it."""
+        return "cuda" if all(node.device_kind == "cuda" for node in self.nodes) else "cpu"
+
+    @classmethod
+    def from_mapping(cls, mapping: dict[str, Any]) -> Cluster:
+        return from_mapping(cls, mapping)
+
+    def to_mapping(self) -> dict[str, Any]:
+        return to_mapping(self)
+
+    def save(self, path: Path) -> None:
+        """Write cluster.json, whole or not at all."""
+        draft = path.with_name(path.name + ".tmp")
+        draft.write_text(json.dumps({"schema": SCHEMA, **self.to_mapping()}, indent=1) + "\n", encoding="utf-8")
+        draft.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Cluster:
+        """Read cluster.json.
+
+        Raises:
+            ClusterError: no such file, not JSON, of another version, or keys and values that cannot be meant.
+        """
+        try:
+            mapping = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as problem:
+            raise ClusterError(f"{path} cannot be read as a cluster: {problem}.") from None
+        if not isinstance(mapping, dict) or mapping.pop("schema", None) != SCHEMA:
+            raise ClusterError(f"{path} is no cluster file of version {SCHEMA}; write one with paceline probe.")
+        try:
+            return cls.from_mapping(mapping)
+        except JobError as problem:
+            raise ClusterError(f"{path} cannot be read as a cluster: {problem}") from None

@@ -22,11 +22,26 @@ AlgorithmName = Literal[
 
 
 @dataclass(frozen=True)
+class NodeShare:
+    """The workers of one node."""
+
+    hostname: str = ""
+    """How the launcher reaches the node; empty: this one."""
+    num_workers: int = at_least(1, 1)
+    devices: tuple[int, ...] = ()
+    """GPUs in the order of the local ranks, by PCI bus; empty: as the caller's CUDA_VISIBLE_DEVICES has them."""
+    cpus: tuple[tuple[int, ...], ...] = ()
+    """The cores each worker is pinned to; empty: the operating system decides."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """World size, devices and how gradients are aggregated; nothing in it changes what a run learns."""
 
     world_size: int = at_least(1, 1)
     device_kind: DeviceKind = "cpu"
+    nodes: tuple[NodeShare, ...] = ()
+    """Ranks in this order, a node's together; empty: all workers on this node."""
     threads_per_worker: int = at_least(1, 1)
     """CPU threads a worker computes with. A CPU device is a fixed number of threads."""
     micro_batch_size: int | None = at_least(1, None)
@@ -43,6 +58,11 @@ class Plan:
     @property
     def backend(self) -> str:
         return "nccl" if self.device_kind == "cuda" else "gloo"
+
+    @property
+    def shares(self) -> tuple[NodeShare, ...]:
+        """The nodes of the run, one at least; their workers add up to the world size."""
+        return self.nodes or (NodeShare(num_workers=self.world_size),)
 
     @classmethod
     def from_mapping(cls, mapping: dict[str, Any]) -> Plan:

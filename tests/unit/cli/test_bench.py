@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 from paceline.cli.bench import _names, _plan, parse_size
 from paceline.errors import JobError
 from paceline.report.comm_bench import size_text
-from paceline.spec import Cluster, Device
+from paceline.spec import Cluster, Device, Node
 from paceline.spec.cluster import DeviceKind
 
 
 def machine(kind: DeviceKind, num_devices: int) -> Cluster:
-    return Cluster("here", 4, 2**34, "a processor", tuple(Device(kind, i, "", 2**32) for i in range(num_devices)))
+    return Cluster(
+        (Node("here", 4, 2**34, "a processor", tuple(Device(kind, i, "", 2**32) for i in range(num_devices))),)
+    )
 
 
 @pytest.mark.parametrize(

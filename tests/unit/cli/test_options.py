@@ -9,7 +9,7 @@ import pytest
 from paceline.cli.options import parse_counts, parse_tolerance, recipe_names, resolve_job
 from paceline.errors import JobError
 from paceline.plan import place
-from paceline.spec import Cluster, Device, Job, load_job
+from paceline.spec import Cluster, Device, Job, Node, load_job
 
 
 def test_the_recipe_of_the_demo_is_there() -> None:
@@ -20,7 +20,7 @@ def test_the_recipe_of_the_demo_is_there() -> None:
 def test_every_recipe_is_a_job_of_its_name_that_can_be_placed(name: str) -> None:
     job = resolve_job(name, None, None)
     assert job.name == name
-    machine = Cluster("here", 4, 2**34, "a processor", tuple(Device("cpu", i, "", 2**32) for i in range(4)))
+    machine = Cluster((Node("here", 4, 2**34, "a processor", tuple(Device("cpu", i, "", 2**32) for i in range(4))),))
     assert place(job, machine, 4).world_size == 4
 
 

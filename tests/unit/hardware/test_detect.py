@@ -81,9 +81,9 @@ def test_a_node_without_gpus_has_a_cpu_device_a_core(bin_dir: Path, script: str)
     nvidia_smi(bin_dir, script)
     cluster = detect()
     assert cluster.device_kind == "cpu"
-    assert cluster.num_cores == len(os.sched_getaffinity(0)) == len(cluster.devices)
-    assert [device.index for device in cluster.devices] == list(range(cluster.num_cores))
-    assert 0 < sum(device.memory_bytes for device in cluster.devices) <= cluster.memory_bytes
+    assert cluster.nodes[0].num_cores == len(os.sched_getaffinity(0)) == len(cluster.devices)
+    assert [device.index for device in cluster.devices] == list(range(cluster.nodes[0].num_cores))
+    assert 0 < sum(device.memory_bytes for device in cluster.devices) <= cluster.nodes[0].memory_bytes
 
 
 def test_a_node_without_a_driver(bin_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from paceline.errors import JobError
 from paceline.plan import place
-from paceline.spec import Cluster, Device, Job
+from paceline.spec import Cluster, Device, Job, Node
 from paceline.spec.cluster import DeviceKind
 
 
 def node(kind: DeviceKind = "cpu", num_devices: int = 8, num_cores: int = 8) -> Cluster:
-    return Cluster("here", num_cores, 2**34, "", tuple(Device(kind, i, "", 2**33) for i in range(num_devices)))
+    return Cluster((Node("here", num_cores, 2**34, "", tuple(Device(kind, i, "", 2**33) for i in range(num_devices))),))
 
 
 @given(st.integers(1, 64), st.integers(1, 128), st.integers(1, 64))

@@ -1,0 +1,95 @@
+"""Spreading a job over devices: which node gets how many workers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from paceline.errors import JobError
+from paceline.spec import AlgorithmName, Cluster, Job, NodeShare, Plan
+
+
+def spread(cluster: Cluster, num_workers: int, threads_per_worker: int | None = None) -> Plan:
+    """A plan for `num_workers` workers, one a device, on as few nodes as hold them, the first ones first.
+
+    Args:
+        threads_per_worker: None: an even part of the cores of the node with the most workers.
+
+    Raises:
+        JobError: no worker, or more workers than GPUs. CPU workers may outnumber cores: they share them.
+    """
+    if num_workers < 1:
+        raise JobError(f"{num_workers} workers cannot train; use at least 1.")
+    num_devices = len(cluster.devices)
+    if cluster.device_kind == "cuda" and num_workers > num_devices:
+        where = "this machine has" if len(cluster.nodes) == 1 else f"these {len(cluster.nodes)} nodes have"
+        raise JobError(f"{num_workers} workers need as many GPUs, but {where} {num_devices}.")
+    counts = _counts(cluster, num_workers)
+    threads = min(max(1, node.num_cores // count) for node, count in zip(cluster.nodes, counts, strict=False))
+    plan = Plan(
+        world_size=num_workers, device_kind=cluster.device_kind, threads_per_worker=threads_per_worker or threads
+    )
+    if len(cluster.nodes) == 1:
+        return plan
+    shares = (NodeShare(node.hostname, count) for node, count in zip(cluster.nodes, counts, strict=False))
+    return dataclasses.replace(plan, nodes=tuple(shares))
+
+
+def _counts(cluster: Cluster, num_workers: int) -> list[int]:
+    """Workers of each node that gets any: a device each as long as there are, then one more a node in turn."""
+    counts: list[int] = []
+    for node in cluster.nodes:
+        counts.append(min(len(node.devices), num_workers - sum(counts)))
+        if sum(counts) == num_workers:
+            return counts
+    for turn in range(num_workers - sum(counts)):
+        counts[turn % len(counts)] += 1
+    return counts
+
+
+def place(
+    job: Job,
+    cluster: Cluster,
+    num_workers: int,
+    *,
+    threads_per_worker: int | None = None,
+    micro_batch_size: int | None = None,
+    algorithm: AlgorithmName = "auto",
+    num_servers: int = 1,
+) -> Plan:
+    """A plan for `num_workers` workers, one a device.
+
+    Args:
+        threads_per_worker: None: an even part of the node's cores; always 1 with `parity = "bitwise"`, because how a
+            kernel splits its sums among threads may change their last bits.
+
+    Raises:
+        JobError: no worker, more workers than GPUs or than virtual shards, more servers than workers, micro-batches
+            smaller than a shard, or an algorithm that bitwise parity cannot use.
+    """
+    plan = spread(cluster, num_workers, threads_per_worker)
+    if num_workers > job.virtual_shards:
+        raise JobError(
+            f"{num_workers} workers cannot share virtual_shards = {job.virtual_shards}; use at most "
+            f"{job.virtual_shards} workers, or --set virtual_shards={num_workers} (it is part of the job: the same for "
+            "every worker count)."
+        )
+    shard_size = -(-job.global_batch_size // job.virtual_shards)
+    if micro_batch_size is not None and micro_batch_size < shard_size:
+        raise JobError(
+            f"A micro-batch of {micro_batch_size} is smaller than a virtual shard of {shard_size} samples; use "
+            f"--set virtual_shards={-(-job.global_batch_size // micro_batch_size)} or a micro-batch of {shard_size}."
+        )
+    if num_servers > num_workers:
+        raise JobError(f"{num_servers} servers are more than {num_workers} workers; servers are some of the workers.")
+    if job.parity == "bitwise" and algorithm not in ("auto", "tree_exact"):
+        raise JobError(
+            f"parity = 'bitwise' sums gradients by tree_exact, not by {algorithm}; leave --algorithm out or train with "
+            "parity = 'numeric'."
+        )
+    return dataclasses.replace(
+        plan,
+        threads_per_worker=1 if job.parity == "bitwise" else plan.threads_per_worker,
+        micro_batch_size=micro_batch_size,
+        algorithm="tree_exact" if job.parity == "bitwise" else algorithm,
+        num_servers=num_servers,
+    )
