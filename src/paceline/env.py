@@ -10,7 +10,7 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,12 @@ DATA_DIR = "PACELINE_DATA"
 TRACE_DIR = "PACELINE_TRACE_DIR"
 MAX_STEPS = "PACELINE_MAX_STEPS"
 DEVICE = "PACELINE_DEVICE"
+PULSE = "PACELINE_PULSE"
+STORE_FD = "PACELINE_STORE_FD"
+CPUS = "PACELINE_CPUS"
+
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Where Gloo, the RPC layer and NCCL look for the interface to use."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ def worker_facts(environ: Mapping[str, str] | None = None) -> WorkerFacts:
             rank=_number(env, "SLURM_PROCID"),
             world_size=_number(env, "SLURM_STEP_NUM_TASKS"),
             local_rank=_number(env, "SLURM_LOCALID"),
-            local_world_size=_first_number(env.get("SLURM_STEP_TASKS_PER_NODE", "1")),
+            local_world_size=_num_tasks(env.get("SLURM_STEP_TASKS_PER_NODE", "1"), _number(env, "SLURM_NODEID", 0)),
             init_method=_tcp(env, job_id=f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}"),
             started_by="srun",
         )
@@ -97,7 +103,7 @@ def _checked(
     if init_method.startswith("tcp://127.0.0.1:") and world_size > local_world_size:
         raise LaunchError(
             f"{started_by} started {world_size} workers on several nodes, but nothing says where they meet; set "
-            "MASTER_ADDR to an address of the first node."
+            "MASTER_ADDR to an address of the first node (mpirun -x MASTER_ADDR=NODE …)."
         )
     return WorkerFacts(rank, world_size, local_rank, local_world_size, init_method, started_by)
 
@@ -114,9 +120,16 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
         raise LaunchError(f"The environment variable {name} = {text!r} should be a whole number.") from None
 
 
-def _first_number(text: str) -> int:
-    found = re.match(r"\d+", text)
-    return int(found.group()) if found else 1
+def _num_tasks(tasks_per_node: str, node: int) -> int:
+    """Slurm's "2(x3),1" at `node`: the first three nodes have two tasks, the fourth has one."""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node):
+        counts += [int(count)] * int(times or 1)
+    if not 0 <= node < len(counts):
+        raise LaunchError(
+            f"The environment variable SLURM_STEP_TASKS_PER_NODE = {tasks_per_node!r} says nothing of node {node}."
+        )
+    return counts[node]
 
 
 def _tcp(env: Mapping[str, str], job_id: str) -> str:
@@ -135,25 +148,80 @@ def _first_host(env: Mapping[str, str]) -> str | None:
     return first.group(1) + (first.group(2) or "") if first else None
 
 
-def worker_environ(facts: WorkerFacts, *, run_dir: Path, threads_per_worker: int, launched_at: float) -> dict[str, str]:
-    """The whole environment of one worker that this machine's launcher starts."""
-    env = dict(os.environ)
-    env.update(
-        RANK=str(facts.rank),
-        WORLD_SIZE=str(facts.world_size),
-        LOCAL_RANK=str(facts.local_rank),
-        LOCAL_WORLD_SIZE=str(facts.local_world_size),
-        OMP_NUM_THREADS=str(threads_per_worker),
-        MKL_NUM_THREADS=str(threads_per_worker),
-        PYTHONUNBUFFERED="1",
-    )
-    env[RENDEZVOUS] = facts.init_method
-    env[RUN_DIR] = str(run_dir)
-    env[LAUNCHED_AT] = repr(launched_at)
-    # A run on one machine has no business on any other interface.
-    env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    env.setdefault("TP_SOCKET_IFNAME", "lo")
-    return env
+def worker_variables(
+    facts: WorkerFacts,
+    *,
+    run_dir: Path,
+    threads_per_worker: int,
+    launched_at: float,
+    interface: str | None = None,
+    devices: Sequence[int] = (),
+    cpus: Sequence[int] = (),
+    debug_comm: bool = False,
+) -> dict[str, str]:
+    """What a worker's environment has beyond that of its node, when Paceline's launcher starts it.
+
+    Args:
+        interface: the network interface on which workers talk to each other; None: as the environment has it already.
+        devices: the GPUs of this node that the run uses, by PCI bus; empty: as CUDA_VISIBLE_DEVICES has them.
+        cpus: the cores to stay on; empty: any.
+    """
+    variables = {
+        "RANK": str(facts.rank),
+        "WORLD_SIZE": str(facts.world_size),
+        "LOCAL_RANK": str(facts.local_rank),
+        "LOCAL_WORLD_SIZE": str(facts.local_world_size),
+        "OMP_NUM_THREADS": str(threads_per_worker),
+        "MKL_NUM_THREADS": str(threads_per_worker),
+        "PYTHONUNBUFFERED": "1",
+        # A few last collectives are enough to say where a worker hangs, and quickly read.
+        "TORCH_FR_BUFFER_SIZE": "32",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        RENDEZVOUS: facts.init_method,
+        RUN_DIR: str(run_dir),
+        LAUNCHED_AT: repr(launched_at),
+    }
+    if interface is not None:
+        variables |= dict.fromkeys(INTERFACE_VARIABLES, interface)
+    if devices:
+        variables |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
+    if cpus:
+        variables[CPUS] = ",".join(map(str, cpus))
+    if debug_comm:
+        variables |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH,COLL"}
+    return variables
+
+
+def node_variables(pulse: Path, store_fd: int | None) -> dict[str, str]:
+    """What only the node itself can say to a worker: where to show its pulse, and the socket of the meeting point."""
+    return {PULSE: str(pulse)} | ({} if store_fd is None else {STORE_FD: str(store_fd)})
+
+
+def own_interface() -> str | None:
+    """The network interface that the environment of this process names for workers; None where it names none."""
+    return next((os.environ[name] for name in INTERFACE_VARIABLES if os.environ.get(name)), None)
+
+
+def socket_interfaces() -> dict[str, str]:
+    """What each variable that names a network interface says, where it says anything."""
+    return {name: os.environ[name] for name in INTERFACE_VARIABLES if os.environ.get(name)}
+
+
+def pulse_path() -> Path | None:
+    """Where the launcher looks at this worker's pulse, if one does."""
+    text = os.environ.get(PULSE)
+    return Path(text) if text else None
+
+
+def store_fd() -> int | None:
+    """The listening socket that rank 0 was given for the meeting point of all workers, if it was given one."""
+    text = os.environ.get(STORE_FD)
+    return int(text) if text else None
+
+
+def cpus() -> set[int]:
+    """The cores this worker is to stay on; empty: any."""
+    return {int(cpu) for cpu in os.environ.get(CPUS, "").split(",") if cpu}
 
 
 def launched_at() -> float:

@@ -15,6 +15,8 @@ Anything else that escapes is a bug in Paceline or in the user's own code and ke
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class PacelineError(Exception):
     """A mistake the user can mend; its message is one sentence."""
@@ -61,13 +63,23 @@ class PeerLost(PacelineError):  # noqa: N818 - it says what happened
 class WorkerFailed(PacelineError):  # noqa: N818 - it says what happened
     """A worker ended before its work did.
 
-    `rank` is the first worker that failed, `details` its own traceback (empty when a signal left none).
+    `rank` is the first worker that failed, `details` its own traceback (empty when a signal left none), `report` a file
+    that says more.
     """
 
     exit_code = 1
 
-    def __init__(self, message: str, *, rank: int | None = None, details: str = "", exit_code: int = 1) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        details: str = "",
+        exit_code: int = 1,
+        report: Path | None = None,
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.details = details
         self.exit_code = exit_code
+        self.report = report

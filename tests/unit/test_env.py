@@ -41,6 +41,20 @@ def test_srun() -> None:
     assert worker_facts(env | {"SLURM_STEP_ID": "1"}).init_method != facts.init_method
 
 
+def test_srun_with_uneven_nodes() -> None:
+    env = {
+        "SLURM_PROCID": "6",
+        "SLURM_STEP_NUM_TASKS": "7",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "3",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+    }
+    assert worker_facts(env | {"MASTER_ADDR": "gpu1"}).local_world_size == 1
+    assert worker_facts(env | {"MASTER_ADDR": "gpu1", "SLURM_NODEID": "2"}).local_world_size == 2
+    with pytest.raises(LaunchError, match="says nothing of node 4"):
+        worker_facts(env | {"SLURM_NODEID": "4"})
+
+
 def test_an_sbatch_script_itself_is_alone() -> None:
     assert worker_facts({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}).world_size == 1
 

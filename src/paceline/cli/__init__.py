@@ -8,23 +8,24 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from paceline.cli import bench, launch, report, scale, train, verify
+from paceline.cli import agent, bench, doctor, launch, report, scale, train, verify
 from paceline.errors import PacelineError, WorkerFailed
 
 INTERRUPTED = 130
 """The exit code of Ctrl-C: 128 + SIGINT, as shells have it; the command-line library makes one of the other."""
 
 
-class ReportLast(TyperGroup):
+class PipelineOrder(TyperGroup):
     """The pipeline's order, in which the library would put commands that have commands of their own last."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return sorted(super().list_commands(ctx), key=lambda name: name == "report")
+        last = ("report", "doctor")
+        return sorted(super().list_commands(ctx), key=lambda name: last.index(name) + 1 if name in last else 0)
 
 
 app = typer.Typer(
     name="paceline",
-    cls=ReportLast,
+    cls=PipelineOrder,
     help="Add devices, keep the accuracy, know the gain before you pay for it.",
     no_args_is_help=True,
     add_completion=False,
@@ -38,6 +39,8 @@ app.command("scale")(scale.scale)
 app.command("verify", context_settings=verify.CONTEXT)(verify.verify)
 app.add_typer(bench.app, name="bench")
 app.command("report")(report.report)
+app.command("doctor")(doctor.doctor)
+app.command("agent", hidden=True)(agent.agent)
 
 
 def main() -> None:
@@ -48,6 +51,8 @@ def main() -> None:
         if isinstance(error, WorkerFailed) and error.details:
             print(error.details.rstrip(), file=sys.stderr)
         print(f"paceline: {error}", file=sys.stderr)
+        if isinstance(error, WorkerFailed) and error.report:
+            print(f"The report: {error.report}", file=sys.stderr)
         sys.exit(error.exit_code)
     except SystemExit as ended:
         if ended.code == INTERRUPTED:

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline import env
 from paceline.comm.fingerprint import Call, check_agreement
+from paceline.pulse import Pulse
 
 CLOSE_S = 1.0
 
@@ -50,6 +52,7 @@ class Scheduler:
         self._error: BaseException | None = None
         self._step = 0
         self._sequence = 0
+        self._pulse = Pulse(env.pulse_path())
         # A daemon: a collective that waits for a dead peer must not keep this process alive.
         self._thread = threading.Thread(target=self._run, name="paceline-communication", daemon=True)
         self._thread.start()
@@ -104,9 +107,11 @@ class Scheduler:
     def _do(self, task: _Task) -> None:
         if self._stream is not None and task.ready is not None:
             self._stream.wait_event(task.ready)
+        self._pulse.enter("paceline", str(task.call))
         if task.is_checked:
             check_agreement(task.call, self._group, self._device)
         task.work()
+        self._pulse.leave("paceline")
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -1,25 +1,141 @@
-"""This node's devices, found without loading torch."""
+"""This node's devices and the links between them, found without loading torch.
+
+Three sources are laid over one another: NVML (or `nvidia-smi --query-gpu` where its Python module is missing) says
+which GPUs there are, sysfs where they hang and what else hangs there, and `nvidia-smi topo -m` how they reach each
+other. Any of them may be absent.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 import socket
-import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from paceline import env
-from paceline.spec import Cluster, Device, Node
+from paceline.errors import ClusterError
+from paceline.hardware import nvidia_smi, nvml, sysfs
+from paceline.hardware.datasheet import link_bytes_per_s
+from paceline.hardware.pci_path import distance
+from paceline.hardware.smi_matrix import parse_topology
+from paceline.spec import Cluster, Device, Link, Node, Peripheral
 
 
 def detect() -> Cluster:
-    """A cluster of this node alone: its GPUs if it has any, else one CPU device a core it may use."""
+    """A cluster of this node alone: its GPUs if it has any, else one CPU device a core it may use.
+
+    GPUs that the caller's CUDA_VISIBLE_DEVICES leaves out are left out, in its order, and a note says so.
+    """
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cpu_name = _cpu_name()
-    gpus = [] if env.device_kind() == "cpu" else _gpus()
-    devices = gpus or [Device("cpu", i, cpu_name, memory_bytes // num_cores) for i in range(num_cores)]
-    return Cluster((Node(socket.gethostname(), num_cores, memory_bytes, cpu_name, tuple(devices)),))
+    bare = Node(socket.gethostname(), num_cores, memory_bytes, cpu_name)
+    if env.device_kind() != "cpu":
+        node = with_gpus(bare, nvml.read_gpus(), sysfs.SYS)
+        if node.devices:
+            node = only_visible(node, env.visible_gpus())
+        if node.devices:
+            return Cluster((node,))
+        bare = dataclasses.replace(bare, notes=node.notes)
+    return Cluster((_with_cpus(bare),))
+
+
+def with_gpus(node: Node, found: nvml.Gpus, root: Path) -> Node:
+    """`node` with its GPUs, cards, disks and the links between them; unchanged if there is no GPU.
+
+    Args:
+        found: What NVML says; nothing of it where nvidia-smi has to answer instead.
+        root: The folder that is /sys on the node.
+    """
+    gpus = found.devices or tuple(nvidia_smi.list_gpus())
+    if not gpus:
+        return node
+    matrix, notes = _matrix() if len(gpus) > 1 else (None, ())
+    places = {gpu.label: place for gpu in gpus if (place := sysfs.pci_device(gpu.pci_bus_id, root))}
+    notes += tuple(
+        f"{label} has {place.lanes.num_lanes} PCIe lanes in use of "
+        f"{place.lanes.num_lanes + place.missing_lanes}; look at its slot."
+        for label, place in places.items()
+        if place.lanes and place.missing_lanes
+    )
+    attached = [*sysfs.nics(root), *sysfs.disks(root)]
+    peripherals = tuple(part.peripheral for part in attached)
+    if matrix and not any(part.kind == "nic" for part in peripherals):
+        peripherals += matrix.peripherals  # a container may hide the cards from sysfs
+    places |= {part.peripheral.label: part.pci for part in attached}
+    return dataclasses.replace(
+        node,
+        devices=tuple(_placed(gpu, places.get(gpu.label), matrix) for gpu in gpus),
+        peripherals=peripherals,
+        links=tuple(_links(gpus, peripherals, places, matrix, found.labels)),
+        notes=(*node.notes, *found.notes, *notes),
+    )
+
+
+def _matrix() -> tuple[Node | None, tuple[str, ...]]:
+    """What `nvidia-smi topo -m` says, and a note if it says something that cannot be meant."""
+    text = nvidia_smi.run("topo", "-m")
+    if not text.strip():
+        return None, ()
+    try:
+        return parse_topology(text), ()
+    except ClusterError as problem:
+        return None, (f"What nvidia-smi topo -m printed was left aside: {problem}",)
+
+
+def _placed(gpu: Device, place: sysfs.PciDevice | None, matrix: Node | None) -> Device:
+    """The GPU with the NUMA node and the cores next to it, from sysfs or else from the matrix."""
+    drawn = next((device for device in matrix.devices if device.index == gpu.index), None) if matrix else None
+    numa_node = place.path.numa_node if place else None
+    cpus = place.cpus if place else ()
+    return dataclasses.replace(
+        gpu,
+        numa_node=numa_node if numa_node is not None or not drawn else drawn.numa_node,
+        cpus=cpus or (drawn.cpus if drawn else ()),
+    )
+
+
+def _links(
+    gpus: Sequence[Device],
+    peripherals: Sequence[Peripheral],
+    places: Mapping[str, sysfs.PciDevice],
+    matrix: Node | None,
+    labels: Mapping[tuple[int, int], str],
+) -> list[Link]:
+    """From each GPU to the GPUs after it and to every card and disk, as far as any source tells."""
+    links = []
+    for position, gpu in enumerate(gpus):
+        others: list[Device | Peripheral] = [*gpus[position + 1 :], *peripherals]
+        for other in others:
+            drawn = _drawn(gpu, other, matrix)
+            told = labels.get((gpu.index, other.index), "") if isinstance(other, Device) else ""
+            place, other_place = places.get(gpu.label), places.get(other.label)
+            counted = distance(place.path, other_place.path, sysfs.PORTS_PER_SWITCH) if place and other_place else ""
+            label = drawn or told or counted
+            names = [end.name for end in (gpu, other) if isinstance(end, Device)]
+            lanes = [end.lanes for end in (place, other_place) if end and end.lanes]
+            if label:
+                links.append(Link((gpu.label, other.label), label, link_bytes_per_s(label, names, lanes)))
+    return links
+
+
+def _drawn(gpu: Device, other: Device | Peripheral, matrix: Node | None) -> str:
+    """The label in the matrix, which has cards by name and in an order of its own."""
+    if not matrix:
+        return ""
+    end = other.label
+    if isinstance(other, Peripheral):
+        end = next((card.label for card in matrix.peripherals if card.name == other.name), "")
+    link = matrix.link(gpu.label, end)
+    return link.label if link else ""
+
+
+def _with_cpus(node: Node) -> Node:
+    attached = [*sysfs.nics(), *sysfs.disks()]
+    devices = (Device("cpu", i, node.cpu_name, node.memory_bytes // node.num_cores) for i in range(node.num_cores))
+    return dataclasses.replace(node, devices=tuple(devices), peripherals=tuple(a.peripheral for a in attached))
 
 
 def _cpu_name() -> str:
@@ -31,41 +147,35 @@ def _cpu_name() -> str:
     return names[0] if names else platform.machine()
 
 
-def _gpus() -> list[Device]:
-    """NVIDIA GPUs as the driver lists them, as far as CUDA_VISIBLE_DEVICES lets workers see them."""
-    query = ["nvidia-smi", "--query-gpu=index,name,memory.total,uuid", "--format=csv,noheader,nounits"]
-    try:
-        listing = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return visible(parse_gpus(listing), env.visible_gpus())
+def only_visible(node: Node, allowed: list[str] | None) -> Node:
+    """`node` with the GPUs that CUDA_VISIBLE_DEVICES lets workers see, and a note about each of the others."""
+    devices = tuple(visible(node.devices, allowed))
+    if devices == node.devices:
+        return node
+    left_out = [device.label for device in node.devices if device not in devices]
+    return dataclasses.replace(
+        node,
+        devices=devices,
+        links=tuple(link for link in node.links if not set(left_out) & set(link.ends)),
+        notes=(*node.notes, *(f"{label} is left out: CUDA_VISIBLE_DEVICES does not name it." for label in left_out)),
+    )
 
 
-def parse_gpus(listing: str) -> list[tuple[Device, str]]:
-    """Devices and their UUIDs from the lines "index, name, memory in MiB, uuid"."""
-    gpus = []
-    for line in listing.splitlines():
-        parts = [part.strip() for part in line.split(",")]
-        if len(parts) == 4 and parts[0].isdigit() and parts[2].isdigit():
-            gpus.append((Device("cuda", int(parts[0]), parts[1], int(parts[2]) * 2**20), parts[3]))
-    return gpus
-
-
-def visible(gpus: list[tuple[Device, str]], allowed: list[str] | None) -> list[Device]:
+def visible(gpus: Sequence[Device], allowed: list[str] | None) -> list[Device]:
     """The GPUs among `allowed` (indices or UUID prefixes); all of them for None.
 
-    As CUDA reads its variable: in this order, and no further than the first entry that names none.
+    As CUDA reads its variable: in this order, and no further than the first entry that names none, or one again.
     """
     if allowed is None:
-        return [device for device, _ in gpus]
+        return list(gpus)
     found: list[Device] = []
     for wanted in allowed:
         named = [
-            device
-            for device, uuid in gpus
-            if wanted == str(device.index) or (wanted.startswith("GPU-") and uuid.startswith(wanted))
+            gpu
+            for gpu in gpus
+            if wanted == str(gpu.index) or (wanted.startswith("GPU-") and gpu.uuid.startswith(wanted))
         ]
-        if not named:
+        if not named or named[0] in found:
             break
-        found += named
+        found += named[:1]
     return found

@@ -1,4 +1,4 @@
-"""What to start: the command line and the environment of every worker."""
+"""What to start: the command line and the variables of every worker."""
 
 from __future__ import annotations
 
@@ -17,11 +17,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WorkerCommand:
-    """How one worker is started: its command line and its whole environment."""
+    """How one worker is started."""
 
-    argv: tuple[str, ...]
-    environ: dict[str, str]
     rank: int
+    local_rank: int
+    node: int
+    """The number of its node in the plan."""
+    argv: tuple[str, ...]
+    variables: dict[str, str]
+    """What its environment has beyond that of its node."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How the workers of a run find each other."""
+
+    init_method: str
+    """ "file:///path" of a file that does not exist yet, or "tcp://address:port" of a socket that listens already."""
+    interfaces: tuple[str | None, ...]
+    """Of each node: the network interface for workers; None: what the environment says."""
+
+
+def meeting_on_one_node(rendezvous_dir: Path) -> Meeting:
+    """In a file of a new and empty folder: nothing listens on a port, so jobs that start in the same instant cannot
+    meet each other, and nothing of a run leaves the loopback interface unless the user named another."""
+    return Meeting(f"file://{rendezvous_dir.absolute()}/store", (env.own_interface() or "lo",))
 
 
 def worker_commands(
@@ -29,41 +49,46 @@ def worker_commands(
     program: Sequence[str],
     *,
     run_dir: Path,
-    rendezvous_dir: Path,
+    meeting: Meeting,
     launched_at: float,
     environ: Mapping[str, str] | None = None,
 ) -> list[WorkerCommand]:
     """One command per rank of `plan`, in rank order; starts nothing and touches no file.
 
     `program` is what would follow `python` on a command line: ("train.py", "--flag") or ("-m", "a.module").
-    The workers meet in a file of `rendezvous_dir`, which must be new and empty: nothing listens on a port, so
-    jobs that start in the same instant cannot meet each other. `launched_at` is in seconds since the epoch.
-    `environ` holds variables over those that every worker gets.
+    `launched_at` is in seconds since the epoch. `environ` holds variables over those that every worker gets.
 
     Raises:
-        LaunchError: `program` names nothing to run.
+        LaunchError: `program` names nothing to run, or a node's share does not fit its workers.
     """
     if not program or tuple(program) == ("-m",):
         raise LaunchError("There is nothing to launch: name a script (train.py) or a module (-m package.module).")
     argv = (sys.executable, "-m", "paceline.launch.worker", *program)
-    return [
-        WorkerCommand(
-            argv=argv,
-            environ=env.worker_environ(
-                env.WorkerFacts(
-                    rank=rank,
-                    world_size=plan.world_size,
-                    local_rank=rank,
-                    local_world_size=plan.world_size,
-                    init_method=f"file://{rendezvous_dir.absolute()}/store",
-                    started_by="paceline",
-                ),
+    commands: list[WorkerCommand] = []
+    for node, (share, interface) in enumerate(zip(plan.shares, meeting.interfaces, strict=True)):
+        if share.devices and len(share.devices) < share.num_workers:
+            raise LaunchError(
+                f"{share.num_workers} workers cannot share {len(share.devices)} GPUs "
+                f"of {share.hostname or 'this node'}; give every worker one."
+            )
+        for local_rank in range(share.num_workers):
+            facts = env.WorkerFacts(
+                rank=len(commands),
+                world_size=plan.world_size,
+                local_rank=local_rank,
+                local_world_size=share.num_workers,
+                init_method=meeting.init_method,
+                started_by="paceline",
+            )
+            variables = env.worker_variables(
+                facts,
                 run_dir=run_dir.absolute(),  # a script may change its working directory
                 threads_per_worker=plan.threads_per_worker,
                 launched_at=launched_at,
+                interface=interface,
+                devices=share.devices,
+                cpus=share.cpus[local_rank] if share.cpus else (),
+                debug_comm=plan.debug_comm,
             )
-            | dict(environ or {}),
-            rank=rank,
-        )
-        for rank in range(plan.world_size)
-    ]
+            commands.append(WorkerCommand(len(commands), local_rank, node, argv, variables | dict(environ or {})))
+    return commands

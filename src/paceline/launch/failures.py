@@ -9,6 +9,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 LOST_PEER_TYPES = frozenset({"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"})
 """What torch.distributed raises when a peer is gone. A ConnectionResetError of Python's own (a download, say)
@@ -82,6 +83,19 @@ class Ending:
     time: float
     """Seconds since the epoch: when its exception was raised, else when the process was seen to end."""
     failure: Failure | None = None
+    out_of_memory: bool = False
+    """Whether the kernel says that it killed this process because memory ran out."""
+    step: int | None = None
+    """Optimizer updates done."""
+    collective: str = ""
+    """The last collective it entered."""
+    hostname: str = ""
+    """Of its node; empty: this one."""
+
+    @classmethod
+    def from_mapping(cls, mapping: dict[str, Any]) -> Ending:
+        failure = mapping["failure"]
+        return cls(**mapping | {"failure": None if failure is None else Failure(**failure)})
 
     @property
     def failed(self) -> bool:
@@ -125,14 +139,23 @@ def root_cause(endings: Sequence[Ending], *, stopped_at: float) -> Ending:
     return min(failed, key=lambda e: (e.time > stopped_at, merely_lost_a_peer(e), e.time, e.rank))
 
 
-def sentence(root: Ending, endings: Sequence[Ending], *, stopped_at: float) -> str:
-    """What happened to the worker `root` of a run that ended as `endings`, in one sentence."""
-    who = f"Rank {root.rank} of {len(endings)} (pid {root.pid})"
+def sentence(root: Ending, endings: Sequence[Ending], *, stopped_at: float, world_size: int | None = None) -> str:
+    """What happened to the worker `root` of a run that ended as `endings`, in one sentence.
+
+    `world_size`: None: as many workers as endings.
+    """
+    where = f"pid {root.pid} on {root.hostname}" if root.hostname else f"pid {root.pid}"
+    who = f"Rank {root.rank} of {world_size or len(endings)} ({where})"
     if root.failure is not None:
         what = root.failure.type + (f": {message}" if (message := _one_line(root.failure.message)) else "")
         if is_consequence(root.failure):
             return f"{who} lost touch with the other workers{_whereabouts(endings, stopped_at)}: {what}"
         return f"{who} failed with {what}"
+    if root.out_of_memory:
+        return (
+            f"{who} was killed by the kernel: out of memory; try a smaller micro_batch_size, fewer workers a node, "
+            "or a higher memory limit."
+        )
     if root.exit_code == -signal.SIGKILL:
         return (
             f"{who} was killed by SIGKILL from outside this run: most likely the machine ran out of memory; "

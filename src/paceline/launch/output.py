@@ -7,16 +7,30 @@ import os
 import selectors
 import subprocess
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO
 
 CHUNK_BYTES = 1 << 16
 
 
+Show = Callable[[int, bytes], None]
+"""Shows whole lines on standard output (1) or standard error (2)."""
+
+
+def show_here(target_fd: int, lines: bytes) -> None:
+    """On this process's own streams; a reader that left is no reason to stop."""
+    rest = memoryview(lines)
+    with contextlib.suppress(OSError):
+        while rest:
+            rest = rest[os.write(target_fd, rest) :]
+
+
 @dataclass
 class _Stream:
     source: IO[bytes]
-    prefix: bytes
+    prefix: bytes | None
+    """In front of every line; None: for the log alone."""
     target_fd: int
     log: IO[bytes]
     unfinished: bytes = b""
@@ -24,24 +38,25 @@ class _Stream:
 
 
 class LinePump:
-    """One thread that copies the output of all workers: as it is to their logs, line by line to our own.
+    """One thread that copies the output of all workers: as it is to their logs, line by line to whoever shows them.
 
     It lives from `start` to `close`; `add` comes before `start`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, show: Show = show_here) -> None:
+        self._show_lines = show
         self._selector = selectors.DefaultSelector()
         self._logs: list[IO[bytes]] = []
         self._stop_read, self._stop_write = os.pipe()
         self._selector.register(self._stop_read, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="worker-output", daemon=True)
 
-    def add(self, process: subprocess.Popen[bytes], *, rank: int, log: IO[bytes]) -> None:
-        """Copy both pipes of worker `rank` to `log`, which this pump will close, and to our two streams."""
+    def add(self, process: subprocess.Popen[bytes], *, prefix: bytes | None, log: IO[bytes]) -> None:
+        """Copy both pipes of a worker to `log`, which this pump will close, and show them behind `prefix`."""
         self._logs.append(log)
         for source, target_fd in ((process.stdout, 1), (process.stderr, 2)):
             assert source is not None
-            stream = _Stream(source, b"[rank %d] " % rank, target_fd, log)
+            stream = _Stream(source, prefix, target_fd, log)
             self._selector.register(source, selectors.EVENT_READ, stream)
 
     def start(self) -> None:
@@ -79,7 +94,7 @@ class LinePump:
         if not chunk:
             self._finish(stream)
             return
-        # A full disk or a reader that left must not stop the worker, which would block on a full pipe.
+        # A full disk must not stop the worker, which would block on a full pipe.
         with contextlib.suppress(OSError):
             stream.log.write(chunk)
         lines = (stream.unfinished + chunk).splitlines(keepends=True)  # progress bars end theirs with \r
@@ -93,7 +108,5 @@ class LinePump:
         stream.source.close()
 
     def _show(self, stream: _Stream, lines: list[bytes]) -> None:
-        rest = memoryview(b"".join(stream.prefix + line for line in lines))
-        with contextlib.suppress(OSError):
-            while rest:
-                rest = rest[os.write(stream.target_fd, rest) :]
+        if stream.prefix is not None and lines:
+            self._show_lines(stream.target_fd, b"".join(stream.prefix + line for line in lines))

@@ -28,6 +28,7 @@ from typing import NoReturn
 
 from paceline import env
 from paceline.errors import LaunchError, PacelineError
+from paceline.launch.beat import start_beating
 from paceline.launch.failures import Failure, failure_path, stack_path
 
 PR_SET_PDEATHSIG = 1
@@ -43,8 +44,12 @@ def main(program: Sequence[str]) -> None:
     die_with_launcher()
     _unwind_on_sigterm()
     rank, run_dir = env.worker_facts().rank, env.run_dir()
+    if cpus := env.cpus():
+        os.sched_setaffinity(0, cpus)
     if run_dir is not None:
         _write_stacks_to(stack_path(run_dir, rank))
+    if (pulse := env.pulse_path()) is not None:
+        start_beating(pulse)
     try:
         run_program(program)
     except Terminated:
@@ -66,7 +71,7 @@ def die_with_launcher() -> None:
     # The launcher may have died before the line above; no signal will come then. Its end of the pipe tells,
     # where a parent's pid could not: nobody told us which pid to expect.
     if not stat.S_ISFIFO(os.fstat(0).st_mode):
-        return
+        return  # nobody's lifeline: torchrun, srun or a terminal started this process
     lifeline = select.poll()
     lifeline.register(0, 0)  # a hang-up is always reported
     if lifeline.poll(0):

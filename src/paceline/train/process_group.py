@@ -5,12 +5,15 @@ from __future__ import annotations
 import atexit
 from dataclasses import dataclass
 from datetime import timedelta
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
 
 from paceline import env
 from paceline.errors import LaunchError
+from paceline.pulse import Pulse
 from paceline.spec import Plan
 from paceline.train.allocator import keep_freed_memory
 
@@ -54,16 +57,42 @@ def join(facts: env.WorkerFacts, plan: Plan) -> World:
         return World(facts, device, dist.group.WORLD if facts.world_size > 1 else None)
     if facts.world_size == 1:
         return World(facts, device, None)
+    timeout = timedelta(seconds=plan.timeout_s)
+    store = _store(facts, timeout)
+    pulse = Pulse(env.pulse_path())
+    pulse.enter("paceline", "meeting of all workers")
     dist.init_process_group(
         plan.backend,
-        init_method=facts.init_method,
+        init_method=facts.init_method if store is None else None,
+        store=store,
         rank=facts.rank,
         world_size=facts.world_size,
-        timeout=timedelta(seconds=plan.timeout_s),
+        timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
+    pulse.leave("paceline")
     atexit.register(leave)
     return World(facts, device, dist.group.WORLD)
+
+
+def _store(facts: env.WorkerFacts, timeout: timedelta) -> Store | None:
+    """The store of a run on several nodes, whose port the launcher bound before anybody started; None: torch's own.
+
+    Torch would have rank 0 bind a port that was merely free a moment ago, and listen on every interface.
+    """
+    if facts.started_by != "paceline" or not facts.init_method.startswith("tcp://"):
+        return None
+    address = urlsplit(facts.init_method)
+    assert address.hostname is not None and address.port is not None
+    descriptor = env.store_fd() if facts.rank == 0 else None
+    return TCPStore(
+        address.hostname,
+        address.port,
+        facts.world_size,
+        is_master=facts.rank == 0,
+        timeout=timeout,
+        master_listen_fd=descriptor,
+    )
 
 
 def leave() -> None:

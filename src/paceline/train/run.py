@@ -35,6 +35,7 @@ from paceline.parallel import (
     describe_meetings,
     set_up_aggregation,
 )
+from paceline.pulse import Pulse
 from paceline.spec import Job, Plan
 from paceline.train.digest import weights_sha256
 from paceline.train.evaluate import Measure, chunk_ranges, evaluate, own_chunks
@@ -108,6 +109,8 @@ class Run:
         self.notes: list[str] = []
         """What a reader of the result must know of how it came about."""
         self._tracer = Tracer.from_environment(self.world, job)
+        self._pulse = Pulse(env.pulse_path())
+        self._pulse.step(0)
         self._engine: Engine | None = None
         self._optimizer: Optimizer | None = None
         self._base_lrs: list[float] = []
@@ -326,6 +329,7 @@ class Run:
     def count_step(self, num_samples: int) -> None:
         """An update by this many samples has been made, here or elsewhere."""
         self.steps += 1
+        self._pulse.step(self.steps)
         self.samples_seen += num_samples
         seed_between_steps(self.job.seed, self.steps, self.device)
         self.timer.step_ended(self.engine.communication)
@@ -407,20 +411,20 @@ class Run:
 def _torch_settings(job: Job, plan: Plan) -> Iterator[None]:
     """The settings of the whole process that a run needs, for as long as it lasts."""
     threads = torch.get_num_threads()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    # Not use_deterministic_algorithms, which loads torch's whole compiler: seconds at the end of every run.
+    determinism = torch.get_deterministic_debug_mode()
     benchmark = torch.backends.cudnn.benchmark
     torch.set_num_threads(plan.threads_per_worker)
     if job.parity == "bitwise":
         env.deterministic_cuda()
         torch.backends.cudnn.benchmark = False
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_deterministic_debug_mode("warn")
     try:
         yield
     finally:
         torch.set_num_threads(threads)
         torch.backends.cudnn.benchmark = benchmark
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.set_deterministic_debug_mode(determinism)
 
 
 def _num_samples(dataset: Any, purpose: str) -> int:

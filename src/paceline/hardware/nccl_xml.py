@@ -1,0 +1,187 @@
+"""The topology that NCCL found on a node: the file it writes where NCCL_TOPO_DUMP_FILE says.
+
+    <system><cpu numaid><pci busid link_speed link_width><gpu dev sm><nvlink target count tclass/></gpu></pci> …
+                                                         <nic><net name speed/></nic>
+
+A <pci> inside another one is behind its bridge. NCCL leaves host bridges out, so that NODE and PHB cannot be told
+apart: devices of one <cpu> that share no bridge are PHB, as in NCCL's own paths. RCCL writes <xgmi> for <nvlink>.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from xml.etree import ElementTree
+
+from paceline.errors import ClusterError
+from paceline.hardware.cpu_list import parse_mask
+from paceline.hardware.datasheet import PcieLanes, link_bytes_per_s
+from paceline.hardware.pci_path import PciPath, distance
+from paceline.spec import Device, Link, Node, Peripheral
+
+SM_NAMES = {60: "P100", 70: "V100", 75: "Quadro RTX", 80: "A100", 86: "RTX A6000", 89: "L40", 90: "H100", 100: "B200"}
+"""The best known GPU of each compute capability: the dump has no names, and a name decides the bandwidth of NVLink."""
+SWITCH_CLASS = "0x0680"
+"""PCI class "bridge": an NVSwitch, or whatever NCCL could not see in a virtual machine (NVIDIA/nccl#1182)."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A <gpu> or <net> and what stands around it."""
+
+    element: ElementTree.Element
+    path: PciPath
+    lanes: tuple[PcieLanes, ...]
+    """Of its own connection; empty where NCCL could not read it."""
+    cpus: tuple[int, ...] = ()
+
+    @property
+    def bus_id(self) -> str:
+        return self.path.bridges[-1] if self.path.bridges else ""
+
+
+def parse_nccl_xml(text: str, hostname: str = "") -> Node:
+    """The GPUs, network cards and links of a node from an NCCL topology file.
+
+    Raises:
+        ClusterError: no XML, not NCCL's, without GPUs, or with links that contradict each other.
+    """
+    parts = list(_parts(_root(text)))
+    gpus = sorted((part for part in parts if part.element.tag == "gpu"), key=lambda part: _number(part.element, "dev"))
+    nets = [part for part in parts if part.element.tag == "net"]
+    if not gpus:
+        raise ClusterError("This NCCL topology has no <gpu>; dump it with NCCL_TOPO_DUMP_FILE from a run on all GPUs.")
+    devices = [_device(gpu) for gpu in gpus]
+    for one, other in itertools.pairwise(devices):
+        if one.index == other.index:
+            raise ClusterError(f"This NCCL topology has two <gpu dev={one.index}>; give the dump of one node alone.")
+    nics = [_nic(number, net) for number, net in enumerate(nets)]
+    links = []
+    for position, (device, gpu) in enumerate(zip(devices, gpus, strict=True)):
+        for peer, peer_gpu in zip(devices[position + 1 :], gpus[position + 1 :], strict=True):
+            label = _fabric_label(gpu, peer_gpu) or distance(gpu.path, peer_gpu.path)
+            links.append(_link(device, peer.label, label, (gpu, peer_gpu)))
+        for nic, net in zip(nics, nets, strict=True):
+            links.append(_link(device, nic.label, distance(gpu.path, net.path), (gpu, net)))
+    cores = {core for device in devices for core in device.cpus}
+    return Node(hostname, len(cores), 0, "", tuple(devices), tuple(nics), tuple(links))
+
+
+def _root(text: str) -> ElementTree.Element:
+    # Entities are how XML grows without bound or reads other files, and NCCL declares none.
+    if re.search(r"<!\s*(DOCTYPE|ENTITY)", text, re.IGNORECASE):
+        raise ClusterError("This XML declares a document type or entities, which no NCCL topology does.")
+    try:
+        root = ElementTree.fromstring(text.lstrip("\ufeff \t\r\n"))
+    except (ElementTree.ParseError, ValueError) as problem:
+        raise ClusterError(f"This is no XML that can be read: {problem}.") from None
+    if root.tag != "system":
+        raise ClusterError(f"The XML begins with <{root.tag[:40]}>; an NCCL topology begins with <system>.")
+    return root
+
+
+def _parts(root: ElementTree.Element) -> Iterator[_Part]:
+    """All GPUs and network ports, in the order of the file."""
+    stack = [(child, _Part(child, PciPath(), ())) for child in reversed(root)]
+    num_cpus = 0
+    while stack:
+        element, around = stack.pop()
+        path, lanes, cpus = around.path, around.lanes, around.cpus
+        if element.tag == "cpu":
+            numa_node = _number(element, "numaid") if element.get("numaid", "-1") != "-1" else None
+            path, cpus, num_cpus = PciPath(f"cpu{num_cpus}", numa_node), _cores(element), num_cpus + 1
+        elif element.tag == "pci":
+            bus_id = element.get("busid", "")
+            if not bus_id:
+                raise ClusterError("A <pci> in this NCCL topology has no busid.")
+            path, lanes = PciPath(path.root, path.numa_node, (*path.bridges, bus_id.lower())), _lanes(element)
+        elif element.tag in ("gpu", "net"):
+            yield _Part(element, path, lanes, cpus)
+        stack += [(child, _Part(child, path, lanes, cpus)) for child in reversed(element)]
+
+
+def _device(gpu: _Part) -> Device:
+    return Device(
+        "cuda",
+        _number(gpu.element, "dev"),
+        "",
+        0,
+        pci_bus_id=gpu.bus_id,
+        numa_node=gpu.path.numa_node,
+        cpus=gpu.cpus,
+    )
+
+
+def _nic(number: int, net: _Part) -> Peripheral:
+    megabits_per_s = _number(net.element, "speed") if net.element.get("speed") else 0
+    return Peripheral(
+        "nic",
+        f"NIC{number}",
+        net.element.get("name", ""),
+        net.bus_id,
+        net.path.numa_node,
+        megabits_per_s * 1e6 / 8 or None,
+    )
+
+
+def _link(device: Device, other: str, label: str, parts: Sequence[_Part]) -> Link:
+    names = [SM_NAMES.get(_compute_capability(part), "") for part in parts if part.element.tag == "gpu"]
+    lanes = [lane for part in parts for lane in part.lanes]
+    return Link((device.label, other), label, link_bytes_per_s(label, names, lanes))
+
+
+def _compute_capability(gpu: _Part) -> int:
+    return _number(gpu.element, "sm") if gpu.element.get("sm") else 0
+
+
+def _fabric_label(one: _Part, other: _Part) -> str:
+    """NVk or XGMI; empty where the two have PCIe only."""
+    there, back = _num_links(one, other.bus_id), _num_links(other, one.bus_id)
+    if there != back:
+        raise ClusterError(
+            f"GPU {one.element.get('dev')} of this NCCL topology has {there} links to GPU {other.element.get('dev')}, "
+            f"which has {back} to it; a link is the same in both directions."
+        )
+    if there:
+        return "XGMI" if one.element.find("xgmi") is not None else f"NV{there}"
+    through_switches = min(_num_links(one), _num_links(other))
+    return f"NV{through_switches}" if through_switches else ""
+
+
+def _num_links(gpu: _Part, target: str | None = None) -> int:
+    """NVLinks from a GPU to the bus id `target`; to switches for None."""
+    return sum(
+        _number(link, "count")
+        for link in gpu.element
+        if link.tag in ("nvlink", "xgmi")
+        and (
+            link.get("tclass", "").startswith(SWITCH_CLASS)
+            if target is None
+            else link.get("target", "").lower() == target
+        )
+    )
+
+
+def _number(element: ElementTree.Element, name: str) -> int:
+    text = element.get(name, "")
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise ClusterError(f"A <{element.tag}> in this NCCL topology has {name}={text[:40]!r}; it is a whole number.")
+    return int(text)
+
+
+def _cores(cpu: ElementTree.Element) -> tuple[int, ...]:
+    try:
+        return parse_mask(cpu.get("affinity", "0"))
+    except ValueError as problem:
+        raise ClusterError(f"The affinity of a <cpu> in this NCCL topology: {problem}.") from None
+
+
+def _lanes(pci: ElementTree.Element) -> tuple[PcieLanes, ...]:
+    """Of link_speed="16.0 GT/s PCIe" and link_width="16"; empty where NCCL wrote neither."""
+    speed = re.match(r"([0-9]{1,3}(?:\.[0-9]{1,3})?) GT/s", pci.get("link_speed", ""))
+    width = re.fullmatch(r"[0-9]{1,2}", pci.get("link_width", ""))
+    if not speed or not width or not int(width[0]) or not float(speed[1]):
+        return ()
+    return (PcieLanes(float(speed[1]), int(width[0])),)

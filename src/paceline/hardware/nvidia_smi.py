@@ -1,0 +1,56 @@
+"""The command nvidia-smi, for what its text alone can tell."""
+
+from __future__ import annotations
+
+import subprocess
+
+from paceline.hardware.nvml import busy, short_bus_id
+from paceline.spec import Device
+
+TIMEOUT_S = 20.0
+QUERY = "index,name,memory.total,uuid,pci.bus_id,utilization.gpu,memory.used"
+
+
+def list_gpus() -> list[Device]:
+    """The GPUs that the driver lists, by PCI bus; none without a driver."""
+    return parse_gpus(run(f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"))
+
+
+def run(*arguments: str) -> str:
+    """What it prints; nothing where it is missing, fails or hangs."""
+    command = ["nvidia-smi", *arguments]
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def parse_gpus(listing: str) -> list[Device]:
+    """GPUs from the lines of QUERY: "index, name, memory in MiB, uuid, bus id, utilisation in %, memory in use in MiB".
+
+    The first four must be there; what a driver cannot tell, such as [N/A], is left out.
+    """
+    gpus = []
+    for line in listing.splitlines():
+        parts = [part.strip() for part in line.split(",")]
+        if len(parts) < 4 or not parts[0].isdecimal() or not (parts[2].isdecimal() or parts[2].startswith("[")):
+            continue
+        index, name, memory, uuid, bus_id, utilization, used = (parts + [""] * 3)[:7]
+        gpus.append(
+            Device(
+                "cuda",
+                int(index),
+                name,
+                _number(memory) * 2**20,
+                uuid,
+                short_bus_id(bus_id),
+                busy=busy(_number(utilization), _number(used) * 2**20) if used else "",
+            )
+        )
+    return gpus
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else 0

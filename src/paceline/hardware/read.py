@@ -1,0 +1,62 @@
+"""A topology that somebody wrote down, whichever tool it is from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from paceline.errors import ClusterError, JobError
+from paceline.hardware.nccl_xml import parse_nccl_xml
+from paceline.hardware.rocm_matrix import is_rocm, parse_rocm
+from paceline.hardware.smi_matrix import parse_topology
+from paceline.spec import Cluster
+from paceline.spec.cluster import SCHEMA
+
+
+def read_topology(source: Path | str) -> Cluster:
+    """The cluster in a file or text, recognised by its content.
+
+    Known are `nvidia-smi topo -m` (with `nvidia-smi -L` before it, if you like), `rocm-smi --showtopo`, the XML that
+    NCCL writes to NCCL_TOPO_DUMP_FILE, and cluster.json.
+
+    Args:
+        source: A path, or the text itself: any string of more than one line.
+
+    Raises:
+        ClusterError: no such file, or a content that cannot be meant.
+    """
+    if isinstance(source, str) and len(source.splitlines()) > 1:
+        return _parse(source)
+    path = Path(source)
+    try:
+        text = path.read_text(encoding="utf-8-sig", errors="replace")
+    except (OSError, ValueError) as problem:
+        raise ClusterError(f"The topology file {str(source)[:200]!r} cannot be read: {problem}.") from None
+    try:
+        return _parse(text)
+    except ClusterError as problem:
+        raise ClusterError(f"{path}: {problem}") from None
+
+
+def _parse(text: str) -> Cluster:
+    start = text.lstrip("\ufeff \t\r\n")[:1]
+    if start == "{":
+        return _cluster(text)
+    if start == "<":
+        return Cluster((parse_nccl_xml(text),))
+    if is_rocm(text):
+        return Cluster((parse_rocm(text),))
+    return Cluster((parse_topology(text),))
+
+
+def _cluster(text: str) -> Cluster:
+    try:
+        mapping = json.loads(text.lstrip("\ufeff"))
+    except (ValueError, RecursionError) as problem:
+        raise ClusterError(f"This is no JSON that can be read: {problem}.") from None
+    if not isinstance(mapping, dict) or mapping.pop("schema", None) != SCHEMA:
+        raise ClusterError(f"This is no cluster file of version {SCHEMA}; write one with paceline probe.")
+    try:
+        return Cluster.from_mapping(mapping)
+    except JobError as problem:
+        raise ClusterError(f"This cannot be read as a cluster: {problem}") from None

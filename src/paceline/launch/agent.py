@@ -1,0 +1,185 @@
+"""The agent: Paceline's process on a node of a run, which starts workers there and tells the launcher about them.
+
+It reads messages from standard input and writes messages to standard output, so whatever runs a program on another
+machine and joins the streams (ssh, srun, an actor) can carry it; it opens no port of its own. When its input ends, or
+nothing has come for as long as a node may be silent, the launcher is gone: the workers are killed and it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import queue
+import socket
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import IO, Any
+
+import paceline
+from paceline.errors import LaunchError
+from paceline.launch import messages
+from paceline.launch.commands import WorkerCommand
+from paceline.launch.events import WorkerExited
+from paceline.launch.messages import Message
+from paceline.launch.network import Door, open_doors, try_doors
+from paceline.launch.supervise import interval_s
+from paceline.launch.team import LocalTeam, aged
+
+MARKER_WAIT_S = 5.0
+"""For a file on a network file system to be seen: clients remember for some seconds what was not there."""
+
+
+def serve(node: dict[str, Any]) -> None:
+    """Say hello as `node` (a `spec.Node` as a mapping), then obey until the launcher is gone."""
+    with contextlib.closing(_Agent()) as agent:
+        agent.say(messages.Hello(socket.gethostname(), os.getpid(), versions(), node))
+        agent.obey()
+
+
+def versions() -> dict[str, str]:
+    """What must be equal on all nodes of a run."""
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torch = "(none)"
+    return {"paceline": paceline.__version__, "torch": torch, "Python": platform.python_version()}
+
+
+class _Agent:
+    def __init__(self) -> None:
+        # Whatever prints here must not be taken for a message.
+        self._channel: IO[bytes] = os.fdopen(os.dup(1), "wb")
+        os.dup2(2, 1)
+        self._saying = threading.Lock()
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._team: LocalTeam | None = None
+        self._doors: list[tuple[socket.socket, Door]] = []
+        self._heard_at = time.monotonic()
+        self._silence_s = float("inf")
+        self._interval_s = interval_s(60.0)
+        threading.Thread(target=self._listen, name="launcher", daemon=True).start()
+
+    def say(self, message: Message) -> None:
+        with self._saying, contextlib.suppress(OSError):  # the launcher is gone: the inbox will say so
+            self._channel.write(message.encode())
+            self._channel.flush()
+
+    def obey(self) -> None:
+        next_beat = time.monotonic()
+        while time.monotonic() - self._heard_at < self._silence_s:
+            try:
+                item = self._inbox.get(timeout=max(0.0, next_beat - time.monotonic()))
+            except queue.Empty:
+                next_beat = time.monotonic() + self._interval_s
+                workers = [] if self._team is None else [asdict(state) for state in self._team.states()]
+                self.say(messages.Beat(workers))
+                continue
+            if item is None:
+                return
+            try:
+                self._do(item)
+            except LaunchError as error:
+                self.say(messages.Refused(str(error)))
+
+    def close(self) -> None:
+        if self._team is not None:
+            self._team.close()
+        self._close_doors()
+
+    def _listen(self) -> None:
+        with os.fdopen(os.dup(0), "rb") as incoming:
+            for line in incoming:
+                self._heard_at = time.monotonic()
+                message = messages.decode(line)
+                if not isinstance(message, messages.Ping):
+                    self._inbox.put(message)
+        self._inbox.put(None)
+
+    def _do(self, item: Message | WorkerExited) -> None:
+        match item:
+            case messages.Listen(interface):
+                self._close_doors()
+                self._doors = open_doors(interface)
+                self.say(messages.Listening([asdict(door) for _, door in self._doors]))
+            case messages.Reach(doors, interface):
+                found = try_doors([Door(**door) for door in doors], interface)
+                self.say(messages.Reached([name for name, _ in found], [problem for _, problem in found]))
+            case messages.Start():
+                self._start(item)
+            case messages.ShowStacks(ranks):
+                stacks = {} if self._team is None else self._team.stacks(ranks)
+                self.say(messages.Stacks({str(rank): text for rank, text in stacks.items()}))
+            case messages.AskToEnd():
+                if self._team is not None:
+                    self._team.ask_to_end()
+            case messages.Kill():
+                if self._team is not None:
+                    self._team.kill()
+                else:
+                    self.say(messages.RunEnded())
+            case WorkerExited(_, rank):
+                self._note_exit(rank)
+
+    def _start(self, start: messages.Start) -> None:
+        if self._team is not None:
+            raise LaunchError("An earlier run still has workers on this node; wait for it to end.")
+        run_dir = Path(start.run_dir)
+        _await_marker(run_dir, start.marker)
+        # The launcher's interpreter may lie elsewhere here, or in no container.
+        commands = [
+            replace(WorkerCommand(**command), argv=(sys.executable, *command["argv"][1:])) for command in start.commands
+        ]
+        store = next((door for door, facts in self._doors if facts.port == start.port), None)
+        if store is not None:
+            _forget_callers(store)
+        self._silence_s = start.hang_timeout_s
+        self._interval_s = interval_s(start.hang_timeout_s)
+        self._team = LocalTeam(0, run_dir, self._inbox.put)
+        self._team.start(
+            commands,
+            "all" if start.show_all else "rank0",
+            store_fd=None if store is None else store.fileno(),
+            show=lambda fd, lines: self.say(messages.Output(fd, lines.decode(errors="replace"))),
+        )
+        self._close_doors()  # rank 0 has its own hold on the one that matters
+        self.say(messages.Started({str(rank): pid for rank, pid in self._team.pids.items()}))
+
+    def _note_exit(self, rank: int) -> None:
+        assert self._team is not None
+        ending = aged(self._team.collect(rank), time.time())
+        is_last = not self._team.running
+        if is_last:
+            self._team.close()  # which says what the workers wrote last
+            self._team = None
+        self.say(messages.Exited(asdict(ending)))
+        if is_last:
+            self.say(messages.RunEnded())
+
+    def _close_doors(self) -> None:
+        for listening, _ in self._doors:
+            listening.close()
+        self._doors = []
+
+
+def _await_marker(run_dir: Path, marker: str) -> None:
+    deadline = time.monotonic() + MARKER_WAIT_S
+    while not (run_dir / marker).exists():
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"the run folder {run_dir} is not the launcher's here; put it on a file system that all nodes share."
+            )
+        time.sleep(0.1)
+
+
+def _forget_callers(listening: socket.socket) -> None:
+    """Let go of those that only tried whether the door opens, before the store takes them for workers."""
+    listening.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            listening.accept()[0].close()
+    listening.setblocking(True)

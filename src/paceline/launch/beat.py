@@ -1,0 +1,66 @@
+"""The thread of a worker that shows its launcher that the interpreter runs, and which collective torch is in."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from paceline.pulse import Pulse
+
+INTERVAL_S = 0.25
+
+
+def start_beating(path: Path) -> None:
+    """Beat until the program ends."""
+    pulse, ended = Pulse(path), threading.Event()
+
+    def run() -> None:
+        while not ended.wait(INTERVAL_S):
+            pulse.beat()
+            _show_collective(pulse)
+
+    thread = threading.Thread(target=run, name="paceline-pulse", daemon=True)
+    thread.start()
+
+    # An interpreter that ends while a thread of it is in torch may abort the process.
+    def stop() -> None:
+        ended.set()
+        thread.join(1.0)
+
+    atexit.register(stop)
+
+
+def _show_collective(pulse: Pulse) -> None:
+    """What torch's flight recorder says of the last collectives. Point-to-point messages on Gloo are not in it."""
+    torch_distributed = sys.modules.get("torch.distributed")
+    if torch_distributed is None or not getattr(torch_distributed, "is_initialized", bool)():
+        return
+    recorder: Any = sys.modules.get("torch._C._distributed_c10d")
+    dump = getattr(recorder, "_dump_fr_trace_json", None)
+    if dump is None:
+        return
+    entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
+    unfinished = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
+    if unfinished:
+        waited_s = time.time() - unfinished[0]["time_created_ns"] / 1e9
+        pulse.enter("torch", describe(unfinished[0]), since=time.monotonic() - max(0.0, waited_s))
+    elif entries:
+        pulse.enter("torch", describe(entries[-1]))
+        pulse.leave("torch")
+
+
+def describe(entry: dict[str, Any]) -> str:
+    """ "all_reduce number 12 of group default_pg (25600 Float)" from an entry of the flight recorder."""
+    operation = str(entry["profiling_name"]).rpartition(":")[2]
+    shapes = ", ".join(
+        f"{'x'.join(map(str, size)) or 'one'} {dtype}"
+        for size, dtype in zip(entry["input_sizes"], entry["input_dtypes"], strict=False)
+    )
+    group = entry["process_group"][-1] or entry["process_group"][0]
+    number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+    return f"{operation} number {number} of group {group}" + (f" ({shapes})" if shapes else "")

@@ -1,0 +1,32 @@
+"""What happens during a run, as those who watch it hear of it."""
+
+from __future__ import annotations
+
+import queue
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class WorkerExited:
+    """A worker of one team has ended; the team knows how."""
+
+    team: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class TeamLost:
+    """The connection to a node's agent has ended, and not because it was told to."""
+
+    team: int
+
+
+@dataclass(frozen=True)
+class Signalled:
+    """This process got a signal that asks it to end."""
+
+    number: int
+
+
+Event = WorkerExited | TeamLost | Signalled
+Events = queue.SimpleQueue[Event]

@@ -1,0 +1,76 @@
+"""Who holds up a run: a judgement over what all its workers are doing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+STALE_S = 2.0
+"""A worker whose interpreter has not run for so long is stuck outside Python, whatever it said last."""
+
+
+@dataclass(frozen=True)
+class WorkerState:
+    """One living worker at one moment."""
+
+    rank: int
+    pid: int
+    step: int | None = None
+    collective: str = ""
+    """The one it is in, else the last it was in."""
+    inside_s: float | None = None
+    """How long it has been in there; None: it is in none."""
+    beat_age_s: float | None = None
+    stopped_s: float | None = None
+    """How long the process has been stopped (SIGSTOP); None: it is not."""
+
+    @property
+    def doing(self) -> str:
+        """A phrase for a report."""
+        if self.stopped_s is not None:
+            return f"stopped for {self.stopped_s:.1f} s"
+        if self.inside_s is not None:
+            return f"in {self.collective} for {self.inside_s:.1f} s"
+        return f"in no collective; its last was {self.collective}" if self.collective else "in no collective so far"
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A run that does not go on."""
+
+    kind: Literal["stopped", "hung", "mismatch"]
+    culprits: tuple[int, ...]
+    """The ranks the others wait for; with "mismatch" all, since all wait."""
+    waiting: tuple[int, ...]
+    seconds: float
+
+
+def judge(states: Sequence[WorkerState], bound_s: float) -> Hang | None:
+    """The hang of a run whose workers are in these `states`; None as long as nothing has lasted for `bound_s`.
+
+    A worker that computes for long is no hang as long as nobody waits for it. One that was stopped is.
+    """
+    stopped = [state for state in states if state.stopped_s is not None]
+    waiting = [state for state in states if state.stopped_s is None and _waits(state, bound_s)]
+    ranks = tuple(state.rank for state in waiting)
+    longest_s = max((state.inside_s or 0.0 for state in waiting), default=0.0)
+    if stopped and (waiting or any((state.stopped_s or 0.0) >= bound_s for state in stopped)):
+        seconds = max(state.stopped_s or 0.0 for state in stopped)
+        return Hang("stopped", tuple(state.rank for state in stopped), ranks, seconds)
+    if not waiting:
+        return None
+    # A worker that came to the same collective a moment ago has ended the wait; the next look will tell.
+    awaited = [state for state in states if state not in waiting and not _waits(state, 0.0)]
+    if awaited:
+        return Hang("hung", tuple(state.rank for state in awaited), ranks, longest_s)
+    if len(waiting) == len(states):
+        return Hang("mismatch", ranks, ranks, longest_s)
+    return None
+
+
+def _waits(state: WorkerState, bound_s: float) -> bool:
+    """Whether the worker has been in a collective for that long, and its interpreter can still say so."""
+    if state.inside_s is None or state.inside_s < bound_s:
+        return False
+    return state.beat_age_s is None or state.beat_age_s < STALE_S

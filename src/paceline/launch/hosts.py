@@ -1,0 +1,121 @@
+"""Which nodes to reach, and how many workers each may have: a word on the command line, or a file.
+
+    paceline launch --hosts "gpu1:8,gpu2:8"
+
+    # hosts.txt: a node a line
+    gpu1 slots=8
+    kim@gpu2:4
+    [fd00::3]
+
+Ports, keys and jump hosts are written to ~/.ssh/config, where every other use of ssh finds them too.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import LaunchError
+
+_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_NUMBER = re.compile(r"[1-9][0-9]{0,5}")
+
+
+@dataclass(frozen=True)
+class HostSlots:
+    """A node as its launcher reaches it, and how many workers may run there."""
+
+    host: str
+    """A name or an address, as `ssh` takes it: with its user in front where one was given, IPv6 without brackets."""
+    num_workers: int | None = None
+    """None: as many as it has devices."""
+
+
+def parse_hosts(text: str) -> tuple[HostSlots, ...]:
+    """ "a:8,kim@b:4,[fd00::3]" as nodes, in their order.
+
+    Raises:
+        LaunchError: an entry that cannot be meant, a node named twice, or none at all.
+    """
+    entries = [(f"--hosts, entry {number}", entry.strip()) for number, entry in enumerate(text.split(","), 1)]
+    return _distinct((where, _parse_entry(entry, where)) for where, entry in entries)
+
+
+def read_hosts_file(path: Path) -> tuple[HostSlots, ...]:
+    """The nodes of a file, in their order: `name`, `name:8` or `name slots=8` a line; # begins a comment.
+
+    Raises:
+        LaunchError: the file cannot be read or names no node, a line that cannot be meant, or a node named twice.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise LaunchError(f"The hosts file {path} cannot be read: {problem}.") from None
+    entries = [(f"{path}, line {number}", line.partition("#")[0].strip()) for number, line in enumerate(lines, 1)]
+    if not any(entry for _, entry in entries):
+        raise LaunchError(f"The hosts file {path} names no node; write one a line, such as gpu1 slots=8.")
+    return _distinct((where, _parse_entry(entry, where)) for where, entry in entries if entry)
+
+
+def _parse_entry(entry: str, where: str) -> HostSlots:
+    host, *settings = entry.split() or [""]
+    host, colon, count = _split_count(host)
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        if key == "port" or key.startswith("-p"):
+            raise LaunchError(f"{where}: {setting!r} has no place here; write the port of {host} to ~/.ssh/config.")
+        if key != "slots" or colon:
+            raise LaunchError(f"{where}: {setting!r} should be slots=N, once, after the node's name.")
+        colon, count = "=", value
+    if colon and not _NUMBER.fullmatch(count):
+        raise LaunchError(f"{where}: {count!r} should be the number of workers on {host}, 1 or more.")
+    return HostSlots(_checked(host, where), int(count) if colon else None)
+
+
+def _split_count(word: str) -> tuple[str, str, str]:
+    """ "name:8" and "[fd00::3]:8" at the colon that begins the count; without one the last two are empty."""
+    closing = word.rfind("]")
+    colon = word.find(":", closing + 1)
+    if closing < 0 and word.count(":") > 1:  # an address without its brackets
+        colon = -1
+    return (word, "", "") if colon < 0 else (word[:colon], ":", word[colon + 1 :])
+
+
+def _checked(host: str, where: str) -> str:
+    """`host` as `ssh` takes it."""
+    user, at, name = host.rpartition("@")
+    if at and not _USER.fullmatch(user):
+        raise LaunchError(f"{where}: {host!r} should have a user's name before the @.")
+    if name.startswith("[") and name.endswith("]"):
+        name = name[1:-1]
+        if not _is_ipv6(name):
+            raise LaunchError(f"{where}: [{name}] should be an IPv6 address, such as [fd00::3].")
+    elif _is_ipv6(name):
+        raise LaunchError(f"{where}: write the IPv6 address in brackets, as in [{name}] or [{name}]:8.")
+    elif not _NAME.fullmatch(name):
+        raise LaunchError(f"{where}: {host!r} is no name of a node; it should look like gpu1, kim@gpu1 or 10.0.0.7.")
+    return user + at + name
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return re.fullmatch(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?", text) is not None
+
+
+def _distinct(nodes: Iterable[tuple[str, HostSlots]]) -> tuple[HostSlots, ...]:
+    found: dict[str, tuple[str, HostSlots]] = {}
+    for where, node in nodes:
+        name = node.host.rpartition("@")[2].lower()
+        if name in found:
+            raise LaunchError(
+                f"{where}: {node.host} was named before ({found[name][0]}); name every node once, with all its workers."
+            )
+        found[name] = (where, node)
+    return tuple(node for _, node in found.values())

@@ -1,0 +1,54 @@
+"""Did the kernel kill a process because memory ran out? Linux says so in two places."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+PROC = Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def count_oom_kills(pid: int, proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
+    """How many processes the kernel has killed for memory in the control group of `pid`; None where nobody counts.
+
+    A process that was killed can still be asked about until it is reaped.
+    """
+    try:
+        lines = (proc / str(pid) / "cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        path = path.removesuffix(" (deleted)").lstrip("/")
+        files = []
+        if controllers == "memory":  # version 1
+            files = [cgroups / "memory" / path / "memory.oom_control"]
+        elif not controllers:  # version 2
+            files = [cgroups / path / "memory.events", cgroups / "unified" / path / "memory.events"]
+        for file in files:
+            try:
+                found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
+            except OSError:
+                continue
+            if found:
+                return int(found.group(1))
+    return None
+
+
+def kernel_log_names(pid: int) -> bool:
+    """Whether the kernel's log says that it killed `pid` for memory; False too where we may not read it."""
+    try:
+        descriptor = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    wanted = re.compile(rb"[Oo]ut of memory: Killed process %d\b" % pid)
+    try:
+        while True:
+            if wanted.search(os.read(descriptor, 8192)):
+                return True
+    except OSError:  # EAGAIN at its end, EPIPE where it was overwritten meanwhile
+        return False
+    finally:
+        os.close(descriptor)

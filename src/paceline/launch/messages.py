@@ -1,0 +1,175 @@
+"""What an agent on a node and the launcher say to each other: one JSON object a line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from paceline.errors import LaunchError
+
+
+@dataclass(frozen=True)
+class Message:
+    """Anything said; subclasses are found by their names."""
+
+    kinds: ClassVar[dict[str, type[Message]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        Message.kinds[cls.__name__] = cls
+
+    def encode(self) -> bytes:
+        return json.dumps({"is": type(self).__name__} | dataclasses.asdict(self)).encode() + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    """The message in a line.
+
+    Raises:
+        LaunchError: it is none: something else writes where an agent should.
+    """
+    try:
+        mapping = json.loads(line)
+        return Message.kinds[mapping.pop("is")](**mapping)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise LaunchError(
+            f"Expected a message of a Paceline agent, got {line[:200].decode(errors='replace')!r}; look for a shell "
+            "start-up file that prints, or another version of Paceline on that node."
+        ) from None
+
+
+# From the agent.
+
+
+@dataclass(frozen=True)
+class Hello(Message):
+    """The first line of an agent."""
+
+    hostname: str
+    pid: int
+    versions: dict[str, str]
+    """Of paceline, torch and Python: must be equal on all nodes."""
+    node: dict[str, Any]
+    """A `spec.Node` as a mapping."""
+
+
+@dataclass(frozen=True)
+class Listening(Message):
+    """The answer to `Listen`: one open socket an address."""
+
+    doors: list[dict[str, Any]]
+    """Each {"address", "port", "interface", "bits_per_s"}."""
+
+
+@dataclass(frozen=True)
+class Reached(Message):
+    """The answer to `Reach`: for every door, the own interface from which it opened, or the reason why it did not."""
+
+    interfaces: list[str | None]
+    problems: list[str]
+
+
+@dataclass(frozen=True)
+class Refused(Message):
+    """The agent cannot do what it was told; one sentence for the user."""
+
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Started(Message):
+    """The workers run."""
+
+    pids: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Beat(Message):
+    """Everything is as it should be with the agent; how the workers are."""
+
+    workers: list[dict[str, Any]]
+    """`WorkerState`s as mappings."""
+
+
+@dataclass(frozen=True)
+class Output(Message):
+    """Lines of a worker for the launcher's terminal."""
+
+    target_fd: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Exited(Message):
+    """A worker has ended."""
+
+    ending: dict[str, Any]
+    """An `Ending` as a mapping; its `time` is the age in seconds, since clocks of nodes differ."""
+
+
+@dataclass(frozen=True)
+class RunEnded(Message):
+    """All workers have ended and all they wrote has been said."""
+
+
+@dataclass(frozen=True)
+class Stacks(Message):
+    """The answer to `ShowStacks`."""
+
+    by_rank: dict[str, str]
+
+
+# From the launcher.
+
+
+@dataclass(frozen=True)
+class Ping(Message):
+    """The launcher is there."""
+
+
+@dataclass(frozen=True)
+class Listen(Message):
+    """Open a socket on every address of the node; answered by `Listening`."""
+
+    interface: str | None
+
+
+@dataclass(frozen=True)
+class Reach(Message):
+    """Try to connect to every door; answered by `Reached`."""
+
+    doors: list[dict[str, Any]]
+    interface: str | None
+
+
+@dataclass(frozen=True)
+class Start(Message):
+    """Start workers; answered by `Started` or `Refused`."""
+
+    commands: list[dict[str, Any]]
+    """`WorkerCommand`s as mappings."""
+    run_dir: str
+    marker: str
+    """A file of the run folder that the node must see."""
+    port: int | None
+    """Of the door behind which the workers meet; on the first node."""
+    show_all: bool
+    hang_timeout_s: float
+
+
+@dataclass(frozen=True)
+class AskToEnd(Message):
+    """SIGTERM to all workers."""
+
+
+@dataclass(frozen=True)
+class Kill(Message):
+    """SIGKILL to all workers."""
+
+
+@dataclass(frozen=True)
+class ShowStacks(Message):
+    """Have workers write down where their threads are."""
+
+    ranks: list[int]

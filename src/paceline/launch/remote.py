@@ -1,0 +1,351 @@
+"""The workers of another node, seen through the agent there: JSON lines over the pipes of whatever reaches the node."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from paceline.errors import LaunchError
+from paceline.launch import messages
+from paceline.launch.commands import Meeting, WorkerCommand
+from paceline.launch.events import Event, TeamLost, WorkerExited
+from paceline.launch.failures import Ending
+from paceline.launch.hang import WorkerState
+from paceline.launch.messages import Message
+from paceline.launch.network import REACH_TIMEOUT_S, Door
+from paceline.launch.output import show_here
+from paceline.launch.supervise import interval_s
+from paceline.launch.team import STACKS_WAIT_S, Output, aged
+
+OPEN_TIMEOUT_S = 60.0
+"""For an agent's first word: logging in, starting a container and an interpreter, looking at the hardware."""
+ANSWER_TIMEOUT_S = 20.0
+CLOSE_TIMEOUT_S = 2.0
+STDERR_TAIL_LINES = 20
+
+AnyMessage = TypeVar("AnyMessage", bound=Message)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How to run a program on a node: by a local process whose standard streams are the program's."""
+
+    hostname: str
+    argv: Callable[[Sequence[str]], Sequence[str]]
+    """From the program to the local command line."""
+    explain: Callable[[int, str], str | None] = lambda _exit_code, _stderr: None
+    """From its exit code and standard error to a sentence for the user, where it knows one."""
+    python: str = sys.executable
+    """The node's interpreter; Paceline is installed for it."""
+
+
+class RemoteTeam:
+    """One node's agent, from the connection to its end; between them it may serve several runs."""
+
+    def __init__(self, reach: Reach) -> None:
+        """Start the agent; `hello` waits for its first word."""
+        self.hostname = reach.hostname
+        self._reach = reach
+        self._number = 0
+        self._notify: Callable[[Event], None] | None = None
+        self._running: dict[int, int] = {}
+        self._endings: dict[int, Ending] = {}
+        self._states: list[WorkerState] = []
+        self._answers: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._is_closing = False
+        self._has_ended = threading.Event()
+        self._heard_at = time.monotonic()
+        self._interval_s = interval_s(60.0)
+        self._sending = threading.Lock()
+        self._complaints: deque[str] = deque(maxlen=STDERR_TAIL_LINES)
+        argv = reach.argv([reach.python, "-m", "paceline", "agent"])
+        try:
+            self._process = subprocess.Popen(
+                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            )
+        except OSError as error:
+            raise LaunchError(f"{argv[0]} cannot be started to reach {self.hostname}: {error}.") from error
+        self._threads = [
+            threading.Thread(target=task, name=f"{self.hostname}-{task.__name__.strip('_')}", daemon=True)
+            for task in (self._read, self._relay_stderr, self._ping)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def hello(self, timeout_s: float = OPEN_TIMEOUT_S) -> messages.Hello:
+        """Who is there.
+
+        Raises:
+            LaunchError: nobody, or no agent.
+        """
+        return self._answer(messages.Hello, timeout_s)
+
+    def ask(self, question: Message, kind: type[AnyMessage], timeout_s: float = ANSWER_TIMEOUT_S) -> AnyMessage:
+        """The agent's answer, which must be of that kind.
+
+        Raises:
+            LaunchError: the agent refused, or did not answer in time.
+        """
+        self._send(question)
+        return self._answer(kind, timeout_s)
+
+    def begin_run(
+        self,
+        number: int,
+        commands: Sequence[WorkerCommand],
+        *,
+        run_dir: Path,
+        marker: str,
+        port: int | None,
+        output: Output,
+        hang_timeout_s: float,
+        notify: Callable[[Event], None],
+    ) -> None:
+        """Start the node's workers; `number` is the team's in the events that go to `notify`.
+
+        Raises:
+            LaunchError: the agent cannot start them, or does not see the run folder.
+        """
+        self._number = number
+        self._endings.clear()
+        self._states = []
+        self._has_ended.clear()
+        self._interval_s = interval_s(hang_timeout_s)
+        self._notify = notify
+        start = messages.Start(
+            commands=[asdict(command) for command in commands],
+            run_dir=str(run_dir),
+            marker=marker,
+            port=port,
+            show_all=output == "all",
+            hang_timeout_s=hang_timeout_s,
+        )
+        started = self.ask(start, messages.Started)
+        # Some may have ended before their start was told.
+        self._running = {int(rank): pid for rank, pid in started.pids.items() if int(rank) not in self._endings}
+
+    def end_run(self) -> None:
+        """Wait until the agent has let go of the run's workers, killing those that are left."""
+        if self._notify is None:
+            return
+        self._send(messages.Kill())
+        self._has_ended.wait(CLOSE_TIMEOUT_S)
+        self._notify = None
+        self._running.clear()
+
+    @property
+    def running(self) -> Sequence[int]:
+        return tuple(self._running)
+
+    def collect(self, rank: int) -> Ending:
+        self._running.pop(rank, None)
+        return self._endings[rank]
+
+    def states(self) -> list[WorkerState]:
+        return [state for state in self._states if state.rank in self._running]
+
+    def silent_s(self) -> float:
+        return time.monotonic() - self._heard_at
+
+    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        wanted = [rank for rank in ranks if rank in self._running]
+        if not wanted:
+            return {}
+        try:
+            answer = self.ask(messages.ShowStacks(wanted), messages.Stacks, STACKS_WAIT_S + 1.0)
+        except LaunchError:
+            return {}
+        return {int(rank): text for rank, text in answer.by_rank.items()}
+
+    def ask_to_end(self) -> None:
+        self._send(messages.AskToEnd())
+
+    def kill(self) -> None:
+        self._send(messages.Kill())
+
+    def answers(self) -> bool:
+        """Whether the node itself still answers."""
+        try:
+            done = subprocess.run(
+                self._reach.argv(["true"]),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=ANSWER_TIMEOUT_S,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+        return done.returncode == 0
+
+    def close(self) -> None:
+        self._is_closing = True
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()  # which tells the agent, and it its workers, to end
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(CLOSE_TIMEOUT_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for thread in self._threads:
+            thread.join(CLOSE_TIMEOUT_S)
+        for stream in (self._process.stdout, self._process.stderr):
+            assert stream is not None
+            stream.close()
+
+    def _send(self, message: Message) -> None:
+        assert self._process.stdin is not None
+        # A connection that has ended is the reader's to report.
+        with self._sending, contextlib.suppress(OSError, ValueError):
+            self._process.stdin.write(message.encode())
+            self._process.stdin.flush()
+
+    def _answer(self, kind: type[AnyMessage], timeout_s: float) -> AnyMessage:
+        try:
+            message = self._answers.get(timeout=timeout_s)
+        except queue.Empty:
+            raise LaunchError(f"{self.hostname} has not answered within {timeout_s:.0f} s; is it overloaded?") from None
+        if isinstance(message, messages.Refused):
+            raise LaunchError(f"{self.hostname}: {message.sentence}")
+        if not isinstance(message, kind):
+            raise LaunchError(self._why_ended())
+        return message
+
+    def _why_ended(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(CLOSE_TIMEOUT_S)
+        self._threads[1].join(CLOSE_TIMEOUT_S)
+        exit_code, complaints = self._process.returncode, "\n".join(self._complaints)
+        explained = self._reach.explain(exit_code or 0, complaints)
+        if explained:
+            return explained
+        last = f": {self._complaints[-1]}" if self._complaints else ""
+        return f"No agent runs on {self.hostname} (exit code {exit_code}){last}"
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            try:
+                message = messages.decode(line)
+            except LaunchError as error:
+                message = messages.Refused(str(error))
+            self._heard_at = time.monotonic()
+            self._take(message)
+        self._has_ended.set()
+        self._answers.put(None)
+        if self._notify is not None and not self._is_closing:
+            self._notify(TeamLost(self._number))
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case messages.Beat(workers):
+                self._states = [WorkerState(**worker) for worker in workers]
+            case messages.Output(target_fd, text):
+                show_here(target_fd, text.encode())
+            case messages.Exited(mapping):
+                ending = aged(Ending.from_mapping(mapping), time.time())
+                self._endings[ending.rank] = ending
+                if self._notify is not None:
+                    self._notify(WorkerExited(self._number, ending.rank))
+            case messages.RunEnded():
+                self._has_ended.set()
+            case _:
+                self._answers.put(message)
+
+    def _relay_stderr(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._complaints.append(line.decode(errors="replace").rstrip())
+
+    def _ping(self) -> None:
+        while not self._is_closing and self._process.poll() is None:
+            self._send(messages.Ping())
+            time.sleep(self._interval_s)
+
+
+@contextlib.contextmanager
+def open_nodes(reaches: Sequence[Reach]) -> Iterator[tuple[list[RemoteTeam], list[messages.Hello]]]:
+    """Agents on all nodes, and what they said of themselves; they end with the block.
+
+    Raises:
+        LaunchError: a node cannot be reached, or has other versions than the first.
+    """
+    with contextlib.ExitStack() as at_end:
+        teams = []
+        for reach in reaches:
+            teams.append(at_end.enter_context(contextlib.closing(RemoteTeam(reach))))
+        with ThreadPoolExecutor(max_workers=max(1, len(teams))) as pool:
+            hellos = list(pool.map(RemoteTeam.hello, teams))
+        for team, hello in zip(teams, hellos, strict=True):
+            _check_versions(teams[0].hostname, hellos[0].versions, team.hostname, hello.versions)
+        yield teams, hellos
+
+
+def _check_versions(first: str, wanted: Mapping[str, str], other: str, found: Mapping[str, str]) -> None:
+    for name, version in wanted.items():
+        if found.get(name) != version:
+            raise LaunchError(
+                f"{other} has {name} {found.get(name, '(none)')}, but {first} has {version}; install the same version "
+                "on all nodes, or use one container image."
+            )
+
+
+@dataclass(frozen=True)
+class MeetingPlace:
+    """Where the workers of several nodes meet; its socket waits on the first node."""
+
+    meeting: Meeting
+    port: int
+
+
+def arrange_meeting(teams: Sequence[RemoteTeam], interface: str | None) -> MeetingPlace:
+    """An address of the first node that every other one reaches, by trying; the fastest if there are several.
+
+    Raises:
+        LaunchError: there is none.
+    """
+    first, *others = teams
+    alone = None if others else "lo"
+    listening = first.ask(messages.Listen(interface or alone), messages.Listening)
+    doors = [Door(**door) for door in listening.doors]
+    question = messages.Reach(listening.doors, interface)
+    with ThreadPoolExecutor(max_workers=max(1, len(others))) as pool:
+        timeout_s = ANSWER_TIMEOUT_S + REACH_TIMEOUT_S
+        reached = list(pool.map(lambda team: team.ask(question, messages.Reached, timeout_s), others))
+    open_to_all = [n for n in range(len(doors)) if all(answer.interfaces[n] is not None for answer in reached)]
+    if not open_to_all:
+        raise LaunchError(_why_none(first.hostname, doors, [team.hostname for team in others], reached))
+    best = max(open_to_all, key=lambda n: doors[n].bits_per_s)
+    door = doors[best]
+    host = f"[{door.address}]" if ":" in door.address else door.address
+    interfaces = (door.interface, *(answer.interfaces[best] for answer in reached))
+    return MeetingPlace(Meeting(f"tcp://{host}:{door.port}", interfaces), door.port)
+
+
+def _why_none(first: str, doors: Sequence[Door], others: Sequence[str], reached: Sequence[messages.Reached]) -> str:
+    if not doors:
+        return f"{first} has no network address that other nodes could reach; is its interface up?"
+    for name, answer in zip(others, reached, strict=True):
+        if not any(answer.interfaces):
+            tried = ", ".join(
+                f"{door.address} on {door.interface} ({problem})"
+                for door, problem in zip(doors, answer.problems, strict=True)
+            )
+            return (
+                f"{name} reaches no address of {first}: {tried}; open the firewall between the nodes, or name the "
+                "network with --interface."
+            )
+    return f"No address of {first} is reached by all other nodes; name a common network with --interface."

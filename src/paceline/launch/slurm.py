@@ -1,0 +1,213 @@
+"""Slurm: a program on a node of the current allocation, and a job script that asks for one.
+
+Two ways lead here. Inside an allocation (`salloc`, `sbatch`) the nodes are those that Slurm gave. Outside of one,
+`batch_script` writes a job that runs the same command inside, and `submit` hands it to `sbatch`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from paceline.errors import LaunchError
+from paceline.launch.hosts import HostSlots
+from paceline.launch.variables import with_variables
+
+ASK_TIMEOUT_S = 30.0
+"""How long scontrol and sbatch may take to answer; a busy controller needs some seconds."""
+
+_WORD = re.compile(r"[A-Za-z0-9_.:@,+-]+")
+
+Run = Callable[[Sequence[str], str], str]
+"""A command and its standard input to its standard output; `LaunchError` where it fails."""
+
+
+def srun_argv(node: str, program: Sequence[str], *, cwd: Path, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The local command whose standard input and output are those of `program`, run in `cwd` on `node`.
+
+    One task that may use all that the job holds on the node, beside other steps. Its output passes as it is flushed:
+    srun's --unbuffered would put a terminal between, which changes bytes. The environment of this process goes along,
+    as srun has it; `environ` comes over it.
+
+    Raises:
+        LaunchError: `node` would be read as an option, or `environ` holds what looks like a secret.
+    """
+    if not _WORD.fullmatch(node) or node.startswith("-") or "," in node:
+        raise LaunchError(f"{node!r} is no name of a Slurm node.")
+    return (
+        "srun",
+        f"--nodelist={node}",
+        "--nodes=1",
+        "--ntasks=1",
+        "--overlap",
+        "--cpu-bind=none",  # one core would be all that a single task gets; workers are pinned by us
+        "--quiet",
+        f"--chdir={cwd}",
+        "--",
+        *with_variables(program, environ),
+    )
+
+
+def is_inside_allocation(environ: Mapping[str, str]) -> bool:
+    return "SLURM_JOB_NODELIST" in environ
+
+
+def allocation(environ: Mapping[str, str], run: Run | None = None) -> tuple[HostSlots, ...]:
+    """The nodes of the current allocation, with as many workers as GPUs were asked for there, else as tasks.
+
+    Raises:
+        LaunchError: there is no allocation, or what Slurm says of it cannot be read.
+    """
+    if not is_inside_allocation(environ):
+        raise LaunchError("This is no Slurm allocation; get one with salloc or sbatch, or let paceline submit a job.")
+    nodelist = environ["SLURM_JOB_NODELIST"]
+    try:
+        names = (run or _output_of)(["scontrol", "show", "hostnames", nodelist], "").split()
+    except LaunchError:
+        names = list(expand_nodelist(nodelist))  # a container may lack scontrol
+    counts = _workers_per_node(environ, len(names))
+    return tuple(HostSlots(name, count) for name, count in zip(names, counts, strict=True))
+
+
+def expand_nodelist(text: str) -> tuple[str, ...]:
+    """ "gpu[03-05,9],login" as names: gpu03, gpu04, gpu05, gpu9, login.
+
+    Raises:
+        LaunchError: a list that cannot be meant.
+    """
+    parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
+    if not text or ",".join(parts) != text:
+        raise LaunchError(f"Slurm's node list {text!r} cannot be read.")
+    return tuple(name for part in parts for name in _expand(part, text))
+
+
+def _expand(part: str, text: str) -> list[str]:
+    """One entry, whose brackets are filled in from the left: "r[1-2]n[01-02]" is four names."""
+    before, bracket, rest = part.partition("[")
+    if not bracket:
+        return [part]
+    inside, _, after = rest.partition("]")
+    numbers = [number for span in inside.split(",") for number in _span(span, text)]
+    return [before + number + ending for number in numbers for ending in _expand(after, text)]
+
+
+def _span(span: str, text: str) -> list[str]:
+    """ "08-10" as 08, 09, 10."""
+    found = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", span)
+    first, last = (found.group(1), found.group(2) or found.group(1)) if found else ("1", "0")
+    if not 0 <= int(last) - int(first) < 100_000:
+        raise LaunchError(f"Slurm's node list {text!r} cannot be read: {span!r} is no range of numbers.")
+    return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+
+
+def _workers_per_node(environ: Mapping[str, str], num_nodes: int) -> list[int]:
+    for name in ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"):
+        # "8", or "h100:8" as it was asked for.
+        if found := re.fullmatch(r"(?:[^:,]+:)?([1-9][0-9]*)", environ.get(name, "")):
+            return [int(found.group(1))] * num_nodes
+    text = environ.get("SLURM_TASKS_PER_NODE", f"1(x{num_nodes})")
+    counts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"([1-9][0-9]{0,5})(?:\(x([1-9][0-9]{0,5})\))?", part)
+        if found is None:
+            raise LaunchError(f"Slurm's SLURM_TASKS_PER_NODE = {text!r} cannot be read.")
+        counts += [int(found.group(1))] * int(found.group(2) or 1)
+    if len(counts) != num_nodes:
+        raise LaunchError(f"Slurm's SLURM_TASKS_PER_NODE = {text!r} does not fit an allocation of {num_nodes} nodes.")
+    return counts
+
+
+def batch_script(
+    command: Sequence[str],
+    *,
+    name: str,
+    run_dir: Path,
+    cwd: Path,
+    num_nodes: int,
+    workers_per_node: int,
+    cpus_per_worker: int,
+    use_gpus: bool,
+    time_limit_s: float | None = None,
+    partition: str | None = None,
+    account: str | None = None,
+) -> str:
+    """A job for `sbatch`: a task for every worker, a GPU for every task, and `command` once, on the first node.
+
+    `command` is whole words, such as ("python", "-m", "paceline", "launch", "--launcher", "slurm", …). What it writes
+    goes to slurm-JOB.log in `run_dir`. None leaves partition, account and time limit to the cluster's own choice.
+
+    Raises:
+        LaunchError: a name that would end its line or begin another option, or a path with a line break.
+    """
+    options = [
+        f"--job-name={_word('the job name', name)}",
+        f"--nodes={num_nodes}",
+        f"--ntasks-per-node={workers_per_node}",
+        f"--cpus-per-task={cpus_per_worker}",
+        *([f"--gpus-per-node={workers_per_node}"] if use_gpus else []),
+        *([f"--time={_clock(time_limit_s)}"] if time_limit_s is not None else []),
+        *([f"--partition={_word('--partition', partition)}"] if partition is not None else []),
+        *([f"--account={_word('--account', account)}"] if account is not None else []),
+        f"--output={_log_pattern(run_dir)}",
+    ]
+    lines = [
+        "#!/bin/sh",
+        *(f"#SBATCH {option}" for option in options),
+        "umask 077",  # files of a run are for their owner alone
+        f"cd -- {shlex.quote(str(cwd))} && exec {shlex.join(command)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def submit(script: str, run: Run | None = None) -> str:
+    """Hand a job script to sbatch; its job id.
+
+    Raises:
+        LaunchError: sbatch is missing or refuses; the sentence holds its reason.
+    """
+    answer = (run or _output_of)(["sbatch", "--parsable"], script).strip()
+    job_id = answer.partition(";")[0]  # "7;cluster" where there are several clusters
+    if not re.fullmatch(r"[0-9]+", job_id):
+        raise LaunchError(f"sbatch answered {answer!r}, which is no job id.")
+    return job_id
+
+
+def _word(option: str, text: str) -> str:
+    if not _WORD.fullmatch(text):
+        raise LaunchError(f"{option} {text!r} should be one word of letters, digits and _ . : @ , + -.")
+    return text
+
+
+def _log_pattern(run_dir: Path) -> str:
+    """In double quotes, as sbatch reads them, and with Slurm's own % signs doubled."""
+    path = str(run_dir.absolute())
+    if not path.isprintable() or '"' in path or "\\" in path:
+        raise LaunchError(f"The run folder {path!r} has a name that Slurm cannot write to; choose a plain one.")
+    return f'"{path.replace("%", "%%")}/slurm-%j.log"'
+
+
+def _clock(seconds: float) -> str:
+    """Slurm's days-hours:minutes:seconds, rounded up."""
+    minutes, second = divmod(math.ceil(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    return f"{days}-{hour:02}:{minute:02}:{second:02}"
+
+
+def _output_of(argv: Sequence[str], text: str) -> str:
+    try:
+        done = subprocess.run(argv, input=text, capture_output=True, text=True, timeout=ASK_TIMEOUT_S)
+    except FileNotFoundError:
+        raise LaunchError(f"There is no {argv[0]} on this machine; run on a login node of the Slurm cluster.") from None
+    except subprocess.TimeoutExpired:
+        raise LaunchError(
+            f"{argv[0]} has not answered within {ASK_TIMEOUT_S:.0f} s; is Slurm's controller up?"
+        ) from None
+    if done.returncode != 0:
+        reason = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise LaunchError(f"{argv[0]} refused: {reason}")
+    return done.stdout

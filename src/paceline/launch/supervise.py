@@ -1,0 +1,196 @@
+"""Watching a run to its end: the first failure, a hang, a lost node or a signal ends it for everybody."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from paceline.launch.events import Events, Signalled, TeamLost, WorkerExited
+from paceline.launch.failures import Ending, is_consequence
+from paceline.launch.hang import Hang, WorkerState, judge
+from paceline.launch.team import Team
+
+CULPRIT_WAIT_S = 1.0
+"""How long to listen for the cause: a worker may say that it lost a peer before the peer says why it left."""
+
+LONGEST_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True)
+class NodeLoss:
+    """A node whose agent does not answer any more, and with it its workers."""
+
+    hostname: str
+    ranks: tuple[int, ...]
+    time: float
+    """Seconds since the epoch when it was noticed."""
+    silent_s: float | None
+    """For how long nothing had been heard; None: the connection was closed at the other end."""
+    was_stopping: bool = False
+    """Whether the run was being ended already: then its loss is no cause."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended, before anybody judges it."""
+
+    endings: tuple[Ending, ...]
+    stopped_at: float
+    """Seconds since the epoch when everybody was asked to end; infinite if nobody was."""
+    interrupted_by: int | None = None
+    """The number of the signal that ended it."""
+    hang: Hang | None = None
+    states: tuple[WorkerState, ...] = ()
+    """What all workers were doing when the hang was found, or when the first failure was seen."""
+    stacks: tuple[tuple[int, str], ...] = ()
+    losses: tuple[NodeLoss, ...] = ()
+
+
+def interval_s(hang_timeout_s: float) -> float:
+    """How often to look at workers, and how often launcher and agents say that they are there."""
+    return min(LONGEST_INTERVAL_S, hang_timeout_s / 8)
+
+
+class Supervisor:
+    """Waits for the workers of all teams; ends all of them when one fails."""
+
+    def __init__(self, teams: Sequence[Team], events: Events, *, grace_s: float, hang_timeout_s: float) -> None:
+        self._teams = teams
+        self._events = events
+        self._grace_s = grace_s
+        self._interval_s = interval_s(hang_timeout_s)
+        # Noticed two looks early, what lasts for the whole bound is named within it.
+        self._bound_s = hang_timeout_s - 2 * self._interval_s
+        self._lost: set[int] = set()
+        self._endings: list[Ending] = []
+        self._losses: list[NodeLoss] = []
+        self._interrupted_by: int | None = None
+        self._hang: Hang | None = None
+        self._states: tuple[WorkerState, ...] = ()
+        self._stacks: dict[int, str] = {}
+        self._stopped_at = float("inf")
+        self._deadline: float | None = None
+        """On the monotonic clock: when to turn from listening to asking, or from asking to killing."""
+        self._next_look = time.monotonic() + self._interval_s
+
+    def wait(self) -> Outcome:
+        """Return when every worker has ended, or is lost with its node."""
+        while any(team.running for number, team in enumerate(self._teams) if number not in self._lost):
+            try:
+                event = self._events.get(timeout=self._seconds_left())
+            except queue.Empty:
+                self._what_is_due()
+                continue
+            match event:
+                case WorkerExited(team, rank):
+                    self._note_exit(team, rank)
+                case TeamLost(team):
+                    self._lose(team, silent_s=None)
+                case Signalled(number):
+                    if self._is_stopping:
+                        self._kill()
+                    else:
+                        self._note_signal(number)
+                        self._ask_to_end()
+        return self.outcome()
+
+    def drain(self) -> None:
+        """Note what is left in the events: too late to end anybody, but not to be obeyed or reported."""
+        while not self._events.empty():
+            event = self._events.get()
+            if isinstance(event, Signalled):
+                self._note_signal(event.number)
+
+    def outcome(self) -> Outcome:
+        return Outcome(
+            tuple(self._endings),
+            self._stopped_at,
+            self._interrupted_by,
+            self._hang,
+            self._states,
+            tuple(self._stacks.items()),
+            tuple(self._losses),
+        )
+
+    @property
+    def _is_stopping(self) -> bool:
+        return self._stopped_at != float("inf")
+
+    def _seconds_left(self) -> float:
+        due = self._next_look if self._deadline is None else min(self._next_look, self._deadline)
+        return max(0.0, due - time.monotonic())
+
+    def _what_is_due(self) -> None:
+        now = time.monotonic()
+        if self._deadline is not None and now >= self._deadline:
+            if self._is_stopping:
+                self._kill()
+            else:
+                self._ask_to_end()
+        if now >= self._next_look:
+            self._next_look = now + self._interval_s
+            self._look()
+
+    def _look(self) -> None:
+        for number, team in enumerate(self._teams):
+            silent_s = team.silent_s()
+            if number not in self._lost and silent_s > self._bound_s:
+                self._lose(number, silent_s)
+        if self._is_stopping or self._deadline is not None:
+            return
+        states = self._all_states()
+        hang = judge(states, self._bound_s)
+        if hang is not None:
+            self._hang, self._states = hang, tuple(states)
+            self._stacks = {rank: text for team in self._teams for rank, text in team.stacks(hang.culprits).items()}
+            self._ask_to_end()
+
+    def _all_states(self) -> list[WorkerState]:
+        teams = [team for number, team in enumerate(self._teams) if number not in self._lost]
+        return sorted((state for team in teams for state in team.states()), key=lambda state: state.rank)
+
+    def _note_exit(self, number: int, rank: int) -> None:
+        team = self._teams[number]
+        if number in self._lost:
+            return
+        ending = replace(team.collect(rank), hostname=team.hostname)
+        if ending.failed and not self._states:
+            self._states = tuple(self._all_states())
+        self._endings.append(ending)
+        if not ending.failed or self._is_stopping:
+            return
+        if ending.failure is None or not is_consequence(ending.failure):
+            self._ask_to_end()
+        elif self._deadline is None:
+            self._deadline = time.monotonic() + CULPRIT_WAIT_S
+
+    def _lose(self, number: int, silent_s: float | None) -> None:
+        team = self._teams[number]
+        if number in self._lost:
+            return
+        self._lost.add(number)
+        ranks = tuple(team.running)
+        self._losses.append(NodeLoss(team.hostname, ranks, time.time(), silent_s, self._is_stopping))
+        if ranks and not self._is_stopping:
+            self._states = tuple(self._all_states())
+            self._ask_to_end()
+
+    def _note_signal(self, number: int) -> None:
+        # A failure that came before the signal is the better answer to why the run ended.
+        has_failed = any(ending.failed for ending in self._endings) or self._losses or self._hang
+        if self._interrupted_by is None and not has_failed:
+            self._interrupted_by = number
+
+    def _ask_to_end(self) -> None:
+        self._stopped_at = time.time()
+        self._deadline = time.monotonic() + self._grace_s
+        for team in self._teams:
+            team.ask_to_end()
+
+    def _kill(self) -> None:
+        self._stopped_at = min(self._stopped_at, time.time())
+        self._deadline = None
+        for team in self._teams:
+            team.kill()

@@ -1,0 +1,278 @@
+"""The workers of one node, seen from the process that started them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Literal, Protocol
+
+from paceline import env
+from paceline.errors import LaunchError
+from paceline.launch.commands import WorkerCommand
+from paceline.launch.events import Event, WorkerExited
+from paceline.launch.failures import Ending, Failure, failure_path, log_path, stack_path
+from paceline.launch.hang import WorkerState
+from paceline.launch.memory import count_oom_kills, kernel_log_names
+from paceline.launch.output import LinePump, Show, show_here
+from paceline.pulse import read_vitals
+
+Output = Literal["rank0", "all"]
+_Target = int | IO[bytes] | None
+
+STACKS_WAIT_S = 1.0
+"""How long a worker may take to write down where it is; Python's own handler needs milliseconds."""
+
+
+class Team(Protocol):
+    """The workers of one node, wherever it is. Whatever happens to them arrives in the events of the run."""
+
+    hostname: str
+    """Empty for this node."""
+
+    @property
+    def running(self) -> Sequence[int]:
+        """The ranks that have not ended."""
+
+    def collect(self, rank: int) -> Ending:
+        """How a worker that has exited ended; asked once for each."""
+
+    def states(self) -> list[WorkerState]:
+        """What those that run are doing."""
+
+    def silent_s(self) -> float:
+        """For how long nothing was heard of the node; 0 for this one."""
+
+    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Where the Python threads of these workers are; empty texts for those that cannot say."""
+
+    def ask_to_end(self) -> None:
+        """SIGTERM to all workers and what they started."""
+
+    def kill(self) -> None:
+        """SIGKILL to all workers and what they started."""
+
+    def close(self) -> None:
+        """Kill what runs and let go of everything; nothing of the team is left when this returns."""
+
+
+class LocalTeam:
+    """The workers of this node, from their start to the last one's end."""
+
+    hostname = ""
+
+    def __init__(self, number: int, run_dir: Path, notify: Callable[[Event], None]) -> None:
+        self._number = number
+        self._run_dir = run_dir
+        self._notify = notify
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._stopped_since: dict[int, float] = {}
+        self._oom_kills: dict[int, int | None] = {}
+        self._pump: LinePump | None = None
+        self._pulses = tempfile.TemporaryDirectory(prefix="paceline-pulse-", ignore_cleanup_errors=True)
+        # A worker that finds this pipe without a writer knows that this process died before it could be told.
+        self._lifeline_read, self._lifeline_write = os.pipe()
+
+    def start(
+        self,
+        commands: Sequence[WorkerCommand],
+        output: Output,
+        *,
+        store_fd: int | None = None,
+        show: Show | None = None,
+    ) -> None:
+        """Start every worker, each in a session of its own, so that Ctrl-C reaches this process alone.
+
+        Args:
+            store_fd: the listening socket for the meeting point, which rank 0 gets.
+            show: who shows the workers' lines; None: this process, whose terminal rank 0 then has for itself.
+
+        Raises:
+            LaunchError: the system refuses another process.
+        """
+        if output == "all" or show is not None:
+            self._pump = LinePump(show or show_here)
+        for command in commands:
+            descriptor = store_fd if command.rank == 0 else None
+            try:
+                process = self._popen(command, output, descriptor, inherits=command.rank == 0 and show is None)
+            except OSError as error:
+                where = f"on {self.hostname}" if self.hostname else "on this machine"
+                raise LaunchError(f"Worker {command.rank} cannot be started {where}: {error}.") from error
+            self._running[command.rank] = process
+            self._oom_kills[command.rank] = count_oom_kills(process.pid)
+            threading.Thread(
+                target=self._report_exit, args=(command.rank, process), name=f"worker-{command.rank}-end", daemon=True
+            ).start()
+        if self._pump is not None:
+            self._pump.start()
+
+    @property
+    def running(self) -> Sequence[int]:
+        return tuple(self._running)
+
+    @property
+    def pids(self) -> dict[int, int]:
+        return {rank: process.pid for rank, process in self._running.items()}
+
+    def collect(self, rank: int) -> Ending:
+        seen_at = time.time()
+        process = self._running.pop(rank)
+        before, after = self._oom_kills.pop(rank), count_oom_kills(process.pid)
+        # Its children first: until it is reaped, its pid cannot have become another group's.
+        _signal_group(process, signal.SIGKILL)
+        exit_code = process.wait()
+        ran_out = exit_code == -signal.SIGKILL and (
+            (before is not None and after is not None and after > before) or kernel_log_names(process.pid)
+        )
+        failure = Failure.read(failure_path(self._run_dir, rank)) if exit_code else None
+        vitals = read_vitals(self._pulse(rank))
+        return Ending(
+            rank=rank,
+            pid=process.pid,
+            exit_code=exit_code,
+            time=failure.time if failure is not None else seen_at,
+            failure=failure,
+            out_of_memory=ran_out,
+            step=vitals.step,
+            collective=vitals.collective,
+        )
+
+    def states(self) -> list[WorkerState]:
+        now = time.monotonic()
+        found = []
+        for rank, process in self._running.items():
+            vitals = read_vitals(self._pulse(rank))
+            if _is_stopped(process.pid):
+                self._stopped_since.setdefault(rank, now)
+            else:
+                self._stopped_since.pop(rank, None)
+            since = self._stopped_since.get(rank)
+            found.append(
+                WorkerState(
+                    rank=rank,
+                    pid=process.pid,
+                    step=vitals.step,
+                    collective=vitals.collective,
+                    inside_s=vitals.inside_s,
+                    beat_age_s=vitals.beat_age_s,
+                    stopped_s=None if since is None else now - since,
+                )
+            )
+        return found
+
+    def silent_s(self) -> float:
+        return 0.0
+
+    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        asked = [rank for rank in ranks if rank in self._running]
+        before = {rank: _size(stack_path(self._run_dir, rank)) for rank in asked}
+        for rank in asked:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._running[rank].pid, signal.SIGUSR2)
+        deadline = time.monotonic() + STACKS_WAIT_S
+        written = dict.fromkeys(asked, "")
+        while asked and time.monotonic() < deadline:
+            time.sleep(0.02)
+            for rank in tuple(asked):
+                text = _read_from(stack_path(self._run_dir, rank), before[rank])
+                if text and text == written[rank]:  # the same twice: it is complete
+                    asked.remove(rank)
+                written[rank] = text
+        return written
+
+    def ask_to_end(self) -> None:
+        for process in self._running.values():
+            _signal_group(process, signal.SIGTERM)
+
+    def kill(self) -> None:
+        for process in self._running.values():
+            _signal_group(process, signal.SIGKILL)
+
+    def close(self) -> None:
+        self.kill()
+        for rank in tuple(self._running):
+            self.collect(rank)
+        if self._pump is not None:
+            self._pump.close()
+        os.close(self._lifeline_read)
+        os.close(self._lifeline_write)
+        self._pulses.cleanup()
+
+    def _pulse(self, rank: int) -> Path:
+        return Path(self._pulses.name) / f"rank{rank}"
+
+    def _popen(
+        self, command: WorkerCommand, output: Output, store_fd: int | None, *, inherits: bool
+    ) -> subprocess.Popen[bytes]:
+        if inherits:
+            return self._spawn(command, store_fd)  # a terminal stays a terminal
+        with contextlib.ExitStack() as on_error:
+            log = on_error.enter_context(open(log_path(self._run_dir, command.rank), "wb", buffering=0))
+            if self._pump is None:
+                return self._spawn(command, store_fd, stdout=log, stderr=subprocess.STDOUT)
+            process = self._spawn(command, store_fd, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            on_error.pop_all()  # the pump closes the log
+        prefix = b"" if command.rank == 0 else b"[rank %d] " % command.rank if output == "all" else None
+        self._pump.add(process, prefix=prefix, log=log)
+        return process
+
+    def _spawn(
+        self, command: WorkerCommand, store_fd: int | None, stdout: _Target = None, stderr: _Target = None
+    ) -> subprocess.Popen[bytes]:
+        # The kernel ties a worker's life to the thread that starts it: this one, which stays to the end.
+        return subprocess.Popen(
+            command.argv,
+            env=dict(os.environ) | command.variables | env.node_variables(self._pulse(command.rank), store_fd),
+            stdin=self._lifeline_read,
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=() if store_fd is None else (store_fd,),
+            start_new_session=True,
+        )
+
+    def _report_exit(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        if hasattr(os, "waitid"):
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # leaves it to be reaped
+        else:
+            process.wait()
+        self._notify(WorkerExited(self._number, rank))
+
+
+def aged(ending: Ending, now: float) -> Ending:
+    """The same with its age in place of its time, for another node, whose clock may differ; and back again."""
+    return replace(ending, time=now - ending.time)
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS forbids what Linux does not find
+        os.killpg(process.pid, number)
+
+
+def _is_stopped(pid: int) -> bool:
+    """By SIGSTOP or a debugger; only Linux tells."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _read_from(path: Path, offset: int) -> str:
+    try:
+        return path.read_bytes()[offset:].decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,241 @@
+"""Which devices of a node should work together, and in which order around the ring.
+
+A ring all_reduce is as fast as its slowest link, so the K devices are those whose best ring has the highest bottleneck
+bandwidth. In full, the first that tells two choices apart decides:
+
+1. No two of the chosen are joined by SYS, the link between sockets, if K devices without such a pair exist. This comes
+   before bandwidth: other collectives (all_to_all, trees, halving and doubling) use more pairs than those of the ring.
+2. No link of the ring is SYS, if K devices with such a ring exist.
+3. The highest bottleneck bandwidth.
+4. The highest sum of bandwidth around the ring.
+5. The fewest NUMA nodes.
+6. The shortest way from any of them to a network card: by label, then by bandwidth.
+7. The lowest ids, compared in ascending order.
+
+Of the rings over the chosen devices that 1 to 4 leave, it is the first one in the order of ids, from the lowest id
+towards the smaller of its two neighbours. A ring of two is a pair.
+
+A link whose bandwidth nobody knows comes after all those with a figure, in the order of the labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from paceline.errors import ClusterError
+from paceline.plan import ring_climb, ring_search
+from paceline.spec import Node
+from paceline.spec.cluster import Link
+
+MOST_EXACT = 16
+"""Devices up to which every choice is searched; beyond, only where all links are equal or one link is the ring."""
+
+ACROSS_SOCKETS = "SYS"
+_NEARNESS = {ACROSS_SOCKETS: 1, "NODE": 2, "PHB": 3, "PXB": 4, "PIX": 5}
+"""How near the ends of a PCIe label are; NVLink and its like are nearer, and a label nobody knows is 0."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Devices in the order in which they pass data on; the last passes it to the first."""
+
+    devices: tuple[int, ...]
+    bottleneck: Link | None
+    """The slowest link; None for one device, and where nothing is known of a link."""
+
+    def all_reduce_s(self, size_bytes: float) -> float | None:
+        """2 (n - 1) / n * size / bottleneck (Patarasuk and Yuan 2009), without latency; None without a bandwidth."""
+        n = len(self.devices)
+        if n == 1:
+            return 0.0
+        if self.bottleneck is None or not self.bottleneck.bytes_per_s:
+            return None
+        return 2 * (n - 1) / n * size_bytes / self.bottleneck.bytes_per_s
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The devices to use, beside those that somebody would take who does not look."""
+
+    ring: Ring
+    naive: Ring
+    """The first ones, in the order of their ids."""
+    is_exact: bool
+    """False: a good choice, found by improving step by step; a better one may exist."""
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Ascending."""
+        return tuple(sorted(self.ring.devices))
+
+
+def pick(node: Node, num_devices: int, allowed: Sequence[int] | None = None) -> Choice:
+    """The `num_devices` devices of a node with the best ring, by the order at the top of this module.
+
+    Args:
+        allowed: Indices of the devices to choose among; None: all of the node.
+
+    Raises:
+        ClusterError: fewer devices than asked for.
+    """
+    graph = _Graph.of(node, allowed)
+    present = len(graph.devices)
+    if not 1 <= num_devices <= present:
+        some = f"{present} device{'s' * (present != 1)} to choose from"
+        raise ClusterError(f"{num_devices} devices cannot be chosen: {node.hostname or 'the node'} has {some}.")
+    is_exact = True
+    if num_devices == 1 or graph.is_uniform:
+        ring = _lowest(graph, num_devices)
+    elif num_devices == 2:
+        ring = _best_pair(graph)
+    elif present <= MOST_EXACT:
+        ring = _best_ring(graph, num_devices)
+    else:
+        is_exact = False
+        ring = ring_climb.good_ring(graph.weights, num_devices, graph.rank)
+    return Choice(graph.ring(ring), graph.ring(range(num_devices)), is_exact)
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """The devices to choose among, as vertices 0 … n - 1 in the order of their ids."""
+
+    devices: tuple[int, ...]
+    links: tuple[tuple[Link | None, ...], ...]
+    weights: tuple[tuple[float, ...], ...]
+    """Of each pair, the larger the better: bytes/s in whole numbers, which add up exactly."""
+    crossing: tuple[int, ...]
+    """Of each vertex, those that SYS joins it with, as bits."""
+    numa_nodes: tuple[int | None, ...]
+    nic_nearness: tuple[tuple[int, float], ...]
+    """Of each vertex, the shortest way to a network card: nearness of the label, weight."""
+
+    @classmethod
+    def of(cls, node: Node, allowed: Sequence[int] | None) -> _Graph:
+        chosen = {device.index: device for device in node.devices if allowed is None or device.index in allowed}
+        devices = [chosen[index] for index in sorted(chosen)]
+        nics = [peripheral.label for peripheral in node.peripherals if peripheral.kind == "nic"]
+        by_ends = {frozenset(link.ends): link for link in node.links}
+        links = [[by_ends.get(frozenset((one.label, other.label))) for other in devices] for one in devices]
+        ways = [[by_ends.get(frozenset((device.label, nic))) for nic in nics] for device in devices]
+        return cls(
+            devices=tuple(device.index for device in devices),
+            links=tuple(map(tuple, links)),
+            weights=tuple(
+                tuple(ring_search.NO_EDGE if place == other else _weight(row[other]) for other in range(len(row)))
+                for place, row in enumerate(links)
+            ),
+            crossing=tuple(sum(1 << place for place, link in enumerate(row) if _crosses(link)) for row in links),
+            numa_nodes=tuple(device.numa_node for device in devices),
+            nic_nearness=tuple(max(((_nearness(way), _weight(way)) for way in row), default=(0, 0.0)) for row in ways),
+        )
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether no pair of devices is better than another."""
+        pairs = list(combinations(range(len(self.devices)), 2))
+        return len({(self.weights[one][other], self.crosses(one, other)) for one, other in pairs}) < 2
+
+    def crosses(self, one: int, other: int) -> bool:
+        return bool(self.crossing[one] >> other & 1)
+
+    def place_rank(self, vertices: Sequence[int]) -> tuple[int, tuple[int, float], list[int]]:
+        """What 5 to 7 compare, the larger the better."""
+        num_numa_nodes = len({self.numa_nodes[vertex] for vertex in vertices})
+        nearest = max(self.nic_nearness[vertex] for vertex in vertices)
+        return -num_numa_nodes, nearest, [-vertex for vertex in sorted(vertices)]
+
+    def rank(self, ring: Sequence[int]) -> tuple[object, ...]:
+        """What 1 to 7 compare, for one ring over three vertices or more, the larger the better."""
+        hops = list(zip(ring, [*ring[1:], *ring[:1]], strict=True))
+        weights = [self.weights[one][other] for one, other in hops]
+        return (
+            not any(self.crosses(one, other) for one, other in combinations(ring, 2)),
+            not any(self.crosses(one, other) for one, other in hops),
+            min(weights),
+            sum(weights),
+            *self.place_rank(ring),
+        )
+
+    def ring(self, vertices: Sequence[int]) -> Ring:
+        hops = [(one, other) for one, other in zip(vertices, [*vertices[1:], *vertices[:1]], strict=True)]
+        slowest = min(hops, key=lambda hop: (self.weights[hop[0]][hop[1]], not self.crosses(*hop)))
+        is_alone = len(vertices) == 1
+        return Ring(
+            tuple(self.devices[vertex] for vertex in vertices),
+            None if is_alone else self.links[slowest[0]][slowest[1]],
+        )
+
+
+def _crosses(link: Link | None) -> bool:
+    return link is not None and link.label == ACROSS_SOCKETS
+
+
+def _nearness(link: Link | None) -> int:
+    return 0 if link is None else _NEARNESS.get(link.label, 0)
+
+
+def _weight(link: Link | None) -> float:
+    """Bytes/s; where they are unknown, fewer than any link has: the number of NVLinks, or the label's nearness."""
+    if link is None:
+        return 0.0
+    if link.bytes_per_s:
+        return float(max(_LEAST_KNOWN, round(link.bytes_per_s)))
+    bonds = link.label.removeprefix("NV")
+    if bonds.isdecimal():
+        return float(min(_LEAST_KNOWN - 1, max(_NEARNESS.values()) + 1 + int(bonds)))
+    return float(_NEARNESS.get(link.label, max(_NEARNESS.values()) + 1 if link.label == "XGMI" else 0))
+
+
+_LEAST_KNOWN = 1000
+"""The fewest bytes/s that a link counts with if its bandwidth is known."""
+
+
+def _lowest(graph: _Graph, num_devices: int) -> tuple[int, ...]:
+    """The best by 5 to 7 where nothing before them tells choices apart; in ascending order, which is the first ring.
+
+    Fewest NUMA nodes are the fullest ones. In each way to take that many, the lowest ids do, but for the last of them
+    where none is as near to a network card as another one in these NUMA nodes: the lowest such one takes its place.
+    """
+    by_numa: dict[int | None, list[int]] = {}
+    for vertex, numa_node in enumerate(graph.numa_nodes):
+        by_numa.setdefault(numa_node, []).append(vertex)
+    fullest = sorted(map(len, by_numa.values()), reverse=True)
+    num_numa_nodes = next(count for count in range(1, len(fullest) + 1) if sum(fullest[:count]) >= num_devices)
+    candidates: list[tuple[int, ...]] = []
+    for members in combinations(by_numa.values(), num_numa_nodes):
+        vertices = sorted(vertex for member in members for vertex in member)
+        if len(vertices) >= num_devices:
+            nearest = max(vertices, key=lambda vertex: (graph.nic_nearness[vertex], -vertex))
+            others = [vertex for vertex in vertices if vertex != nearest]
+            candidates.append(tuple(sorted([nearest, *others[: num_devices - 1]])))
+    return max(candidates, key=graph.place_rank)
+
+
+def _best_pair(graph: _Graph) -> tuple[int, ...]:
+    pairs = combinations(range(len(graph.devices)), 2)
+    return max(
+        pairs, key=lambda pair: (not graph.crosses(*pair), graph.weights[pair[0]][pair[1]], *graph.place_rank(pair))
+    )
+
+
+def _best_ring(graph: _Graph, num_devices: int) -> tuple[int, ...]:
+    """The best ring over three or more of at most `MOST_EXACT` devices."""
+    within_sockets = [
+        [ring_search.NO_EDGE if graph.crosses(place, other) else weight for other, weight in enumerate(row)]
+        for place, row in enumerate(graph.weights)
+    ]
+    anywhere = [0] * len(graph.devices)
+    for weights, apart in ((within_sockets, graph.crossing), (within_sockets, anywhere), (graph.weights, anywhere)):
+        level = ring_search.highest_bottleneck(weights, num_devices, apart)
+        if level is None:
+            continue
+        edges = ring_search.without_light_edges(weights, level)
+        if num_devices == len(graph.devices):
+            return ring_search.heaviest_ring(edges, range(num_devices))
+        return ring_search.heaviest_ring(
+            edges, max(ring_search.heaviest_sets(edges, num_devices, apart), key=graph.place_rank)
+        )
+    raise AssertionError("every pair of devices is an edge of the last graph")

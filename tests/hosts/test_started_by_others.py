@@ -1,0 +1,125 @@
+"""Training whose workers torchrun, srun or mpirun start: they find each other and reach the weights of one process."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.execute import write_run
+from paceline.spec import Job, Plan, RunRecord
+from tests.hosts.cluster import INTERFACE, MASTER_PORT, Cluster, Node, NodeProcess
+from tests.hosts.slurm import slurm_on, why_not_slurm
+from tests.hosts.sshd import ssh_between, why_not_ssh
+from tests.hosts.stdio import commands_on
+
+pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(180)]
+
+MAX_STEPS = 4
+TIMEOUT_S = 90.0
+JOB = Job.from_mapping(
+    {"global_batch_size": 64, "virtual_shards": 8, "model": "lenet", "data": "digits", "parity": "bitwise"}
+)
+VARIABLES = {
+    "GLOO_SOCKET_IFNAME": INTERFACE,
+    "TP_SOCKET_IFNAME": INTERFACE,
+    "OMP_NUM_THREADS": "1",
+    "PACELINE_DEVICE": "cpu",
+}
+
+needs_mpirun = pytest.mark.skipif(
+    shutil.which("mpirun") is None or bool(why_not_ssh()),
+    reason=why_not_ssh() or "mpirun is not installed (openmpi-bin)",
+)
+needs_slurm = pytest.mark.skipif(bool(why_not_slurm()), reason=why_not_slurm() or "")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(num_nodes=2, rate_bits_per_s=1e9) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def weights_alone(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> str | None:
+    run_dir = tmp_path_factory.mktemp("alone") / "run"
+    program = write_run(JOB, Plan(), run_dir, max_steps=MAX_STEPS, quiet=True)
+    return _weights(cluster.nodes[0], [sys.executable, *program], run_dir)
+
+
+def test_torchrun(cluster: Cluster, weights_alone: str | None, tmp_path: Path) -> None:
+    program = _program(tmp_path / "run", world_size=4)
+    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=node0:{MASTER_PORT}", "--rdzv-id=test"]
+    agents = [_start(node, _torchrun(meeting, program)) for node in cluster.nodes]
+    for agent in agents:
+        assert agent.wait(TIMEOUT_S) == 0, agent.output
+    _check(tmp_path / "run", weights_alone)
+
+
+@needs_slurm
+def test_srun_with_uneven_nodes(cluster: Cluster, weights_alone: str | None, tmp_path: Path) -> None:
+    (tmp_path / "slurm").mkdir()
+    program = _program(tmp_path / "run", world_size=3)
+    with slurm_on(cluster.nodes, tmp_path / "slurm", cpus_per_node=2):
+        srun = ["srun", "--nodes=2", "--ntasks=3", sys.executable, *program]
+        step = _start(cluster.nodes[0], srun)
+        assert step.wait(TIMEOUT_S) == 0, step.output
+    _check(tmp_path / "run", weights_alone)
+
+
+@needs_mpirun
+def test_mpirun(cluster: Cluster, weights_alone: str | None, tmp_path: Path) -> None:
+    (tmp_path / "ssh").mkdir()
+    program = _program(tmp_path / "run", world_size=4)
+    with ssh_between(cluster.nodes, tmp_path / "ssh"):
+        job = _start(cluster.nodes[0], _mpirun(["MASTER_ADDR=node0"], program))
+        assert job.wait(TIMEOUT_S) == 0, job.output
+    _check(tmp_path / "run", weights_alone)
+
+
+@needs_mpirun
+def test_mpirun_that_does_not_say_where_to_meet(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "ssh").mkdir()
+    program = _program(tmp_path / "run", world_size=4)
+    with ssh_between(cluster.nodes, tmp_path / "ssh"):
+        job = _start(cluster.nodes[0], _mpirun([], program))
+        assert job.wait(TIMEOUT_S) != 0
+    assert "mpirun -x MASTER_ADDR=NODE" in job.output
+    assert "Traceback" not in job.output
+    assert not any("paceline.train" in command for node in cluster.nodes for command in commands_on(node))
+
+
+def _mpirun(variables: Sequence[str], program: Sequence[str]) -> list[str]:
+    exported = [word for variable in (*VARIABLES, *variables) for word in ("-x", variable)]
+    network = ["--mca", "oob_tcp_if_include", INTERFACE]
+    where = ["--host", "node0:2,node1:2", "--bind-to", "none"]
+    return ["mpirun", "--allow-run-as-root", *where, *network, *exported, sys.executable, *program]
+
+
+def _torchrun(meeting: Sequence[str], program: Sequence[str]) -> list[str]:
+    size = ["--nnodes=2", "--nproc-per-node=2"]
+    return [sys.executable, "-m", "torch.distributed.run", *size, *meeting, *program]
+
+
+def _program(run_dir: Path, *, world_size: int) -> list[str]:
+    plan = Plan(world_size=world_size, timeout_s=60, algorithm="tree_exact")
+    return write_run(JOB, plan, run_dir, max_steps=MAX_STEPS, quiet=True)
+
+
+def _start(node: Node, argv: Sequence[str]) -> NodeProcess:
+    return node.exec(argv, env={**VARIABLES, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+
+
+def _weights(node: Node, argv: Sequence[str], run_dir: Path) -> str | None:
+    process = node.exec(argv, env={"OMP_NUM_THREADS": "1", "PACELINE_DEVICE": "cpu"})
+    assert process.wait(TIMEOUT_S) == 0, process.output
+    return RunRecord.load(run_dir / "record.json").weights_sha256
+
+
+def _check(run_dir: Path, weights_alone: str | None) -> None:
+    record = RunRecord.load(run_dir / "record.json")
+    assert weights_alone
+    assert record.weights_sha256 == weights_alone

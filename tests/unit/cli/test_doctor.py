@@ -1,0 +1,172 @@
+"""`paceline doctor`: what it prints, how it ends, and how it asks other nodes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.doctor import exit_code
+from paceline.hardware.checks import Finding, Survey, check_node, check_nodes, survey
+from tests.hosts.cluster import Cluster, why_not
+from tests.ranks.command_line import TRACEBACK, clean_environ, paceline, succeeded
+
+OK, WARNING, ERROR = (Finding(level, "x", "X.", "fix") for level in ("ok", "warning", "error"))
+DOCTOR = (sys.executable, "-m", "paceline", "doctor")
+
+
+@pytest.mark.parametrize(
+    ("findings", "strict", "code"),
+    [
+        ([], False, 0),
+        ([OK], True, 0),
+        ([OK, WARNING], False, 0),
+        ([OK, WARNING], True, 1),
+        ([WARNING, ERROR], False, 2),
+        ([ERROR], True, 2),
+    ],
+)
+def test_exit_codes(findings: list[Finding], strict: bool, code: int) -> None:
+    assert exit_code(findings, strict=strict) == code
+
+
+def test_what_needs_action_comes_first_each_with_its_fix(tmp_path: Path) -> None:
+    result = paceline("doctor", cwd=tmp_path, NCCL_SOCKET_IFNAME="nosuch0")
+    assert result.returncode == 2, result.stderr
+    first, fix = result.stdout.splitlines()[:2]
+    assert first.startswith("error")
+    assert "NCCL_SOCKET_IFNAME=nosuch0 names no interface" in " ".join((first, fix))
+    assert "→ unset NCCL_SOCKET_IFNAME" in result.stdout
+    assert "checks fine, " in result.stdout.splitlines()[-1]
+    assert max(map(len, result.stdout.splitlines())) <= 100
+
+    listed = json.loads(paceline("doctor", "--json", cwd=tmp_path, NCCL_SOCKET_IFNAME="nosuch0").stdout)
+    order = [finding["level"] for finding in listed["findings"]]
+    assert order == sorted(order, key=["error", "warning", "ok"].index)
+    assert [listed[f"num_{level}"] for level in ("error", "warning", "ok")] == [
+        order.count(level) for level in ("error", "warning", "ok")
+    ]
+    assert listed["findings"][0]["check"] == "NCCL_SOCKET_IFNAME"
+
+
+def test_hosts_that_cannot_be_meant_are_one_sentence(tmp_path: Path) -> None:
+    for wrong in ("a:0", "a,a", "-oProxyCommand=x"):
+        result = paceline("doctor", f"--hosts={wrong}", cwd=tmp_path)
+        assert (result.returncode, result.stdout) == (2, "")
+        assert result.stderr.startswith("paceline: --hosts, entry")
+        assert TRACEBACK not in result.stderr
+
+
+def test_the_door_of_a_node_and_a_knock_at_it(tmp_path: Path) -> None:
+    process = _start_here("anywhere", [*DOCTOR, "--listen", "127.0.0.1"])
+    assert process.stdout is not None
+    port = json.loads(process.stdout.readline())["port"]
+    knocked = succeeded(paceline("doctor", "--connect", f"a=127.0.0.1:{port},b=127.0.0.1:1", cwd=tmp_path))
+    there, nowhere = json.loads(knocked.stdout)
+    assert (there["target"], there["problem"]) == ("a", "")
+    assert "refused" in nowhere["problem"]
+    assert process.communicate(timeout=20) == ("", "")  # its input ends, and so does it
+    assert process.returncode == 0
+    mistake = paceline("doctor", "--listen", "203.0.113.1", cwd=tmp_path)
+    assert (mistake.returncode, mistake.stdout) == (2, "")
+    assert mistake.stderr.startswith("paceline: Nothing can listen on 203.0.113.1 here")
+
+
+def _start_here(_host: str, program: Sequence[str]) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(program, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=clean_environ())
+
+
+def _surveyed(found: Survey) -> list[Finding]:
+    findings = [*found.problems, *check_nodes(found.nodes, found.reaches, found.marker)]
+    return findings + [finding for facts in found.nodes.values() for finding in check_node(facts, len(found.nodes))]
+
+
+def test_one_machine_that_is_named_twice_is_found_out(tmp_path: Path) -> None:
+    found = survey(["127.0.0.1", "127.0.0.2"], _start_here, doctor=DOCTOR, folder=tmp_path)
+    assert set(found.nodes) == {"127.0.0.1", "127.0.0.2"}
+    assert list(tmp_path.iterdir()) == []  # the mark is gone
+    wrong = {finding.check: finding for finding in _surveyed(found) if finding.level == "error"}
+    assert "all call themselves" in wrong["host names"].what
+    assert "means this node itself" in wrong["way to 127.0.0.2"].what
+    assert "shared folder" not in wrong  # they do share it
+
+
+@pytest.mark.parametrize(
+    ("program", "sentence"),
+    [
+        ("import sys; sys.exit('no route')", "b did not answer: no route."),
+        ("import sys; sys.exit(7)", "b did not answer: it did not say why."),
+        ("print('{}')", "b has another version of Paceline."),
+        ("print('hello')", "b has another version of Paceline."),
+        ("print('[1]')", "b has another version of Paceline."),
+    ],
+)
+def test_a_node_that_does_not_answer_is_a_finding(program: str, sentence: str, tmp_path: Path) -> None:
+    def start_on(host: str, _argv: Sequence[str]) -> subprocess.Popen[str]:
+        return _start_here(host, [sys.executable, "-c", program])
+
+    found = survey(["b"], start_on, doctor=DOCTOR, folder=tmp_path)
+    assert found.nodes == {}
+    assert [(finding.level, finding.what, finding.node) for finding in found.problems] == [("error", sentence, "b")]
+
+
+def test_the_reason_of_whoever_starts_programs_is_the_better_one(tmp_path: Path) -> None:
+    def explain(code: int, complaint: str, host: str) -> str:
+        return f"{host} ended with {code} and said {complaint.strip()}."
+
+    def start_on(host: str, _argv: Sequence[str]) -> subprocess.Popen[str]:
+        return _start_here(host, [sys.executable, "-c", "import sys; print('x', file=sys.stderr); sys.exit(255)"])
+
+    found = survey(["b"], start_on, doctor=DOCTOR, folder=tmp_path, explain=explain)
+    assert [finding.what for finding in found.problems] == ["b ended with 255 and said x."]
+
+
+# --- real nodes ---
+
+
+def _start_inside(cluster: Cluster, host: str, program: Sequence[str]) -> subprocess.Popen[str]:
+    node = next(node for node in cluster.nodes if node.hostname == host)
+    enter = ["nsenter", "--target", str(node.init_pid), "--net", "--uts", "--mount", "--ipc", "--pid"]
+    return _start_here(host, [*enter, f"--wd={Path.cwd()}", *program])
+
+
+def _configure(cluster: Cluster, host: str, command: str) -> None:
+    process = _start_inside(cluster, host, command.split())
+    _, complaint = process.communicate(timeout=20)
+    assert process.returncode == 0, complaint
+
+
+@pytest.mark.hosts
+@pytest.mark.slow
+def test_nodes_knock_at_each_other(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    with Cluster(num_nodes=2, rate_bits_per_s=1e9) as cluster:
+        names = [node.hostname for node in cluster.nodes]
+
+        def wrong() -> dict[str, Finding]:
+            found = survey(names, lambda host, argv: _start_inside(cluster, host, argv), doctor=DOCTOR, folder=tmp_path)
+            assert set(found.nodes) == set(names)
+            between = [*found.problems, *check_nodes(found.nodes, found.reaches, found.marker)]
+            of_each = [
+                f for facts in found.nodes.values() for f in check_node(facts, 2) if f.check.startswith("way to")
+            ]
+            return {finding.check: finding for finding in between + of_each if finding.level != "ok"}
+
+        assert wrong() == {}
+
+        _configure(cluster, names[0], "ip link set dev eth0 mtu 1400")
+        assert list(wrong()) == ["MTU"]
+        _configure(cluster, names[0], "ip link set dev eth0 mtu 1500")
+
+        cluster.nodes[1].link_down()
+        found = wrong()
+        assert list(found) == ["firewall"]
+        assert f"cannot connect to a port of {names[0]}" in found["firewall"].what
+        cluster.nodes[1].link_up()
+    assert list(tmp_path.iterdir()) == []
