@@ -27,6 +27,9 @@ PULSE = "PACELINE_PULSE"
 STORE_FD = "PACELINE_STORE_FD"
 CPUS = "PACELINE_CPUS"
 
+PASSED_ON = (DATA_DIR, DEVICE, "PYTHONPATH")
+"""What a user sets here and means everywhere."""
+
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Where Gloo, the RPC layer and NCCL look for the interface to use."""
 
@@ -195,6 +198,11 @@ def worker_variables(
 def node_variables(pulse: Path, store_fd: int | None) -> dict[str, str]:
     """What only the node itself can say to a worker: where to show its pulse, and the socket of the meeting point."""
     return {PULSE: str(pulse)} | ({} if store_fd is None else {STORE_FD: str(store_fd)})
+
+
+def passed_on() -> dict[str, str]:
+    """The variables of this process that its agents on other nodes need too."""
+    return {name: os.environ[name] for name in PASSED_ON if name in os.environ}
 
 
 def own_interface() -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from paceline.cli import agent, bench, doctor, launch, report, scale, train, verify
+from paceline.cli import agent, bench, doctor, launch, probe, report, scale, topo, train, verify
 from paceline.errors import PacelineError, WorkerFailed
 
 INTERRUPTED = 130
@@ -33,6 +33,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 # In the order of the pipeline.
+app.command("topo")(topo.topo)
+app.command("probe")(probe.probe)
 app.command("launch", context_settings=launch.CONTEXT)(launch.launch)
 app.command("train")(train.train)
 app.command("scale")(scale.scale)

@@ -10,8 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from paceline.cli.site import Site
 from paceline.errors import PacelineError
-from paceline.launch import run_workers
 from paceline.spec import Job, Plan, RunRecord
 
 
@@ -40,18 +40,19 @@ def execute(
     job: Job,
     plan: Plan,
     run_dir: Path,
+    site: Site,
     *,
     max_steps: int | None = None,
     quiet: bool = False,
     trackers: Sequence[str] = (),
 ) -> RunRecord:
-    """Train `job` as `plan` says and return its record, which is also in `run_dir`.
+    """Train `job` as `plan` says on the nodes of `site` and return its record, which is also in `run_dir`.
 
     Raises what `run_workers` raises.
     """
     started = time.monotonic()
     program = write_run(job, plan, run_dir, max_steps=max_steps, quiet=quiet, trackers=trackers)
-    run_workers(plan, program, run_dir=run_dir)
+    site.run(plan, program, run_dir=run_dir)
     # Only here is it known when the last worker ended.
     record = dataclasses.replace(RunRecord.load(run_dir / "record.json"), wall_s=time.monotonic() - started)
     record.save(run_dir / "record.json")
@@ -72,7 +73,8 @@ def write_run(
     _write_json(run_dir / "job.json", job.to_mapping())
     _write_json(run_dir / "plan.json", plan.to_mapping())
     _write_json(run_dir / "limit.json", {"max_steps": max_steps})
-    program = ["-m", "paceline.train", str(run_dir)]
+    # Absolute: on another node the working directory may be another.
+    program = ["-m", "paceline.train", str(run_dir.absolute())]
     program += [] if max_steps is None else ["--max-steps", str(max_steps)]
     program += ["--quiet"] if quiet else []
     return program + [word for tracker in trackers for word in ("--track", tracker)]

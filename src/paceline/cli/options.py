@@ -31,6 +31,10 @@ Algorithm = Annotated[
     typer.Option(help="How gradients are summed; auto: the fastest, by measurement at the start."),
 ]
 Servers = Annotated[int, typer.Option(min=1, help="Workers that also serve, with parameter servers.")]
+DebugComm = Annotated[
+    bool,
+    typer.Option("--debug-comm", help="Compare every collective across workers, and let NCCL say what it does."),
+]
 Trackers = Annotated[
     list[str] | None,
     typer.Option("--track", metavar="NAME", help="Also log to tensorboard, wandb or mlflow. Repeatable."),

@@ -24,9 +24,10 @@ from paceline.cli.options import (
     parse_tolerance,
     resolve_job,
 )
+from paceline.cli.site import HangTimeout, Hosts, HostsFile, Interface, Launcher, Site, open_site
 from paceline.errors import JobError, WorkerFailed
-from paceline.hardware import detect
-from paceline.plan import place
+from paceline.launch.run import HANG_TIMEOUT_S
+from paceline.plan import place, spread
 from paceline.spec import Job, Plan, RunRecord
 
 
@@ -50,6 +51,11 @@ def scale(
     algorithm: Algorithm = "auto",
     quiet: Quiet = False,
     as_json: AsJson = False,
+    launcher: Launcher = "auto",
+    hosts: Hosts = None,
+    hosts_file: HostsFile = None,
+    interface: Interface = None,
+    hang_timeout: HangTimeout = HANG_TIMEOUT_S,
 ) -> None:
     """Train a job on 1, 2, … N devices and write the study: scaling.json, scaling.csv, report.html."""
     # The page needs a template engine and a plotting library: not for `paceline --help`.
@@ -60,25 +66,24 @@ def scale(
     counts = parse_counts(devices, "--devices")
     margin = parse_tolerance(tolerance)
     base = resolve_job(job, settings, data)
-    cluster = detect()
-    # A CPU device is a fixed number of threads, or two devices would be no more than one.
-    threads = threads or max(1, cluster.nodes[0].num_cores // counts[-1])
-    todo: list[tuple[str, Job, Plan]] = []
-    for seed in range(base.seed, base.seed + seeds):
-        for count in counts:
-            one = dataclasses.replace(base.grown(count) if grow == "batch" else base, seed=seed)
-            plan = place(one, cluster, count, threads_per_worker=threads, algorithm=algorithm)
-            todo.append((f"devices{count}-seed{seed}", one, plan))
-
     study_dir = out or new_run_dir(None, dataclasses.replace(base, name=f"{base.name}-scaling"))
+    todo: list[tuple[str, Job, Plan]] = []
     records: list[RunRecord] = []
     failures: list[str] = []
-    for name, one, plan in todo:
-        try:
-            records.append(_record_of(one, plan, study_dir / "runs" / name, max_steps, quiet))
-        except WorkerFailed as failure:
-            failures.append(f"{name}: {failure}")
-            print(f"{failure.details}\npaceline: {failures[-1]}", file=sys.stderr)
+    with open_site(launcher, hosts, hosts_file, interface, hang_timeout) as site:
+        # A CPU device is a fixed number of threads, or two devices would be no more than one.
+        threads = threads or spread(site.cluster, counts[-1]).threads_per_worker
+        for seed in range(base.seed, base.seed + seeds):
+            for count in counts:
+                one = dataclasses.replace(base.grown(count) if grow == "batch" else base, seed=seed)
+                plan = place(one, site.cluster, count, threads_per_worker=threads, algorithm=algorithm)
+                todo.append((f"devices{count}-seed{seed}", one, plan))
+        for name, one, plan in todo:
+            try:
+                records.append(_record_of(one, plan, study_dir / "runs" / name, site, max_steps, quiet))
+            except WorkerFailed as failure:
+                failures.append(f"{name}: {failure}")
+                print(f"{failure.details}\npaceline: {failures[-1]}", file=sys.stderr)
     if not records:
         raise WorkerFailed("Every run of the study failed; the first reason stands above.")
 
@@ -98,11 +103,11 @@ def scale(
         raise WorkerFailed(f"{len(failures)} of {len(todo)} runs failed: {'; '.join(failures)}")
 
 
-def _record_of(job: Job, plan: Plan, run_dir: Path, max_steps: int | None, quiet: bool) -> RunRecord:
+def _record_of(job: Job, plan: Plan, run_dir: Path, site: Site, max_steps: int | None, quiet: bool) -> RunRecord:
     """The record of this very run if the study was begun before, else of a new one."""
     path = run_dir / "record.json"
     if path.exists():
         if begun_with(run_dir) == (job, plan, max_steps):
             return RunRecord.load(path)
         raise JobError(f"{run_dir} holds a run of another job; choose another --out for this study.")
-    return execute(job, plan, run_dir, max_steps=max_steps, quiet=quiet)
+    return execute(job, plan, run_dir, site, max_steps=max_steps, quiet=quiet)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +14,7 @@ from paceline.cli.options import (
     Algorithm,
     AsJson,
     DataDir,
+    DebugComm,
     JobArgument,
     MaxSteps,
     MicroBatch,
@@ -23,7 +25,8 @@ from paceline.cli.options import (
     Trackers,
     resolve_job,
 )
-from paceline.hardware import detect
+from paceline.cli.site import HangTimeout, Hosts, HostsFile, Interface, Launcher, open_site
+from paceline.launch.run import HANG_TIMEOUT_S
 from paceline.plan import place
 
 
@@ -41,22 +44,29 @@ def train(
     track: Trackers = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
+    launcher: Launcher = "auto",
+    hosts: Hosts = None,
+    hosts_file: HostsFile = None,
+    interface: Interface = None,
+    hang_timeout: HangTimeout = HANG_TIMEOUT_S,
+    debug_comm: DebugComm = False,
 ) -> None:
-    """Train a job on some workers of this machine."""
+    """Train a job on some workers of this machine, or of several."""
     resolved = resolve_job(job, settings, data)
-    cluster = detect()
-    num_workers = workers or min(len(cluster.devices), resolved.virtual_shards)
-    plan = place(
-        resolved,
-        cluster,
-        num_workers,
-        threads_per_worker=threads,
-        micro_batch_size=micro_batch_size,
-        algorithm=algorithm,
-        num_servers=servers,
-    )
     run_dir = new_run_dir(out, resolved)
-    record = execute(resolved, plan, run_dir, max_steps=max_steps, quiet=quiet, trackers=track or [])
+    with open_site(launcher, hosts, hosts_file, interface, hang_timeout) as site:
+        num_workers = workers or min(1 if launcher == "debug" else len(site.cluster.devices), resolved.virtual_shards)
+        plan = place(
+            resolved,
+            site.cluster,
+            num_workers,
+            threads_per_worker=threads,
+            micro_batch_size=micro_batch_size,
+            algorithm=algorithm,
+            num_servers=servers,
+        )
+        plan = dataclasses.replace(plan, debug_comm=debug_comm)
+        record = execute(resolved, plan, run_dir, site, max_steps=max_steps, quiet=quiet, trackers=track or [])
     if as_json:
         print(json.dumps(record.summary()))
         return

@@ -22,6 +22,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 PROTOCOL_SHARE = 0.75
 """Of what PCIe wires carry, what NCCL counts on: PCI_BW over 16 lanes of 8 GT/s."""
@@ -79,6 +80,7 @@ MODELS = (
 )
 
 
+@lru_cache(maxsize=64)
 def model(gpu_name: str) -> GpuModel:
     """The first model whose name fits; UNKNOWN for an empty or unheard-of name."""
     return next((known for known in MODELS if re.search(known.name, gpu_name)), UNKNOWN)

@@ -153,11 +153,14 @@ def only_visible(node: Node, allowed: list[str] | None) -> Node:
     if devices == node.devices:
         return node
     left_out = [device.label for device in node.devices if device not in devices]
+    notes = [f"{label} is left out: CUDA_VISIBLE_DEVICES does not name it." for label in left_out]
+    if any(name.startswith("MIG-") for name in allowed or ()):
+        notes.append("CUDA_VISIBLE_DEVICES names a MIG slice, which has no links and is not used; name whole GPUs.")
     return dataclasses.replace(
         node,
         devices=devices,
         links=tuple(link for link in node.links if not set(left_out) & set(link.ends)),
-        notes=(*node.notes, *(f"{label} is left out: CUDA_VISIBLE_DEVICES does not name it." for label in left_out)),
+        notes=(*node.notes, *notes),
     )
 
 

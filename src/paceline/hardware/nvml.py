@@ -6,7 +6,7 @@ Every question is asked alone: a driver, a virtual GPU or MIG mode that cannot a
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,7 +53,7 @@ def read_gpus(nvml: Any = None) -> Gpus:
     try:
         return _read(nvml)
     finally:
-        _ask(nvml, nvml.nvmlShutdown)
+        _ask(nvml, "nvmlShutdown")
 
 
 def busy(utilization_percent: int | None, used_bytes: int | None) -> str:
@@ -73,8 +73,8 @@ def short_bus_id(text: str) -> str:
 
 
 def _read(nvml: Any) -> Gpus:
-    num_gpus = _ask(nvml, nvml.nvmlDeviceGetCount) or 0
-    handles = {i: handle for i in range(num_gpus) if (handle := _ask(nvml, nvml.nvmlDeviceGetHandleByIndex, i))}
+    num_gpus = _ask(nvml, "nvmlDeviceGetCount") or 0
+    handles = {i: handle for i in range(num_gpus) if (handle := _ask(nvml, "nvmlDeviceGetHandleByIndex", i))}
     devices = tuple(_device(nvml, index, handle) for index, handle in handles.items())
     notes = [
         f"GPU{index} could not be opened; nvidia-smi says why." for index in range(num_gpus) if index not in handles
@@ -82,23 +82,23 @@ def _read(nvml: Any) -> Gpus:
     notes += [
         f"GPU{index} is in MIG mode: its slices have no links to other GPUs."
         for index, handle in handles.items()
-        if (mode := _ask(nvml, nvml.nvmlDeviceGetMigMode, handle)) and mode[0] == 1
+        if (mode := _ask(nvml, "nvmlDeviceGetMigMode", handle)) and mode[0] == 1
     ]
     return Gpus(devices, _labels(nvml, handles, devices), tuple(notes))
 
 
 def _device(nvml: Any, index: int, handle: Any) -> Device:
-    pci = _ask(nvml, nvml.nvmlDeviceGetPciInfo, handle)
+    pci = _ask(nvml, "nvmlDeviceGetPciInfo", handle)
     # Version 2 leaves out what the driver keeps for itself.
-    memory = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle, getattr(nvml, "nvmlMemory_v2", None))
-    memory = memory or _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
-    rates = _ask(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
+    memory = _ask(nvml, "nvmlDeviceGetMemoryInfo", handle, getattr(nvml, "nvmlMemory_v2", None))
+    memory = memory or _ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
+    rates = _ask(nvml, "nvmlDeviceGetUtilizationRates", handle)
     return Device(
         "cuda",
         index,
-        _string(_ask(nvml, nvml.nvmlDeviceGetName, handle)),
+        _string(_ask(nvml, "nvmlDeviceGetName", handle)),
         memory.total if memory else 0,
-        _string(_ask(nvml, nvml.nvmlDeviceGetUUID, handle)),
+        _string(_ask(nvml, "nvmlDeviceGetUUID", handle)),
         short_bus_id(_string(pci.busId)) if pci else "",
         busy=busy(rates.gpu if rates else None, memory.used if memory else None),
     )
@@ -112,7 +112,7 @@ def _labels(nvml: Any, handles: Mapping[int, Any], devices: tuple[Device, ...]) 
         for other in (index for index in handles if index > one):
             # Switches join all GPUs that have links to them.
             num_links = links[one].get(bus_ids[other], 0) or min(links[end].get(SWITCHES, 0) for end in (one, other))
-            level = _ask(nvml, nvml.nvmlDeviceGetTopologyCommonAncestor, handles[one], handles[other])
+            level = _ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", handles[one], handles[other])
             if num_links:
                 labels[one, other] = f"NV{num_links}"
             elif level in ANCESTORS:
@@ -127,20 +127,20 @@ def _num_links(nvml: Any, handle: Any) -> dict[str, int]:
     """
     links: dict[str, int] = {}
     for number in range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", 18)):
-        if _ask(nvml, nvml.nvmlDeviceGetNvLinkState, handle, number) != 1:
+        if _ask(nvml, "nvmlDeviceGetNvLinkState", handle, number) != 1:
             continue
-        kind = _ask(nvml, nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, number)
-        remote = _ask(nvml, nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, number)
+        kind = _ask(nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, number)
+        remote = _ask(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", handle, number)
         target = SWITCHES if kind == SWITCH_TYPE or not remote else short_bus_id(_string(remote.busId))
         links[target] = links.get(target, 0) + 1
     return links
 
 
-def _ask(nvml: Any, question: Callable[..., Any], *arguments: Any) -> Any:
-    """The answer, or None where this driver or GPU has none."""
+def _ask(nvml: Any, question: str, *arguments: Any) -> Any:
+    """The answer, or None where this library, driver or GPU has none."""
     try:
-        return question(*arguments)
-    except nvml.NVMLError:
+        return getattr(nvml, question)(*arguments)
+    except (nvml.NVMLError, AttributeError):
         return None
 
 

@@ -20,18 +20,19 @@ def read_topology(source: Path | str) -> Cluster:
     NCCL writes to NCCL_TOPO_DUMP_FILE, and cluster.json.
 
     Args:
-        source: A path, or the text itself: any string of more than one line.
+        source: A path, or the text itself: a string of several lines, or one that begins like JSON or XML.
 
     Raises:
         ClusterError: no such file, or a content that cannot be meant.
     """
-    if isinstance(source, str) and len(source.splitlines()) > 1:
+    if isinstance(source, str) and (len(source.splitlines()) > 1 or source.startswith(("{", "<"))):
         return _parse(source)
     path = Path(source)
     try:
         text = path.read_text(encoding="utf-8-sig", errors="replace")
     except (OSError, ValueError) as problem:
-        raise ClusterError(f"The topology file {str(source)[:200]!r} cannot be read: {problem}.") from None
+        why = problem.strerror if isinstance(problem, OSError) else problem
+        raise ClusterError(f"The topology file {str(source)[:200]!r} cannot be read: {why}.") from None
     try:
         return _parse(text)
     except ClusterError as problem:

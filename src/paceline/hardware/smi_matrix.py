@@ -7,6 +7,7 @@ then one row for each column, then legends. Cells are words; tabs, runs of space
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ AFFINITIES = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")
 """The columns behind the labels, as far as a driver prints them."""
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_GPU = re.compile(r"GPU(\d{1,4})", re.ASCII)
+_GPU = re.compile(r"GPU(0|[1-9]\d{0,3})", re.ASCII)
 _NIC = re.compile(r"NIC\d{1,4}", re.ASCII)
 # A wide matrix loses a tab now and then, in its header (NIC8NIC9) and its rows (NODENODE): vllm-project/vllm#13855.
 _GLUED = re.compile(r"(NODE|SYS|PHB|PXB|PIX|(?:NV|GPU|NIC)\d{1,4})(?=NODE|SYS|PHB|PXB|PIX|(?:NV|GPU|NIC)\d)", re.ASCII)
@@ -76,9 +77,9 @@ def _header(line: str) -> tuple[list[str], list[str]]:
             affinities.insert(0, affinity)
             names = names.removesuffix(affinity).rstrip()
     columns = names.split()
-    repeated = next((column for column in columns if columns.count(column) > 1), None)
-    if repeated:
-        raise ClusterError(f"The topology matrix has two columns {repeated[:40]}; every name stands once.")
+    for column, times in Counter(columns).items():
+        if times > 1:
+            raise ClusterError(f"The topology matrix has {times} columns {column[:40]}; every name stands once.")
     return columns, affinities
 
 

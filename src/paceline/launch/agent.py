@@ -20,7 +20,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 
-import paceline
 from paceline.errors import LaunchError
 from paceline.launch import messages
 from paceline.launch.commands import WorkerCommand
@@ -47,7 +46,8 @@ def versions() -> dict[str, str]:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         torch = "(none)"
-    return {"paceline": paceline.__version__, "torch": torch, "Python": platform.python_version()}
+    ours = importlib.metadata.version("paceline")
+    return {"paceline": ours, "torch": torch, "Python": platform.python_version()}
 
 
 class _Agent:

@@ -141,7 +141,7 @@ class RemoteTeam:
         if self._notify is None:
             return
         self._send(messages.Kill())
-        self._has_ended.wait(CLOSE_TIMEOUT_S)
+        self._has_ended.wait(self._patience_s())
         self._notify = None
         self._running.clear()
 
@@ -196,7 +196,7 @@ class RemoteTeam:
         with contextlib.suppress(OSError):
             self._process.stdin.close()  # which tells the agent, and it its workers, to end
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(CLOSE_TIMEOUT_S)
+            self._process.wait(self._patience_s())
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -205,6 +205,10 @@ class RemoteTeam:
         for stream in (self._process.stdout, self._process.stderr):
             assert stream is not None
             stream.close()
+
+    def _patience_s(self) -> float:
+        """How long to wait for a last word: not at all if the node has been silent for several beats."""
+        return CLOSE_TIMEOUT_S if self.silent_s() < 4 * self._interval_s else 0.0
 
     def _send(self, message: Message) -> None:
         assert self._process.stdin is not None

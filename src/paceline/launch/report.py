@@ -66,6 +66,8 @@ class FailureReport:
     """As in subprocess: negative for a signal; None: it did not end by itself."""
     step: int | None
     """Optimizer updates done by then."""
+    noticed_at: float
+    """Seconds since the epoch."""
     next: str
     """What to try."""
     evidence: str
@@ -163,6 +165,7 @@ def _of_loss(loss: NodeLoss, outcome: Outcome, answers: bool) -> FailureReport:
         pid=None,
         exit_code=None,
         step=min(steps, default=None),
+        noticed_at=loss.time,
         next=_NEXT[cause].format(node=loss.hostname),
         evidence="",
         workers=(f"{ranks}: lost with node {loss.hostname}", *_lines(outcome.states)),
@@ -198,6 +201,7 @@ def _of_hang(hang: Hang, outcome: Outcome, world_size: int) -> FailureReport:
         pid=first.pid,
         exit_code=None,
         step=first.step,
+        noticed_at=outcome.stopped_at,
         next=_NEXT[hang.kind].format(pid=first.pid),
         evidence=stacks,
         workers=_lines(outcome.states),
@@ -223,6 +227,7 @@ def _of_ending(root: Ending, outcome: Outcome, world_size: int, run_dir: Path) -
         pid=root.pid,
         exit_code=root.exit_code,
         step=root.step,
+        noticed_at=min(outcome.stopped_at, max(ending.time for ending in outcome.endings)),
         next=_NEXT[cause].format(log=log, stack=stack, node=root.hostname or "this machine", pid=root.pid),
         evidence=_evidence(root, run_dir),
         workers=(f"rank {root.rank}: ended{step}{last}", *_lines(outcome.states)),

@@ -50,7 +50,7 @@ class Outcome:
 
 def interval_s(hang_timeout_s: float) -> float:
     """How often to look at workers, and how often launcher and agents say that they are there."""
-    return min(LONGEST_INTERVAL_S, hang_timeout_s / 8)
+    return min(LONGEST_INTERVAL_S, hang_timeout_s / 10)
 
 
 class Supervisor:
@@ -61,8 +61,9 @@ class Supervisor:
         self._events = events
         self._grace_s = grace_s
         self._interval_s = interval_s(hang_timeout_s)
-        # Noticed two looks early, what lasts for the whole bound is named within it.
-        self._bound_s = hang_timeout_s - 2 * self._interval_s
+        # A worker looks at itself, its agent at the worker, we at the agent: each up to one interval late. What lasts
+        # for the whole bound is to be named within it all the same.
+        self._bound_s = hang_timeout_s - 4 * self._interval_s
         self._lost: set[int] = set()
         self._endings: list[Ending] = []
         self._losses: list[NodeLoss] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -102,7 +104,5 @@ def test_no_damage_is_a_traceback(data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(text)))
     end = start + data.draw(st.integers(0, 30))
     text = text[:start] + data.draw(st.sampled_from(["", '"', "<gpu", "-", "9" * 20, "\0", "\ud800"])) + text[end:]
-    try:
+    with contextlib.suppress(ClusterError):
         assert parse_nccl_xml(text).devices
-    except ClusterError:
-        pass

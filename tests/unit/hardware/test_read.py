@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -25,6 +26,7 @@ def test_every_recorded_machine_is_read_from_its_file_and_its_text(name: str, tm
     copy = tmp_path / "cluster.json"
     cluster.save(copy)
     assert read_topology(copy) == read_topology(copy.read_text()) == cluster
+    assert read_topology(json.dumps(json.loads(copy.read_text()))) == cluster
 
 
 def test_the_list_of_recorded_machines_has_an_origin_for_each() -> None:
@@ -78,10 +80,8 @@ def test_a_measured_link_survives() -> None:
 @given(st.sampled_from(["", "{", "<", "<system>", "between two GPUs\n", "\tGPU0\tGPU1\n"]), st.text(max_size=100))
 @settings(deadline=None)
 def test_no_text_is_a_traceback(start: str, rest: str) -> None:
-    try:
+    with contextlib.suppress(ClusterError):
         read_topology(start + rest + "\n\n")
-    except ClusterError:
-        pass
 
 
 @given(st.data())
@@ -91,7 +91,5 @@ def test_no_damaged_cluster_file_is_a_traceback(data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(text)))
     end = start + data.draw(st.integers(0, 40))
     text = text[:start] + data.draw(st.sampled_from(["", "null", "1e999", "[]", '"x"', "{}", "NaN"])) + text[end:]
-    try:
+    with contextlib.suppress(ClusterError):
         read_topology(text)
-    except ClusterError:
-        pass

@@ -114,8 +114,9 @@ def test_gpus_keep_their_numbers_where_some_are_missing() -> None:
         ("GPU1\tNV2\t X \tSYS\t4-7\t1\n", "", ["GPU1", "no row"]),
         ("GPU1\tNV2", "GPU0\tNV2", ["two rows GPU0"]),
         ("GPU1\tNV2", "GPU7\tNV2", ["row GPU7", "no column"]),
-        ("\tGPU0\tGPU1", "\tGPU0\tGPU0", ["two columns GPU0"]),
+        ("\tGPU0\tGPU1", "\tGPU0\tGPU0", ["2 columns GPU0"]),
         ("\tGPU0\tGPU1", "\tX\tGPU1", ["column names"]),
+        ("GPU1\tNIC0\tCPU", "GPU1\tCPU", ["GPU0", "'0'", "after its last column"]),
         ("0-3,8-11", "0-3,8-x", ["GPU0", "CPU Affinity"]),
         ("0-3,8-11", "11-8", ["GPU0", "CPU Affinity"]),
         ("0-3,8-11", "0-999999999", ["GPU0", "CPU Affinity"]),
@@ -130,7 +131,23 @@ def test_a_broken_matrix_is_one_sentence_with_row_and_column(old: str, new: str,
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-WORDS = ["GPU0", "GPU1", "X", "NV2", "NV99", "SYS", "NIC0", "mlx5_0", "CPU", "Affinity", "0-3", "|", "\t", "\n", "\x1b[4m"]
+WORDS = [
+    "GPU0",
+    "GPU1",
+    "X",
+    "NV2",
+    "NV99",
+    "SYS",
+    "NIC0",
+    "mlx5_0",
+    "CPU",
+    "Affinity",
+    "0-3",
+    "|",
+    "\t",
+    "\n",
+    "\x1b[4m",
+]
 
 
 @given(st.lists(st.sampled_from(WORDS), max_size=60).map(" ".join) | st.text(max_size=200))

@@ -1,0 +1,183 @@
+"""Where a command's workers run: on this node, or on nodes reached by one of the launchers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from paceline import env
+from paceline.errors import LaunchError
+from paceline.hardware import detect
+from paceline.launch import run_workers, worker_commands
+from paceline.launch.commands import Meeting, meeting_on_one_node
+from paceline.launch.hosts import HostSlots, parse_hosts, read_hosts_file
+from paceline.launch.remote import Reach, RemoteTeam, open_nodes
+from paceline.launch.run import HANG_TIMEOUT_S
+from paceline.launch.ssh import explain_ssh_failure, ssh_argv
+from paceline.launch.team import Output
+from paceline.launch.worker import run_program
+from paceline.spec import Cluster, Device, Node, Plan
+from paceline.spec.codec import from_mapping
+
+LauncherName = Literal["auto", "local", "debug", "ssh"]
+
+Hosts = Annotated[
+    str | None,
+    typer.Option("--hosts", metavar="a:8,b:8", help="Nodes and their workers; reached by ssh."),
+]
+HostsFile = Annotated[Path | None, typer.Option("--hosts-file", help="The same, a node a line: name slots=8.")]
+Launcher = Annotated[LauncherName, typer.Option("--launcher", help="How nodes are reached; debug: in this process.")]
+Interface = Annotated[str | None, typer.Option("--interface", help="Network interface between nodes; found by trying.")]
+HangTimeout = Annotated[
+    float, typer.Option("--hang-timeout", min=1.0, help="Seconds to wait for a silent worker or node.")
+]
+
+
+@dataclass(frozen=True)
+class Site:
+    """The nodes of a command and the way to run workers on them."""
+
+    cluster: Cluster
+    launcher: LauncherName = "local"
+    teams: Sequence[RemoteTeam] = ()
+    interface: str | None = None
+    hang_timeout_s: float = HANG_TIMEOUT_S
+
+    def run(
+        self,
+        plan: Plan,
+        program: Sequence[str],
+        *,
+        run_dir: Path,
+        output: Output = "rank0",
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        """Run `program` in every worker of `plan`; raises what `run_workers` raises."""
+        if self.launcher == "debug":
+            if plan.world_size != 1:
+                raise LaunchError(f"--launcher debug runs one worker in this process, not {plan.world_size}; add -n 1.")
+            run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            run_program(program)
+            return
+        run_workers(
+            plan,
+            program,
+            run_dir=run_dir,
+            nodes=self.teams,
+            interface=self.interface,
+            output=output,
+            hang_timeout_s=self.hang_timeout_s,
+            environ=environ,
+        )
+
+
+@contextlib.contextmanager
+def open_site(
+    launcher: LauncherName = "auto",
+    hosts: str | None = None,
+    hosts_file: Path | None = None,
+    interface: str | None = None,
+    hang_timeout_s: float = HANG_TIMEOUT_S,
+    *,
+    on_paper: bool = False,
+) -> Iterator[Site]:
+    """What the options of a command line mean; agents on other nodes live as long as the block.
+
+    `on_paper`: connect to nobody; other nodes are taken to be like this one.
+
+    Raises:
+        LaunchError: options that contradict each other, or nodes that cannot be reached or differ in versions.
+    """
+    slots = named_hosts(hosts, hosts_file)
+    launcher = settled(launcher, slots)
+    if launcher in ("local", "debug"):
+        yield Site(detect(), launcher, hang_timeout_s=hang_timeout_s)
+        return
+    if on_paper:
+        (here,) = detect().nodes
+        yield Site(Cluster(tuple(_on_paper(here, host) for host in slots)), launcher)
+        return
+    with open_nodes([reach_by_ssh(host) for host in slots]) as (teams, hellos):
+        nodes = [
+            shared_out(dataclasses.replace(from_mapping(Node, hello.node), hostname=team.hostname), host)
+            for team, hello, host in zip(teams, hellos, slots, strict=True)
+        ]
+        yield Site(Cluster(tuple(nodes)), launcher, teams, interface, hang_timeout_s)
+
+
+def named_hosts(hosts: str | None, hosts_file: Path | None) -> tuple[HostSlots, ...]:
+    if hosts is not None and hosts_file is not None:
+        raise LaunchError("--hosts and --hosts-file name nodes twice; give one of them.")
+    if hosts is not None:
+        return parse_hosts(hosts)
+    return () if hosts_file is None else read_hosts_file(hosts_file)
+
+
+def settled(launcher: LauncherName, slots: Sequence[HostSlots]) -> LauncherName:
+    """The launcher that "auto" means."""
+    if launcher == "auto":
+        return "ssh" if slots else "local"
+    if launcher in ("local", "debug") and slots:
+        raise LaunchError(f"--launcher {launcher} runs on this node alone; leave --hosts out.")
+    if launcher == "ssh" and not slots:
+        raise LaunchError("--launcher ssh needs nodes; name them with --hosts a:8,b:8 or --hosts-file.")
+    return launcher
+
+
+def reach_by_ssh(host: HostSlots) -> Reach:
+    return Reach(
+        host.host,
+        argv=lambda program: ssh_argv(host.host, program, cwd=Path.cwd(), environ=env.passed_on()),
+        explain=lambda exit_code, stderr: explain_ssh_failure(exit_code, stderr, host.host),
+    )
+
+
+def shared_out(node: Node, slots: HostSlots) -> Node:
+    """The node with as many devices as the user gave it workers.
+
+    Raises:
+        LaunchError: more than it has GPUs. CPU workers may outnumber cores.
+    """
+    count = slots.num_workers
+    if count is None or count == len(node.devices):
+        return node
+    if node.device_kind == "cuda":
+        if count > len(node.devices):
+            raise LaunchError(f"{node.hostname} has {len(node.devices)} GPUs, not {count}; see paceline topo there.")
+        return dataclasses.replace(node, devices=node.devices[:count])
+    devices = tuple(Device("cpu", i, node.cpu_name, node.memory_bytes // count) for i in range(count))
+    return dataclasses.replace(node, devices=devices)
+
+
+def _on_paper(here: Node, slots: HostSlots) -> Node:
+    node = dataclasses.replace(here, hostname=slots.host)
+    count = slots.num_workers or len(here.devices)
+    devices = (dataclasses.replace(here.devices[0], index=index) for index in range(count))
+    return dataclasses.replace(node, devices=tuple(devices))
+
+
+def dry_run(plan: Plan, program: Sequence[str], run_dir: Path, launcher: LauncherName) -> str:
+    """The commands of every worker as a person would type them; starts nothing and connects to nobody."""
+    lines = [f"# {plan.world_size} workers, launcher {launcher}, backend {plan.backend}"]
+    if plan.nodes:
+        first = plan.nodes[0].hostname
+        place = f"tcp://ADDRESS_OF_{first}:PORT_BOUND_THERE"
+        meeting = Meeting(place, tuple("INTERFACE_THAT_REACHES_IT" for _ in plan.nodes))
+    else:
+        meeting = meeting_on_one_node(Path("NEW_FOLDER"))
+    commands = worker_commands(plan, program, run_dir=run_dir, meeting=meeting, launched_at=0.0)
+    for number, share in enumerate(plan.shares):
+        if share.hostname:
+            agent = reach_by_ssh(HostSlots(share.hostname)).argv(["python", "-m", "paceline", "agent"])
+            lines += ["", f"# node {share.hostname}: {shlex.join(agent)}"]
+        for command in (command for command in commands if command.node == number):
+            variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(command.variables.items()))
+            lines += [f"# rank {command.rank}", f"{variables} {shlex.join(command.argv)}"]
+    return "\n".join(lines)

@@ -1,0 +1,380 @@
+"""A node's wires and the devices chosen on it: a table for the terminal, sentences, and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import Any, Protocol
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from paceline.report.formats import NOTHING, duration, listing, times
+from paceline.spec import Device, Link, Node, Peripheral
+
+RING_MARK = "*"
+"""Stands after the links of the ring, so that it survives a pipe without colours."""
+
+NAIVE_SIZE_BYTES = 1e9
+
+_GUTTER = 2
+"""Between the columns of a table."""
+
+_WORDS = {
+    "PIX": "through one PCIe bridge",
+    "PXB": "through several PCIe bridges without crossing a host bridge",
+    "PHB": "through a PCIe host bridge, which is part of the CPU",
+    "NODE": "between PCIe host bridges of one NUMA node",
+    "SYS": "across the link between the sockets",
+    "XGMI": "over AMD Infinity Fabric",
+}
+"""`nvidia-smi topo -m` prints the same legend in its own words."""
+
+_STYLES = {"NVLink": "bold green", "PCIe": "cyan", "host": "yellow", "sockets": "red", "other": ""}
+
+
+class Ring(Protocol):
+    """Devices in the order in which they pass data on, as `paceline.plan.pick` finds it."""
+
+    @property
+    def devices(self) -> tuple[int, ...]: ...
+
+    @property
+    def bottleneck(self) -> Link | None: ...
+
+    def all_reduce_s(self, size_bytes: float) -> float | None: ...
+
+
+class Choice(Protocol):
+    """The best ring beside the naive one, as `paceline.plan.pick` gives it."""
+
+    @property
+    def ring(self) -> Ring: ...
+
+    @property
+    def naive(self) -> Ring: ...
+
+    @property
+    def is_exact(self) -> bool: ...
+
+
+def label_words(label: str) -> str:
+    """What a link with this label goes through, to follow on "they talk"."""
+    if bonds := num_nvlinks(label):
+        return "over one NVLink" if bonds == 1 else f"over {bonds} NVLinks"
+    return _WORDS.get(label, "in a way that has no name here")
+
+
+def num_nvlinks(label: str) -> int:
+    """Of a label NV1 … NV18; 0 for every other one."""
+    bonds = label.removeprefix("NV")
+    return int(bonds) if bonds != label and bonds.isdecimal() else 0
+
+
+def label_class(label: str) -> str:
+    """The kind of wire: NVLink (and AMD's like), PCIe, host (through the CPU), sockets, other."""
+    if num_nvlinks(label) or label == "XGMI":
+        return "NVLink"
+    return {"PIX": "PCIe", "PXB": "PCIe", "PHB": "host", "NODE": "host", "SYS": "sockets"}.get(label, "other")
+
+
+def bandwidth_text(bytes_per_s: float | None) -> str:
+    """ "12 GB/s", "56.2 GB/s", "450 GB/s"."""
+    if bytes_per_s is None:
+        return NOTHING
+    gigabytes = bytes_per_s / 1e9
+    return f"{gigabytes:.0f} GB/s" if gigabytes >= 100 else f"{gigabytes:.3g} GB/s"
+
+
+def link_text(link: Link | None) -> str:
+    """ "NV2, 50 GB/s"."""
+    if link is None:
+        return "unknown"
+    return link.label if link.bytes_per_s is None else f"{link.label}, {bandwidth_text(link.bytes_per_s)}"
+
+
+def pair_sentence(node: Node, one: str, other: str) -> str:
+    """How two parts of a node, by their labels, reach each other and how fast.
+
+    "GPU 0 and GPU 1 talk through several PCIe bridges without crossing a host bridge (PXB), about 12 GB/s."
+    """
+    link = node.link(one, other)
+    names = f"{_spaced(one)} and {_spaced(other)}"
+    if link is None:
+        return f"Nothing is known of the link between {names}."
+    if link.bytes_per_s is None:
+        figure = "at a bandwidth nobody knows"
+    elif link.source == "measured":
+        figure = f"{bandwidth_text(link.bytes_per_s)} measured"
+    else:
+        figure = f"about {bandwidth_text(link.bytes_per_s)}"
+    return f"{names} talk {label_words(link.label)} ({link.label}), {figure}."
+
+
+def _spaced(label: str) -> str:
+    """ "GPU0" as "GPU 0"."""
+    letters = label.rstrip("0123456789")
+    return f"{letters} {label[len(letters) :]}" if letters and letters != label else label
+
+
+# --- The table ---
+
+
+def node_view(node: Node, width: int, ring: Sequence[int] = ()) -> RenderableType:
+    """Everything there is on a node: title, parts, matrix with its legend, notes.
+
+    Args:
+        width: Columns of text that fit; a wider matrix goes on below.
+        ring: Indices of devices in the order of a ring to mark.
+    """
+    parts: list[RenderableType] = [Text(title(node), style="bold")]
+    if node.device_kind == "cpu":
+        parts += [*_parts_tables(node), *_notes(node)]
+        return Group(*parts, Text("No GPU was found: training runs on CPU workers, and there are no links to draw."))
+    parts += _parts_tables(node)
+    if len(node.devices) + len(node.peripherals) > 1:
+        parts += [Text(), *_matrices(node, width, ring), *_legend(node, ring)]
+    return Group(*parts, *_notes(node))
+
+
+def title(node: Node) -> str:
+    """ "gpu-7: 8 x NVIDIA H100 80GB HBM3, 8 NICs, 2 NUMA nodes"."""
+    kinds: dict[str, int] = {}
+    for device in node.devices:
+        name = device.name or ("GPU" if device.kind == "cuda" else "CPU core")
+        kinds[name] = kinds.get(name, 0) + 1
+    numa_nodes = {device.numa_node for device in node.devices} - {None}
+    words = [f"{count} x {name}" for name, count in kinds.items()] or ["no device"]
+    num_nics = sum(peripheral.kind == "nic" for peripheral in node.peripherals)
+    if num_nics:
+        words.append(f"{num_nics} NIC{'s' * (num_nics != 1)}")
+    if len(numa_nodes) > 1:
+        words.append(f"{len(numa_nodes)} NUMA nodes")
+    return f"{node.hostname}: {', '.join(words)}" if node.hostname else ", ".join(words)
+
+
+def _parts_tables(node: Node) -> list[RenderableType]:
+    """What is known of devices and peripherals beyond their links: tables, or lines where there is little to say."""
+    if node.device_kind == "cpu":
+        parts: list[RenderableType] = [
+            Text(f"{node.num_cores} cores, {_memory_text(node.memory_bytes)} of memory, {node.cpu_name}")
+        ]
+    else:
+        parts = _facts([(device.label, _device_facts(device)) for device in node.devices], _numa_lines(node))
+    names = [f"{part.label} {part.name}" for part in node.peripherals if part.name != part.label]
+    rows = [(part.label, _peripheral_facts(part)) for part in node.peripherals]
+    return [*parts, *_facts(rows, [", ".join(names)] if names else [])]
+
+
+def _numa_lines(node: Node) -> list[str]:
+    by_numa: dict[int, list[str]] = {}
+    for device in node.devices:
+        if device.numa_node is not None:
+            by_numa.setdefault(device.numa_node, []).append(device.label)
+    return [f"NUMA node {numa_node}: {', '.join(labels)}" for numa_node, labels in sorted(by_numa.items())]
+
+
+def _device_facts(device: Device) -> dict[str, str]:
+    return {
+        "name": device.name,
+        "memory": _memory_text(device.memory_bytes),
+        "NUMA": _text(device.numa_node),
+        "PCI": device.pci_bus_id,
+        "busy": device.busy,
+    }
+
+
+def _peripheral_facts(part: Peripheral) -> dict[str, str]:
+    return {
+        "name": part.name,
+        "speed": "" if part.bytes_per_s is None else bandwidth_text(part.bytes_per_s),
+        "NUMA": _text(part.numa_node),
+        "PCI": part.pci_bus_id,
+    }
+
+
+def _facts(rows: Sequence[tuple[str, Mapping[str, str]]], otherwise: Sequence[str]) -> list[RenderableType]:
+    """A table without the columns of which nothing is known, or the lines where no more is known than they say."""
+    columns = [name for name in (rows[0][1] if rows else {}) if any(facts[name] for _, facts in rows)]
+    if not set(columns) - {"name", "NUMA"}:
+        return [Text(line) for line in otherwise]
+    table = _table("", *columns)
+    for label, facts in rows:
+        table.add_row(label, *(facts[name] or NOTHING for name in columns))
+    return [Text(), table]
+
+
+def _memory_text(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.0f} GiB" if num_bytes else ""
+
+
+def _text(value: object | None) -> str:
+    return "" if value is None else str(value)
+
+
+def _matrices(node: Node, width: int, ring: Sequence[int]) -> list[RenderableType]:
+    """The matrix, in as many tables as it takes columns to fit into the width."""
+    rows = [device.label for device in node.devices]
+    columns = [*rows, *(part.label for part in node.peripherals)]
+    hops = _hops(ring)
+    cells = {(row, column): _cell(node, row, column, hops) for row in rows for column in columns}
+    tables: list[RenderableType] = []
+    left = [*columns]
+    while left:
+        part: list[str] = []
+        room = width - max(map(len, rows)) - _GUTTER
+        while left and (not part or room >= _column_width(left[0], cells)):
+            room -= _column_width(left[0], cells)
+            part.append(left.pop(0))
+        table = _table("", *part)
+        for row in rows:
+            table.add_row(row, *(cells[row, column] for column in part))
+        tables.append(table)
+    return tables
+
+
+def _column_width(column: str, cells: Mapping[tuple[str, str], Text]) -> int:
+    return max(len(column), *(len(text) for (_, other), text in cells.items() if other == column)) + _GUTTER
+
+
+def _cell(node: Node, row: str, column: str, hops: set[frozenset[str]]) -> Text:
+    if row == column:
+        return Text("X", style="dim")
+    link = node.link(row, column)
+    if link is None:
+        return Text(NOTHING, style="dim")
+    is_hop = frozenset((row, column)) in hops
+    style = f"{_STYLES[label_class(link.label)]}{' reverse' if is_hop else ''}".strip()
+    return Text(f"{link.label}{RING_MARK if is_hop else ''}", style=style)
+
+
+def _hops(ring: Sequence[int]) -> set[frozenset[str]]:
+    if len(ring) < 2:
+        return set()
+    return {frozenset((f"GPU{ring[place - 1]}", f"GPU{ring[place]}")) for place in range(len(ring))}
+
+
+def _legend(node: Node, ring: Sequence[int]) -> list[RenderableType]:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for label in labels_in_use(node):
+        words = label_words(label)
+        table.add_row(
+            Text(label, style=_STYLES[label_class(label)]), words[0].upper() + words[1:], label_bandwidth(node, label)
+        )
+    lines: list[RenderableType] = [Text(), table] if table.row_count else []
+    return [*lines, Text(f"{RING_MARK} a link of the ring")] if len(ring) > 1 else lines
+
+
+def labels_in_use(node: Node) -> list[str]:
+    """Each label once, the fastest kind of wire first."""
+    order = [*_STYLES]
+    labels = {link.label for link in node.links}
+    near = {label: place for place, label in enumerate(_WORDS)}
+    return sorted(
+        labels, key=lambda label: (order.index(label_class(label)), -num_nvlinks(label), near.get(label, 99), label)
+    )
+
+
+def label_bandwidth(node: Node, label: str) -> str:
+    """What links of this label carry in one direction, the range if they differ, and whether that was measured."""
+    links = [link for link in node.links if link.label == label and link.bytes_per_s is not None]
+    figures = sorted({link.bytes_per_s for link in links if link.bytes_per_s is not None})
+    if not figures:
+        return ""
+    ends = list(dict.fromkeys([bandwidth_text(figures[0]), bandwidth_text(figures[-1])]))
+    if all(link.source == "measured" for link in links):
+        return f"{' to '.join(ends)} measured"
+    return f"about {' to '.join(ends)}"
+
+
+def _notes(node: Node) -> list[RenderableType]:
+    return [Text(), *map(Text, node.notes)] if node.notes else []
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    for heading in headings:
+        table.add_column(heading, no_wrap=True)
+    return table
+
+
+# --- The choice ---
+
+
+def choice_lines(choice: Choice) -> list[str]:
+    """What was chosen, why, what a naive choice would cost, and, last, the line that makes a program use it."""
+    ring = choice.ring
+    count = len(ring.devices)
+    lines = [f"Use {device_words(sorted(ring.devices))}."]
+    if count > 2:
+        around = " - ".join(map(str, [*ring.devices, ring.devices[0]]))
+        lines.append(f"The best ring is {around}; its slowest link is {link_text(ring.bottleneck)}.")
+    elif count == 2:
+        lines.append(f"The link between them: {link_text(ring.bottleneck)}.")
+    if not choice.is_exact:
+        lines.append("This ring was found by improving step by step, not by trying all: a better one may exist.")
+    if count > 1:
+        lines.append(_naive_sentence(choice))
+    return [*lines, visible_devices(ring.devices)]
+
+
+def visible_devices(devices: Sequence[int]) -> str:
+    """The variables that show a program these devices, in this order."""
+    return f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={','.join(map(str, devices))}"
+
+
+def device_words(devices: Sequence[int]) -> str:
+    """ "GPU 3", "GPUs 0, 1 and 3"."""
+    return f"GPU{'s' * (len(devices) != 1)} {listing(list(map(str, devices)))}"
+
+
+def _naive_sentence(choice: Choice) -> str:
+    """The cost of the first devices in the order of their ids, by the law of the ring, for one gigabyte."""
+    if choice.naive.devices == choice.ring.devices:
+        return "A naive choice, the first ones in the order of their ids, is the same."
+    naive_s, best_s = (ring.all_reduce_s(NAIVE_SIZE_BYTES) for ring in (choice.naive, choice.ring))
+    what = f"A naive choice, {device_words(choice.naive.devices)} in this order"
+    if naive_s is None or best_s is None:
+        return f"{what}, has {link_text(choice.naive.bottleneck)} as its slowest link."
+    if naive_s <= best_s:
+        return f"{what}, has a bottleneck as fast: {link_text(choice.naive.bottleneck)}."
+    return (
+        f"{what}, would all_reduce 1 GB in {duration(naive_s)} instead of {duration(best_s)}, "
+        f"{times(naive_s / best_s)} the time: its slowest link is {link_text(choice.naive.bottleneck)}."
+    )
+
+
+def topology_mapping(node: Node, choice: Choice | None) -> dict[str, Any]:
+    """The result of `paceline topo --json`; lists are empty and the rest is null where there is no GPU."""
+    devices = sorted(choice.ring.devices) if choice else []
+    links = {(one, other): node.link(f"GPU{one}", f"GPU{other}") for one, other in combinations(devices, 2)}
+    return {
+        "hostname": node.hostname,
+        "devices": devices,
+        "ring": list(choice.ring.devices) if choice else [],
+        "bottleneck": _link_mapping(choice.ring.bottleneck) if choice else None,
+        "pairs": {f"{one}-{other}": link.label for (one, other), link in links.items() if link},
+        "is_exact": choice.is_exact if choice else None,
+        "all_reduce_1_gb_s": choice.ring.all_reduce_s(NAIVE_SIZE_BYTES) if choice else None,
+        "naive": _naive_mapping(choice.naive) if choice else None,
+        "environment": _environment(choice.ring.devices) if choice else {},
+        "notes": list(node.notes),
+    }
+
+
+def _link_mapping(link: Link | None) -> dict[str, Any] | None:
+    return None if link is None else {"label": link.label, "bytes_per_s": link.bytes_per_s}
+
+
+def _naive_mapping(ring: Ring) -> dict[str, Any]:
+    return {
+        "ring": list(ring.devices),
+        "bottleneck": _link_mapping(ring.bottleneck),
+        "all_reduce_1_gb_s": ring.all_reduce_s(NAIVE_SIZE_BYTES),
+    }
+
+
+def _environment(devices: Sequence[int]) -> dict[str, str]:
+    return dict(variable.split("=", 1) for variable in visible_devices(devices).split())

@@ -1,0 +1,363 @@
+"""A node as one drawing: devices on a circle, links as wide as they are fast, network cards at the rim.
+
+Devices stand in the order of the ring, so that it is the outline. Where every pair has as many NVLinks as only a switch
+can give, the switch is drawn and not each pair. The drawing is one SVG file that needs nothing else and follows the
+reader's preference for light or dark.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from itertools import combinations
+
+from paceline.report.topology import (
+    device_words,
+    label_bandwidth,
+    label_class,
+    label_words,
+    labels_in_use,
+    link_text,
+    num_nvlinks,
+    title,
+)
+from paceline.spec import Device, Link, Node, Peripheral
+
+Point = tuple[float, float]
+
+WIDTH = 920
+_MARGIN, _LINE_HEIGHT = 28, 24
+_DEVICE_WIDTH, _DEVICE_HEIGHT = 66, 42
+_NIC_WIDTH, _NIC_HEIGHT = 74, 38
+_LEAST_WIDTH, _MOST_WIDTH = 1.2, 8.0
+_NIC_STROKE, _RING_STROKE = 1.5, 16.0
+_FULL_TURN = 2 * math.pi
+_MOST_LABELLED = 4
+"""Devices up to which each link carries its label; with more, labels would cover each other."""
+_MOST_NVLINKS = 18
+"""Of one GPU, up to NVLink 5 (NVIDIA Blackwell architecture); who seems to have more hangs on a switch."""
+_MOST_WAYS = 4
+"""From a card that are drawn; one that is as near to more devices, or only on their NUMA node, stands on their side."""
+_NEAREST_FIRST = ("PIX", "PXB", "PHB", "NODE")
+"""Ways from a card that give it a side; SYS leads from everywhere to everywhere."""
+
+_STYLE = """
+:root { color-scheme: light dark; }
+svg { --surface: #ffffff; --ink: #16202c; --muted: #566272; --card: #f0f3f7; --edge: #8b99a9; --accent: #0b5fa8;
+  --wash: #dcecfa; --NVLink: #0a8f68; --PCIe: #2a7fb8; --host: #a67c00; --sockets: #b4434a; --other: #7a4fc4; }
+@media (prefers-color-scheme: dark) {
+  svg { --surface: #18202a; --ink: #e9eef4; --muted: #a3b0bf; --card: #26313e; --edge: #6d7d8f; --accent: #6cb4f0;
+    --wash: #1d3b57; --NVLink: #35c596; --PCIe: #8fd8f5; --host: #dcb431; --sockets: #f0848a; --other: #b79bf2; }
+}
+text { font: 13px system-ui, "Segoe UI", "Liberation Sans", sans-serif; fill: var(--ink); }
+.surface { fill: var(--surface); }
+.title { font-size: 18px; font-weight: 600; }
+.small, .muted { fill: var(--muted); }
+.small { font-size: 11px; }
+.strong { font-weight: 600; }
+.middle { text-anchor: middle; }
+.link { fill: none; stroke-linecap: round; stroke: var(--other); opacity: 0.75; }
+.link.NVLink { stroke: var(--NVLink); } .link.PCIe { stroke: var(--PCIe); } .link.host { stroke: var(--host); }
+.link.sockets { stroke: var(--sockets); stroke-dasharray: 4 5; opacity: 0.35; }
+.sample.sockets { opacity: 0.8; }
+.ring { fill: none; stroke: var(--accent); stroke-linecap: round; opacity: 0.35; }
+.device rect { fill: var(--card); stroke: var(--edge); stroke-width: 1.5; }
+.device.chosen rect { fill: var(--wash); stroke: var(--accent); stroke-width: 2.5; }
+.device.busy rect { stroke-dasharray: 5 4; }
+.nic rect { fill: var(--surface); stroke: var(--edge); }
+.switch rect { fill: var(--card); stroke: var(--NVLink); stroke-width: 2; }
+.tag { fill: var(--surface); opacity: 0.92; }
+"""
+
+
+def draw_topology(node: Node, ring: Sequence[int] = ()) -> str:
+    """The SVG document of one node, the `ring` of device indices in it highlighted."""
+    devices = _in_order(node, ring)
+    nics = [part for part in node.peripherals if part.kind == "nic"] if devices else []
+    places = _places(node, devices, nics)
+    heading = _heading(node, ring)
+    top = _MARGIN + _LINE_HEIGHT * len(heading) + 12
+    # Wide drawings for many devices: the page grows with them, and never below what a title needs.
+    width = max(WIDTH, 2 * math.ceil(max((abs(x) for x, _ in places.values()), default=0.0) + _NIC_WIDTH))
+    highest = min((y for _, y in places.values()), default=0.0) - _DEVICE_HEIGHT / 2
+    lowest = max((y for _, y in places.values()), default=0.0) + _DEVICE_HEIGHT / 2
+    centre = (width / 2, top - highest)
+    places = {label: (x + centre[0], y + centre[1]) for label, (x, y) in places.items()}
+    legend_top = centre[1] + lowest + 44 if devices else top
+    links = _drawn_links(node, devices, nics)
+    legend = list(_legend(node, links, ring, legend_top))
+    height = math.ceil(legend_top + _LINE_HEIGHT * len(legend) + _MARGIN / 2)
+    parts = [
+        *_text_lines(heading),
+        *_ring(ring, places),
+        *_wires(links, switch_link(node), devices, places, centre),
+        *_tags(node, devices, places, centre),
+        *(_nic(part, places[part.label]) for part in nics),
+        *(_device(device, places[device.label], is_chosen=device.index in ring) for device in devices),
+        *legend,
+    ]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'role="img">\n<title>{_clean(title(node))}</title>\n<style>{_STYLE}</style>\n'
+        f'<rect class="surface" width="{width}" height="{height}"/>\n' + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+# --- Where things stand ---
+
+
+def _in_order(node: Node, ring: Sequence[int]) -> list[Device]:
+    """GPUs: first those of the ring in its order, then the others by NUMA node and id."""
+    gpus = [device for device in node.devices if device.kind == "cuda"]
+    by_index = {device.index: device for device in gpus}
+    others = [device for device in gpus if device.index not in ring]
+    others.sort(key=lambda device: (-1 if device.numa_node is None else device.numa_node, device.index))
+    return [by_index[index] for index in ring if index in by_index] + others
+
+
+def _places(node: Node, devices: Sequence[Device], nics: Sequence[Peripheral]) -> dict[str, Point]:
+    """Where each box has its middle, seen from the middle of the circle."""
+    radius = _radius(len(devices), _DEVICE_WIDTH + 22)
+    places = {device.label: _on_circle(radius, _angle(i, len(devices))) for i, device in enumerate(devices)}
+    return places | _nic_places(node, nics, places, max(radius + 105, _radius(len(nics), _NIC_WIDTH + 14)))
+
+
+def _radius(num_boxes: int, space: float) -> float:
+    """Of a circle on which boxes stand without touching; two stand side by side."""
+    return max(150.0, space / (2 * math.sin(math.pi / num_boxes))) if num_boxes > 1 else 0.0
+
+
+def _angle(place: int, num_places: int) -> float:
+    """In radians, clockwise from the top; two are level."""
+    return 2 * math.pi * place / num_places - (math.pi / 2 if num_places == 2 else math.pi / num_places)
+
+
+def _on_circle(radius: float, angle: float) -> Point:
+    return radius * math.sin(angle), -radius * math.cos(angle)
+
+
+def _nic_places(node: Node, nics: Sequence[Peripheral], places: Mapping[str, Point], radius: float) -> dict[str, Point]:
+    """Each card outside of the devices next to it, moved along the rim until none covers another."""
+    wanted: dict[str, float] = {}
+    homeless = []
+    for nic in nics:
+        near = [places[link.ends[0]] for link in _nearest(node, nic) if link.ends[0] in places]
+        x, y = (sum(place[axis] for place in near) for axis in (0, 1))
+        if math.hypot(x, y) > 1:
+            wanted[nic.label] = math.atan2(x, -y) % _FULL_TURN
+        else:
+            homeless.append(nic.label)
+    for label in homeless:  # where there is most room
+        angles = sorted(wanted.values()) or [0.0]
+        gaps = [
+            ((later - angle) % _FULL_TURN or _FULL_TURN, angle)
+            for angle, later in zip(angles, [*angles[1:], angles[0]], strict=True)
+        ]
+        room, angle = max(gaps)
+        wanted[label] = (angle + room / 2) % _FULL_TURN
+    labels = sorted(wanted, key=lambda label: wanted[label])
+    gap = 2 * math.asin((_NIC_WIDTH + 12) / (2 * radius))
+    angles = spread_out([wanted[label] for label in labels], gap)
+    return {label: _on_circle(radius, angle) for label, angle in zip(labels, angles, strict=True)}
+
+
+def spread_out(angles: Sequence[float], gap: float) -> list[float]:
+    """Ascending angles in [0, 2 pi), each moved as little as it takes to keep `gap` to the next around the circle.
+
+    Neighbours that are too near are pooled and spread about the mean of where they want to be (isotonic regression).
+    Where there is no room for all gaps they stand at equal distances.
+    """
+    count = len(angles)
+    full = _FULL_TURN
+    if count < 2:
+        return list(angles)
+    # The circle is opened at its widest empty part.
+    first = max(range(count), key=lambda i: (angles[i] - angles[i - 1]) % full if i else angles[0] - angles[-1] + full)
+    opened = [angles[(first + i) % count] + (full if first + i >= count else 0.0) for i in range(count)]
+    pools: list[tuple[float, int]] = []  # mean of what is wanted less the gaps before it, members
+    for place, angle in enumerate(opened):
+        mean, size = angle - place * gap, 1
+        while pools and pools[-1][0] >= mean:
+            before, num_before = pools.pop()
+            mean = (mean * size + before * num_before) / (size + num_before)
+            size += num_before
+        pools.append((mean, size))
+    means = [mean for mean, size in pools for _ in range(size)]
+    spread = [mean + place * gap for place, mean in enumerate(means)]
+    if spread[-1] - spread[0] > full - gap:
+        spread = [opened[0] + place * full / count for place in range(count)]
+    # Back to the order of the angles that came in.
+    return [spread[(place - first) % count] for place in range(count)]
+
+
+def _nearest(node: Node, nic: Peripheral) -> list[Link]:
+    """The shortest ways from a card to devices, if they are shorter than across the sockets."""
+    links = [link for link in node.links if link.ends[1] == nic.label and link.label in _NEAREST_FIRST]
+    best = min((_NEAREST_FIRST.index(link.label) for link in links), default=0)
+    return [link for link in links if _NEAREST_FIRST.index(link.label) == best]
+
+
+# --- What is drawn ---
+
+
+def switch_link(node: Node) -> Link | None:
+    """Any link of a node whose GPUs hang on an NVSwitch: all pairs alike, and more NVLinks than a GPU has."""
+    gpus = [device.label for device in node.devices if device.kind == "cuda"]
+    links = [node.link(one, other) for one, other in combinations(gpus, 2)]
+    first = links[0] if links else None
+    if first is None or any(link is None or link.label != first.label for link in links):
+        return None
+    return first if num_nvlinks(first.label) * (len(gpus) - 1) > _MOST_NVLINKS else None
+
+
+def _heading(node: Node, ring: Sequence[int]) -> list[str]:
+    lines = [title(node)]
+    if len(ring) > 2:
+        lines.append(f"Best ring: {' - '.join(map(str, [*ring, ring[0]]))}")
+    elif ring:
+        lines.append(f"Best choice: {device_words(sorted(ring))}")
+    if not any(device.kind == "cuda" for device in node.devices):
+        lines.append(f"No GPU: {node.num_cores} CPU cores, and no links to draw.")
+    return lines
+
+
+def _text_lines(lines: Sequence[str]) -> Iterator[str]:
+    for place, line in enumerate(lines):
+        kind, most = ("muted", 130) if place else ("title", 84)
+        y = _MARGIN + 8 + _LINE_HEIGHT * place
+        yield f'<text class="{kind}" x="{_MARGIN}" y="{y}">{_clean(_short(line, most))}</text>'
+
+
+def _drawn_links(node: Node, devices: Sequence[Device], nics: Sequence[Peripheral]) -> list[Link]:
+    """Those between devices, the slowest first so that none hides a faster one; those of the cards before them."""
+    labels = {device.label for device in devices}
+    of_nics = [
+        link
+        for nic in nics
+        if len(near := _nearest(node, nic)) <= _MOST_WAYS
+        for link in near
+        if link.ends[0] in labels
+    ]
+    between = [link for link in node.links if set(link.ends) <= labels]
+    between.sort(key=lambda link: (link.label != "SYS", link.bytes_per_s or 0.0))
+    return of_nics + between
+
+
+def _wires(
+    links: Sequence[Link],
+    switch: Link | None,
+    devices: Sequence[Device],
+    places: Mapping[str, Point],
+    centre: Point,
+) -> Iterator[str]:
+    fastest = _fastest(links)
+    for link in links:
+        kind = label_class(link.label)
+        if not link.ends[1].startswith("GPU"):
+            yield _line(f"link to-nic {kind}", places[link.ends[0]], places[link.ends[1]], _NIC_STROKE)
+        elif switch is None:
+            yield _line(f"link {kind}", places[link.ends[0]], places[link.ends[1]], _stroke(link, fastest))
+    if switch is not None:
+        for device in devices:
+            yield _line("link NVLink", places[device.label], centre, _stroke(switch, fastest))
+        yield _box("switch", centre, 128, 58, "NVSwitch", link_text(switch))
+
+
+def _fastest(links: Sequence[Link]) -> float:
+    return max((link.bytes_per_s or 0.0 for link in links), default=0.0)
+
+
+def _stroke(link: Link, fastest: float) -> float:
+    """Width in pixels: the root of the bandwidth, since the differences are of powers of ten."""
+    if link.label == "SYS" or not link.bytes_per_s or not fastest:
+        return _LEAST_WIDTH
+    return max(_LEAST_WIDTH, _MOST_WIDTH * math.sqrt(link.bytes_per_s / fastest))
+
+
+def _ring(ring: Sequence[int], places: Mapping[str, Point]) -> Iterator[str]:
+    stops = [places[f"GPU{index}"] for index in ring if f"GPU{index}" in places]
+    if len(stops) > 1:
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in stops)
+        yield f'<polygon class="ring" stroke-width="{_RING_STROKE}" points="{points}"/>'
+
+
+def _tags(node: Node, devices: Sequence[Device], places: Mapping[str, Point], centre: Point) -> Iterator[str]:
+    """The label on each link where there is room; beside the middle, where the links of four devices cross."""
+    if len(devices) > _MOST_LABELLED or switch_link(node) is not None:
+        return
+    for one, other in combinations(devices, 2):
+        link = node.link(one.label, other.label)
+        if link is None:
+            continue
+        (x1, y1), (x2, y2) = places[one.label], places[other.label]
+        is_diagonal = math.hypot((x1 + x2) / 2 - centre[0], (y1 + y2) / 2 - centre[1]) < 1 and len(devices) > 2
+        share = 0.33 if is_diagonal else 0.5
+        x, y = x1 + (x2 - x1) * share, y1 + (y2 - y1) * share
+        half = 4 + 3.6 * len(link_text(link)) if len(devices) == 2 else 4 + 4.2 * len(link.label)
+        text = link_text(link) if len(devices) == 2 else link.label
+        yield (
+            f'<rect class="tag" x="{x - half:.1f}" y="{y - 10:.1f}" width="{2 * half:.1f}" height="20" rx="4"/>'
+            f'<text class="middle" x="{x:.1f}" y="{y + 4.5:.1f}">{_clean(text)}</text>'
+        )
+
+
+def _line(kind: str, one: Point, other: Point, width: float) -> str:
+    ends = f'x1="{one[0]:.1f}" y1="{one[1]:.1f}" x2="{other[0]:.1f}" y2="{other[1]:.1f}"'
+    return f'<line class="{kind}" {ends} stroke-width="{width:.1f}"/>'
+
+
+def _device(device: Device, place: Point, *, is_chosen: bool) -> str:
+    kind = f"device{' chosen' * is_chosen}{' busy' * bool(device.busy)}"
+    detail = "busy" if device.busy else "" if device.numa_node is None else f"NUMA {device.numa_node}"
+    return _box(kind, place, _DEVICE_WIDTH, _DEVICE_HEIGHT, f"GPU {device.index}", detail)
+
+
+def _nic(part: Peripheral, place: Point) -> str:
+    return _box("nic", place, _NIC_WIDTH, _NIC_HEIGHT, part.label, "" if part.name == part.label else part.name)
+
+
+def _box(kind: str, centre: Point, width: int, height: int, name: str, detail: str) -> str:
+    x, y = centre
+    lines = f'<text class="strong middle" x="{x:.1f}" y="{y - 2 if detail else y + 5:.1f}">{_clean(name)}</text>'
+    if detail:
+        lines += f'<text class="small middle" x="{x:.1f}" y="{y + 13:.1f}">{_clean(_short(detail, width // 6))}</text>'
+    return (
+        f'<g class="{kind}"><rect x="{x - width / 2:.1f}" y="{y - height / 2:.1f}" width="{width}" height="{height}" '
+        f'rx="8"/>{lines}</g>'
+    )
+
+
+def _legend(node: Node, links: Sequence[Link], ring: Sequence[int], top: float) -> Iterator[str]:
+    """A line for each label that is drawn, and one for the ring."""
+    x, y = _MARGIN, top
+    drawn = {link.label: link for link in links}
+    between_gpus = {link.label for link in links if link.ends[1].startswith("GPU")}
+    for label in labels_in_use(node):
+        if label in drawn:
+            width = _stroke(drawn[label], _fastest(links)) if label in between_gpus else _NIC_STROKE
+            words = ", ".join(filter(None, [label_words(label), label_bandwidth(node, label)]))
+            sample = _line(f"link sample {label_class(label)}", (x, y), (x + 42, y), width)
+            yield sample + _legend_words(x, y, label, words)
+            y += _LINE_HEIGHT
+    if len(ring) > 1:
+        yield (
+            _line("ring", (x, y), (x + 42, y), _RING_STROKE)
+            + _legend_words(x, y, "ring", "the order in which the chosen GPUs pass data on")
+        )
+
+
+def _legend_words(x: float, y: float, name: str, words: str) -> str:
+    return (
+        f'<text class="strong" x="{x + 56}" y="{y + 4.5}">{_clean(name)}</text>'
+        f'<text class="muted" x="{x + 112}" y="{y + 4.5}">{_clean(words)}</text>'
+    )
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
+
+def _clean(text: str) -> str:
+    """Fit for XML, which has no place for control characters."""
+    return escape("".join(letter for letter in text if letter.isprintable()))

@@ -1,0 +1,59 @@
+"""A Ray cluster on the nodes of a cluster: its head on the first.
+
+    with ray_on(cluster.nodes):
+        cluster.nodes[0].exec([sys.executable, "program.py"], env=RAY_VARIABLES)
+
+Everything Ray writes lies in /run and /dev/shm of the nodes and goes with them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from tests.hosts.cluster import Node
+from tests.hosts.stdio import wait_until
+
+_PORT = 6379
+_TIMEOUT_S = 90.0
+
+RAY_VARIABLES = {
+    "RAY_ADDRESS": f"node0:{_PORT}",
+    "RAY_TMPDIR": "/run/ray",
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": "a-token-for-one-test",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
+}
+"""What every process needs that has to do with the cluster."""
+
+_COUNT = "import ray; ray.init(address='auto'); print('alive', sum(node['Alive'] for node in ray.nodes()))"
+
+
+def why_not_ray() -> str | None:
+    """Why there can be no Ray here; None where there can."""
+    return None if importlib.util.find_spec("ray") else "Ray is not installed (paceline[ray])"
+
+
+@contextmanager
+def ray_on(nodes: Sequence[Node]) -> Iterator[None]:
+    """Let all nodes be one Ray cluster until the end."""
+    with ExitStack() as daemons:
+        for number, node in enumerate(nodes):
+            place = ["--head", f"--port={_PORT}", "--include-dashboard=false"] if number == 0 else []
+            place += [f"--address={nodes[0].hostname}:{_PORT}"] if number else []
+            start = [sys.executable, "-m", "ray.scripts.scripts", "start", *place, f"--node-ip-address={node.address}"]
+            start += ["--num-cpus=1", "--object-store-memory=80000000", "--disable-usage-stats", "--block"]
+            daemon = node.exec(start, env=RAY_VARIABLES)
+            daemons.callback(daemon.kill)
+            daemon.expect("Ray runtime started", _TIMEOUT_S)
+        wait_until(lambda: _num_alive(nodes[0]) == len(nodes), timeout_s=_TIMEOUT_S, what="all Ray nodes are alive")
+        yield
+
+
+def _num_alive(node: Node) -> int:
+    client = node.exec([sys.executable, "-c", _COUNT], env=RAY_VARIABLES)
+    client.wait(_TIMEOUT_S)
+    return int(client.stdout.partition("alive ")[2] or 0)

@@ -1,0 +1,180 @@
+"""Whatever happens to a worker, an agent, a node or a link: it is named in time, and nobody is left anywhere."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hosts.cluster import Cluster, Node, NodeProcess
+from tests.hosts.sshd import ssh_between, start_sshd, why_not_ssh
+from tests.ranks.launching import wait_until
+
+pytestmark = [
+    pytest.mark.hosts,
+    pytest.mark.slow,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(why_not_ssh() is not None, reason=why_not_ssh() or ""),
+]
+
+BOUND_S = 3.0
+GRACE_S = 5.0
+"""After it was noticed, everybody has ended within this time."""
+START_S = 90.0
+PROGRAM = Path(__file__).with_name("faulty.py")
+
+
+@dataclass
+class Site:
+    """Three nodes that trust each other; the launcher runs on the first, workers on the other two."""
+
+    cluster: Cluster
+    keys: Path
+
+    @property
+    def launcher(self) -> Node:
+        return self.cluster.nodes[0]
+
+    @property
+    def workers(self) -> tuple[Node, ...]:
+        return self.cluster.nodes[1:]
+
+    def repair(self) -> None:
+        for node in self.cluster.nodes:
+            if not node.is_up:
+                node.boot()
+                start_sshd(node, self.keys)
+            node.link_up()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    keys = tmp_path_factory.mktemp("keys")
+    with Cluster(num_nodes=3, rate_bits_per_s=1e9) as cluster, ssh_between(cluster.nodes, keys):
+        yield Site(cluster, keys)
+
+
+@dataclass
+class Training:
+    """A run in full swing: ranks 0 and 1 on the second node, 2 and 3 on the third."""
+
+    site: Site
+    stage: Path
+    launcher: NodeProcess
+
+    def pid(self, rank: int) -> int:
+        """Of a worker, as its node counts."""
+        return int((self.stage / f"{rank}.pid").read_text())
+
+    def report(self) -> dict[str, Any]:
+        report: dict[str, Any] = json.loads((self.stage / "run" / "failure.json").read_text())
+        return report
+
+
+def _begin(site: Site, stage: Path, culprit: int, way: str) -> Training:
+    hosts = ",".join(f"{node.hostname}:2" for node in site.workers)
+    launcher = site.launcher.exec(
+        [
+            *(sys.executable, "-m", "paceline", "launch", "--hosts", hosts, "--hang-timeout", str(BOUND_S)),
+            *("--out", str(stage / "run"), str(PROGRAM), str(stage), str(culprit), way),
+        ]
+    )
+
+    def all_are_training() -> bool:
+        assert launcher.is_running, launcher.output
+        return all((stage / f"{rank}.steps").exists() for rank in range(4))
+
+    wait_until(all_are_training, START_S)
+    return Training(site, stage, launcher)
+
+
+def _left(node: Node) -> str:
+    """Command lines of Paceline's processes on a node."""
+    script = "for p in /proc/[0-9]*/cmdline; do tr '\\0' ' ' < $p 2>/dev/null | grep -E 'paceline|faulty' ; done; true"
+    process = node.exec(["sh", "-c", script])
+    process.wait(10)
+    return "\n".join(line for line in process.stdout.splitlines() if "grep" not in line and "for p in" not in line)
+
+
+def _run(node: Node, *argv: str) -> None:
+    process = node.exec(argv)
+    assert process.wait(10) == 0, process.output
+
+
+Fault = Callable[[Training], None]
+
+
+def _tell_it(training: Training) -> None:
+    (training.stage / "go").touch()
+
+
+def _signal_rank(number: str) -> Fault:
+    return lambda training: _run(training.site.workers[1], "kill", f"-{number}", str(training.pid(3)))
+
+
+CASES: dict[str, tuple[str, Fault, str, tuple[int, ...]]] = {
+    # name: what rank 3 does when told, what happens from outside, the cause in the report, the ranks to blame
+    "worker killed": ("none", _signal_rank("KILL"), "signal", (3,)),
+    "worker raises": ("raise", _tell_it, "exception", (3,)),
+    "worker hangs in Python": ("hang", _tell_it, "hung", (3,)),
+    "worker stopped": ("none", _signal_rank("STOP"), "stopped", (3,)),
+    "node crash": ("none", lambda training: training.site.workers[1].crash(), "node_down", (2, 3)),
+    "power off": ("none", lambda training: training.site.workers[1].power_off(), "node_silent", (2, 3)),
+    "link cut": ("none", lambda training: training.site.workers[1].link_down(), "node_silent", (2, 3)),
+    "agent killed": (
+        "none",
+        lambda training: _run(training.site.workers[1], "pkill", "-KILL", "-f", "^[^ ]*python[^ ]* -m paceline agent"),
+        "agent_lost",
+        (2, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_fault_is_named_in_time_and_nobody_is_left(site: Site, case: str, tmp_path: Path) -> None:
+    way, fault, cause, ranks = CASES[case]
+    try:
+        training = _begin(site, tmp_path, 3, way)
+        happened_at = time.time()
+        fault(training)
+        exit_code = training.launcher.wait(BOUND_S + GRACE_S + 15)
+        ended_s = time.time() - happened_at
+        if (tmp_path / "gone").exists():
+            happened_at = float((tmp_path / "gone").read_text())
+        report = training.report()
+        assert (report["cause"], tuple(report["ranks"])) == (cause, ranks), report
+        assert report["noticed_at"] - happened_at <= BOUND_S, report
+        assert exit_code == (137 if cause == "signal" else 1)
+        assert report["sentence"] in training.launcher.stderr
+        # Of a lost node's peers the last beat tells, which may be a few quick steps old.
+        assert report["step"] >= (5 if cause not in ("node_down", "node_silent", "agent_lost") else 0)
+        assert report["hostname"] == site.workers[1].hostname
+        print(f"{case}: noticed after {report['noticed_at'] - happened_at:.2f} s, over after {ended_s:.2f} s")
+        if cause == "hung":
+            assert "in fail" in report["evidence"] and "faulty.py" in report["evidence"]
+        if cause in ("hung", "stopped"):
+            waiting = [line for line in report["workers"] if "rank 3" not in line]
+            assert len(waiting) == 3 and all("gradients" in line or "in " in line for line in waiting), waiting
+        site.workers[1].link_up() if case == "link cut" else None
+        for node in site.cluster.nodes:
+            if node.is_up:
+                wait_until(lambda node=node: not _left(node), GRACE_S + BOUND_S)  # type: ignore[misc]
+    finally:
+        site.repair()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nobody_outlives_the_launcher(site: Site, number: signal.Signals, tmp_path: Path) -> None:
+    training = _begin(site, tmp_path, 3, "none")
+    training.launcher.signal(number)
+    exit_code = training.launcher.wait(BOUND_S + GRACE_S)
+    assert exit_code == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
+    for node in site.cluster.nodes:
+        wait_until(lambda node=node: not _left(node), GRACE_S + BOUND_S)  # type: ignore[misc]

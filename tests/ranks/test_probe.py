@@ -1,0 +1,166 @@
+"""`paceline probe` with real processes, and what its worker does when memory or time run out."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.hardware.probe import time_loopback, time_shared_memory
+from paceline.spec import Cluster, MicroBatchTiming
+from paceline.train import probe as job_probe
+from paceline.train.probe import ProbeRequest, _is_enough, sizes_to_time, time_micro_batches
+from tests.ranks.command_line import TRACEBACK, paceline, succeeded
+
+
+@pytest.mark.parametrize("measure", [time_loopback, time_shared_memory])
+def test_two_processes_tell_each_other_something(measure: Any) -> None:
+    times = measure()
+    # Slower than a disk of the nineties or faster than any memory would be a mistake in the arithmetic.
+    assert 1e6 < times.bytes_per_s < 1e12
+    assert 1e-8 < times.latency_s < 1
+
+
+@pytest.mark.slow
+def test_the_command_measures_a_recipe_and_its_file_loads_back(tmp_path: Path) -> None:
+    options = ("--set", "global_batch_size=64", "-n", "2", "--budget", "60")
+    shown = json.loads(succeeded(paceline("probe", "digits-lenet", *options, "--json", cwd=tmp_path)).stdout)
+    cluster = Cluster.load(tmp_path / "cluster.json")
+    (timing,) = cluster.timings
+    assert shown["timing"]["micro_batches"][0]["seconds"] == timing.micro_batches[0].seconds
+    sizes = [row.micro_batch_size for row in timing.micro_batches]
+    assert sizes == [1, 2, 4, 8, 16, 32][: len(sizes)]
+    assert len(sizes) == 6 or "exceed 60 s for all" in shown["not_measured"][-1]  # this machine may be busy
+    assert timing.largest_micro_batch_size == sizes[-1]
+    seconds = [row.seconds for row in timing.micro_batches]
+    assert min(seconds) > 0
+    # More samples take longer in all, and less each.
+    assert max(seconds[-2:]) > min(seconds[:2])
+    assert sizes[-1] / seconds[-1] > 1 / seconds[0]
+    assert timing.num_parameters == 129_068
+    assert timing.threads_per_worker == 1
+    assert timing.loader_samples_per_s is not None
+    assert timing.loader_samples_per_s > 0
+    assert timing.checkpoint_bytes_per_s is not None
+    assert timing.checkpoint_bytes_per_s > 0
+    assert list((tmp_path / "runs").iterdir()) == []
+
+    # A second look, at the links alone, keeps what is known of the job.
+    again = succeeded(paceline("probe", cwd=tmp_path))
+    assert again.stdout.splitlines()[-1] == "cluster.json"
+    assert Cluster.load(tmp_path / "cluster.json").timings == (timing,)
+
+
+@pytest.mark.slow
+def test_mistakes_are_one_sentence_and_leave_nothing(tmp_path: Path) -> None:
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "file").write_text("")
+    for options, words in (
+        (("--out", "broken.json"), "broken.json cannot be read as a cluster"),
+        (("--folder", "file"), "The folder file cannot be used"),
+        (("digits-lenett",), "did you mean 'digits-lenet'"),
+        (("digits-lenet", "--set", "model=nosuch:model"), "nosuch"),
+    ):
+        result = paceline("probe", *options, cwd=tmp_path)
+        assert (result.returncode, result.stdout) == (2, ""), result.stderr
+        assert words in result.stderr
+        assert TRACEBACK not in result.stderr
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["broken.json", "file", "runs"]
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_model_that_fails_leaves_its_report(tmp_path: Path) -> None:
+    wrong = ("--set", "model=gpt", "--set", "model.options={vocab_size=9, context=9}")
+    result = paceline("probe", "digits-lenet", *wrong, "--quiet", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert TRACEBACK in result.stderr
+    (scratch,) = (tmp_path / "runs").iterdir()
+    assert (scratch / "failures").is_dir()
+    assert not (tmp_path / "cluster.json").exists()
+
+
+@given(st.integers(1, 5000))
+def test_sizes_double_up_to_the_share(largest: int) -> None:
+    sizes = sizes_to_time(largest)
+    assert (sizes[0], sizes[-1]) == (1, largest)
+    assert sizes[:-1] == [2**power for power in range(len(sizes) - 1)]
+    assert all(small < large <= 2 * small for small, large in pairwise(sizes))
+
+
+@given(st.integers(0, 40), st.floats(0, 100), st.floats(-10, 100))
+def test_passes_are_at_least_three_and_never_endless(num_passes: int, spent_s: float, budget_s: float) -> None:
+    counted = num_passes - 2
+    is_enough = _is_enough([0.1] * num_passes, spent_s, budget_s)
+    assert not is_enough if counted < 3 else is_enough or counted < 15
+
+
+class _Timer:
+    """In place of real passes: a second a sample, and no memory for more than `most` samples."""
+
+    def __init__(self, most: int, problem: Exception) -> None:
+        self._most = most
+        self._problem = problem
+
+    def __call__(
+        self, _run: Any, _set: Any, _loss: Any, _optimizer: Any, size: int, _left_s: float
+    ) -> MicroBatchTiming:
+        if size > self._most:
+            raise self._problem
+        return MicroBatchTiming(size, float(size))
+
+
+def _timed(monkeypatch: pytest.MonkeyPatch, timer: _Timer, budget_s: float) -> tuple[list[int], list[str]]:
+    monkeypatch.setattr(job_probe, "_time_size", timer)
+    run: Any = SimpleNamespace(device=torch.device("cpu"))
+    optimizer: Any = SimpleNamespace(zero_grad=lambda **_: None)
+    reasons: list[str] = []
+    request = ProbeRequest(largest_micro_batch_size=20, budget_s=budget_s)
+    timings = time_micro_batches(run, None, lambda *_: None, optimizer, request, budget_s, reasons, lambda *_: None)  # type: ignore[arg-type]
+    return [timing.micro_batch_size for timing in timings], reasons
+
+
+def test_doubling_ends_where_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = torch.OutOfMemoryError("CUDA out of memory")
+    assert _timed(monkeypatch, _Timer(7, out), 1e9) == ([1, 2, 4], ["micro-batches of 8 and more: out of memory"])
+    assert _timed(monkeypatch, _Timer(0, out), 1e9) == ([], ["micro-batches of 1 and more: out of memory"])
+    assert _timed(monkeypatch, _Timer(99, out), 1e9) == ([1, 2, 4, 8, 16, 20], [])
+
+
+def test_doubling_ends_where_the_budget_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, reasons = _timed(monkeypatch, _Timer(99, ValueError()), 20.5)
+    assert sizes == [1, 2, 4]
+    assert reasons == ["micro-batches of 8 and more: at about 8 s a pass they exceed 20.5 s for all"]
+
+
+def test_doubling_ends_before_the_kernel_would_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_probe, "_missing_bytes", lambda growth: (growth - 1.5) * 2**31)
+    sizes, (reason,) = _timed(monkeypatch, _Timer(99, ValueError()), 1e9)
+    assert sizes == [1]
+    assert reason == "micro-batches of 2 and more: memory lacks about 1.0 GiB"
+
+
+def test_other_errors_of_the_model_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="shape"):
+        _timed(monkeypatch, _Timer(1, RuntimeError("a shape does not fit")), 1e9)
+    with pytest.raises(ValueError, match="nonsense"):
+        _timed(monkeypatch, _Timer(1, ValueError("nonsense")), 1e9)
+
+
+def test_batch_norm_of_one_sample_is_left_out_and_the_rest_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Normed(_Timer):
+        def __call__(self, *arguments: Any) -> MicroBatchTiming:
+            if arguments[4] == 1:
+                raise ValueError("Expected more than 1 value per channel when training, got input size [1, 8, 1, 1]")
+            return super().__call__(*arguments)
+
+    sizes, (reason,) = _timed(monkeypatch, Normed(99, ValueError()), 1e9)
+    assert sizes == [2, 4, 8, 16, 20]
+    assert reason == "micro-batches of 1: the model's batch norm needs more samples"

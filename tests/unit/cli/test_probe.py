@@ -1,0 +1,95 @@
+"""What `paceline probe` makes of what was measured, before and after."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.cli.probe import merge
+from paceline.hardware import probe as link_probe
+from paceline.hardware.probe import LinkProbe, LinkTimes, measure_links, pairs_to_measure, with_measured
+from paceline.spec import Cluster, Device, JobTiming, Link, NetworkLink, Node
+
+
+def node(hostname: str, *labels: str, num_gpus: int = 4) -> Node:
+    """GPUs in a row, the first pair linked by the first label and so on, and a network card at the first one."""
+    devices = tuple(Device("cuda", i, "H100", 2**36) for i in range(num_gpus))
+    links = tuple(Link((f"GPU{i}", f"GPU{i + 1}"), label, 1e9) for i, label in enumerate(labels))
+    return Node(hostname, 8, 2**36, "cpu", devices, links=(*links, Link(("GPU0", "NIC0"), "PIX", 1e9)))
+
+
+def timing(job: str, **values: object) -> JobTiming:
+    return replace(JobTiming(job, "H100", 10, 4), **values)  # type: ignore[arg-type]
+
+
+def test_every_label_is_measured_once_and_only_between_devices() -> None:
+    chosen = pairs_to_measure(node("a", "NV4", "SYS", "NV4"))
+    assert [(link.label, link.ends) for link in chosen] == [("NV4", ("GPU0", "GPU1")), ("SYS", ("GPU1", "GPU2"))]
+
+
+def test_a_label_that_was_measured_speaks_for_all_of_its_kind() -> None:
+    measured = [
+        Link(("GPU0", "GPU1"), "NV4", 2e11, 1e-5, "measured"),
+        Link(("GPU0", "GPU1"), "PIX", 3e10, 1e-5, "measured"),
+    ]
+    links = with_measured(node("a", "NV4", "SYS", "NV4"), measured).links
+    assert [(link.ends, link.label, link.bytes_per_s, link.source) for link in links] == [
+        (("GPU0", "GPU1"), "NV4", 2e11, "measured"),
+        (("GPU1", "GPU2"), "SYS", 1e9, "datasheet"),
+        (("GPU2", "GPU3"), "NV4", 2e11, "measured"),
+        (("GPU0", "NIC0"), "PIX", 1e9, "datasheet"),  # a copy between GPUs says nothing about a network card
+        (("GPU0", "GPU1"), "PIX", 3e10, "measured"),
+    ]
+
+
+def test_measuring_again_replaces_and_does_not_add() -> None:
+    bare = Node("a", 2, 2**34, "cpu", tuple(Device("cpu", i, "cpu", 2**33) for i in range(2)))
+    once = with_measured(bare, [Link(("CPU0", "CPU1"), "SHM", 1e9, 1e-6, "measured")])
+    twice = with_measured(once, [Link(("CPU0", "CPU1"), "SHM", 2e9, 1e-6, "measured")])
+    assert twice.links == (Link(("CPU0", "CPU1"), "SHM", 2e9, 1e-6, "measured"),)
+
+
+def test_a_measurement_changes_this_node_and_this_job_alone() -> None:
+    known = Cluster(
+        (node("a", "SYS"), node("b", "SYS")),
+        (NetworkLink(("a", "b"), 1e9, 1e-5),),
+        (timing("one"), timing("two"), timing("one", threads_per_worker=1)),
+    )
+    new, again = node("b", "NV4"), timing("one", num_parameters=11)
+    merged = merge(known, new, again)
+    assert merged.nodes == (known.nodes[0], new)
+    assert merged.network == known.network
+    assert set(merged.timings) == {timing("two"), timing("one", threads_per_worker=1), again}
+    assert merge(known, new, None).timings == known.timings
+    assert merge(None, new, None) == Cluster((new,))
+    assert merge(known, node("c"), None).nodes == (*known.nodes, node("c"))
+
+
+@pytest.mark.parametrize(
+    ("machine", "reason"),
+    [
+        (node("a", num_gpus=1), "links between GPUs: the node has one"),
+        (node("a"), "nothing tells which pairs are linked alike"),
+        (Node("a", 1, 2**30, "cpu", (Device("cpu", 0, "cpu", 2**30),)), "it has one device"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_and_not_guessed(machine: Node, reason: str) -> None:
+    result = measure_links(machine)
+    assert result.links == ()
+    assert [said for said in result.not_measured if reason in said]
+
+
+def test_gpus_are_timed_both_ways_and_failures_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def time_copy(source: int, target: int) -> LinkTimes:
+        if 2 in (source, target):
+            raise RuntimeError("CUDA out of memory.\nTried to allocate")
+        return LinkTimes(1e9 * (1 + source), 1e-6 * (1 + source))
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(link_probe, "_ordinals", lambda _node: {"GPU0": 0, "GPU1": 1, "GPU2": 2})
+    monkeypatch.setattr(link_probe, "time_copy", time_copy)
+    assert measure_links(node("a", "NV4", "PHB", "SYS")) == LinkProbe(
+        (Link(("GPU0", "GPU1"), "NV4", 1e9, 2e-6, "measured"),),
+        ("PHB between GPU1 and GPU2: CUDA out of memory.", "SYS: torch does not see GPU3"),
+    )
