@@ -200,6 +200,11 @@ def node_variables(pulse: Path, store_fd: int | None) -> dict[str, str]:
     return {PULSE: str(pulse)} | ({} if store_fd is None else {STORE_FD: str(store_fd)})
 
 
+def everything() -> dict[str, str]:
+    """This process's environment as it is now."""
+    return dict(os.environ)
+
+
 def passed_on() -> dict[str, str]:
     """The variables of this process that its agents on other nodes need too."""
     return {name: os.environ[name] for name in PASSED_ON if name in os.environ}
@@ -230,6 +235,11 @@ def store_fd() -> int | None:
 def cpus() -> set[int]:
     """The cores this worker is to stay on; empty: any."""
     return {int(cpu) for cpu in os.environ.get(CPUS, "").split(",") if cpu}
+
+
+def ray_address() -> str:
+    """Where RAY_ADDRESS says that the Ray cluster is; empty where it says nothing."""
+    return os.environ.get("RAY_ADDRESS", "")
 
 
 def launched_at() -> float:

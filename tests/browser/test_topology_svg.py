@@ -99,11 +99,15 @@ def test_the_ring_is_drawn_along_its_devices(browser: Browser, drawings: dict[st
     show(browser, drawings["dgx1"])
     corners, middles = browser.run(
         """
-        const middle = (r) => [r.x.baseVal.value + r.width.baseVal.value / 2, r.y.baseVal.value + r.height.baseVal.value / 2];
-        const name = (g) => g.querySelector("text").textContent;
+        const middle = (r) => ["x", "y"].map((axis) => (
+            r[axis].baseVal.value + r[axis === "x" ? "width" : "height"].baseVal.value / 2
+        ));
+        const devices = [...document.querySelectorAll(".device")];
         return [
             [...document.querySelector("polygon.ring").points].map((p) => [p.x, p.y]),
-            Object.fromEntries([...document.querySelectorAll(".device")].map((g) => [name(g), middle(g.querySelector("rect"))])),
+            Object.fromEntries(
+                devices.map((g) => [g.querySelector("text").textContent, middle(g.querySelector("rect"))])
+            ),
         ];
         """
     )

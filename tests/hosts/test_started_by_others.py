@@ -1,7 +1,8 @@
-"""Training whose workers torchrun, srun or mpirun start: they find each other and reach the weights of one process."""
+"""Training whose workers torchrun, srun, mpirun or a Kubernetes Job start: it reaches the weights of one process."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.execute import write_run
+from paceline.launch.kubernetes import Pods, job_manifest
 from paceline.spec import Job, Plan, RunRecord
 from tests.hosts.cluster import INTERFACE, MASTER_PORT, Cluster, Node, NodeProcess
 from tests.hosts.slurm import slurm_on, why_not_slurm
@@ -56,6 +58,39 @@ def test_torchrun(cluster: Cluster, weights_alone: str | None, tmp_path: Path) -
     agents = [_start(node, _torchrun(meeting, program)) for node in cluster.nodes]
     for agent in agents:
         assert agent.wait(TIMEOUT_S) == 0, agent.output
+    _check(tmp_path / "run", weights_alone)
+
+
+def test_pods_of_a_kubernetes_job(weights_alone: str | None, tmp_path: Path) -> None:
+    """Nodes play the pods, with the names that a Job and its Service give them; no Kubernetes is asked."""
+    yaml = pytest.importorskip("yaml", reason="manifests need PyYAML (paceline[kubernetes])")
+    program = _program(tmp_path / "run", world_size=4)
+    pods = Pods(
+        image="none",
+        num_pods=2,
+        workers_per_pod=2,
+        use_gpus=False,
+        claim="runs",
+        mount=tmp_path,
+        run_dir=tmp_path / "run",
+        environ={"GLOO_SOCKET_IFNAME": INTERFACE},
+    )
+    _, job = yaml.safe_load_all(job_manifest("job", program, pods))
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    variables = {entry["name"]: entry["value"] for entry in container["env"]}
+    variables["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    become = 'echo "job-$1" > /proc/sys/kernel/hostname; echo "$2" >> /etc/hosts; shift 2; exec "$@"'
+    with Cluster(num_nodes=2, rate_bits_per_s=1e9) as cluster:
+        names = [
+            f"{node.address} job-{number}.job.default.svc.cluster.local job-{number}.job job-{number}"
+            for number, node in enumerate(cluster.nodes)
+        ]
+        agents = [
+            node.exec(["sh", "-c", become, "sh", str(number), "\n".join(names), *container["command"]], env=variables)
+            for number, node in enumerate(cluster.nodes)
+        ]
+        for agent in agents:
+            assert agent.wait(TIMEOUT_S) == 0, agent.output
     _check(tmp_path / "run", weights_alone)
 
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _PIPE_COLUMNS = 100
+_PCI_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+"""The order in which the cluster counts GPUs; CUDA's own puts the fastest first."""
 
 
 def probe(
@@ -119,7 +121,7 @@ def _measure_links(node: Node, scratch: Path, *, quiet: bool) -> tuple[Node, lis
             plan,
             ["-m", "paceline.hardware.probe", str(scratch)],
             run_dir=scratch,
-            environ={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+            environ=_PCI_ORDER,
         )
     result = LinkProbe.load(scratch / LINKS_FILE)
     return with_measured(node, result.links), list(result.not_measured)
@@ -142,7 +144,7 @@ def _measure_job(
     )
     alone = Plan(device_kind=plan.device_kind, threads_per_worker=plan.threads_per_worker)
     program = ["-m", "paceline.train.probe", str(scratch), *(["--quiet"] if quiet else [])]
-    run_workers(alone, program, run_dir=scratch)
+    run_workers(alone, program, run_dir=scratch, environ=_PCI_ORDER)
     result = json.loads((scratch / "probe.json").read_text(encoding="utf-8"))
     return from_mapping(JobTiming, result["timing"]), list(result["not_measured"])
 
@@ -189,8 +191,8 @@ def _link_table(links: Sequence[Link]) -> Table:
         table.add_column(name)
     for name in ("GB/s", "latency µs"):
         table.add_column(name, justify="right")
-    # Links of one label were measured together.
-    for link in {link.label: link for link in reversed(links)}.values():
+    labels = [link.label for link in links]
+    for link in (links[labels.index(label)] for label in dict.fromkeys(labels)):  # measured once, on the first pair
         rate = "" if link.bytes_per_s is None else f"{link.bytes_per_s / 1e9:.2f}"
         latency = "" if link.latency_s is None else f"{link.latency_s * 1e6:.1f}"
         table.add_row(link.label, " and ".join(link.ends), rate, latency)

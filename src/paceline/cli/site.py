@@ -18,15 +18,17 @@ from paceline.hardware import detect
 from paceline.launch import run_workers, worker_commands
 from paceline.launch.commands import Meeting, meeting_on_one_node
 from paceline.launch.hosts import HostSlots, parse_hosts, read_hosts_file
+from paceline.launch.ray import ray_argv, ray_nodes
 from paceline.launch.remote import Reach, RemoteTeam, open_nodes
 from paceline.launch.run import HANG_TIMEOUT_S
+from paceline.launch.slurm import allocation, srun_argv
 from paceline.launch.ssh import explain_ssh_failure, ssh_argv
 from paceline.launch.team import Output
 from paceline.launch.worker import run_program
 from paceline.spec import Cluster, Device, Node, Plan
 from paceline.spec.codec import from_mapping
 
-LauncherName = Literal["auto", "local", "debug", "ssh"]
+LauncherName = Literal["auto", "local", "debug", "ssh", "slurm", "ray"]
 
 Hosts = Annotated[
     str | None,
@@ -97,6 +99,10 @@ def open_site(
     """
     slots = named_hosts(hosts, hosts_file)
     launcher = settled(launcher, slots)
+    given = given_nodes(launcher)
+    # Ray says how many GPUs a node has; where it says nothing, the node has none.
+    gpus = {host.host: host.num_workers or 0 for host in given} if launcher == "ray" else {}
+    slots = slots or given
     if launcher in ("local", "debug"):
         yield Site(detect(), launcher, hang_timeout_s=hang_timeout_s)
         return
@@ -104,9 +110,11 @@ def open_site(
         (here,) = detect().nodes
         yield Site(Cluster(tuple(_on_paper(here, host) for host in slots)), launcher)
         return
-    with open_nodes([reach_by_ssh(host) for host in slots]) as (teams, hellos):
+    with open_nodes([reach(launcher, host.host, gpus.get(host.host, 0)) for host in slots]) as (teams, hellos):
         nodes = [
-            shared_out(dataclasses.replace(from_mapping(Node, hello.node), hostname=team.hostname), host)
+            shared_out(
+                dataclasses.replace(from_mapping(Node, hello.node), hostname=team.hostname, is_remote=True), host
+            )
             for team, hello, host in zip(teams, hellos, slots, strict=True)
         ]
         yield Site(Cluster(tuple(nodes)), launcher, teams, interface, hang_timeout_s)
@@ -131,11 +139,24 @@ def settled(launcher: LauncherName, slots: Sequence[HostSlots]) -> LauncherName:
     return launcher
 
 
-def reach_by_ssh(host: HostSlots) -> Reach:
+def given_nodes(launcher: LauncherName) -> tuple[HostSlots, ...]:
+    """The nodes that a scheduler has given this command; none where there is no scheduler."""
+    if launcher == "slurm":
+        return allocation(env.everything())
+    return ray_nodes() if launcher == "ray" else ()
+
+
+def reach(launcher: LauncherName, node: str, num_gpus: int = 0) -> Reach:
+    """How `launcher` runs a program on a node, in this working directory; only Ray asks how many GPUs it needs."""
+    cwd, environ = Path.cwd(), env.passed_on()
+    if launcher == "slurm":
+        return Reach(node, lambda program: srun_argv(node, program, cwd=cwd, environ=environ))
+    if launcher == "ray":
+        return Reach(node, lambda program: ray_argv(node, program, cwd=cwd, environ=environ, num_gpus=num_gpus))
     return Reach(
-        host.host,
-        argv=lambda program: ssh_argv(host.host, program, cwd=Path.cwd(), environ=env.passed_on()),
-        explain=lambda exit_code, stderr: explain_ssh_failure(exit_code, stderr, host.host),
+        node,
+        argv=lambda program: ssh_argv(node, program, cwd=cwd, environ=environ),
+        explain=lambda exit_code, stderr: explain_ssh_failure(exit_code, stderr, node),
     )
 
 
@@ -157,7 +178,7 @@ def shared_out(node: Node, slots: HostSlots) -> Node:
 
 
 def _on_paper(here: Node, slots: HostSlots) -> Node:
-    node = dataclasses.replace(here, hostname=slots.host)
+    node = dataclasses.replace(here, hostname=slots.host, is_remote=True)
     count = slots.num_workers or len(here.devices)
     devices = (dataclasses.replace(here.devices[0], index=index) for index in range(count))
     return dataclasses.replace(node, devices=tuple(devices))
@@ -166,7 +187,7 @@ def _on_paper(here: Node, slots: HostSlots) -> Node:
 def dry_run(plan: Plan, program: Sequence[str], run_dir: Path, launcher: LauncherName) -> str:
     """The commands of every worker as a person would type them; starts nothing and connects to nobody."""
     lines = [f"# {plan.world_size} workers, launcher {launcher}, backend {plan.backend}"]
-    if plan.nodes:
+    if plan.shares[0].hostname:
         first = plan.nodes[0].hostname
         place = f"tcp://ADDRESS_OF_{first}:PORT_BOUND_THERE"
         meeting = Meeting(place, tuple("INTERFACE_THAT_REACHES_IT" for _ in plan.nodes))
@@ -175,7 +196,7 @@ def dry_run(plan: Plan, program: Sequence[str], run_dir: Path, launcher: Launche
     commands = worker_commands(plan, program, run_dir=run_dir, meeting=meeting, launched_at=0.0)
     for number, share in enumerate(plan.shares):
         if share.hostname:
-            agent = reach_by_ssh(HostSlots(share.hostname)).argv(["python", "-m", "paceline", "agent"])
+            agent = reach(launcher, share.hostname).argv(["python", "-m", "paceline", "agent"])
             lines += ["", f"# node {share.hostname}: {shlex.join(agent)}"]
         for command in (command for command in commands if command.node == number):
             variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(command.variables.items()))

@@ -43,6 +43,8 @@ class Choice:
 
     def sentence(self) -> str:
         """What was chosen, over what, by what margin."""
+        if len(self.forecast_s) == 1:
+            return f"gradients are summed by {self.chosen}: nothing else can beat it here, so nothing was measured"
         ranking = sorted(self.forecast_s.items(), key=lambda item: item[1])
         mine = self.forecast_s[self.chosen]
         others = ", ".join(
@@ -50,7 +52,7 @@ class Choice:
             for candidate, seconds in ranking
             if candidate != self.chosen
         )
-        return f"gradients are summed by {self.chosen}: {_ms(mine)} a step" + (f", against {others}" if others else "")
+        return f"gradients are summed by {self.chosen}: {_ms(mine)} a step, against {others}"
 
 
 def sensible(links: Links, lossy: Sequence[WireFormat] = ()) -> list[Candidate]:

@@ -61,6 +61,7 @@ def describe(entry: dict[str, Any]) -> str:
         f"{'x'.join(map(str, size)) or 'one'} {dtype}"
         for size, dtype in zip(entry["input_sizes"], entry["input_dtypes"], strict=False)
     )
-    group = entry["process_group"][-1] or entry["process_group"][0]
+    number_of_group, description = entry["process_group"]
+    group = description if description not in ("", "undefined") else number_of_group
     number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
     return f"{operation} number {number} of group {group}" + (f" ({shapes})" if shapes else "")

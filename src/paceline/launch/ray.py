@@ -18,6 +18,8 @@ import importlib.util
 import json
 import os
 import queue
+import re
+import socket
 import subprocess
 import sys
 import threading
@@ -26,12 +28,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from paceline import env
 from paceline.errors import LaunchError
 from paceline.launch.hosts import HostSlots
 from paceline.launch.variables import with_variables
 
 JOIN_TIMEOUT_S = 60
 """How long joining the cluster, and then starting the actor, may take; a cold node needs several seconds."""
+
+KNOCK_TIMEOUT_S = 10
 
 CHUNK_BYTES = 1 << 16
 
@@ -227,11 +232,18 @@ def _ray() -> Any:
         raise LaunchError("Ray is not installed; install paceline[ray].") from None
 
 
+def _check_address(address: str) -> None:
+    """Knock where the cluster should be: Ray itself would try on for minutes. Raises `OSError` if nobody opens."""
+    if found := re.fullmatch(r"([^/]+):([0-9]+)", address):
+        socket.create_connection((found.group(1).strip("[]"), int(found.group(2))), timeout=KNOCK_TIMEOUT_S).close()
+
+
 def _run(options: argparse.Namespace, output: int) -> int:
     ray = _ray()
     try:
+        _check_address(env.ray_address())
         ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError) as problem:
+    except (OSError, RuntimeError, ValueError) as problem:
         raise LaunchError(f"No Ray cluster answers: {' '.join(str(problem).split())}") from None
     try:
         if options.list:

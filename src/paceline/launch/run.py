@@ -50,7 +50,7 @@ def run_workers(
     Signals are handled only where this is called from the main thread, and the handlers found are put back.
 
     Args:
-        nodes: the agents on the nodes that the plan names; without nodes in the plan the workers run here.
+        nodes: the agents on the nodes that the plan names; where it names none the workers run here.
         interface: the network interface between nodes; None: one on which all nodes reach the first.
         hang_timeout_s: how long workers may wait for another one, or a node be silent, before the run is ended.
 
@@ -67,7 +67,7 @@ def run_workers(
     with contextlib.ExitStack() as at_end:
         at_end.enter_context(_signals_to(events))
         teams: Sequence[Team]
-        if plan.nodes:
+        if any(share.hostname for share in plan.nodes):
             teams = _start_on_nodes(
                 plan, program, run_dir, nodes, interface, output, hang_timeout_s, environ, events, at_end
             )

@@ -17,8 +17,8 @@ def looks_secret(name: str) -> bool:
     return _SECRET.search(name) is not None
 
 
-def with_variables(program: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
-    """`program` behind `env`, which sets `environ` for it: ("env", "A=1", "python", …).
+def check_variables(environ: Mapping[str, str]) -> None:
+    """Refuse what must not stand on a command line or in a manifest.
 
     Raises:
         LaunchError: a variable looks secret, or cannot be one.
@@ -28,9 +28,18 @@ def with_variables(program: Sequence[str], environ: Mapping[str, str]) -> tuple[
             raise LaunchError(f"{name!r} cannot be set as an environment variable on another node.")
         if looks_secret(name):
             raise LaunchError(
-                f"{name} looks like a secret, and a command line can be read by everybody on the node; "
-                "let the node itself set it, in a file such as ~/.profile or ~/.ssh/environment."
+                f"{name} looks like a secret, and a command line can be read by everybody on the node; let the node "
+                "itself set it: in ~/.profile, in ~/.ssh/environment, or from a Kubernetes Secret."
             )
+
+
+def with_variables(program: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
+    """`program` behind `env`, which sets `environ` for it: ("env", "A=1", "python", …).
+
+    Raises:
+        LaunchError: a variable looks secret, or cannot be one.
+    """
+    check_variables(environ)
     if not environ:
         return tuple(program)
     return ("env", *(f"{name}={value}" for name, value in environ.items()), *program)

@@ -234,8 +234,21 @@ def _best_ring(graph: _Graph, num_devices: int) -> tuple[int, ...]:
             continue
         edges = ring_search.without_light_edges(weights, level)
         if num_devices == len(graph.devices):
-            return ring_search.heaviest_ring(edges, range(num_devices))
-        return ring_search.heaviest_ring(
-            edges, max(ring_search.heaviest_sets(edges, num_devices, apart), key=graph.place_rank)
-        )
+            return ring_search.heaviest_ring(edges, range(num_devices), _known_sum(edges, num_devices, apart))
+        known = _known_sum(edges, num_devices, apart)
+        chosen = max(ring_search.heaviest_sets(edges, num_devices, apart, known), key=graph.place_rank)
+        return ring_search.heaviest_ring(edges, chosen, known)
     raise AssertionError("every pair of devices is an edge of the last graph")
+
+
+def _known_sum(edges: ring_search.Weights, num_devices: int, apart: Sequence[int]) -> float:
+    """The sum of weights of a good ring, or the least of numbers if none is met."""
+
+    def rank(ring: Sequence[int]) -> tuple[int, float]:
+        weights = [edges[ring[place - 1]][ring[place]] for place in range(len(ring))]
+        present = [weight for weight in weights if weight != ring_search.NO_EDGE]
+        num_apart = sum(apart[one] >> other & 1 for one, other in combinations(ring, 2))
+        return len(present) - len(weights) - num_apart, sum(present)
+
+    faults, total = rank(ring_climb.good_ring(edges, num_devices, rank))
+    return total if faults == 0 else ring_search.NO_EDGE

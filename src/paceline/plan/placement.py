@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from paceline.errors import JobError
-from paceline.spec import AlgorithmName, Cluster, Job, NodeShare, Plan
+from paceline.plan.pick import pick
+from paceline.spec import AlgorithmName, Cluster, DeviceKind, Job, Node, NodeShare, Plan
 
 
 def spread(cluster: Cluster, num_workers: int, threads_per_worker: int | None = None) -> Plan:
@@ -28,10 +29,25 @@ def spread(cluster: Cluster, num_workers: int, threads_per_worker: int | None = 
     plan = Plan(
         world_size=num_workers, device_kind=cluster.device_kind, threads_per_worker=threads_per_worker or threads
     )
-    if len(cluster.nodes) == 1:
+    is_alone = len(cluster.nodes) == 1 and not cluster.nodes[0].is_remote
+    if is_alone and plan.device_kind == "cpu":
         return plan
-    shares = (NodeShare(node.hostname, count) for node, count in zip(cluster.nodes, counts, strict=False))
+    shares = (_share(node, count, plan.device_kind) for node, count in zip(cluster.nodes, counts, strict=False))
     return dataclasses.replace(plan, nodes=tuple(shares))
+
+
+def _share(node: Node, num_workers: int, kind: DeviceKind) -> NodeShare:
+    """The GPUs with the best ring among those that nobody else uses, each worker near its GPU; on CPU, no pinning."""
+    hostname = node.hostname if node.is_remote else ""
+    if kind == "cpu":
+        return NodeShare(hostname, num_workers)
+    free = [device.index for device in node.devices if not device.busy]
+    if len(free) < num_workers:
+        busy = "; ".join(f"GPU {device.index} is {device.busy}" for device in node.devices if device.busy)
+        raise JobError(f"{num_workers} workers need as many free GPUs, but {node.hostname} has {len(free)}: {busy}.")
+    devices = pick(node, num_workers, free).ring.devices
+    by_index = {device.index: device for device in node.devices}
+    return NodeShare(hostname, num_workers, devices, tuple(by_index[index].cpus for index in devices))
 
 
 def _counts(cluster: Cluster, num_workers: int) -> list[int]:

@@ -36,14 +36,18 @@ def without_light_edges(weights: Weights, level: float) -> Weights:
     return [[weight if weight >= level else NO_EDGE for weight in row] for row in weights]
 
 
-def heaviest_sets(weights: Weights, size: int, apart: Sequence[int]) -> list[tuple[int, ...]]:
-    """All sets of `size` vertices, each ascending, over which rings of the highest sum of weights exist."""
+def heaviest_sets(weights: Weights, size: int, apart: Sequence[int], least: float = NO_EDGE) -> list[tuple[int, ...]]:
+    """All sets of `size` vertices, each ascending, over which rings of the highest sum of weights exist.
+
+    Args:
+        least: The sum of some such ring; the better it is, the less is searched.
+    """
     if len(_levels(weights)) < 2:
         return list(_ring_sets(weights, size, apart))
     best = NO_EDGE
     found: list[tuple[int, ...]] = []
     for start, others in _starts(weights, size, apart):
-        for members, by_sum in enumerate(_path_sums(weights, start, others, size, apart)):
+        for members, by_sum in enumerate(_path_sums(weights, start, others, size, apart, least)):
             if by_sum is None or members.bit_count() != size - 1:
                 continue
             total, _ = _best_step(weights, start, others, by_sum)
@@ -54,16 +58,19 @@ def heaviest_sets(weights: Weights, size: int, apart: Sequence[int]) -> list[tup
     return found
 
 
-def heaviest_ring(weights: Weights, vertices: Sequence[int]) -> tuple[int, ...]:
+def heaviest_ring(weights: Weights, vertices: Sequence[int], least: float = NO_EDGE) -> tuple[int, ...]:
     """The ring over all of `vertices` with the highest sum of weights; of several the first in the order of tuples.
 
     It starts at the lowest vertex and goes on to the smaller of its two neighbours.
+
+    Args:
+        least: The sum of some ring over them; the better it is, the less is searched.
 
     Raises:
         ValueError: there is no ring over them.
     """
     start, *others = sorted(vertices)
-    table = _path_sums(weights, start, others, len(vertices), apart=[0] * len(weights))
+    table = _path_sums(weights, start, others, len(vertices), [0] * len(weights), least)
     ring, members = [start], len(table) - 1
     # A path of the table is walked from its end: the best one to a vertex is what remains of a ring that goes on there.
     while members:
@@ -133,30 +140,35 @@ def _path_ends(weights: Weights, start: int, others: Sequence[int], size: int, a
 
 
 def _path_sums(
-    weights: Weights, start: int, others: Sequence[int], size: int, apart: Sequence[int]
+    weights: Weights, start: int, others: Sequence[int], size: int, apart: Sequence[int], least: float
 ) -> list[dict[float, int] | None]:
     """For each set of `others`, as bits: where paths from `start` through all of it can end, by their highest sum.
 
-    None for a set that no path covers, or that is larger than a ring of `size` vertices needs.
+    None for a set that no path covers, or that is larger than a ring of `size` vertices needs. Paths that cannot become
+    a ring of the sum `least`, even by the heaviest edges, are left out.
     """
+    heaviest = max(_levels(weights), default=NO_EDGE)
     near = {1 << place: _by_weight(weights[vertex], others) for place, vertex in enumerate(others)}
     barred = {1 << place: _among(others, apart[vertex]) for place, vertex in enumerate(others)}
+    everybody = (1 << len(others)) - 1
     table: list[dict[float, int] | None] = [None] * (1 << len(others))
     for weight, first in _by_weight(weights[start], others):
         for bit in near:
             if first & bit:
                 table[bit] = {weight: bit}
     for members, by_sum in enumerate(table):
-        if by_sum is None or members.bit_count() >= size - 1:
+        if by_sum is None or (length := members.bit_count()) >= size - 1:
             continue
+        needed = least - (size - length) * heaviest
+        left = everybody ^ members
         onward: dict[float, int] = {}
         for total, ends in by_sum.items():
-            while ends:
+            while ends and total >= needed:
                 end = ends & -ends
                 ends ^= end
                 for weight, neighbours in near[end]:
-                    onward[total + weight] = onward.get(total + weight, 0) | neighbours
-        left = ~members
+                    if fresh := neighbours & left:
+                        onward[total + weight] = onward.get(total + weight, 0) | fresh
         for total in sorted(onward, reverse=True):
             reached = onward[total] & left
             left ^= reached

@@ -150,11 +150,8 @@ def _nic_places(node: Node, nics: Sequence[Peripheral], places: Mapping[str, Poi
             homeless.append(nic.label)
     for label in homeless:  # where there is most room
         angles = sorted(wanted.values()) or [0.0]
-        gaps = [
-            ((later - angle) % _FULL_TURN or _FULL_TURN, angle)
-            for angle, later in zip(angles, [*angles[1:], angles[0]], strict=True)
-        ]
-        room, angle = max(gaps)
+        ends = [*angles[1:], angles[0] + _FULL_TURN]
+        room, angle = max((end - angle, angle) for angle, end in zip(angles, ends, strict=True))
         wanted[label] = (angle + room / 2) % _FULL_TURN
     labels = sorted(wanted, key=lambda label: wanted[label])
     gap = 2 * math.asin((_NIC_WIDTH + 12) / (2 * radius))
@@ -232,13 +229,8 @@ def _text_lines(lines: Sequence[str]) -> Iterator[str]:
 def _drawn_links(node: Node, devices: Sequence[Device], nics: Sequence[Peripheral]) -> list[Link]:
     """Those between devices, the slowest first so that none hides a faster one; those of the cards before them."""
     labels = {device.label for device in devices}
-    of_nics = [
-        link
-        for nic in nics
-        if len(near := _nearest(node, nic)) <= _MOST_WAYS
-        for link in near
-        if link.ends[0] in labels
-    ]
+    ways = [near for nic in nics if len(near := _nearest(node, nic)) <= _MOST_WAYS]
+    of_nics = [link for near in ways for link in near if link.label != "NODE" and link.ends[0] in labels]
     between = [link for link in node.links if set(link.ends) <= labels]
     between.sort(key=lambda link: (link.label != "SYS", link.bytes_per_s or 0.0))
     return of_nics + between

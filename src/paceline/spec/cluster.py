@@ -82,6 +82,8 @@ class Node:
     links: tuple[Link, ...] = ()
     notes: tuple[str, ...] = ()
     """What was left out or could not be read, a sentence each."""
+    is_remote: bool = False
+    """Whether its workers are started through a launcher; `hostname` is then how that reaches it."""
 
     @property
     def device_kind(self) -> DeviceKind:

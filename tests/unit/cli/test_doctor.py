@@ -13,6 +13,7 @@ import pytest
 from paceline.cli.doctor import exit_code
 from paceline.hardware.checks import Finding, Survey, check_node, check_nodes, survey
 from tests.hosts.cluster import Cluster, why_not
+from tests.hosts.sshd import ssh_between, why_not_ssh
 from tests.ranks.command_line import TRACEBACK, clean_environ, paceline, succeeded
 
 OK, WARNING, ERROR = (Finding(level, "x", "X.", "fix") for level in ("ok", "warning", "error"))
@@ -64,6 +65,7 @@ def test_hosts_that_cannot_be_meant_are_one_sentence(tmp_path: Path) -> None:
 def test_the_door_of_a_node_and_a_knock_at_it(tmp_path: Path) -> None:
     process = _start_here("anywhere", [*DOCTOR, "--listen", "127.0.0.1"])
     assert process.stdout is not None
+    assert process.stdout.readline() == "Welcome\n"
     port = json.loads(process.stdout.readline())["port"]
     knocked = succeeded(paceline("doctor", "--connect", f"a=127.0.0.1:{port},b=127.0.0.1:1", cwd=tmp_path))
     there, nowhere = json.loads(knocked.stdout)
@@ -78,7 +80,8 @@ def test_the_door_of_a_node_and_a_knock_at_it(tmp_path: Path) -> None:
 
 def _start_here(_host: str, program: Sequence[str]) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
-    return subprocess.Popen(program, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=clean_environ())
+    greeting = ["sh", "-c", 'echo Welcome; exec "$@"', "sh"]  # as some files that shells read at login do
+    return subprocess.Popen([*greeting, *program], stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=clean_environ())
 
 
 def _surveyed(found: Survey) -> list[Finding]:
@@ -167,3 +170,22 @@ def test_nodes_knock_at_each_other(tmp_path: Path) -> None:
         assert f"cannot connect to a port of {names[0]}" in found["firewall"].what
         cluster.nodes[1].link_up()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.hosts
+@pytest.mark.slow
+def test_nodes_are_asked_over_ssh(tmp_path: Path) -> None:
+    if reason := why_not() or why_not_ssh():
+        pytest.skip(reason)
+    keys, folder = tmp_path / "keys", tmp_path / "shared"
+    keys.mkdir()
+    folder.mkdir()
+    with Cluster(num_nodes=2, rate_bits_per_s=1e9) as cluster, ssh_between(cluster.nodes, keys):
+        names = [node.hostname for node in cluster.nodes]
+        asked = [*DOCTOR, "--hosts", ",".join(names), "--folder", str(folder), "--json"]
+        process = cluster.nodes[0].exec(asked)
+        assert process.wait(90) == 0, process.output
+        findings = json.loads(process.stdout)["findings"]
+    assert {finding["node"] for finding in findings} == {"", *names}
+    fine = {finding["check"] for finding in findings if finding["level"] == "ok"}
+    assert fine >= {"same versions", "host names", "MTU", "firewall", "clocks", "shared folder"}

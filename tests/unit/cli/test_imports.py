@@ -8,6 +8,7 @@ import sys
 import pytest
 
 HEAVY = ("torch", "numpy", "plotly", "jinja2", "pandas", "pyarrow", "PIL")
+COMMANDS = ["topo", "probe", "launch", "train", "scale", "verify", "bench", "report", "doctor"]
 
 ASK = f"""
 import sys
@@ -34,10 +35,10 @@ def test_help_lists_the_commands_in_the_order_of_the_pipeline() -> None:
     text, ending = ask("--help")
     assert ending == "exit 0 loaded []"
     names = [line.split()[0] for line in text.partition("Commands:")[2].splitlines() if line.strip()]
-    assert names == ["launch", "train", "scale", "verify", "bench", "report"]
+    assert names == COMMANDS
 
 
-@pytest.mark.parametrize("command", ["launch", "train", "scale", "verify", "bench", "report"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_a_command(command: str) -> None:
     text, ending = ask(command, "--help")
     assert ending == "exit 0 loaded []"

@@ -135,7 +135,7 @@ def test_healthy_gpus_are_all_fine() -> None:
         ("nvmlDeviceGetRemappedRows", [0, 1, 1, 0], "error", "GPU 0 has broken memory that its next reset"),
         ("nvmlDeviceGetRemappedRows", [0, 1, 1, 1], "error", "no spare memory row"),
         ("nvmlDeviceGetRetiredPagesPendingStatus", 1, "error", "next reset"),
-        ("nvmlDeviceGetRetiredPages", list(range(60)), "error", "retired 60 memory pages"),
+        ("nvmlDeviceGetRetiredPages", list(range(30)), "error", "retired 60 memory pages"),  # 30 of either cause
         ("nvmlDeviceGetEccMode", [0, 0], "warning", "could correct memory errors, but does not"),
         ("nvmlDeviceGetCurrentClocksThrottleReasons", 0x60, "warning", "too hot and it is so hot"),
         ("nvmlDeviceGetCurrentClocksThrottleReasons", 0x02, "warning", "clocks of GPU 0 are held down"),
@@ -196,6 +196,33 @@ def test_xids_are_counted_and_only_hardware_is_accused() -> None:
     only(gpu_checks.check_xids({"79": 2, "31": 2}), "warning", r"boot: Xid 79 \(fallen off the bus\)\.")
     only(gpu_checks.check_xids({"31": 2}), "ok")
     assert gpu_checks.check_xids(None) == []
+
+
+def test_the_stand_in_speaks_as_the_library_does() -> None:
+    pynvml = pytest.importorskip("pynvml")
+    source = Path(gpu_checks.__file__).read_text()
+    asked = set(re.findall(r'"(nvml[A-Z]\w+)"', source)) | {name for name in vars(FakeNvml) if name.startswith("nvml")}
+    assert len(asked) > 15
+    assert [name for name in {*asked, *HEALTHY} if not hasattr(pynvml, name)] == []
+    assert gpu_checks.UNCORRECTED == pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+    assert gpu_checks.VOLATILE == pynvml.NVML_VOLATILE_ECC
+    assert gpu_checks.PROHIBITED == pynvml.NVML_COMPUTEMODE_PROHIBITED
+    assert len(gpu_checks.RETIREMENT_CAUSES) == pynvml.NVML_PAGE_RETIREMENT_CAUSE_COUNT
+    assert [*gpu_checks.THROTTLING, gpu_checks.HELD_CLOCKS] == [
+        pynvml.nvmlClocksThrottleReasonHwSlowdown,
+        pynvml.nvmlClocksThrottleReasonSwThermalSlowdown,
+        pynvml.nvmlClocksThrottleReasonHwThermalSlowdown,
+        pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown,
+        pynvml.nvmlClocksThrottleReasonApplicationsClocksSetting,
+    ]
+    assert [*gpu_checks.P2P] == [
+        pynvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED,
+        pynvml.NVML_P2P_STATUS_GPU_NOT_SUPPORTED,
+        pynvml.NVML_P2P_STATUS_IOH_TOPOLOGY_NOT_SUPPORTED,
+        pynvml.NVML_P2P_STATUS_DISABLED_BY_REGKEY,
+        pynvml.NVML_P2P_STATUS_NOT_SUPPORTED,
+        pynvml.NVML_P2P_STATUS_UNKNOWN,
+    ]
 
 
 # --- PCIe ---

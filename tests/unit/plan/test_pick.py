@@ -96,7 +96,13 @@ def dgx1() -> Node:
     return gpu_node("dgx1")
 
 
-@pytest.mark.parametrize("name", topologies.names())
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if len(gpu_node(name).devices) > 8 else [])
+        for name in topologies.names()
+    ],
+)
 def test_every_fixture_agrees_with_trying_all_rings(name: str) -> None:
     node = gpu_node(name)
     trial = Trial(node)
@@ -204,7 +210,7 @@ def nodes(draw: st.DrawFn, most: int = 7) -> Node:
 
 
 @given(nodes(), st.data())
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_any_graph_agrees_with_trying_all_rings(node: Node, data: st.DataObject) -> None:
     num_devices = data.draw(st.integers(1, len(node.devices)))
     assert pick(node, num_devices).ring.devices == Trial(node).best_ring(num_devices)

@@ -206,6 +206,22 @@ def test_a_switch_is_drawn_where_a_gpu_has_not_that_many_links(name: str, has_sw
     assert len(lines) - len(samples) == (n if has_switch else n * (n - 1) // 2)
 
 
+def test_cards_that_are_near_to_nothing_stand_where_there_is_room() -> None:
+    """NIC8 and NIC9 of this machine hang on a NUMA node without GPUs; the others are in pairs at four sides."""
+    drawing = ET.fromstring(draw_topology(gpu_node("a100_hgx"), range(8)))
+    groups = [group for group in drawing.iter(f"{SVG}g") if group.get("class") == "nic"]
+    places = {group.findall(f"{SVG}text")[0].text: group.findall(f"{SVG}rect")[0] for group in groups}
+    middle = {name: (float(rect.get("x", "")), float(rect.get("y", ""))) for name, rect in places.items()}
+    assert math.dist(middle["NIC8"], middle["NIC9"]) > 2 * math.dist(middle["NIC0"], middle["NIC1"])
+
+
+def test_a_card_that_only_shares_the_numa_node_has_no_lines() -> None:
+    drawing = ET.fromstring(draw_topology(gpu_node("h100_lost_tabs"), range(8)))
+    classes = [line.get("class", "") for line in drawing.iter(f"{SVG}line")]
+    assert sum(kind == "link to-nic PCIe" for kind in classes) == 8
+    assert not any("host" in kind for kind in classes)
+
+
 def test_names_from_a_file_do_not_become_markup() -> None:
     hostname = 'a"<script>&\x07\u202e'
     node = dataclasses.replace(gpu_node("dgx1"), hostname=hostname)

@@ -34,6 +34,10 @@ P2P = {
 }
 """nvmlGpuP2PStatus_t (nvml.h), without 0, which is fine."""
 
+UNCORRECTED, VOLATILE, PROHIBITED, READ, RETIREMENT_CAUSES = 1, 0, 2, 0, (0, 1)
+"""Of nvmlMemoryErrorType_t, nvmlEccCounterType_t, nvmlComputeMode_t, nvmlGpuP2PCapsIndex_t and
+nvmlPageRetirementCause_t."""
+
 HARDWARE_XIDS = {
     48: "uncorrectable memory error",
     63: "memory page or row replaced",
@@ -59,7 +63,7 @@ class GpuFacts:
     uncorrected_errors: int | None = None
     """Of memory, since the driver was loaded."""
     retired_pages: int | None = None
-    """Taken out of use after uncorrectable errors; on GPUs before Ampere."""
+    """Taken out of use after memory errors; on GPUs before Ampere."""
     is_repair_pending: bool | None = None
     """A page or row of memory is taken out of use at the next reset."""
     is_repair_failed: bool | None = None
@@ -144,9 +148,13 @@ def _text(answer: Any) -> str:
 def _gpu(nvml: Any, index: int, gpu: Any) -> GpuFacts:
     pci = _ask(nvml, "nvmlDeviceGetPciInfo", gpu)
     ecc = _ask(nvml, "nvmlDeviceGetEccMode", gpu)
-    # 1: uncorrected, as a memory error type and as a cause of retirement; 0: since the driver was loaded.
-    errors = _ask(nvml, "nvmlDeviceGetTotalEccErrors", gpu, 1, 0)
-    retired = _ask(nvml, "nvmlDeviceGetRetiredPages", gpu, 1)
+    # Uncorrected ones, since the driver was loaded.
+    errors = _ask(nvml, "nvmlDeviceGetTotalEccErrors", gpu, UNCORRECTED, VOLATILE)
+    retired = [
+        pages
+        for cause in RETIREMENT_CAUSES
+        if (pages := _ask(nvml, "nvmlDeviceGetRetiredPages", gpu, cause)) is not None
+    ]
     pages_pending = _ask(nvml, "nvmlDeviceGetRetiredPagesPendingStatus", gpu)
     rows = _ask(nvml, "nvmlDeviceGetRemappedRows", gpu)  # corrected, uncorrected, pending, failed
     mig = _ask(nvml, "nvmlDeviceGetMigMode", gpu)
@@ -163,7 +171,7 @@ def _gpu(nvml: Any, index: int, gpu: Any) -> GpuFacts:
         pci_bus_id="" if pci is None else sysfs_bus_id(_text(pci.busId)),
         ecc=None if ecc is None else bool(ecc[0]),
         uncorrected_errors=errors,
-        retired_pages=None if retired is None else len(retired),
+        retired_pages=sum(map(len, retired)) if retired else None,
         is_repair_pending=any(pending) if pending else None,
         is_repair_failed=None if rows is None else bool(rows[3]),
         throttle_reasons=_ask(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", gpu) or 0,
@@ -172,7 +180,7 @@ def _gpu(nvml: Any, index: int, gpu: Any) -> GpuFacts:
         pcie_width=_ask(nvml, "nvmlDeviceGetCurrPcieLinkWidth", gpu),
         max_pcie_width=_ask(nvml, "nvmlDeviceGetMaxPcieLinkWidth", gpu),
         is_persistent=None if persistence is None else bool(persistence),
-        is_prohibited=None if compute_mode is None else compute_mode == 2,
+        is_prohibited=None if compute_mode is None else compute_mode == PROHIBITED,
         is_partitioned=None if mig is None else bool(mig[0]),
     )
 
@@ -187,7 +195,7 @@ def _p2p(nvml: Any, handles: Sequence[Any]) -> dict[str, int] | None:
     answers: dict[str, int] = {}
     for one in range(len(handles)):
         for other in range(one + 1, len(handles)):
-            status = _ask(nvml, "nvmlDeviceGetP2PStatus", handles[one], handles[other], 0)  # 0: to read
+            status = _ask(nvml, "nvmlDeviceGetP2PStatus", handles[one], handles[other], READ)
             if status is None:
                 return None
             answers[f"{one}-{other}"] = int(status)

@@ -7,7 +7,7 @@ import secrets
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,14 +80,9 @@ _ONE_ENVIRONMENT = "Use one environment on all nodes: a shared folder, a contain
 
 def _knock(ask: _Asking, nodes: Mapping[str, NodeFacts]) -> tuple[Reach, ...]:
     """Every ordered pair of nodes, as far as they have a way to each other."""
-    with ExitStack() as doors_open:
-        doors: dict[str, str] = {}
-        for host, facts in nodes.items():
-            address = meeting_address(facts)
-            if address:
-                port = doors_open.enter_context(ask.listening(host, address))
-                if port is not None:
-                    doors[host] = f"{address}:{port}"
+    addresses = {host: address for host, facts in nodes.items() if (address := meeting_address(facts))}
+    with ask.listening(addresses) as ports:
+        doors = {host: f"{addresses[host]}:{port}" for host, port in ports.items()}
         questions = {
             host: ["--connect", ",".join(f"{other}={door}" for other, door in doors.items() if other != host)]
             for host in nodes
@@ -137,7 +132,7 @@ class _Asking:
         self.problems: list[Finding] = []
 
     def all(self, questions: Mapping[str, Sequence[str]], limit_s: float) -> dict[str, str]:
-        """The answer of every host that gives one, all asked at once."""
+        """The answer of every host that gives one, all asked at once: its last line, after what a shell may say."""
         running = {host: self._start_on(host, [*self._doctor, *words]) for host, words in questions.items()}
         answers = {}
         try:
@@ -150,29 +145,38 @@ class _Asking:
                 if process.returncode:
                     self._complain(host, self._reason(host, process.returncode, complaint))
                 else:
-                    answers[host] = answer
+                    answers[host] = answer.strip().rpartition("\n")[2]
         finally:
             for process in running.values():
                 _end(process)
         return answers
 
     @contextmanager
-    def listening(self, host: str, address: str) -> Iterator[int | None]:
-        """A door of `host`, open inside; its port, or None where it could not be opened."""
-        process = self._start_on(host, [*self._doctor, "--listen", address])
-        too_late = threading.Timer(ANSWER_LIMIT_S, process.kill)
+    def listening(self, addresses: Mapping[str, str]) -> Iterator[dict[str, int]]:
+        """Doors of hosts at their addresses, open inside: their ports, without those that could not be opened."""
+        running = {h: self._start_on(h, [*self._doctor, "--listen", address]) for h, address in addresses.items()}
+
+        def give_up() -> None:
+            for process in running.values():
+                process.kill()
+
+        too_late = threading.Timer(ANSWER_LIMIT_S, give_up)
         too_late.start()
         try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
+            ports = {}
+            for host, process in running.items():
+                assert process.stdout is not None
+                if line := next((line for line in process.stdout if line.startswith("{")), ""):
+                    ports[host] = int(json.loads(line)["port"])
+                else:
+                    _, complaint = process.communicate()
+                    self._complain(host, self._reason(host, process.returncode, complaint))
             too_late.cancel()
-            if not line:
-                _, complaint = process.communicate()
-                self._complain(host, self._reason(host, process.returncode, complaint))
-            yield json.loads(line)["port"] if line else None
+            yield ports
         finally:
             too_late.cancel()
-            _end(process)
+            for process in running.values():
+                _end(process)
 
     def _reason(self, host: str, exit_code: int, complaint: str) -> str:
         last = next((line for line in reversed(complaint.splitlines()) if line.strip()), "it did not say why")

@@ -11,7 +11,6 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-import paceline
 from paceline.hardware.checks.finding import Finding, error, ok, warning
 from paceline.hardware.cpu_list import parse_cpus
 
@@ -71,8 +70,14 @@ def read(path: Path) -> str:
 
 def collect_versions() -> dict[str, str]:
     """Without importing torch, which takes seconds and would hide that it cannot be imported."""
-    versions = {"paceline": paceline.__version__, "python": platform.python_version()}
-    for name, package in (("torch", "torch"), ("NCCL", "nvidia-nccl-cu13"), ("NCCL", "nvidia-nccl-cu12")):
+    versions = {"python": platform.python_version()}
+    packages = (
+        ("paceline", "paceline"),
+        ("torch", "torch"),
+        ("NCCL", "nvidia-nccl-cu13"),
+        ("NCCL", "nvidia-nccl-cu12"),
+    )
+    for name, package in packages:
         try:
             versions.setdefault(name, metadata.version(package))
         except metadata.PackageNotFoundError:

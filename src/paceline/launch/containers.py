@@ -1,0 +1,134 @@
+"""A container around a program: the command line of Apptainer or Podman, and what tells two images apart.
+
+    image.sif, docker://name@sha256:…     Apptainer
+    podman://name:tag                      Podman
+
+The program sees the node as it is but for the file system: its network, its process ids and its /dev/shm, since workers
+talk through all three. Standard input and output pass through.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from paceline.errors import LaunchError
+from paceline.launch.variables import with_variables
+
+Runtime = Literal["apptainer", "podman"]
+
+DIGEST_TIMEOUT_S = 600.0
+"""How long reading a whole image file may take: 20 GB from a slow network disk."""
+
+# The caller's Python settings mean nothing inside, and Apptainer shows the program the caller's home.
+_PYTHON = {"PYTHONPATH": "", "PYTHONHOME": "", "PYTHONNOUSERSITE": "1"}
+
+# What the node's own scheduler says about the job; Podman hands over nothing unasked.
+_NODE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "SLURM_*", "NCCL_*", "GLOO_*")
+
+
+def container_runtime(image: str) -> Runtime:
+    """The program that runs `image`.
+
+    Raises:
+        LaunchError: it is neither a .sif file nor a name with docker:// or podman:// in front.
+    """
+    if re.fullmatch(r"docker://[^\s-]\S*", image) or (image.endswith(".sif") and not image.startswith("-")):
+        return "apptainer"
+    if re.fullmatch(r"podman://[^\s-]\S*", image):
+        return "podman"
+    raise LaunchError(f"The container {image!r} should be image.sif, docker://NAME@sha256:… or podman://NAME:TAG.")
+
+
+def in_container(
+    program: Sequence[str],
+    image: str,
+    *,
+    cwd: Path,
+    binds: Sequence[Path] = (),
+    gpus: bool = False,
+    environ: Mapping[str, str] | None = None,
+    runtime: str | None = None,
+) -> tuple[str, ...]:
+    """The command that runs `program` inside `image`, in `cwd`, which it sees beside `binds` at their own paths.
+
+    Apptainer keeps the node's variables: by them Slurm and Ray say which devices the job has, and --cleanenv would lose
+    that. Python's own are emptied. Podman hands over those of the scheduler only.
+
+    Args:
+        gpus: whether the node has NVIDIA GPUs to show; Podman needs the node's CDI description of them.
+        runtime: another executable to run it by, such as "singularity" or a path; None: apptainer or podman.
+
+    Raises:
+        LaunchError: an image or a path that cannot be meant, or `environ` holds what looks like a secret.
+    """
+    kind = container_runtime(image)
+    inside = with_variables(program, {**_PYTHON, **(environ or {})})
+    folders = [_bindable(path) for path in dict.fromkeys((cwd, *binds))]
+    if kind == "apptainer":
+        options = [*(["--nv"] if gpus else []), *(f"--bind={path}:{path}" for path in folders), f"--pwd={cwd}"]
+        return (runtime or "apptainer", "--silent", "exec", *options, image, *inside)
+    options = [
+        "--rm",
+        "--interactive",
+        "--network=host",
+        "--pid=host",
+        "--ipc=host",
+        "--pids-limit=-1",
+        # Volumes keep their labels: a run folder is shared with the node.
+        "--security-opt=label=disable",
+        *(["--device=nvidia.com/gpu=all"] if gpus else []),
+        *(f"--env={name}" for name in _NODE_VARIABLES),
+        *(f"--volume={path}:{path}" for path in folders),
+        f"--workdir={cwd}",
+        "--entrypoint=",
+    ]
+    return (runtime or "podman", "run", *options, image.removeprefix("podman://"), *inside)
+
+
+def image_digest(image: str, run: Callable[[Sequence[str]], str] | None = None) -> str:
+    """ "sha256:…" of an image as a node has it: equal digests, equal images. For a .sif it is that of the file.
+
+    `run` runs a command there and returns its output; None runs it here. Nothing of ours is needed on the node.
+
+    Raises:
+        LaunchError: there is no such image, or its name does not say which it is.
+    """
+    if container_runtime(image) == "podman":
+        argv: tuple[str, ...] = ("podman", "image", "inspect", "--format={{.Digest}}", image.removeprefix("podman://"))
+    elif image.endswith(".sif") and not image.startswith("docker://"):
+        argv = ("sha256sum", "--", image)
+    elif pinned := re.search(r"@(sha256:[0-9a-f]{64})$", image):
+        return pinned.group(1)
+    else:
+        raise LaunchError(
+            f"{image} may be another image on every node and on every day; name it by its digest, {image}@sha256:…, or "
+            f"make a file of it once (apptainer pull image.sif {image})."
+        )
+    digest = re.search(r"(?:sha256:|\A\\?)([0-9a-f]{64})\b", (run or _output_of)(argv))
+    if digest is None:
+        raise LaunchError(f"{argv[0]} does not say the digest of {image}; is it complete?")
+    return f"sha256:{digest.group(1)}"
+
+
+def _bindable(path: Path) -> Path:
+    if not path.is_absolute() or re.search(r"[:,\n\"]", str(path)):
+        raise LaunchError(
+            f"The folder {str(path)!r} cannot be shown to a container; its path should have no : and no ,"
+        )
+    return path
+
+
+def _output_of(argv: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=DIGEST_TIMEOUT_S, stdin=subprocess.DEVNULL)
+    except FileNotFoundError:
+        raise LaunchError(f"There is no {argv[0]} on this node; install it, or use another container.") from None
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{' '.join(argv)} has not ended within {DIGEST_TIMEOUT_S:.0f} s.") from None
+    if done.returncode != 0:
+        raise LaunchError(f"There is no image {argv[-1]} on this node: {' '.join(done.stderr.split())}")
+    return done.stdout

@@ -1,0 +1,255 @@
+"""Kubernetes: manifests for `kubectl apply`, with PyTorch's elastic agent in every pod.
+
+`job_manifest` needs nothing but Kubernetes: an Indexed Job, a pod a node, and a Service by which pods find the first.
+`train_job_manifest` is for clusters with the Kubeflow Trainer (2.2 or later), which brings both and tells torchrun the
+rest.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline import env
+from paceline.errors import LaunchError
+from paceline.launch.variables import check_variables
+
+PORT = 29500
+
+_NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
+_MOST_NAME_CHARACTERS = 52
+"""Of 63 in a host name, less "-" and the index of a pod; for a TrainJob "-node-0-" comes in between as well."""
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Pods:
+    """What every pod of a run has; a pod is a node."""
+
+    image: str
+    """As Kubernetes pulls it; with @sha256:… it is the same on all nodes."""
+    num_pods: int
+    workers_per_pod: int
+    use_gpus: bool
+    claim: str
+    """The PersistentVolumeClaim that all pods share; it is mounted at `mount`."""
+    mount: Path
+    """Run folder and data lie below it."""
+    run_dir: Path
+    cpus_per_worker: int = 1
+    memory_bytes: int | None = None
+    """Of a pod; None: whatever its node has."""
+    shm_bytes: int = 8 * _GIB
+    """Of /dev/shm, where workers and data loaders talk; it counts as the pod's memory."""
+    user_id: int | None = None
+    """Whom the run's files belong to; None: whom the image says."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+def job_manifest(name: str, program: Sequence[str], pods: Pods) -> str:
+    """A Service and an Indexed Job, as YAML; `program` is what would follow `python`.
+
+    A pod that fails ends the Job: the workers of the others could not go on without its own.
+
+    Raises:
+        LaunchError: a name that Kubernetes refuses, a run folder outside of the volume, or what looks like a secret.
+    """
+    _check(name, program, pods)
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": name, "labels": _labels(name)},
+        "spec": {
+            "clusterIP": "None",
+            # Pods meet before any of them is ready.
+            "publishNotReadyAddresses": True,
+            "selector": {"batch.kubernetes.io/job-name": name},
+            "ports": [{"name": "rendezvous", "port": PORT}],
+        },
+    }
+    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={name}-0.{name}:{PORT}", f"--rdzv-id={name}"]
+    container = {
+        "name": "workers",
+        "image": pods.image,
+        "command": _torchrun([f"--nnodes={pods.num_pods}", *_workers(pods), *meeting], program),
+        "workingDir": str(pods.mount),
+        "env": _variables(pods),
+        "ports": [{"containerPort": PORT}],
+        "resources": _resources(pods),
+        "securityContext": _CONTAINER_SECURITY,
+        "volumeMounts": _mounts(pods),
+    }
+    pod = {
+        "subdomain": name,
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": _pod_security(pods),
+        "containers": [container],
+        "volumes": _volumes(pods),
+    }
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": name, "labels": _labels(name)},
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": pods.num_pods,
+            "parallelism": pods.num_pods,
+            "backoffLimit": 0,
+            "template": {"metadata": {"labels": _labels(name)}, "spec": pod},
+        },
+    }
+    return _yaml([service, job])
+
+
+def train_job_manifest(name: str, program: Sequence[str], pods: Pods, *, runtime: str = "torch-distributed") -> str:
+    """A TrainJob, as YAML; the Trainer tells torchrun by PET_… variables how many nodes there are and where they meet.
+
+    `runtime` is a ClusterTrainingRuntime whose replicated job and container are called "node", as Kubeflow's own are.
+
+    Raises:
+        LaunchError: as `job_manifest`.
+    """
+    _check(name, program, pods)
+    patch = {
+        "securityContext": _pod_security(pods),
+        "containers": [
+            {"name": "node", "securityContext": _CONTAINER_SECURITY, "volumeMounts": _mounts(pods)},
+        ],
+        "volumes": _volumes(pods),
+    }
+    job = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": {"name": name, "labels": _labels(name)},
+        "spec": {
+            "runtimeRef": {"name": runtime},
+            "trainer": {
+                "image": pods.image,
+                "command": _torchrun([], program),
+                "numNodes": pods.num_pods,
+                "numProcPerNode": pods.workers_per_pod,
+                "env": _variables(pods),
+                "resourcesPerNode": _resources(pods),
+            },
+            "runtimePatches": [
+                {
+                    "manager": "paceline",
+                    "trainingRuntimeSpec": {
+                        "template": {
+                            "spec": {
+                                "replicatedJobs": [
+                                    {"name": "node", "template": {"spec": {"template": {"spec": patch}}}},
+                                ]
+                            }
+                        }
+                    },
+                }
+            ],
+        },
+    }
+    return _yaml([job])
+
+
+_CONTAINER_SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+def _torchrun(options: Sequence[str], program: Sequence[str]) -> list[str]:
+    # A worker that failed ends its pod, and with it the Job; resuming is for the next Job.
+    agent = ["python", "-m", "torch.distributed.run", "--max-restarts=0", *options]
+    return [_literal(word) for word in (*agent, "-m", "paceline.launch.worker", *program)]
+
+
+def _literal(word: str) -> str:
+    """`word` for Kubernetes, which fills in $(NAME) in commands and variables and reads $$ as $."""
+    return word.replace("$", "$$")
+
+
+def _workers(pods: Pods) -> list[str]:
+    return [f"--nproc-per-node={pods.workers_per_pod}"]
+
+
+def _variables(pods: Pods) -> list[dict[str, str]]:
+    variables = {
+        # Workers that a torchrun starts again would read dead peers' addresses from the store of the agents.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "OMP_NUM_THREADS": str(pods.cpus_per_worker),
+        "PYTHONUNBUFFERED": "1",
+        env.RUN_DIR: str(pods.run_dir),
+        **({} if pods.use_gpus else {env.DEVICE: "cpu"}),
+        **pods.environ,
+    }
+    return [{"name": name, "value": _literal(value)} for name, value in variables.items()]
+
+
+def _resources(pods: Pods) -> dict[str, dict[str, str]]:
+    """Limits alone where Kubernetes copies them into requests; cores are a request, so that idle ones can be used."""
+    limits = {
+        **({"nvidia.com/gpu": str(pods.workers_per_pod)} if pods.use_gpus else {}),
+        **({"memory": _mebibytes(pods.memory_bytes)} if pods.memory_bytes is not None else {}),
+    }
+    requests = {"cpu": str(pods.workers_per_pod * pods.cpus_per_worker), **limits}
+    return {"requests": requests, **({"limits": limits} if limits else {})}
+
+
+def _pod_security(pods: Pods) -> dict[str, Any]:
+    security: dict[str, Any] = {"seccompProfile": {"type": "RuntimeDefault"}}
+    if pods.user_id is not None:
+        user = pods.user_id
+        security |= {"runAsNonRoot": user != 0, "runAsUser": user, "runAsGroup": user, "fsGroup": user}
+    return security
+
+
+def _mounts(pods: Pods) -> list[dict[str, str]]:
+    return [{"name": "runs", "mountPath": str(pods.mount)}, {"name": "shm", "mountPath": "/dev/shm"}]
+
+
+def _volumes(pods: Pods) -> list[dict[str, Any]]:
+    return [
+        {"name": "runs", "persistentVolumeClaim": {"claimName": pods.claim}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": _mebibytes(pods.shm_bytes)}},
+    ]
+
+
+def _labels(name: str) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "paceline", "app.kubernetes.io/instance": name}
+
+
+def _mebibytes(num_bytes: int) -> str:
+    return f"{math.ceil(num_bytes / (1 << 20))}Mi"
+
+
+def _check(name: str, program: Sequence[str], pods: Pods) -> None:
+    if not _NAME.fullmatch(name) or len(name) > _MOST_NAME_CHARACTERS:
+        raise LaunchError(
+            f"The name {name!r} cannot be one in Kubernetes; take small letters, digits and - inside, "
+            f"{_MOST_NAME_CHARACTERS} at most."
+        )
+    if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", pods.claim):
+        raise LaunchError(f"{pods.claim!r} cannot be the name of a PersistentVolumeClaim.")
+    if not program or not pods.image or not pods.image.isprintable() or " " in pods.image:
+        raise LaunchError("A job needs an image, as Kubernetes pulls it, and a program to run in it.")
+    if not pods.mount.is_absolute() or not pods.run_dir.is_relative_to(pods.mount):
+        raise LaunchError(f"The run folder {pods.run_dir} should lie below {pods.mount}, where pods see their volume.")
+    if pods.num_pods < 1 or pods.workers_per_pod < 1 or pods.cpus_per_worker < 1:
+        raise LaunchError("A job needs a pod, a worker in it and a core for the worker at least.")
+    check_variables(pods.environ)
+
+
+def _yaml(documents: Sequence[dict[str, Any]]) -> str:
+    try:
+        import yaml
+    except ImportError:
+        raise LaunchError("Manifests need PyYAML; install paceline[kubernetes].") from None
+
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - people read manifests: say things twice
+            return True
+
+    return yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=120)
