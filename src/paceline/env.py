@@ -26,6 +26,7 @@ DEVICE = "PACELINE_DEVICE"
 PULSE = "PACELINE_PULSE"
 STORE_FD = "PACELINE_STORE_FD"
 CPUS = "PACELINE_CPUS"
+CONTAINER = "PACELINE_CONTAINER"
 
 PASSED_ON = (DATA_DIR, DEVICE, "PYTHONPATH")
 """What a user sets here and means everywhere."""
@@ -208,6 +209,16 @@ def everything() -> dict[str, str]:
 def passed_on() -> dict[str, str]:
     """The variables of this process that its agents on other nodes need too."""
     return {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+
+
+def container_note(image: str) -> dict[str, str]:
+    """What tells workers which image they run in; nothing for none."""
+    return {CONTAINER: image} if image else {}
+
+
+def container() -> str:
+    """The image this process runs in, if its launcher said so."""
+    return os.environ.get(CONTAINER, "")
 
 
 def own_interface() -> str | None:

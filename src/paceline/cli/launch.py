@@ -10,11 +10,24 @@ import typer
 
 from paceline.cli.execute import new_run_dir
 from paceline.cli.options import DebugComm, Threads
-from paceline.cli.site import HangTimeout, Hosts, HostsFile, Interface, Launcher, dry_run, open_site
+from paceline.cli.site import (
+    Container,
+    HangTimeout,
+    Hosts,
+    HostsFile,
+    Interface,
+    Launcher,
+    Python,
+    Site,
+    Where,
+    dry_run,
+    open_site,
+    site_on_paper,
+)
 from paceline.errors import LaunchError
 from paceline.launch.run import HANG_TIMEOUT_S
 from paceline.plan import spread
-from paceline.spec import Job
+from paceline.spec import Job, Plan
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
@@ -29,6 +42,8 @@ def launch(
     hosts: Hosts = None,
     hosts_file: HostsFile = None,
     interface: Interface = None,
+    container: Container = None,
+    python: Python = None,
     hang_timeout: HangTimeout = HANG_TIMEOUT_S,
     debug_comm: DebugComm = False,
     show: Annotated[bool, typer.Option("--dry-run", help="Print what would be started, and start nothing.")] = False,
@@ -36,12 +51,17 @@ def launch(
     """Run a script on some workers of this machine, or of several."""
     if not script.is_file():
         raise LaunchError(f"There is no script '{script}'.")
-    with open_site(launcher, hosts, hosts_file, interface, hang_timeout, on_paper=show) as site:
-        count = workers or (1 if site.launcher == "debug" else len(site.cluster.devices))
-        plan = dataclasses.replace(spread(site.cluster, count, threads), debug_comm=debug_comm)
-        program = [str(script), *context.args]
-        if show:
-            print(dry_run(plan, program, out or Path("runs") / script.stem, site.launcher))
-            return
-        run_dir = out or new_run_dir(None, Job(name=script.stem))
-        site.run(plan, program, run_dir=run_dir, output="all")
+    where = Where(launcher, hosts, hosts_file, interface, container, python, hang_timeout)
+    program = [str(script), *context.args]
+
+    def plan_for(site: Site) -> Plan:
+        count = workers or (1 if site.where.launcher == "debug" else len(site.cluster.devices))
+        return dataclasses.replace(spread(site.cluster, count, threads), debug_comm=debug_comm)
+
+    if show:
+        site = site_on_paper(where)
+        print(dry_run(plan_for(site), program, out or Path("runs") / script.stem, site.where))
+        return
+    run_dir = out or new_run_dir(None, Job(name=script.stem))
+    with open_site(where, run_dir) as site:
+        site.run(plan_for(site), program, run_dir=run_dir, output="all")

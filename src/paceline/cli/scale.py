@@ -24,7 +24,18 @@ from paceline.cli.options import (
     parse_tolerance,
     resolve_job,
 )
-from paceline.cli.site import HangTimeout, Hosts, HostsFile, Interface, Launcher, Site, open_site
+from paceline.cli.site import (
+    Container,
+    HangTimeout,
+    Hosts,
+    HostsFile,
+    Interface,
+    Launcher,
+    Python,
+    Site,
+    Where,
+    open_site,
+)
 from paceline.errors import JobError, WorkerFailed
 from paceline.launch.run import HANG_TIMEOUT_S
 from paceline.plan import place, spread
@@ -55,6 +66,8 @@ def scale(
     hosts: Hosts = None,
     hosts_file: HostsFile = None,
     interface: Interface = None,
+    container: Container = None,
+    python: Python = None,
     hang_timeout: HangTimeout = HANG_TIMEOUT_S,
 ) -> None:
     """Train a job on 1, 2, … N devices and write the study: scaling.json, scaling.csv, report.html."""
@@ -70,7 +83,8 @@ def scale(
     todo: list[tuple[str, Job, Plan]] = []
     records: list[RunRecord] = []
     failures: list[str] = []
-    with open_site(launcher, hosts, hosts_file, interface, hang_timeout) as site:
+    where = Where(launcher, hosts, hosts_file, interface, container, python, hang_timeout)
+    with open_site(where, study_dir) as site:
         # A CPU device is a fixed number of threads, or two devices would be no more than one.
         threads = threads or spread(site.cluster, counts[-1]).threads_per_worker
         for seed in range(base.seed, base.seed + seeds):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shlex
+import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from paceline.errors import LaunchError
 from paceline.hardware import detect
 from paceline.launch import run_workers, worker_commands
 from paceline.launch.commands import Meeting, meeting_on_one_node
+from paceline.launch.contained import contained
 from paceline.launch.hosts import HostSlots, parse_hosts, read_hosts_file
 from paceline.launch.ray import ray_argv, ray_nodes
 from paceline.launch.remote import Reach, RemoteTeam, open_nodes
@@ -30,27 +33,42 @@ from paceline.spec.codec import from_mapping
 
 LauncherName = Literal["auto", "local", "debug", "ssh", "slurm", "ray"]
 
-Hosts = Annotated[
-    str | None,
-    typer.Option("--hosts", metavar="a:8,b:8", help="Nodes and their workers; reached by ssh."),
+Launcher = Annotated[
+    LauncherName,
+    typer.Option(help="How nodes are reached; slurm and ray: those of the allocation or cluster; debug: no process."),
 ]
+Hosts = Annotated[str | None, typer.Option("--hosts", metavar="a:8,b:8", help="Nodes and their workers.")]
 HostsFile = Annotated[Path | None, typer.Option("--hosts-file", help="The same, a node a line: name slots=8.")]
-Launcher = Annotated[LauncherName, typer.Option("--launcher", help="How nodes are reached; debug: in this process.")]
-Interface = Annotated[str | None, typer.Option("--interface", help="Network interface between nodes; found by trying.")]
-HangTimeout = Annotated[
-    float, typer.Option("--hang-timeout", min=1.0, help="Seconds to wait for a silent worker or node.")
+Interface = Annotated[str | None, typer.Option(help="Network interface between nodes; found by trying.")]
+Container = Annotated[
+    str | None, typer.Option(metavar="IMAGE", help="Run in image.sif, docker://NAME@sha256:… or podman://NAME.")
 ]
+Python = Annotated[str | None, typer.Option(metavar="PATH", help="The interpreter on other nodes; the same as here.")]
+HangTimeout = Annotated[float, typer.Option(min=1.0, help="Seconds to wait for a silent worker or node.")]
+
+
+@dataclass(frozen=True)
+class Where:
+    """What a command line says of where to run."""
+
+    launcher: LauncherName = "auto"
+    hosts: str | None = None
+    hosts_file: Path | None = None
+    interface: str | None = None
+    container: str | None = None
+    python: str | None = None
+    hang_timeout_s: float = HANG_TIMEOUT_S
 
 
 @dataclass(frozen=True)
 class Site:
     """The nodes of a command and the way to run workers on them."""
 
+    where: Where
     cluster: Cluster
-    launcher: LauncherName = "local"
     teams: Sequence[RemoteTeam] = ()
-    interface: str | None = None
-    hang_timeout_s: float = HANG_TIMEOUT_S
+    image: str = ""
+    """The container and its digest; empty without one."""
 
     def run(
         self,
@@ -62,7 +80,7 @@ class Site:
         environ: Mapping[str, str] | None = None,
     ) -> None:
         """Run `program` in every worker of `plan`; raises what `run_workers` raises."""
-        if self.launcher == "debug":
+        if self.where.launcher == "debug":
             if plan.world_size != 1:
                 raise LaunchError(f"--launcher debug runs one worker in this process, not {plan.world_size}; add -n 1.")
             run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -73,59 +91,63 @@ class Site:
             program,
             run_dir=run_dir,
             nodes=self.teams,
-            interface=self.interface,
+            interface=self.where.interface,
             output=output,
-            hang_timeout_s=self.hang_timeout_s,
-            environ=environ,
+            hang_timeout_s=self.where.hang_timeout_s,
+            environ={**env.container_note(self.image), **(environ or {})},
         )
 
 
 @contextlib.contextmanager
-def open_site(
-    launcher: LauncherName = "auto",
-    hosts: str | None = None,
-    hosts_file: Path | None = None,
-    interface: str | None = None,
-    hang_timeout_s: float = HANG_TIMEOUT_S,
-    *,
-    on_paper: bool = False,
-) -> Iterator[Site]:
-    """What the options of a command line mean; agents on other nodes live as long as the block.
+def open_site(where: Where, run_dir: Path | None = None) -> Iterator[Site]:
+    """The nodes that are meant; agents on other nodes live as long as the block.
 
-    `on_paper`: connect to nobody; other nodes are taken to be like this one.
+    Args:
+        run_dir: what containers see beside the working directory.
 
     Raises:
         LaunchError: options that contradict each other, or nodes that cannot be reached or differ in versions.
     """
-    slots = named_hosts(hosts, hosts_file)
-    launcher = settled(launcher, slots)
-    given = given_nodes(launcher)
+    slots = named_hosts(where)
+    where = dataclasses.replace(where, launcher=settled(where.launcher, slots))
+    if where.launcher == "debug" or (where.launcher == "local" and where.container is None):
+        yield Site(where, detect())
+        return
+    given = given_nodes(where.launcher)
     # Ray says how many GPUs a node has; where it says nothing, the node has none.
-    gpus = {host.host: host.num_workers or 0 for host in given} if launcher == "ray" else {}
+    gpus = {host.host: host.num_workers or 0 for host in given} if where.launcher == "ray" else {}
     slots = slots or given
-    if launcher in ("local", "debug"):
-        yield Site(detect(), launcher, hang_timeout_s=hang_timeout_s)
-        return
-    if on_paper:
-        (here,) = detect().nodes
-        yield Site(Cluster(tuple(_on_paper(here, host) for host in slots)), launcher)
-        return
-    with open_nodes([reach(launcher, host.host, gpus.get(host.host, 0)) for host in slots]) as (teams, hellos):
+    reaches = [reach(where, host.host, gpus.get(host.host, 0)) for host in slots]
+    image = ""
+    if where.container is not None:
+        python = where.python or "python3"
+        binds = [] if run_dir is None else [run_dir.absolute()]
+        reaches, digest = contained(reaches, where.container, cwd=Path.cwd(), binds=binds, python=python)
+        image = f"{where.container} {digest}"
+    with open_nodes(reaches) as (teams, hellos):
         nodes = [
             shared_out(
                 dataclasses.replace(from_mapping(Node, hello.node), hostname=team.hostname, is_remote=True), host
             )
             for team, hello, host in zip(teams, hellos, slots, strict=True)
         ]
-        yield Site(Cluster(tuple(nodes)), launcher, teams, interface, hang_timeout_s)
+        yield Site(where, Cluster(tuple(nodes)), teams, image)
 
 
-def named_hosts(hosts: str | None, hosts_file: Path | None) -> tuple[HostSlots, ...]:
-    if hosts is not None and hosts_file is not None:
+def site_on_paper(where: Where) -> Site:
+    """The same without a connection to anybody: other nodes are taken to be like this one."""
+    slots = named_hosts(where)
+    where = dataclasses.replace(where, launcher=settled(where.launcher, slots))
+    here = detect()
+    return Site(where, Cluster(tuple(_on_paper(here.nodes[0], host) for host in slots)) if slots else here)
+
+
+def named_hosts(where: Where) -> tuple[HostSlots, ...]:
+    if where.hosts is not None and where.hosts_file is not None:
         raise LaunchError("--hosts and --hosts-file name nodes twice; give one of them.")
-    if hosts is not None:
-        return parse_hosts(hosts)
-    return () if hosts_file is None else read_hosts_file(hosts_file)
+    if where.hosts is not None:
+        return parse_hosts(where.hosts)
+    return () if where.hosts_file is None else read_hosts_file(where.hosts_file)
 
 
 def settled(launcher: LauncherName, slots: Sequence[HostSlots]) -> LauncherName:
@@ -140,24 +162,34 @@ def settled(launcher: LauncherName, slots: Sequence[HostSlots]) -> LauncherName:
 
 
 def given_nodes(launcher: LauncherName) -> tuple[HostSlots, ...]:
-    """The nodes that a scheduler has given this command; none where there is no scheduler."""
+    """The nodes that a scheduler has given this command; this one where there is no scheduler."""
     if launcher == "slurm":
         return allocation(env.everything())
-    return ray_nodes() if launcher == "ray" else ()
+    return ray_nodes() if launcher == "ray" else (HostSlots(socket.gethostname()),)
 
 
-def reach(launcher: LauncherName, node: str, num_gpus: int = 0) -> Reach:
-    """How `launcher` runs a program on a node, in this working directory; only Ray asks how many GPUs it needs."""
+def reach(where: Where, node: str, num_gpus: int = 0) -> Reach:
+    """How the launcher runs a program on a node, in this working directory; only Ray asks how many GPUs it needs."""
     cwd, environ = Path.cwd(), env.passed_on()
-    if launcher == "slurm":
-        return Reach(node, lambda program: srun_argv(node, program, cwd=cwd, environ=environ))
-    if launcher == "ray":
-        return Reach(node, lambda program: ray_argv(node, program, cwd=cwd, environ=environ, num_gpus=num_gpus))
-    return Reach(
-        node,
-        argv=lambda program: ssh_argv(node, program, cwd=cwd, environ=environ),
-        explain=lambda exit_code, stderr: explain_ssh_failure(exit_code, stderr, node),
-    )
+    python = where.python or sys.executable
+    match where.launcher:
+        case "slurm":
+            return Reach(node, lambda program: srun_argv(node, program, cwd=cwd, environ=environ), python=python)
+        case "ray":
+            return Reach(
+                node,
+                lambda program: ray_argv(node, program, cwd=cwd, environ=environ, num_gpus=num_gpus),
+                python=python,
+            )
+        case "ssh":
+            return Reach(
+                node,
+                lambda program: ssh_argv(node, program, cwd=cwd, environ=environ),
+                lambda exit_code, stderr: explain_ssh_failure(exit_code, stderr, node),
+                python,
+            )
+        case _:
+            return Reach(node, lambda program: program, python=python)
 
 
 def shared_out(node: Node, slots: HostSlots) -> Node:
@@ -178,26 +210,24 @@ def shared_out(node: Node, slots: HostSlots) -> Node:
 
 
 def _on_paper(here: Node, slots: HostSlots) -> Node:
-    node = dataclasses.replace(here, hostname=slots.host, is_remote=True)
     count = slots.num_workers or len(here.devices)
     devices = (dataclasses.replace(here.devices[0], index=index) for index in range(count))
-    return dataclasses.replace(node, devices=tuple(devices))
+    return dataclasses.replace(here, hostname=slots.host, is_remote=True, devices=tuple(devices))
 
 
-def dry_run(plan: Plan, program: Sequence[str], run_dir: Path, launcher: LauncherName) -> str:
+def dry_run(plan: Plan, program: Sequence[str], run_dir: Path, where: Where) -> str:
     """The commands of every worker as a person would type them; starts nothing and connects to nobody."""
-    lines = [f"# {plan.world_size} workers, launcher {launcher}, backend {plan.backend}"]
-    if plan.shares[0].hostname:
-        first = plan.nodes[0].hostname
+    lines = [f"# {plan.world_size} workers, launcher {where.launcher}, backend {plan.backend}"]
+    if first := plan.shares[0].hostname:
         place = f"tcp://ADDRESS_OF_{first}:PORT_BOUND_THERE"
-        meeting = Meeting(place, tuple("INTERFACE_THAT_REACHES_IT" for _ in plan.nodes))
+        meeting = Meeting(place, tuple(where.interface or "INTERFACE_THAT_REACHES_IT" for _ in plan.nodes))
     else:
         meeting = meeting_on_one_node(Path("NEW_FOLDER"))
     commands = worker_commands(plan, program, run_dir=run_dir, meeting=meeting, launched_at=0.0)
     for number, share in enumerate(plan.shares):
         if share.hostname:
-            agent = reach(launcher, share.hostname).argv(["python", "-m", "paceline", "agent"])
-            lines += ["", f"# node {share.hostname}: {shlex.join(agent)}"]
+            way = reach(where, share.hostname)
+            lines += ["", f"# node {share.hostname}: {shlex.join(way.argv([way.python, '-m', 'paceline', 'agent']))}"]
         for command in (command for command in commands if command.node == number):
             variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(command.variables.items()))
             lines += [f"# rank {command.rank}", f"{variables} {shlex.join(command.argv)}"]

@@ -25,7 +25,17 @@ from paceline.cli.options import (
     Trackers,
     resolve_job,
 )
-from paceline.cli.site import HangTimeout, Hosts, HostsFile, Interface, Launcher, open_site
+from paceline.cli.site import (
+    Container,
+    HangTimeout,
+    Hosts,
+    HostsFile,
+    Interface,
+    Launcher,
+    Python,
+    Where,
+    open_site,
+)
 from paceline.launch.run import HANG_TIMEOUT_S
 from paceline.plan import place
 
@@ -48,14 +58,19 @@ def train(
     hosts: Hosts = None,
     hosts_file: HostsFile = None,
     interface: Interface = None,
+    container: Container = None,
+    python: Python = None,
     hang_timeout: HangTimeout = HANG_TIMEOUT_S,
     debug_comm: DebugComm = False,
 ) -> None:
     """Train a job on some workers of this machine, or of several."""
     resolved = resolve_job(job, settings, data)
     run_dir = new_run_dir(out, resolved)
-    with open_site(launcher, hosts, hosts_file, interface, hang_timeout) as site:
-        num_workers = workers or min(1 if launcher == "debug" else len(site.cluster.devices), resolved.virtual_shards)
+    where = Where(launcher, hosts, hosts_file, interface, container, python, hang_timeout)
+    with open_site(where, run_dir) as site:
+        num_workers = workers or min(
+            1 if site.where.launcher == "debug" else len(site.cluster.devices), resolved.virtual_shards
+        )
         plan = place(
             resolved,
             site.cluster,

@@ -3,8 +3,8 @@
     image.sif, docker://name@sha256:…     Apptainer
     podman://name:tag                      Podman
 
-The program sees the node as it is but for the file system: its network, its process ids and its /dev/shm, since workers
-talk through all three. Standard input and output pass through.
+The program sees the node's own network and /dev/shm, since workers talk through both. Standard input and output pass
+through. Podman numbers processes anew inside: with the program ends all that it started.
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ def in_container(
         "--rm",
         "--interactive",
         "--network=host",
-        "--pid=host",
         "--ipc=host",
         "--pids-limit=-1",
         # Volumes keep their labels: a run folder is shared with the node.

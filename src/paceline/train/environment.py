@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 import paceline
+from paceline import env
 from paceline.train.process_group import World
 
 
@@ -29,6 +30,8 @@ def describe_environment(world: World) -> dict[str, str]:
         facts["GPU"] = torch.cuda.get_device_name(world.device)
         facts["CUDA"] = str(torch.version.cuda)
         facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    if image := env.container():
+        facts["container"] = image
     commit = _git_commit()
     if commit:
         facts["git commit"] = commit

@@ -1,0 +1,162 @@
+"""Whom a judgement over all workers may name, and when."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.launch.hang import STALE_S, Hang, WorkerState, judge
+
+BOUND_S = 3.0
+
+
+def waits(rank: int, inside_s: float = 5.0, collective: str = "all_reduce number 4") -> WorkerState:
+    return WorkerState(rank, 100 + rank, step=4, collective=collective, inside_s=inside_s, beat_age_s=0.1)
+
+
+def computes(rank: int) -> WorkerState:
+    return WorkerState(rank, 100 + rank, step=4, collective="all_reduce number 3", beat_age_s=0.1)
+
+
+def stopped(rank: int, stopped_s: float = 5.0) -> WorkerState:
+    return dataclasses.replace(waits(rank), stopped_s=stopped_s, beat_age_s=stopped_s)
+
+
+def test_the_one_that_is_not_there_holds_up_the_others() -> None:
+    assert judge([waits(0, 4.0), computes(1), waits(2, 5.0)], BOUND_S) == Hang("hung", (1,), (0, 2), 5.0)
+
+
+def test_a_worker_stuck_outside_python_is_not_believed_to_wait() -> None:
+    stuck = dataclasses.replace(waits(1), beat_age_s=STALE_S + 0.1)
+    assert judge([waits(0), stuck], BOUND_S) == Hang("hung", (1,), (0,), 5.0)
+
+
+def test_nobody_waits_for_a_worker_that_computes_for_long() -> None:
+    assert judge([computes(0), computes(1)], BOUND_S) is None
+
+
+def test_one_that_has_just_come_ends_the_wait() -> None:
+    assert judge([waits(0), waits(1, 0.1)], BOUND_S) is None
+
+
+def test_all_wait_in_different_collectives() -> None:
+    found = judge([waits(0, 4.0, "all_reduce"), waits(1, 5.0, "broadcast")], BOUND_S)
+    assert found == Hang("mismatch", (0, 1), (0, 1), 5.0)
+
+
+def test_a_stopped_worker_is_named_whether_or_not_somebody_waits() -> None:
+    assert judge([stopped(0, 4.0), computes(1)], BOUND_S) == Hang("stopped", (0,), (), 4.0)
+    assert judge([stopped(0, 1.0), waits(1)], BOUND_S) == Hang("stopped", (0,), (1,), 1.0)
+    assert judge([stopped(0, 1.0), computes(1)], BOUND_S) is None
+
+
+def test_no_worker_is_no_hang() -> None:
+    assert judge([], BOUND_S) is None
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        (waits(0), "in all_reduce number 4 for 5.0 s"),
+        (computes(0), "in no collective; its last was all_reduce number 3"),
+        (WorkerState(0, 1), "in no collective so far"),
+        (stopped(0), "stopped for 5.0 s"),
+    ],
+)
+def test_what_a_worker_does_in_words(state: WorkerState, words: str) -> None:
+    assert state.doing == words
+
+
+seconds = st.floats(0, 10, allow_nan=False)
+worker_states = st.lists(
+    st.builds(
+        WorkerState,
+        rank=st.integers(0, 9),
+        pid=st.integers(1, 9),
+        collective=st.sampled_from(["", "all_reduce", "broadcast"]),
+        inside_s=st.none() | seconds,
+        beat_age_s=st.none() | seconds,
+        stopped_s=st.none() | seconds,
+    ),
+    max_size=6,
+    unique_by=lambda state: state.rank,
+)
+bounds = st.floats(0.1, 8, allow_nan=False)
+
+
+def is_stuck(state: WorkerState) -> bool:
+    return state.beat_age_s is not None and state.beat_age_s >= STALE_S
+
+
+def is_waiting(state: WorkerState, bound_s: float) -> bool:
+    lasts = state.inside_s is not None and state.inside_s >= bound_s
+    return lasts and state.stopped_s is None and not is_stuck(state)
+
+
+@given(worker_states, bounds)
+def test_a_waiting_worker_is_never_blamed_when_somebody_does_not_wait(
+    states: list[WorkerState], bound_s: float
+) -> None:
+    found = judge(states, bound_s)
+    if found is None:
+        return
+    by_rank = {state.rank: state for state in states}
+    assert found.culprits
+    assert set(found.waiting) == {state.rank for state in states if is_waiting(state, bound_s)}
+    if not all(is_waiting(state, bound_s) for state in states):
+        assert not any(is_waiting(by_rank[rank], bound_s) for rank in found.culprits)
+        assert found.kind != "mismatch"
+    else:
+        assert found.kind == "mismatch"
+
+
+@given(worker_states, bounds)
+def test_stopped_workers_come_first(states: list[WorkerState], bound_s: float) -> None:
+    found = judge(states, bound_s)
+    stopped_ranks = tuple(state.rank for state in states if state.stopped_s is not None)
+    if found is not None and stopped_ranks:
+        assert (found.kind, found.culprits) == ("stopped", stopped_ranks)
+    if found is not None and found.kind == "stopped":
+        assert stopped_ranks
+    longest_s = max((state.stopped_s for state in states if state.stopped_s is not None), default=0.0)
+    if longest_s >= bound_s:
+        assert found is not None
+
+
+@given(worker_states, bounds)
+def test_nothing_is_said_below_the_bound(states: list[WorkerState], bound_s: float) -> None:
+    short = [
+        dataclasses.replace(
+            state,
+            inside_s=None if state.inside_s is None else min(state.inside_s, bound_s * 0.99),
+            stopped_s=None if state.stopped_s is None else min(state.stopped_s, bound_s * 0.99),
+        )
+        for state in states
+    ]
+    assert judge(short, bound_s) is None
+
+
+@given(worker_states, bounds)
+def test_somebody_is_named_as_soon_as_one_waits_and_another_is_elsewhere(
+    states: list[WorkerState], bound_s: float
+) -> None:
+    waiting = any(is_waiting(state, bound_s) for state in states)
+    elsewhere = any(state.inside_s is None or state.stopped_s is not None for state in states)
+    if waiting and elsewhere:
+        assert judge(states, bound_s) is not None
+
+
+@given(worker_states, bounds)
+def test_the_order_of_the_workers_does_not_matter(states: list[WorkerState], bound_s: float) -> None:
+    one, other = judge(states, bound_s), judge(states[::-1], bound_s)
+    assert (one is None) == (other is None)
+    if one is not None and other is not None:
+        assert (one.kind, set(one.culprits), set(one.waiting), one.seconds) == (
+            other.kind,
+            set(other.culprits),
+            set(other.waiting),
+            other.seconds,
+        )
