@@ -17,6 +17,9 @@ from typing import Literal
 Speaker = Literal["paceline", "torch"]
 """Who waits for other workers: Paceline's own communication, or any collective that torch recorded."""
 
+MEETING = "the first meeting of all workers"
+"""What a worker is in that has found the others' meeting point and waits for them."""
+
 _SPEAKERS: tuple[Speaker, ...] = ("paceline", "torch")
 _HEADER = struct.Struct("=qd")
 """Steps done, -1 before a run; when the worker's interpreter last ran its beating thread."""

@@ -177,6 +177,8 @@ def test_a_fault_is_named_in_time_and_nobody_is_left(site: Site, case: str, tmp_
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nobody_outlives_the_launcher(site: Site, number: signal.Signals, tmp_path: Path) -> None:
+    if number == signal.SIGINT and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        pytest.skip("a test run in the background ignores SIGINT, and so does all that it starts")
     training = _begin(site, tmp_path, 3, "none")
     training.launcher.signal(number)
     exit_code = training.launcher.wait(BOUND_S + GRACE_S)

@@ -125,13 +125,11 @@ def open_site(where: Where, run_dir: Path | None = None) -> Iterator[Site]:
         reaches, digest = contained(reaches, where.container, cwd=Path.cwd(), binds=binds, python=python)
         image = f"{where.container} {digest}"
     with open_nodes(reaches) as (teams, hellos):
-        nodes = [
-            shared_out(
-                dataclasses.replace(from_mapping(Node, hello.node), hostname=team.hostname, is_remote=True), host
-            )
-            for team, hello, host in zip(teams, hellos, slots, strict=True)
-        ]
-        yield Site(where, Cluster(tuple(nodes)), teams, image)
+        nodes = (
+            dataclasses.replace(from_mapping(Node, hello.node), hostname=team.hostname, is_remote=True)
+            for team, hello in zip(teams, hellos, strict=True)
+        )
+        yield Site(where, Cluster(tuple(map(shared_out, nodes, slots))), teams, image)
 
 
 def site_on_paper(where: Where) -> Site:

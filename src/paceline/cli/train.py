@@ -68,9 +68,8 @@ def train(
     run_dir = new_run_dir(out, resolved)
     where = Where(launcher, hosts, hosts_file, interface, container, python, hang_timeout)
     with open_site(where, run_dir) as site:
-        num_workers = workers or min(
-            1 if site.where.launcher == "debug" else len(site.cluster.devices), resolved.virtual_shards
-        )
+        num_devices = 1 if site.where.launcher == "debug" else len(site.cluster.devices)
+        num_workers = workers or min(num_devices, resolved.virtual_shards)
         plan = place(
             resolved,
             site.cluster,

@@ -33,8 +33,8 @@ def contained(
     for reach, digest in zip(reaches, digests, strict=True):
         if digest != digests[0]:
             raise LaunchError(
-                f"{image} on {reach.hostname} is {digest}, but on {reaches[0].hostname} {digests[0]}; copy one image to "
-                "all nodes, or keep it on a file system that they share."
+                f"{image} on {reach.hostname} is {digest}, but on {reaches[0].hostname} {digests[0]}; copy one image "
+                "to all nodes, or keep it on a file system that they share."
             )
 
     def inside(reach: Reach, gpus: bool) -> Reach:

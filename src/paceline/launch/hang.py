@@ -6,8 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from paceline.pulse import MEETING
+
 STALE_S = 2.0
 """A worker whose interpreter has not run for so long is stuck outside Python, whatever it said last."""
+
+
+MEETING_PATIENCE_S = 120.0
+"""How long workers may wait at the first meeting at least: the others may be loading torch from a slow disk."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,8 @@ def judge(states: Sequence[WorkerState], bound_s: float) -> Hang | None:
 
 def _waits(state: WorkerState, bound_s: float) -> bool:
     """Whether the worker has been in a collective for that long, and its interpreter can still say so."""
+    if bound_s and state.collective == MEETING:
+        bound_s = max(bound_s, MEETING_PATIENCE_S)
     if state.inside_s is None or state.inside_s < bound_s:
         return False
     return state.beat_age_s is None or state.beat_age_s < STALE_S

@@ -201,7 +201,7 @@ def _of_hang(hang: Hang, outcome: Outcome, world_size: int) -> FailureReport:
         pid=first.pid,
         exit_code=None,
         step=first.step,
-        noticed_at=outcome.stopped_at,
+        noticed_at=outcome.hang_at,
         next=_NEXT[hang.kind].format(pid=first.pid),
         evidence=stacks,
         workers=_lines(outcome.states),

@@ -42,6 +42,8 @@ class Outcome:
     interrupted_by: int | None = None
     """The number of the signal that ended it."""
     hang: Hang | None = None
+    hang_at: float = float("inf")
+    """Seconds since the epoch when the hang was found."""
     states: tuple[WorkerState, ...] = ()
     """What all workers were doing when the hang was found, or when the first failure was seen."""
     stacks: tuple[tuple[int, str], ...] = ()
@@ -69,6 +71,7 @@ class Supervisor:
         self._losses: list[NodeLoss] = []
         self._interrupted_by: int | None = None
         self._hang: Hang | None = None
+        self._hang_at = float("inf")
         self._states: tuple[WorkerState, ...] = ()
         self._stacks: dict[int, str] = {}
         self._stopped_at = float("inf")
@@ -110,6 +113,7 @@ class Supervisor:
             self._stopped_at,
             self._interrupted_by,
             self._hang,
+            self._hang_at,
             self._states,
             tuple(self._stacks.items()),
             tuple(self._losses),
@@ -144,8 +148,9 @@ class Supervisor:
         states = self._all_states()
         hang = judge(states, self._bound_s)
         if hang is not None:
-            self._hang, self._states = hang, tuple(states)
-            self._stacks = {rank: text for team in self._teams for rank, text in team.stacks(hang.culprits).items()}
+            self._hang, self._states, self._hang_at = hang, tuple(states), time.time()
+            if hang.kind != "stopped":  # who is stopped can write nothing down
+                self._stacks = {rank: text for team in self._teams for rank, text in team.stacks(hang.culprits).items()}
             self._ask_to_end()
 
     def _all_states(self) -> list[WorkerState]:

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from paceline import env
 from paceline.errors import LaunchError
-from paceline.pulse import Pulse
+from paceline.pulse import MEETING, Pulse
 from paceline.spec import Plan
 from paceline.train.allocator import keep_freed_memory
 
@@ -58,9 +58,9 @@ def join(facts: env.WorkerFacts, plan: Plan) -> World:
     if facts.world_size == 1:
         return World(facts, device, None)
     timeout = timedelta(seconds=plan.timeout_s)
-    store = _store(facts, timeout)
     pulse = Pulse(env.pulse_path())
-    pulse.enter("paceline", "meeting of all workers")
+    pulse.enter("paceline", MEETING)
+    store = _store(facts, timeout)
     dist.init_process_group(
         plan.backend,
         init_method=facts.init_method if store is None else None,

@@ -1,0 +1,322 @@
+"""A run watched to its end, with teams made up of nothing but what they answer."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from paceline.launch import supervise
+from paceline.launch.events import Events, Signalled, TeamLost, WorkerExited
+from paceline.launch.failures import Ending, Failure
+from paceline.launch.hang import Hang, WorkerState
+from paceline.launch.supervise import Outcome, Supervisor, interval_s
+from paceline.launch.team import Team
+
+NEVER_S = 600.0
+"""A wait that would end in the timeout of the test."""
+SOON_S = 0.02
+
+LOST = "[pair.cc:553] Connection closed by peer [127.0.0.1]:18315"
+
+
+def ending(rank: int, exit_code: int = 0, type: str = "", message: str = "") -> Ending:
+    failure = None
+    if type:
+        failure = Failure(rank, 100 + rank, time.time(), type, message, traceback="Traceback\n")
+    return Ending(rank, 100 + rank, exit_code, time.time(), failure)
+
+
+def raised(rank: int) -> Ending:
+    return ending(rank, 1, "ValueError", "boom")
+
+
+def lost_peer(rank: int) -> Ending:
+    return ending(rank, 1, "RuntimeError", LOST)
+
+
+@dataclass
+class FakeTeam:
+    """Workers that end when the test says so: `on_ask`, `on_kill` and `on_collect` are what happens then."""
+
+    number: int
+    events: Events
+    ranks: Sequence[int]
+    hostname: str = ""
+    on_ask: Callable[[], None] = lambda: None
+    on_kill: Callable[[], None] | None = None
+    on_collect: Callable[[int], None] = lambda rank: None
+    does: Callable[[int], WorkerState] = lambda rank: WorkerState(rank, 100 + rank, step=4)
+    silent: float = 0.0
+    calls: list[str] = field(default_factory=list)
+    ends: dict[int, Ending] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._running = list(self.ranks)
+
+    def exits(self, *endings: Ending) -> None:
+        for one in endings:
+            self.ends[one.rank] = one
+            self.events.put(WorkerExited(self.number, one.rank))
+
+    def all_end(self, exit_code: int) -> None:
+        self.exits(*(ending(rank, exit_code) for rank in self._running if rank not in self.ends))
+
+    @property
+    def running(self) -> Sequence[int]:
+        return tuple(self._running)
+
+    def collect(self, rank: int) -> Ending:
+        self._running.remove(rank)
+        self.on_collect(rank)
+        return self.ends[rank]
+
+    def states(self) -> list[WorkerState]:
+        return [self.does(rank) for rank in self._running]
+
+    def silent_s(self) -> float:
+        return self.silent
+
+    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        self.calls.append(f"stacks {list(ranks)}")
+        return {rank: f"stack of {rank}" for rank in ranks if rank in self._running}
+
+    def ask_to_end(self) -> None:
+        self.calls.append("ask")
+        self.on_ask()
+
+    def kill(self) -> None:
+        self.calls.append("kill")
+        if self.on_kill is None:
+            self.all_end(-signal.SIGKILL)
+        else:
+            self.on_kill()
+
+    def close(self) -> None:
+        raise AssertionError("who opened a team closes it")
+
+
+@pytest.fixture
+def events() -> Events:
+    return queue.SimpleQueue()
+
+
+def watch(
+    events: Events, *teams: FakeTeam, grace_s: float = NEVER_S, hang_timeout_s: float = NEVER_S
+) -> tuple[Supervisor, Outcome]:
+    members: Sequence[Team] = teams
+    supervisor = Supervisor(members, events, grace_s=grace_s, hang_timeout_s=hang_timeout_s)
+    return supervisor, supervisor.wait()
+
+
+def ends_when_asked(team: FakeTeam) -> FakeTeam:
+    team.on_ask = lambda: team.all_end(128 + signal.SIGTERM)
+    return team
+
+
+def codes(outcome: Outcome) -> dict[int, int]:
+    return {one.rank: one.exit_code for one in outcome.endings}
+
+
+def test_a_run_that_goes_well_is_left_alone(events: Events) -> None:
+    team = FakeTeam(0, events, [0, 1])
+    team.exits(ending(1), ending(0))
+    _, outcome = watch(events, team)
+    assert codes(outcome) == {1: 0, 0: 0}
+    assert outcome.stopped_at == float("inf")
+    assert team.calls == []
+    assert (outcome.hang, outcome.losses, outcome.states, outcome.interrupted_by) == (None, (), (), None)
+
+
+@pytest.mark.parametrize("first", [raised(1), ending(1, 3), ending(1, -signal.SIGSEGV)], ids=["raises", "code", "dies"])
+def test_the_first_failure_asks_all_to_end_at_once(events: Events, first: Ending) -> None:
+    here, there = (
+        ends_when_asked(FakeTeam(number, events, ranks, f"node{number}")) for number, ranks in enumerate([(0, 1), (2,)])
+    )
+    here.exits(first)
+    before = time.time()
+    _, outcome = watch(events, here, there)
+    assert (here.calls, there.calls) == (["ask"], ["ask"])
+    assert before <= outcome.stopped_at <= time.time()
+    assert codes(outcome) == {1: first.exit_code, 0: 143, 2: 143}
+    assert {one.rank: one.hostname for one in outcome.endings} == {0: "node0", 1: "node0", 2: "node1"}
+    # What the others were doing when it was seen.
+    assert [state.rank for state in outcome.states] == [0, 2]
+
+
+def test_who_does_not_end_within_the_grace_is_killed(events: Events) -> None:
+    team = FakeTeam(0, events, [0, 1, 2])
+    team.on_ask = lambda: team.exits(ending(0, 143))  # rank 2 does not hear
+    team.exits(raised(1))
+    _, outcome = watch(events, team, grace_s=SOON_S)
+    assert team.calls == ["ask", "kill"]
+    assert codes(outcome) == {1: 1, 0: 143, 2: -signal.SIGKILL}
+
+
+def test_a_consequence_waits_for_the_culprit(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "CULPRIT_WAIT_S", NEVER_S)
+    team = ends_when_asked(FakeTeam(0, events, [0, 1, 2]))
+    asked_before: list[int] = []
+
+    def next_death(rank: int) -> None:
+        asked_before.extend([rank] * len(team.calls))
+        if rank == 0:
+            team.exits(lost_peer(2))
+        if rank == 2:
+            team.exits(raised(1))
+
+    team.on_collect = next_death
+    team.exits(lost_peer(0))
+    _, outcome = watch(events, team)
+    assert asked_before == []
+    assert team.calls == ["ask"]
+    assert [one.rank for one in outcome.endings] == [0, 2, 1]
+    assert all(one.time <= outcome.stopped_at for one in outcome.endings)
+
+
+def test_a_consequence_without_a_culprit_ends_the_run_too(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "CULPRIT_WAIT_S", SOON_S)
+    team = ends_when_asked(FakeTeam(0, events, [0, 1]))
+    team.exits(lost_peer(0))
+    _, outcome = watch(events, team)
+    assert team.calls == ["ask"]
+    assert codes(outcome) == {0: 1, 1: 143}
+
+
+def holds_up(culprit: int) -> Callable[[int], WorkerState]:
+    """Everybody waits but one."""
+    waiting = WorkerState(0, 0, step=4, collective="all_reduce", inside_s=5.0, beat_age_s=0.1)
+    return lambda rank: replace(waiting, rank=rank, pid=100 + rank, inside_s=None if rank == culprit else 5.0)
+
+
+def test_a_hang_is_found_and_its_stack_is_asked_for_before_the_end(events: Events) -> None:
+    teams = [ends_when_asked(FakeTeam(n, events, ranks, does=holds_up(2))) for n, ranks in enumerate([(0, 1), (2, 3)])]
+    _, outcome = watch(events, *teams, hang_timeout_s=0.1)
+    assert outcome.hang == Hang("hung", (2,), (0, 1, 3), 5.0)
+    assert [state.rank for state in outcome.states] == [0, 1, 2, 3]
+    assert outcome.stacks == ((2, "stack of 2"),)
+    assert [team.calls for team in teams] == [["stacks [2]", "ask"]] * 2
+    assert set(codes(outcome).values()) == {143}
+
+
+def test_one_that_hangs_and_does_not_hear_is_killed(events: Events) -> None:
+    team = FakeTeam(0, events, [0, 1], does=holds_up(1))
+    _, outcome = watch(events, team, grace_s=SOON_S, hang_timeout_s=0.1)
+    assert team.calls == ["stacks [1]", "ask", "kill"]
+    assert outcome.hang is not None and outcome.hang.culprits == (1,)
+
+
+def test_workers_that_end_one_by_one_are_no_hang(events: Events) -> None:
+    team = FakeTeam(0, events, [0, 1])
+    looks: list[int] = []
+
+    def does(rank: int) -> WorkerState:
+        looks.append(rank)
+        if len(looks) == 6:  # computing for many intervals, then done
+            team.all_end(0)
+        return WorkerState(rank, 100 + rank)
+
+    team.does = does
+    _, outcome = watch(events, team, hang_timeout_s=0.1)
+    assert (outcome.hang, team.calls, set(codes(outcome).values())) == (None, [], {0})
+
+
+def test_a_hang_is_named_once_however_long_the_end_takes(events: Events) -> None:
+    team = FakeTeam(0, events, [0, 1], does=holds_up(0))
+    _, outcome = watch(events, team, grace_s=0.1, hang_timeout_s=0.05)  # many looks fit into the grace
+    assert team.calls == ["stacks [0]", "ask", "kill"]
+    assert outcome.hang == Hang("hung", (0,), (1,), 5.0)
+
+
+def test_a_team_whose_connection_ends_is_lost_with_its_workers(events: Events) -> None:
+    here = ends_when_asked(FakeTeam(0, events, [0, 1], "here"))
+    there = FakeTeam(1, events, [2, 3], "there")
+    events.put(TeamLost(1))
+    _, outcome = watch(events, here, there)
+    (loss,) = outcome.losses
+    assert (loss.hostname, loss.ranks, loss.silent_s, loss.was_stopping) == ("there", (2, 3), None, False)
+    assert "ask" in here.calls
+    assert codes(outcome) == {0: 143, 1: 143}
+    assert [state.rank for state in outcome.states] == [0, 1]
+
+
+def test_a_silent_node_is_lost_once(events: Events) -> None:
+    here = FakeTeam(0, events, [0], "here")
+    there = FakeTeam(1, events, [1], "there", silent=9.0)
+    # The connection breaks as well, and the worker's end is heard of after all: both too late.
+    here.on_ask = lambda: (events.put(TeamLost(1)), events.put(WorkerExited(1, 1)), here.all_end(143))[0]
+    _, outcome = watch(events, here, there, hang_timeout_s=0.1)
+    (loss,) = outcome.losses
+    assert (loss.hostname, loss.ranks, loss.silent_s) == ("there", (1,), 9.0)
+    assert codes(outcome) == {0: 143}
+    assert outcome.hang is None
+
+
+def test_all_nodes_lost_is_an_end(events: Events) -> None:
+    teams = [FakeTeam(number, events, [number], f"node{number}") for number in range(2)]
+    events.put(TeamLost(0))
+    events.put(TeamLost(1))
+    _, outcome = watch(events, *teams)
+    assert [(loss.hostname, loss.was_stopping) for loss in outcome.losses] == [("node0", False), ("node1", True)]
+    assert outcome.endings == ()
+
+
+def test_a_node_without_workers_left_may_go(events: Events) -> None:
+    here, there = FakeTeam(0, events, [0], "here"), FakeTeam(1, events, [1], "there")
+    there.exits(ending(1))
+    events.put(TeamLost(1))
+    here.exits(ending(0))
+    _, outcome = watch(events, here, there)
+    assert (here.calls, outcome.stopped_at) == ([], float("inf"))
+    assert [loss.ranks for loss in outcome.losses] == [()]
+
+
+def test_a_signal_asks_and_a_second_one_kills(events: Events) -> None:
+    team = FakeTeam(0, events, [0, 1])
+    team.on_ask = lambda: events.put(Signalled(signal.SIGTERM))
+    events.put(Signalled(signal.SIGINT))
+    _, outcome = watch(events, team)
+    assert team.calls == ["ask", "kill"]
+    assert outcome.interrupted_by == signal.SIGINT
+    assert set(codes(outcome).values()) == {-signal.SIGKILL}
+
+
+def test_a_signal_after_a_failure_hurries_but_is_no_cause(events: Events) -> None:
+    team = FakeTeam(0, events, [0, 1])
+    team.on_ask = lambda: events.put(Signalled(signal.SIGINT))
+    team.exits(raised(0))
+    _, outcome = watch(events, team)
+    assert team.calls == ["ask", "kill"]
+    assert outcome.interrupted_by is None
+
+
+def test_a_signal_while_the_culprit_is_awaited_ends_the_wait(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "CULPRIT_WAIT_S", NEVER_S)
+    team = ends_when_asked(FakeTeam(0, events, [0, 1]))
+    team.exits(lost_peer(0))
+    events.put(Signalled(signal.SIGINT))
+    _, outcome = watch(events, team)
+    assert team.calls == ["ask"]
+    assert outcome.interrupted_by is None
+
+
+def test_a_signal_after_the_last_worker_is_still_noted(events: Events) -> None:
+    team = FakeTeam(0, events, [0])
+    team.exits(ending(0))
+    supervisor, outcome = watch(events, team)
+    assert outcome.interrupted_by is None
+    events.put(TeamLost(0))
+    events.put(Signalled(signal.SIGTERM))
+    supervisor.drain()
+    assert events.empty()
+    assert supervisor.outcome().interrupted_by == signal.SIGTERM
+    assert team.calls == []
+
+
+@pytest.mark.parametrize("hang_timeout_s", [0.1, 3.0, 60.0, 600.0])
+def test_the_bound_leaves_room_for_every_look(hang_timeout_s: float) -> None:
+    assert 0 < interval_s(hang_timeout_s) <= min(1.0, hang_timeout_s / 10)
