@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from paceline.cli import agent, bench, doctor, launch, probe, report, scale, topo, train, verify
+from paceline.cli import agent, bench, doctor, launch, probe, report, scale, submit, topo, train, verify
 from paceline.errors import PacelineError, WorkerFailed
 
 INTERRUPTED = 130
@@ -39,6 +39,7 @@ app.command("launch", context_settings=launch.CONTEXT)(launch.launch)
 app.command("train")(train.train)
 app.command("scale")(scale.scale)
 app.command("verify", context_settings=verify.CONTEXT)(verify.verify)
+app.add_typer(submit.app, name="submit")
 app.add_typer(bench.app, name="bench")
 app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)

@@ -1,14 +1,15 @@
-"""Timed links inside this node: `python -m paceline.hardware.probe FOLDER`, with the node in FOLDER/node.json.
+"""Timed links inside a node: `python -m paceline.hardware.probe FOLDER`, one worker on every node.
 
-Started by `paceline probe`. Leaves FOLDER/links.json: {"links": […], "not_measured": ["…"]}. On GPUs copies between two
-of them are timed, one pair for every label; on CPU what two processes tell each other through shared memory and through
-loopback.
+Started by `paceline probe`. Rank 0 finds its node in FOLDER/node0.json and leaves FOLDER/links0.json: {"links": […],
+"not_measured": ["…"]}; rank 1 has node1.json, and so on. On GPUs copies between two of them are timed, one pair for
+every label; on CPU what two processes tell each other through shared memory and through loopback.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import mmap
 import multiprocessing
@@ -22,11 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from paceline import env
 from paceline.spec import Link, Node
 from paceline.spec.codec import from_mapping, to_mapping
 
-NODE_FILE = "node.json"
-LINKS_FILE = "links.json"
+NODE_FILE = "node{rank}.json"
+LINKS_FILE = "links{rank}.json"
+
+MOST_NODES_IN_FULL = 4
+"""Up to so many nodes every pair is timed; beyond, their number would grow faster than patience."""
 
 SHARED_MEMORY, LOOPBACK = "SHM", "TCP"
 """Labels of what CPU workers of one node talk through."""
@@ -86,6 +91,19 @@ def with_measured(node: Node, measured: Sequence[Link]) -> Node:
     ]
     labels = {link.label for link in known if devices.issuperset(link.ends)}
     return dataclasses.replace(node, links=(*known, *(link for link in measured if link.label not in labels)))
+
+
+def node_pairs(num_nodes: int) -> list[tuple[int, int]]:
+    """Pairs of nodes to time, each once with the lower number first.
+
+    All of them up to `MOST_NODES_IN_FULL` nodes; beyond, a ring of neighbours, and every node with the one that stands
+    opposite in it, which in most clusters is in another rack.
+    """
+    if num_nodes <= MOST_NODES_IN_FULL:
+        return list(itertools.combinations(range(num_nodes), 2))
+    ring = [(node, (node + 1) % num_nodes) for node in range(num_nodes)]
+    opposite = [(node, node + num_nodes // 2) for node in range(num_nodes // 2)]
+    return [(min(pair), max(pair)) for pair in (*ring, *opposite)]
 
 
 def measure_links(node: Node) -> LinkProbe:
@@ -358,10 +376,11 @@ def time_copy(source: int, target: int) -> LinkTimes:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m paceline.hardware.probe", description=__doc__)
-    parser.add_argument("folder", type=Path, help="with node.json; links.json is left there")
+    parser.add_argument("folder", type=Path, help="with node0.json …; links0.json … are left there")
     folder: Path = parser.parse_args().folder
-    node = from_mapping(Node, json.loads((folder / NODE_FILE).read_text(encoding="utf-8")))
-    measure_links(node).save(folder / LINKS_FILE)
+    rank = env.worker_facts().rank
+    node = from_mapping(Node, json.loads((folder / NODE_FILE.format(rank=rank)).read_text(encoding="utf-8")))
+    measure_links(node).save(folder / LINKS_FILE.format(rank=rank))
 
 
 if __name__ == "__main__":

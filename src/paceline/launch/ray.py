@@ -81,7 +81,11 @@ def ray_nodes() -> tuple[HostSlots, ...]:
 
 def name_nodes(nodes: Sequence[Mapping[str, Any]], own_id: str = "") -> tuple[HostSlots, ...]:
     """Ray's own list of nodes as ours: host names where they tell nodes apart, else ids."""
-    alive = sorted((node for node in nodes if node["Alive"]), key=lambda node: node["NodeID"] != own_id)
+    # Ray lists them in any order; ranks should not depend on it.
+    alive = sorted(
+        (node for node in nodes if node["Alive"]),
+        key=lambda node: (node["NodeID"] != own_id, node["NodeManagerHostname"], node["NodeID"]),
+    )
     times = Counter(node["NodeManagerHostname"] for node in alive)
     return tuple(
         HostSlots(

@@ -101,8 +101,13 @@ class NetworkLink:
     ends: tuple[str, str]
     """Host names."""
     bytes_per_s: float
+    """In the worse direction, by as many connections as did best."""
     latency_s: float
+    """Until a small message has arrived."""
     interface: str = ""
+    """Of the first end."""
+    single_stream_bytes_per_s: float | None = None
+    """By one connection, which clouds hold below what the link can do; None: not measured."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def train(job: Job, plan: Plan | None, output: Output, max_steps: int | None = N
     """
     with init(job, plan=plan, max_steps=max_steps) as run:
         train_set, test_set = data.load(job.data)
-        model = models.build(job.model, **_data_facts(train_set))
+        model = models.build(job.model, **data_facts(train_set))
         model, _optimizer = run.prepare(model, build_optimizer(job.optim, model))
         loss_fn, measure = training_loss(job.optim), accuracy_and_loss()
 
@@ -80,7 +80,7 @@ def _steps(run: Run, train_set: Any, loss_fn: LossFn) -> Iterator[Callable[[int]
         yield lambda epoch: (run.step(batch, loss_fn) for batch in run.batches(train_set, epoch))
 
 
-def _data_facts(dataset: Any) -> dict[str, Any]:
+def data_facts(dataset: Any) -> dict[str, Any]:
     """What a model may want to know of its data."""
     if isinstance(dataset, ArraySet):
         shape = dataset.inputs.shape

@@ -55,9 +55,7 @@ def test_each_door_has_a_port_of_its_own(opened: Opened) -> None:
         again[0][0].close()
 
 
-def test_one_that_never_answers_does_not_hold_up_the_others(
-    opened: Opened, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_never_answers_does_not_hold_up_the_others(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "REACH_TIMEOUT_S", 0.2)
     full = socket.socket()
     waiting = [socket.socket() for _ in range(3)]

@@ -42,7 +42,8 @@ def test_the_command_line() -> None:
 
 def test_nodes_have_names_where_names_tell_them_apart() -> None:
     assert ray.name_nodes(NODES, own_id="bb") == (HostSlots("gpu2", 8), HostSlots("gpu1", 8))
-    assert ray.name_nodes(TWINS) == (HostSlots("aa", None), HostSlots("bb", None))
+    assert ray.name_nodes(NODES[::-1]) == (HostSlots("gpu1", 8), HostSlots("gpu2", 8))
+    assert ray.name_nodes(TWINS[::-1]) == (HostSlots("aa", None), HostSlots("bb", None))
 
 
 @pytest.mark.parametrize("name", ["bb", "gpu2", "10.0.0.2"])

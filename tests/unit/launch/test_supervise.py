@@ -49,7 +49,7 @@ class FakeTeam:
     hostname: str = ""
     on_ask: Callable[[], None] = lambda: None
     on_kill: Callable[[], None] | None = None
-    on_collect: Callable[[int], None] = lambda rank: None
+    on_collect: Callable[[int], None] = lambda _rank: None
     does: Callable[[int], WorkerState] = lambda rank: WorkerState(rank, 100 + rank, step=4)
     silent: float = 0.0
     calls: list[str] = field(default_factory=list)
@@ -247,8 +247,14 @@ def test_a_team_whose_connection_ends_is_lost_with_its_workers(events: Events) -
 def test_a_silent_node_is_lost_once(events: Events) -> None:
     here = FakeTeam(0, events, [0], "here")
     there = FakeTeam(1, events, [1], "there", silent=9.0)
-    # The connection breaks as well, and the worker's end is heard of after all: both too late.
-    here.on_ask = lambda: (events.put(TeamLost(1)), events.put(WorkerExited(1, 1)), here.all_end(143))[0]
+
+    # The connection breaks as well, and the worker's end is heard of after all.
+    def too_late() -> None:
+        events.put(TeamLost(1))
+        events.put(WorkerExited(1, 1))
+        here.all_end(143)
+
+    here.on_ask = too_late
     _, outcome = watch(events, here, there, hang_timeout_s=0.1)
     (loss,) = outcome.losses
     assert (loss.hostname, loss.ranks, loss.silent_s) == ("there", (1,), 9.0)
