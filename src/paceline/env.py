@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import sys
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -224,6 +226,13 @@ def container() -> str:
 def own_interface() -> str | None:
     """The network interface that the environment of this process names for workers; None where it names none."""
     return next((os.environ[name] for name in INTERFACE_VARIABLES if os.environ.get(name)), None)
+
+
+def terminal() -> dict[str, str]:
+    """What has a worker draw for this process's terminal, from another node too; nothing where there is none."""
+    if not sys.stderr.isatty():
+        return {}
+    return {"FORCE_COLOR": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
 
 
 def socket_interfaces() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import re
@@ -11,11 +12,23 @@ from typing import Annotated, TypeVar, get_args
 
 import typer
 
+from paceline import env
 from paceline.cli.execute import new_run_dir
 from paceline.cli.options import AsJson, Quiet
+from paceline.cli.site import (
+    Container,
+    HangTimeout,
+    Hosts,
+    HostsFile,
+    Interface,
+    Launcher,
+    Python,
+    Site,
+    Where,
+    open_site,
+)
 from paceline.errors import JobError, PacelineError
-from paceline.hardware import detect
-from paceline.launch import run_workers
+from paceline.launch.run import HANG_TIMEOUT_S
 from paceline.plan import spread
 from paceline.spec import Cluster, Job, Plan
 from paceline.spec.comm_timing import (
@@ -65,6 +78,13 @@ def comm(
     ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
+    launcher: Launcher = "auto",
+    hosts: Hosts = None,
+    hosts_file: HostsFile = None,
+    interface: Interface = None,
+    container: Container = None,
+    python: Python = None,
+    hang_timeout: HangTimeout = HANG_TIMEOUT_S,
 ) -> None:
     """Time every way to sum over all workers, by message size: latency, bandwidth, share of the link."""
     # It needs a template engine and a plotting library: not for `paceline --help`.
@@ -73,7 +93,6 @@ def comm(
     if draw is not None:
         _show(load_timings(draw), out or (draw if draw.is_dir() else draw.parent), as_json)
         return
-    cluster = detect()
     request = CommRequest.from_mapping(
         {
             "cases": [
@@ -83,18 +102,18 @@ def comm(
             ],
             "sizes_bytes": _sizes(min_bytes, max_bytes),
             "dtype": dtype,
-            "device_kind": cluster.device_kind,
             "num_servers": servers,
             "num_rounds": rounds,
             "budget_s": budget,
             "link_rate_bytes_per_s": link_rate,
         }
     )
-    plan = _plan(cluster, workers)
     folder = new_run_dir(out, Job(name="bench-comm"))
     if (folder / TIMINGS_FILE).exists():
         raise PacelineError(f"{folder} already holds a benchmark; choose another --out or remove the folder.")
-    _measure(request, plan, folder, quiet)
+    where = Where(launcher, hosts, hosts_file, interface, container, python, hang_timeout)
+    with open_site(where, folder) as site:
+        _measure(request, site, _plan(site.cluster, workers), folder, quiet)
     _show(load_timings(folder), folder, as_json)
 
 
@@ -103,15 +122,20 @@ def _plan(cluster: Cluster, workers: int | None) -> Plan:
     return spread(cluster, workers or max(len(cluster.devices), 2 if cluster.device_kind == "cpu" else 1))
 
 
-def _measure(request: CommRequest, plan: Plan, folder: Path, quiet: bool) -> None:
-    """Let workers on this machine time what is asked for; they leave it in the folder."""
+def _measure(request: CommRequest, site: Site, plan: Plan, folder: Path, quiet: bool) -> None:
+    """Let the workers of `plan` time what is asked for; they leave it in the folder."""
+    # Bytes are counted on an interface that every node has under one name; only the user can say that.
+    counted = site.where.interface if len(plan.shares) > 1 else None
+    request = dataclasses.replace(request, device_kind=plan.device_kind, interface=counted)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         request.save(folder / REQUEST_FILE)
     except OSError as problem:
         raise PacelineError(f"The folder {folder} cannot be used: {problem}.") from None
-    program = ["-m", "paceline.train.bench_comm", str(folder / REQUEST_FILE), str(folder)]
-    run_workers(plan, [*program, *(["--quiet"] if quiet else [])], run_dir=folder)
+    # Absolute: on another node the working directory may be another.
+    there = folder.absolute()
+    program = ["-m", "paceline.train.bench_comm", str(there / REQUEST_FILE), str(there)]
+    site.run(plan, [*program, *(["--quiet"] if quiet else [])], run_dir=folder, environ=env.terminal())
 
 
 def _show(timings: CommTimings, folder: Path, as_json: bool) -> None:

@@ -1,8 +1,7 @@
-"""`paceline probe`: what this node's links, model, loader and disk really do, for plans to be made from."""
+"""`paceline probe`: what links, model, loader and disk of these nodes really do, for plans to be made from."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 import tempfile
@@ -13,12 +12,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline import env
 from paceline.cli.options import AsJson, DataDir, Quiet, Settings, Threads, resolve_job
+from paceline.cli.site import (
+    Container,
+    HangTimeout,
+    Hosts,
+    HostsFile,
+    Interface,
+    Launcher,
+    Python,
+    Site,
+    Where,
+    open_site,
+)
 from paceline.errors import ClusterError, PacelineError, WorkerFailed
-from paceline.hardware import detect
-from paceline.launch import run_workers
+from paceline.launch.run import HANG_TIMEOUT_S
 from paceline.plan import place
-from paceline.spec import Cluster, Job, JobTiming, Link, Node, Plan
+from paceline.spec import Cluster, Job, JobTiming, Link, NetworkLink, Node, NodeShare, Plan
 from paceline.spec.codec import from_mapping, to_mapping
 
 if TYPE_CHECKING:
@@ -46,47 +57,51 @@ def probe(
     threads: Threads = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
+    launcher: Launcher = "auto",
+    hosts: Hosts = None,
+    hosts_file: HostsFile = None,
+    interface: Interface = None,
+    container: Container = None,
+    python: Python = None,
+    hang_timeout: HangTimeout = HANG_TIMEOUT_S,
 ) -> None:
-    """Measure the links of this machine, and a job's model, loader and checkpoints; write cluster.json."""
+    """Measure links inside and between nodes, and a job's model, loader and checkpoints; write cluster.json."""
     resolved = None if job is None else resolve_job(job, settings, data)
     before = Cluster.load(out) if out.exists() else None
-    found = detect()
-    num_workers = workers or min(
-        len(found.devices), len(found.devices) if resolved is None else resolved.virtual_shards
-    )
-    plan = None if resolved is None else place(resolved, found, num_workers, threads_per_worker=threads)
-
+    where = Where(launcher, hosts, hosts_file, interface, container, python, hang_timeout)
     timing = None
-    with _scratch(folder) as scratch:
-        node, reasons = _measure_links(found.nodes[0], scratch, quiet=quiet)
+    with _scratch(folder) as scratch, open_site(where, scratch) as site:
+        plan = None if resolved is None else _plan(resolved, site.cluster, workers, threads)
+        nodes, reasons = _measure_links(site, scratch, quiet=quiet)
+        network, more = _measure_network(site, scratch, quiet=quiet)
+        reasons += more
         if resolved is not None and plan is not None:
-            timing, more = _measure_job(resolved, plan, found, scratch, budget, quiet=quiet)
+            timing, more = _measure_job(resolved, plan, site, scratch, budget, quiet=quiet)
             reasons += more
-    merged = merge(before, node, timing)
+    measured = Cluster(nodes, network, () if timing is None else (timing,))
     try:
-        merged.save(out)
+        merge(before, measured).save(out)
     except OSError as problem:
         raise ClusterError(f"{out} cannot be written: {problem}.") from None
-    _show(node, timing, reasons, out, as_json=as_json)
+    _show(measured, reasons, out, as_json=as_json)
 
 
-def merge(before: Cluster | None, node: Node, timing: JobTiming | None) -> Cluster:
-    """What was known, with this node and this job's timing in place of what was known of them."""
-    known = before or Cluster(())
-    others = tuple(other for other in known.nodes if other.hostname != node.hostname)
-    is_known = len(others) < len(known.nodes)
-    nodes = tuple(node if other.hostname == node.hostname else other for other in known.nodes)
-    kept = tuple(
-        other
-        for other in known.timings
-        if timing is None
-        or (other.job, other.device, other.threads_per_worker) != (timing.job, timing.device, timing.threads_per_worker)
-    )
-    return dataclasses.replace(
-        known,
-        nodes=nodes if is_known else (*nodes, node),
-        timings=kept if timing is None else (*kept, timing),
-    )
+def merge(before: Cluster | None, measured: Cluster) -> Cluster:
+    """What was known, with nodes, network and timings that were measured in place of what was known of them."""
+    if before is None:
+        return measured
+    nodes = {node.hostname: node for node in (*before.nodes, *measured.nodes)}
+    network = {frozenset(link.ends): link for link in (*before.network, *measured.network)}
+    timings = {
+        (timing.job, timing.device, timing.threads_per_worker): timing
+        for timing in (*before.timings, *measured.timings)
+    }
+    return Cluster(tuple(nodes.values()), tuple(network.values()), tuple(timings.values()))
+
+
+def _plan(job: Job, cluster: Cluster, num_workers: int | None, threads: int | None) -> Plan:
+    most = min(len(cluster.devices), job.virtual_shards)
+    return place(job, cluster, num_workers or most, threads_per_worker=threads)
 
 
 @contextmanager
@@ -107,44 +122,98 @@ def _scratch(folder: Path) -> Iterator[Path]:
     shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _measure_links(node: Node, scratch: Path, *, quiet: bool) -> tuple[Node, list[str]]:
-    """`node` with what two of its devices tell each other, and what could not be measured."""
+def _measure_links(site: Site, scratch: Path, *, quiet: bool) -> tuple[tuple[Node, ...], list[str]]:
+    """The nodes with what two devices of each tell each other, and what could not be measured."""
     from rich.console import Console
 
     from paceline.hardware.probe import LINKS_FILE, NODE_FILE, LinkProbe, with_measured
 
-    _write(scratch / NODE_FILE, to_mapping(node))
-    console = Console(stderr=True, quiet=quiet)
-    plan = Plan(device_kind=node.device_kind, threads_per_worker=1)
-    with console.status("links inside this node"):
-        run_workers(
-            plan,
+    nodes = site.cluster.nodes
+    for rank, node in enumerate(nodes):
+        _write(scratch / NODE_FILE.format(rank=rank), to_mapping(node))
+    with Console(stderr=True, quiet=quiet).status("links inside " + _count(len(nodes), "node")):
+        site.run(
+            _one_worker_a_node(site.cluster),
             ["-m", "paceline.hardware.probe", str(scratch)],
             run_dir=scratch,
             environ=_PCI_ORDER,
         )
-    result = LinkProbe.load(scratch / LINKS_FILE)
-    return with_measured(node, result.links), list(result.not_measured)
+    results = [LinkProbe.load(scratch / LINKS_FILE.format(rank=rank)) for rank in range(len(nodes))]
+    measured = tuple(with_measured(node, result.links) for node, result in zip(nodes, results, strict=True))
+    reasons = [
+        reason if len(nodes) == 1 else f"{node.hostname}: {reason}"
+        for node, result in zip(nodes, results, strict=True)
+        for reason in result.not_measured
+    ]
+    return measured, reasons
+
+
+def _measure_network(site: Site, scratch: Path, *, quiet: bool) -> tuple[tuple[NetworkLink, ...], list[str]]:
+    """What pairs of nodes reach, and which pairs were left out."""
+    from paceline.hardware.probe import MOST_NODES_IN_FULL, node_pairs
+
+    num_nodes = len(site.cluster.nodes)
+    if num_nodes == 1:
+        return (), []
+    pairs = node_pairs(num_nodes)
+    _write(
+        scratch / "network_request.json",
+        {
+            "hostnames": [node.hostname for node in site.cluster.nodes],
+            "pairs": pairs,
+            "device_kind": site.cluster.device_kind,
+        },
+    )
+    program = ["-m", "paceline.train.probe", "network", str(scratch), *(["--quiet"] if quiet else [])]
+    site.run(_one_worker_a_node(site.cluster), program, run_dir=scratch, environ=_PCI_ORDER | env.terminal())
+    result = json.loads((scratch / "network.json").read_text(encoding="utf-8"))
+    links = tuple(from_mapping(NetworkLink, link) for link in result["links"])
+    left_out = num_nodes * (num_nodes - 1) // 2 - len(pairs)
+    reason = (
+        f"{_count(left_out, 'pair')} of nodes: beyond {MOST_NODES_IN_FULL} nodes, neighbours in their order and some "
+        "that stand far apart in it are timed"
+    )
+    return links, [reason] if left_out else []
+
+
+def _one_worker_a_node(cluster: Cluster) -> Plan:
+    shares = tuple(NodeShare(_reached_as(node)) for node in cluster.nodes)
+    return Plan(world_size=len(shares), device_kind=cluster.device_kind, nodes=shares)
+
+
+def _reached_as(node: Node) -> str:
+    return node.hostname if node.is_remote else ""
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'s' * (number != 1)}"
 
 
 def _measure_job(
-    job: Job, plan: Plan, cluster: Cluster, scratch: Path, budget_s: float, *, quiet: bool
+    job: Job, plan: Plan, site: Site, scratch: Path, budget_s: float, *, quiet: bool
 ) -> tuple[JobTiming, list[str]]:
-    """What the parts of `job` take on the first device, by itself."""
+    """What the parts of `job` take on the first device of the first node, by itself."""
+    node = site.cluster.nodes[0]
+    device = node.devices[0]
     _write(scratch / "job.json", job.to_mapping())
     _write(
         scratch / "request.json",
         {
             "largest_micro_batch_size": -(-job.global_batch_size // plan.world_size),
             "device_kind": plan.device_kind,
-            "device": cluster.devices[0].name,
+            "device": device.name if device.kind == plan.device_kind else node.cpu_name,
             "threads_per_worker": plan.threads_per_worker,
             "budget_s": budget_s,
         },
     )
-    alone = Plan(device_kind=plan.device_kind, threads_per_worker=plan.threads_per_worker)
-    program = ["-m", "paceline.train.probe", str(scratch), *(["--quiet"] if quiet else [])]
-    run_workers(alone, program, run_dir=scratch, environ=_PCI_ORDER)
+    devices = (device.index,) if plan.device_kind == "cuda" else ()
+    alone = Plan(
+        device_kind=plan.device_kind,
+        threads_per_worker=plan.threads_per_worker,
+        nodes=(NodeShare(_reached_as(node), devices=devices),),
+    )
+    program = ["-m", "paceline.train.probe", "job", str(scratch), *(["--quiet"] if quiet else [])]
+    site.run(alone, program, run_dir=scratch, environ=_PCI_ORDER | env.terminal())
     result = json.loads((scratch / "probe.json").read_text(encoding="utf-8"))
     return from_mapping(JobTiming, result["timing"]), list(result["not_measured"])
 
@@ -153,13 +222,19 @@ def _write(path: Path, mapping: dict[str, object]) -> None:
     path.write_text(json.dumps(mapping) + "\n", encoding="utf-8")
 
 
-def _show(node: Node, timing: JobTiming | None, reasons: Sequence[str], out: Path, *, as_json: bool) -> None:
-    """Two tables and what was not measured; or one line of JSON."""
-    measured = [link for link in node.links if link.source == "measured"]
+def _show(measured: Cluster, reasons: Sequence[str], out: Path, *, as_json: bool) -> None:
+    """Tables, and what was not measured; or one line of JSON."""
+    timing = measured.timings[0] if measured.timings else None
+    links = [(node.hostname, link) for node in measured.nodes for link in node.links if link.source == "measured"]
     if as_json:
-        timings = None if timing is None else to_mapping(timing)
-        links = [to_mapping(link) for link in measured]
-        print(json.dumps({"links": links, "timing": timings, "not_measured": list(reasons), "cluster": str(out)}))
+        shown = {
+            "links": [{"node": hostname, **to_mapping(link)} for hostname, link in links],
+            "network": [to_mapping(link) for link in measured.network],
+            "timing": None if timing is None else to_mapping(timing),
+            "not_measured": list(reasons),
+            "cluster": str(out),
+        }
+        print(json.dumps(shown))
         return
 
     from rich.console import Console
@@ -167,11 +242,14 @@ def _show(node: Node, timing: JobTiming | None, reasons: Sequence[str], out: Pat
     console = Console()
     if not console.is_terminal:
         console = Console(width=_PIPE_COLUMNS)
-    if measured:
-        console.print(_link_table(measured))
+    if links:
+        console.print(_link_table(links, has_several_nodes=len(measured.nodes) > 1))
+    if measured.network:
+        console.print(_network_table(measured.network))
     if timing is not None:
         console.print(_timing_table(timing))
-        print(f"{timing.job}: {timing.num_parameters:,} parameters on {timing.device}")
+        where = f" of {measured.nodes[0].hostname}" if len(measured.nodes) > 1 else ""
+        print(f"{timing.job}: {timing.num_parameters:,} parameters on {timing.device}{where}")
         if timing.largest_micro_batch_size is not None:
             print(f"largest micro-batch that was tried and fits: {timing.largest_micro_batch_size}")
         if timing.loader_samples_per_s is not None:
@@ -183,19 +261,43 @@ def _show(node: Node, timing: JobTiming | None, reasons: Sequence[str], out: Pat
     print(out)
 
 
-def _link_table(links: Sequence[Link]) -> Table:
+def _link_table(links: Sequence[tuple[str, Link]], *, has_several_nodes: bool) -> Table:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("link", "between"):
+    for name in ("link", "between", *(["on"] if has_several_nodes else [])):
         table.add_column(name)
     for name in ("GB/s", "latency µs"):
         table.add_column(name, justify="right")
-    labels = [link.label for link in links]
-    for link in (links[labels.index(label)] for label in dict.fromkeys(labels)):  # measured once, on the first pair
+    first: dict[tuple[str, str], Link] = {}  # a label is measured once a node, on its first pair
+    for hostname, link in links:
+        first.setdefault((hostname, link.label), link)
+    for (hostname, label), link in first.items():
         rate = "" if link.bytes_per_s is None else f"{link.bytes_per_s / 1e9:.2f}"
         latency = "" if link.latency_s is None else f"{link.latency_s * 1e6:.1f}"
-        table.add_row(link.label, " and ".join(link.ends), rate, latency)
+        node = [hostname] if has_several_nodes else []
+        table.add_row(label, " and ".join(link.ends), *node, rate, latency)
+    return table
+
+
+def _network_table(links: Sequence[NetworkLink]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("network", "between"):
+        table.add_column(name)
+    for name in ("GB/s", "by one stream", "latency µs"):
+        table.add_column(name, justify="right")
+    for link in links:
+        single = link.single_stream_bytes_per_s
+        alone = "" if single is None else f"{single / 1e9:.3g}"
+        table.add_row(
+            link.interface,
+            " and ".join(link.ends),
+            f"{link.bytes_per_s / 1e9:.3g}",
+            alone,
+            f"{link.latency_s * 1e6:.1f}",
+        )
     return table
 
 

@@ -96,8 +96,8 @@ def with_measured(node: Node, measured: Sequence[Link]) -> Node:
 def node_pairs(num_nodes: int) -> list[tuple[int, int]]:
     """Pairs of nodes to time, each once with the lower number first.
 
-    All of them up to `MOST_NODES_IN_FULL` nodes; beyond, a ring of neighbours, and every node with the one that stands
-    opposite in it, which in most clusters is in another rack.
+    All of them up to `MOST_NODES_IN_FULL` nodes; beyond, a ring of neighbours, and each node with the one that stands
+    opposite in it, often in another rack (of an odd number of nodes one has none).
     """
     if num_nodes <= MOST_NODES_IN_FULL:
         return list(itertools.combinations(range(num_nodes), 2))

@@ -240,7 +240,10 @@ class LocalTeam:
 
     def _report_exit(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         if hasattr(os, "waitid"):
-            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # leaves it to be reaped
+            try:
+                os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # leaves it to be reaped
+            except ChildProcessError:
+                return  # `close` was faster
         else:
             process.wait()
         self._notify(WorkerExited(self._number, rank))

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.launch.hang import STALE_S, Hang, WorkerState, judge
+from paceline.launch.hang import MEETING_PATIENCE_S, STALE_S, Hang, WorkerState, judge
+from paceline.pulse import MEETING
 
 BOUND_S = 3.0
 
@@ -53,6 +54,15 @@ def test_a_stopped_worker_is_named_whether_or_not_somebody_waits() -> None:
     assert judge([stopped(0, 1.0), computes(1)], BOUND_S) is None
 
 
+def test_a_slow_start_is_no_hang_but_one_without_end_is() -> None:
+    def states(seconds: float) -> list[WorkerState]:
+        return [waits(0, seconds, MEETING), WorkerState(1, 101)]
+
+    assert judge(states(MEETING_PATIENCE_S - 1), BOUND_S) is None
+    assert judge(states(MEETING_PATIENCE_S), BOUND_S) == Hang("hung", (1,), (0,), MEETING_PATIENCE_S)
+    assert judge(states(MEETING_PATIENCE_S), 2 * MEETING_PATIENCE_S) is None  # the user's bound, where it is longer
+
+
 def test_no_worker_is_no_hang() -> None:
     assert judge([], BOUND_S) is None
 
@@ -70,13 +80,13 @@ def test_what_a_worker_does_in_words(state: WorkerState, words: str) -> None:
     assert state.doing == words
 
 
-seconds = st.floats(0, 10, allow_nan=False)
+seconds = st.floats(0, 10, allow_nan=False) | st.just(MEETING_PATIENCE_S + 1)
 worker_states = st.lists(
     st.builds(
         WorkerState,
         rank=st.integers(0, 9),
         pid=st.integers(1, 9),
-        collective=st.sampled_from(["", "all_reduce", "broadcast"]),
+        collective=st.sampled_from(["", "all_reduce", "broadcast", MEETING]),
         inside_s=st.none() | seconds,
         beat_age_s=st.none() | seconds,
         stopped_s=st.none() | seconds,
@@ -92,7 +102,8 @@ def is_stuck(state: WorkerState) -> bool:
 
 
 def is_waiting(state: WorkerState, bound_s: float) -> bool:
-    lasts = state.inside_s is not None and state.inside_s >= bound_s
+    patience_s = MEETING_PATIENCE_S if state.collective == MEETING else 0.0
+    lasts = state.inside_s is not None and state.inside_s >= max(bound_s, patience_s)
     return lasts and state.stopped_s is None and not is_stuck(state)
 
 

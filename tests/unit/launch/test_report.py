@@ -19,7 +19,8 @@ from paceline.launch.report import FailureReport, clear_report, describe_failure
 from paceline.launch.supervise import NodeLoss, Outcome
 
 LOST = "[pair.cc:553] Connection closed by peer [127.0.0.1]:18315"
-STOPPED_AT = 10.0
+HANG_AT, STOPPED_AT = 9.0, 10.0
+"""The stacks take a moment between them."""
 SCREEN_LINES, SCREEN_COLUMNS = 50, 160
 """A tall window; 24 lines would not hold a traceback."""
 
@@ -58,6 +59,7 @@ HUNG = Outcome(
     (asked(0), asked(1), asked(2)),
     STOPPED_AT,
     hang=Hang("hung", (1,), (0, 2), 3.0),
+    hang_at=HANG_AT,
     states=(waits(0), computes(1), waits(2)),
     stacks=((1, 'File "train.py", line 7 in spin'),),
 )
@@ -125,6 +127,7 @@ def test_one_that_hangs() -> None:
     assert report.cause == "hung"
     assert report.sentence == ("Rank 1 of 4 (pid 101 on n1) hangs in step 5: ranks 0, 2 have waited for it for 3.0 s.")
     assert (report.ranks, report.pid, report.exit_code, report.step) == ((1,), 101, None, 4)
+    assert report.noticed_at == HANG_AT
     assert report.evidence == 'Stack of rank 1:\nFile "train.py", line 7 in spin'
     assert report.workers[1] == "rank 1 (pid 101): step 4, in no collective; its last was all_reduce number 8"
 
@@ -154,7 +157,11 @@ def test_one_that_was_stopped(waiting: tuple[int, ...], words: str) -> None:
 def test_all_that_wait_for_each_other() -> None:
     ranks = (0, 1, 2, 3)
     outcome = Outcome(
-        tuple(map(asked, ranks)), STOPPED_AT, hang=Hang("mismatch", ranks, ranks, 3.0), states=tuple(map(waits, ranks))
+        tuple(map(asked, ranks)),
+        STOPPED_AT,
+        hang=Hang("mismatch", ranks, ranks, 3.0),
+        hang_at=HANG_AT,
+        states=tuple(map(waits, ranks)),
     )
     report = described(outcome)
     assert report.cause == "mismatch"
@@ -163,12 +170,13 @@ def test_all_that_wait_for_each_other() -> None:
 
 
 def test_some_that_wait_after_others_have_ended_are_not_all_workers() -> None:
-    """Rank 0 left early and well; with NCCL its peers do not notice."""
+    """Rank 0 left early and well; the others wait for each other in a group of their own."""
     ranks = (1, 2, 3)
     outcome = Outcome(
         (ending(0, 5.0, 0), *map(asked, ranks)),
         STOPPED_AT,
         hang=Hang("mismatch", ranks, ranks, 3.0),
+        hang_at=HANG_AT,
         states=tuple(map(waits, ranks)),
     )
     assert not described(outcome).sentence.startswith("All 4 workers")
@@ -197,10 +205,9 @@ def test_a_loss_comes_before_the_hang_it_causes_and_the_hang_before_its_victims(
     assert described(replace(HUNG, endings=victims)).cause == "hung"
 
 
-def test_an_error_of_its_own_comes_before_the_hang_of_the_one_that_raised_it() -> None:
-    """Rank 1 raised and then hung on its way out, in a thread or an exit handler; killed, it left its note."""
-    killed = ending(1, 5.0, -signal.SIGKILL, note(1, 5.0))
-    report = described(replace(HUNG, endings=(asked(0), killed, asked(2))))
+def test_an_error_that_came_before_the_hang_was_found_is_the_cause() -> None:
+    """Rank 1 kept the others waiting and raised in the moment before somebody looked."""
+    report = described(replace(HUNG, endings=(asked(0), raised(1, HANG_AT - 0.01), asked(2))))
     assert (report.cause, report.ranks) == ("exception", (1,))
 
 
@@ -210,7 +217,7 @@ def test_a_mistake_of_the_user_needs_no_report() -> None:
     assert user_mistake(outcome) == "There is no key 'lr'."
     assert user_mistake(replace(outcome, endings=(raised(0, 5.0),))) is None
     assert user_mistake(replace(outcome, losses=(LOSS,))) is None
-    assert user_mistake(replace(outcome, hang=HUNG.hang)) is None
+    assert user_mistake(replace(outcome, hang=HUNG.hang, hang_at=4.0)) is None
     assert user_mistake(replace(outcome, endings=(ending(0, 5.0, 0),))) is None
 
 
@@ -240,6 +247,7 @@ def test_the_text_fits_one_screen(num_workers: int) -> None:
         tuple(map(asked, ranks)),
         STOPPED_AT,
         hang=Hang("hung", (1,), tuple(rank for rank in ranks if rank != 1), 3.0),
+        hang_at=HANG_AT,
         states=tuple(computes(rank) if rank == 1 else waits(rank) for rank in ranks),
         stacks=((1, "".join(f'  File "train.py", line {number} in f\n' for number in range(200))),),
     )

@@ -195,12 +195,22 @@ def holds_up(culprit: int) -> Callable[[int], WorkerState]:
 
 def test_a_hang_is_found_and_its_stack_is_asked_for_before_the_end(events: Events) -> None:
     teams = [ends_when_asked(FakeTeam(n, events, ranks, does=holds_up(2))) for n, ranks in enumerate([(0, 1), (2, 3)])]
+    before = time.time()
     _, outcome = watch(events, *teams, hang_timeout_s=0.1)
     assert outcome.hang == Hang("hung", (2,), (0, 1, 3), 5.0)
+    assert before <= outcome.hang_at <= outcome.stopped_at
     assert [state.rank for state in outcome.states] == [0, 1, 2, 3]
     assert outcome.stacks == ((2, "stack of 2"),)
     assert [team.calls for team in teams] == [["stacks [2]", "ask"]] * 2
     assert set(codes(outcome).values()) == {143}
+
+
+def test_one_that_is_stopped_is_not_asked_for_its_stack(events: Events) -> None:
+    team = ends_when_asked(FakeTeam(0, events, [0, 1]))
+    team.does = lambda rank: WorkerState(rank, 100 + rank, stopped_s=5.0 if rank == 1 else None)
+    _, outcome = watch(events, team, hang_timeout_s=0.1)
+    assert outcome.hang == Hang("stopped", (1,), (), 5.0)
+    assert (team.calls, outcome.stacks) == (["ask"], ())
 
 
 def test_one_that_hangs_and_does_not_hear_is_killed(events: Events) -> None:
@@ -260,6 +270,19 @@ def test_a_silent_node_is_lost_once(events: Events) -> None:
     assert (loss.hostname, loss.ranks, loss.silent_s) == ("there", (1,), 9.0)
     assert codes(outcome) == {0: 143}
     assert outcome.hang is None
+
+
+def test_a_node_that_falls_silent_while_the_run_ends_is_not_waited_for(events: Events) -> None:
+    here, there = FakeTeam(0, events, [0], "here"), FakeTeam(1, events, [1], "there")
+
+    def cut() -> None:
+        there.silent = 9.0
+
+    there.on_kill = cut  # and its worker is not heard of again
+    here.exits(raised(0))
+    _, outcome = watch(events, here, there, grace_s=SOON_S, hang_timeout_s=0.1)
+    assert codes(outcome) == {0: 1}
+    assert [(loss.hostname, loss.ranks, loss.was_stopping) for loss in outcome.losses] == [("there", (1,), True)]
 
 
 def test_all_nodes_lost_is_an_end(events: Events) -> None:

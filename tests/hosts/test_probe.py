@@ -1,0 +1,98 @@
+"""`paceline probe` and `paceline bench comm` between nodes whose links are known, because they were made so."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.report.comm_bench import PAGE_FILE, load_timings
+from paceline.spec import Cluster as ClusterFile
+from tests.hosts.cluster import INTERFACE, Cluster, NodeProcess
+from tests.hosts.sshd import ssh_between, why_not_ssh
+
+pytestmark = [
+    pytest.mark.hosts,
+    pytest.mark.slow,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(why_not_ssh() is not None, reason=why_not_ssh() or ""),
+]
+
+RATE_BYTES_PER_S = 25e6
+TIMEOUT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    keys = tmp_path_factory.mktemp("keys")
+    with Cluster(num_nodes=3, rate_bits_per_s=8 * RATE_BYTES_PER_S) as cluster, ssh_between(cluster.nodes, keys):
+        yield cluster
+
+
+def _paceline(cluster: Cluster, *arguments: str, cwd: Path) -> NodeProcess:
+    """`paceline ARGUMENTS` on the first node, which ends well."""
+    process = cluster.nodes[0].exec(
+        [sys.executable, "-m", "paceline", *arguments], env={"PACELINE_DEVICE": "cpu"}, cwd=cwd
+    )
+    assert process.wait(TIMEOUT_S) == 0, process.output
+    return process
+
+
+def test_the_network_is_measured_as_it_was_made(cluster: Cluster, tmp_path: Path) -> None:
+    before = [node.bytes_sent() for node in cluster.nodes]
+    process = _paceline(cluster, "probe", "--hosts", "node0:2,node1:2", "--json", cwd=tmp_path)
+    shown = json.loads(process.stdout.splitlines()[-1])
+    loaded = ClusterFile.load(tmp_path / "cluster.json")
+    assert [node.hostname for node in loaded.nodes] == ["node0", "node1"]
+    assert all(node.is_remote and len(node.devices) == 2 for node in loaded.nodes)
+
+    (link,) = loaded.network
+    assert (link.ends, link.interface) == (("node0", "node1"), INTERFACE)
+    assert shown["network"][0]["bytes_per_s"] == link.bytes_per_s
+    assert link.single_stream_bytes_per_s is not None
+    for rate in (link.bytes_per_s, link.single_stream_bytes_per_s):
+        assert 0.6 < rate / RATE_BYTES_PER_S < 1.05, link
+    assert 0 < link.latency_s < 1
+    # Both ways were measured: each carried three transfers at least, by one stream and by several.
+    least_bytes = 2 * 3 * 0.3 * 0.6 * RATE_BYTES_PER_S
+    sent = [node.bytes_sent() - then for node, then in zip(cluster.nodes, before, strict=True)]
+    assert min(sent[:2]) > least_bytes, sent
+
+    # Every node has its links inside, measured there.
+    for node in loaded.nodes:
+        assert {link.label for link in node.links if link.source == "measured"} | {
+            reason.split(": ")[1] for reason in shown["not_measured"] if reason.startswith(node.hostname)
+        } >= {"TCP"}
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_third_node_and_a_job_add_to_what_is_known(cluster: Cluster, tmp_path: Path) -> None:
+    _paceline(cluster, "probe", "--hosts", "node0:1,node1:1", "--quiet", cwd=tmp_path)
+    first = ClusterFile.load(tmp_path / "cluster.json")
+    # The nodes that only look on while two others are timed are not taken for hung.
+    hosts = ("--hosts", "node0:1,node1:1,node2:1", "--hang-timeout", "3")
+    job = ("digits-lenet", "--set", "global_batch_size=8", "--budget", "5")
+    shown = _paceline(cluster, "probe", *job, *hosts, cwd=tmp_path).stdout
+    loaded = ClusterFile.load(tmp_path / "cluster.json")
+    assert [node.hostname for node in loaded.nodes] == ["node0", "node1", "node2"]
+    assert {link.ends for link in loaded.network} == {("node0", "node1"), ("node0", "node2"), ("node1", "node2")}
+    assert loaded.network[0] != first.network[0]
+    assert [timing.job for timing in loaded.timings] == ["digits-lenet"]
+    assert "not measured: node2: links inside the node: it has one device" in shown
+
+
+def test_sums_over_nodes_are_timed_and_drawn(cluster: Cluster, tmp_path: Path) -> None:
+    options = ("--algorithms", "all_reduce,hierarchical", "--max-bytes", "1M", "--rounds", "2", "--out", "out")
+    site = ("--hosts", "node0:1,node1:1", "--interface", INTERFACE)
+    process = _paceline(cluster, "bench", "comm", *options, *site, cwd=tmp_path)
+    assert (tmp_path / "out" / PAGE_FILE).stat().st_size > 0
+    assert process.stdout.splitlines()[-1] == f"out/{PAGE_FILE}"
+    timings = load_timings(tmp_path / "out")
+    assert timings.nodes == ((0,), (1,))
+    # What had to cross the link did, and was counted there.
+    largest = [timing for timing in timings.timings if timing.size_bytes == 2**20]
+    assert len(largest) == 2
+    assert all(timing.link_bytes is not None and timing.link_bytes >= 2**20 for timing in largest), largest
