@@ -24,7 +24,7 @@ _SPEAKERS: tuple[Speaker, ...] = ("paceline", "torch")
 _HEADER = struct.Struct("=qd")
 """Steps done, -1 before a run; when the worker's interpreter last ran its beating thread."""
 _SLOT = struct.Struct("=d240s")
-"""Since when the speaker is inside a collective, 0 for outside; the collective it is in or was in last."""
+"""Since when the speaker is inside a collective, or minus the time when it left the last one; that collective."""
 _SIZE = _HEADER.size + len(_SPEAKERS) * _SLOT.size
 
 
@@ -74,7 +74,7 @@ class Pulse:
 
     def leave(self, speaker: Speaker) -> None:
         """It is through; what it was in stays readable."""
-        struct.pack_into("=d", self._memory, _offset(speaker), 0.0)
+        struct.pack_into("=d", self._memory, _offset(speaker), -time.monotonic())
 
 
 def read_vitals(path: Path) -> Vitals:
@@ -88,12 +88,12 @@ def read_vitals(path: Path) -> Vitals:
     now = time.monotonic()
     step, beat = _HEADER.unpack_from(content)
     slots = [_SLOT.unpack_from(content, _offset(speaker)) for speaker in _SPEAKERS]
-    inside = [(since, text) for since, text in slots if since]
-    since, text = min(inside) if inside else max(slots, key=lambda slot: bool(slot[1].strip(b"\0")))
+    inside = [slot for slot in slots if slot[0] > 0]
+    since, text = min(inside) if inside else min(slots, key=lambda slot: slot[0])  # the one left last
     return Vitals(
         step=step if step >= 0 else None,
         beat_age_s=now - beat if beat else None,
-        inside_s=now - since if since else None,
+        inside_s=now - since if since > 0 else None,
         collective=text.rstrip(b"\0").decode(errors="replace"),
     )
 

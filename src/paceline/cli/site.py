@@ -28,6 +28,7 @@ from paceline.launch.slurm import allocation, srun_argv
 from paceline.launch.ssh import explain_ssh_failure, ssh_argv
 from paceline.launch.team import Output
 from paceline.launch.worker import run_program
+from paceline.plan import pick
 from paceline.spec import Cluster, Device, Node, Plan
 from paceline.spec.codec import from_mapping
 
@@ -200,17 +201,20 @@ def shared_out(node: Node, slots: HostSlots) -> Node:
     if count is None or count == len(node.devices):
         return node
     if node.device_kind == "cuda":
-        if count > len(node.devices):
-            raise LaunchError(f"{node.hostname} has {len(node.devices)} GPUs, not {count}; see paceline topo there.")
-        return dataclasses.replace(node, devices=node.devices[:count])
+        free = [device.index for device in node.devices if not device.busy]
+        if count > len(free):
+            raise LaunchError(f"{node.hostname} has {len(free)} free GPUs, not {count}; see paceline topo there.")
+        chosen = pick(node, count, free).devices
+        return dataclasses.replace(node, devices=tuple(device for device in node.devices if device.index in chosen))
     devices = tuple(Device("cpu", i, node.cpu_name, node.memory_bytes // count) for i in range(count))
     return dataclasses.replace(node, devices=devices)
 
 
 def _on_paper(here: Node, slots: HostSlots) -> Node:
     count = slots.num_workers or len(here.devices)
-    devices = (dataclasses.replace(here.devices[0], index=index) for index in range(count))
-    return dataclasses.replace(here, hostname=slots.host, is_remote=True, devices=tuple(devices))
+    one = here.devices[0]
+    devices = tuple(Device(one.kind, index, one.name, one.memory_bytes) for index in range(count))
+    return dataclasses.replace(here, hostname=slots.host, is_remote=True, devices=devices, links=())
 
 
 def dry_run(plan: Plan, program: Sequence[str], run_dir: Path, where: Where) -> str:
@@ -228,5 +232,6 @@ def dry_run(plan: Plan, program: Sequence[str], run_dir: Path, where: Where) -> 
             lines += ["", f"# node {share.hostname}: {shlex.join(way.argv([way.python, '-m', 'paceline', 'agent']))}"]
         for command in (command for command in commands if command.node == number):
             variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(command.variables.items()))
-            lines += [f"# rank {command.rank}", f"{variables} {shlex.join(command.argv)}"]
+            argv = [where.python or command.argv[0], *command.argv[1:]]
+            lines += [f"# rank {command.rank}", f"{variables} {shlex.join(argv)}"]
     return "\n".join(lines)

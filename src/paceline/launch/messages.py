@@ -32,7 +32,7 @@ def decode(line: bytes) -> Message:
     try:
         mapping = json.loads(line)
         return Message.kinds[mapping.pop("is")](**mapping)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise LaunchError(
             f"Expected a message of a Paceline agent, got {line[:200].decode(errors='replace')!r}; look for a shell "
             "start-up file that prints, or another version of Paceline on that node."

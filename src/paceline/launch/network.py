@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import socket
 import struct
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -63,10 +64,12 @@ def try_doors(doors: list[Door], interface: str | None = None) -> list[tuple[str
     def attempt(door: Door) -> tuple[str | None, str]:
         try:
             with socket.create_connection((door.address, door.port), timeout=REACH_TIMEOUT_S) as connection:
-                name = mine.get(connection.getsockname()[0])
+                name = mine.get(connection.getsockname()[0]) or _route(door.address)
         except OSError as problem:
             return None, problem.strerror or str(problem)
-        return name, "" if name else f"the way there does not lead through {interface}"
+        if name is None or interface not in (None, name):
+            return None, f"the way there leads through {name or 'an unknown interface'}"
+        return name, ""
 
     with ThreadPoolExecutor(max_workers=max(1, len(doors))) as pool:
         return list(pool.map(attempt, doors))
@@ -92,6 +95,19 @@ def _ipv6() -> list[tuple[str, str]]:
         return []
     rows = (line.split() for line in lines)
     return [(row[5], socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0]))) for row in rows if row[3] == "00"]
+
+
+def _route(address: str) -> str | None:
+    """The interface of the route to an IPv4 address; an interface may have more addresses than it tells."""
+    if ":" in address or address.startswith("127."):
+        return None
+    wanted = int.from_bytes(socket.inet_aton(address), sys.byteorder)
+    try:
+        rows = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
+    except OSError:
+        return None
+    fitting = [(int(row[7], 16).bit_count(), row[0]) for row in rows if wanted & int(row[7], 16) == int(row[1], 16)]
+    return max(fitting)[1] if fitting else None
 
 
 def _family(address: str) -> socket.AddressFamily:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -30,6 +31,7 @@ Cause = Literal[
 
 LOG_TAIL_LINES = 30
 MOST_STACK_LINES = 25
+MOST_WORKER_LINES = 12
 
 _NEXT = {
     "exception": "Read the traceback; `paceline launch --launcher debug …` runs the program in one process, under a "
@@ -82,7 +84,10 @@ class FailureReport:
             lines.append(f"After     {self.step} step{'s' if self.step != 1 else ''}")
         lines.append(f"Next      {self.next}")
         if self.workers:
-            lines += ["", "The workers when it was noticed:", *(f"  {line}" for line in self.workers)]
+            shown = self.workers[:MOST_WORKER_LINES]
+            lines += ["", "The workers when it was noticed:", *(f"  {line}" for line in shown)]
+            if len(self.workers) > len(shown):
+                lines.append(f"  … and {len(self.workers) - len(shown)} more, in failure.json")
         if self.evidence:
             lines += ["", "Evidence:", *self.evidence.rstrip().splitlines()[-MOST_STACK_LINES:]]
         return "\n".join(lines) + "\n"
@@ -103,9 +108,12 @@ def clear_report(run_dir: Path) -> None:
 
 def user_mistake(outcome: Outcome) -> str | None:
     """The sentence of a worker that met a mistake of the user, if that is what ended the run."""
-    if outcome.hang is not None or _first_loss(outcome) is not None or not _failed(outcome):
+    if _first_loss(outcome) is not None or not _failed(outcome):
         return None
-    failure = root_cause(outcome.endings, stopped_at=outcome.stopped_at).failure
+    root = root_cause(outcome.endings, stopped_at=outcome.stopped_at)
+    if outcome.hang is not None and not _came_first(root, outcome.hang_at):
+        return None
+    failure = root.failure
     if failure is not None and failure.is_user_error and not is_consequence(failure):
         return failure.message
     return None
@@ -121,11 +129,9 @@ def describe_failure(
     """
     root = root_cause(outcome.endings, stopped_at=outcome.stopped_at) if _failed(outcome) else None
     loss = _first_loss(outcome)
-    if root is not None and loss is not None and root.time < loss.time and not _is_victim(root):
-        loss = None
-    if loss is not None:
+    if loss is not None and not (root and _came_first(root, loss.time)):
         return _of_loss(loss, outcome, answers)
-    if outcome.hang is not None:
+    if outcome.hang is not None and not (root and _came_first(root, outcome.hang_at)):
         return _of_hang(outcome.hang, outcome, world_size)
     return None if root is None else _of_ending(root, outcome, world_size, run_dir)
 
@@ -138,8 +144,9 @@ def _first_loss(outcome: Outcome) -> NodeLoss | None:
     return next((loss for loss in outcome.losses if loss.ranks and not loss.was_stopping), None)
 
 
-def _is_victim(ending: Ending) -> bool:
-    return ending.failure is not None and is_consequence(ending.failure)
+def _came_first(ending: Ending, time: float) -> bool:
+    """Whether the worker failed of its own accord before that time."""
+    return ending.time < time and not (ending.failure is not None and is_consequence(ending.failure))
 
 
 def _of_loss(loss: NodeLoss, outcome: Outcome, answers: bool) -> FailureReport:
@@ -180,19 +187,20 @@ def _of_hang(hang: Hang, outcome: Outcome, world_size: int) -> FailureReport:
     where = f"pid {first.pid}{f' on {hostname}' if hostname else ''}"
     waiting = f"; {_ranks(hang.waiting)} {'waits' if len(hang.waiting) == 1 else 'wait'} for it" if hang.waiting else ""
     if hang.kind == "mismatch":
-        what = f"All {world_size} workers have waited for each other for {hang.seconds:.1f} s: {first.doing}."
+        who = f"All {world_size} workers" if len(hang.waiting) == world_size else f"R{_ranks(hang.waiting)[1:]}"
+        what = f"{who} have waited for each other for {hang.seconds:.1f} s: {first.doing}."
     elif hang.kind == "stopped":
         what = (
             f"Rank {first.rank} of {world_size} ({where}) has been stopped for {hang.seconds:.1f} s (SIGSTOP){waiting}."
         )
     else:
         step = "" if first.step is None else f" in step {first.step + 1}"
-        others = "" if len(hang.culprits) == 1 else f", as {_ranks(hang.culprits[1:])}"
+        hangs = "hangs" if len(hang.culprits) == 1 else f"and {_ranks(hang.culprits[1:])} hang"
         what = (
-            f"Rank {first.rank} of {world_size} ({where}){others} hangs{step}: {_ranks(hang.waiting)} "
+            f"Rank {first.rank} of {world_size} ({where}) {hangs}{step}: {_ranks(hang.waiting)} "
             f"{'has' if len(hang.waiting) == 1 else 'have'} waited for it for {hang.seconds:.1f} s."
         )
-    stacks = "\n".join(f"Stack of rank {rank}:\n{text}" for rank, text in outcome.stacks if text)
+    stacks = "\n".join(f"Stack of rank {rank}:\n{_of_the_user(text)}" for rank, text in outcome.stacks if text)
     return FailureReport(
         cause=hang.kind,
         sentence=what,
@@ -204,8 +212,15 @@ def _of_hang(hang: Hang, outcome: Outcome, world_size: int) -> FailureReport:
         noticed_at=outcome.hang_at,
         next=_NEXT[hang.kind].format(pid=first.pid),
         evidence=stacks,
-        workers=_lines(outcome.states),
+        workers=_lines(sorted(outcome.states, key=lambda state: state.rank not in hang.culprits)),
     )
+
+
+def _of_the_user(stacks: str) -> str:
+    """Python's dump of all threads without what Paceline itself puts around a program."""
+    threads = [thread for thread in stacks.split("\n\n") if "paceline/launch/beat.py" not in thread]
+    lines = (line for thread in threads for line in thread.splitlines())
+    return "\n".join(line for line in lines if not re.search(r"paceline/launch/worker\.py|<frozen runpy>", line))
 
 
 def _of_ending(root: Ending, outcome: Outcome, world_size: int, run_dir: Path) -> FailureReport:
@@ -218,7 +233,7 @@ def _of_ending(root: Ending, outcome: Outcome, world_size: int, run_dir: Path) -
         cause = "signal"
     log, stack = log_path(run_dir, root.rank), stack_path(run_dir, root.rank)
     last = f"; its last collective was {root.collective}" if root.collective else ""
-    step = "" if root.step is None else f" after {root.step} steps"
+    step = "" if root.step is None else f" after {root.step} step{'s' * (root.step != 1)}"
     return FailureReport(
         cause=cause,
         sentence=sentence(root, outcome.endings, world_size=world_size, stopped_at=outcome.stopped_at),

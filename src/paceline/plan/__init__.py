@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paceline.plan.pick import pick
 from paceline.plan.placement import place, spread
 
-__all__ = ["place", "spread"]
+__all__ = ["pick", "place", "spread"]

@@ -20,20 +20,26 @@ def spread(cluster: Cluster, num_workers: int, threads_per_worker: int | None = 
     """
     if num_workers < 1:
         raise JobError(f"{num_workers} workers cannot train; use at least 1.")
-    num_devices = len(cluster.devices)
-    if cluster.device_kind == "cuda" and num_workers > num_devices:
+    kind = cluster.device_kind
+    num_free = sum(len(_free(node)) for node in cluster.nodes)
+    if kind == "cuda" and num_workers > num_free:
         where = "this machine has" if len(cluster.nodes) == 1 else f"these {len(cluster.nodes)} nodes have"
-        raise JobError(f"{num_workers} workers need as many GPUs, but {where} {num_devices}.")
-    counts = _counts(cluster, num_workers)
-    threads = min(max(1, node.num_cores // count) for node, count in zip(cluster.nodes, counts, strict=False))
-    plan = Plan(
-        world_size=num_workers, device_kind=cluster.device_kind, threads_per_worker=threads_per_worker or threads
-    )
-    is_alone = len(cluster.nodes) == 1 and not cluster.nodes[0].is_remote
-    if is_alone and plan.device_kind == "cpu":
+        busy = [device for device in cluster.devices if device.busy]
+        others = "".join(f"; GPU {device.index} is {device.busy}" for device in busy)
+        raise JobError(
+            f"{num_workers} workers need as many GPUs, but {where} {num_free}{' free' * bool(busy)}{others}."
+        )
+    spread_out = _spread_out(cluster, num_workers)
+    threads = min(max(1, node.num_cores // count) for node, count in spread_out)
+    plan = Plan(world_size=num_workers, device_kind=kind, threads_per_worker=threads_per_worker or threads)
+    if kind == "cpu" and not any(node.is_remote for node, _ in spread_out):
         return plan
-    shares = (_share(node, count, plan.device_kind) for node, count in zip(cluster.nodes, counts, strict=False))
-    return dataclasses.replace(plan, nodes=tuple(shares))
+    return dataclasses.replace(plan, nodes=tuple(_share(node, count, kind) for node, count in spread_out))
+
+
+def _free(node: Node) -> list[int]:
+    """Indices of the devices that nobody else uses."""
+    return [device.index for device in node.devices if not device.busy]
 
 
 def _share(node: Node, num_workers: int, kind: DeviceKind) -> NodeShare:
@@ -41,25 +47,21 @@ def _share(node: Node, num_workers: int, kind: DeviceKind) -> NodeShare:
     hostname = node.hostname if node.is_remote else ""
     if kind == "cpu":
         return NodeShare(hostname, num_workers)
-    free = [device.index for device in node.devices if not device.busy]
-    if len(free) < num_workers:
-        busy = "; ".join(f"GPU {device.index} is {device.busy}" for device in node.devices if device.busy)
-        raise JobError(f"{num_workers} workers need as many free GPUs, but {node.hostname} has {len(free)}: {busy}.")
-    devices = pick(node, num_workers, free).ring.devices
+    devices = pick(node, num_workers, _free(node)).ring.devices
     by_index = {device.index: device for device in node.devices}
     return NodeShare(hostname, num_workers, devices, tuple(by_index[index].cpus for index in devices))
 
 
-def _counts(cluster: Cluster, num_workers: int) -> list[int]:
-    """Workers of each node that gets any: a device each as long as there are, then one more a node in turn."""
-    counts: list[int] = []
+def _spread_out(cluster: Cluster, num_workers: int) -> list[tuple[Node, int]]:
+    """The nodes that get workers: one for each free device as long as there are, then one more for each in turn."""
+    used: list[tuple[Node, int]] = []
+    left = num_workers
     for node in cluster.nodes:
-        counts.append(min(len(node.devices), num_workers - sum(counts)))
-        if sum(counts) == num_workers:
-            return counts
-    for turn in range(num_workers - sum(counts)):
-        counts[turn % len(counts)] += 1
-    return counts
+        count = min(len(_free(node)), left)
+        if count:
+            used.append((node, count))
+            left -= count
+    return [(node, count + left // len(used) + (turn < left % len(used))) for turn, (node, count) in enumerate(used)]
 
 
 def place(

@@ -337,12 +337,16 @@ def probe_network(request: NetworkRequest, report: Report = lambda _doing, _done
         one, other = (request.hostnames[rank] for rank in pair)
         report(f"{one} and {other}", number / len(request.pairs))
         latency_s = _time_ping(pair, world)
-        # A link is as good as its worse direction.
-        single, several = (
-            min(_time_stream(way, world, groups) for way in (pair, pair[::-1])) for groups in (streams[:1], streams)
-        )
+        single = _time_both_ways(pair, world, streams[:1])
+        report(f"{one} and {other}, {len(streams)} streams", (number + 0.5) / len(request.pairs))
+        several = _time_both_ways(pair, world, streams)
         links.append(NetworkLink((one, other), max(single, several), latency_s, interfaces[pair[0]], single))
     return NetworkProbe(tuple(links))
+
+
+def _time_both_ways(pair: tuple[int, int], world: World, groups: Sequence[dist.ProcessGroup]) -> float:
+    """A link is as good as its worse direction."""
+    return min(_time_stream(way, world, groups) for way in (pair, pair[::-1]))
 
 
 def _time_ping(pair: tuple[int, int], world: World) -> float:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paceline.cli.probe import merge
 from paceline.hardware import probe as link_probe
-from paceline.hardware.probe import LinkProbe, LinkTimes, measure_links, pairs_to_measure, with_measured
+from paceline.hardware.probe import (
+    LinkProbe,
+    LinkTimes,
+    measure_links,
+    node_pairs,
+    pairs_to_measure,
+    with_measured,
+)
 from paceline.spec import Cluster, Device, JobTiming, Link, NetworkLink, Node
 
 
@@ -50,20 +60,35 @@ def test_measuring_again_replaces_and_does_not_add() -> None:
     assert twice.links == (Link(("CPU0", "CPU1"), "SHM", 2e9, 1e-6, "measured"),)
 
 
-def test_a_measurement_changes_this_node_and_this_job_alone() -> None:
+def test_a_measurement_replaces_what_it_is_of_and_nothing_else() -> None:
     known = Cluster(
         (node("a", "SYS"), node("b", "SYS")),
-        (NetworkLink(("a", "b"), 1e9, 1e-5),),
+        (NetworkLink(("a", "b"), 1e9, 1e-5), NetworkLink(("b", "z"), 1e9, 1e-5)),
         (timing("one"), timing("two"), timing("one", threads_per_worker=1)),
     )
-    new, again = node("b", "NV4"), timing("one", num_parameters=11)
-    merged = merge(known, new, again)
+    new, again, link = node("b", "NV4"), timing("one", num_parameters=11), NetworkLink(("b", "a"), 2e9, 1e-6)
+    merged = merge(known, Cluster((new,), (link,), (again,)))
     assert merged.nodes == (known.nodes[0], new)
-    assert merged.network == known.network
+    assert merged.network == (link, known.network[1])  # the same two nodes, named the other way round
     assert set(merged.timings) == {timing("two"), timing("one", threads_per_worker=1), again}
-    assert merge(known, new, None).timings == known.timings
-    assert merge(None, new, None) == Cluster((new,))
-    assert merge(known, node("c"), None).nodes == (*known.nodes, node("c"))
+    assert merge(known, Cluster((new,))).timings == known.timings
+    assert merge(known, Cluster((new,))).network == known.network
+    assert merge(None, Cluster((new,))) == Cluster((new,))
+    assert merge(known, Cluster((node("c"),))).nodes == (*known.nodes, node("c"))
+
+
+@given(st.integers(1, 40))
+def test_every_node_is_timed_with_its_neighbours_and_few_nodes_with_all(num_nodes: int) -> None:
+    pairs = node_pairs(num_nodes)
+    assert len(set(pairs)) == len(pairs)
+    assert all(0 <= one < other < num_nodes for one, other in pairs)
+    if num_nodes <= 4:
+        assert len(pairs) == num_nodes * (num_nodes - 1) // 2
+        return
+    assert len(pairs) == num_nodes + num_nodes // 2
+    assert {(one, one + 1) for one in range(num_nodes - 1)} | {(0, num_nodes - 1)} < set(pairs)
+    # Time grows with the number of nodes, not with its square.
+    assert set(Counter(node for pair in pairs for node in pair).values()) <= {2, 3}
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_a_node_has_as_many_devices_as_it_was_given_workers() -> None:
 
 def test_a_node_is_not_given_more_workers_than_gpus() -> None:
     assert [device.index for device in shared_out(node("cuda"), HostSlots("here", 2)).devices] == [0, 1]
-    with pytest.raises(LaunchError, match="here has 4 GPUs, not 5; see paceline topo there"):
+    with pytest.raises(LaunchError, match="here has 4 free GPUs, not 5; see paceline topo there"):
         shared_out(node("cuda"), HostSlots("here", 5))
 
 

@@ -129,7 +129,7 @@ def test_one_that_hangs() -> None:
     assert (report.ranks, report.pid, report.exit_code, report.step) == ((1,), 101, None, 4)
     assert report.noticed_at == HANG_AT
     assert report.evidence == 'Stack of rank 1:\nFile "train.py", line 7 in spin'
-    assert report.workers[1] == "rank 1 (pid 101): step 4, in no collective; its last was all_reduce number 8"
+    assert report.workers[0] == "rank 1 (pid 101): step 4, in no collective; its last was all_reduce number 8"
 
 
 def test_several_that_hang() -> None:

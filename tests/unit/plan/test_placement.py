@@ -116,7 +116,7 @@ def test_every_worker_has_a_gpu_of_its_own_that_nobody_else_uses(num_devices: li
     try:
         plan = spread(cluster, num_workers)
     except JobError as error:
-        assert busy and "free GPUs" in str(error) and "\n" not in str(error)
+        assert busy and " free; GPU " in str(error) and "\n" not in str(error)
         return
     assert plan.device_kind == "cuda"
     assert sum(share.num_workers for share in plan.nodes) == num_workers
@@ -144,7 +144,9 @@ def test_busy_gpus_are_named_when_too_few_are_left() -> None:
     assert set(spread(cluster, 2).nodes[0].devices) == {0, 2}
     with pytest.raises(JobError) as caught:
         spread(cluster, 3)
-    assert str(caught.value) == ("3 workers need as many free GPUs, but n0 has 2: GPU 1 is in use; GPU 3 is in use.")
+    assert str(caught.value) == (
+        "3 workers need as many GPUs, but this machine has 2 free; GPU 1 is in use; GPU 3 is in use."
+    )
 
 
 def test_more_workers_than_the_gpus_of_all_nodes() -> None:
