@@ -13,10 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline import env
 from paceline.hardware.probe import time_loopback, time_shared_memory
-from paceline.spec import Cluster, MicroBatchTiming
+from paceline.launch import run_workers
+from paceline.spec import Cluster, MicroBatchTiming, Plan
 from paceline.train import probe as job_probe
-from paceline.train.probe import ProbeRequest, _is_enough, sizes_to_time, time_micro_batches
+from paceline.train.probe import NetworkProbe, ProbeRequest, _is_enough, sizes_to_time, time_micro_batches
 from tests.ranks.command_line import TRACEBACK, paceline, succeeded
 
 
@@ -26,6 +28,20 @@ def test_two_processes_tell_each_other_something(measure: Any) -> None:
     # Slower than a disk of the nineties or faster than any memory would be a mistake in the arithmetic.
     assert 1e6 < times.bytes_per_s < 1e12
     assert 1e-8 < times.latency_s < 1
+
+
+@pytest.mark.slow
+def test_workers_time_what_they_send_each_other(tmp_path: Path) -> None:
+    # The one between them looks on.
+    request = {"hostnames": ["a", "b", "c"], "pairs": [[0, 2]], "num_streams": 2}
+    (tmp_path / "network_request.json").write_text(json.dumps(request))
+    run_workers(Plan(world_size=3), ["-m", "paceline.train.probe", "network", str(tmp_path)], run_dir=tmp_path)
+    (link,) = NetworkProbe.load(tmp_path / "network.json").links
+    assert link.ends == ("a", "c")
+    assert link.interface == (env.own_interface() or "lo")
+    assert link.single_stream_bytes_per_s is not None
+    assert 1e6 < link.single_stream_bytes_per_s <= link.bytes_per_s < 1e12
+    assert 1e-8 < link.latency_s < 1
 
 
 @pytest.mark.slow

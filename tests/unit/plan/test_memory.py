@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import JobError
+from paceline.plan.memory import (
+    MIXED_ADAM,
+    Activations,
+    StateBytes,
+    TransformerShape,
+    device_memory,
+    largest_micro_batch,
+    measured_activations,
+    state_bytes,
+    transformer_activation_bytes,
+)
+from paceline.plan.model import Mesh
+from paceline.spec import Job, MicroBatchTiming
+
+NOTHING = Activations(0.0)
+GPT3 = TransformerShape(num_layers=96, width=12288, num_heads=96, sequence=2048)
+MT_NLG = TransformerShape(num_layers=105, width=20480, num_heads=128, sequence=2048)
+
+counts = st.integers(1, 512)
+meshes = st.builds(Mesh, counts, st.integers(1, 8), st.integers(1, 8), st.integers(0, 3))
+
+
+# Rajbhandari et al. 2020, table 1: GB a device by degree of data parallelism, for stages 1, 2 and 3.
+@pytest.mark.parametrize(
+    ("num_parameters", "dp", "stages_gb"),
+    [
+        (7.5e9, 1, (120, 120, 120)),
+        (7.5e9, 4, (52.5, 41.3, 30)),
+        (7.5e9, 16, (35.6, 21.6, 7.5)),
+        (7.5e9, 64, (31.4, 16.6, 1.88)),
+        (7.5e9, 256, (30.4, 15.4, 0.47)),
+        (7.5e9, 1024, (30.1, 15.1, 0.12)),
+        (128e9, 4, (896, 704, 512)),
+        (128e9, 64, (536, 284, 32)),
+        (128e9, 1024, (513, 257, 2)),
+        (1e12, 4, (7000, 5500, 4000)),
+        (1e12, 64, (4187, 2218, 250)),
+        (1e12, 1024, (4011, 2013, 15.6)),
+    ],
+)
+def test_states_are_those_of_the_zero_paper(num_parameters: float, dp: int, stages_gb: tuple[float, ...]) -> None:
+    for stage, gb in enumerate(stages_gb, start=1):
+        found = device_memory(num_parameters, MIXED_ADAM, Mesh(dp=dp, zero_stage=stage), NOTHING, 1)
+        # The table has two or three digits, some cut instead of rounded.
+        assert found.state_bytes / 1e9 == pytest.approx(gb, rel=5e-3, abs=0.006)
+
+
+def test_plain_data_parallelism_holds_sixteen_bytes_a_parameter() -> None:
+    assert device_memory(7.5e9, MIXED_ADAM, Mesh(dp=64), NOTHING, 1).state_bytes == pytest.approx(120e9)
+
+
+# Korthikanti et al. 2022, section 5: selective recomputation saves 70 % of GPT-3's and 65 % of MT-NLG's activations.
+@pytest.mark.parametrize(("shape", "saved"), [(GPT3, 0.70), (MT_NLG, 0.65)])
+def test_selective_recomputation_saves_what_the_paper_says(shape: TransformerShape, saved: float) -> None:
+    full, selective = (
+        transformer_activation_bytes(shape, 1, tp=8, is_sequence_parallel=True, recompute=recompute)
+        for recompute in ("none", "selective")
+    )
+    assert 1 - selective / full == pytest.approx(saved, abs=0.005)
+
+
+def test_full_recomputation_keeps_the_input_of_every_layer() -> None:
+    assert transformer_activation_bytes(GPT3, 3, recompute="full") == 2 * 2048 * 3 * 12288 * 96
+
+
+def test_without_tensor_parallelism_both_formulas_agree() -> None:
+    plain, sequence = (transformer_activation_bytes(GPT3, 1, is_sequence_parallel=flag) for flag in (False, True))
+    assert plain == pytest.approx(sequence)
+
+
+@given(meshes, st.integers(1, 64), st.integers(1, 32))
+def test_more_sharding_never_needs_more_state(mesh: Mesh, size: int, num_layers: int) -> None:
+    def state(stage: int) -> float:
+        one = Mesh(mesh.dp, mesh.tp, mesh.pp, stage)
+        return device_memory(1e9, MIXED_ADAM, one, Activations(1e6), size, num_layers=num_layers).state_bytes
+
+    found = [state(stage) for stage in range(4)]
+    assert found == sorted(found, reverse=True)
+    assert found[3] * mesh.num_workers == pytest.approx(16e9)  # nothing is lost: all devices hold the whole state
+
+
+@given(meshes, st.integers(1, 64), st.integers(1, 16))
+def test_a_larger_micro_batch_needs_more(mesh: Mesh, size: int, num_micro_batches: int) -> None:
+    one, other = (
+        device_memory(1e8, StateBytes(), mesh, Activations(1e6, 1e5), s, num_micro_batches=num_micro_batches)
+        for s in (size, size + 1)
+    )
+    assert one.total_bytes < other.total_bytes
+    assert one.state_bytes == other.state_bytes
+
+
+@given(st.integers(1, 64), st.integers(64, 200))
+def test_a_full_pipeline_holds_as_many_activations_as_one_device(pp: int, num_micro_batches: int) -> None:
+    piped = device_memory(1e8, StateBytes(), Mesh(pp=pp), Activations(1e6), 4, num_micro_batches=num_micro_batches)
+    alone = device_memory(1e8, StateBytes(), Mesh(), Activations(1e6), 4)
+    assert piped.activation_bytes == pytest.approx(alone.activation_bytes)
+
+
+@given(st.floats(1e5, 1e8), st.integers(1, 10**8), st.floats(0, 1e9))
+def test_a_line_of_peaks_is_found_again(per_sample: float, num_parameters: int, fixed: float) -> None:
+    state = StateBytes()
+    held = num_parameters * (state.parameter + state.gradient)
+    timings = [MicroBatchTiming(size, 1.0, int(held + fixed + per_sample * size)) for size in (1, 2, 4, 8, 16)]
+    found = measured_activations(timings, num_parameters, state)
+    assert found is not None
+    assert found.bytes_per_sample == pytest.approx(per_sample, rel=1e-3)
+    assert found.fixed_bytes == pytest.approx(fixed, rel=1e-3, abs=100)
+
+
+def test_without_two_peaks_nothing_is_said() -> None:
+    assert measured_activations([MicroBatchTiming(1, 1.0), MicroBatchTiming(2, 1.0, 5)], 1, StateBytes()) is None
+
+
+@given(st.floats(1e6, 1e9), st.floats(1e9, 1e11), st.integers(0, 3))
+def test_the_largest_micro_batch_fits_and_the_next_one_does_not(
+    per_sample: float, memory_bytes: float, stage: int
+) -> None:
+    mesh, activations = Mesh(dp=8, zero_stage=stage), Activations(per_sample)
+    size = largest_micro_batch(1e8, StateBytes(), mesh, activations, memory_bytes, 512)
+    fits = [device_memory(1e8, StateBytes(), mesh, activations, s).fits(memory_bytes) for s in (size, size + 1)]
+    assert size == 0 or fits[0]
+    assert size == 512 or not fits[1]
+
+
+@pytest.mark.parametrize(
+    ("optim", "num_bytes"),
+    [({"name": "sgd", "momentum": 0}, 8), ({"name": "sgd"}, 12), ({"name": "adam"}, 16), ({"name": "adamw"}, 16)],
+)
+def test_the_optimizer_decides_what_a_parameter_takes(optim: dict[str, object], num_bytes: int) -> None:
+    assert state_bytes(Job().with_values(optim=optim)).total == num_bytes
+    assert state_bytes(Job().with_values(optim=optim, precision="float64")).total == 2 * num_bytes
+
+
+def test_a_stage_that_does_not_exist() -> None:
+    with pytest.raises(JobError, match="stages 1 to 3"):
+        device_memory(1, StateBytes(), Mesh(zero_stage=4), NOTHING, 1)
