@@ -73,6 +73,11 @@ def write_run(
     _write_json(run_dir / "job.json", job.to_mapping())
     _write_json(run_dir / "plan.json", plan.to_mapping())
     _write_json(run_dir / "limit.json", {"max_steps": max_steps})
+    return training_program(run_dir, max_steps, quiet, trackers)
+
+
+def training_program(run_dir: Path, max_steps: int | None, quiet: bool, trackers: Sequence[str]) -> list[str]:
+    """What trains the job in a run folder, as python's arguments."""
     # Absolute: on another node the working directory may be another.
     program = ["-m", "paceline.train", str(run_dir.absolute())]
     program += [] if max_steps is None else ["--max-steps", str(max_steps)]

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli.execute import new_run_dir
-from paceline.cli.options import DebugComm, Threads
+from paceline.cli.options import DebugComm, DryRun, Threads
 from paceline.cli.site import (
     Container,
     HangTimeout,
@@ -46,7 +46,7 @@ def launch(
     python: Python = None,
     hang_timeout: HangTimeout = HANG_TIMEOUT_S,
     debug_comm: DebugComm = False,
-    show: Annotated[bool, typer.Option("--dry-run", help="Print what would be started, and start nothing.")] = False,
+    show: DryRun = False,
 ) -> None:
     """Run a script on some workers of this machine, or of several."""
     if not script.is_file():

@@ -35,6 +35,7 @@ DebugComm = Annotated[
     bool,
     typer.Option("--debug-comm", help="Compare every collective across workers, and let NCCL say what it does."),
 ]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be started, and start nothing.")]
 Trackers = Annotated[
     list[str] | None,
     typer.Option("--track", metavar="NAME", help="Also log to tensorboard, wandb or mlflow. Repeatable."),

@@ -126,11 +126,9 @@ def _measure_links(site: Site, scratch: Path, *, quiet: bool) -> tuple[tuple[Nod
     """The nodes with what two devices of each tell each other, and what could not be measured."""
     from rich.console import Console
 
-    from paceline.hardware.probe import LINKS_FILE, NODE_FILE, LinkProbe, with_measured
-
     nodes = site.cluster.nodes
     for rank, node in enumerate(nodes):
-        _write(scratch / NODE_FILE.format(rank=rank), to_mapping(node))
+        _write(scratch / f"node{rank}.json", to_mapping(node))
     with Console(stderr=True, quiet=quiet).status("links inside " + _count(len(nodes), "node")):
         site.run(
             _one_worker_a_node(site.cluster),
@@ -138,6 +136,10 @@ def _measure_links(site: Site, scratch: Path, *, quiet: bool) -> tuple[tuple[Nod
             run_dir=scratch,
             environ=_PCI_ORDER,
         )
+
+    # Not before: with --launcher debug the program above is this very module, which Python wants to be new.
+    from paceline.hardware.probe import LINKS_FILE, LinkProbe, with_measured
+
     results = [LinkProbe.load(scratch / LINKS_FILE.format(rank=rank)) for rank in range(len(nodes))]
     measured = tuple(with_measured(node, result.links) for node, result in zip(nodes, results, strict=True))
     reasons = [

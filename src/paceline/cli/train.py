@@ -9,12 +9,13 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.execute import execute, new_run_dir
+from paceline.cli.execute import execute, new_run_dir, training_program
 from paceline.cli.options import (
     Algorithm,
     AsJson,
     DataDir,
     DebugComm,
+    DryRun,
     JobArgument,
     MaxSteps,
     MicroBatch,
@@ -33,11 +34,15 @@ from paceline.cli.site import (
     Interface,
     Launcher,
     Python,
+    Site,
     Where,
+    dry_run,
     open_site,
+    site_on_paper,
 )
 from paceline.launch.run import HANG_TIMEOUT_S
 from paceline.plan import place
+from paceline.spec import Plan
 
 
 def train(
@@ -62,24 +67,32 @@ def train(
     python: Python = None,
     hang_timeout: HangTimeout = HANG_TIMEOUT_S,
     debug_comm: DebugComm = False,
+    show: DryRun = False,
 ) -> None:
     """Train a job on some workers of this machine, or of several."""
     resolved = resolve_job(job, settings, data)
-    run_dir = new_run_dir(out, resolved)
     where = Where(launcher, hosts, hosts_file, interface, container, python, hang_timeout)
-    with open_site(where, run_dir) as site:
+
+    def plan_for(site: Site) -> Plan:
         num_devices = 1 if site.where.launcher == "debug" else len(site.cluster.devices)
-        num_workers = workers or min(num_devices, resolved.virtual_shards)
         plan = place(
             resolved,
             site.cluster,
-            num_workers,
+            workers or min(num_devices, resolved.virtual_shards),
             threads_per_worker=threads,
             micro_batch_size=micro_batch_size,
             algorithm=algorithm,
             num_servers=servers,
         )
-        plan = dataclasses.replace(plan, debug_comm=debug_comm)
+        return dataclasses.replace(plan, debug_comm=debug_comm)
+
+    if show:
+        site, run_dir = site_on_paper(where), (out or Path("runs") / resolved.name).absolute()
+        print(dry_run(plan_for(site), training_program(run_dir, max_steps, quiet, track or []), run_dir, site.where))
+        return
+    run_dir = new_run_dir(out, resolved)
+    with open_site(where, run_dir) as site:
+        plan = plan_for(site)
         record = execute(resolved, plan, run_dir, site, max_steps=max_steps, quiet=quiet, trackers=track or [])
     if as_json:
         print(json.dumps(record.summary()))

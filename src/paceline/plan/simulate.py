@@ -1,0 +1,318 @@
+"""Machines that nobody has at hand: thousands of nodes, stragglers, failures, checkpoints and restarts.
+
+Time is followed node by node, and many steps side by side. A step: every device computes, a node is ready with its
+slowest device, buckets of gradients travel between nodes while backward goes on, and every message waits for
+the node that sends it. A run: steps, a checkpoint every so often, failures of single nodes that throw the run back to the
+last checkpoint. The same seed gives the same result.
+
+Where a closed form exists, it stands here too, and tests hold the simulation to it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from paceline.plan.model import Level, Network
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
+
+Pattern = Literal["ring", "halving_doubling"]
+"""How nodes exchange what they have summed inside."""
+
+BACKWARD_SHARE = 2 / 3
+"""Of a pass: backward multiplies twice where forward multiplies once."""
+_HOPELESS = 50.0
+"""Expected tries of one segment beyond which a run is said never to end."""
+_MANY = 1024
+"""Steps whose sum is drawn at once as a normal number instead of one by one."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Equal nodes with equal devices; the devices of a node share its link to the others."""
+
+    num_nodes: int
+    devices_per_node: int
+    network: Network
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_nodes * self.devices_per_node
+
+
+@dataclass(frozen=True)
+class Jitter:
+    """How far devices, nodes and links are from all being equal."""
+
+    compute_spread: float = 0.0
+    """Standard deviation of a device's computing time over its mean, drawn anew in every step."""
+    slow_share: float = 0.0
+    """The part of the nodes that is slow all the time."""
+    slow_factor: float = 1.0
+    """How many times as long they compute."""
+    link_spread: float = 0.0
+    """Standard deviation of the logarithm of a message's time, drawn once a step for each node's link."""
+
+
+@dataclass(frozen=True)
+class StepSample:
+    """Simulated steps: one value a step, in seconds."""
+
+    total_s: Array
+    slowest_compute_s: Array
+    """Until the last node had computed."""
+    exposed_s: Array
+    """From there to the end of the step."""
+
+
+def simulate_steps(
+    machine: Machine,
+    compute_s: float,
+    gradient_bytes: float,
+    *,
+    jitter: Jitter | None = None,
+    pattern: Pattern = "ring",
+    num_buckets: int = 4,
+    num_steps: int = 16,
+    seed: int = 0,
+) -> StepSample:
+    """Steps of synchronous data parallelism with a sum in two levels.
+
+    Bucket j of `num_buckets` is ready at compute_s (1 - 2/3 (num_buckets - j) / num_buckets), stretched as its node is
+    slow. Inside a node it takes 2 (g - 1) messages of 1/g of it around g devices. Between n nodes it takes `pattern`:
+    a ring of 2 (n - 1) messages of 1/n (Patarasuk and Yuan 2009), or halving and doubling, 2 log2 n messages of
+    1/2, 1/4, … (Thakur et al. 2005). A node sends its buckets one after the other.
+    """
+    import numpy as np
+
+    jitter = jitter or Jitter()
+    rng = np.random.default_rng(seed)
+    shape = (num_steps, machine.num_nodes)
+    stretch = _slowest_of(machine.devices_per_node, jitter.compute_spread, rng.random(shape))
+    num_slow = round(jitter.slow_share * machine.num_nodes)
+    slow = rng.permutation(machine.num_nodes)[:num_slow]
+    stretch[:, slow] *= jitter.slow_factor
+    links = np.exp(jitter.link_spread * rng.standard_normal(shape)) if jitter.link_spread else np.ones(shape)
+    bucket_bytes = gradient_bytes / num_buckets
+    inside_s = _inside_s(machine, bucket_bytes)
+    exchange = _ring if pattern == "ring" else _halving_doubling
+    free = np.zeros(shape)
+    for bucket in range(1, num_buckets + 1):
+        ready = compute_s * (1 - BACKWARD_SHARE * (num_buckets - bucket) / num_buckets) * stretch
+        start = np.maximum(ready, free) + inside_s
+        free = exchange(start, bucket_bytes, machine.network.between, machine.network.per_message_s, links)
+    computed = compute_s * stretch.max(axis=1)
+    total = np.maximum(free.max(axis=1), computed)
+    return StepSample(total, computed, total - computed)
+
+
+def _slowest_of(num_devices: int, spread: float, uniform: Array) -> Array:
+    """The maximum of `num_devices` normal numbers around 1: F^-1(u^(1/n)), exact and as cheap as one number."""
+    import numpy as np
+    from scipy.special import ndtri
+
+    if spread == 0:
+        return np.ones_like(uniform)
+    # 1 - u^(1/n) keeps its digits where u^(1/n) is almost 1.
+    upper = -np.expm1(np.log(np.maximum(uniform, 1e-300)) / num_devices)
+    return np.maximum(1 - spread * ndtri(upper), 0.0)
+
+
+def expected_slowest(num_workers: int, spread: float) -> float:
+    """The mean of the maximum of `num_workers` normal numbers around 1 with standard deviation `spread`.
+
+    1 + spread * Phi^-1(0.5264^(1/n)), right within 1 % of the excess for two and more (Chen and Tyler 1999).
+    """
+    from scipy.special import ndtri
+
+    if num_workers == 1 or spread == 0:
+        return 1.0
+    return 1 - spread * float(ndtri(-math.expm1(math.log(0.5264) / num_workers)))
+
+
+def _inside_s(machine: Machine, size_bytes: float) -> float:
+    g = machine.devices_per_node
+    return 2 * (g - 1) * _message_s(machine.network.inside, size_bytes / g, machine.network.per_message_s)
+
+
+def _message_s(level: Level, size_bytes: float, per_message_s: float) -> float:
+    return per_message_s + level.alpha_s + size_bytes * level.beta_s_per_byte
+
+
+def _ring(start: Array, size_bytes: float, level: Level, per_message_s: float, links: Array) -> Array:
+    """When each node has the sum: in every phase it waits for its own last message and for that of its neighbour."""
+    import numpy as np
+
+    num_nodes = start.shape[1]
+    hop = _message_s(level, size_bytes / num_nodes, per_message_s) * links
+    time = start
+    for _ in range(2 * (num_nodes - 1)):
+        time = np.maximum(time, np.roll(time, 1, axis=1)) + hop
+    return time
+
+
+def _halving_doubling(start: Array, size_bytes: float, level: Level, per_message_s: float, links: Array) -> Array:
+    """Nodes beyond a power of two give theirs to a partner first, and get the sum from it at last."""
+    import numpy as np
+
+    num_nodes = start.shape[1]
+    if num_nodes == 1:
+        return start
+    core = 1 << (num_nodes.bit_length() - 1)
+    num_more = num_nodes - core
+    whole_s = _message_s(level, size_bytes, per_message_s)
+    time = start[:, :core].copy()
+    if num_more:
+        given = start[:, core:] + whole_s * links[:, core:]
+        time[:, :num_more] = np.maximum(time[:, :num_more], given)
+    ranks = np.arange(core)
+    distances = [core >> power for power in range(1, core.bit_length())]
+    for distance in [*distances, *reversed(distances)]:
+        partner = ranks ^ distance
+        part_s = _message_s(level, size_bytes * distance / core, per_message_s)
+        slower = np.maximum(links[:, :core], links[:, partner])
+        time = np.maximum(time, time[:, partner]) + part_s * slower
+    if num_more:
+        late = time[:, :num_more] + whole_s * links[:, :num_more]
+        return np.concatenate([np.maximum(time, np.pad(late, ((0, 0), (0, core - num_more)))), late], axis=1)
+    return time
+
+
+def exchange_s(machine: Machine, gradient_bytes: float, pattern: Pattern = "ring") -> float:
+    """The closed form of one sum, of the whole gradient at once and with all nodes ready: what `simulate_steps` adds."""
+    n, network = machine.num_nodes, machine.network
+    inside_s = _inside_s(machine, gradient_bytes)
+    if n == 1:
+        return inside_s
+    if pattern == "ring":
+        return inside_s + 2 * (n - 1) * _message_s(network.between, gradient_bytes / n, network.per_message_s)
+    core = 1 << (n.bit_length() - 1)
+    latency_s = network.between.alpha_s + network.per_message_s
+    doubling_s = 2 * math.log2(core) * latency_s
+    doubling_s += 2 * (core - 1) / core * gradient_bytes * network.between.beta_s_per_byte
+    return inside_s + doubling_s + (2 * _message_s(network.between, gradient_bytes, network.per_message_s)) * (n > core)
+
+
+# --- failures ---
+
+
+@dataclass(frozen=True)
+class Faults:
+    """How nodes fail, and what it costs to go on."""
+
+    node_mtbf_s: float
+    """Mean time between failures of one node."""
+    checkpoint_s: float
+    """Training stands still for so long to write one."""
+    restart_s: float
+    """From a failure to the first step after it."""
+
+    def mtbf_s(self, num_nodes: int) -> float:
+        """Of a machine that fails with its first node."""
+        return self.node_mtbf_s / num_nodes
+
+
+def young_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
+    """Seconds of work between checkpoints: sqrt(2 delta M) (Young 1974)."""
+    return math.sqrt(2 * checkpoint_s * mtbf_s)
+
+
+def daly_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
+    """The same to a higher order: sqrt(2 delta M) (1 + sqrt(x) / 3 + x / 9) - delta with x = delta / (2 M).
+
+    M where delta reaches 2 M (Daly 2006, equation 37).
+    """
+    x = checkpoint_s / (2 * mtbf_s)
+    if x >= 1:
+        return mtbf_s
+    return young_interval_s(checkpoint_s, mtbf_s) * (1 + math.sqrt(x) / 3 + x / 9) - checkpoint_s
+
+
+def expected_run_s(work_s: float, interval_s: float, faults: Faults, num_nodes: int) -> float:
+    """M e^(R/M) (e^((tau + delta)/M) - 1) work / tau (Daly 2006, equation 20); inf where it exceeds all bounds."""
+    mtbf_s = faults.mtbf_s(num_nodes)
+    exponent = (interval_s + faults.checkpoint_s) / mtbf_s
+    if exponent + faults.restart_s / mtbf_s > 500:
+        return math.inf
+    return mtbf_s * math.exp(faults.restart_s / mtbf_s) * math.expm1(exponent) * work_s / interval_s
+
+
+def availability(faults: Faults, num_nodes: int) -> float:
+    """The part of a long run that goes into work that lasts, with Daly's interval; 1 where nothing fails."""
+    mtbf_s = faults.mtbf_s(num_nodes)
+    if math.isinf(mtbf_s):
+        return 1.0
+    # Free checkpoints would be written without a pause; a second of work between them is near enough.
+    interval_s = max(daly_interval_s(faults.checkpoint_s, mtbf_s), min(1.0, mtbf_s))
+    return 1.0 / expected_run_s(1.0, interval_s, faults, num_nodes)
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """Where the time of one simulated run went, in seconds; the parts add up to the whole."""
+
+    total_s: float
+    work_s: float
+    """Steps that lasted."""
+    checkpoint_s: float
+    lost_s: float
+    """Work and checkpoints that a failure undid."""
+    restart_s: float
+    num_failures: int
+
+
+def simulate_run(
+    step_s: Array, num_steps: int, num_nodes: int, faults: Faults, interval_s: float, *, seed: int = 0
+) -> RunOutcome:
+    """One run of `num_steps` steps, each as long as one drawn from `step_s`, with failures of single nodes.
+
+    A segment is as many whole steps as fit into `interval_s`, and a checkpoint. Nodes fail independently, with
+    exponential times; whoever fails, all go back to the last checkpoint, and a failure during a restart begins it
+    again. A run that hardly ever reaches its next checkpoint ends in infinity.
+    """
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    steps_a_segment = max(1, round(interval_s / float(step_s.mean())))
+    segment_s = steps_a_segment * float(step_s.mean()) + faults.checkpoint_s
+    if segment_s / faults.mtbf_s(num_nodes) > math.log(_HOPELESS):
+        return RunOutcome(math.inf, 0.0, 0.0, math.inf, 0.0, 0)
+    failures = [(float(when), node) for node, when in enumerate(rng.exponential(faults.node_mtbf_s, num_nodes))]
+    heapq.heapify(failures)
+    now = work_s = checkpoint_s = lost_s = restart_s = 0.0
+    done = num_failures = 0
+    while done < num_steps:
+        size = min(steps_a_segment, num_steps - done)
+        steps_s = _sum_of(step_s, size, rng)
+        end = now + steps_s + faults.checkpoint_s
+        if end <= failures[0][0]:
+            now, done = end, done + size
+            work_s += steps_s
+            checkpoint_s += faults.checkpoint_s
+            continue
+        lost_s += failures[0][0] - now
+        began = failures[0][0]
+        up = began
+        while failures[0][0] <= up:
+            when, node = failures[0]
+            up = when + faults.restart_s
+            num_failures += 1
+            heapq.heapreplace(failures, (when + float(rng.exponential(faults.node_mtbf_s)), node))
+        restart_s += up - began
+        now = up
+    return RunOutcome(now, work_s, checkpoint_s, lost_s, restart_s, num_failures)
+
+
+def _sum_of(step_s: Array, size: int, rng: np.random.Generator) -> float:
+    """The time of `size` steps drawn from `step_s`; of many of them, by the central limit."""
+    if size <= _MANY:
+        return float(rng.choice(step_s, size).sum())
+    spread = float(step_s.std()) * math.sqrt(size)
+    return max(0.0, float(rng.normal(size * float(step_s.mean()), spread)))
