@@ -113,7 +113,7 @@ def test_a_third_node_and_a_job_add_to_what_is_known(cluster: Cluster, tmp_path:
     assert {link.ends for link in loaded.network} == {("node0", "node1"), ("node0", "node2"), ("node1", "node2")}
     assert loaded.network[0] != first.network[0]
     assert [timing.job for timing in loaded.timings] == ["digits-lenet"]
-    assert "not measured: node2: links inside the node: it has one device" in shown
+    assert "not measured: every node: links inside the node: it has one device" in shown
 
 
 def test_sums_over_nodes_are_timed_and_drawn(cluster: Cluster, tmp_path: Path) -> None:

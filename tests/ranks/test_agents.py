@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from paceline.errors import LaunchError, PacelineError, WorkerFailed
 from paceline.launch import messages, run_workers
 from paceline.launch.remote import Reach, RemoteTeam, open_nodes
+from paceline.launch.team import Orders
 from paceline.spec import NodeShare, Plan
 from tests.ranks.launching import Stage, open_stage
 
@@ -139,11 +141,12 @@ def test_a_node_that_cannot_take_part_is_one_sentence(odd: Reach, sentence: str)
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_node_that_does_not_see_the_run_folder_is_refused(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     begin_run = RemoteTeam.begin_run
 
-    def elsewhere(team: RemoteTeam, *arguments: Any, **options: Any) -> None:
-        begin_run(team, *arguments, **options | {"run_dir": stage.folder / "elsewhere"})
+    def elsewhere(team: RemoteTeam, number: int, commands: Any, orders: Orders, **options: Any) -> None:
+        begin_run(team, number, commands, replace(orders, run_dir=stage.folder / "elsewhere"), **options)
 
     monkeypatch.setattr(RemoteTeam, "begin_run", elsewhere)
     with (

@@ -31,6 +31,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
         yield stage
 
 
+@pytest.mark.slow
 def test_the_one_that_raised_is_the_cause(stage: Stage) -> None:
     error = stage.failure(
         JOIN + "if RANK == 1:\n    raise LookupError('label 11')\ndist.all_reduce(value)\npark()\n",
@@ -41,6 +42,7 @@ def test_the_one_that_raised_is_the_cause(stage: Stage) -> None:
     stage.assert_nobody_left(timeout_s=1.0)
 
 
+@pytest.mark.slow
 def test_a_worker_that_left_early_is_named(stage: Stage) -> None:
     error = stage.failure(
         JOIN + "dist.all_reduce(value)\nif RANK == 1:\n    sys.exit()\ndist.all_reduce(value)\n", world_size=2

@@ -166,6 +166,7 @@ def test_a_users_random_data_set_looks_the_same_to_any_number_of_workers() -> No
     assert spread.sha == alone.sha
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_size", [4, 9])
 def test_accumulation_changes_nothing(micro_batch_size: int) -> None:
     job = _job(precision="float64", epochs=2, model=MODELS["resnet18"][0])

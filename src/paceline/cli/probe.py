@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -142,12 +142,23 @@ def _measure_links(site: Site, scratch: Path, *, quiet: bool) -> tuple[tuple[Nod
 
     results = [LinkProbe.load(scratch / LINKS_FILE.format(rank=rank)) for rank in range(len(nodes))]
     measured = tuple(with_measured(node, result.links) for node, result in zip(nodes, results, strict=True))
-    reasons = [
-        reason if len(nodes) == 1 else f"{node.hostname}: {reason}"
-        for node, result in zip(nodes, results, strict=True)
-        for reason in result.not_measured
+    return measured, _reasons_of_nodes(
+        {node.hostname: result.not_measured for node, result in zip(nodes, results, strict=True)}
+    )
+
+
+def _reasons_of_nodes(by_node: Mapping[str, Sequence[str]]) -> list[str]:
+    """Each reason once, with the nodes it is of in front where there are several nodes."""
+    if len(by_node) == 1:
+        return [reason for reasons in by_node.values() for reason in reasons]
+    hostnames: dict[str, list[str]] = {}
+    for hostname, reasons in by_node.items():
+        for reason in reasons:
+            hostnames.setdefault(reason, []).append(hostname)
+    return [
+        f"{'every node' if len(names) == len(by_node) else ', '.join(names)}: {reason}"
+        for reason, names in hostnames.items()
     ]
-    return measured, reasons
 
 
 def _measure_network(site: Site, scratch: Path, *, quiet: bool) -> tuple[tuple[NetworkLink, ...], list[str]]:
@@ -288,7 +299,7 @@ def _network_table(links: Sequence[NetworkLink]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("network", "between"):
         table.add_column(name)
-    for name in ("GB/s", "by one stream", "latency µs"):
+    for name in ("GB/s", "GB/s by one stream", "latency µs"):
         table.add_column(name, justify="right")
     for link in links:
         single = link.single_stream_bytes_per_s

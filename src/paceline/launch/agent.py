@@ -27,7 +27,7 @@ from paceline.launch.events import WorkerExited
 from paceline.launch.messages import Message
 from paceline.launch.network import Door, open_doors, try_doors
 from paceline.launch.supervise import interval_s
-from paceline.launch.team import LocalTeam, aged
+from paceline.launch.team import LocalTeam, Orders, Output, aged
 
 MARKER_WAIT_S = 5.0
 """For a file on a network file system to be seen: clients remember for some seconds what was not there."""
@@ -139,10 +139,10 @@ class _Agent:
             _forget_callers(store)
         self._silence_s = start.hang_timeout_s
         self._interval_s = interval_s(start.hang_timeout_s)
-        self._team = LocalTeam(0, run_dir, self._inbox.put)
+        output: Output = "all" if start.show_all else "rank0"
+        self._team = LocalTeam(0, Orders(run_dir, output, start.hang_timeout_s, self._inbox.put))
         self._team.start(
             commands,
-            "all" if start.show_all else "rank0",
             store_fd=None if store is None else store.fileno(),
             show=lambda fd, lines: self.say(messages.Output(fd, lines.decode(errors="replace"))),
         )

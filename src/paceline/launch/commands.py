@@ -36,6 +36,8 @@ class Meeting:
     """ "file:///path" of a file that does not exist yet, or "tcp://address:port" of a socket that listens already."""
     interfaces: tuple[str | None, ...]
     """Of each node: the network interface for workers; None: what the environment says."""
+    port: int | None = None
+    """Of the socket that listens on the first node."""
 
 
 def meeting_on_one_node(rendezvous_dir: Path) -> Meeting:

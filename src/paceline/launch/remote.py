@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TypeVar
 
 from paceline.errors import LaunchError
@@ -27,7 +26,7 @@ from paceline.launch.messages import Message
 from paceline.launch.network import REACH_TIMEOUT_S, Door
 from paceline.launch.output import show_here
 from paceline.launch.supervise import interval_s
-from paceline.launch.team import STACKS_WAIT_S, Output, aged
+from paceline.launch.team import STACKS_WAIT_S, Orders, aged
 
 OPEN_TIMEOUT_S = 60.0
 """For an agent's first word: logging in, starting a container and an interpreter, looking at the hardware."""
@@ -105,15 +104,17 @@ class RemoteTeam:
         self,
         number: int,
         commands: Sequence[WorkerCommand],
+        orders: Orders,
         *,
-        run_dir: Path,
         marker: str,
         port: int | None,
-        output: Output,
-        hang_timeout_s: float,
-        notify: Callable[[Event], None],
     ) -> None:
-        """Start the node's workers; `number` is the team's in the events that go to `notify`.
+        """Start the node's workers.
+
+        Args:
+            number: the team's own in the events it tells.
+            marker: a file of the run folder, by which the node knows the folder.
+            port: of the door behind which the workers meet, if it is this node's.
 
         Raises:
             LaunchError: the agent cannot start them, or does not see the run folder.
@@ -122,15 +123,15 @@ class RemoteTeam:
         self._endings.clear()
         self._states = []
         self._has_ended.clear()
-        self._interval_s = interval_s(hang_timeout_s)
-        self._notify = notify
+        self._interval_s = interval_s(orders.hang_timeout_s)
+        self._notify = orders.notify
         start = messages.Start(
             commands=[asdict(command) for command in commands],
-            run_dir=str(run_dir),
+            run_dir=str(orders.run_dir.absolute()),
             marker=marker,
             port=port,
-            show_all=output == "all",
-            hang_timeout_s=hang_timeout_s,
+            show_all=orders.output == "all",
+            hang_timeout_s=orders.hang_timeout_s,
         )
         started = self.ask(start, messages.Started)
         # Some may have ended before their start was told.
@@ -307,15 +308,7 @@ def _check_versions(first: str, wanted: Mapping[str, str], other: str, found: Ma
             )
 
 
-@dataclass(frozen=True)
-class MeetingPlace:
-    """Where the workers of several nodes meet; its socket waits on the first node."""
-
-    meeting: Meeting
-    port: int
-
-
-def arrange_meeting(teams: Sequence[RemoteTeam], interface: str | None) -> MeetingPlace:
+def arrange_meeting(teams: Sequence[RemoteTeam], interface: str | None) -> Meeting:
     """An address of the first node that every other one reaches, by trying; the fastest if there are several.
 
     Raises:
@@ -336,7 +329,7 @@ def arrange_meeting(teams: Sequence[RemoteTeam], interface: str | None) -> Meeti
     door = doors[best]
     host = f"[{door.address}]" if ":" in door.address else door.address
     interfaces = (door.interface, *(answer.interfaces[best] for answer in reached))
-    return MeetingPlace(Meeting(f"tcp://{host}:{door.port}", interfaces), door.port)
+    return Meeting(f"tcp://{host}:{door.port}", interfaces, door.port)
 
 
 def _why_none(first: str, doors: Sequence[Door], others: Sequence[str], reached: Sequence[messages.Reached]) -> str:

@@ -14,12 +14,12 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from paceline.errors import LaunchError, PacelineError, WorkerFailed
-from paceline.launch.commands import meeting_on_one_node, worker_commands
+from paceline.launch.commands import Meeting, WorkerCommand, meeting_on_one_node, worker_commands
 from paceline.launch.events import Events, Signalled
 from paceline.launch.remote import RemoteTeam, arrange_meeting
 from paceline.launch.report import FailureReport, clear_report, describe_failure, user_mistake
 from paceline.launch.supervise import Outcome, Supervisor
-from paceline.launch.team import LocalTeam, Output, Team
+from paceline.launch.team import LocalTeam, Orders, Output, Team
 
 if TYPE_CHECKING:
     from paceline.spec import Plan
@@ -64,15 +64,25 @@ def run_workers(
     """
     _prepare(run_dir)
     events: Events = queue.SimpleQueue()
+    orders = Orders(run_dir, output, hang_timeout_s, events.put)
+    teams: Sequence[Team]
     with contextlib.ExitStack() as at_end:
         at_end.enter_context(_signals_to(events))
-        teams: Sequence[Team]
-        if any(share.hostname for share in plan.nodes):
-            teams = _start_on_nodes(
-                plan, program, run_dir, nodes, interface, output, hang_timeout_s, environ, events, at_end
+
+        def commands_for(meeting: Meeting) -> list[WorkerCommand]:
+            return worker_commands(
+                plan, program, run_dir=run_dir, meeting=meeting, launched_at=time.time(), environ=environ
             )
+
+        if any(share.hostname for share in plan.nodes):
+            remote = _chosen(nodes, plan)
+            meeting = arrange_meeting(remote, interface)
+            teams = _start_on(remote, commands_for(meeting), orders, meeting.port, at_end)
         else:
-            teams = [_start_here(plan, program, run_dir, output, environ, events, at_end)]
+            folder = at_end.enter_context(tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True))
+            team = at_end.enter_context(contextlib.closing(LocalTeam(0, orders)))
+            team.start(commands_for(meeting_on_one_node(Path(folder))))
+            teams = [team]
         supervisor = Supervisor(teams, events, grace_s=grace_s, hang_timeout_s=hang_timeout_s)
         outcome = supervisor.wait()
         at_end.close()
@@ -87,65 +97,27 @@ def run_workers(
     _raise_failure(outcome, plan.world_size, run_dir, answers)
 
 
-def _start_here(
-    plan: Plan,
-    program: Sequence[str],
-    run_dir: Path,
-    output: Output,
-    environ: Mapping[str, str] | None,
-    events: Events,
-    at_end: contextlib.ExitStack,
-) -> Team:
-    folder = at_end.enter_context(tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True))
-    commands = worker_commands(
-        plan,
-        program,
-        run_dir=run_dir,
-        meeting=meeting_on_one_node(Path(folder)),
-        launched_at=time.time(),
-        environ=environ,
-    )
-    team = at_end.enter_context(contextlib.closing(LocalTeam(0, run_dir, events.put)))
-    team.start(commands, output)
-    return team
-
-
-def _start_on_nodes(
-    plan: Plan,
-    program: Sequence[str],
-    run_dir: Path,
-    nodes: Sequence[RemoteTeam],
-    interface: str | None,
-    output: Output,
-    hang_timeout_s: float,
-    environ: Mapping[str, str] | None,
-    events: Events,
-    at_end: contextlib.ExitStack,
-) -> Sequence[Team]:
+def _chosen(nodes: Sequence[RemoteTeam], plan: Plan) -> list[RemoteTeam]:
+    """The nodes that the plan names, in its order."""
     by_name = {node.hostname: node for node in nodes}
     unknown = [share.hostname for share in plan.nodes if share.hostname not in by_name]
     if unknown:
         raise LaunchError(f"The plan wants node {unknown[0]}, but this run was given {', '.join(by_name) or 'none'}.")
-    teams = [by_name[share.hostname] for share in plan.nodes]
-    launched_at = time.time()
-    door = arrange_meeting(teams, interface)
-    commands = worker_commands(
-        plan, program, run_dir=run_dir, meeting=door.meeting, launched_at=launched_at, environ=environ
-    )
-    marker = at_end.enter_context(_marker_in(run_dir))
+    return [by_name[share.hostname] for share in plan.nodes]
+
+
+def _start_on(
+    teams: Sequence[RemoteTeam],
+    commands: Sequence[WorkerCommand],
+    orders: Orders,
+    port: int | None,
+    at_end: contextlib.ExitStack,
+) -> Sequence[RemoteTeam]:
+    marker = at_end.enter_context(_marker_in(orders.run_dir))
     for number, team in enumerate(teams):
         at_end.callback(team.end_run)
         mine = [command for command in commands if command.node == number]
-        team.begin_run(
-            number,
-            mine,
-            run_dir=run_dir.absolute(),
-            marker=marker,
-            port=door.port if number == 0 else None,
-            output=output,
-            hang_timeout_s=hang_timeout_s,
-            notify=events.put,
-        )
+        team.begin_run(number, mine, orders, marker=marker, port=port if number == 0 else None)
     return teams
 
 

@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Literal, Protocol
 
@@ -29,6 +29,17 @@ _Target = int | IO[bytes] | None
 
 STACKS_WAIT_S = 1.0
 """How long a worker may take to write down where it is; Python's own handler needs milliseconds."""
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What holds for all workers of a run, on whatever node."""
+
+    run_dir: Path
+    output: Output
+    hang_timeout_s: float
+    notify: Callable[[Event], None]
+    """Where that goes which happens to workers; called from any thread."""
 
 
 class Team(Protocol):
@@ -68,10 +79,11 @@ class LocalTeam:
 
     hostname = ""
 
-    def __init__(self, number: int, run_dir: Path, notify: Callable[[Event], None]) -> None:
+    def __init__(self, number: int, orders: Orders) -> None:
+        """`number` is the team's own in the events it tells."""
         self._number = number
-        self._run_dir = run_dir
-        self._notify = notify
+        self._orders = orders
+        self._run_dir = orders.run_dir
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._stopped_since: dict[int, float] = {}
         self._oom_kills: dict[int, int | None] = {}
@@ -83,7 +95,6 @@ class LocalTeam:
     def start(
         self,
         commands: Sequence[WorkerCommand],
-        output: Output,
         *,
         store_fd: int | None = None,
         show: Show | None = None,
@@ -97,12 +108,12 @@ class LocalTeam:
         Raises:
             LaunchError: the system refuses another process.
         """
-        if output == "all" or show is not None:
+        if self._orders.output == "all" or show is not None:
             self._pump = LinePump(show or show_here)
         for command in commands:
             descriptor = store_fd if command.rank == 0 else None
             try:
-                process = self._popen(command, output, descriptor, inherits=command.rank == 0 and show is None)
+                process = self._popen(command, descriptor, inherits=command.rank == 0 and show is None)
             except OSError as error:
                 where = f"on {self.hostname}" if self.hostname else "on this machine"
                 raise LaunchError(f"Worker {command.rank} cannot be started {where}: {error}.") from error
@@ -209,9 +220,7 @@ class LocalTeam:
     def _pulse(self, rank: int) -> Path:
         return Path(self._pulses.name) / f"rank{rank}"
 
-    def _popen(
-        self, command: WorkerCommand, output: Output, store_fd: int | None, *, inherits: bool
-    ) -> subprocess.Popen[bytes]:
+    def _popen(self, command: WorkerCommand, store_fd: int | None, *, inherits: bool) -> subprocess.Popen[bytes]:
         if inherits:
             return self._spawn(command, store_fd)  # a terminal stays a terminal
         with contextlib.ExitStack() as on_error:
@@ -220,7 +229,7 @@ class LocalTeam:
                 return self._spawn(command, store_fd, stdout=log, stderr=subprocess.STDOUT)
             process = self._spawn(command, store_fd, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             on_error.pop_all()  # the pump closes the log
-        prefix = b"" if command.rank == 0 else b"[rank %d] " % command.rank if output == "all" else None
+        prefix = b"" if command.rank == 0 else b"[rank %d] " % command.rank if self._orders.output == "all" else None
         self._pump.add(process, prefix=prefix, log=log)
         return process
 
@@ -246,7 +255,7 @@ class LocalTeam:
                 return  # `close` was faster
         else:
             process.wait()
-        self._notify(WorkerExited(self._number, rank))
+        self._orders.notify(WorkerExited(self._number, rank))
 
 
 def aged(ending: Ending, now: float) -> Ending:

@@ -13,14 +13,15 @@ from paceline.comm.tree_exact import TreeSum, tree_all_reduce
 from paceline.parallel.by_shard import ShardByShard
 from paceline.parallel.clock import Clock, Mark
 from paceline.parallel.engine import StepInput, broadcast
+from paceline.parallel.gradient_norms import GradientNorms, squared_norm
 
 
 class BitwiseDataParallel:
     """Bit for bit the same on any number of workers.
 
     Each virtual shard becomes one flat vector: its statistics, for each parameter whether it has a gradient at all,
-    and the gradients. What a shard computes does not depend on who computes it, and `comm.tree_exact` adds the
-    vectors in an order that does not depend on it either.
+    the gradients, and their squared norm (0 where nobody wants it). What a shard computes does not depend on who
+    computes it, and `comm.tree_exact` adds the vectors in an order that does not depend on it either.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, group: dist.ProcessGroup | None) -> None:
@@ -30,7 +31,7 @@ class BitwiseDataParallel:
         self._clock = Clock(device)
         self._parameters = self._shards.parameters
         num_gradients = sum(p.numel() for p in self._parameters)
-        self._lengths = [self._shards.num_statistics, len(self._parameters), num_gradients]
+        self._lengths = [self._shards.num_statistics, len(self._parameters), num_gradients, 1]
         self._empty = torch.empty(sum(self._lengths), dtype=self._shards.dtype, device=device)
         self._last_gradient = self._aggregated = self._clock.mark()
         broadcast([*self.module.parameters(), *self.module.buffers()], group)
@@ -59,7 +60,7 @@ class BitwiseDataParallel:
         total = tree_all_reduce(tree.partials, share.runs, self._empty, self._group)
         self._aggregated = self._clock.mark()
 
-        statistics, users, flat = total.split(self._lengths)
+        statistics, users, flat, small_sqr = total.split(self._lengths)
         loss = self._shards.apply(statistics)
         if not all(used):  # what no shard of this worker used, others may have
             used = users.gt(0).tolist()
@@ -67,15 +68,25 @@ class BitwiseDataParallel:
         for parameter, grad, is_used in zip(self._parameters, grads, used, strict=True):
             # None as in plain torch where nobody used it: an optimizer would decay even what has gradient zero.
             parameter.grad = torch.empty_like(parameter).copy_(grad.view(parameter.shape)) if is_used else None
+        if step.take_norms is not None and len(share.all_sizes) > 1:
+            num_samples = share.global_size
+            small_batch = num_samples / len(share.all_sizes)
+            step.take_norms(GradientNorms(small_sqr.view(()), small_batch, squared_norm([flat]), num_samples))
         return loss
 
     def _leaf(self, step: StepInput, shard: int) -> Tensor:
         statistics = self._shards.compute(step, shard)
         gradients = (p.new_zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in self._parameters)
-        return torch.cat(
+        leaf = torch.cat(
             [
                 statistics,
                 statistics.new_tensor([p.grad is not None for p in self._parameters]),
                 *(gradient.to(statistics.dtype) for gradient in gradients),
+                statistics.new_zeros(1),
             ]
         )
+        if step.take_norms is not None:
+            # The leaf is the shard's gradient times its weight, so this is its squared norm times its weight.
+            weight = step.share.all_sizes[shard] / step.share.global_size
+            leaf[-1] = squared_norm([leaf.split(self._lengths)[2]]) / weight
+        return leaf

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from paceline.errors import ModelError
 from paceline.parallel.clock import Mark
+from paceline.parallel.gradient_norms import TakeNorms
 from paceline.parallel.shards import Share
 
 
@@ -30,6 +31,8 @@ class StepInput:
     """Sets torch's generators to where they belong before the given shard is computed."""
     scale: Callable[[Tensor], Tensor]
     """Applies the loss scale just before backward."""
+    take_norms: TakeNorms | None = None
+    """Told the norms of the step's gradients where parts of them are computed one by one: in this step or the next."""
 
 
 class Engine(Protocol):

@@ -20,6 +20,7 @@ from paceline.comm import Aggregator, HookState, aggregate
 from paceline.errors import ModelError
 from paceline.parallel.clock import Clock, Mark
 from paceline.parallel.engine import StepInput, broadcast, check_loss, cut, statistics_dtype
+from paceline.parallel.gradient_norms import GradientNorms, WorkerNorms, squared_norm
 from paceline.parallel.norm import NormStatistics, ShardBatchNorm, SyncBatchNorm, replace_batch_norm
 from paceline.parallel.shards import Piece, Share
 from paceline.spec import Job, Plan
@@ -38,6 +39,8 @@ class NumericDataParallel:
     A worker's shards go through the model together. That is only right if the forward pass draws no random numbers
     (a dropout mask belongs to its shard), so the very first piece is one shard, and if it is seen to draw any, this
     worker computes its shards one by one from then on.
+
+    Gradient noise shows between workers; alone, between the first of several pieces and all of them.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class NumericDataParallel:
         self._draws_randomness: bool | None = None
         self._aggregated = self._last_gradient = self._clock.mark()
         self._hook_called = False
+        self._worker_norms = WorkerNorms(self._zero_loss())
         self._aggregator = aggregator
         self._hook_state: HookState | None = None
         self.module = self._model if aggregator is None else self._wrap(aggregator, find_unused_parameters)
@@ -112,7 +116,15 @@ class NumericDataParallel:
         )
         names: dict[Tensor, str] = {parameter: name for name, parameter in self._model.named_parameters()}
         self._hook_state = HookState(aggregator, names, on_last_bucket=self._on_last_bucket)
-        ddp.register_comm_hook(self._hook_state, aggregate)
+
+        def hook(state: HookState, bucket: Any) -> Any:
+            if not state.idle:
+                self._worker_norms.bucket_filled(bucket.buffer())
+            return aggregate(state, bucket)
+
+        # DDP compares annotations, if there are any, with the classes themselves.
+        hook.__annotations__.clear()
+        ddp.register_comm_hook(self._hook_state, hook)
         return ddp
 
     def _on_last_bucket(self) -> None:
@@ -128,6 +140,9 @@ class NumericDataParallel:
         if self._aggregator is not None:
             self._aggregator.scheduler.begin_step()
         self._norm.shards.all = step.share.all_sizes
+        # What a compressor lets through is not the sum of what it was given.
+        is_sum = self._aggregator is not None and self._aggregator.compressor is None
+        self._worker_norms.begin(step.share, step.take_norms if is_sum else None)
         summed = self._working_step(step) if step.share.sizes else self._idle_step(step)
         self._norm.shards.current = None
         if self._aggregator is not None:
@@ -136,8 +151,9 @@ class NumericDataParallel:
             self._last_gradient = self._clock.mark()
         elif not self._hook_called:
             raise ModelError(self._why_nothing_was_aggregated())
-        self._norm.apply(summed[1:])
+        self._norm.apply(summed[1:-1])
         self._aggregated = self._clock.mark()
+        self._worker_norms.end(summed[-1])
         return summed[0]
 
     def _why_nothing_was_aggregated(self) -> str:
@@ -164,6 +180,9 @@ class NumericDataParallel:
     def _working_step(self, step: StepInput) -> Tensor:
         next_shard, stop = step.share.runs[step.share.rank]
         losses = self._zero_loss()
+        # The very first step is cut in two only to see whether the model draws random numbers.
+        wants_norms = step.take_norms is not None and self._group is None and self._draws_randomness is not None
+        first: tuple[Piece, Tensor] | None = None
         while True:
             piece = self._next_piece(step.share, next_shard)
             next_shard += len(piece.sizes)
@@ -179,7 +198,13 @@ class NumericDataParallel:
                     step.scale(loss * piece.weight).backward()
             if is_last:
                 arrived()
+                if first is not None and step.take_norms is not None:
+                    piece, small_sqr = first
+                    large_sqr, large_batch = squared_norm(self._gradients()), step.share.global_size
+                    step.take_norms(GradientNorms(small_sqr, sum(piece.sizes), large_sqr, large_batch))
                 return summed
+            if wants_norms and first is None:
+                first = piece, squared_norm(self._gradients()) / piece.weight**2
 
     def _next_piece(self, share: Share, first_shard: int) -> Piece:
         one_by_one = self._may_split and self._draws_randomness is not False
@@ -236,12 +261,15 @@ class NumericDataParallel:
         arrived()
         return summed
 
+    def _gradients(self) -> Iterator[Tensor | None]:
+        return (parameter.grad for parameter in self._model.parameters())
+
     def _zero_loss(self) -> Tensor:
         return torch.zeros((), dtype=self._dtype, device=self._device)
 
     def _start_sum(self, losses: Tensor) -> tuple[Tensor, Callable[[], object]]:
-        """Begin adding [loss, norm statistics] over all workers; the second value waits for the sum."""
-        mine = torch.cat([losses.view(1), *self._norm.collect(losses)])
+        """Begin adding [loss, norm statistics, gradient norm] over all workers; the second value waits for the sum."""
+        mine = torch.cat([losses.view(1), *self._norm.collect(losses), self._worker_norms.to_be_summed])
         if self._aggregator is None:
             return mine, lambda: None
         return mine, self._aggregator.sum_exactly(mine, "loss and norm statistics").wait

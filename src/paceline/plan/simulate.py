@@ -125,18 +125,6 @@ def _slowest_of(num_devices: int, spread: float, uniform: Array) -> Array:
     return np.maximum(1 - spread * ndtri(upper), 0.0)
 
 
-def expected_slowest(num_workers: int, spread: float) -> float:
-    """The mean of the maximum of `num_workers` normal numbers around 1 with standard deviation `spread`.
-
-    1 + spread * Phi^-1(0.5264^(1/n)), right within 1 % of the excess for two and more (Chen and Tyler 1999).
-    """
-    from scipy.special import ndtri
-
-    if num_workers == 1 or spread == 0:
-        return 1.0
-    return 1 - spread * float(ndtri(-math.expm1(math.log(0.5264) / num_workers)))
-
-
 def _inside_s(machine: Machine, size_bytes: float) -> float:
     g = machine.devices_per_node
     return 2 * (g - 1) * _message_s(machine.network.inside, size_bytes / g, machine.network.per_message_s)
@@ -280,8 +268,16 @@ def simulate_run(
     import numpy as np
 
     rng = np.random.default_rng(seed)
-    steps_a_segment = max(1, round(interval_s / float(step_s.mean())))
-    segment_s = steps_a_segment * float(step_s.mean()) + faults.checkpoint_s
+    mean_s, deviation_s = float(step_s.mean()), float(step_s.std())
+
+    def sum_of(size: int) -> float:
+        """The time of `size` steps drawn from `step_s`; of many of them, by the central limit."""
+        if size <= _MANY:
+            return float(rng.choice(step_s, size).sum())
+        return max(0.0, size * mean_s + math.sqrt(size) * deviation_s * float(rng.standard_normal()))
+
+    steps_a_segment = max(1, round(interval_s / mean_s))
+    segment_s = steps_a_segment * mean_s + faults.checkpoint_s
     if segment_s / faults.mtbf_s(num_nodes) > math.log(_HOPELESS):
         return RunOutcome(math.inf, 0.0, 0.0, math.inf, 0.0, 0)
     failures = [(float(when), node) for node, when in enumerate(rng.exponential(faults.node_mtbf_s, num_nodes))]
@@ -290,7 +286,7 @@ def simulate_run(
     done = num_failures = 0
     while done < num_steps:
         size = min(steps_a_segment, num_steps - done)
-        steps_s = _sum_of(step_s, size, rng)
+        steps_s = sum_of(size)
         end = now + steps_s + faults.checkpoint_s
         if end <= failures[0][0]:
             now, done = end, done + size
@@ -308,11 +304,3 @@ def simulate_run(
         restart_s += up - began
         now = up
     return RunOutcome(now, work_s, checkpoint_s, lost_s, restart_s, num_failures)
-
-
-def _sum_of(step_s: Array, size: int, rng: np.random.Generator) -> float:
-    """The time of `size` steps drawn from `step_s`; of many of them, by the central limit."""
-    if size <= _MANY:
-        return float(rng.choice(step_s, size).sum())
-    spread = float(step_s.std()) * math.sqrt(size)
-    return max(0.0, float(rng.normal(size * float(step_s.mean()), spread)))

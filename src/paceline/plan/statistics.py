@@ -1,7 +1,7 @@
 """Statistical efficiency: what a larger global batch costs in samples, and which one pays.
 
 To reach one loss with a global batch of B samples takes (McCandlish et al., "An Empirical Model of Large-Batch
-Training", 2018, arXiv 1812.06162, equation 2.11)
+Training", 2018, arXiv 1812.06162, section 2.3)
 
     S(B) = S_min (1 + B_noise / B) steps,    so B S(B) = E_min (1 + B / B_noise) samples, E_min = S_min B_noise
 
@@ -52,7 +52,7 @@ def samples_to_target(batch_size: float, noise_scale: float, min_samples: float)
 def efficiency(batch_size: float, noise_scale: float, base_batch_size: float = 0.0) -> float:
     """What a sample is worth in a batch of `batch_size`, measured by one in a batch of `base_batch_size`.
 
-    (B_noise + B_0) / (B_noise + B): Qiao et al., "Pollux", 2021, arXiv 2008.12260, equation 5. With B_0 = 0, the limit
+    (B_noise + B_0) / (B_noise + B): Qiao et al., "Pollux", 2021, arXiv 2008.12260, section 3. With B_0 = 0, the limit
     of small batches, it is 1 / (1 + B / B_noise). An infinite noise scale makes every sample worth the same.
     """
     if math.isinf(noise_scale) or batch_size == base_batch_size:
@@ -61,7 +61,7 @@ def efficiency(batch_size: float, noise_scale: float, base_batch_size: float = 0
 
 
 def goodput(samples_per_s: float, batch_size: float, noise_scale: float, base_batch_size: float = 0.0) -> float:
-    """Throughput x efficiency, in useful samples/s: what time to a target is inverse to (Pollux, equation 4)."""
+    """Throughput x efficiency, in useful samples/s: what time to a target is inverse to (Pollux, section 3)."""
     return samples_per_s * efficiency(batch_size, noise_scale, base_batch_size)
 
 
@@ -116,7 +116,7 @@ def lr_gain(rule: LrRule, batch_size: float, base_batch_size: float, noise_scale
 
     "linear" k (Goyal et al. 2017, section 2.1); "sqrt" sqrt(k) (Krizhevsky 2014); "none" 1; "adascale" the gain
     (var + sqr) / (var / k + sqr) with var = tr(Sigma) / B_base and sqr = |G|^2 (Johnson et al., "AdaScale SGD", 2020,
-    arXiv 2007.05105, section 3), between 1 and k and the same as k x efficiency: a step of k times the samples is worth
+    arXiv 2007.05105), between 1 and k and the same as k x efficiency: a step of k times the samples is worth
     so many steps.
 
     Raises:
@@ -148,7 +148,7 @@ def steps_to_progress(
 ) -> list[float]:
     """Steps with `batch_size` to each point of `progress`, which counts steps with `base_batch_size`.
 
-    A step makes the progress of `lr_gain("adascale", ...)` steps of the base batch (Johnson et al. 2020, section 3:
+    A step makes the progress of `lr_gain("adascale", ...)` steps of the base batch (Johnson et al. 2020:
     scale-invariant iterations), so the steps are the sum of what each interval of progress divided by its gain takes.
 
     Args:

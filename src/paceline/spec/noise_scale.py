@@ -88,8 +88,8 @@ class SmoothedNoise:
 def warning_about_batch(batch_size: int, noise_scale: float, num_workers: int = 1) -> str | None:
     """One sentence with numbers where a global batch is wasteful, or workers are; else None.
 
-    Of what B samples could teach one after the other, a batch teaches 1 / (1 + B / B_noise) (McCandlish et al. 2018,
-    equation 2.11).
+    Of what B samples could teach one after the other, a batch teaches 1 / (1 + B / B_noise); a batch of B_noise needs
+    twice the fewest samples and twice the fewest steps (McCandlish et al. 2018, section 2.3).
 
     Args:
         noise_scale: B_noise in samples.
@@ -103,14 +103,13 @@ def warning_about_batch(batch_size: int, noise_scale: float, num_workers: int = 
         return None
     ratio = batch_size / noise_scale
     enough = max(1, round(noise_scale))
-    steps = (1 + ratio) / ratio  # of this batch, for one at the limit of the largest batches
     sentence = (
         f"The global batch of {batch_size:,} samples is {ratio:.1f} times the gradient noise scale ({enough:,}): "
-        f"{ratio / (1 + ratio):.0%} of what its samples could teach is lost. A batch of {enough:,} would reach the same "
-        f"loss with {2 / (1 + ratio):.0%} of the samples, in {2 / steps:.1f} times the steps"
+        f"{ratio / (1 + ratio):.0%} of what its samples could teach is lost. A batch of {enough:,} would come as far with "
+        f"{2 / (1 + ratio):.0%} of the samples, in {2 * ratio / (1 + ratio):.1f} times the steps"
     )
     if num_workers > enough:
-        sentence += f"; it would leave {num_workers - enough} of {num_workers} workers idle"
+        sentence += f", and leave {num_workers - enough} of {num_workers} workers idle"
     elif num_workers > 1:
-        sentence += f" of {enough / num_workers:,.0f} samples a worker: fewer workers may do as well"
+        sentence += f" of {enough / num_workers:,.0f} samples a worker, so fewer workers may do as well"
     return sentence + "."

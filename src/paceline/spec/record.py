@@ -32,6 +32,8 @@ class EpochRecord:
     lr: float
     train_s: float
     metrics: dict[str, float] = field(default_factory=dict)
+    noise_scale: float | None = None
+    """The gradient noise scale at the end of the epoch, in samples; None where it was not measured."""
 
 
 @dataclass(frozen=True)

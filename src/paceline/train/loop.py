@@ -16,6 +16,7 @@ from paceline.checkpoint import save_weights
 from paceline.data import ArraySet
 from paceline.parallel import AsynchronousDataParallel
 from paceline.spec import EpochRecord, Job, Plan, RunRecord
+from paceline.spec.noise_scale import warning_about_batch
 from paceline.train.asynchronous import AsynchronousSteps
 from paceline.train.environment import describe_environment
 from paceline.train.metrics import Sink, open_sinks
@@ -27,6 +28,8 @@ from paceline.train.schedule import describe_scaling
 
 # Reading a loss makes the host wait for a GPU, so losses are read and logged this many steps at a time.
 _LOG_STEPS = 50
+# Before so many measurements a noise scale is too uncertain to warn of.
+_NOISE_STEPS = 50
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,7 @@ class _Journal:
         self._samples_read = 0
         self._samples_logged = 0
         self._epochs: list[EpochRecord] = []
+        self._has_warned = False
 
     def step(self, epoch: int, loss: torch.Tensor) -> None:
         run = self._run
@@ -144,12 +148,28 @@ class _Journal:
         lr = float(run.optimizer.param_groups[0]["lr"])
         mean_loss = self._epoch_loss / (run.samples_seen - samples)
         self._epoch_loss = 0.0
-        self._epochs.append(EpochRecord(epoch, mean_loss, lr, run.timer.train_s - train_s, metrics))
+        noise_scale = run.noise_scale
+        self._epochs.append(EpochRecord(epoch, mean_loss, lr, run.timer.train_s - train_s, metrics, noise_scale))
         values = {"epoch": epoch + 1, "train_loss": mean_loss, "lr": lr}
+        if noise_scale is not None:
+            values["noise_scale"] = noise_scale
         for sink in self._sinks:
             sink.log(run.steps, values | {f"test_{name}": value for name, value in metrics.items()})
         tested = "".join(f"  {name} {_metric(name, value)}" for name, value in metrics.items())
-        self._progress.say(f"epoch {epoch + 1}/{run.job.epochs}  train loss {mean_loss:.4f}{tested}")
+        noise = "" if noise_scale is None else f"  noise scale {noise_scale:,.0f}"
+        self._progress.say(f"epoch {epoch + 1}/{run.job.epochs}  train loss {mean_loss:.4f}{tested}{noise}")
+        self._warn_about_batch(noise_scale)
+
+    def _warn_about_batch(self, noise_scale: float | None) -> None:
+        """Once a run."""
+        run = self._run
+        if self._has_warned or noise_scale is None or run.noise.num_measured < _NOISE_STEPS:
+            return
+        warning = warning_about_batch(run.job.global_batch_size, noise_scale, run.world_size)
+        if warning is not None:
+            self._has_warned = True
+            self._notes.append(warning)
+            self._progress.say(warning)
 
     def record(self) -> RunRecord:
         run = self._run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import TracebackType
@@ -36,9 +37,12 @@ from paceline.parallel import (
     set_up_aggregation,
 )
 from paceline.pulse import Pulse
+from paceline.parallel.gradient_norms import TakeNorms
 from paceline.spec import Job, Plan
+from paceline.spec.noise_scale import SmoothedNoise
 from paceline.train.digest import weights_sha256
 from paceline.train.evaluate import Measure, chunk_ranges, evaluate, own_chunks
+from paceline.train.noise_scale import NoiseMeter
 from paceline.train.process_group import abandon, join
 from paceline.train.schedule import lr_factor
 from paceline.train.seeding import seed_between_steps, seed_evaluation, seed_generators, seed_shard
@@ -58,13 +62,22 @@ _DTYPES = {
 }
 
 
-def init(job: Job | None = None, /, *, plan: Plan | None = None, max_steps: int | None = None, **values: Any) -> Run:
+def init(
+    job: Job | None = None,
+    /,
+    *,
+    plan: Plan | None = None,
+    max_steps: int | None = None,
+    measure_noise: bool = True,
+    **values: Any,
+) -> Run:
     """Join the other workers of this run, as many as whoever started this script chose.
 
     Args:
         job: what to train; None: the defaults.
         plan: how it is spread; None: one worker a process of this launch, on GPUs if there are any.
         max_steps: end `Run.batches` after this many steps, whatever the epochs say.
+        measure_noise: keep `Run.noise_scale` up to date; it never changes what is learned.
         values: any key of a job over that, `global_batch_size=256, optim={"clip_norm": 1.0}`. The schedule in
             `optim` acts as a factor on the learning rates of the optimizer that `prepare` is given.
 
@@ -76,7 +89,8 @@ def init(job: Job | None = None, /, *, plan: Plan | None = None, max_steps: int 
     facts = env.worker_facts()
     plan = plan or _default_plan(job, facts)
     limits = [limit for limit in (max_steps, env.max_steps()) if limit is not None]
-    return Run(job, dataclasses.replace(plan, world_size=facts.world_size), facts, min(limits, default=None))
+    plan = dataclasses.replace(plan, world_size=facts.world_size)
+    return Run(job, plan, facts, min(limits, default=None), measure_noise)
 
 
 def _default_plan(job: Job, facts: env.WorkerFacts) -> Plan:
@@ -94,7 +108,14 @@ def _default_plan(job: Job, facts: env.WorkerFacts) -> Plan:
 class Run:
     """One worker's hold on a run: prepare, batches, step, evaluate. Use it as a context manager."""
 
-    def __init__(self, job: Job, plan: Plan, facts: env.WorkerFacts, max_steps: int | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        facts: env.WorkerFacts,
+        max_steps: int | None = None,
+        measure_noise: bool = True,
+    ) -> None:
         check_shards(facts.world_size, job.virtual_shards)
         self.job = job
         self.plan = plan
@@ -118,6 +139,7 @@ class Run:
         self._epoch_samples = 0
         self._readers: WeakKeyDictionary[ArraySet, ArrayReader] = WeakKeyDictionary()
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=job.precision == "float16")
+        self._noise = NoiseMeter() if measure_noise else None
         seed_generators(job.seed, self.device)
         self._at_close.callback(self._tracer.close)
 
@@ -309,6 +331,7 @@ class Run:
                 loss_of=lambda model, part: self.loss_of(model, part, loss_fn),
                 seed_shard=lambda shard: seed_shard(self.job.seed, self.steps, shard, self.device),
                 scale=self._scaler.scale,
+                take_norms=self._take_norms(share),
             )
         )
         # A worker that is alone between two meetings may have no sample, hence no gradient and no update.
@@ -325,6 +348,25 @@ class Run:
 
         self.count_step(share.global_size)
         return loss
+
+    def _take_norms(self, share: Share) -> TakeNorms | None:
+        """What becomes of a step's gradient norms; those of a short last batch would be too noisy to use."""
+        if self._noise is None or 2 * share.global_size < self.job.global_batch_size:
+            return None
+        if not self._scaler.is_enabled():
+            return self._noise.take
+        return self._noise.scaled_by(self._scaler.scale(torch.ones((), device=self.device)))
+
+    @property
+    def noise(self) -> SmoothedNoise:
+        """What is known of gradient noise by now. On a GPU, reading it waits for the steps before."""
+        return SmoothedNoise() if self._noise is None else self._noise.read()
+
+    @property
+    def noise_scale(self) -> float | None:
+        """The gradient noise scale in samples; None where it was not measured or no signal shows in the noise yet."""
+        mean = self.noise.mean
+        return None if mean is None or not math.isfinite(mean.samples) else mean.samples
 
     def count_step(self, num_samples: int) -> None:
         """An update by this many samples has been made, here or elsewhere."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cli.probe import merge
+from paceline.cli.probe import _reasons_of_nodes, merge
 from paceline.hardware import probe as link_probe
 from paceline.hardware.probe import (
     LinkProbe,
@@ -89,6 +89,13 @@ def test_every_node_is_timed_with_its_neighbours_and_few_nodes_with_all(num_node
     assert {(one, one + 1) for one in range(num_nodes - 1)} | {(0, num_nodes - 1)} < set(pairs)
     # Time grows with the number of nodes, not with its square.
     assert set(Counter(node for pair in pairs for node in pair).values()) <= {2, 3}
+
+
+def test_a_reason_stands_once_with_the_nodes_it_is_of() -> None:
+    assert _reasons_of_nodes({"a": ("one device", "no NVML")}) == ["one device", "no NVML"]
+    found = {"a": ("one device",), "b": ("one device", "no NVML"), "c": ("one device", "no NVML"), "d": ("one device",)}
+    assert _reasons_of_nodes(found) == ["every node: one device", "b, c: no NVML"]
+    assert _reasons_of_nodes({"a": (), "b": ()}) == []
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,7 @@ def test_job_and_service_are_what_kubernetes_knows(pods: Pods) -> None:
         schemas.validate(document, schemas.latest_version(), strict=True)
 
 
+@pytest.mark.slow
 def test_every_typo_in_a_job_would_be_found() -> None:
     schemas = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
     num_typos = 0

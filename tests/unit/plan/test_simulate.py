@@ -21,7 +21,6 @@ from paceline.plan.simulate import (
     daly_interval_s,
     exchange_s,
     expected_run_s,
-    expected_slowest,
     simulate_run,
     simulate_steps,
     young_interval_s,
@@ -75,10 +74,12 @@ def test_buckets_hide_and_jitter_costs(num_nodes: int, devices: int, pattern: Pa
 def test_waiting_for_the_slowest_agrees_with_the_integral(num_workers: int) -> None:
     """The mean of the maximum of n normal numbers is the integral of x n phi(x) Phi(x)^(n - 1)."""
     exact, _ = quad(lambda x: x * num_workers * norm.pdf(x) * norm.cdf(x) ** (num_workers - 1), -8, 12, limit=200)
-    assert expected_slowest(num_workers, 0.05) - 1 == pytest.approx(0.05 * exact, rel=0.02)
     devices = min(num_workers, 8)
     there = machine(num_workers // devices, devices, FREE)
-    found = simulate_steps(there, 1.0, 0.0, jitter=Jitter(compute_spread=0.05), num_buckets=1, num_steps=2000, seed=1)
+    jitter = Jitter(compute_spread=0.05)
+    found = simulate_steps(
+        there, 1.0, 0.0, jitter=jitter, pattern="halving_doubling", num_buckets=1, num_steps=1000, seed=1
+    )
     assert found.total_s.mean() - 1 == pytest.approx(0.05 * exact, rel=0.05)
 
 
@@ -118,9 +119,9 @@ def test_young_and_daly() -> None:
 def test_failures_cost_what_daly_says(num_nodes: int, checkpoint_s: float, restart_s: float) -> None:
     faults = Faults(1000 * HOUR_S, checkpoint_s, restart_s)
     interval_s = daly_interval_s(checkpoint_s, faults.mtbf_s(num_nodes))
-    num_steps = int(400 * faults.mtbf_s(num_nodes))
+    num_steps = int(150 * faults.mtbf_s(num_nodes))
     outcomes = [
-        simulate_run(np.array([1.0]), num_steps, num_nodes, faults, interval_s, seed=seed) for seed in range(5)
+        simulate_run(np.array([1.0]), num_steps, num_nodes, faults, interval_s, seed=seed) for seed in range(3)
     ]
     expected_s = expected_run_s(num_steps, interval_s, faults, num_nodes)
     assert np.mean([outcome.total_s for outcome in outcomes]) == pytest.approx(expected_s, rel=0.02)
@@ -128,7 +129,7 @@ def test_failures_cost_what_daly_says(num_nodes: int, checkpoint_s: float, resta
         parts = outcome.work_s + outcome.checkpoint_s + outcome.lost_s + outcome.restart_s
         assert parts == pytest.approx(outcome.total_s)
         assert outcome.work_s == num_steps
-        assert outcome.num_failures == pytest.approx(400, rel=0.25)
+        assert outcome.num_failures == pytest.approx(150, rel=0.3)
 
 
 def test_the_daly_interval_beats_others_in_the_simulation_too() -> None:

@@ -1,0 +1,91 @@
+"""Norms of gradients before and after they are added up: what gradient noise is told from, at no extra pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from paceline.parallel.shards import Share
+
+
+@dataclass(frozen=True)
+class GradientNorms:
+    """Squared norms of one step's gradients over fewer and over more samples; times the squared loss scale, if any."""
+
+    small_sqr: Tensor
+    """Of parts of the global batch, before they are added up: the mean, weighted by samples; a scalar."""
+    small_batch: float
+    """Samples behind a part: 1 / (weighted mean of 1 / samples), which is samples / parts."""
+    large_sqr: Tensor
+    """Of the gradient of the global batch; a scalar."""
+    large_batch: float
+
+
+TakeNorms = Callable[[GradientNorms], None]
+
+
+def squared_norm(tensors: Iterable[Tensor | None]) -> Tensor:
+    """The sum of all squares, a scalar; None counts for nothing."""
+    return nn.utils.get_total_norm([tensor.detach() for tensor in tensors if tensor is not None]).square()
+
+
+class WorkerNorms:
+    """The norms of workers' gradients, step by step; each worker's is one number in a sum that is formed anyway.
+
+    That sum leaves before backward has filled the buckets, so a step's norms become known in the next step.
+    """
+
+    def __init__(self, zero: Tensor) -> None:
+        """
+        Args:
+            zero: a scalar of the dtype and on the device in which the norms are added.
+        """
+        self._zero = zero
+        self._share: Share | None = None
+        self._take: TakeNorms | None = None
+        self._own_sqr = zero
+        self._buckets: list[Tensor] = []
+        self._last: tuple[GradientNorms, TakeNorms] | None = None
+        """Of the last step; `small_sqr` is this worker's part of the mean alone."""
+
+    def begin(self, share: Share, take: TakeNorms | None) -> None:
+        """A step begins whose norms `take` wants to know."""
+        self._share = share
+        # One part alone tells nothing of noise.
+        self._take = take if _num_parts(share) > 1 else None
+        self._own_sqr = torch.zeros_like(self._zero)
+        self._buckets = []
+
+    def bucket_filled(self, values: Tensor) -> None:
+        """Called with this worker's gradients times its weight, before they are replaced by their sum."""
+        if self._take is not None:
+            self._own_sqr += squared_norm([values])
+            self._buckets.append(values)
+
+    @property
+    def to_be_summed(self) -> Tensor:
+        """What has to be added over all workers before this step ends; one number, whether or not it is wanted."""
+        return (self._zero if self._last is None else self._last[0].small_sqr).view(1)
+
+    def end(self, small_sqr: Tensor) -> None:
+        """Tell the last step's norms, which this sum has made whole, and keep those of the step that ends."""
+        if self._last is not None:
+            norms, take = self._last
+            take(replace(norms, small_sqr=small_sqr))
+        self._last = None
+        if self._take is not None and self._share is not None:
+            share = self._share
+            # The weighted mean of |g|^2, where buckets held weight * g; a worker without a sample has no part in it.
+            weight = sum(share.sizes) / share.global_size
+            own = self._own_sqr / weight if share.sizes else self._zero
+            num_samples = share.global_size
+            norms = GradientNorms(own, num_samples / _num_parts(share), squared_norm(self._buckets), num_samples)
+            self._last = norms, self._take
+        self._buckets = []
+
+
+def _num_parts(share: Share) -> int:
+    return sum(start < stop for start, stop in share.runs)

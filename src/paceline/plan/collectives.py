@@ -1,0 +1,304 @@
+"""What a sum over all workers costs, for every algorithm that a run can use.
+
+The model is that of Hockney 1994 ("The communication challenge for MPP") on two levels: a message of b bytes takes
+alpha_s + b * beta_s_per_byte on the kind of link it uses. A worker has a link of its own to the others of its node;
+all workers of a node share the node's one link to other nodes. Links carry both directions at once, and messages that
+are sent together share the link but not the waiting: latencies overlap, what the software adds to each one does not.
+
+K below is the time that one full copy of the vector takes on the slowest link that is used, n the number of workers.
+Adding up is not priced: it is many times faster than a link.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+from paceline.errors import JobError
+from paceline.plan.model import Layout, Level, Network
+from paceline.spec import AlgorithmName
+
+Cost = Callable[[float, Layout, Network, int], float]
+"""(size_bytes, layout, network, num_servers) -> seconds; num_servers matters to parameter servers only."""
+
+WIRE_FACTORS: dict[str, float] = {"float32": 1.0, "bfloat16": 0.5, "float16": 0.5, "int8": (1 + 4 / 1024) / 4}
+"""Bytes of a message in a wire format over its bytes in float32; int8 has a scale of 4 bytes for 1,024 values."""
+
+MIN_CHUNK_BYTES, MAX_CHUNK_BYTES, NUM_CHUNKS = 256 * 1024, 2 * 1024 * 1024, 16
+"""How the two-level sum cuts a vector."""
+
+
+def cost_s(
+    algorithm: AlgorithmName,
+    size_bytes: float,
+    layout: Layout,
+    network: Network,
+    *,
+    num_servers: int = 1,
+    wire: str = "float32",
+) -> float:
+    """Seconds of one sum of `size_bytes` of float32 with messages in a wire format.
+
+    Raises:
+        JobError: an algorithm or a wire format that nobody can price.
+    """
+    if algorithm not in COSTS:
+        raise JobError(f"The algorithm {algorithm} has no price; known are {', '.join(COSTS)}.")
+    if wire not in WIRE_FACTORS:
+        raise JobError(f"The wire format {wire} has no price; known are {', '.join(WIRE_FACTORS)}.")
+    factor = WIRE_FACTORS[wire]
+    if factor == 1.0:
+        return COSTS[algorithm](size_bytes, layout, network, num_servers)
+    if algorithm in _TWO_LEVEL:  # inside a node values stay as they are
+        between = dataclasses.replace(network.between, beta_s_per_byte=factor * network.between.beta_s_per_byte)
+        return COSTS[algorithm](size_bytes, layout, dataclasses.replace(network, between=between), num_servers)
+    if algorithm == "all_reduce":  # the backend would add in the wire format, so it is done by direct messages
+        return parameter_server(factor * size_bytes, layout, network, layout.num_workers)
+    if algorithm == "tree_exact":  # exact by its name, whatever the format
+        factor = 1.0
+    return COSTS[algorithm](factor * size_bytes, layout, network, num_servers)
+
+
+def ring(size_bytes: float, layout: Layout, network: Network, num_servers: int = 1) -> float:  # noqa: ARG001
+    """2 (n - 1) rounds of 1 / n of the vector, T = 2 (n - 1) / n K + 2 (n - 1) alpha (Patarasuk and Yuan 2009).
+
+    The ring enters and leaves each node once, so that no link between nodes carries two messages in one direction; a
+    round is as slow as its slowest hop.
+    """
+    n = layout.num_workers
+    return 2 * (n - 1) * _hop_s(size_bytes / n, layout, network)
+
+
+def all_reduce(size_bytes: float, layout: Layout, network: Network, num_servers: int = 1) -> float:  # noqa: ARG001
+    """The backend's own: a ring, or between many nodes two trees where those are faster, as NCCL chooses.
+
+    Two binary trees over N nodes each carry half of the vector up and down again, T = 2 K + 2 log2(N) alpha (Sanders,
+    Speck and Traeff 2009), after a ring in each node. Gloo always takes the ring, which differs for short vectors only.
+    """
+    ring_s = ring(size_bytes, layout, network)
+    if layout.num_nodes == 1:
+        return ring_s
+    inside_s = ring(size_bytes, Layout((max(layout.workers_per_node),)), network)
+    hop_s = network.between.alpha_s + network.per_message_s
+    trees_s = 2 * math.ceil(math.log2(layout.num_nodes)) * hop_s + 2 * size_bytes * network.between.beta_s_per_byte
+    return min(ring_s, inside_s + trees_s)
+
+
+def parameter_server(size_bytes: float, layout: Layout, network: Network, num_servers: int = 1) -> float:
+    """All send to S servers, which are spread over the nodes, and get the sum back.
+
+    With one worker a node T = 2 (n - 1) / S K: a server's link carries n - 1 messages of 1 / S of the vector each way
+    (Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server"; S = n is a reduce-scatter and an
+    all-gather by direct messages).
+    """
+    servers = _servers_per_node(layout, num_servers)
+    return 2 * _gather_s(size_bytes, layout.workers_per_node, servers, network)
+
+
+def all_to_one(size_bytes: float, layout: Layout, network: Network, num_servers: int = 1) -> float:  # noqa: ARG001
+    """The first worker is the only server: T = 2 (n - 1) K over its link."""
+    return parameter_server(size_bytes, layout, network, 1)
+
+
+def parameter_server_two_level(size_bytes: float, layout: Layout, network: Network, num_servers: int = 1) -> float:
+    """A node adds up first and its leader alone talks to servers, at most one a node.
+
+    With g workers a node its link carries 1 / g of what `parameter_server` sends over it.
+    """
+    nodes = layout.num_nodes
+    leaders = (1,) * nodes
+    servers = tuple(int(node < min(num_servers, nodes)) for node in range(nodes))
+    inside_s = _reduce_in_node_s(size_bytes, layout, network) + _broadcast_in_node_s(size_bytes, layout, network)
+    return inside_s + 2 * _gather_s(size_bytes, leaders, servers, network)
+
+
+def hierarchical(size_bytes: float, layout: Layout, network: Network, num_servers: int = 1) -> float:  # noqa: ARG001
+    """Sum in each node, between the leaders by direct messages, hand out in each node; chunks, so that both overlap.
+
+    For N nodes the link between carries 2 (N - 1) / N of the vector, however many workers a node has. A pipeline of
+    two stages takes the slower one for all chunks and the other one for a single chunk. One node has no levels: there
+    the workers sum through the memory they share, which moves as much as a ring does, in two rounds.
+    """
+    n, nodes = layout.num_workers, layout.num_nodes
+    if n == 1:
+        return 0.0
+    if nodes == 1:
+        return 2 * (n - 1) / n * size_bytes * network.inside.beta_s_per_byte + 2 * _start_s(network.inside, network)
+    chunk_bytes = min(max(size_bytes / NUM_CHUNKS, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES, max(size_bytes, 1.0))
+    num_chunks = math.ceil(size_bytes / chunk_bytes) if size_bytes else 1
+    chunk_bytes = size_bytes / num_chunks
+    inside_s = _reduce_in_node_s(chunk_bytes, layout, network) + _broadcast_in_node_s(chunk_bytes, layout, network)
+    leaders = (1,) * nodes
+    wire_s = 2 * _gather_s(chunk_bytes, leaders, leaders, network)
+    # Several chunks are on the link at a time, so that only one of them waits for its answer with nothing on the link.
+    busy_s = wire_s - 2 * network.between.alpha_s
+    return max(num_chunks * inside_s + wire_s, num_chunks * busy_s + 2 * network.between.alpha_s + inside_s)
+
+
+def tree_exact(size_bytes: float, layout: Layout, network: Network, num_servers: int = 1) -> float:  # noqa: ARG001
+    """Each worker sums 1 / n of the vector in a fixed order: all_to_all by direct messages, all_gather by a ring.
+
+    T = 2 (n - 1) / n K with one worker a node. More of them send across their node's link g (n - g) / n K in the first
+    half, for direct messages know of no nodes.
+    """
+    n = layout.num_workers
+    all_to_all_s = _gather_s(size_bytes, layout.workers_per_node, layout.workers_per_node, network)
+    return all_to_all_s + (n - 1) * _hop_s(size_bytes / n, layout, network)
+
+
+def halving_doubling(size_bytes: float, layout: Layout, network: Network, num_servers: int = 1) -> float:  # noqa: ARG001
+    """Recursive halving and doubling: T = 2 log2(n) alpha + 2 (n - 1) / n K (Rabenseifner 2004).
+
+    Round r pairs workers 2^r places apart and exchanges 1 / 2^(r + 1) of the vector, so that the large exchanges stay
+    inside a node. Workers beyond the largest power of two hand a partner all they have and get the sum from it.
+    """
+    n = layout.num_workers
+    core = 1 << (n.bit_length() - 1)
+    ranges = _places(layout)
+    total_s = 0.0
+    bit = 1
+    while bit < core:
+        crossing = max(_num_crossing(start, min(stop, core), bit) for start, stop in ranges)
+        stays = any(min(stop, core) - start > _num_crossing(start, min(stop, core), bit) for start, stop in ranges)
+        total_s += 2 * _round_s(size_bytes / (2 * bit), crossing, stays, network)
+        bit *= 2
+    if n > core:
+        handed = [_num_handed_over(start, stop, core, n) for start, stop in ranges]
+        crossing = max(max(leaving, arriving) for leaving, arriving, _ in handed)
+        total_s += 2 * _round_s(size_bytes, crossing, any(staying for *_, staying in handed), network)
+    return total_s
+
+
+COSTS: dict[AlgorithmName, Cost] = {
+    "all_reduce": all_reduce,
+    "all_to_one": all_to_one,
+    "parameter_server": parameter_server,
+    "parameter_server_two_level": parameter_server_two_level,
+    "ring": ring,
+    "halving_doubling": halving_doubling,
+    "hierarchical": hierarchical,
+    "tree_exact": tree_exact,
+}
+
+_TWO_LEVEL = ("hierarchical", "parameter_server_two_level")
+
+
+def bandwidth_bound_s(size_bytes: float, layout: Layout, network: Network) -> float:
+    """What no algorithm beats, whatever its latency: for N > 1 nodes 2 (N - 1) / N of the vector over a node's link
+    (Patarasuk and Yuan 2009, with a node as one participant); inside a single node the same over a worker's link."""
+    n = layout.num_nodes
+    level = network.between
+    if n == 1:
+        n, level = layout.num_workers, network.inside
+    return 2 * (n - 1) / n * size_bytes * level.beta_s_per_byte
+
+
+def _start_s(level: Level, network: Network) -> float:
+    return level.alpha_s + network.per_message_s
+
+
+def _hop_s(size_bytes: float, layout: Layout, network: Network) -> float:
+    """One message from each worker to the next one in the order of the nodes, all at once."""
+    has_inside = max(layout.workers_per_node) > 1
+    levels = [network.inside] * has_inside + [network.between] * (layout.num_nodes > 1)
+    return max((level.alpha_s + size_bytes * level.beta_s_per_byte for level in levels), default=0.0) + (
+        network.per_message_s
+    )
+
+
+def _round_s(size_bytes: float, num_crossing: int, stays: bool, network: Network) -> float:
+    """Each worker exchanges one message; the busiest node's link carries `num_crossing` of them in each direction."""
+    across_s = network.between.alpha_s + num_crossing * size_bytes * network.between.beta_s_per_byte
+    inside_s = network.inside.alpha_s + size_bytes * network.inside.beta_s_per_byte
+    return max(across_s if num_crossing else 0.0, inside_s if stays else 0.0) + network.per_message_s
+
+
+def _gather_s(size_bytes: float, workers: Sequence[int], servers: Sequence[int], network: Network) -> float:
+    """Every worker sends every server the part it owns; the way back takes as long.
+
+    Args:
+        workers, servers: how many each node has; servers are workers too and keep their own part.
+    """
+    num_workers, num_servers = sum(workers), sum(servers)
+    if num_workers == 1:
+        return 0.0
+    part_bytes = size_bytes / num_servers
+    crossing = 0  # parts over the busiest link between nodes, in its busier direction
+    inside = 0  # parts over the busiest link of a worker inside a node
+    num_messages = 0  # of the busiest worker
+    for own_workers, own_servers in zip(workers, servers, strict=True):
+        arriving = own_servers * (num_workers - own_workers)
+        leaving = own_workers * (num_servers - own_servers)
+        crossing = max(crossing, arriving, leaving)
+        if own_servers and own_workers > 1:
+            sent = own_servers - (own_servers == own_workers)
+            inside = max(inside, own_workers - 1, sent)
+        sent = num_servers - (own_servers == own_workers)
+        num_messages = max(num_messages, num_workers - 1 if own_servers else sent)
+    across_s = network.between.alpha_s + crossing * part_bytes * network.between.beta_s_per_byte if crossing else 0.0
+    inside_s = network.inside.alpha_s + inside * part_bytes * network.inside.beta_s_per_byte if inside else 0.0
+    return max(across_s, inside_s) + num_messages * network.per_message_s
+
+
+def _servers_per_node(layout: Layout, num_servers: int) -> tuple[int, ...]:
+    """One server of each node in turn, as many as there are workers at most."""
+    left = max(1, min(num_servers, layout.num_workers))
+    servers = [0] * layout.num_nodes
+    while left:
+        for node, num_workers in enumerate(layout.workers_per_node):
+            if left and servers[node] < num_workers:
+                servers[node] += 1
+                left -= 1
+    return tuple(servers)
+
+
+def _reduce_in_node_s(size_bytes: float, layout: Layout, network: Network) -> float:
+    """Parts are summed everywhere and collected by the leader: 2 (g - 1) / g of the vector over its link."""
+    g = max(layout.workers_per_node)
+    if g == 1:
+        return 0.0
+    return 2 * (g - 1) / g * size_bytes * network.inside.beta_s_per_byte + _start_s(network.inside, network)
+
+
+def _broadcast_in_node_s(size_bytes: float, layout: Layout, network: Network) -> float:
+    """Everybody takes the leader's values at once."""
+    if max(layout.workers_per_node) == 1:
+        return 0.0
+    return size_bytes * network.inside.beta_s_per_byte + _start_s(network.inside, network)
+
+
+def _places(layout: Layout) -> list[tuple[int, int]]:
+    """The run of places start … stop - 1 that each node has in the ring."""
+    ranges, start = [], 0
+    for num_workers in layout.workers_per_node:
+        ranges.append((start, start + num_workers))
+        start += num_workers
+    return ranges
+
+
+def _num_crossing(start: int, stop: int, bit: int) -> int:
+    """How many of the places start … stop - 1 have the partner place XOR bit outside of them."""
+    if stop <= start:
+        return 0
+    if stop - start <= bit:
+        return stop - start
+    below = _num_with_bit(start, start + bit, bit)  # their partner is bit places before
+    above = bit - _num_with_bit(stop - bit, stop, bit)  # theirs is bit places after
+    return below + above
+
+
+def _num_with_bit(start: int, stop: int, bit: int) -> int:
+    def up_to(end: int) -> int:
+        whole, rest = divmod(end, 2 * bit)
+        return whole * bit + max(0, rest - bit)
+
+    return up_to(stop) - up_to(start)
+
+
+def _num_handed_over(start: int, stop: int, core: int, num_places: int) -> tuple[int, int, int]:
+    """How many whole vectors leave a node, come to it and stay in it when place p >= core hands its own to p - core."""
+    givers = max(0, stop - max(start, core))
+    takers = max(0, min(stop, num_places - core) - start)
+    staying = max(0, min(num_places - core, stop - core) - start)
+    return givers - staying, takers - staying, staying
