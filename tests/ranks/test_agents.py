@@ -102,6 +102,14 @@ def test_jobs_that_start_in_the_same_instant_do_not_meet_each_other(stage: Stage
     assert not problems, problems
 
 
+def test_workers_that_end_at_once_are_all_counted(stage: Stage) -> None:
+    script = stage.script("sys.exit(3 if RANK == 1 else 0)")
+    with open_nodes([_here("a"), _here("b")]) as (teams, _):
+        for attempt in range(5):
+            with pytest.raises(WorkerFailed, match=r"Rank 1 of 3 .* on a\) ended with exit code 3\."):
+                run_workers(TWO_NODES, [script], run_dir=stage.folder / str(attempt), nodes=teams)
+
+
 def test_a_failure_on_another_node_carries_its_traceback_and_its_node(stage: Stage) -> None:
     script = stage.script("if RANK == 2: raise ValueError('no such label: 11')\npark()")
     with open_nodes([_here("a"), _here("b")]) as (teams, _), pytest.raises(WorkerFailed) as caught:

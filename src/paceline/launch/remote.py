@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
@@ -54,7 +53,7 @@ class RemoteTeam:
     """One node's agent, from the connection to its end; between them it may serve several runs."""
 
     def __init__(self, reach: Reach) -> None:
-        """Start the agent; `hello` waits for its first word."""
+        """Start the agent, whose first word is `Hello`."""
         self.hostname = reach.hostname
         self._reach = reach
         self._number = 0
@@ -83,22 +82,38 @@ class RemoteTeam:
         for thread in self._threads:
             thread.start()
 
-    def hello(self, timeout_s: float = OPEN_TIMEOUT_S) -> messages.Hello:
-        """Who is there.
+    def tell(self, message: Message) -> None:
+        """Send it; a connection that has ended swallows it."""
+        assert self._process.stdin is not None
+        with self._sending, contextlib.suppress(OSError, ValueError):
+            self._process.stdin.write(message.encode())
+            self._process.stdin.flush()
+
+    def answer(self, kind: type[AnyMessage], timeout_s: float = ANSWER_TIMEOUT_S) -> AnyMessage:
+        """The agent's next answer of that kind; one of another kind came too late for who had asked.
 
         Raises:
-            LaunchError: nobody, or no agent.
+            LaunchError: the agent refused, has ended, or did not answer in time.
         """
-        return self._answer(messages.Hello, timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                message = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise LaunchError(
+                    f"{self.hostname} has not answered within {timeout_s:.0f} s; is it overloaded?"
+                ) from None
+            if message is None:
+                raise LaunchError(self._why_ended())
+            if isinstance(message, messages.Refused):
+                raise LaunchError(f"{self.hostname}: {message.sentence}")
+            if isinstance(message, kind):
+                return message
 
     def ask(self, question: Message, kind: type[AnyMessage], timeout_s: float = ANSWER_TIMEOUT_S) -> AnyMessage:
-        """The agent's answer, which must be of that kind.
-
-        Raises:
-            LaunchError: the agent refused, or did not answer in time.
-        """
-        self._send(question)
-        return self._answer(kind, timeout_s)
+        """Tell and await the answer; raises as `answer` does."""
+        self.tell(question)
+        return self.answer(kind, timeout_s)
 
     def begin_run(
         self,
@@ -134,14 +149,13 @@ class RemoteTeam:
             hang_timeout_s=orders.hang_timeout_s,
         )
         started = self.ask(start, messages.Started)
-        # Some may have ended before their start was told.
-        self._running = {int(rank): pid for rank, pid in started.pids.items() if int(rank) not in self._endings}
+        self._running = {int(rank): pid for rank, pid in started.pids.items()}
 
     def end_run(self) -> None:
         """Wait until the agent has let go of the run's workers, killing those that are left."""
         if self._notify is None:
             return
-        self._send(messages.Kill())
+        self.tell(messages.Kill())
         self._has_ended.wait(self._patience_s())
         self._notify = None
         self._running.clear()
@@ -171,10 +185,10 @@ class RemoteTeam:
         return {int(rank): text for rank, text in answer.by_rank.items()}
 
     def ask_to_end(self) -> None:
-        self._send(messages.AskToEnd())
+        self.tell(messages.AskToEnd())
 
     def kill(self) -> None:
-        self._send(messages.Kill())
+        self.tell(messages.Kill())
 
     def answers(self) -> bool:
         """Whether the node itself still answers."""
@@ -210,24 +224,6 @@ class RemoteTeam:
     def _patience_s(self) -> float:
         """How long to wait for a last word: not at all if the node has been silent for several beats."""
         return CLOSE_TIMEOUT_S if self.silent_s() < 4 * self._interval_s else 0.0
-
-    def _send(self, message: Message) -> None:
-        assert self._process.stdin is not None
-        # A connection that has ended is the reader's to report.
-        with self._sending, contextlib.suppress(OSError, ValueError):
-            self._process.stdin.write(message.encode())
-            self._process.stdin.flush()
-
-    def _answer(self, kind: type[AnyMessage], timeout_s: float) -> AnyMessage:
-        try:
-            message = self._answers.get(timeout=timeout_s)
-        except queue.Empty:
-            raise LaunchError(f"{self.hostname} has not answered within {timeout_s:.0f} s; is it overloaded?") from None
-        if isinstance(message, messages.Refused):
-            raise LaunchError(f"{self.hostname}: {message.sentence}")
-        if not isinstance(message, kind):
-            raise LaunchError(self._why_ended())
-        return message
 
     def _why_ended(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -277,7 +273,7 @@ class RemoteTeam:
 
     def _ping(self) -> None:
         while not self._is_closing and self._process.poll() is None:
-            self._send(messages.Ping())
+            self.tell(messages.Ping())
             time.sleep(self._interval_s)
 
 
@@ -292,8 +288,7 @@ def open_nodes(reaches: Sequence[Reach]) -> Iterator[tuple[list[RemoteTeam], lis
         teams = []
         for reach in reaches:
             teams.append(at_end.enter_context(contextlib.closing(RemoteTeam(reach))))
-        with ThreadPoolExecutor(max_workers=max(1, len(teams))) as pool:
-            hellos = list(pool.map(RemoteTeam.hello, teams))
+        hellos = [team.answer(messages.Hello, OPEN_TIMEOUT_S) for team in teams]  # they have all been started
         for team, hello in zip(teams, hellos, strict=True):
             _check_versions(teams[0].hostname, hellos[0].versions, team.hostname, hello.versions)
         yield teams, hellos
@@ -318,10 +313,9 @@ def arrange_meeting(teams: Sequence[RemoteTeam], interface: str | None) -> Meeti
     alone = None if others else "lo"
     listening = first.ask(messages.Listen(interface or alone), messages.Listening)
     doors = [Door(**door) for door in listening.doors]
-    question = messages.Reach(listening.doors, interface)
-    with ThreadPoolExecutor(max_workers=max(1, len(others))) as pool:
-        timeout_s = ANSWER_TIMEOUT_S + REACH_TIMEOUT_S
-        reached = list(pool.map(lambda team: team.ask(question, messages.Reached, timeout_s), others))
+    for team in others:
+        team.tell(messages.Reach(listening.doors, interface))
+    reached = [team.answer(messages.Reached, ANSWER_TIMEOUT_S + REACH_TIMEOUT_S) for team in others]
     open_to_all = [n for n in range(len(doors)) if all(answer.interfaces[n] is not None for answer in reached)]
     if not open_to_all:
         raise LaunchError(_why_none(first.hostname, doors, [team.hostname for team in others], reached))

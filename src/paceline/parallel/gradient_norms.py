@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.parallel.shards import Share
 
@@ -27,9 +27,18 @@ class GradientNorms:
 TakeNorms = Callable[[GradientNorms], None]
 
 
-def squared_norm(tensors: Iterable[Tensor | None]) -> Tensor:
-    """The sum of all squares, a scalar; None counts for nothing."""
-    return nn.utils.get_total_norm([tensor.detach() for tensor in tensors if tensor is not None]).square()
+# In float32 a sum over many millions of squares falls short by 0.3 %, which a small difference of norms cannot bear.
+_CHUNK = 1 << 20
+
+
+def squared_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """The sum of all squares, a scalar; at least in float32."""
+    sums = []
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        wide = flat if flat.dtype == torch.float64 else flat.float()
+        sums += [torch.dot(chunk, chunk) for chunk in wide.split(_CHUNK)]
+    return torch.stack(sums).sum()
 
 
 class WorkerNorms:

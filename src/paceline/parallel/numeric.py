@@ -261,8 +261,8 @@ class NumericDataParallel:
         arrived()
         return summed
 
-    def _gradients(self) -> Iterator[Tensor | None]:
-        return (parameter.grad for parameter in self._model.parameters())
+    def _gradients(self) -> Iterator[Tensor]:
+        return (parameter.grad for parameter in self._model.parameters() if parameter.grad is not None)
 
     def _zero_loss(self) -> Tensor:
         return torch.zeros((), dtype=self._dtype, device=self._device)

@@ -44,12 +44,12 @@ def compute_s(micro_batch_size: Any, fixed_s: float, per_sample_s: float, floor_
     return smooth_max(fixed_s + per_sample_s * micro_batch_size, floor_s, _FLOOR_SHARPNESS)
 
 
-def compute_from_flops(num_flops_per_sample: float, flops_per_s: float, efficiency: float = 0.4) -> ComputeTime:
+def compute_from_flops(num_flops_per_sample: float, flops_per_s: float, efficiency: float = 0.3) -> ComputeTime:
     """Where nothing was measured: the floating-point operations of a forward and backward pass over what a device does.
 
     Args:
         flops_per_s: by the datasheet.
-        efficiency: the part that training reaches; 0.3 to 0.5 is common (Chowdhery et al. 2022, "PaLM", table 3).
+        efficiency: the part that training reaches; 0.2 to 0.5 is common (Chowdhery et al. 2022, "PaLM", table 3).
     """
     return ComputeTime(0.0, num_flops_per_sample / (efficiency * flops_per_s))
 
@@ -73,7 +73,7 @@ def fit_compute(micro_batch_sizes: Sequence[int], seconds: Sequence[float]) -> C
 
 
 def smooth_max(one: Any, other: Any, exponent: float) -> Any:
-    """(one^e + other^e)^(1/e): the sum for e = 1, the maximum for e -> infinity (Qiao et al. 2021, "Pollux", eq. 11)."""
+    """(one^e + other^e)^(1/e): the sum for e = 1, the maximum for e -> infinity (Qiao et al. 2021, "Pollux", 3.2)."""
     if math.isinf(exponent):
         return np.maximum(one, other)
     top = np.maximum(np.maximum(one, other), 1e-300)  # divided out, so that no power overflows

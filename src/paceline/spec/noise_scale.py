@@ -105,8 +105,8 @@ def warning_about_batch(batch_size: int, noise_scale: float, num_workers: int = 
     enough = max(1, round(noise_scale))
     sentence = (
         f"The global batch of {batch_size:,} samples is {ratio:.1f} times the gradient noise scale ({enough:,}): "
-        f"{ratio / (1 + ratio):.0%} of what its samples could teach is lost. A batch of {enough:,} would come as far with "
-        f"{2 / (1 + ratio):.0%} of the samples, in {2 * ratio / (1 + ratio):.1f} times the steps"
+        f"{ratio / (1 + ratio):.0%} of what its samples could teach is lost. A batch of {enough:,} would come as far "
+        f"with {2 / (1 + ratio):.0%} of the samples, in {2 * ratio / (1 + ratio):.1f} times the steps"
     )
     if num_workers > enough:
         sentence += f", and leave {num_workers - enough} of {num_workers} workers idle"

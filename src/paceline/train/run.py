@@ -36,8 +36,8 @@ from paceline.parallel import (
     describe_meetings,
     set_up_aggregation,
 )
-from paceline.pulse import Pulse
 from paceline.parallel.gradient_norms import TakeNorms
+from paceline.pulse import Pulse
 from paceline.spec import Job, Plan
 from paceline.spec.noise_scale import SmoothedNoise
 from paceline.train.digest import weights_sha256

@@ -1,0 +1,430 @@
+"""From measured steps to the constants of the step's model, and from those to steps that nobody has measured.
+
+    step = overlapped(slowest(compute), sum of gradients)        see step_time and collectives
+
+Every constant is positive and has a weak prior: what hardware usually has, times or divided by a factor of e^deviation.
+The fit is the most probable set of constants (maximum a posteriori) under errors that are factors, not seconds: log
+(forecast / measured) is normal near zero and has long tails, so that one bad row does not bend the rest. With one
+device and two devices the priors decide what cannot be seen; each further row takes some of that from them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import JobError
+from paceline.plan.collectives import COSTS
+from paceline.plan.model import Layout, Level, Network, StepForecast
+from paceline.plan.step_time import (
+    INTERVAL_SIGMAS,
+    bound_by,
+    compute_s,
+    expected_maximum,
+    neighbours_factor,
+    overlapped_s,
+    slowest_s,
+)
+from paceline.spec import AlgorithmName
+
+Array = NDArray[np.float64]
+
+UNKNOWN_GRADIENT_BYTES = 100e6
+"""Stands in where no row tells: the constants of the links are then right for this size, and forecasts for any."""
+
+_PRIOR_ERROR, _PRIOR_ERROR_WEIGHT = 0.02, 4.0
+"""Standard deviation of log(measured / forecast) before anything is seen, and as many rows as that is worth."""
+_ROBUST_SIGMAS = 2.0
+"""Errors larger than this many standard deviations count in proportion, not by their square."""
+_FARTHEST = 5.0
+"""Deviations of the prior within which a constant must stay."""
+_CONTRADICTS_SIGMAS, _CONTRADICTS_FACTOR = 4.0, 1.1
+"""A row contradicts the others if their forecast misses it by both."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A step that is to be measured or forecast."""
+
+    layout: Layout
+    micro_batch_size: int
+    algorithm: AlgorithmName = "all_reduce"
+    gradient_bytes: float | None = None
+    """None: as in the other rows."""
+    link_bytes_per_s: float | None = None
+    """The datasheet's figure of a node's link to the others; None: as in the other rows."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A measured step."""
+
+    placement: Placement
+    step_time_s: float
+    sync_time_s: float | None = None
+    """The part of it that a worker waited for gradients; the rest is what an average worker computed."""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What is fitted; all of it positive."""
+
+    fixed_s: float
+    """Of a micro-batch, however small."""
+    per_sample_s: float
+    floor_s: float
+    """Launching the kernels of a micro-batch."""
+    inside_alpha_s: float
+    """A message inside a node. A step's gradients travel in several buckets, so it is the sum over those."""
+    inside_beta_s_per_byte: float
+    between_alpha_s: float
+    between_beta_s_per_byte: float
+    """The link between three nodes."""
+    pair_slowdown: float
+    """Two nodes alone have one path between them, whose flows a cloud caps: each byte takes 1 + this as long."""
+    growth_slowdown: float
+    """Each doubling of the nodes beyond two makes a byte take longer by this part: they share switches."""
+    overlap_beyond_sum: float
+    """The exponent of the overlap, less 1: 0 is none."""
+    tail_fraction: float
+    """The part of communication that nothing hides."""
+    straggler_spread: float
+    """Standard deviation over mean of one worker's computing time."""
+    neighbour_slowdown: float
+    """What workers of one node take from each other, as a part of their computing time."""
+
+    def network(self, layout: Layout, link_ratio: float = 1.0) -> Network:
+        """The links as this layout sees them.
+
+        Args:
+            link_ratio: how many times slower the link between nodes is than the one the constants are for.
+        """
+        nodes = layout.num_nodes
+        slowdown = 1 + self.pair_slowdown if nodes == 2 else 1 + self.growth_slowdown * math.log2(max(nodes, 2) / 2)
+        return Network(
+            inside=Level(self.inside_alpha_s, self.inside_beta_s_per_byte),
+            between=Level(self.between_alpha_s, self.between_beta_s_per_byte * slowdown * link_ratio),
+        )
+
+
+@dataclass(frozen=True)
+class Prior:
+    """What a constant is before anything is measured: within a factor of e^deviation of the median, two times of three."""
+
+    median: float
+    deviation: float
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """A row that the others do not explain."""
+
+    row: int
+    """Counted from 0."""
+    measured_s: float
+    forecast_s: float
+    """From all other rows."""
+
+    def sentence(self, first_row: int = 1) -> str:
+        return (
+            f"Row {self.row + first_row} contradicts the others: it says {self.measured_s:.4g} s where they make "
+            f"{self.forecast_s:.4g} s likely; measure it again, or leave it out."
+        )
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Fitted constants and how sure they are."""
+
+    constants: Constants
+    covariance: Array
+    """Of the logarithms of the constants, in their order."""
+    error: float
+    """Standard deviation of log(measured / forecast) that the constants leave."""
+    gradient_bytes: float
+    """Of a placement that does not say."""
+    link_bytes_per_s: float | None
+    """What `between_beta_s_per_byte` is for, where the rows tell."""
+    contradictions: tuple[Contradiction, ...] = ()
+
+    def relative_deviation(self, name: str) -> float:
+        """How uncertain a constant still is: a factor of e^this."""
+        return math.sqrt(float(self.covariance.diagonal()[CONSTANT_NAMES.index(name)]))
+
+
+CONSTANT_NAMES: tuple[str, ...] = tuple(field.name for field in fields(Constants))
+
+
+def fit(observations: Sequence[Observation]) -> Calibration:
+    """The most probable constants, by bounded non-linear least squares from several starts.
+
+    Raises:
+        JobError: no row, or one whose algorithm has no price.
+    """
+    calibration = _fit(observations)
+    return replace(calibration, contradictions=_contradictions(observations, calibration))
+
+
+def predict(calibration: Calibration, placements: Sequence[Placement]) -> list[StepForecast]:
+    """A forecast for each placement, with an interval from the constants' uncertainty and the error they leave."""
+    if not placements:
+        return []
+    steps = _Steps.of(placements, calibration.gradient_bytes, calibration.link_bytes_per_s)
+    logs = _logs(calibration.constants)
+    parts = steps.parts(logs)
+    slopes = sensitivities(calibration, placements)
+    variances = np.einsum("ij,jk,ik->i", slopes, calibration.covariance, slopes) + calibration.error**2
+    widths = np.exp(INTERVAL_SIGMAS * np.sqrt(variances))
+    return [
+        StepForecast(
+            total_s=float(total),
+            compute_s=float(compute),
+            communication_s=float(communication),
+            exposed_s=float(total - slowest),
+            loader_s=0.0,
+            overhead_s=float(slowest - compute),
+            bound_by=bound_by(compute, communication, 0.0, slowest - compute, total),
+            low_s=float(total / width),
+            high_s=float(total * width),
+        )
+        for compute, slowest, communication, total, width in zip(
+            parts.compute_s, parts.slowest_s, parts.communication_s, parts.total_s, widths, strict=True
+        )
+    ]
+
+
+def sensitivities(calibration: Calibration, placements: Sequence[Placement]) -> Array:
+    """d log(step) / d log(constant), a row for each placement, a column for each constant."""
+    steps = _Steps.of(placements, calibration.gradient_bytes, calibration.link_bytes_per_s)
+    return _slopes(steps, _logs(calibration.constants))
+
+
+def uninformed(placements: Sequence[Placement], step_time_s: float = 0.1) -> Calibration:
+    """What the priors alone say, for a job whose largest micro-batch takes `step_time_s` on one device."""
+    largest = max(placement.micro_batch_size for placement in placements)
+    gradient_bytes, link = _common(placements)
+    priors = _priors(step_time_s, largest, gradient_bytes, link)
+    medians = Constants(**{name: prior.median for name, prior in priors.items()})
+    deviations = np.array([prior.deviation for prior in priors.values()])
+    return Calibration(medians, np.diag(deviations**2), _PRIOR_ERROR, gradient_bytes or UNKNOWN_GRADIENT_BYTES, link)
+
+
+def _priors(step_s: float, micro_batch_size: int, gradient_bytes: float | None, link: float | None) -> dict[str, Prior]:
+    """What hardware usually has, around a single step that took `step_s`.
+
+    Without the size of gradients, links are known only by how long they take compared to computing: anything from a
+    hundredth to ten times as long between nodes, a hundred times less inside.
+    """
+    if gradient_bytes is None:
+        inside = Prior(0.05 * step_s / UNKNOWN_GRADIENT_BYTES, 1.5)
+        between = Prior(0.5 * step_s / UNKNOWN_GRADIENT_BYTES, 2.0)
+    else:
+        inside = Prior(1 / 10e9, 1.5)  # PCIe 3.0 x16; NVLink has ten times as much, shared memory of CPUs a tenth
+        between = Prior(1 / 1.25e9, 1.5)  # 10 Gbit/s
+    if link is not None:
+        between = Prior(1 / link, 0.5)
+    return {
+        "fixed_s": Prior(0.15 * step_s, 1.5),
+        "per_sample_s": Prior(0.85 * step_s / micro_batch_size, 1.5),
+        "floor_s": Prior(0.1 * step_s, 1.0),
+        "inside_alpha_s": Prior(1e-4, 1.5),  # ten buckets at 10 us
+        "inside_beta_s_per_byte": inside,
+        "between_alpha_s": Prior(5e-4, 1.5),  # ten buckets at 50 us
+        "between_beta_s_per_byte": between,
+        "pair_slowdown": Prior(0.3, 0.7),
+        "growth_slowdown": Prior(0.05, 1.0),
+        "overlap_beyond_sum": Prior(5.0, 0.5),
+        "tail_fraction": Prior(0.03, 1.0),
+        "straggler_spread": Prior(0.02, 1.5),
+        "neighbour_slowdown": Prior(0.03, 1.5),
+    }
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Of many steps, an array each."""
+
+    compute_s: Array
+    slowest_s: Array
+    communication_s: Array
+    total_s: Array
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Placements as arrays; what a sum costs is asked once for those that share everything it depends on."""
+
+    micro_batch_sizes: Array
+    num_on_fullest: Array
+    expected_maxima: Array
+    sums: tuple[tuple[Layout, AlgorithmName, float, float], ...]
+    """Layout, algorithm, bytes, link ratio of each distinct sum."""
+    sum_of: NDArray[np.intp]
+    """Which of them each step has."""
+
+    @classmethod
+    def of(cls, placements: Sequence[Placement], gradient_bytes: float, link: float | None) -> _Steps:
+        keys = [
+            (
+                placement.layout,
+                placement.algorithm,
+                placement.gradient_bytes or gradient_bytes,
+                1.0 if link is None else link / (placement.link_bytes_per_s or link),
+            )
+            for placement in placements
+        ]
+        sums = tuple(dict.fromkeys(keys))
+        place_of = {key: place for place, key in enumerate(sums)}
+        for _, algorithm, _, _ in sums:
+            if algorithm not in COSTS:
+                raise JobError(f"The algorithm {algorithm} has no price; known are {', '.join(COSTS)}.")
+        return cls(
+            micro_batch_sizes=np.array([placement.micro_batch_size for placement in placements], float),
+            num_on_fullest=np.array([max(placement.layout.workers_per_node) for placement in placements], float),
+            expected_maxima=np.array([expected_maximum(placement.layout.num_workers) for placement in placements]),
+            sums=sums,
+            sum_of=np.array([place_of[key] for key in keys], dtype=np.intp),
+        )
+
+    def parts(self, logs: Array) -> _Parts:
+        constants = Constants(*map(float, np.exp(logs)))
+        compute = compute_s(
+            self.micro_batch_sizes, constants.fixed_s, constants.per_sample_s, constants.floor_s
+        ) * neighbours_factor(constants.neighbour_slowdown, self.num_on_fullest)
+        slowest = slowest_s(compute, constants.straggler_spread, self.expected_maxima)
+        sums = [
+            COSTS[algorithm](size_bytes, layout, constants.network(layout, link_ratio), 1)
+            for layout, algorithm, size_bytes, link_ratio in self.sums
+        ]
+        communication = np.array(sums)[self.sum_of]
+        tail = min(constants.tail_fraction, 1.0)
+        total = overlapped_s(slowest, communication, 1 + constants.overlap_beyond_sum, tail)
+        return _Parts(compute, slowest, communication, total)
+
+
+def _fit(observations: Sequence[Observation]) -> Calibration:
+    from scipy.optimize import least_squares  # takes its time to load
+
+    if not observations:
+        raise JobError("There is no measured row to fit; measure one device and two devices at least.")
+    placements = [observation.placement for observation in observations]
+    gradient_bytes, link = _common(placements)
+    # The row that says most about computing alone: fewest workers, then the largest micro-batch.
+    anchor = min(observations, key=lambda row: (row.placement.layout.num_workers, -row.placement.micro_batch_size))
+    priors = _priors(anchor.step_time_s, anchor.placement.micro_batch_size, gradient_bytes, link).values()
+    medians = np.log([prior.median for prior in priors])
+    deviations = np.array([prior.deviation for prior in priors])
+    steps = _Steps.of(placements, gradient_bytes or UNKNOWN_GRADIENT_BYTES, link)
+    measured = np.log([observation.step_time_s for observation in observations])
+    alone = np.array([_alone_s(observation) for observation in observations])
+    with_alone = np.flatnonzero(np.isfinite(alone))
+    num_measured = len(measured) + len(with_alone)
+
+    def misses(logs: Array) -> Array:
+        """log(forecast / measured), of steps and then of what was computed alone where that was measured."""
+        parts = steps.parts(logs)
+        return np.concatenate(
+            [np.log(parts.total_s) - measured, np.log(parts.compute_s[with_alone] / alone[with_alone])]
+        )
+
+    def solve(start: Array, error: float) -> Any:
+        return least_squares(
+            lambda logs: np.concatenate([misses(logs) / error, (logs - medians) / deviations]),
+            start,
+            bounds=(medians - _FARTHEST * deviations, medians + _FARTHEST * deviations),
+            loss=lambda squares: _long_tailed(squares, num_measured),
+            x_scale=deviations,
+            max_nfev=100,
+        )
+
+    between = CONSTANT_NAMES.index("between_beta_s_per_byte")
+    starts = [medians + shift * deviations * (np.arange(len(medians)) == between) for shift in (0.0, -1.5, 1.5)]
+    error = 0.05
+    solution = min((solve(start, error) for start in starts), key=lambda result: float(result.cost))
+    for _ in range(3):
+        error = _error_left(misses(solution.x)[: len(measured)], error, solution.jac, len(medians))
+        solution = solve(solution.x, error)
+    return Calibration(
+        constants=Constants(*map(float, np.exp(solution.x))),
+        covariance=np.linalg.inv(solution.jac.T @ solution.jac),
+        error=error,
+        gradient_bytes=gradient_bytes or UNKNOWN_GRADIENT_BYTES,
+        link_bytes_per_s=link,
+    )
+
+
+def _common(placements: Sequence[Placement]) -> tuple[float | None, float | None]:
+    """The usual gradient_bytes and link_bytes_per_s of the rows that tell."""
+    sizes = [placement.gradient_bytes for placement in placements if placement.gradient_bytes is not None]
+    links = [placement.link_bytes_per_s for placement in placements if placement.link_bytes_per_s is not None]
+    return (float(np.median(sizes)) if sizes else None), (float(np.median(links)) if links else None)
+
+
+def _alone_s(observation: Observation) -> float:
+    """What a worker computed, where the time it waited was measured; NaN elsewhere."""
+    if observation.sync_time_s is None:
+        return math.nan
+    return max(observation.step_time_s - observation.sync_time_s, 0.01 * observation.step_time_s)
+
+
+def _long_tailed(squares: Array, num_measured: int) -> Array:
+    """Value and two derivatives of 2 c^2 (sqrt(1 + z / c^2) - 1) for the errors, of z itself for the priors."""
+    robust = np.zeros((3, len(squares)))
+    robust[0], robust[1] = squares, 1.0
+    inner = 1 + squares[:num_measured] / _ROBUST_SIGMAS**2
+    robust[0, :num_measured] = 2 * _ROBUST_SIGMAS**2 * (np.sqrt(inner) - 1)
+    robust[1, :num_measured] = inner**-0.5
+    robust[2, :num_measured] = -0.5 / _ROBUST_SIGMAS**2 * inner**-1.5
+    return robust
+
+
+def _error_left(misses: Array, error: float, jacobian: Array, num_constants: int) -> float:
+    """The standard deviation that the rows and its prior make likely; constants that the rows decide use up rows."""
+    of_rows = jacobian[: len(misses)]
+    num_decided = float(np.trace(np.linalg.solve(jacobian.T @ jacobian, of_rows.T @ of_rows)))
+    squares = _long_tailed(np.square(misses / error), len(misses))[0] * error**2
+    freedom = max(len(misses) - min(num_decided, num_constants), 0.0)
+    return math.sqrt((_PRIOR_ERROR_WEIGHT * _PRIOR_ERROR**2 + squares.sum()) / (_PRIOR_ERROR_WEIGHT + freedom))
+
+
+def _contradictions(observations: Sequence[Observation], calibration: Calibration) -> tuple[Contradiction, ...]:
+    """Rows that a fit of all others misses by far; only those are tried that the common fit has trouble with."""
+    if len(observations) < 4:
+        return ()
+    forecasts = predict(calibration, [observation.placement for observation in observations])
+    misses = [
+        abs(math.log(observation.step_time_s / forecast.total_s))
+        for observation, forecast in zip(observations, forecasts, strict=True)
+    ]
+    suspects = sorted(range(len(observations)), key=lambda row: -misses[row])[:3]
+    found = []
+    for row in suspects:
+        if misses[row] < 2 * calibration.error and len(observations) > 12:
+            continue
+        others = _fit([*observations[:row], *observations[row + 1 :]])
+        (forecast,) = predict(others, [observations[row].placement])
+        sigma = math.log(forecast.high_s / forecast.total_s) / INTERVAL_SIGMAS
+        miss = abs(math.log(observations[row].step_time_s / forecast.total_s))
+        if miss > max(_CONTRADICTS_SIGMAS * sigma, math.log(_CONTRADICTS_FACTOR)):
+            found.append(Contradiction(row, observations[row].step_time_s, forecast.total_s))
+    return tuple(found)
+
+
+def _logs(constants: Constants) -> Array:
+    return np.log([getattr(constants, name) for name in CONSTANT_NAMES])
+
+
+def _slopes(steps: _Steps, logs: Array) -> Array:
+    """By differences to either side."""
+    step = 1e-4
+    columns = []
+    for place in range(len(logs)):
+        shift = step * (np.arange(len(logs)) == place)
+        higher, lower = steps.parts(logs + shift).total_s, steps.parts(logs - shift).total_s
+        columns.append((np.log(higher) - np.log(lower)) / (2 * step))
+    return np.stack(columns, axis=1)

@@ -1,0 +1,109 @@
+"""`Forecast`: what a job is expected to do on several numbers of devices; made by `plan`, shown by `report`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from paceline.spec.codec import to_mapping
+from paceline.spec.plan import AlgorithmName
+
+BoundBy = Literal["compute", "communication", "loader", "overhead"]
+Grow = Literal["none", "batch"]
+"""What grows with the devices: nothing (fixed global batch), or the batch (fixed batch per device)."""
+
+
+@dataclass(frozen=True)
+class ForecastRow:
+    """One number of devices. `None` stands for what nobody measured or asked for."""
+
+    devices: int
+    nodes: int
+    algorithm: AlgorithmName
+    """The cheapest one; "all_reduce" unless another is clearly faster."""
+    global_batch_size: int
+    micro_batch_size: int
+    """Samples of one pass of the worker with the most to do."""
+    num_micro_batches: int
+    step_s: float
+    compute_s: float
+    communication_s: float
+    """Whether hidden or not."""
+    exposed_s: float
+    """The part of communication that compute does not hide."""
+    loader_s: float
+    overhead_s: float
+    bound_by: BoundBy
+    low_s: float
+    high_s: float
+    """A measured step is expected in between nine times of ten."""
+    samples_per_s: float
+    speedup: float
+    """Throughput over that of one device."""
+    efficiency: float
+    """speedup / devices."""
+    useful_efficiency: float | None
+    """The same with samples counted for what they are worth in a batch of this size; needs a noise scale."""
+    samples_to_target: float | None
+    time_to_target_s: float | None
+    """With failures and checkpoints."""
+    cost_to_target: float | None
+    cost_per_million_samples: float | None
+    memory_bytes: float | None
+    """Of the fullest device."""
+    objection: str = ""
+    """Why this job cannot run like that; empty: it can."""
+
+
+@dataclass(frozen=True)
+class SimulatedRow:
+    """Steps of a machine that is simulated node by node, with stragglers, and what failures leave of a long run."""
+
+    devices: int
+    nodes: int
+    step_s: float
+    """The median."""
+    low_s: float
+    high_s: float
+    """Nine steps of ten lie in between."""
+    availability: float
+    """The part of the time that goes into work that lasts."""
+    hours_between_failures: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Rows in ascending order of devices, the recommended one, and the words for it."""
+
+    job: str
+    device: str
+    device_kind: str
+    grow: Grow
+    rows: tuple[ForecastRow, ...]
+    recommended_devices: int
+    verdict: str
+    """One short line."""
+    reason: str
+    """One sentence or a few."""
+    bend: str
+    """Where scaling bends, and why."""
+    strategy: tuple[str, ...] = ()
+    """Two lines each about the best way to share out the model on the recommended devices and the next best."""
+    simulated: tuple[SimulatedRow, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    """What was not measured and what was taken instead, a sentence each."""
+    efficiency_floor: float = 0.5
+    price_per_device_hour: float | None = None
+    noise_scale: float | None = None
+
+    @property
+    def recommended(self) -> ForecastRow:
+        return next(row for row in self.rows if row.devices == self.recommended_devices)
+
+    def to_mapping(self) -> dict[str, Any]:
+        return to_mapping(self)
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(self.to_mapping(), indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,196 @@
+"""The noise scale as real workers measure it: right on any number of them, and without a trace in what is learned."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import paceline
+from paceline import models
+from paceline.data import ArraySet
+from paceline.env import worker_facts
+from paceline.parallel.gradient_norms import GradientNorms
+from paceline.spec import Job, Plan
+from paceline.spec.noise_scale import NoiseScale
+from paceline.train.optim import build_optimizer
+from tests.ranks.harness import run_ranks
+from tests.ranks.training import images, loss_fn
+
+BATCH, SHARDS, SAMPLES = 32, 8, 1600
+MODEL = {"name": "mlp", "options": {"in_features": 64, "hidden": 16, "dropout": 0.0}}
+
+
+def _job(**values: Any) -> Job:
+    return Job.from_mapping(
+        {
+            "global_batch_size": BATCH,
+            "virtual_shards": SHARDS,
+            "epochs": 4,
+            "precision": "float64",
+            "model": MODEL,
+            # So small a rate that the gradient stays what it is.
+            "optim": {"lr": 1e-9, "momentum": 0.0},
+            **values,
+        }
+    )
+
+
+def digits() -> ArraySet:
+    """Noisy pictures with something to learn in them: the ten classes differ in brightness."""
+    draw = np.random.default_rng(5)
+    labels = draw.integers(0, 10, SAMPLES)
+    pixels = np.clip(draw.normal(12 * labels[:, None, None, None] + 60, 40, (SAMPLES, 1, 8, 8)), 0, 255)
+    return ArraySet(pixels.astype(np.uint8), labels, 10, (0.5,), (0.25,), None)
+
+
+@dataclass(frozen=True)
+class Measured:
+    noise_scale: float | None
+    each: list[NoiseScale]
+    sha: str
+
+
+class _Collector:
+    """Every measurement by itself, besides what the run makes of them."""
+
+    def __init__(self, run: paceline.Run) -> None:
+        self.norms: list[GradientNorms] = []
+        assert run._noise is not None
+        take = run._noise.take
+        run._noise.take = lambda norms: (self.norms.append(norms), take(norms))[1]  # type: ignore[method-assign]
+
+    def each(self) -> list[NoiseScale]:
+        return [
+            NoiseScale.from_norms(float(one.small_sqr), one.small_batch, float(one.large_sqr), one.large_batch)
+            for one in self.norms
+        ]
+
+
+def measure(job: Job, data: ArraySet, measure_noise: bool = True, **plan: Any) -> Measured:
+    facts = worker_facts()
+    algorithm = "tree_exact" if job.parity == "bitwise" else "all_reduce"
+    values: dict[str, Any] = {"world_size": facts.world_size, "algorithm": algorithm, "timeout_s": 60}
+    spread = Plan(**values | plan)
+    with paceline.init(job, plan=spread, measure_noise=measure_noise) as run:
+        shape = data[0][0].shape
+        model = models.build(job.model, num_classes=10, in_channels=shape[0], image_size=shape[-1])
+        run.prepare(model, build_optimizer(job.optim, model))
+        collector = _Collector(run) if measure_noise else None
+        for batch in run.batches(data):
+            run.step(batch, loss_fn)
+        return Measured(run.noise_scale, collector.each() if collector else [], run.weights_sha256())
+
+
+def direct(job: Job, data: ArraySet) -> NoiseScale:
+    """From the gradient of every sample by itself; for batches drawn from these samples without putting any back."""
+    torch.manual_seed(job.seed)
+    model = models.build(job.model, num_classes=10, in_channels=1, image_size=8).double()
+    parameters = {name: value.detach() for name, value in model.named_parameters()}
+
+    def loss(values: dict[str, torch.Tensor], inputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        logits = torch.func.functional_call(model, values, (inputs[None],))
+        return torch.nn.functional.cross_entropy(logits, target[None])
+
+    inputs = torch.stack([data[i][0] for i in range(len(data))]).double()
+    targets = torch.tensor([int(data[i][1]) for i in range(len(data))])
+    gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(parameters, inputs, targets)
+    flat = torch.cat([one.flatten(1) for one in gradients.values()], dim=1)
+    mean = flat.mean(0)
+    # With the divisor n - 1: what drawing without putting back leaves of the variance of a mean of B samples is then
+    # var / B - var / n, hence norms lie about |G|^2 - var / n.
+    grad_var = float(flat.var(0).sum())
+    return NoiseScale(float(mean.square().sum()) - grad_var / len(data), grad_var)
+
+
+def check(measured: Measured, expected: NoiseScale) -> None:
+    """Within four standard errors, which have to be small enough to mean something."""
+    assert len(measured.each) >= 4 * SAMPLES // BATCH - 1
+    for name in ("grad_sqr", "grad_var"):
+        values = [getattr(one, name) for one in measured.each]
+        error = stdev(values) / math.sqrt(len(values))
+        truth = getattr(expected, name)
+        assert error < 0.05 * truth
+        assert abs(fmean(values) - truth) < 4 * error
+    assert measured.noise_scale == pytest.approx(expected.samples, rel=0.5)
+
+
+def test_shards_one_by_one_agree_with_the_gradients_of_single_samples() -> None:
+    job = _job(parity="bitwise")
+    expected = direct(job, digits())
+    (alone,) = run_ranks(measure, 1, job, digits())
+    check(alone, expected)
+    for world_size in (2, 4):
+        for one in run_ranks(measure, world_size, job, digits()):
+            assert one.sha == alone.sha
+            assert one.noise_scale == pytest.approx(alone.noise_scale, rel=1e-9)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_workers_agree_with_the_gradients_of_single_samples(world_size: int) -> None:
+    job = _job()
+    results = run_ranks(measure, world_size, job, digits())
+    check(results[0], direct(job, digits()))
+    assert {one.noise_scale for one in results} == {results[0].noise_scale}
+
+
+def test_one_worker_in_micro_batches_too() -> None:
+    job = _job()
+    (alone,) = run_ranks(_measure_in_micro_batches, 1, job, digits())
+    check(alone, direct(job, digits()))
+
+
+def _measure_in_micro_batches(job: Job, data: ArraySet) -> Measured:
+    return measure(job, data, micro_batch_size=8)
+
+
+def test_all_shards_together_measure_nothing() -> None:
+    (alone,) = run_ranks(measure, 1, _job(epochs=1), digits())
+    assert alone.noise_scale is None
+    assert not alone.each
+
+
+def test_a_compressor_measures_nothing() -> None:
+    job = _job(epochs=1, precision="float32", aggregation={"wire": "topk", "density": 0.5})
+    assert run_ranks(measure, 2, job, digits())[0].noise_scale is None
+
+
+@pytest.mark.parametrize("parity", ["bitwise", "numeric"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_measuring_leaves_no_trace_in_the_weights(parity: str, world_size: int) -> None:
+    job = _job(
+        parity=parity,
+        epochs=2,
+        precision="float32",
+        model="resnet20",
+        optim={"lr": 0.05, "momentum": 0.9, "clip_norm": 1.0},
+    )
+    data = images(100)
+    on, off = (run_ranks(measure, world_size, job, data, wanted)[0] for wanted in (True, False))
+    assert on.sha == off.sha
+    assert off.noise_scale is None
+    assert bool(on.each) == (parity == "bitwise" or world_size > 1)
+
+
+def test_ragged_batches_and_idle_workers() -> None:
+    """37 samples in batches of 8 for 4 workers: the last batch has 5 of them, of 3 in all shards one worker idles."""
+    job = _job(global_batch_size=8, virtual_shards=4, epochs=3)
+    data = ArraySet(digits().inputs[:35], digits().targets[:35], 10, (0.5,), (0.25,), None)
+    results = run_ranks(measure, 4, job, data)
+    assert len({tuple(one.each) for one in results}) == 1
+    # Batches of 3 are less than half a batch; the last step's norms are never told.
+    assert len(results[0].each) == 12 - 1
+
+
+def test_float16_is_measured_without_its_loss_scale() -> None:
+    exact, scaled = (
+        run_ranks(measure, 2, _job(precision=precision), digits())[0] for precision in ("float32", "float16")
+    )
+    for name in ("grad_sqr", "grad_var"):
+        means = [fmean(getattr(one, name) for one in result.each) for result in (exact, scaled)]
+        assert means[1] == pytest.approx(means[0], rel=0.02)
