@@ -23,12 +23,11 @@ from paceline.report.comm_bench import (
     comm_markdown_at,
     largest_size,
     left_out_sentences,
-    load_timings,
     place_text,
     rate_text,
     size_text,
-    write_comm_bench,
 )
+from paceline.report.comm_files import load_timings, write_comm_bench
 from paceline.spec.comm_timing import CommCase, CommRequest, algorithm_names, message_sizes
 
 WORKERS_PER_NODE = (2, 2)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.report.comm_bench import write_comm_bench
+from paceline.report.comm_files import write_comm_bench
 from paceline.report.comm_plots import comm_plots
 from tests.browser.chromium import Browser
 from tests.browser.test_report_page import TWO_FRAMES, contrast, rgb, show

@@ -20,7 +20,7 @@ from paceline import env
 from paceline.comm import ALGORITHMS, Algorithm, Links
 from paceline.comm.shared_memory import SharedMemory
 from paceline.errors import PacelineError
-from paceline.report.comm_bench import load_timings
+from paceline.report.comm_files import load_timings
 from paceline.spec import Plan
 from paceline.spec.comm_timing import CommCase, CommRequest, CommTiming, LeftOut, algorithm_names
 from paceline.train import bench_comm

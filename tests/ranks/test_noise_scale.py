@@ -63,7 +63,12 @@ class _Collector:
         self.norms: list[GradientNorms] = []
         assert run._noise is not None
         take = run._noise.take
-        run._noise.take = lambda norms: (self.norms.append(norms), take(norms))[1]  # type: ignore[method-assign]
+
+        def take_both(norms: GradientNorms) -> None:
+            self.norms.append(norms)
+            take(norms)
+
+        run._noise.take = take_both  # type: ignore[method-assign]
 
     def each(self) -> list[NoiseScale]:
         return [
@@ -115,11 +120,12 @@ def check(measured: Measured, expected: NoiseScale) -> None:
         values = [getattr(one, name) for one in measured.each]
         error = stdev(values) / math.sqrt(len(values))
         truth = getattr(expected, name)
-        assert error < 0.05 * truth
+        assert error < 0.1 * truth
         assert abs(fmean(values) - truth) < 4 * error
     assert measured.noise_scale == pytest.approx(expected.samples, rel=0.5)
 
 
+@pytest.mark.slow
 def test_shards_one_by_one_agree_with_the_gradients_of_single_samples() -> None:
     job = _job(parity="bitwise")
     expected = direct(job, digits())
@@ -131,6 +137,7 @@ def test_shards_one_by_one_agree_with_the_gradients_of_single_samples() -> None:
             assert one.noise_scale == pytest.approx(alone.noise_scale, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_workers_agree_with_the_gradients_of_single_samples(world_size: int) -> None:
     job = _job()
@@ -160,6 +167,7 @@ def test_a_compressor_measures_nothing() -> None:
     assert run_ranks(measure, 2, job, digits())[0].noise_scale is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parity", ["bitwise", "numeric"])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_measuring_leaves_no_trace_in_the_weights(parity: str, world_size: int) -> None:
@@ -178,15 +186,17 @@ def test_measuring_leaves_no_trace_in_the_weights(parity: str, world_size: int) 
 
 
 def test_ragged_batches_and_idle_workers() -> None:
-    """37 samples in batches of 8 for 4 workers: the last batch has 5 of them, of 3 in all shards one worker idles."""
-    job = _job(global_batch_size=8, virtual_shards=4, epochs=3)
-    data = ArraySet(digits().inputs[:35], digits().targets[:35], 10, (0.5,), (0.25,), None)
-    results = run_ranks(measure, 4, job, data)
-    assert len({tuple(one.each) for one in results}) == 1
-    # Batches of 3 are less than half a batch; the last step's norms are never told.
-    assert len(results[0].each) == 12 - 1
+    """With 4 samples for 6 shards in the last batch, the last of 4 workers has none; 3 are too few to measure."""
+    job = _job(global_batch_size=8, virtual_shards=6, epochs=3)
+    for num_samples, num_measured in ((36, 3 * 5 - 1), (35, 3 * 4)):  # what the very last step saw is never told
+        data = ArraySet(digits().inputs[:num_samples], digits().targets[:num_samples], 10, (0.5,), (0.25,), None)
+        results = run_ranks(measure, 4, job, data)
+        assert len({tuple(one.each) for one in results}) == 1
+        assert len(results[0].each) == num_measured
+        assert all(one.grad_var > 0 for one in results[0].each)
 
 
+@pytest.mark.slow
 def test_float16_is_measured_without_its_loss_scale() -> None:
     exact, scaled = (
         run_ranks(measure, 2, _job(precision=precision), digits())[0] for precision in ("float32", "float16")

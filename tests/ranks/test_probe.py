@@ -18,7 +18,8 @@ from paceline.hardware.probe import time_loopback, time_shared_memory
 from paceline.launch import run_workers
 from paceline.spec import Cluster, MicroBatchTiming, Plan
 from paceline.train import probe as job_probe
-from paceline.train.probe import NetworkProbe, ProbeRequest, _is_enough, sizes_to_time, time_micro_batches
+from paceline.train.probe import ProbeRequest, _is_enough, sizes_to_time, time_micro_batches
+from paceline.train.probe_network import NetworkProbe
 from tests.ranks.command_line import TRACEBACK, paceline, succeeded
 
 
@@ -35,7 +36,7 @@ def test_workers_time_what_they_send_each_other(tmp_path: Path) -> None:
     # The one between them looks on.
     request = {"hostnames": ["a", "b", "c"], "pairs": [[0, 2]], "num_streams": 2}
     (tmp_path / "network_request.json").write_text(json.dumps(request))
-    run_workers(Plan(world_size=3), ["-m", "paceline.train.probe", "network", str(tmp_path)], run_dir=tmp_path)
+    run_workers(Plan(world_size=3), ["-m", "paceline.train.probe_network", str(tmp_path)], run_dir=tmp_path)
     (link,) = NetworkProbe.load(tmp_path / "network.json").links
     assert link.ends == ("a", "c")
     assert link.interface == (env.own_interface() or "lo")

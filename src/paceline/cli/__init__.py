@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from paceline.cli import agent, bench, doctor, launch, probe, report, scale, submit, topo, train, verify
+from paceline.cli import agent, bench, doctor, launch, plan, probe, report, scale, submit, topo, train, verify
 from paceline.errors import PacelineError, WorkerFailed
 
 INTERRUPTED = 130
@@ -35,6 +35,7 @@ app = typer.Typer(
 # In the order of the pipeline.
 app.command("topo")(topo.topo)
 app.command("probe")(probe.probe)
+app.command("plan")(plan.plan)
 app.command("launch", context_settings=launch.CONTEXT)(launch.launch)
 app.command("train")(train.train)
 app.command("scale")(scale.scale)

@@ -88,7 +88,7 @@ def comm(
 ) -> None:
     """Time every way to sum over all workers, by message size: latency, bandwidth, share of the link."""
     # It needs a template engine and a plotting library: not for `paceline --help`.
-    from paceline.report.comm_bench import load_timings
+    from paceline.report.comm_files import load_timings
 
     if draw is not None:
         _show(load_timings(draw), out or (draw if draw.is_dir() else draw.parent), as_json)
@@ -142,7 +142,8 @@ def _show(timings: CommTimings, folder: Path, as_json: bool) -> None:
     """Page and Markdown into the folder; the table, or the line of JSON, to standard output."""
     from rich.console import Console
 
-    from paceline.report.comm_bench import PAGE_FILE, comm_mapping, comm_table, write_comm_bench
+    from paceline.report.comm_bench import PAGE_FILE, comm_mapping, comm_table
+    from paceline.report.comm_files import write_comm_bench
 
     write_comm_bench(timings, folder)
     if as_json:

@@ -177,7 +177,7 @@ def _measure_network(site: Site, scratch: Path, *, quiet: bool) -> tuple[tuple[N
             "device_kind": site.cluster.device_kind,
         },
     )
-    program = ["-m", "paceline.train.probe", "network", str(scratch), *(["--quiet"] if quiet else [])]
+    program = ["-m", "paceline.train.probe_network", str(scratch), *(["--quiet"] if quiet else [])]
     site.run(_one_worker_a_node(site.cluster), program, run_dir=scratch, environ=_PCI_ORDER | env.terminal())
     result = json.loads((scratch / "network.json").read_text(encoding="utf-8"))
     links = tuple(from_mapping(NetworkLink, link) for link in result["links"])
@@ -225,7 +225,7 @@ def _measure_job(
         threads_per_worker=plan.threads_per_worker,
         nodes=(NodeShare(_reached_as(node), devices=devices),),
     )
-    program = ["-m", "paceline.train.probe", "job", str(scratch), *(["--quiet"] if quiet else [])]
+    program = ["-m", "paceline.train.probe", str(scratch), *(["--quiet"] if quiet else [])]
     site.run(alone, program, run_dir=scratch, environ=_PCI_ORDER | env.terminal())
     result = json.loads((scratch / "probe.json").read_text(encoding="utf-8"))
     return from_mapping(JobTiming, result["timing"]), list(result["not_measured"])

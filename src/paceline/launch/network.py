@@ -41,7 +41,7 @@ def addresses(interface: str | None = None) -> list[tuple[str, str]]:
     found += [(name, address) for name, address in _ipv6() if name in names]
     if interface is not None and not found:
         raise LaunchError(
-            f"{socket.gethostname()} has no interface {interface} with an address; it has "
+            f"There is no interface {interface} with an address on this node; there are "
             f"{', '.join(sorted(name for _, name in socket.if_nameindex()))}."
         )
     return found

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from paceline.errors import LaunchError, PacelineError, WorkerFailed
-from paceline.launch.commands import Meeting, WorkerCommand, meeting_on_one_node, worker_commands
+from paceline.launch.commands import WorkerCommand, meeting_on_one_node, worker_commands
 from paceline.launch.events import Events, Signalled
 from paceline.launch.remote import RemoteTeam, arrange_meeting
 from paceline.launch.report import FailureReport, clear_report, describe_failure, user_mistake
@@ -65,24 +65,23 @@ def run_workers(
     _prepare(run_dir)
     events: Events = queue.SimpleQueue()
     orders = Orders(run_dir, output, hang_timeout_s, events.put)
-    teams: Sequence[Team]
+    launched_at = time.time()
+    remote = _chosen(nodes, plan) if any(share.hostname for share in plan.nodes) else []
     with contextlib.ExitStack() as at_end:
-        at_end.enter_context(_signals_to(events))
-
-        def commands_for(meeting: Meeting) -> list[WorkerCommand]:
-            return worker_commands(
-                plan, program, run_dir=run_dir, meeting=meeting, launched_at=time.time(), environ=environ
-            )
-
-        if any(share.hostname for share in plan.nodes):
-            remote = _chosen(nodes, plan)
+        if remote:
             meeting = arrange_meeting(remote, interface)
-            teams = _start_on(remote, commands_for(meeting), orders, meeting.port, at_end)
         else:
-            folder = at_end.enter_context(tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True))
-            team = at_end.enter_context(contextlib.closing(LocalTeam(0, orders)))
-            team.start(commands_for(meeting_on_one_node(Path(folder))))
-            teams = [team]
+            folder = tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True)
+            meeting = meeting_on_one_node(Path(at_end.enter_context(folder)))
+        commands = worker_commands(
+            plan, program, run_dir=run_dir, meeting=meeting, launched_at=launched_at, environ=environ
+        )
+        at_end.enter_context(_signals_to(events))
+        teams: Sequence[Team]
+        if remote:
+            teams = _start_on(remote, commands, orders, meeting.port, at_end)
+        else:
+            teams = [_start_here(commands, orders, at_end)]
         supervisor = Supervisor(teams, events, grace_s=grace_s, hang_timeout_s=hang_timeout_s)
         outcome = supervisor.wait()
         at_end.close()
@@ -104,6 +103,12 @@ def _chosen(nodes: Sequence[RemoteTeam], plan: Plan) -> list[RemoteTeam]:
     if unknown:
         raise LaunchError(f"The plan wants node {unknown[0]}, but this run was given {', '.join(by_name) or 'none'}.")
     return [by_name[share.hostname] for share in plan.nodes]
+
+
+def _start_here(commands: Sequence[WorkerCommand], orders: Orders, at_end: contextlib.ExitStack) -> LocalTeam:
+    team = at_end.enter_context(contextlib.closing(LocalTeam(0, orders)))
+    team.start(commands)
+    return team
 
 
 def _start_on(

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from paceline.errors import ClusterError
-from paceline.plan import ring_climb, ring_search
+from paceline.plan import ring_climb
 from paceline.spec import Node
 from paceline.spec.cluster import Link
 
@@ -123,10 +123,7 @@ class _Graph:
         return cls(
             devices=tuple(device.index for device in devices),
             links=tuple(map(tuple, links)),
-            weights=tuple(
-                tuple(ring_search.NO_EDGE if place == other else _weight(row[other]) for other in range(len(row)))
-                for place, row in enumerate(links)
-            ),
+            weights=tuple(tuple(map(_weight, row)) for row in links),
             crossing=tuple(sum(1 << place for place, link in enumerate(row) if _crosses(link)) for row in links),
             numa_nodes=tuple(device.numa_node for device in devices),
             nic_nearness=tuple(max(((_nearness(way), _weight(way)) for way in row), default=(0, 0.0)) for row in ways),
@@ -223,32 +220,16 @@ def _best_pair(graph: _Graph) -> tuple[int, ...]:
 
 def _best_ring(graph: _Graph, num_devices: int) -> tuple[int, ...]:
     """The best ring over three or more of at most `MOST_EXACT` devices."""
+    # It stands on numpy, which takes its time to load: not for `paceline --help`.
+    from paceline.plan import ring_search
+
     within_sockets = [
         [ring_search.NO_EDGE if graph.crosses(place, other) else weight for other, weight in enumerate(row)]
         for place, row in enumerate(graph.weights)
     ]
     anywhere = [0] * len(graph.devices)
     for weights, apart in ((within_sockets, graph.crossing), (within_sockets, anywhere), (graph.weights, anywhere)):
-        level = ring_search.highest_bottleneck(weights, num_devices, apart)
-        if level is None:
-            continue
-        edges = ring_search.without_light_edges(weights, level)
-        if num_devices == len(graph.devices):
-            return ring_search.heaviest_ring(edges, range(num_devices), _known_sum(edges, num_devices, apart))
-        known = _known_sum(edges, num_devices, apart)
-        chosen = max(ring_search.heaviest_sets(edges, num_devices, apart, known), key=graph.place_rank)
-        return ring_search.heaviest_ring(edges, chosen, known)
+        ring = ring_search.best_ring(weights, num_devices, apart, graph.place_rank)
+        if ring is not None:
+            return ring
     raise AssertionError("every pair of devices is an edge of the last graph")
-
-
-def _known_sum(edges: ring_search.Weights, num_devices: int, apart: Sequence[int]) -> float:
-    """The sum of weights of a good ring, or the least of numbers if none is met."""
-
-    def rank(ring: Sequence[int]) -> tuple[int, float]:
-        weights = [edges[ring[place - 1]][ring[place]] for place in range(len(ring))]
-        present = [weight for weight in weights if weight != ring_search.NO_EDGE]
-        num_apart = sum(apart[one] >> other & 1 for one, other in combinations(ring, 2))
-        return len(present) - len(weights) - num_apart, sum(present)
-
-    faults, total = rank(ring_climb.good_ring(edges, num_devices, rank))
-    return total if faults == 0 else ring_search.NO_EDGE

@@ -1,8 +1,8 @@
 """Which way to share out a model over so many devices: data, sharded, pipeline, tensor, and their meshes.
 
-All meshes are listed, those that do not fit into memory are pruned, the rest are priced, and the winner and the runner-up
-are explained. Ranks are laid out as everybody does it: tensor groups are neighbours, then data groups, stages of a
-pipeline farthest apart (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 3.2).
+All meshes are listed, those that do not fit into memory are pruned, the rest are priced, and the winner and the
+runner-up are explained. Ranks are laid out as everybody does it: tensor groups are neighbours, then data groups, stages
+of a pipeline farthest apart (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 3.2).
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def search(workload: Workload, num_workers: int, devices_per_node: int, network:
 
 
 def meshes(num_workers: int, devices_per_node: int, shape: TransformerShape | None) -> Iterator[Mesh]:
-    """Every mesh of so many devices: tensor groups stay inside a node and divide the heads, stages divide the layers."""
+    """Every mesh of so many devices: tensor groups stay in a node and divide the heads, stages divide the layers."""
     for tp in _divisors(num_workers):
         if tp > 1 and (shape is None or tp > devices_per_node or shape.num_heads % tp or devices_per_node % tp):
             continue
@@ -246,7 +246,9 @@ def _batches(candidate: Candidate) -> str:
 
 def _why(result: SearchResult, winner: Candidate, workload: Workload) -> str:
     held = f"It holds {_gib(winner.memory.total_bytes)} of {_gib(workload.memory_bytes)}"
-    plain = next((memory for mesh, memory in result.too_large if mesh.zero_stage == 0 and mesh.tp == mesh.pp == 1), None)
+    plain = next(
+        (memory for mesh, memory in result.too_large if mesh.zero_stage == 0 and mesh.tp == mesh.pp == 1), None
+    )
     if plain is not None:
         return f"{held}, where whole replicas would need {_gib(plain.total_bytes)}; {_largest_part(winner)}."
     return f"{held}; {_largest_part(winner)}."

@@ -1,9 +1,9 @@
 """Machines that nobody has at hand: thousands of nodes, stragglers, failures, checkpoints and restarts.
 
 Time is followed node by node, and many steps side by side. A step: every device computes, a node is ready with its
-slowest device, buckets of gradients travel between nodes while backward goes on, and every message waits for
-the node that sends it. A run: steps, a checkpoint every so often, failures of single nodes that throw the run back to the
-last checkpoint. The same seed gives the same result.
+slowest device, buckets of gradients travel between nodes while backward goes on, and every message waits for the
+node that sends it. A run: steps, a checkpoint every so often, failures of single nodes that throw the run back to
+the last checkpoint. The same seed gives the same result.
 
 Where a closed form exists, it stands here too, and tests hold the simulation to it.
 """
@@ -122,7 +122,8 @@ def _slowest_of(num_devices: int, spread: float, uniform: Array) -> Array:
         return np.ones_like(uniform)
     # 1 - u^(1/n) keeps its digits where u^(1/n) is almost 1.
     upper = -np.expm1(np.log(np.maximum(uniform, 1e-300)) / num_devices)
-    return np.maximum(1 - spread * ndtri(upper), 0.0)
+    slowest: Array = np.maximum(1 - spread * ndtri(upper), 0.0)
+    return slowest
 
 
 def _inside_s(machine: Machine, size_bytes: float) -> float:
@@ -174,7 +175,7 @@ def _halving_doubling(start: Array, size_bytes: float, level: Level, per_message
 
 
 def exchange_s(machine: Machine, gradient_bytes: float, pattern: Pattern = "ring") -> float:
-    """The closed form of one sum, of the whole gradient at once and with all nodes ready: what `simulate_steps` adds."""
+    """The closed form of one sum of the whole gradient with all nodes ready: what `simulate_steps` adds."""
     n, network = machine.num_nodes, machine.network
     inside_s = _inside_s(machine, gradient_bytes)
     if n == 1:

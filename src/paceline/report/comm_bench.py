@@ -1,4 +1,4 @@
-"""Timed sums over all workers in; a table for the terminal, JSON, Markdown and one HTML page out.
+"""Timed sums over all workers in; a table for the terminal, JSON and Markdown out.
 
 Bandwidths are those of nccl-tests: algbw = bytes / time, and busbw = algbw * 2 (n - 1) / n for n workers, which for a
 ring is what goes over each worker's link. Times are the medians over the rounds.
@@ -6,11 +6,9 @@ ring is what goes over each worker's link. Times are the medians over the rounds
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -18,9 +16,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from paceline.errors import JobError, PacelineError
 from paceline.report.formats import NOTHING, listing, percent
-from paceline.spec.comm_timing import TIMINGS_FILE, CommCase, CommFit, CommTiming, CommTimings
+from paceline.spec.comm_timing import CommCase, CommFit, CommTiming, CommTimings
 
 PAGE_FILE, MARKDOWN_FILE = "comm.html", "comm.md"
 
@@ -101,38 +98,6 @@ def minimum_s(timings: CommTimings, case: CommCase, size_bytes: int) -> float | 
 def fastest_exact(rows: Sequence[CommRow]) -> CommRow | None:
     """The fastest of rows of one size whose values travel as they are."""
     return min((row for row in rows if row.case.wire == "float32"), key=lambda row: row.timing.median_s, default=None)
-
-
-def load_timings(path: Path) -> CommTimings:
-    """The timings of a file, or of a folder that holds one.
-
-    Raises:
-        PacelineError: there is none, or it is damaged; the message names the file.
-    """
-    path = path / TIMINGS_FILE if path.is_dir() else path
-    try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
-        return CommTimings.from_mapping(plain)
-    except OSError as problem:
-        raise PacelineError(f"The timings '{path}' cannot be read: {problem.strerror}.") from None
-    except (ValueError, AttributeError, JobError) as problem:
-        raise PacelineError(f"The timings '{path}' are damaged or of another version: {problem}") from None
-
-
-def write_comm_bench(timings: CommTimings, out: Path) -> None:
-    """Write comm.html and comm.md into the folder `out`.
-
-    Raises:
-        PacelineError: the folder cannot be made or written to.
-    """
-    from paceline.report.comm_page import render_comm_page
-
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / PAGE_FILE).write_text(render_comm_page(timings), encoding="utf-8", newline="\n")
-        (out / MARKDOWN_FILE).write_text(comm_markdown(timings), encoding="utf-8", newline="\n")
-    except OSError as problem:
-        raise PacelineError(f"The report cannot be written into '{out}': {problem.strerror}.") from None
 
 
 def comm_mapping(timings: CommTimings) -> dict[str, Any]:

@@ -1,14 +1,9 @@
-"""What only workers can time, started by `paceline probe`: a job's parts on one device, and the ways between nodes.
+"""A job's parts on one device, timed: passes through the model as training makes them, the loader, checkpoints.
 
-    python -m paceline.train.probe job FOLDER
+    python -m paceline.train.probe FOLDER
 
-FOLDER holds job.json and request.json (a `ProbeRequest`); probe.json (a `JobProbe`) is left there. Timed are passes
-through the model as training makes them, the loader, and checkpoints written into FOLDER.
-
-    python -m paceline.train.probe network FOLDER
-
-One worker on every node. FOLDER holds network_request.json (a `NetworkRequest`); network.json (a `NetworkProbe`) is
-left there. Timed is what two workers send each other as training would: through the backend of its process group.
+FOLDER holds job.json and request.json (a `ProbeRequest`); probe.json (a `JobProbe`) is left there. Checkpoints are
+written into FOLDER. Started by `paceline probe`.
 """
 
 from __future__ import annotations
@@ -21,34 +16,30 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline import data, env, models
+from paceline import data, models
 from paceline.checkpoint import save_weights
 from paceline.data.order import epoch_order
 from paceline.parallel import Share, StepInput
-from paceline.spec import DeviceKind, Job, JobTiming, MicroBatchTiming, NetworkLink, Plan
+from paceline.spec import DeviceKind, Job, JobTiming, MicroBatchTiming, Plan
 from paceline.spec.codec import above, at_least, from_mapping, to_mapping
 from paceline.train.loop import data_facts
 from paceline.train.objective import training_loss
 from paceline.train.optim import build_optimizer
-from paceline.train.process_group import World, join
+from paceline.train.progress import Report, bar
 from paceline.train.run import LossFn, Run, init
 from paceline.train.seeding import seed_shard
+from paceline.train.timing import settle
 
 JOB_FILE, REQUEST_FILE, RESULT_FILE = "job.json", "request.json", "probe.json"
-NETWORK_REQUEST_FILE, NETWORK_RESULT_FILE = "network_request.json", "network.json"
 
 _WARMUP_PASSES = 2
 _MIN_PASSES = 3
@@ -59,11 +50,6 @@ _LOADER_SHARE, _CHECKPOINT_SHARE = 0.15, 0.15
 """Parts of the budget; the rest is the model's."""
 _LOADER_S = 5.0
 _NUM_CHECKPOINTS = 3
-_NUM_PINGS, _NUM_WARMUP_PINGS = 200, 20
-_SMALLEST_TRANSFER_BYTES, _MESSAGE_BYTES = 1 << 20, 16 << 20
-_TRANSFER_S = 0.3
-"""Long enough that how a transfer begins and ends does not matter."""
-_NUM_TRANSFERS = 3
 
 
 @dataclass(frozen=True)
@@ -92,10 +78,6 @@ class JobProbe:
     @classmethod
     def load(cls, path: Path) -> JobProbe:
         return from_mapping(cls, json.loads(path.read_text(encoding="utf-8")))
-
-
-Report = Callable[[str, float], None]
-"""Told what is done next, and which part of the budget has passed."""
 
 
 def probe(job: Job, request: ProbeRequest, folder: Path, report: Report = lambda _doing, _done: None) -> JobProbe:
@@ -222,10 +204,10 @@ def _time_size(
     began = time.perf_counter()
     while not _is_enough(times, time.perf_counter() - began, budget_s):
         optimizer.zero_grad(set_to_none=True)
-        _settle(run.device)
+        settle(run.device)
         pass_began = time.perf_counter()
         run.engine.gradients(step)
-        _settle(run.device)
+        settle(run.device)
         times.append(time.perf_counter() - pass_began)
     return MicroBatchTiming(
         size,
@@ -244,11 +226,6 @@ def _first_samples(train_set: Any, size: int) -> Any:
     return np.resize(epoch_order(len(train_set), len(train_set), 0, 0).indices, size)
 
 
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def time_loader(run: Run, train_set: Any, limit_s: float) -> float | None:
     """Samples a second that arrive on the device, augmented, after the first batch; None for a set of one batch."""
     order = epoch_order(len(train_set), min(run.job.global_batch_size, max(1, len(train_set) // 2)), 0, 0)
@@ -256,14 +233,14 @@ def time_loader(run: Run, train_set: Any, limit_s: float) -> float | None:
     if order.num_batches < 2:
         return None
     next(batches)  # starts processes, fills caches
-    _settle(run.device)
+    settle(run.device)
     began = time.perf_counter()
     num_samples = 0
     for number, _ in enumerate(batches, 1):
         num_samples += len(order.batch(number))
         if time.perf_counter() - began > limit_s:
             break
-    _settle(run.device)
+    settle(run.device)
     return num_samples / (time.perf_counter() - began)
 
 
@@ -288,176 +265,17 @@ def time_checkpoint(run: Run, folder: Path, limit_s: float) -> float:
     return statistics.median(rates)
 
 
-# --- between nodes ---
-
-
-@dataclass(frozen=True)
-class NetworkRequest:
-    """Between which nodes to time what they send each other; rank r is on node r."""
-
-    hostnames: tuple[str, ...]
-    pairs: tuple[tuple[int, int], ...]
-    device_kind: DeviceKind = "cpu"
-    num_streams: int = at_least(2, 4)
-    """Connections in parallel, to compare with one alone."""
-
-
-@dataclass(frozen=True)
-class NetworkProbe:
-    """What was measured between nodes."""
-
-    links: tuple[NetworkLink, ...]
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(to_mapping(self)) + "\n", encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: Path) -> NetworkProbe:
-        return from_mapping(cls, json.loads(path.read_text(encoding="utf-8")))
-
-
-def probe_network(request: NetworkRequest, report: Report = lambda _doing, _done: None) -> NetworkProbe:
-    """Time the ways between nodes, pair after pair so that none disturbs another; a common act of all workers.
-
-    Those that are not of a pair follow what it does, so that nobody waits long enough to be taken for hung.
-    """
-    facts = env.worker_facts()
-    plan = Plan(world_size=facts.world_size, device_kind=request.device_kind)
-    torch.set_num_threads(1)
-    world = join(facts, plan)
-    assert world.group is not None
-    # A group has one connection between two workers, so as many groups are as many streams.
-    timeout = timedelta(seconds=plan.timeout_s)
-    more = [dist.new_group(timeout=timeout) for _ in range(request.num_streams - 1)]
-    streams = (world.group, *more)
-    interfaces = [""] * world.world_size
-    dist.all_gather_object(interfaces, env.own_interface() or "")
-    links = []
-    for number, pair in enumerate(request.pairs):
-        one, other = (request.hostnames[rank] for rank in pair)
-        report(f"{one} and {other}", number / len(request.pairs))
-        latency_s = _time_ping(pair, world)
-        single = _time_both_ways(pair, world, streams[:1])
-        report(f"{one} and {other}, {len(streams)} streams", (number + 0.5) / len(request.pairs))
-        several = _time_both_ways(pair, world, streams)
-        links.append(NetworkLink((one, other), max(single, several), latency_s, interfaces[pair[0]], single))
-    return NetworkProbe(tuple(links))
-
-
-def _time_both_ways(pair: tuple[int, int], world: World, groups: Sequence[dist.ProcessGroup]) -> float:
-    """A link is as good as its worse direction."""
-    return min(_time_stream(way, world, groups) for way in (pair, pair[::-1]))
-
-
-def _time_ping(pair: tuple[int, int], world: World) -> float:
-    """Half of the median time of 4 bytes there and back."""
-    message = torch.zeros(1, device=world.device)
-    times = [0.0]
-    if world.rank in pair:
-        for _ in range(_NUM_WARMUP_PINGS + _NUM_PINGS):
-            began = time.perf_counter()
-            for sender, receiver in (pair, pair[::-1]):
-                _send(message, sender, receiver, world)
-            _settle(world.device)
-            times.append(time.perf_counter() - began)
-    return _told_by(pair[0], statistics.median(times[_NUM_WARMUP_PINGS:] or times) / 2, world)
-
-
-def _time_stream(way: tuple[int, int], world: World, groups: Sequence[dist.ProcessGroup]) -> float:
-    """Bytes a second from the first rank of `way` to the second, by all groups at once.
-
-    The sender's clock counts, until the receiver has said that all has come. Transfers double until one takes long
-    enough; what they carry is sent and received over and over, since it does not matter.
-    """
-    sender, receiver = way
-    peer = receiver if world.rank == sender else sender
-    move = dist.isend if world.rank == sender else dist.irecv
-    answer = torch.zeros(1, device=world.device)
-    rates: list[float] = []
-    num_bytes, is_long_enough = _SMALLEST_TRANSFER_BYTES, False
-    while len(rates) < _NUM_TRANSFERS:
-        seconds = 0.0
-        if world.rank in way:
-            message = torch.zeros(min(num_bytes, _MESSAGE_BYTES), dtype=torch.uint8, device=world.device)
-            _settle(world.device)
-            began = time.perf_counter()
-            works = [move(message, peer, group=group) for _ in range(num_bytes // len(message)) for group in groups]
-            for work in works:
-                assert work is not None
-                work.wait()
-            _send(answer, receiver, sender, world)
-            _settle(world.device)
-            seconds = time.perf_counter() - began
-        seconds = _told_by(sender, seconds, world)
-        is_long_enough = is_long_enough or seconds >= _TRANSFER_S
-        if is_long_enough:
-            rates.append(num_bytes * len(groups) / seconds)
-        else:
-            num_bytes *= 2
-    return statistics.median(rates)
-
-
-def _told_by(rank: int, number: float, world: World) -> float:
-    """What `rank` says, for all workers."""
-    value = torch.tensor([number], dtype=torch.float64, device=world.device)
-    dist.broadcast(value, rank)
-    return float(value)
-
-
-def _send(message: Tensor, sender: int, receiver: int, world: World) -> None:
-    """The part that this worker, one of the two, has in it."""
-    if world.rank == sender:
-        dist.send(message, receiver)
-    else:
-        dist.recv(message, sender)
-
-
-@contextmanager
-def _progress(first: str, *, is_shown: bool) -> Iterator[Report]:
-    """A bar on a terminal, else nothing."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (BarColumn(bar_width=20), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal)) as bar:
-        task = bar.add_task(first, total=1.0)
-        yield lambda doing, done: bar.update(task, description=doing, completed=done)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m paceline.train.probe", description=__doc__)
-    parser.add_argument("what", choices=("job", "network"))
-    parser.add_argument("folder", type=Path, help="with what is asked for; what was measured is left there")
+    parser.add_argument("folder", type=Path, help="with job.json and request.json; probe.json is left there")
     parser.add_argument("--quiet", action="store_true", help="say nothing")
     arguments = parser.parse_args()
     folder: Path = arguments.folder
-    if arguments.what == "network":
-        _network_in(folder, quiet=arguments.quiet)
-    else:
-        _job_in(folder, quiet=arguments.quiet)
-
-
-def _job_in(folder: Path, *, quiet: bool) -> None:
-    job = Job.from_mapping(_read(folder / JOB_FILE))
-    request = from_mapping(ProbeRequest, _read(folder / REQUEST_FILE))
-    with _progress("the job's data and model", is_shown=not quiet) as report:
+    job = Job.from_mapping(json.loads((folder / JOB_FILE).read_text(encoding="utf-8")))
+    request = from_mapping(ProbeRequest, json.loads((folder / REQUEST_FILE).read_text(encoding="utf-8")))
+    with bar("the job's data and model", is_shown=not arguments.quiet) as report:
         result = probe(job, request, folder, report)
     result.save(folder / RESULT_FILE)
-
-
-def _network_in(folder: Path, *, quiet: bool) -> None:
-    request = from_mapping(NetworkRequest, _read(folder / NETWORK_REQUEST_FILE))
-    is_first = env.worker_facts().rank == 0
-    with _progress("meeting of all nodes", is_shown=is_first and not quiet) as report:
-        result = probe_network(request, report)
-    if is_first:
-        result.save(folder / NETWORK_RESULT_FILE)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    mapping: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return mapping
 
 
 if __name__ == "__main__":

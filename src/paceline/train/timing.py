@@ -6,12 +6,20 @@ import statistics
 import time
 from collections import deque
 
+import torch
+
 from paceline.parallel import Clock, Mark
 from paceline.spec import StepTime
 
 # The first steps warm caches and allocators; a median over a window of later ones is what lasts.
 _WARMUP_STEPS = 3
 _WINDOW_STEPS = 2000
+
+
+def settle(device: torch.device) -> None:
+    """Wait until the device has done what it was given, so that a clock can be read."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class StepTimer:

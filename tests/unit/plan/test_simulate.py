@@ -120,9 +120,7 @@ def test_failures_cost_what_daly_says(num_nodes: int, checkpoint_s: float, resta
     faults = Faults(1000 * HOUR_S, checkpoint_s, restart_s)
     interval_s = daly_interval_s(checkpoint_s, faults.mtbf_s(num_nodes))
     num_steps = int(150 * faults.mtbf_s(num_nodes))
-    outcomes = [
-        simulate_run(np.array([1.0]), num_steps, num_nodes, faults, interval_s, seed=seed) for seed in range(3)
-    ]
+    outcomes = [simulate_run(np.array([1.0]), num_steps, num_nodes, faults, interval_s, seed=seed) for seed in range(3)]
     expected_s = expected_run_s(num_steps, interval_s, faults, num_nodes)
     assert np.mean([outcome.total_s for outcome in outcomes]) == pytest.approx(expected_s, rel=0.02)
     for outcome in outcomes:

@@ -19,14 +19,13 @@ from paceline.report.comm_bench import (
     comm_rows,
     comm_table,
     left_out_sentences,
-    load_timings,
     minimum_s,
     rate_text,
     size_text,
     time_text,
     verdict,
-    write_comm_bench,
 )
+from paceline.report.comm_files import load_timings, write_comm_bench
 from paceline.report.comm_page import render_comm_page
 from paceline.report.comm_plots import comm_plots
 from paceline.spec.comm_timing import CommCase, CommRequest, CommTimings, LeftOut

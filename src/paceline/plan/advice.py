@@ -1,0 +1,148 @@
+"""Which of several device counts to take, where scaling bends, and the words for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from paceline.errors import JobError
+from paceline.plan.statistics import efficiency
+from paceline.spec.forecast import ForecastRow
+
+_NEARLY = 0.97
+"""A count that reaches this part of the best one's speed with fewer devices is taken instead."""
+_WORTH_A_DEVICE = 0.5
+"""Scaling bends where one more device brings less than this part of what the first one brought."""
+
+
+def _worth(row: ForecastRow) -> float:
+    """Useful samples/s, up to a factor that all rows share."""
+    if row.time_to_target_s is not None:
+        return 1 / row.time_to_target_s
+    if row.useful_efficiency is not None:
+        return row.useful_efficiency * row.devices
+    return row.samples_per_s
+
+
+def _efficiency(row: ForecastRow) -> float:
+    return row.efficiency if row.useful_efficiency is None else min(row.efficiency, row.useful_efficiency)
+
+
+def recommend(rows: Sequence[ForecastRow], floor: float) -> ForecastRow:
+    """The fastest that keeps its efficiency, or the fewest devices that come near it; the smallest if none does."""
+    possible = [row for row in rows if not row.objection]
+    if not possible:
+        raise JobError(f"None of these device counts can run this job: {rows[0].objection}.")
+    efficient = [row for row in possible if _efficiency(row) >= floor - 1e-9] or possible[:1]
+    best = max(map(_worth, efficient))
+    return next(row for row in efficient if _worth(row) >= _NEARLY * best)
+
+
+def words(rows: Sequence[ForecastRow], chosen: ForecastRow, floor: float) -> tuple[str, str]:
+    """The verdict in one line, and the reason in a few sentences."""
+    most = max((row for row in rows if not row.objection), key=lambda row: row.devices)
+    sentences = []
+    if len(rows) == 1:
+        verdict = f"{_devices(chosen.devices)}: {chosen.samples_per_s:,.0f} samples/s."
+    elif chosen is rows[0]:
+        verdict = f"Stay with {_devices(chosen.devices)}: adding devices does not pay here."
+    else:
+        verdict = f"Use {_devices(chosen.devices)}: {chosen.speedup:.2f}x the speed of one."
+    if chosen.devices > 1:
+        sentences.append(
+            f"{_devices(chosen.devices)} train at {100 * chosen.efficiency:.0f} % efficiency, {_time(chosen.step_s)} a "
+            f"step, bound by {_bound(chosen)}."
+        )
+    if most.devices > chosen.devices:
+        sentences.append(_why_not(most, chosen, floor))
+    locked = [row for row in rows if row.objection]
+    if locked:
+        sentences.append(_locked(locked, chosen))
+    return verdict, " ".join(sentence for sentence in sentences if sentence)
+
+
+def _why_not(row: ForecastRow, chosen: ForecastRow, floor: float) -> str:
+    """Why not the most devices."""
+    if _efficiency(row) < floor:
+        if row.efficiency >= floor and row.useful_efficiency is not None:
+            return (
+                f"Not {_devices(row.devices)}: a step is {row.speedup:.2f}x as fast, but with a global batch of "
+                f"{row.global_batch_size:,} only {100 * row.useful_efficiency:.0f} % of what they cost makes progress, "
+                f"below the floor of {100 * floor:g} %."
+            )
+        return (
+            f"Not {_devices(row.devices)}: they train at {row.speedup:.2f}x the speed of one, an efficiency of "
+            f"{100 * row.efficiency:.0f} % and below the floor of {100 * floor:g} %, bound by {_bound(row)}."
+        )
+    if _worth(row) <= _worth(chosen) / _NEARLY:
+        return f"{_devices(row.devices)} are not faster: they are bound by {_bound(row)}."
+    return ""
+
+
+def _bound(row: ForecastRow) -> str:
+    """ "communication (12.0 of 20.0 ms wait for gradients)"."""
+    waits = {
+        "communication": f"{_time(row.exposed_s)} of {_time(row.step_s)} wait for gradients",
+        "loader": f"loading takes {_time(row.loader_s)}",
+        "compute": f"{_time(row.compute_s)} of {_time(row.step_s)}",
+        "overhead": f"optimizer, launching and waiting take {_time(row.overhead_s)} of {_time(row.step_s)}",
+    }
+    return f"{'the ' if row.bound_by == 'loader' else ''}{row.bound_by} ({waits[row.bound_by]})"
+
+
+def _locked(locked: Sequence[ForecastRow], chosen: ForecastRow) -> str:
+    """What the job itself rules out, and what would be gained."""
+    best = max(locked, key=_worth)
+    gain = _worth(best) / _worth(chosen)
+    promise = f"; {_devices(best.devices)} would be {gain:.2f}x as fast" if gain > 1 / _NEARLY else ""
+    which = _devices(best.devices) if len(locked) == 1 else f"{_devices(locked[0].devices)} and more"
+    reason = locked[0].objection if not promise else best.objection
+    return f"This job does not run on {which}{promise}: {reason}."
+
+
+def about_batch(chosen: ForecastRow, noise_scale: float, better_batch: int, better_per_s: float) -> str:
+    """What the batch is to the noise scale, where it is beyond it, and a smaller one if that is clearly faster.
+
+    Args:
+        better_batch, better_per_s: the best batch on the same devices, and its useful samples/s.
+    """
+    batch = chosen.global_batch_size
+    if batch <= noise_scale:
+        return ""
+    useful = efficiency(batch, noise_scale)
+    said = (
+        f" The global batch of {batch:,} is {batch / noise_scale:.3g}x the noise scale of {noise_scale:,.0f}: "
+        f"{100 * (1 - useful):.0f} % of its samples bring nothing."
+    )
+    gain = better_per_s / (chosen.samples_per_s * useful)
+    if better_batch < batch and gain > 1 / _NEARLY:
+        said += f" With --set global_batch_size={better_batch} as many devices make progress {gain:.2f}x as fast."
+    return said
+
+
+def bend(rows: Sequence[ForecastRow]) -> str:
+    """Where one more device brings less than half of what the first one did, and what the step waits for there."""
+    for before, row in pairwise(rows):
+        later = [other for other in rows if before.devices < other.devices <= 2 * before.devices]
+        # Counts that divide the shards unevenly are no bend: what counts is the best gain up to twice the devices.
+        gain = max((other.speedup - before.speedup) / (other.devices - before.devices) for other in (row, *later))
+        if gain < _WORTH_A_DEVICE:
+            return (
+                f"Scaling bends after {_devices(before.devices)} ({before.speedup:.3g}x): from there a further device "
+                f"brings less than half of what the first one brought. The step of {_devices(row.devices)} is bound "
+                f"by {_bound(row)}."
+            )
+    last = rows[-1]
+    return f"Scaling does not bend up to {_devices(last.devices)} ({last.speedup:.3g}x)."
+
+
+def _devices(count: int) -> str:
+    return "1 device" if count == 1 else f"{count:,} devices"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def gib(num_bytes: float | None) -> str:
+    return "more" if num_bytes is None else f"{num_bytes / 2**30:.3g} GiB"

@@ -1,0 +1,41 @@
+"""The files of a communication benchmark: its timings in, its page and Markdown out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from paceline.errors import JobError, PacelineError
+from paceline.report.comm_bench import MARKDOWN_FILE, PAGE_FILE, comm_markdown
+from paceline.report.comm_page import render_comm_page
+from paceline.spec.comm_timing import TIMINGS_FILE, CommTimings
+
+
+def load_timings(path: Path) -> CommTimings:
+    """The timings of a file, or of a folder that holds one.
+
+    Raises:
+        PacelineError: there is none, or it is damaged; the message names the file.
+    """
+    path = path / TIMINGS_FILE if path.is_dir() else path
+    try:
+        plain = json.loads(path.read_text(encoding="utf-8"))
+        return CommTimings.from_mapping(plain)
+    except OSError as problem:
+        raise PacelineError(f"The timings '{path}' cannot be read: {problem.strerror}.") from None
+    except (ValueError, AttributeError, JobError) as problem:
+        raise PacelineError(f"The timings '{path}' are damaged or of another version: {problem}") from None
+
+
+def write_comm_bench(timings: CommTimings, out: Path) -> None:
+    """Write comm.html and comm.md into the folder `out`.
+
+    Raises:
+        PacelineError: the folder cannot be made or written to.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / PAGE_FILE).write_text(render_comm_page(timings), encoding="utf-8", newline="\n")
+        (out / MARKDOWN_FILE).write_text(comm_markdown(timings), encoding="utf-8", newline="\n")
+    except OSError as problem:
+        raise PacelineError(f"The report cannot be written into '{out}': {problem.strerror}.") from None

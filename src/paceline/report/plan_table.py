@@ -1,0 +1,112 @@
+"""A forecast as a table for the terminal, and the numbers of a row as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from paceline.report import formats
+from paceline.spec.forecast import Forecast, ForecastRow
+
+_FULL_WIDTH = 118
+"""Columns of a terminal in which every figure has room."""
+_MOST_ROWS = 24
+"""Beyond so many, the table leaves counts out; the page and the JSON have them all."""
+
+Column = tuple[str, Callable[[ForecastRow], str]]
+
+
+def columns(forecast: Forecast) -> list[Column]:
+    """Heading and cell of every column that this forecast has figures for."""
+    found: list[Column] = [
+        ("devices", lambda row: f"{row.devices:,}"),
+        ("nodes", lambda row: f"{row.nodes:,}"),
+        ("algorithm", lambda row: row.algorithm if row.devices > 1 else formats.NOTHING),
+        ("micro-batch", micro_batch_text),
+        ("step", lambda row: formats.duration(row.step_s)),
+        ("compute", lambda row: formats.duration(row.compute_s)),
+        ("waits", lambda row: formats.duration(row.exposed_s)),
+        ("bound by", lambda row: row.bound_by),
+        ("samples/s", lambda row: formats.quantity(row.samples_per_s)),
+        ("speed-up", lambda row: formats.times(row.speedup)),
+        ("efficiency", lambda row: formats.percent(row.efficiency, 0)),
+    ]
+    rows = forecast.rows
+    if any(row.useful_efficiency is not None for row in rows):
+        found.append(("useful", lambda row: formats.percent(row.useful_efficiency, 0)))
+    if any(row.memory_bytes is not None for row in rows):
+        found.append(("memory", lambda row: memory_text(row.memory_bytes)))
+    if any(row.samples_to_target is not None for row in rows):
+        found.append(("samples to target", lambda row: formats.quantity(row.samples_to_target)))
+        found.append(("time to target", lambda row: formats.duration(row.time_to_target_s)))
+    if any(row.cost_to_target is not None for row in rows):
+        found.append(("cost to target", lambda row: cost_text(row.cost_to_target)))
+    elif any(row.cost_per_million_samples is not None for row in rows):
+        found.append(("cost / million", lambda row: cost_text(row.cost_per_million_samples)))
+    return found
+
+
+_LESS_IMPORTANT = ("nodes", "algorithm", "compute", "waits", "memory", "samples to target", "useful")
+
+
+def micro_batch_text(row: ForecastRow) -> str:
+    """ "32", or "4 x 32" for several passes a step."""
+    size = f"{row.micro_batch_size:,}"
+    return size if row.num_micro_batches == 1 else f"{row.num_micro_batches} x {size}"
+
+
+def memory_text(num_bytes: float | None) -> str:
+    return formats.NOTHING if num_bytes is None else f"{num_bytes / 2**30:.1f} GiB"
+
+
+def cost_text(amount: float | None) -> str:
+    """In whatever the price was given in."""
+    if amount is None:
+        return formats.NOTHING
+    return f"{amount:,.0f}" if amount >= 100 else f"{amount:.2f}"
+
+
+def shown_rows(forecast: Forecast) -> list[ForecastRow]:
+    """All of them; of many, powers of two, the first, the last and the recommended one."""
+    rows = forecast.rows
+    if len(rows) <= _MOST_ROWS:
+        return list(rows)
+    kept = {rows[0].devices, rows[-1].devices, forecast.recommended_devices}
+    return [row for row in rows if row.devices in kept or row.devices & (row.devices - 1) == 0]
+
+
+def plan_table(forecast: Forecast, width: int = _FULL_WIDTH) -> RenderableType:
+    """The verdict, the rows with the recommended one marked, where scaling bends, and how to share out the model."""
+    rows = shown_rows(forecast)
+    grown = ", batch grows with the devices" if forecast.grow == "batch" else ""
+    lines: list[RenderableType] = [
+        Text(f"{forecast.job} on {forecast.device} ({forecast.device_kind}){grown}", style="bold"),
+        _table(forecast, rows, columns(forecast), is_wide=width >= _FULL_WIDTH),
+    ]
+    if any(row.objection for row in rows):
+        lines.append(Text("Grey rows need another job or a larger device.", style="dim"))
+    if len(rows) < len(forecast.rows):
+        lines.append(Text(f"{len(rows)} of {len(forecast.rows)} counts; the page has all of them."))
+    lines += [Text(f"\n{forecast.verdict}", style="bold"), Text(forecast.reason), Text(forecast.bend)]
+    if forecast.strategy:
+        lines.append(Text("\n" + "\n".join(forecast.strategy)))
+    return Group(*lines)
+
+
+def _table(forecast: Forecast, rows: Sequence[ForecastRow], cells: Sequence[Column], *, is_wide: bool) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("")
+    kept = [column for column in cells if is_wide or column[0] not in _LESS_IMPORTANT]
+    for heading, _ in kept:
+        is_word = heading in ("algorithm", "bound by")
+        table.add_column(heading, justify="left" if is_word else "right", no_wrap=True)
+    for row in rows:
+        is_chosen = row.devices == forecast.recommended_devices
+        style = "bold green" if is_chosen else "dim" if row.objection else ""
+        mark = "\N{BLACK RIGHT-POINTING POINTER}" if is_chosen else ""
+        table.add_row(mark, *(cell(row) for _, cell in kept), style=style)
+    return table
