@@ -23,7 +23,7 @@ def gpu_cluster(
     memory_bytes: int = 80 * GIB,
     loader_samples_per_s: float | None = 20_000.0,
 ) -> Cluster:
-    """GPUs with NVLink; a pass takes 4 ms and `sample_s` for each sample. `link_bytes_per_s` None: no network probed."""
+    """GPUs with NVLink; a pass takes 4 ms and `sample_s` for each sample. No `link_bytes_per_s`: no network probed."""
     devices = tuple(Device("cuda", index, "A GPU", memory_bytes) for index in range(devices_per_node))
     links = tuple(
         Link((one.label, other.label), "NV12", 250e9, 5e-6, "measured") for one, other in combinations(devices, 2)

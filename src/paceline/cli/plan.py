@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 CLUSTER_FILE, PLAN_FILE, PAGE_FILE, FORECAST_FILE = Path("cluster.json"), "plan.json", "plan.html", "forecast.json"
 
-_PIPE_COLUMNS = 140
+_PIPE_COLUMNS = 160
 """What all columns of the table need; a pipe has no width of its own."""
 _MOST_DEVICES = 1_000_000
 

@@ -129,11 +129,26 @@ def bend(rows: Sequence[ForecastRow]) -> str:
         if gain < _WORTH_A_DEVICE:
             return (
                 f"Scaling bends after {_devices(before.devices)} ({before.speedup:.3g}x): from there a further device "
-                f"brings less than half of what the first one brought. The step of {_devices(row.devices)} is bound "
-                f"by {_bound(row)}."
+                f"brings less than half of what the first one brought. {_losses(row)}"
             )
     last = rows[-1]
     return f"Scaling does not bend up to {_devices(last.devices)} ({last.speedup:.3g}x)."
+
+
+def _losses(row: ForecastRow) -> str:
+    """What keeps a step from taking one device's step over the number of devices."""
+    ideal_s = row.step_s * row.efficiency
+    lost = {
+        "waiting for gradients": row.exposed_s,
+        "passes too small or too uneven to be efficient": row.compute_s - ideal_s,
+        "the optimizer and stragglers": row.overhead_s,
+        "the loader": row.step_s - row.compute_s - row.exposed_s - row.overhead_s,
+    }
+    name = max(lost, key=lambda key: lost[key])
+    return (
+        f"{_time(row.step_s - ideal_s)} of the {_time(row.step_s)} of a step on {_devices(row.devices)} are lost, most "
+        f"of it to {name} ({_time(lost[name])})."
+    )
 
 
 def _devices(count: int) -> str:

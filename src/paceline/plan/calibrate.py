@@ -37,7 +37,7 @@ Array = NDArray[np.float64]
 UNKNOWN_GRADIENT_BYTES = 100e6
 """Stands in where no row tells: the constants of the links are then right for this size, and forecasts for any."""
 
-_PRIOR_ERROR, _PRIOR_ERROR_WEIGHT = 0.02, 4.0
+_PRIOR_ERROR, _PRIOR_ERROR_WEIGHT = 0.02, 3.0
 """Standard deviation of log(measured / forecast) before anything is seen, and as many rows as that is worth."""
 _ROBUST_SIGMAS = 2.0
 """Errors larger than this many standard deviations count in proportion, not by their square."""
@@ -158,6 +158,8 @@ class Calibration:
 
 
 CONSTANT_NAMES: tuple[str, ...] = tuple(field.name for field in fields(Constants))
+_OF_LINKS = frozenset(name for name in CONSTANT_NAMES if name.startswith(("inside", "between", "pair", "growth")))
+"""The constants that decide what a sum costs; the others leave it as it is."""
 
 
 def fit(observations: Sequence[Observation]) -> Calibration:
@@ -175,8 +177,8 @@ def predict(calibration: Calibration, placements: Sequence[Placement]) -> list[S
     if not placements:
         return []
     steps = _Steps.of(placements, calibration.gradient_bytes, calibration.link_bytes_per_s)
-    logs = _logs(calibration.constants)
-    parts = steps.parts(logs)
+    constants = calibration.constants
+    parts = steps.parts(constants, steps.communication_s(constants))
     slopes = sensitivities(calibration, placements)
     variances = np.einsum("ij,jk,ik->i", slopes, calibration.covariance, slopes) + calibration.error**2
     widths = np.exp(INTERVAL_SIGMAS * np.sqrt(variances))
@@ -201,7 +203,7 @@ def predict(calibration: Calibration, placements: Sequence[Placement]) -> list[S
 def sensitivities(calibration: Calibration, placements: Sequence[Placement]) -> Array:
     """d log(step) / d log(constant), a row for each placement, a column for each constant."""
     steps = _Steps.of(placements, calibration.gradient_bytes, calibration.link_bytes_per_s)
-    return _slopes(steps, _logs(calibration.constants))
+    return _slopes(steps, _logs(calibration.constants))[0]
 
 
 def uninformed(placements: Sequence[Placement], step_time_s: float = 0.1) -> Calibration:
@@ -217,12 +219,12 @@ def uninformed(placements: Sequence[Placement], step_time_s: float = 0.1) -> Cal
 def _priors(step_s: float, micro_batch_size: int, gradient_bytes: float | None, link: float | None) -> dict[str, Prior]:
     """What hardware usually has, around a single step that took `step_s`.
 
-    Without the size of gradients, links are known only by how long they take compared to computing: anything from a
-    hundredth to ten times as long between nodes, a hundred times less inside.
+    Without the size of gradients, links are known only by how long they take compared to computing: between nodes a
+    hundredth to four times as long, inside a node a hundredth to as long.
     """
     if gradient_bytes is None:
         inside = Prior(0.05 * step_s / UNKNOWN_GRADIENT_BYTES, 1.5)
-        between = Prior(0.5 * step_s / UNKNOWN_GRADIENT_BYTES, 2.0)
+        between = Prior(0.2 * step_s / UNKNOWN_GRADIENT_BYTES, 2.0)
     else:
         inside = Prior(1 / 10e9, 1.5)  # PCIe 3.0 x16; NVLink has ten times as much, shared memory of CPUs a tenth
         between = Prior(1 / 1.25e9, 1.5)  # 10 Gbit/s
@@ -291,23 +293,25 @@ class _Steps:
             sum_of=np.array([place_of[key] for key in keys], dtype=np.intp),
         )
 
-    def parts(self, logs: Array) -> _Parts:
-        constants = Constants(*map(float, np.exp(logs)))
-        compute = compute_s(
-            self.micro_batch_sizes, constants.fixed_s, constants.per_sample_s, constants.floor_s
-        ) * neighbours_factor(constants.neighbour_slowdown, self.num_on_fullest)
-        slowest = slowest_s(compute, constants.straggler_spread, self.expected_maxima)
+    def communication_s(self, constants: Constants) -> Array:
         sums = [
             COSTS[algorithm](size_bytes, layout, constants.network(layout, link_ratio), 1)
             for layout, algorithm, size_bytes, link_ratio in self.sums
         ]
-        communication = np.array(sums)[self.sum_of]
+        return np.array(sums)[self.sum_of]
+
+    def parts(self, constants: Constants, communication: Array) -> _Parts:
+        compute = compute_s(
+            self.micro_batch_sizes, constants.fixed_s, constants.per_sample_s, constants.floor_s
+        ) * neighbours_factor(constants.neighbour_slowdown, self.num_on_fullest)
+        slowest = slowest_s(compute, constants.straggler_spread, self.expected_maxima)
         tail = min(constants.tail_fraction, 1.0)
         total = overlapped_s(slowest, communication, 1 + constants.overlap_beyond_sum, tail)
         return _Parts(compute, slowest, communication, total)
 
 
-def _fit(observations: Sequence[Observation]) -> Calibration:
+def _fit(observations: Sequence[Observation], near: Calibration | None = None) -> Calibration:
+    """The fit, from several starts, or from the constants of another fit of nearly the same rows."""
     from scipy.optimize import least_squares  # takes its time to load
 
     if not observations:
@@ -319,38 +323,49 @@ def _fit(observations: Sequence[Observation]) -> Calibration:
     priors = _priors(anchor.step_time_s, anchor.placement.micro_batch_size, gradient_bytes, link).values()
     medians = np.log([prior.median for prior in priors])
     deviations = np.array([prior.deviation for prior in priors])
+    lowest, highest = medians - _FARTHEST * deviations, medians + _FARTHEST * deviations
     steps = _Steps.of(placements, gradient_bytes or UNKNOWN_GRADIENT_BYTES, link)
     measured = np.log([observation.step_time_s for observation in observations])
-    alone = np.array([_alone_s(observation) for observation in observations])
+    alone = np.log([_alone_s(observation) for observation in observations])
     with_alone = np.flatnonzero(np.isfinite(alone))
     num_measured = len(measured) + len(with_alone)
 
     def misses(logs: Array) -> Array:
         """log(forecast / measured), of steps and then of what was computed alone where that was measured."""
-        parts = steps.parts(logs)
-        return np.concatenate(
-            [np.log(parts.total_s) - measured, np.log(parts.compute_s[with_alone] / alone[with_alone])]
-        )
+        constants = _constants(logs)
+        parts = steps.parts(constants, steps.communication_s(constants))
+        return np.concatenate([np.log(parts.total_s) - measured, (np.log(parts.compute_s) - alone)[with_alone]])
+
+    def jacobian(logs: Array, error: float) -> Array:
+        of_total, of_compute = _slopes(steps, logs)
+        return np.concatenate([of_total / error, of_compute[with_alone] / error, np.diag(1 / deviations)])
 
     def solve(start: Array, error: float) -> Any:
         return least_squares(
             lambda logs: np.concatenate([misses(logs) / error, (logs - medians) / deviations]),
-            start,
-            bounds=(medians - _FARTHEST * deviations, medians + _FARTHEST * deviations),
+            np.clip(start, lowest, highest),
+            jac=lambda logs: jacobian(logs, error),
+            bounds=(lowest, highest),
             loss=lambda squares: _long_tailed(squares, num_measured),
             x_scale=deviations,
-            max_nfev=100,
+            ftol=1e-5,
+            xtol=1e-5,
+            max_nfev=60,
         )
 
-    between = CONSTANT_NAMES.index("between_beta_s_per_byte")
-    starts = [medians + shift * deviations * (np.arange(len(medians)) == between) for shift in (0.0, -1.5, 1.5)]
-    error = 0.05
+    if near is None:
+        # Whether gradients or computing take longer can look alike in few rows; a start on either side tells.
+        between = np.arange(len(medians)) == CONSTANT_NAMES.index("between_beta_s_per_byte")
+        starts = [medians + shift * deviations * between for shift in (0.0, 1.5)]
+        error, num_rounds = 0.05, 3
+    else:
+        starts, error, num_rounds = [_logs(near.constants)], near.error, 1
     solution = min((solve(start, error) for start in starts), key=lambda result: float(result.cost))
-    for _ in range(3):
+    for _ in range(num_rounds):
         error = _error_left(misses(solution.x)[: len(measured)], error, solution.jac, len(medians))
         solution = solve(solution.x, error)
     return Calibration(
-        constants=Constants(*map(float, np.exp(solution.x))),
+        constants=_constants(solution.x),
         covariance=np.linalg.inv(solution.jac.T @ solution.jac),
         error=error,
         gradient_bytes=gradient_bytes or UNKNOWN_GRADIENT_BYTES,
@@ -406,7 +421,7 @@ def _contradictions(observations: Sequence[Observation], calibration: Calibratio
     for row in suspects:
         if misses[row] < 2 * calibration.error and len(observations) > 12:
             continue
-        others = _fit([*observations[:row], *observations[row + 1 :]])
+        others = _fit([*observations[:row], *observations[row + 1 :]], near=calibration)
         (forecast,) = predict(others, [observations[row].placement])
         sigma = math.log(forecast.high_s / forecast.total_s) / INTERVAL_SIGMAS
         miss = abs(math.log(observations[row].step_time_s / forecast.total_s))
@@ -419,12 +434,20 @@ def _logs(constants: Constants) -> Array:
     return np.log([getattr(constants, name) for name in CONSTANT_NAMES])
 
 
-def _slopes(steps: _Steps, logs: Array) -> Array:
-    """By differences to either side."""
-    step = 1e-4
-    columns = []
-    for place in range(len(logs)):
-        shift = step * (np.arange(len(logs)) == place)
-        higher, lower = steps.parts(logs + shift).total_s, steps.parts(logs - shift).total_s
-        columns.append((np.log(higher) - np.log(lower)) / (2 * step))
-    return np.stack(columns, axis=1)
+def _constants(logs: Array) -> Constants:
+    return Constants(*map(float, np.exp(logs)))
+
+
+def _slopes(steps: _Steps, logs: Array) -> tuple[Array, Array]:
+    """d log(step) and d log(compute) over d log(constant), by differences; a row a step, a column a constant."""
+    width = 1e-5
+    constants = _constants(logs)
+    communication = steps.communication_s(constants)
+    parts = steps.parts(constants, communication)
+    of_total, of_compute = [], []
+    for place, name in enumerate(CONSTANT_NAMES):
+        moved = replace(constants, **{name: math.exp(logs[place] + width)})
+        there = steps.parts(moved, steps.communication_s(moved) if name in _OF_LINKS else communication)
+        of_total.append(np.log(there.total_s / parts.total_s) / width)
+        of_compute.append(np.log(there.compute_s / parts.compute_s) / width)
+    return np.stack(of_total, axis=1), np.stack(of_compute, axis=1)

@@ -200,11 +200,12 @@ def _start_s(level: Level, network: Network) -> float:
 
 def _hop_s(size_bytes: float, layout: Layout, network: Network) -> float:
     """One message from each worker to the next one in the order of the nodes, all at once."""
-    has_inside = max(layout.workers_per_node) > 1
-    levels = [network.inside] * has_inside + [network.between] * (layout.num_nodes > 1)
-    return max((level.alpha_s + size_bytes * level.beta_s_per_byte for level in levels), default=0.0) + (
-        network.per_message_s
-    )
+    slowest_s = 0.0
+    if max(layout.workers_per_node) > 1:
+        slowest_s = network.inside.alpha_s + size_bytes * network.inside.beta_s_per_byte
+    if layout.num_nodes > 1:
+        slowest_s = max(slowest_s, network.between.alpha_s + size_bytes * network.between.beta_s_per_byte)
+    return slowest_s + network.per_message_s
 
 
 def _round_s(size_bytes: float, num_crossing: int, stays: bool, network: Network) -> float:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from paceline.errors import ClusterError, JobError
 from paceline.plan.advice import about_batch, bend, gib, recommend, words
+from paceline.plan.buckets import exposed_s, num_buckets, sums_s
 from paceline.plan.collectives import COSTS, WIRE_FACTORS, cost_s
 from paceline.plan.memory import (
     Activations,
@@ -24,16 +25,16 @@ from paceline.plan.memory import (
     state_bytes,
 )
 from paceline.plan.model import Layout, Level, Mesh, Network
-from paceline.plan.pick import pick
+from paceline.plan.network import BETWEEN_ALPHA_S, PER_MESSAGE_S, SHARED_MEMORY, between_level, inside_level
 from paceline.plan.search import Workload, explain, search
 from paceline.plan.simulate import Faults, Jitter, Machine, Pattern, availability, exchange_s, simulate_steps
 from paceline.plan.statistics import efficiency as statistical_efficiency
-from paceline.plan.step_time import ComputeTime, StepModel, forecast_step
-from paceline.spec import AlgorithmName, Cluster, Job, JobTiming, Link, Node
+from paceline.plan.step_time import ComputeTime, StepModel, bound_by, forecast_step
+from paceline.spec import AlgorithmName, Cluster, Job, JobTiming
 from paceline.spec.forecast import Forecast, ForecastRow, Grow, SimulatedRow
 
 MOST_ROWS_IN_FULL = 64
-"""A range up to here has a row for every count; beyond, eight counts for each doubling."""
+"""A range up to here has a row for every count; beyond, four counts for each doubling."""
 ALGORITHM_MARGIN = 0.1
 """An algorithm has to be so much faster than the backend's own to be chosen, as at the start of a run."""
 # What the probe does not measure.
@@ -44,10 +45,8 @@ RESTART_S = 300.0
 STRAGGLER_SPREAD = 0.02
 STEP_OVERHEAD_S = 3e-4
 """Around the optimizer: launching it, counting samples, schedules."""
-_BETWEEN_ALPHA_S = 30e-6
-"""Latency of a link between nodes of which only the rate is given."""
-_INSIDE_ALPHA_S = {"cuda": 5e-6, "cpu": 20e-6}
-_PER_MESSAGE_S = {"cuda": 3e-6, "cpu": 20e-6}
+_MOST_BUCKETS = 8
+"""Simulated one by one; more of them hardly change when the last one has arrived."""
 _MEMORY_RATE = {"cuda": 800e9, "cpu": 8e9}
 """Bytes/s at which one worker's optimizer goes through parameters, gradients and state."""
 _COMPUTE_ERROR, _COMMUNICATION_ERROR, _UNSEEN_ERROR = 0.05, 0.2, 0.03
@@ -73,11 +72,11 @@ class Question:
 
 
 def counts_between(first: int, last: int) -> list[int]:
-    """Every count of a small range; of a large one those from the first on that are at least 1/8 of an octave apart."""
+    """Every count of a small range; of a large one the first ones, then a few for each doubling; always the last."""
     counts = list(range(first, min(last, first + MOST_ROWS_IN_FULL - 1) + 1))
     while counts[-1] < last:
         power = 1 << (counts[-1].bit_length() - 1)
-        step = max(1, power // 8)
+        step = max(1, power // 4)
         counts.append(min(last, (counts[-1] // step + 1) * step))
     return counts
 
@@ -139,7 +138,7 @@ class _Known:
             raise ClusterError("This cluster has no devices; write one with paceline probe.")
         timing = _timing_of(job, cluster)
         sizes = tuple(len(node.devices) for node in cluster.nodes)
-        between = _between(cluster, question)
+        between = between_level(cluster, question.link_bytes_per_s)
         more = question.devices_per_node or max(sizes)
         num_here = sizes[0] if between is None else math.inf
         if most_devices > num_here:
@@ -179,8 +178,8 @@ class _Known:
 
     def network(self, layout: Layout, label: str | None = None) -> Network:
         kind = self.cluster.device_kind
-        inside = _inside(self.cluster.nodes[0], max(layout.workers_per_node), label)
-        return Network(inside, self.between or inside, _PER_MESSAGE_S[kind])
+        inside = inside_level(self.cluster.nodes[0], max(layout.workers_per_node), label)
+        return Network(inside, self.between or inside, PER_MESSAGE_S[kind])
 
     def row(self, count: int) -> ForecastRow:
         """Without what compares it with others."""
@@ -192,13 +191,17 @@ class _Known:
             micro_batch_size, num_passes = shard, num_shards
         algorithm, communication_s = self._cheapest(job, layout)
         pass_s = samples / num_passes * self._sample_s(micro_batch_size)
+        exposed = exposed_s(pass_s, 4.0 * self.timing.num_parameters, communication_s) if count > 1 else 0.0
         model = StepModel(
             compute=ComputeTime(pass_s, 0.0),
+            overlap_exponent=1.0,  # what is hidden is left out already
+            tail_fraction=0.0,
             straggler_spread=STRAGGLER_SPREAD,
             overhead_s=self._overhead_s(job),
             loader_samples_per_s=self._node_loader_rate(layout),
         )
-        step = forecast_step(model, layout, samples / num_passes, communication_s, num_passes)
+        step = forecast_step(model, layout, samples / num_passes, exposed, num_passes)
+        limit = bound_by(step.compute_s, communication_s, step.loader_s, step.overhead_s, step.total_s)
         width = math.exp(1.645 * self._error(count, step.exposed_s / step.total_s))
         memory = self._memory_bytes(count, micro_batch_size, num_passes)
         return ForecastRow(
@@ -210,11 +213,11 @@ class _Known:
             num_micro_batches=num_passes,
             step_s=step.total_s,
             compute_s=step.compute_s,
-            communication_s=step.communication_s,
+            communication_s=communication_s,
             exposed_s=step.exposed_s,
             loader_s=step.loader_s,
             overhead_s=step.overhead_s,
-            bound_by=step.bound_by,
+            bound_by=limit,
             low_s=step.total_s / width,
             high_s=step.total_s * width,
             samples_per_s=job.global_batch_size / step.total_s,
@@ -347,8 +350,11 @@ class _Known:
         """Seconds a step; workers that meet every k-th step pay the k-th part."""
         wire = job.aggregation.wire if job.aggregation.wire in WIRE_FACTORS else "float32"
         # The two-level sum moves data inside a CPU node through memory that its workers share.
-        label = "SHM" if name == "hierarchical" and self.cluster.device_kind == "cpu" else None
-        seconds = cost_s(name, 4.0 * self.timing.num_parameters, layout, self.network(layout, label), wire=wire)
+        label = SHARED_MEMORY if name == "hierarchical" and self.cluster.device_kind == "cpu" else None
+        network = self.network(layout, label)
+        seconds = sums_s(
+            4.0 * self.timing.num_parameters, lambda size_bytes: cost_s(name, size_bytes, layout, network, wire=wire)
+        )
         return seconds / (job.aggregation.sync_every if job.aggregation.method in ("local_sgd", "diloco") else 1)
 
     def _overhead_s(self, job: Job) -> float:
@@ -393,6 +399,7 @@ class _Known:
             state=state_bytes(job),
             activations=self.activations or Activations(0.0),
             compute_s=lambda samples: pass_s(self.timing, samples),
+            optimizer_s=self._overhead_s(job) - STEP_OVERHEAD_S,
             memory_bytes=self.memory_bytes or node.memory_bytes / max(1, len(node.devices)) or math.inf,
             shape=transformer_shape(job),
         )
@@ -415,7 +422,15 @@ class _Known:
         size_bytes = 4.0 * self.timing.num_parameters * WIRE_FACTORS.get(self.job.aggregation.wire, 1.0)
         pattern = _faster_pattern(machine, size_bytes)
         jitter = Jitter(STRAGGLER_SPREAD, slow_share=0.01, slow_factor=1.05, link_spread=0.1)
-        steps = simulate_steps(machine, row.compute_s, size_bytes, jitter=jitter, pattern=pattern, num_steps=12)
+        steps = simulate_steps(
+            machine,
+            row.compute_s,
+            size_bytes,
+            jitter=jitter,
+            pattern=pattern,
+            num_buckets=min(_MOST_BUCKETS, num_buckets(size_bytes)),
+            num_steps=12,
+        )
         optimizer_s = self._overhead_s(self.job)
         ordered = sorted(float(value) + optimizer_s for value in steps.total_s)
         faults = self.faults()
@@ -439,7 +454,7 @@ class _Known:
         if not self.cluster.network and any(row.nodes > 1 for row in rows):
             rate = self.question.link_bytes_per_s or 0.0
             said.append(
-                f"Links between nodes carry {rate / 1e9:g} GB/s as given, after {_BETWEEN_ALPHA_S * 1e6:.0f} µs."
+                f"Links between nodes carry {rate / 1e9:g} GB/s as given, after {BETWEEN_ALPHA_S * 1e6:.0f} µs."
             )
         if rows[-1].devices > sum(self.node_sizes):
             said.append(
@@ -478,7 +493,9 @@ def pass_s(timing: JobTiming, num_samples: float) -> float:
         return known[0][1] * num_samples / known[0][0]
     place = next((place for place, (size, _) in enumerate(known) if size >= num_samples), len(known) - 1)
     (size, seconds), (next_size, next_s) = known[place - 1], known[place]
-    slope = max(0.0, (next_s - seconds) / (next_size - size))
+    slope = (next_s - seconds) / (next_size - size)
+    if num_samples > next_size:
+        return next_s + max(0.0, slope) * (num_samples - next_size)
     return seconds + slope * (num_samples - size)
 
 
@@ -499,36 +516,6 @@ def _timing_of(job: Job, cluster: Cluster) -> JobTiming:
     others = sorted({timing.job for timing in cluster.timings})
     known = f"it has timings of {', '.join(others)}" if others else "it has timings of no job"
     raise ClusterError(f"The cluster has no timing of the job '{job.name}' ({known}); run paceline probe JOB first.")
-
-
-def _between(cluster: Cluster, question: Question) -> Level | None:
-    """The worst link between nodes that was measured, else what the user gives."""
-    if cluster.network:
-        rate = min(link.bytes_per_s for link in cluster.network)
-        return Level(max(link.latency_s for link in cluster.network), 1 / rate)
-    if question.link_bytes_per_s is not None:
-        return Level(_BETWEEN_ALPHA_S, 1 / question.link_bytes_per_s)
-    return None
-
-
-def _inside(node: Node, num_devices: int, label: str | None) -> Level:
-    """The slowest link of the best ring of so many devices; on CPU the one with that label, else the loopback."""
-    labels = {device.label for device in node.devices}
-    links = [link for link in node.links if labels.issuperset(link.ends) and link.bytes_per_s]
-    if node.device_kind == "cpu":
-        links = (
-            [link for link in links if link.label == label] or [link for link in links if link.label != "SHM"] or links
-        )
-    chosen: Link | None = min(links, key=lambda link: link.bytes_per_s or 0.0, default=None)
-    if node.device_kind == "cuda" and 1 < num_devices <= len(node.devices):
-        chosen = pick(node, num_devices).ring.bottleneck or chosen
-    if chosen is None or not chosen.bytes_per_s:
-        if num_devices == 1:
-            return Level(0.0, 0.0)
-        raise ClusterError(
-            f"Nobody measured what links the devices of {node.hostname or 'the node'}; run paceline probe JOB first."
-        )
-    return Level(chosen.latency_s or _INSIDE_ALPHA_S[node.device_kind], 1 / chosen.bytes_per_s)
 
 
 def _largest_share(job: Job, count: int) -> tuple[int, int, int]:

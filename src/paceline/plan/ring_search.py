@@ -83,12 +83,12 @@ def _best_paths(edges: Weights, by_size: Sequence[Sets], worth: np.ufunc) -> Pat
     for start, end in combinations(range(len(edges)), 2):
         paths[end, 1 << start | 1 << end] = edges[start, end]
     for sets in by_size[:-1]:
-        shorter = paths[:, sets]
+        shorter = paths.take(sets, axis=1)
         starts = sets & -sets
         for end in range(len(edges)):
-            can_grow = (sets >> end & 1 == 0) & (starts < 1 << end)
-            longer = worth(shorter[:, can_grow], edges[:, end, None])
-            paths[end, sets[can_grow] | 1 << end] = longer.max(axis=0)
+            growing = np.flatnonzero((sets >> end & 1 == 0) & (starts < 1 << end))
+            longer = worth(shorter.take(growing, axis=1), edges[:, end, None])
+            paths[end, sets[growing] | 1 << end] = longer.max(axis=0)
     return paths
 
 
@@ -97,7 +97,7 @@ def _ring_worths(edges: Weights, sets: Sets, paths: Paths, worth: np.ufunc) -> N
     worths = np.full(len(sets), NO_EDGE)
     for start in range(len(edges)):
         is_start = sets & -sets == 1 << start
-        worths[is_start] = worth(paths[:, sets[is_start]], edges[:, start, None]).max(axis=0)
+        worths[is_start] = worth(paths.take(sets[is_start], axis=1), edges[:, start, None]).max(axis=0)
     return worths
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from paceline.errors import JobError
+from paceline.plan.buckets import exposed_s, sums_s
 from paceline.plan.collectives import COSTS
 from paceline.plan.memory import (
     USABLE_SHARE,
@@ -25,8 +26,6 @@ from paceline.plan.model import Layout, Level, Mesh, Network
 
 _CLOSE = 1.01
 """Meshes whose steps are within 1 % of the fastest one's are as good; the simplest of them wins."""
-_BACKWARD_SHARE = 2 / 3
-"""Of a pass, in which gradients become ready and can travel."""
 _ALL_REDUCES_A_LAYER = 4
 """Of tensor parallelism: two forward, two backward (Shoeybi et al. 2019, "Megatron-LM", section 3)."""
 _ACTIVATION_WIDTH = 2.0
@@ -45,6 +44,8 @@ class Workload:
     """Seconds of a forward and backward pass of the whole model over so many samples on one device."""
     memory_bytes: float
     """Of one device."""
+    optimizer_s: float = 0.0
+    """Seconds in which one device updates the whole model."""
     shape: TransformerShape | None = None
     """None: no transformer; it can be shared out by data and by sharding only."""
 
@@ -64,10 +65,12 @@ class Candidate:
     """Sums inside of layers and messages between stages: nothing hides them."""
     exposed_s: float
     """What compute does not hide of gradients, and of parameters where they are sharded."""
+    optimizer_s: float
+    """Updates of what the device holds the optimizer's state of."""
 
     @property
     def step_s(self) -> float:
-        return self.compute_s + self.bubble_s + self.tensor_s + self.exposed_s
+        return self.compute_s + self.bubble_s + self.tensor_s + self.exposed_s + self.optimizer_s
 
 
 @dataclass(frozen=True)
@@ -160,8 +163,8 @@ def _priced(
     own_bytes = workload.num_parameters * workload.state.gradient / (mesh.tp * mesh.pp)
     all_reduce_s = _data_all_reduce_s(own_bytes, mesh, devices_per_node, network)
     num_all_reduces = (1.0, 1.0, 0.5 + 0.5 * m, 1.5 * m)[mesh.zero_stage]
-    # Gradients travel while the last backward goes on; a sharded model's all the time.
-    hiding_s = compute_s if mesh.zero_stage == 3 else _BACKWARD_SHARE * turn_s * (m if mesh.zero_stage == 2 else 1)
+    # Gradients travel while the last micro-batch is computed; those of stages 2 and 3 all the time.
+    hiding_s = compute_s if mesh.zero_stage >= 2 else workload.compute_s(last) / (mesh.tp * mesh.pp)
     return Candidate(
         mesh,
         micro_batch_size,
@@ -178,7 +181,8 @@ def _priced(
         compute_s=compute_s,
         bubble_s=(mesh.pp - 1) * turn_s,
         tensor_s=(m + mesh.pp - 1) * _inside_model_s(workload, mesh, micro_batch_size, devices_per_node, network),
-        exposed_s=max(0.0, num_all_reduces * all_reduce_s - hiding_s),
+        exposed_s=exposed_s(hiding_s, own_bytes, num_all_reduces * all_reduce_s),
+        optimizer_s=workload.optimizer_s / (mesh.tp * mesh.pp) / (mesh.dp if mesh.zero_stage else 1),
     )
 
 
@@ -213,7 +217,8 @@ def _data_all_reduce_s(size_bytes: float, mesh: Mesh, devices_per_node: int, net
     layout = Layout((on_a_node,) * full + ((rest,) if rest else ()))
     sharing = min(devices_per_node, mesh.num_workers) / on_a_node
     between = dataclasses.replace(network.between, beta_s_per_byte=network.between.beta_s_per_byte * sharing)
-    return cheapest_s(size_bytes, layout, dataclasses.replace(network, between=between))
+    shared = dataclasses.replace(network, between=between)
+    return sums_s(size_bytes, lambda bucket_bytes: cheapest_s(bucket_bytes, layout, shared))
 
 
 def cheapest_s(size_bytes: float, layout: Layout, network: Network) -> float:
@@ -258,7 +263,7 @@ def _largest_part(candidate: Candidate) -> str:
     parts = _parts(candidate)
     name = max(parts, key=lambda key: parts[key])
     if parts[name] < 0.01 * candidate.step_s:
-        return "all else hides behind compute"
+        return "nothing but compute takes time"
     return f"beside compute, {name} takes most: {_ms(parts[name])}"
 
 
@@ -267,6 +272,7 @@ def _parts(candidate: Candidate) -> dict[str, float]:
         "waiting for gradients": candidate.exposed_s,
         "the pipeline's bubble": candidate.bubble_s,
         "sums inside of layers": candidate.tensor_s,
+        "the optimizer": candidate.optimizer_s,
     }
 
 
@@ -301,4 +307,4 @@ def _ms(seconds: float) -> str:
 
 
 def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.3g} GiB"
+    return f"{num_bytes / 2**30:.3g} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.3g} MiB"

@@ -13,8 +13,10 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Literal
 
+from paceline.plan.buckets import BACKWARD_SHARE
 from paceline.plan.model import Level, Network
 
 if TYPE_CHECKING:
@@ -26,8 +28,6 @@ if TYPE_CHECKING:
 Pattern = Literal["ring", "halving_doubling"]
 """How nodes exchange what they have summed inside."""
 
-BACKWARD_SHARE = 2 / 3
-"""Of a pass: backward multiplies twice where forward multiplies once."""
 _HOPELESS = 50.0
 """Expected tries of one segment beyond which a run is said never to end."""
 _MANY = 1024
@@ -116,14 +116,13 @@ def simulate_steps(
 def _slowest_of(num_devices: int, spread: float, uniform: Array) -> Array:
     """The maximum of `num_devices` normal numbers around 1: F^-1(u^(1/n)), exact and as cheap as one number."""
     import numpy as np
-    from scipy.special import ndtri
 
     if spread == 0:
         return np.ones_like(uniform)
     # 1 - u^(1/n) keeps its digits where u^(1/n) is almost 1.
     upper = -np.expm1(np.log(np.maximum(uniform, 1e-300)) / num_devices)
-    slowest: Array = np.maximum(1 - spread * ndtri(upper), 0.0)
-    return slowest
+    deviations = np.fromiter(map(NormalDist().inv_cdf, upper.ravel()), float, upper.size)
+    return np.maximum(1 - spread * deviations.reshape(upper.shape), 0.0)
 
 
 def _inside_s(machine: Machine, size_bytes: float) -> float:

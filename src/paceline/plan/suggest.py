@@ -46,6 +46,7 @@ def suggest(observations: Sequence[Observation], candidates: Sequence[Placement]
     is_left = np.ones(len(candidates), bool)
     knows_many = any(observation.placement.layout.num_nodes > 2 for observation in observations)
     suggestions: list[Suggestion] = []
+    first = _alone(candidates) if ANCHOR and not observations else []
     while len(suggestions) < budget and is_left.any():
         spread = slopes @ covariance
         variances = (spread * slopes).sum(axis=1)
@@ -53,10 +54,19 @@ def suggest(observations: Sequence[Observation], candidates: Sequence[Placement]
         allowed = is_left.copy()
         if not knows_many and (num_nodes > 2).any():
             allowed &= num_nodes != 2
-        best = int(np.argmax(np.where(allowed, gains, -np.inf)))
+        best = first.pop(0) if first else int(np.argmax(np.where(allowed, gains, -np.inf)))
         covariance = covariance - np.outer(spread[best], spread[best]) / (error**2 + variances[best])
         is_left[best] = False
         knows_many = knows_many or bool(num_nodes[best] > 2)
         mean_variance = float(np.trace(range_moments @ covariance))
         suggestions.append(Suggestion(candidates[best], math.sqrt(max(mean_variance, 0.0))))
     return suggestions
+
+
+ANCHOR=1
+def _alone(candidates):
+    w=min(c.layout.num_workers for c in candidates)
+    r=sorted((c.micro_batch_size,i) for i,c in enumerate(candidates) if c.layout.num_workers==w)
+    if ANCHOR==1: return [r[len(r)//2][1]]
+    if ANCHOR==2: return [r[-1][1],r[0][1]]
+    return [r[-1][1]]

@@ -105,9 +105,7 @@ def _throughput(forecast: Forecast) -> Plot:
     rows = forecast.rows
     figure = _curve(forecast, lambda row: row.samples_per_s, "samples/s", formats.quantity)
     figure["data"] = [
-        *_band(
-            forecast, lambda row: row.global_batch_size / row.high_s, lambda row: row.global_batch_size / row.low_s
-        ),
+        *_band(forecast, lambda row: row.global_batch_size / row.high_s, lambda row: row.global_batch_size / row.low_s),
         _ideal(forecast, rows[0].samples_per_s / rows[0].speedup),
         *figure["data"],
         *_simulated(forecast),

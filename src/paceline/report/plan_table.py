@@ -12,7 +12,7 @@ from rich.text import Text
 from paceline.report import formats
 from paceline.spec.forecast import Forecast, ForecastRow
 
-_FULL_WIDTH = 118
+_FULL_WIDTH = 160
 """Columns of a terminal in which every figure has room."""
 _MOST_ROWS = 24
 """Beyond so many, the table leaves counts out; the page and the JSON have them all."""
@@ -50,7 +50,11 @@ def columns(forecast: Forecast) -> list[Column]:
     return found
 
 
-_LESS_IMPORTANT = ("nodes", "algorithm", "compute", "waits", "memory", "samples to target", "useful")
+_LESS_IMPORTANT = (
+    *("memory", "samples to target", "compute", "waits", "nodes", "algorithm", "micro-batch", "useful"),
+    *("samples/s", "cost to target", "cost / million", "time to target"),
+)
+"""Columns to leave out on a narrow terminal, in this order."""
 
 
 def micro_batch_text(row: ForecastRow) -> str:
@@ -85,7 +89,7 @@ def plan_table(forecast: Forecast, width: int = _FULL_WIDTH) -> RenderableType:
     grown = ", batch grows with the devices" if forecast.grow == "batch" else ""
     lines: list[RenderableType] = [
         Text(f"{forecast.job} on {forecast.device} ({forecast.device_kind}){grown}", style="bold"),
-        _table(forecast, rows, columns(forecast), is_wide=width >= _FULL_WIDTH),
+        _table(forecast, rows, columns(forecast), width),
     ]
     if any(row.objection for row in rows):
         lines.append(Text("Grey rows need another job or a larger device.", style="dim"))
@@ -97,10 +101,10 @@ def plan_table(forecast: Forecast, width: int = _FULL_WIDTH) -> RenderableType:
     return Group(*lines)
 
 
-def _table(forecast: Forecast, rows: Sequence[ForecastRow], cells: Sequence[Column], *, is_wide: bool) -> Table:
+def _table(forecast: Forecast, rows: Sequence[ForecastRow], cells: Sequence[Column], width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("")
-    kept = [column for column in cells if is_wide or column[0] not in _LESS_IMPORTANT]
+    kept = _fitting(rows, cells, width - 2)
     for heading, _ in kept:
         is_word = heading in ("algorithm", "bound by")
         table.add_column(heading, justify="left" if is_word else "right", no_wrap=True)
@@ -110,3 +114,13 @@ def _table(forecast: Forecast, rows: Sequence[ForecastRow], cells: Sequence[Colu
         mark = "\N{BLACK RIGHT-POINTING POINTER}" if is_chosen else ""
         table.add_row(mark, *(cell(row) for _, cell in kept), style=style)
     return table
+
+
+def _fitting(rows: Sequence[ForecastRow], cells: Sequence[Column], width: int) -> list[Column]:
+    """As many columns as have room, the most important ones; those that are left out are on the page."""
+    kept = list(cells)
+    for name in ("", *_LESS_IMPORTANT):
+        kept = [column for column in kept if column[0] != name]
+        if sum(max(map(len, (heading, *map(cell, rows)))) + 2 for heading, cell in kept) <= width:
+            break
+    return kept

@@ -90,7 +90,7 @@ def test_a_pipeline_without_communication_has_the_bubble_of_the_papers() -> None
 
 
 @given(st.sampled_from([1, 2, 4, 8, 16, 64]), st.floats(1e9, 1e11), st.sampled_from([FAST, SLOW]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_everything_that_is_offered_fits_and_more_memory_is_never_slower(
     num_workers: int, memory_bytes: float, network: Network
 ) -> None:

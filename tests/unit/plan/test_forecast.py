@@ -1,0 +1,279 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import ClusterError, JobError
+from paceline.plan.collectives import cost_s
+from paceline.plan.forecast import Question, counts_between, forecast, pass_s, transformer_shape
+from paceline.plan.model import Layout, Level, Network
+from paceline.plan.network import PER_MESSAGE_S
+from paceline.spec import Cluster, Job, JobTiming, MicroBatchTiming
+from tests.sample_clusters import GIB, cpu_cluster, gpu_cluster
+
+JOB = Job(global_batch_size=4096, virtual_shards=4096)
+SMALL = Job(global_batch_size=64, virtual_shards=64)
+
+
+def timed(*pairs: tuple[int, float]) -> JobTiming:
+    return JobTiming("job", "a device", 10, 1, tuple(MicroBatchTiming(size, seconds) for size, seconds in pairs))
+
+
+# --- counts and passes ---
+
+
+@given(st.integers(1, 5000), st.integers(0, 5000))
+def test_counts_have_both_ends_ascend_and_stay_few(first: int, more: int) -> None:
+    counts = counts_between(first, first + more)
+    assert counts[0] == first
+    assert counts[-1] == first + more
+    assert counts == sorted(set(counts))
+    assert len(counts) <= 64 + 4 * 13
+    assert counts[: min(64, more + 1)] == list(range(first, first + min(64, more + 1)))
+
+
+def test_a_range_keeps_powers_of_two() -> None:
+    assert {2**power for power in range(13)} <= set(counts_between(1, 4096))
+
+
+def test_a_pass_is_between_its_neighbours_and_goes_on_as_the_last_two() -> None:
+    timing = timed((1, 0.010), (8, 0.012), (64, 0.068))
+    assert pass_s(timing, 8) == 0.012
+    assert pass_s(timing, 36) == pytest.approx(0.040)
+    assert pass_s(timing, 128) == pytest.approx(0.132)
+    assert pass_s(timing, 0.5) == 0.010
+    assert pass_s(timed((16, 0.1)), 32) == pytest.approx(0.2)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.integers(1, 512), st.floats(1e-4, 1)), min_size=1, max_size=6, unique_by=lambda p: p[0]))
+def test_a_pass_of_a_size_that_was_timed_takes_what_it_took(pairs: list[tuple[int, float]]) -> None:
+    timing = timed(*pairs)
+    for size, seconds in pairs:
+        assert pass_s(timing, size) == pytest.approx(seconds)
+    assert pass_s(timing, 1024) >= 0.999 * pass_s(timing, 512) > 0
+
+
+# --- rows ---
+
+
+def test_a_row_adds_up_and_says_what_was_measured() -> None:
+    found = forecast(JOB, gpu_cluster(), [1, 8, 16])
+    one, eight, sixteen = found.rows
+    assert (one.nodes, eight.nodes, sixteen.nodes) == (1, 1, 2)
+    assert eight.micro_batch_size == 512
+    assert eight.compute_s == pytest.approx(4e-3 + 1e-3 * 512)  # the line of the last two sizes
+    assert sixteen.micro_batch_size == 256
+    assert sixteen.compute_s == pytest.approx(4e-3 + 1e-3 * 256)
+    # A device holds 73 GiB of samples at most: 872 at 90 MB each beside 0.5 GB of state.
+    assert (one.num_micro_batches, one.micro_batch_size) == (5, 872)
+    for row in found.rows:
+        assert row.low_s < row.step_s < row.high_s
+        assert row.samples_per_s == pytest.approx(4096 / row.step_s)
+        assert row.step_s == pytest.approx(row.compute_s + row.exposed_s + row.overhead_s)
+        assert row.speedup == pytest.approx(one.step_s / row.step_s)
+        assert row.efficiency == pytest.approx(row.speedup / row.devices)
+        assert row.memory_bytes is not None
+        assert row.memory_bytes < 80 * GIB
+    assert sixteen.high_s / sixteen.low_s >= eight.high_s / eight.low_s
+
+
+def test_the_algorithm_is_the_cheapest_by_the_costs() -> None:
+    job, cluster = dataclasses.replace(JOB, global_batch_size=64, virtual_shards=64), gpu_cluster(link_bytes_per_s=1e9)
+    (row,) = forecast(job, cluster, [16]).rows
+    network = Network(Level(5e-6, 1 / 250e9), Level(15e-6, 1 / 1e9), PER_MESSAGE_S["cuda"])
+    prices = {name: 4 * cost_s(name, 25e6, Layout((8, 8)), network) for name in ("all_reduce", "hierarchical")}
+    assert prices["hierarchical"] < 0.9 * prices["all_reduce"]
+    assert row.algorithm == "hierarchical"
+    assert row.communication_s == pytest.approx(prices["hierarchical"])
+
+
+def test_a_wire_format_and_rare_meetings_cost_less() -> None:
+    def communication_s(**aggregation: object) -> float:
+        job = SMALL.with_values(aggregation=aggregation)
+        return forecast(job, gpu_cluster(link_bytes_per_s=1e9), [16]).rows[0].communication_s
+
+    plain = communication_s()
+    assert communication_s(wire="int8") < communication_s(wire="bfloat16") < 0.7 * plain
+    assert communication_s(method="local_sgd", sync_every=10) == pytest.approx(plain / 10)
+
+
+def test_bitwise_jobs_sum_by_the_exact_tree_and_pass_shard_by_shard() -> None:
+    job = Job(global_batch_size=64, virtual_shards=8, parity="bitwise")
+    for row, passes in zip(forecast(job, cpu_cluster(2), [1, 2, 4]).rows, (8, 4, 2), strict=True):
+        assert (row.micro_batch_size, row.num_micro_batches) == (8, passes)
+        assert row.algorithm == "tree_exact" or row.devices == 1
+
+
+def test_a_slow_loader_bounds_the_step() -> None:
+    found = forecast(JOB, gpu_cluster(loader_samples_per_s=300.0), [1, 8])
+    assert [row.bound_by for row in found.rows] == ["loader", "loader"]
+    assert found.rows[0].samples_per_s == pytest.approx(300)
+    assert "bound by the loader" in found.reason
+
+
+@given(st.integers(1, 64), st.sampled_from([2e8, 1e9, 12.5e9]))
+@settings(max_examples=10, deadline=None)
+def test_more_of_the_same_never_slows_a_link_or_a_device(count: int, rate: float) -> None:
+    slow = forecast(JOB, gpu_cluster(link_bytes_per_s=rate), [count]).rows[0]
+    fast = forecast(JOB, gpu_cluster(link_bytes_per_s=2 * rate), [count]).rows[0]
+    quick = forecast(JOB, gpu_cluster(link_bytes_per_s=rate, sample_s=5e-4), [count]).rows[0]
+    assert fast.step_s <= slow.step_s
+    assert quick.step_s < slow.step_s
+    assert slow.efficiency <= 1.01  # a device beyond the first brings no more than the first
+
+
+def test_batches_that_grow_keep_the_part_of_a_device() -> None:
+    job = Job(global_batch_size=128, virtual_shards=8)
+    rows = forecast(job, gpu_cluster(), [1, 4, 16], Question(grow="batch")).rows
+    assert [row.global_batch_size for row in rows] == [128, 512, 2048]
+    assert [row.micro_batch_size for row in rows] == [128, 128, 128]
+    assert rows[2].speedup > 15
+
+
+# --- target, price, failures ---
+
+
+def test_time_and_cost_to_a_target() -> None:
+    question = Question(price_per_device_hour=2.5, target_samples=1e8)
+    for row in forecast(JOB, gpu_cluster(), [1, 16], question).rows:
+        assert row.samples_to_target == 1e8
+        assert row.time_to_target_s is not None
+        assert row.cost_to_target == pytest.approx(2.5 * row.devices * row.time_to_target_s / 3600)
+        # Failures and checkpoints cost little on two nodes, but something.
+        assert 1 < row.time_to_target_s * row.samples_per_s / 1e8 < 1.01
+
+
+def test_a_noise_scale_counts_samples_as_mccandlish_does() -> None:
+    """Samples to the target grow as 1 + B / B_noise (McCandlish et al. 2018, equation 2.11)."""
+    job = Job(global_batch_size=128, virtual_shards=8)
+    question = Question(grow="batch", noise_scale=1000, target_samples=1e6)
+    one, sixteen = forecast(job, gpu_cluster(), [1, 16], question).rows
+    assert one.samples_to_target == pytest.approx(1e6)
+    assert sixteen.samples_to_target == pytest.approx(1e6 * (1 + 2.048) / (1 + 0.128))
+
+
+# --- it says no ---
+
+
+def test_a_small_model_on_a_slow_link_stays_where_it_is() -> None:
+    # One core a node, so that two devices already talk over the network.
+    nodes = tuple(dataclasses.replace(node, devices=node.devices[:1]) for node in cpu_cluster(4).nodes)
+    cluster = dataclasses.replace(cpu_cluster(4), nodes=nodes)
+    found = forecast(SMALL, cluster, [1, 2, 3, 4])
+    assert found.recommended_devices == 1
+    assert found.verdict == "Stay with 1 device: adding devices does not pay here."
+    assert "bound by communication" in found.reason
+    assert "below the floor of 50 %" in found.reason
+    assert found.bend.startswith("Scaling bends after 1 device ")
+    fast = dataclasses.replace(cluster, network=cpu_cluster(4, link_bytes_per_s=10e9).network)
+    large = dataclasses.replace(SMALL, global_batch_size=2048)
+    assert forecast(large, fast, [1, 2, 4]).recommended_devices == 4
+
+
+def test_a_batch_beyond_the_noise_scale_takes_fewer_devices() -> None:
+    job = Job(global_batch_size=256, virtual_shards=8)
+    without = forecast(job, gpu_cluster(), [1, 2, 4, 8, 16], Question(grow="batch"))
+    assert without.recommended_devices == 16
+    found = forecast(job, gpu_cluster(), [1, 2, 4, 8, 16], Question(grow="batch", noise_scale=500))
+    assert found.recommended_devices < 8
+    assert "what they cost makes progress, below the floor of 50 %" in found.reason
+
+
+def test_a_batch_that_was_too_large_from_the_start_is_told_with_a_better_one() -> None:
+    found = forecast(JOB, gpu_cluster(), [1, 2, 4, 8, 16], Question(noise_scale=256))
+    assert found.recommended_devices == 1
+    assert "The global batch of 4,096 is 16x the noise scale of 256: 94 % of its samples bring nothing." in found.reason
+    assert "--set global_batch_size=" in found.reason
+
+
+def test_what_the_job_rules_out_is_not_recommended_but_promised() -> None:
+    found = forecast(dataclasses.replace(JOB, virtual_shards=8), gpu_cluster(), [1, 8, 16])
+    assert found.recommended_devices == 8
+    assert found.rows[2].objection == "it needs --set virtual_shards=16, which is part of the job"
+    assert "This job does not run on 16 devices; 16 devices would be 1.9" in found.reason
+    assert "--set virtual_shards=16" in found.reason
+
+
+def test_what_does_not_fit_is_not_recommended() -> None:
+    job = Job(global_batch_size=64, virtual_shards=8)
+    cluster = gpu_cluster(memory_bytes=1 * GIB)
+    # A shard of eight samples takes 0.7 GB beside 0.5 GB of state.
+    with pytest.raises(
+        JobError, match=r"None of these device counts .* a virtual shard of 8 samples needs 1\.\d+ GiB of"
+    ):
+        forecast(job, cluster, [1, 8])
+    rows = forecast(dataclasses.replace(job, virtual_shards=32), cluster, [1, 8]).rows
+    assert (rows[0].micro_batch_size, rows[0].objection) == (4, "")
+
+
+def test_near_the_best_fewer_devices_are_taken() -> None:
+    found = forecast(dataclasses.replace(JOB, global_batch_size=256, virtual_shards=8), gpu_cluster(), [1, 4, 5, 6, 7])
+    assert found.recommended_devices == 4  # two shards for the busiest worker with 4, 5, 6 and 7
+
+
+# --- beyond the cluster ---
+
+
+def test_thousands_of_devices_show_where_scaling_bends_and_what_failures_leave() -> None:
+    found = forecast(JOB, gpu_cluster(), counts_between(1, 4096))
+    assert found.rows[-1].nodes == 512
+    assert found.bend.startswith("Scaling bends after ")
+    assert "most of it to waiting for gradients" in found.bend
+    by_devices = {row.devices: row for row in found.rows}
+    assert [row.devices for row in found.simulated] == [16 << power for power in range(9)]
+    for simulated in found.simulated:
+        # Two ways to the same number: node by node with stragglers, and by formula.
+        assert 0.7 < simulated.step_s / by_devices[simulated.devices].step_s < 1.4
+    lasting = [row.availability for row in found.simulated]
+    assert lasting == sorted(lasting, reverse=True)
+    assert any("Llama 3" in sentence for sentence in found.assumptions)
+
+
+def test_without_a_network_there_is_one_node_unless_a_rate_is_given() -> None:
+    alone = gpu_cluster(1)
+    assert forecast(JOB, alone, [1, 8]).recommended_devices == 8
+    with pytest.raises(ClusterError, match=r"16 devices need several nodes, .* \(one node has 8\); .* --link-rate"):
+        forecast(JOB, alone, [1, 16])
+    found = forecast(JOB, alone, [1, 16], Question(link_bytes_per_s=12.5e9, devices_per_node=4))
+    assert found.rows[1].nodes == 3  # the eight that there are, and two of four
+    assert any("12.5 GB/s as given" in sentence for sentence in found.assumptions)
+
+
+# --- what is not known ---
+
+
+def test_a_job_that_was_not_probed() -> None:
+    with pytest.raises(
+        ClusterError, match=r"no timing of the job 'other' \(it has timings of job\); run paceline probe"
+    ):
+        forecast(dataclasses.replace(JOB, name="other"), gpu_cluster(), [1])
+    with pytest.raises(ClusterError, match="timings of no job"):
+        forecast(JOB, dataclasses.replace(gpu_cluster(), timings=()), [1])
+
+
+def test_links_that_nobody_measured() -> None:
+    cluster = cpu_cluster()
+    unlinked = Cluster(tuple(dataclasses.replace(node, links=()) for node in cluster.nodes), (), cluster.timings)
+    assert forecast(SMALL, unlinked, [1]).recommended_devices == 1
+    with pytest.raises(ClusterError, match="Nobody measured what links the devices of node0; run paceline probe"):
+        forecast(SMALL, unlinked, [1, 2])
+
+
+def test_a_cluster_without_devices() -> None:
+    with pytest.raises(ClusterError, match="no devices"):
+        forecast(JOB, Cluster(()), [1])
+
+
+def test_the_shape_of_a_transformer_is_what_the_job_says_or_nothing() -> None:
+    options = {"num_layers": 4, "width": 128, "num_heads": 4}
+    whole = JOB.with_values(model={"name": "gpt", "options": options}, data={"options": {"context": 64}})
+    shape = transformer_shape(whole)
+    assert shape is not None
+    assert (shape.num_layers, shape.width, shape.num_heads, shape.sequence) == (4, 128, 4, 64)
+    assert transformer_shape(JOB) is None
+    lines = forecast(whole, gpu_cluster(), [8]).strategy
+    assert len(lines) == 4
