@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from paceline.cli.execute import begun_with, execute, new_run_dir
+from paceline.cli.foretold import CLUSTER_FILE, ClusterFile, feed_back, foretold, unforetold
 from paceline.cli.options import (
     Algorithm,
     AsJson,
@@ -69,6 +70,7 @@ def scale(
     container: Container = None,
     python: Python = None,
     hang_timeout: HangTimeout = HANG_TIMEOUT_S,
+    cluster: ClusterFile = CLUSTER_FILE,
 ) -> None:
     """Train a job on 1, 2, … N devices and write the study: scaling.json, scaling.csv, report.html."""
     # The page needs a template engine and a plotting library: not for `paceline --help`.
@@ -88,13 +90,18 @@ def scale(
         # A CPU device is a fixed number of threads, or two devices would be no more than one.
         threads = threads or spread(site.cluster, counts[-1]).threads_per_worker
         for seed in range(base.seed, base.seed + seeds):
-            for count in counts:
-                one = dataclasses.replace(base.grown(count) if grow == "batch" else base, seed=seed)
-                plan = place(one, site.cluster, count, threads_per_worker=threads, algorithm=algorithm)
-                todo.append((f"devices{count}-seed{seed}", one, plan))
+            jobs = [dataclasses.replace(base.grown(count) if grow == "batch" else base, seed=seed) for count in counts]
+            plans = [
+                place(one, site.cluster, count, threads_per_worker=threads, algorithm=algorithm)
+                for one, count in zip(jobs, counts, strict=True)
+            ]
+            if grow == "none":
+                plans = foretold(base, plans, cluster)
+            names = [f"devices{count}-seed{seed}" for count in counts]
+            todo += zip(names, jobs, plans, strict=True)
         for name, one, plan in todo:
             try:
-                records.append(_record_of(one, plan, study_dir / "runs" / name, site, max_steps, quiet))
+                records.append(_record_of(one, plan, study_dir / "runs" / name, site, cluster, max_steps, quiet))
             except WorkerFailed as failure:
                 failures.append(f"{name}: {failure}")
                 print(f"{failure.details}\npaceline: {failures[-1]}", file=sys.stderr)
@@ -117,11 +124,16 @@ def scale(
         raise WorkerFailed(f"{len(failures)} of {len(todo)} runs failed: {'; '.join(failures)}")
 
 
-def _record_of(job: Job, plan: Plan, run_dir: Path, site: Site, max_steps: int | None, quiet: bool) -> RunRecord:
+def _record_of(
+    job: Job, plan: Plan, run_dir: Path, site: Site, cluster: Path, max_steps: int | None, quiet: bool
+) -> RunRecord:
     """The record of this very run if the study was begun before, else of a new one."""
     path = run_dir / "record.json"
     if path.exists():
-        if begun_with(run_dir) == (job, plan, max_steps):
+        begun_job, begun_plan, begun_steps = begun_with(run_dir)
+        if (begun_job, unforetold(begun_plan), begun_steps) == (job, unforetold(plan), max_steps):
             return RunRecord.load(path)
         raise JobError(f"{run_dir} holds a run of another job; choose another --out for this study.")
-    return execute(job, plan, run_dir, site, max_steps=max_steps, quiet=quiet)
+    record = execute(job, plan, run_dir, site, max_steps=max_steps, quiet=quiet)
+    feed_back([record], cluster)
+    return record

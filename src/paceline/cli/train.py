@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli.execute import execute, new_run_dir, training_program
+from paceline.cli.foretold import CLUSTER_FILE, ClusterFile, feed_back, foretold
 from paceline.cli.options import (
     Algorithm,
     AsJson,
@@ -67,6 +68,7 @@ def train(
     python: Python = None,
     hang_timeout: HangTimeout = HANG_TIMEOUT_S,
     debug_comm: DebugComm = False,
+    cluster: ClusterFile = CLUSTER_FILE,
     show: DryRun = False,
 ) -> None:
     """Train a job on some workers of this machine, or of several."""
@@ -84,7 +86,7 @@ def train(
             algorithm=algorithm,
             num_servers=servers,
         )
-        return dataclasses.replace(plan, debug_comm=debug_comm)
+        return foretold(resolved, [dataclasses.replace(plan, debug_comm=debug_comm)], cluster)[0]
 
     if show:
         site, run_dir = site_on_paper(where), (out or Path("runs") / resolved.name).absolute()
@@ -94,12 +96,15 @@ def train(
     with open_site(where, run_dir) as site:
         plan = plan_for(site)
         record = execute(resolved, plan, run_dir, site, max_steps=max_steps, quiet=quiet, trackers=track or [])
+    feed_back([record], cluster)
     if as_json:
         print(json.dumps(record.summary()))
         return
     accuracy = "" if record.accuracy is None else f"accuracy {record.accuracy:.2%}, "
+    expected = plan.forecast_samples_per_s
+    foretold_words = "" if expected is None else f" (forecast {expected:,.0f})"
     print(
-        f"{accuracy}{record.samples_per_s:,.0f} samples/s on {record.world_size} x {plan.device_kind}, "
+        f"{accuracy}{record.samples_per_s:,.0f} samples/s{foretold_words} on {record.world_size} x {plan.device_kind}, "
         f"{record.steps} steps in {record.train_s:.1f} s ({record.wall_s:.1f} s in all)\n"
         f"weights_sha256 {record.weights_sha256}\n{run_dir}/record.json"
     )

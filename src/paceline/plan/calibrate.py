@@ -23,6 +23,8 @@ from paceline.plan.collectives import COSTS
 from paceline.plan.model import Layout, Level, Network, StepForecast
 from paceline.plan.step_time import (
     INTERVAL_SIGMAS,
+    ComputeTime,
+    StepModel,
     bound_by,
     compute_s,
     expected_maximum,
@@ -39,6 +41,9 @@ UNKNOWN_GRADIENT_BYTES = 100e6
 
 _PRIOR_ERROR, _PRIOR_ERROR_WEIGHT = 0.02, 3.0
 """Standard deviation of log(measured / forecast) before anything is seen, and as many rows as that is worth."""
+_UNSEEN_ERROR = 0.04
+"""What the formulas miss on placements that nobody measured, however well they fit those that somebody did: the order
+of the errors on published tables, a few in a hundred. It widens intervals only."""
 _ROBUST_SIGMAS = 2.0
 """Errors larger than this many standard deviations count in proportion, not by their square."""
 _FARTHEST = 5.0
@@ -114,7 +119,7 @@ class Constants:
 
 @dataclass(frozen=True)
 class Prior:
-    """What a constant is before anything is measured: within a factor of e^deviation of the median, two times of three."""
+    """What a constant is before anything is measured: most likely within a factor of e^deviation of the median."""
 
     median: float
     deviation: float
@@ -130,9 +135,9 @@ class Contradiction:
     forecast_s: float
     """From all other rows."""
 
-    def sentence(self, first_row: int = 1) -> str:
+    def sentence(self, name: str) -> str:
         return (
-            f"Row {self.row + first_row} contradicts the others: it says {self.measured_s:.4g} s where they make "
+            f"{name} contradicts the other rows: it says {self.measured_s:.4g} s where they make "
             f"{self.forecast_s:.4g} s likely; measure it again, or leave it out."
         )
 
@@ -151,6 +156,18 @@ class Calibration:
     link_bytes_per_s: float | None
     """What `between_beta_s_per_byte` is for, where the rows tell."""
     contradictions: tuple[Contradiction, ...] = ()
+
+    def step_model(self) -> StepModel:
+        """What is known of the job's step but for communication."""
+        constants = self.constants
+        return StepModel(
+            compute=ComputeTime(constants.fixed_s, constants.per_sample_s, constants.floor_s),
+            overlap_exponent=1 + constants.overlap_beyond_sum,
+            tail_fraction=min(constants.tail_fraction, 1.0),
+            straggler_spread=constants.straggler_spread,
+            neighbour_slowdown=constants.neighbour_slowdown,
+            error=math.hypot(self.error, _UNSEEN_ERROR),
+        )
 
     def relative_deviation(self, name: str) -> float:
         """How uncertain a constant still is: a factor of e^this."""
@@ -180,7 +197,9 @@ def predict(calibration: Calibration, placements: Sequence[Placement]) -> list[S
     constants = calibration.constants
     parts = steps.parts(constants, steps.communication_s(constants))
     slopes = sensitivities(calibration, placements)
-    variances = np.einsum("ij,jk,ik->i", slopes, calibration.covariance, slopes) + calibration.error**2
+    variances = (
+        np.einsum("ij,jk,ik->i", slopes, calibration.covariance, slopes) + calibration.error**2 + _UNSEEN_ERROR**2
+    )
     widths = np.exp(INTERVAL_SIGMAS * np.sqrt(variances))
     return [
         StepForecast(

@@ -20,7 +20,7 @@ import numpy as np
 from paceline.plan.model import BoundBy, Layout, StepForecast
 
 _FLOOR_SHARPNESS = 8.0
-"""How abruptly launching kernels stops to be the limit as a micro-batch grows; 8 rounds off 9 % where both are equal."""
+"""How abruptly launching kernels stops to be the limit as a micro-batch grows; 8 adds 9 % where both are equal."""
 
 INTERVAL_SIGMAS = 1.645
 """Standard deviations to either side in which a normal quantity is nine times of ten."""
@@ -147,7 +147,11 @@ class StepModel:
 def local_compute_s(model: StepModel, micro_batch_size: float, layout: Layout, num_micro_steps: int = 1) -> float:
     """What an average worker on the fullest node computes in a step."""
     g = max(layout.workers_per_node)
-    return num_micro_steps * model.compute.seconds(micro_batch_size) * neighbours_factor(model.neighbour_slowdown, g)
+    return (
+        num_micro_steps
+        * model.compute.seconds(micro_batch_size)
+        * float(neighbours_factor(model.neighbour_slowdown, g))
+    )
 
 
 def neighbours_factor(slowdown: Any, num_on_node: Any) -> Any:

@@ -34,6 +34,7 @@ def suggest(observations: Sequence[Observation], candidates: Sequence[Placement]
 
     Two nodes never stand for many: where clouds cap each flow, a pair of nodes is slower than any link of three. So as
     long as nothing on three nodes or more is measured or suggested, and the range has some, none on two is suggested.
+    Where nothing is measured yet, the first is the smallest: it costs least, and all others are judged by it.
     """
     if not candidates:
         return []
@@ -46,7 +47,7 @@ def suggest(observations: Sequence[Observation], candidates: Sequence[Placement]
     is_left = np.ones(len(candidates), bool)
     knows_many = any(observation.placement.layout.num_nodes > 2 for observation in observations)
     suggestions: list[Suggestion] = []
-    first = _alone(candidates) if ANCHOR and not observations else []
+    first = [] if observations else _alone(candidates)
     while len(suggestions) < budget and is_left.any():
         spread = slopes @ covariance
         variances = (spread * slopes).sum(axis=1)
@@ -63,10 +64,9 @@ def suggest(observations: Sequence[Observation], candidates: Sequence[Placement]
     return suggestions
 
 
-ANCHOR=1
-def _alone(candidates):
-    w=min(c.layout.num_workers for c in candidates)
-    r=sorted((c.micro_batch_size,i) for i,c in enumerate(candidates) if c.layout.num_workers==w)
-    if ANCHOR==1: return [r[len(r)//2][1]]
-    if ANCHOR==2: return [r[-1][1],r[0][1]]
-    return [r[-1][1]]
+def _alone(candidates: Sequence[Placement]) -> list[int]:
+    """The fewest workers at their middle micro-batch."""
+    fewest = min(candidate.layout.num_workers for candidate in candidates)
+    alone = [place for place, candidate in enumerate(candidates) if candidate.layout.num_workers == fewest]
+    alone.sort(key=lambda place: candidates[place].micro_batch_size)
+    return [alone[len(alone) // 2]]

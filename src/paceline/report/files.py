@@ -84,6 +84,8 @@ def _row_mapping(row: StudyRow) -> dict[str, Any]:
         "speedup": row.speedup,
         "efficiency": row.efficiency,
         "samples_per_s": row.samples_per_s,
+        "forecast_samples_per_s": row.forecast_samples_per_s,
+        "forecast_error": row.forecast_error,
         "time_to_first_step_s": row.time_to_first_step_s,
         "wall_s": row.wall_s,
         "step_time": asdict(row.step_time),

@@ -23,6 +23,11 @@ def points(change: float | None, digits: int = 2) -> str:
     return number.replace("-", "\N{MINUS SIGN}")
 
 
+def signed_percent(fraction: float | None) -> str:
+    """An error: -0.034 as "-3.4 %", with a true minus sign."""
+    return NOTHING if fraction is None else f"{points(fraction, 1)} %"
+
+
 def spread(low: float | None, high: float | None) -> str:
     """The range over seeds, in percent: "97.54 to 97.98" with a dash."""
     return NOTHING if low is None or high is None else f"{100 * low:.2f}\N{EN DASH}{100 * high:.2f}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,10 @@ _PARTS = (
 """Parts of a step, and the colours that the style sheet has for them."""
 _MANY = 32
 """Devices beyond which axes are logarithmic."""
+
+
+_WORTH_DRAWING = 0.995
+"""Part of the time that lasts, above which failures are no matter."""
 
 
 def render_plan_page(forecast: Forecast) -> str:
@@ -54,19 +59,23 @@ def plan_plots(forecast: Forecast) -> list[Plot]:
         plots.append(
             _of_rows(forecast, "cost", "Cost of a million samples", "cost", lambda row: row.cost_per_million_samples)
         )
-    if forecast.simulated:
+    if len(plots) % 2 == 0:  # the first one is wide: an odd number of others would leave a hole
+        plots[-1] = dataclasses.replace(plots[-1], wide=True)
+    if any(row.availability < _WORTH_DRAWING for row in forecast.simulated):
         plots.append(_lasting(forecast))
     return plots
 
 
 def _step(forecast: Forecast) -> Plot:
-    """Parts of the step on top of each other."""
+    """Parts of the step on top of each other; in percent over a wide range, where one step would hide all others."""
     rows = forecast.rows
+    is_share = _is_wide_range(forecast)
     values: dict[str, Callable[[ForecastRow], float]] = {
         "compute": lambda row: row.compute_s,
         "exposed": lambda row: row.exposed_s,
         "loader and overhead": lambda row: max(0.0, row.step_s - row.compute_s - row.exposed_s),
     }
+    unit = "%" if is_share else "ms"
     names = {"exposed": "waiting for gradients", "loader and overhead": "loader, optimizer, stragglers"}
     data: list[dict[str, Any]] = [
         {
@@ -74,9 +83,10 @@ def _step(forecast: Forecast) -> Plot:
             "mode": "lines",
             "name": names.get(key, key),
             "stackgroup": "step",
+            "groupnorm": "percent" if is_share else "",
             "x": [row.devices for row in rows],
             "y": [1e3 * values[key](row) for row in rows],
-            "hovertemplate": "%{x} devices<br>%{y:.3g} ms " + names.get(key, key) + "<extra></extra>",
+            "hovertemplate": "%{x} devices<br>%{y:.3g} " + unit + " " + names.get(key, key) + "<extra></extra>",
             "line": {"width": 0.5, "color": f"var(--part-{color})"},
             "fillcolor": f"var(--part-{color})",
         }
@@ -94,7 +104,7 @@ def _step(forecast: Forecast) -> Plot:
         f"{formats.duration(best.step_s)} in all.",
         {
             "data": data,
-            "layout": base_layout(_devices_axis(forecast), axis_style("ms", rangemode="tozero"), **_legend()),
+            "layout": base_layout(_devices_axis(forecast), axis_style(unit, rangemode="tozero"), **_legend()),
         },
         wide=True,
     )
@@ -212,7 +222,7 @@ def _lasting(forecast: Forecast) -> Plot:
         "The part of a long run that is work which lasts, with checkpoints at Daly's interval.",
         "Percent of time that lasts. "
         + "; ".join(f"{row.devices:,} devices: {100 * row.availability:.1f} %" for row in rows),
-        {"data": [data], "layout": base_layout(_devices_axis(forecast), axis_style("%"))},
+        {"data": [data], "layout": base_layout(_devices_axis(forecast), axis_style("%", range=[0, 102]))},
         wide=True,
     )
 

@@ -48,6 +48,8 @@ class StudyRow:
     efficiency: float | None
     """speedup / (devices / smallest device count)."""
     samples_per_s: float
+    forecast_samples_per_s: float | None
+    """What the planner expected; None where nobody asked it."""
     time_to_first_step_s: float
     wall_s: float
     """This one and the two above: medians over seeds."""
@@ -59,6 +61,12 @@ class StudyRow:
     @property
     def seeds(self) -> tuple[int, ...]:
         return tuple(run.job.seed for run in self.runs)
+
+    @property
+    def forecast_error(self) -> float | None:
+        """Of the forecast, as a part of what was measured."""
+        expected = self.forecast_samples_per_s
+        return None if expected is None or not self.samples_per_s else expected / self.samples_per_s - 1
 
     @property
     def weights_sha256(self) -> dict[int, str]:
@@ -116,6 +124,10 @@ class Study:
     def same_weights(self) -> bool:
         """All device counts ended with the same weights, bit for bit, for every seed."""
         return len(self.rows) > 1 and all(row.same_weights for row in self.rows)
+
+    @property
+    def has_forecast(self) -> bool:
+        return any(row.forecast_samples_per_s is not None for row in self.rows)
 
     @property
     def has_accuracy(self) -> bool:
@@ -231,6 +243,7 @@ def _row(runs: tuple[RunRecord, ...], base: tuple[RunRecord, ...]) -> StudyRow:
         speedup=speedup,
         efficiency=None if speedup is None else speedup * base_devices / devices,
         samples_per_s=median(run.samples_per_s for run in runs),
+        forecast_samples_per_s=_expected(runs),
         time_to_first_step_s=median(run.time_to_first_step_s for run in runs),
         wall_s=median(run.wall_s for run in runs),
         step_time=StepTime(
@@ -241,6 +254,11 @@ def _row(runs: tuple[RunRecord, ...], base: tuple[RunRecord, ...]) -> StudyRow:
         ),
         same_weights=_same_weights(runs, base),
     )
+
+
+def _expected(runs: Iterable[RunRecord]) -> float | None:
+    expected = [run.plan.forecast_samples_per_s for run in runs if run.plan.forecast_samples_per_s is not None]
+    return median(expected) if expected else None
 
 
 def _accuracies(runs: Iterable[RunRecord]) -> list[float]:

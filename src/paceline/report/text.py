@@ -21,6 +21,7 @@ def study_table(study: Study) -> RenderableType:
     # The usual numbers fit into the 80 columns of a pipe; where they do not, cells fold and none is cut.
     headings = ["devices", *(["batch", "rate"] if grows else []), "time", "speed-up", "efficiency"]
     headings += [] if grows else ["samples/s"]
+    headings += ["forecast", "error"] if study.has_forecast else []
     headings += ["accuracy", "spread", "change"] if study.has_accuracy else []
     for heading in headings:
         table.add_column(heading, justify="right", overflow="fold")
@@ -52,6 +53,8 @@ def _cells(study: Study, row: StudyRow, grows: bool) -> list[str]:
     ]
     if not grows:
         cells.append(formats.quantity(row.samples_per_s))
+    if study.has_forecast:
+        cells += [formats.quantity(row.forecast_samples_per_s), formats.signed_percent(row.forecast_error)]
     if study.has_accuracy:
         # A spread of one seed is no spread.
         spread = formats.spread(row.accuracy_min, row.accuracy_max) if row.has_spread else formats.NOTHING

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -135,12 +136,46 @@ class JobTiming:
 
 
 @dataclass(frozen=True)
+class ForecastCheck:
+    """A forecast and what the run then did."""
+
+    job: str
+    devices: int
+    forecast_samples_per_s: float
+    measured_samples_per_s: float
+
+    @property
+    def error(self) -> float:
+        """Of the forecast, as a part of what was measured."""
+        return self.forecast_samples_per_s / self.measured_samples_per_s - 1
+
+
+MOST_CHECKS = 50
+"""The last so many are remembered."""
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Nodes, the network between them, and what jobs took on them."""
 
     nodes: tuple[Node, ...]
     network: tuple[NetworkLink, ...] = ()
     timings: tuple[JobTiming, ...] = ()
+    checks: tuple[ForecastCheck, ...] = ()
+    """How right forecasts were, the latest last."""
+
+    def checked(self, check: ForecastCheck) -> Cluster:
+        """The same with one more forecast that a run has put to the test."""
+        return replace(self, checks=(*self.checks, check)[-MOST_CHECKS:])
+
+    def past_error(self) -> str:
+        """ "within 4 % on the last 12 runs": nine of ten of them; empty without a run."""
+        if not self.checks:
+            return ""
+        errors = sorted(abs(check.error) for check in self.checks)
+        worst = errors[math.ceil(0.9 * len(errors)) - 1]
+        runs = "run" if len(errors) == 1 else f"{len(errors)} runs"
+        return f"within {worst:.0%} on the last {runs}".replace("%", " %")
 
     @property
     def devices(self) -> tuple[Device, ...]:

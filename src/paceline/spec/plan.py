@@ -55,6 +55,9 @@ class Plan:
     timeout_s: float = at_least(1, 600.0)
     """How long a collective waits for a silent peer."""
 
+    forecast_samples_per_s: float | None = None
+    """What the planner expected of this run; None: nobody asked it."""
+
     @property
     def backend(self) -> str:
         return "nccl" if self.device_kind == "cuda" else "gloo"

@@ -54,6 +54,9 @@ LossFn = Callable[[nn.Module, Any], Tensor]
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
+# Gradient noise changes slowly, and a small model's norms every step would cost more than 1 % of its time.
+_NOISE_EVERY_STEPS = 2
+
 _DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
@@ -351,7 +354,8 @@ class Run:
 
     def _take_norms(self, share: Share) -> TakeNorms | None:
         """What becomes of a step's gradient norms; those of a short last batch would be too noisy to use."""
-        if self._noise is None or 2 * share.global_size < self.job.global_batch_size:
+        is_short = 2 * share.global_size < self.job.global_batch_size
+        if self._noise is None or is_short or self.steps % _NOISE_EVERY_STEPS:
             return None
         if not self._scaler.is_enabled():
             return self._noise.take

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 HEAVY = ("torch", "numpy", "plotly", "jinja2", "pandas", "pyarrow", "PIL")
-COMMANDS = ["topo", "probe", "launch", "train", "scale", "verify", "submit", "bench", "report", "doctor"]
+COMMANDS = ["topo", "probe", "plan", "launch", "train", "scale", "verify", "submit", "bench", "report", "doctor"]
 
 ASK = f"""
 import sys

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -53,3 +54,12 @@ def test_one_seed_shows_no_spread_and_one_count_no_mark() -> None:
 
 def test_same_weights_are_told(bitwise_study: Study) -> None:
     assert "Same weights bit for bit on 1, 2 and 4 devices" in piped(bitwise_study, 200)
+
+
+def test_forecast_and_measurement_stand_side_by_side() -> None:
+    records = sample_study_records(devices=(1, 2), seeds=(0,))
+    foretold = [replace(run, plan=replace(run.plan, forecast_samples_per_s=0.9 * run.samples_per_s)) for run in records]
+    lines = piped(analyse(foretold, grow="none", tolerance=0.01), 120).splitlines()
+    assert lines[0].split()[5:7] == ["forecast", "error"]
+    assert all("\N{MINUS SIGN}10.0 %" in line for line in lines[2:4])
+    assert "forecast" not in piped(analyse(records, grow="none", tolerance=0.01), 120)

@@ -1,0 +1,82 @@
+"""The page of a plan in a real browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.plan.forecast import Question, counts_between, forecast
+from paceline.report.plan_page import plan_plots, render_plan_page
+from paceline.spec import Job
+from tests.browser.chromium import Browser
+from tests.browser.test_report_page import contrast, rgb, show
+from tests.sample_clusters import cpu_cluster, gpu_cluster
+
+pytestmark = pytest.mark.browser
+
+JOB = Job(global_batch_size=1024, virtual_shards=1024)
+PLANS = {
+    "few": forecast(JOB, gpu_cluster(), [1, 2, 4, 8, 16]),
+    "many": forecast(
+        JOB,
+        gpu_cluster(),
+        counts_between(1, 1024),
+        Question(price_per_device_hour=2.5, noise_scale=3000, target_samples=1e8),
+    ),
+    "stay": forecast(Job(global_batch_size=64, virtual_shards=4), cpu_cluster(4), [1, 2, 4, 8]),
+    "alone": forecast(JOB, gpu_cluster(1), [1]),
+}
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("plan")
+    found = {name: folder / f"{name}.html" for name in PLANS}
+    for name, page in found.items():
+        page.write_text(render_plan_page(PLANS[name]), encoding="utf-8")
+    return found
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("width", [390, 1400])
+def test_all_is_drawn_without_network_errors_or_overflow(
+    browser: Browser, pages: dict[str, Path], name: str, width: int
+) -> None:
+    show(browser, pages[name], width=width)
+    assert [url for url in browser.requested_urls() if not url.startswith(("file:", "data:", "blob:"))] == []
+    assert browser.log("browser") == []
+    for plot in plan_plots(PLANS[name]):
+        num_lines, right = browser.run(
+            f"const plot = document.getElementById('plot-{plot.key}');"
+            "return [plot.querySelectorAll('.trace').length, plot.getBoundingClientRect().right];"
+        )
+        assert num_lines == len(plot.figure["data"]), plot.key
+        assert right <= width, plot.key
+    assert browser.run("return document.documentElement.scrollWidth;") <= width
+
+
+def test_the_recommended_row_is_marked(browser: Browser, pages: dict[str, Path]) -> None:
+    show(browser, pages["many"])
+    marked = browser.run("return [...document.querySelectorAll('tr.recommended')].map((row) => row.innerText);")
+    assert [row.split()[:2] for row in marked] == [[str(PLANS["many"].recommended_devices), "recommended"]]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_lines_and_words_are_visible_in_either_scheme(browser: Browser, pages: dict[str, Path], scheme: str) -> None:
+    show(browser, pages["many"], scheme="dark" if scheme == "dark" else "light")
+    surface, words, lines = browser.run(
+        """
+        const style = (selector) => [...document.querySelectorAll(selector)].map((e) => getComputedStyle(e));
+        return [
+            getComputedStyle(document.querySelector("figure")).backgroundColor,
+            [...style(".results tbody td").map((s) => s.color), ...style(".xtick text").map((s) => s.fill)],
+            style("#plot-plan-speedup .trace path.js-line").map((s) => s.stroke).filter((color) => color !== "none"),
+        ];
+        """
+    )
+    assert max(rgb(surface)) < 60 if scheme == "dark" else min(rgb(surface)) > 200
+    assert len(words) > 50
+    assert all(contrast(rgb(word), rgb(surface)) >= 4.5 for word in words)
+    assert lines
+    assert all(contrast(rgb(line), rgb(surface)) >= 3 for line in lines)

@@ -1,0 +1,159 @@
+"""`paceline plan` without training anything: options, files, the plan that a run can follow."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline.cli import app
+from paceline.cli.plan import device_counts, recommended_plan
+from paceline.errors import ClusterError, JobError
+from paceline.plan.forecast import forecast
+from paceline.spec import Job, Plan
+from tests.sample_clusters import cpu_cluster, gpu_cluster
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a job and what was probed."""
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text('name = "job"\nglobal_batch_size = 1024\nvirtual_shards = 1024\n', encoding="utf-8")
+    gpu_cluster().save(Path("cluster.json"))
+    return tmp_path
+
+
+def ask(*arguments: str) -> str:
+    """Standard output of `paceline plan`; what it raises is raised."""
+    result = CliRunner().invoke(app, ["plan", *arguments], catch_exceptions=False)
+    if isinstance(result.exception, Exception):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [("1", [1]), ("4,1,2", [1, 2, 4]), ("1..4,8", [1, 2, 3, 4, 8]), ("2-3", [2, 3]), (" 1 .. 2 ", [1, 2])],
+)
+def test_counts_are_read_as_people_write_them(text: str, counts: list[int]) -> None:
+    assert device_counts(text) == counts
+
+
+@pytest.mark.parametrize("text", ["", "0", "1..", "4..1", "1..4..8", "one", "1,,2", "1..99999999"])
+def test_counts_that_are_none_name_the_option(text: str) -> None:
+    with pytest.raises(JobError, match=r"--devices .* should be counts such as 1,2,4 or a range such as 1..64"):
+        device_counts(text)
+
+
+def test_table_page_and_files(folder: Path) -> None:
+    text = ask("job.toml", "--price", "2.5", "--target-samples", "1e8")
+    assert "Use 16 devices" in text
+    assert "time to target" in text
+    assert text.splitlines()[-2:] == ["plan.json", "plan.html"]
+    marked = [line for line in text.splitlines() if line.startswith("►")]
+    assert len(marked) == 1
+    assert marked[0].split()[1] == "16"
+    plan = Plan.from_mapping(json.loads(Path("plan.json").read_text(encoding="utf-8")))
+    assert plan.world_size == 16
+    assert [share.hostname for share in plan.shares] == ["node0", "node1"]
+    assert len(json.loads(Path("forecast.json").read_text(encoding="utf-8"))["rows"]) == 16
+    assert "<title>job" in Path("plan.html").read_text(encoding="utf-8")
+
+
+def test_json_is_one_line_with_the_plan(folder: Path) -> None:
+    text = ask("job.toml", "--devices", "1,2", "--json", "--out", "elsewhere")
+    found = json.loads(text)
+    assert len(text.splitlines()) == 1
+    assert [row["devices"] for row in found["rows"]] == [1, 2]
+    assert found["recommended_devices"] == found["plan"]["world_size"] == 2
+    assert (folder / "elsewhere" / "plan.json").exists()
+
+
+def test_settings_reach_the_job(folder: Path) -> None:
+    rows = json.loads(ask("job.toml", "--devices", "1,4", "--set", "virtual_shards=2", "--json"))["rows"]
+    assert "virtual_shards=4" in rows[1]["objection"]
+
+
+def test_a_plan_for_devices_that_are_not_there_is_not_written(folder: Path) -> None:
+    text = ask("job.toml", "--devices", "64", "--out", "far")
+    assert "No plan.json: the cluster lacks devices for 64" in text
+    assert not (folder / "far" / "plan.json").exists()
+    assert (folder / "far" / "plan.html").exists()
+
+
+def test_a_plan_follows_the_recommended_row() -> None:
+    job = Job(global_batch_size=64, virtual_shards=64)
+    cluster = cpu_cluster()
+    plan = recommended_plan(job, cluster, forecast(job, cluster, [2]))
+    assert plan is not None
+    assert (plan.world_size, plan.micro_batch_size) == (2, None)
+    bitwise = job.with_values(parity="bitwise")
+    exact = recommended_plan(bitwise, cluster, forecast(bitwise, cluster, [2]))
+    assert exact is not None
+    assert exact.algorithm == "tree_exact"
+
+
+def test_nothing_probed_is_one_sentence(folder: Path) -> None:
+    with pytest.raises(ClusterError, match=r"There is no nowhere.json, .* run paceline probe job.toml first\."):
+        ask("job.toml", "--cluster", "nowhere.json")
+    Path("job.toml").write_text('name = "another"\n', encoding="utf-8")
+    with pytest.raises(ClusterError, match=r"no timing of the job 'another' .* run paceline probe JOB first"):
+        ask("job.toml")
+
+
+def test_a_job_is_needed() -> None:
+    with pytest.raises(JobError, match="Name the job to plan for"):
+        ask()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--fit", "o.csv"), "--fit needs --predict Q.csv beside it"),
+        (("--predict", "q.csv"), "--predict needs --fit OBS.csv beside it"),
+        (("--suggest", "o.csv", "--fit", "o.csv"), "--suggest stands alone"),
+        (("job.toml", "--suggest", "o.csv"), "leave job.toml out"),
+    ],
+)
+def test_what_does_not_go_together(arguments: tuple[str, ...], sentence: str, calls: list[Any]) -> None:
+    with pytest.raises(JobError, match=sentence):
+        ask(*arguments)
+    assert calls == []
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What reaches the commands behind --fit and --suggest."""
+    seen: list[Any] = []
+    module = ModuleType("paceline.cli.plan_fit")
+    module.fit_and_predict = lambda *given: seen.append(("fit", *given))  # type: ignore[attr-defined]
+    module.suggest_next = lambda *given: seen.append(("suggest", *given))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "paceline.cli.plan_fit", module)
+    return seen
+
+
+def test_calibration_needs_neither_job_nor_cluster(calls: list[Any]) -> None:
+    ask("--fit", "o.csv", "--predict", "q.csv", "--json")
+    ask("--suggest", "o.csv", "--budget", "3")
+    assert calls == [("fit", Path("o.csv"), Path("q.csv"), True), ("suggest", Path("o.csv"), 3, False)]
+
+
+def test_4096_devices_in_two_seconds(folder: Path) -> None:
+    """Of computing, so that others on this machine do not count; the page and all files included."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    arguments = ["job.toml", "--devices", "1..4096", "--price", "2", "--target-samples", "1e9", "--json"]
+    result = subprocess.run(
+        [sys.executable, "-m", "paceline", "plan", *arguments], capture_output=True, text=True, timeout=60, check=True
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert json.loads(result.stdout)["rows"][-1]["devices"] == 4096
+    spent_s = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    assert spent_s < 4.0  # 1.7 s on an idle core; a shared one takes longer for the same work

@@ -1,0 +1,180 @@
+"""The laws that the price of a sum obeys, on any layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import JobError
+from paceline.plan.collectives import COSTS, WIRE_FACTORS, bandwidth_bound_s, cost_s
+from paceline.plan.model import Layout, Level, Network
+from paceline.spec import AlgorithmName
+
+SIZE = 1e8
+BETA = 1e-9
+K = SIZE * BETA
+
+layouts = st.lists(st.integers(1, 9), min_size=1, max_size=9).map(lambda counts: Layout(tuple(counts)))
+algorithms = st.sampled_from(sorted(COSTS))
+
+
+def network(inside: float = 0.0, between: float = BETA, alpha: float = 0.0, per_message: float = 0.0) -> Network:
+    return Network(Level(alpha, inside), Level(alpha, between), per_message)
+
+
+def one_each(num_nodes: int) -> Layout:
+    return Layout((1,) * num_nodes)
+
+
+def test_every_algorithm_and_wire_format_of_a_run_has_a_price() -> None:
+    from paceline.comm import ALGORITHMS, WIRE_FORMATS
+
+    assert set(COSTS) == set(ALGORITHMS)
+    assert set(COSTS) == set(get_args(AlgorithmName)) - {"auto"}
+    assert set(WIRE_FACTORS) == set(WIRE_FORMATS)
+
+
+def test_factors_of_wire_formats_are_those_of_their_messages() -> None:
+    import torch
+
+    from paceline.comm import WIRE_FORMATS
+
+    values = torch.zeros(1 << 16)
+    for name, wire in WIRE_FORMATS.items():
+        assert WIRE_FACTORS[name] == wire.encode(values).nbytes / values.nbytes
+
+
+def test_chunks_are_cut_as_the_run_cuts_them() -> None:
+    from paceline.comm import hierarchical
+    from paceline.plan import collectives
+
+    run = sys.modules[hierarchical.__module__]
+    for name in ("MIN_CHUNK_BYTES", "MAX_CHUNK_BYTES", "NUM_CHUNKS"):
+        assert getattr(collectives, name) == getattr(run, name)
+
+
+def test_a_price_needs_no_torch() -> None:
+    code = "import sys, paceline.plan.collectives; sys.exit('torch' in sys.modules or 'scipy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@given(st.integers(2, 64))
+def test_one_server_moves_2_n_minus_1_copies_and_a_ring_2_n_minus_1_nths(n: int) -> None:
+    assert cost_s("parameter_server", SIZE, one_each(n), network()) == pytest.approx(2 * (n - 1) * K)
+    assert cost_s("all_to_one", SIZE, one_each(n), network()) == pytest.approx(2 * (n - 1) * K)
+    for algorithm in ("ring", "all_reduce", "hierarchical", "tree_exact"):
+        assert COSTS[algorithm](SIZE, one_each(n), network(), 1) == pytest.approx(2 * (n - 1) / n * K)  # type: ignore[index]
+
+
+@given(st.integers(2, 64), st.integers(1, 64))
+def test_servers_share_the_load(n: int, num_servers: int) -> None:
+    expected = 2 * (n - 1) / min(n, num_servers) * K
+    assert cost_s("parameter_server", SIZE, one_each(n), network(), num_servers=num_servers) == pytest.approx(expected)
+
+
+@given(st.integers(2, 12), st.integers(2, 8))
+def test_two_levels_move_one_gth_of_the_flat_traffic_between_nodes(num_nodes: int, g: int) -> None:
+    layout = Layout((g,) * num_nodes)
+    flat = cost_s("parameter_server", SIZE, layout, network())
+    assert cost_s("parameter_server_two_level", SIZE, layout, network()) == pytest.approx(flat / g)
+    # The sum between leaders is that of one worker a node.
+    alone = cost_s("hierarchical", SIZE, one_each(num_nodes), network())
+    assert cost_s("hierarchical", SIZE, layout, network()) == pytest.approx(alone)
+
+
+@given(st.integers(0, 6))
+def test_halving_and_doubling_has_the_traffic_of_a_ring_in_the_fewest_rounds(log_n: int) -> None:
+    n = 2**log_n
+    assert cost_s("halving_doubling", SIZE, one_each(n), network()) == pytest.approx(2 * (n - 1) / n * K)
+    rounds = cost_s("halving_doubling", 0.0, one_each(n), network(alpha=1.0))
+    assert rounds == pytest.approx(2 * log_n)
+    assert cost_s("ring", 0.0, one_each(n), network(alpha=1.0)) == pytest.approx(2 * (n - 1))
+
+
+@given(layouts)
+def test_halving_and_doubling_counts_what_crosses_as_a_replay_does(layout: Layout) -> None:
+    node_of = [node for node, count in enumerate(layout.workers_per_node) for _ in range(count)]
+    n = len(node_of)
+    core = 1 << (n.bit_length() - 1)
+    exchanges = [([(p, p ^ (1 << r)) for p in range(core)], SIZE / 2 ** (r + 1)) for r in range(core.bit_length() - 1)]
+    exchanges += [([(p, p - core) for p in range(core, n)], SIZE)]
+    expected = 0.0
+    for pairs, size in exchanges:
+        out = [sum(node_of[a] == node != node_of[b] for a, b in pairs) for node in range(layout.num_nodes)]
+        into = [sum(node_of[b] == node != node_of[a] for a, b in pairs) for node in range(layout.num_nodes)]
+        expected += 2 * max(out + into) * size * BETA
+    assert cost_s("halving_doubling", SIZE, layout, network()) == pytest.approx(expected)
+
+
+@given(algorithms, layouts, st.integers(1, 9), st.floats(0, 1e-8))
+def test_no_algorithm_beats_the_bandwidth_bound(
+    algorithm: AlgorithmName, layout: Layout, num_servers: int, inside: float
+) -> None:
+    wires = network(inside=inside)
+    bound = bandwidth_bound_s(SIZE, layout, wires)
+    assert cost_s(algorithm, SIZE, layout, wires, num_servers=num_servers) >= bound * (1 - 1e-9)
+
+
+@given(algorithms, st.integers(1, 9))
+def test_one_worker_sends_nothing(algorithm: AlgorithmName, num_servers: int) -> None:
+    assert cost_s(algorithm, SIZE, Layout((1,)), network(1e-9, 1e-9, 1e-3, 1e-3), num_servers=num_servers) == 0
+
+
+@given(algorithms, layouts, st.floats(1, 1e9), st.floats(1.01, 10), st.integers(1, 5))
+def test_more_bytes_slower_links_longer_waits_and_more_overhead_never_cost_less(
+    algorithm: AlgorithmName, layout: Layout, size: float, factor: float, num_servers: int
+) -> None:
+    slow = network(1e-10, 1e-9, 1e-5, 1e-6)
+
+    def price(size_bytes: float, wires: Network) -> float:
+        return cost_s(algorithm, size_bytes, layout, wires, num_servers=num_servers)
+
+    base = price(size, slow) * (1 - 1e-9)
+    assert price(size * factor, slow) >= base
+    assert price(size, dataclasses.replace(slow, per_message_s=slow.per_message_s * factor)) >= base
+    for level in ("inside", "between"):
+        link: Level = getattr(slow, level)
+        for worse in (
+            Level(link.alpha_s * factor, link.beta_s_per_byte),
+            Level(link.alpha_s, link.beta_s_per_byte * factor),
+        ):
+            assert price(size, dataclasses.replace(slow, **{level: worse})) >= base
+
+
+@given(layouts)
+def test_a_lossy_format_shrinks_what_travels_but_not_what_stays_in_a_node(layout: Layout) -> None:
+    for algorithm in ("ring", "halving_doubling", "parameter_server"):
+        whole = COSTS[algorithm](SIZE, layout, network(BETA), 1)  # type: ignore[index]
+        assert cost_s(algorithm, SIZE, layout, network(BETA), wire="bfloat16") == pytest.approx(whole / 2)  # type: ignore[arg-type]
+    inside_only = network(inside=BETA, between=0.0)
+    kept = cost_s("hierarchical", SIZE, layout, inside_only)
+    assert cost_s("hierarchical", SIZE, layout, inside_only, wire="int8") == pytest.approx(kept)
+    assert cost_s("tree_exact", SIZE, layout, network(), wire="int8") == cost_s("tree_exact", SIZE, layout, network())
+
+
+def test_two_levels_overlap_by_chunks() -> None:
+    layout = Layout((4, 4))
+    inside, between = network(BETA, 0.0), network(0.0, BETA)
+    both = cost_s("hierarchical", SIZE, layout, network(BETA, BETA))
+    one, other = cost_s("hierarchical", SIZE, layout, inside), cost_s("hierarchical", SIZE, layout, between)
+    assert max(one, other) < both < 0.75 * (one + other)
+
+
+def test_many_nodes_take_trees_instead_of_a_ring_when_latency_rules() -> None:
+    wires = network(0.0, BETA, alpha=1e-5)
+    layout = one_each(1024)
+    assert cost_s("all_reduce", 1e3, layout, wires) == pytest.approx(20 * 1e-5 + 2e3 * BETA)
+    assert cost_s("all_reduce", 1e3, layout, wires) < cost_s("ring", 1e3, layout, wires)
+
+
+def test_what_has_no_price_is_said() -> None:
+    with pytest.raises(JobError, match="auto has no price"):
+        cost_s("auto", SIZE, one_each(2), network())
+    with pytest.raises(JobError, match="int4 has no price"):
+        cost_s("ring", SIZE, one_each(2), network(), wire="int4")

@@ -1,0 +1,121 @@
+"""Computing, overlap, queues, stragglers and what bounds a step."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.plan.model import Layout
+from paceline.plan.step_time import (
+    ComputeTime,
+    StepModel,
+    compute_from_flops,
+    expected_maximum,
+    fit_compute,
+    forecast_step,
+    overlapped_s,
+    queue_s,
+    smooth_max,
+)
+
+seconds = st.floats(1e-6, 1e4)
+ONE, TWO = Layout((1,)), Layout((2,))
+
+
+@given(seconds, seconds, st.floats(1, 40), st.floats(0, 1))
+def test_overlap_lies_between_all_and_none(compute: float, communication: float, exponent: float, tail: float) -> None:
+    total = overlapped_s(compute, communication, exponent, tail)
+    assert max(compute, communication) * (1 - 1e-9) <= total <= (compute + communication) * (1 + 1e-9)
+
+
+@given(seconds, seconds)
+def test_the_ends_of_overlap_are_exact(one: float, other: float) -> None:
+    assert smooth_max(one, other, 1.0) == pytest.approx(one + other)
+    assert smooth_max(one, other, math.inf) == max(one, other)
+    assert overlapped_s(one, other, math.inf, 1.0) == pytest.approx(one + other)
+
+
+@given(seconds, seconds, st.floats(1, 20), st.floats(1.01, 2))
+def test_a_higher_exponent_hides_more(one: float, other: float, exponent: float, factor: float) -> None:
+    assert smooth_max(one, other, exponent * factor) <= smooth_max(one, other, exponent) * (1 + 1e-9)
+
+
+@given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=20))
+def test_a_queue_takes_no_less_than_either_and_no_more_than_both(buckets: list[tuple[float, float]]) -> None:
+    ready, transfer = sorted(one for one, _ in buckets), [other for _, other in buckets]
+    end = queue_s(ready, transfer)
+    assert end >= max(ready[-1] + transfer[-1], sum(transfer)) * (1 - 1e-9)
+    assert end <= (ready[-1] + sum(transfer)) * (1 + 1e-9)
+
+
+def test_a_queue_waits_for_buckets_and_for_the_link() -> None:
+    assert queue_s([1.0, 2.0, 10.0], [3.0, 1.0, 2.0]) == 12.0  # 1..4, 4..5, 10..12
+    assert queue_s([], []) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("n", "published"), [(1, 0), (2, 0.56419), (3, 0.84628), (5, 1.16296), (10, 1.53875), (100, 2.50759)]
+)
+def test_expected_maximum_is_that_of_the_tables(n: int, published: float) -> None:
+    """Harter 1961, "Expected values of normal order statistics", Biometrika 48."""
+    assert expected_maximum(n) == pytest.approx(published, abs=1e-5)
+
+
+def test_expected_maximum_is_that_of_draws() -> None:
+    draw = random.Random(0)
+    mean = sum(max(draw.gauss(0, 1) for _ in range(16)) for _ in range(4000)) / 4000
+    assert expected_maximum(16) == pytest.approx(mean, abs=0.04)
+
+
+@given(st.floats(1e-5, 1), st.floats(1e-6, 1e-2), st.lists(st.integers(1, 4096), min_size=2, max_size=6, unique=True))
+def test_a_line_is_found_again(fixed_s: float, per_sample_s: float, sizes: list[int]) -> None:
+    fitted = fit_compute(sizes, [fixed_s + per_sample_s * size for size in sizes])
+    for size in (1, 100, 5000):
+        assert fitted.seconds(size) == pytest.approx(fixed_s + per_sample_s * size, rel=1e-3)
+
+
+def test_constants_of_computing_are_never_negative() -> None:
+    fitted = fit_compute([1, 2, 4], [1.0, 0.9, 0.8])
+    assert (fitted.fixed_s, fitted.per_sample_s) == (pytest.approx(0.89, abs=0.02), 0.0)
+    steep = fit_compute([1, 2], [1.0, 3.0])
+    assert steep.fixed_s == 0.0 and steep.per_sample_s > 0
+    alone = fit_compute([8], [2.0])
+    assert (alone.fixed_s, alone.per_sample_s) == (0.0, pytest.approx(0.25))
+
+
+def test_launching_kernels_is_a_floor() -> None:
+    compute = ComputeTime(0.0, 0.001, floor_s=0.02)
+    assert compute.seconds(1) == pytest.approx(0.02)
+    assert compute.seconds(1000) == pytest.approx(1.0)
+
+
+def test_without_a_measurement_operations_decide() -> None:
+    assert compute_from_flops(3e9, 10e12, efficiency=0.3).seconds(10) == pytest.approx(0.01)
+
+
+def test_what_bounds_a_step_is_named() -> None:
+    model = StepModel(ComputeTime(0.01, 0.001), overlap_exponent=math.inf, tail_fraction=0.0)
+    assert forecast_step(model, ONE, 90, 0.0).bound_by == "compute"
+    slow_link = forecast_step(model, TWO, 90, 0.5)
+    assert (slow_link.bound_by, slow_link.total_s, slow_link.exposed_s) == ("communication", 0.5, pytest.approx(0.4))
+    slow_loader = forecast_step(StepModel(ComputeTime(0.01, 0.001), loader_samples_per_s=100), TWO, 90, 0.0)
+    assert (slow_loader.bound_by, slow_loader.total_s) == ("loader", pytest.approx(1.8))
+    assert forecast_step(StepModel(ComputeTime(0.01, 0.0), overhead_s=0.1), ONE, 90, 0.0).bound_by == "overhead"
+
+
+def test_stragglers_neighbours_and_overhead_add_up() -> None:
+    model = StepModel(ComputeTime(0.0, 0.001), straggler_spread=0.1, neighbour_slowdown=0.2, overhead_s=0.01, error=0.1)
+    step = forecast_step(model, TWO, 100, 0.0)
+    assert step.compute_s == pytest.approx(0.1 * 1.1)
+    assert step.total_s == pytest.approx(0.11 * (1 + 0.1 * expected_maximum(2)) + 0.01)
+    assert step.total_s == pytest.approx(step.compute_s + step.overhead_s + step.exposed_s)
+    assert step.high_s / step.total_s == pytest.approx(math.exp(0.1645)) == step.total_s / step.low_s
+
+
+def test_only_the_last_micro_step_hides_communication() -> None:
+    model = StepModel(ComputeTime(0.0, 0.001), overlap_exponent=math.inf, tail_fraction=0.0)
+    assert forecast_step(model, TWO, 100, 0.25, num_micro_steps=4).total_s == pytest.approx(0.3 + 0.25)
