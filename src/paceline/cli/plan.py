@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -111,13 +112,14 @@ def recommended_plan(job: Job, cluster: Cluster, forecast: Forecast) -> Plan | N
     if row.devices > len(cluster.devices):
         return None
     grown = job.grown(row.devices) if forecast.grow == "batch" else job
-    return place(
+    plan = place(
         grown,
         cluster,
         row.devices,
         micro_batch_size=row.micro_batch_size if row.num_micro_batches > 1 and job.parity == "numeric" else None,
         algorithm=row.algorithm if row.devices > 1 else "auto",
     )
+    return dataclasses.replace(plan, forecast_samples_per_s=row.samples_per_s)
 
 
 def _check_probed(job: str, cluster: Path) -> None:

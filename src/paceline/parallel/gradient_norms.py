@@ -87,7 +87,7 @@ class WorkerNorms:
         self._last = None
         if self._take is not None and self._share is not None:
             share = self._share
-            # The weighted mean of |g|^2, where buckets held weight * g; a worker without a sample has no part in it.
+            # The weighted mean of |g|^2, where buckets held weight * g; a worker with a stand-in has no part in it.
             weight = sum(share.sizes) / share.global_size
             own = self._own_sqr / weight if share.sizes else self._zero
             num_samples = share.global_size

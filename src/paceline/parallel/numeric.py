@@ -118,8 +118,7 @@ class NumericDataParallel:
         self._hook_state = HookState(aggregator, names, on_last_bucket=self._on_last_bucket)
 
         def hook(state: HookState, bucket: Any) -> Any:
-            if not state.idle:
-                self._worker_norms.bucket_filled(bucket.buffer())
+            self._worker_norms.bucket_filled(bucket.buffer())
             return aggregate(state, bucket)
 
         # DDP compares annotations, if there are any, with the classes themselves.

@@ -112,6 +112,7 @@ def forecast(job: Job, cluster: Cluster, devices: Sequence[int], question: Quest
         efficiency_floor=question.efficiency_floor,
         price_per_device_hour=question.price_per_device_hour,
         noise_scale=question.noise_scale,
+        past_error=cluster.past_error(),
     )
 
 

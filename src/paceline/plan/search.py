@@ -238,7 +238,8 @@ def explain(result: SearchResult, workload: Workload) -> tuple[str, ...]:
     other = result.runner_up
     if other is not None:
         slower = other.step_s / winner.step_s - 1
-        behind = f"{100 * slower:+.0f} %" if abs(slower) >= 0.005 else "as fast, but less simple"
+        behind = f"{100 * abs(slower):.0f} % {'slower' if slower > 0 else 'faster, but less simple'}"
+        behind = behind if abs(slower) >= 0.005 else "as fast, but less simple"
         lines += [f"Then {other.mesh}: {_ms(other.step_s)} a step ({behind}), {_batches(other)}."]
         lines += [_difference(winner, other)]
     return tuple(lines)

@@ -245,7 +245,11 @@ def _curve(
         "showlegend": False,
         "marker": {"size": 15, "color": "rgba(0,0,0,0)", "line": {"color": series_color(1), "width": 3}},
     }
-    yaxis = axis_style(title, rangemode="tozero") if not _is_wide_range(forecast) else axis_style(title, type="log")
+    yaxis = (
+        axis_style(title, rangemode="tozero")
+        if not _is_wide_range(forecast)
+        else axis_style(title, type="log", nticks=6)
+    )
     layout = base_layout(_devices_axis(forecast), yaxis, hovermode="closest")
     return {"data": [_line(forecast, value, say, 0), ring], "layout": layout}
 
@@ -349,7 +353,7 @@ def _devices_axis(forecast: Forecast) -> dict[str, Any]:
         return axis_style("devices", rangemode="tozero")
     first, last = forecast.rows[0].devices, forecast.rows[-1].devices
     ticks = [1 << power for power in range(last.bit_length()) if first <= 1 << power <= last]
-    ticks = ticks[:: max(1, len(ticks) // 7)]
+    ticks = ticks[:: -(-len(ticks) // 7)]
     return axis_style("devices", type="log", tickvals=ticks, ticktext=[f"{tick:,}" for tick in ticks])
 
 

@@ -96,6 +96,8 @@ def plan_table(forecast: Forecast, width: int = _FULL_WIDTH) -> RenderableType:
     if len(rows) < len(forecast.rows):
         lines.append(Text(f"{len(rows)} of {len(forecast.rows)} counts; the page has all of them."))
     lines += [Text(f"\n{forecast.verdict}", style="bold"), Text(forecast.reason), Text(forecast.bend)]
+    if forecast.past_error:
+        lines.append(Text(f"Forecasts for this cluster were right {forecast.past_error}."))
     if forecast.strategy:
         lines.append(Text("\n" + "\n".join(forecast.strategy)))
     return Group(*lines)

@@ -126,6 +126,10 @@ class Study:
         return len(self.rows) > 1 and all(row.same_weights for row in self.rows)
 
     @property
+    def has_spread(self) -> bool:
+        return any(row.has_spread for row in self.rows)
+
+    @property
     def has_forecast(self) -> bool:
         return any(row.forecast_samples_per_s is not None for row in self.rows)
 

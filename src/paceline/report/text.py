@@ -22,7 +22,7 @@ def study_table(study: Study) -> RenderableType:
     headings = ["devices", *(["batch", "rate"] if grows else []), "time", "speed-up", "efficiency"]
     headings += [] if grows else ["samples/s"]
     headings += ["forecast", "error"] if study.has_forecast else []
-    headings += ["accuracy", "spread", "change"] if study.has_accuracy else []
+    headings += ["accuracy", *(["spread"] if study.has_spread else []), "change"] if study.has_accuracy else []
     for heading in headings:
         table.add_column(heading, justify="right", overflow="fold")
     for row in study.rows:
@@ -56,10 +56,11 @@ def _cells(study: Study, row: StudyRow, grows: bool) -> list[str]:
     if study.has_forecast:
         cells += [formats.quantity(row.forecast_samples_per_s), formats.signed_percent(row.forecast_error)]
     if study.has_accuracy:
-        # A spread of one seed is no spread.
-        spread = formats.spread(row.accuracy_min, row.accuracy_max) if row.has_spread else formats.NOTHING
-        change = formats.NOTHING if row is study.base else formats.points(row.accuracy_change)
-        cells += [formats.percent(row.accuracy, 2), spread, change]
+        cells.append(formats.percent(row.accuracy, 2))
+        if study.has_spread:
+            # A spread of one seed is no spread.
+            cells.append(formats.spread(row.accuracy_min, row.accuracy_max) if row.has_spread else formats.NOTHING)
+        cells.append(formats.NOTHING if row is study.base else formats.points(row.accuracy_change))
     return cells
 
 

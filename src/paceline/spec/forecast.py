@@ -97,6 +97,8 @@ class Forecast:
     efficiency_floor: float = 0.5
     price_per_device_hour: float | None = None
     noise_scale: float | None = None
+    past_error: str = ""
+    """How right forecasts for this cluster were: "within 4 % on the last 12 runs"; empty: none was put to the test."""
 
     @property
     def recommended(self) -> ForecastRow:

@@ -68,12 +68,19 @@ def test_names_cannot_inject_markup(few: Forecast) -> None:
 def test_plots_are_plain_finite_json_with_all_counts(many: Forecast) -> None:
     plots = plan_plots(many)
     assert [plot.key for plot in plots] == [
-        "plan-step", "plan-throughput", "plan-speedup", "plan-efficiency", "plan-time", "plan-cost", "plan-lasting",
+        "plan-step", "plan-throughput", "plan-speedup", "plan-efficiency", "plan-time", "plan-cost",
     ]  # fmt: skip
     for plot in plots:
         json.dumps(plot.figure, allow_nan=False)
     line = next(trace for trace in plots[1].figure["data"] if trace["name"] == "forecast")
     assert line["x"] == [row.devices for row in many.rows]
+
+
+def test_failures_are_drawn_where_they_matter(many: Forecast) -> None:
+    failing = tuple(dataclasses.replace(row, availability=0.9) for row in many.simulated)
+    plot = plan_plots(dataclasses.replace(many, simulated=failing))[-1]
+    assert plot.key == "plan-lasting"
+    assert plot.figure["data"][0]["y"] == [90.0] * len(many.simulated)
 
 
 def test_the_band_is_the_interval_and_the_ideal_is_one_device(few: Forecast) -> None:
@@ -130,3 +137,10 @@ def test_one_row_alone() -> None:
     assert found.verdict.startswith("1 device: ")
     assert render_plan_page(found)
     assert shown(found, 100)
+
+
+def test_past_errors_are_told(few: Forecast) -> None:
+    found = dataclasses.replace(few, past_error="within 4 % on the last 12 runs")
+    assert "were right within 4 % on the last 12 runs." in shown(found, 160)
+    assert "were right within 4 % on the last 12 runs." in Outline(render_plan_page(found)).text
+    assert "were right" not in shown(few, 160)
