@@ -196,11 +196,7 @@ def predict(calibration: Calibration, placements: Sequence[Placement]) -> list[S
     steps = _Steps.of(placements, calibration.gradient_bytes, calibration.link_bytes_per_s)
     constants = calibration.constants
     parts = steps.parts(constants, steps.communication_s(constants))
-    slopes = sensitivities(calibration, placements)
-    variances = (
-        np.einsum("ij,jk,ik->i", slopes, calibration.covariance, slopes) + calibration.error**2 + _UNSEEN_ERROR**2
-    )
-    widths = np.exp(INTERVAL_SIGMAS * np.sqrt(variances))
+    falls, rises = _interval(calibration, steps, parts.total_s)
     return [
         StepForecast(
             total_s=float(total),
@@ -210,19 +206,47 @@ def predict(calibration: Calibration, placements: Sequence[Placement]) -> list[S
             loader_s=0.0,
             overhead_s=float(slowest - compute),
             bound_by=bound_by(compute, communication, 0.0, slowest - compute, total),
-            low_s=float(total / width),
-            high_s=float(total * width),
+            low_s=float(total * fall),
+            high_s=float(total * rise),
         )
-        for compute, slowest, communication, total, width in zip(
-            parts.compute_s, parts.slowest_s, parts.communication_s, parts.total_s, widths, strict=True
+        for compute, slowest, communication, total, fall, rise in zip(
+            parts.compute_s, parts.slowest_s, parts.communication_s, parts.total_s, falls, rises, strict=True
         )
     ]
 
 
+def _interval(calibration: Calibration, steps: _Steps, total: Array) -> tuple[Array, Array]:
+    """The factors to either end of the interval in which a measurement is nine times of ten.
+
+    Each principal axis of what is uncertain about the constants is followed as far as it goes to either side, for a sum
+    that hides behind computing hides how slow it may be from any slope. Axes are independent: their squares add up.
+    """
+    variances, directions = np.linalg.eigh(calibration.covariance)
+    falls = np.full(len(total), INTERVAL_SIGMAS**2 * (calibration.error**2 + _UNSEEN_ERROR**2))
+    rises = falls.copy()
+    logs = _logs(calibration.constants)
+    for axis in (directions * np.sqrt(np.maximum(variances, 0.0)) * INTERVAL_SIGMAS).T:
+        shifts = []
+        for end in (logs + axis, logs - axis):
+            constants = _constants(end)
+            there = steps.parts(constants, steps.communication_s(constants))
+            shifts.append(np.log(there.total_s / total))
+        rises += np.maximum(np.maximum(*shifts), 0.0) ** 2
+        falls += np.minimum(np.minimum(*shifts), 0.0) ** 2
+    return np.exp(-np.sqrt(falls)), np.exp(np.sqrt(rises))
+
+
 def sensitivities(calibration: Calibration, placements: Sequence[Placement]) -> Array:
-    """d log(step) / d log(constant), a row for each placement, a column for each constant."""
+    """d log(step) / d log(constant), a row for each placement, a column for each constant.
+
+    The slope over as much as a constant may still move, a standard deviation to either side: at a point it is nothing
+    where a sum happens to hide.
+    """
     steps = _Steps.of(placements, calibration.gradient_bytes, calibration.link_bytes_per_s)
-    return _slopes(steps, _logs(calibration.constants))[0]
+    deviations = np.sqrt(calibration.covariance.diagonal())
+    logs = _logs(calibration.constants)
+    higher, lower = _slopes(steps, logs, deviations)[0], _slopes(steps, logs, -deviations)[0]
+    return (higher + lower) / 2
 
 
 def uninformed(placements: Sequence[Placement], step_time_s: float = 0.1) -> Calibration:
@@ -356,7 +380,7 @@ def _fit(observations: Sequence[Observation], near: Calibration | None = None) -
         return np.concatenate([np.log(parts.total_s) - measured, (np.log(parts.compute_s) - alone)[with_alone]])
 
     def jacobian(logs: Array, error: float) -> Array:
-        of_total, of_compute = _slopes(steps, logs)
+        of_total, of_compute = _slopes(steps, logs, np.full(len(logs), 1e-5))
         return np.concatenate([of_total / error, of_compute[with_alone] / error, np.diag(1 / deviations)])
 
     def solve(start: Array, error: float) -> Any:
@@ -442,9 +466,10 @@ def _contradictions(observations: Sequence[Observation], calibration: Calibratio
             continue
         others = _fit([*observations[:row], *observations[row + 1 :]], near=calibration)
         (forecast,) = predict(others, [observations[row].placement])
-        sigma = math.log(forecast.high_s / forecast.total_s) / INTERVAL_SIGMAS
-        miss = abs(math.log(observations[row].step_time_s / forecast.total_s))
-        if miss > max(_CONTRADICTS_SIGMAS * sigma, math.log(_CONTRADICTS_FACTOR)):
+        miss = math.log(observations[row].step_time_s / forecast.total_s)
+        end_s = forecast.high_s if miss > 0 else forecast.low_s
+        sigma = abs(math.log(end_s / forecast.total_s)) / INTERVAL_SIGMAS
+        if abs(miss) > max(_CONTRADICTS_SIGMAS * sigma, math.log(_CONTRADICTS_FACTOR)):
             found.append(Contradiction(row, observations[row].step_time_s, forecast.total_s))
     return tuple(found)
 
@@ -457,15 +482,14 @@ def _constants(logs: Array) -> Constants:
     return Constants(*map(float, np.exp(logs)))
 
 
-def _slopes(steps: _Steps, logs: Array) -> tuple[Array, Array]:
+def _slopes(steps: _Steps, logs: Array, widths: Array) -> tuple[Array, Array]:
     """d log(step) and d log(compute) over d log(constant), by differences; a row a step, a column a constant."""
-    width = 1e-5
     constants = _constants(logs)
     communication = steps.communication_s(constants)
     parts = steps.parts(constants, communication)
     of_total, of_compute = [], []
-    for place, name in enumerate(CONSTANT_NAMES):
-        moved = replace(constants, **{name: math.exp(logs[place] + width)})
+    for name, log, width in zip(CONSTANT_NAMES, logs, widths, strict=True):
+        moved = replace(constants, **{name: math.exp(log + width)})
         there = steps.parts(moved, steps.communication_s(moved) if name in _OF_LINKS else communication)
         of_total.append(np.log(there.total_s / parts.total_s) / width)
         of_compute.append(np.log(there.compute_s / parts.compute_s) / width)
