@@ -151,6 +151,7 @@ def test_workers_agree_with_the_gradients_of_single_samples(world_size: int) -> 
     assert {one.noise_scale for one in results} == {results[0].noise_scale}
 
 
+@pytest.mark.slow
 def test_one_worker_in_micro_batches_too() -> None:
     job = _job()
     (alone,) = run_ranks(_measure_in_micro_batches, 1, job, digits())
@@ -190,6 +191,7 @@ def test_measuring_leaves_no_trace_in_the_weights(parity: str, world_size: int) 
     assert bool(on.each) == (parity == "bitwise" or world_size > 1)
 
 
+@pytest.mark.slow
 def test_ragged_batches_and_idle_workers() -> None:
     """With 4 samples for 6 shards in the last batch, the last of 4 workers has none; 3 are too few to measure."""
     job = _job(global_batch_size=8, virtual_shards=6, epochs=3)
@@ -208,6 +210,7 @@ def _train(job: Job, run_dir: Path) -> tuple[RunRecord, str]:
     return loop.train(job, plan, Output(run_dir, words)), words.getvalue()
 
 
+@pytest.mark.slow
 def test_every_epoch_says_it_and_a_far_too_large_batch_is_warned_of_once(tmp_path: Path) -> None:
     job = _job(
         parity="bitwise",

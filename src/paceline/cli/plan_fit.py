@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from paceline.plan.suggest import Suggestion
 
 T = TypeVar("T")
+
+_PIPE_COLUMNS = 120
+"""A pipe has no width of its own."""
 
 _MOST_NODES = 16
 """Of the range that is assumed where the file names none."""
@@ -48,17 +52,15 @@ def fit_and_predict(obs: Path, queries: Path, as_json: bool) -> None:
             {**_placement_mapping(placement), **_forecast_mapping(forecast)}
             for placement, forecast in zip(wanted, forecasts, strict=True)
         ]
-        constants = _constants_mapping(calibration)
-        print(
-            json.dumps(
-                {
-                    "predictions": predictions,
-                    "constants": constants,
-                    "error": calibration.error,
-                    "contradictions": contradictions,
-                }
-            )
-        )
+        answer = {
+            "predictions": predictions,
+            "constants": _constants_mapping(calibration),
+            "uncertain_by_factor": _uncertainties(calibration),
+            "gradient_bytes": calibration.gradient_bytes,
+            "error": calibration.error,
+            "contradictions": contradictions,
+        }
+        print(json.dumps(answer))
         return
     _show_forecasts(wanted, forecasts)
     _show_constants(calibration)
@@ -70,7 +72,7 @@ def suggest_next(obs: Path, budget: int, as_json: bool) -> None:
     """Print which placements to measure next, in order.
 
     Rows of `obs` without a step_time_s are the range to choose from; without such rows it is up to 16 nodes with as
-    many devices as were seen on one, at the micro-batches that were seen.
+    many devices as were seen on one, at the micro-batches that were seen, or the one and smaller ones, which fit too.
     """
     from paceline.plan.suggest import suggest
 
@@ -97,6 +99,8 @@ def _assumed_range(measured: Sequence[Placement]) -> list[Placement]:
 
     most = max((max(placement.layout.workers_per_node) for placement in measured), default=0)
     sizes = sorted({placement.micro_batch_size for placement in measured})
+    if len(sizes) == 1:
+        sizes = sorted({max(1, sizes[0] // part) for part in (1, 2, 4)})
     per_node = sorted({count for count in (1, 2, 4, 8, 16, most) if count <= most})
     layouts = [Layout((count,) * nodes) for nodes in (1, 2, 3, 4, 6, 8, 12, _MOST_NODES) for count in per_node]
     candidates = [Placement(layout, size) for layout in layouts for size in sizes]
@@ -263,16 +267,13 @@ def _forecast_mapping(forecast: StepForecast) -> dict[str, Any]:
     }
 
 
-def _constants_mapping(calibration: Calibration) -> dict[str, Any]:
-    from paceline.plan.calibrate import CONSTANT_NAMES
+def _constants_mapping(calibration: Calibration) -> dict[str, float]:
+    return dataclasses.asdict(calibration.constants)
 
-    return {
-        name: {
-            "value": getattr(calibration.constants, name),
-            "uncertain_by_factor": math.exp(min(calibration.relative_deviation(name), 100.0)),
-        }
-        for name in CONSTANT_NAMES
-    }
+
+def _uncertainties(calibration: Calibration) -> dict[str, float]:
+    """The factor by which each constant may be wrong, two times of three."""
+    return {name: math.exp(calibration.relative_deviation(name)) for name in _constants_mapping(calibration)}
 
 
 def _devices_on_node(layout: Layout) -> str:
@@ -309,8 +310,9 @@ def _show_constants(calibration: Calibration) -> None:
     from rich.table import Table
 
     table = Table("constant", "fitted", "uncertain by a factor of", box=None)
+    factors = _uncertainties(calibration)
     for name, value in _constants_mapping(calibration).items():
-        table.add_row(name, f"{value['value']:.3g}", f"{value['uncertain_by_factor']:.2f}")
+        table.add_row(name, f"{value:.3g}", f"{factors[name]:.2f}")
     _print(table)
     print(f"The rows differ from the fit by {100 * calibration.error:.1f} % (standard deviation).")
 
@@ -332,4 +334,7 @@ def _show_suggestions(suggestions: Sequence[Suggestion]) -> None:
 def _print(table: Any) -> None:
     from rich.console import Console
 
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_PIPE_COLUMNS)
+    console.print(table)

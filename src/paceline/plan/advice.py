@@ -44,6 +44,8 @@ def words(rows: Sequence[ForecastRow], chosen: ForecastRow, floor: float) -> tup
     sentences = []
     if len(rows) == 1:
         verdict = f"{_devices(chosen.devices)}: {chosen.samples_per_s:,.0f} samples/s."
+    elif chosen is most and chosen is rows[0]:
+        verdict = f"Stay with {_devices(chosen.devices)}: this job, as it is, runs on no more."
     elif chosen is rows[0]:
         verdict = f"Stay with {_devices(chosen.devices)}: adding devices does not pay here."
     else:
@@ -100,11 +102,11 @@ def _locked(locked: Sequence[ForecastRow], chosen: ForecastRow) -> str:
     return f"This job does not run on {which}{promise}: {reason}."
 
 
-def about_batch(chosen: ForecastRow, noise_scale: float, better_batch: int, better_per_s: float) -> str:
+def about_batch(chosen: ForecastRow, noise_scale: float, better: tuple[int, float] | None) -> str:
     """What the batch is to the noise scale, where it is beyond it, and a smaller one if that is clearly faster.
 
     Args:
-        better_batch, better_per_s: the best batch on the same devices, and its useful samples/s.
+        better: the best batch on the same devices, and its useful samples/s; None: the batch follows the devices.
     """
     batch = chosen.global_batch_size
     if batch <= noise_scale:
@@ -114,9 +116,10 @@ def about_batch(chosen: ForecastRow, noise_scale: float, better_batch: int, bett
         f" The global batch of {batch:,} is {batch / noise_scale:.3g}x the noise scale of {noise_scale:,.0f}: "
         f"{100 * (1 - useful):.0f} % of its samples bring nothing."
     )
-    gain = better_per_s / (chosen.samples_per_s * useful)
-    if better_batch < batch and gain > 1 / _NEARLY:
-        said += f" With --set global_batch_size={better_batch} as many devices make progress {gain:.2f}x as fast."
+    if better is not None and better[0] < batch:
+        gain = better[1] / (chosen.samples_per_s * useful)
+        if gain > 1 / _NEARLY:
+            said += f" With --set global_batch_size={better[0]} as many devices make progress {gain:.2f}x as fast."
     return said
 
 

@@ -11,7 +11,7 @@ device and two devices the priors decide what cannot be seen; each further row t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -46,7 +46,9 @@ _UNSEEN_ERROR = 0.04
 of the errors on published tables, a few in a hundred. It widens intervals only."""
 _ROBUST_SIGMAS = 2.0
 """Errors larger than this many standard deviations count in proportion, not by their square."""
-_FARTHEST = 5.0
+_TINY_STEP = 1e-5
+"""In the logarithm of a constant, for a slope."""
+_FARTHEST = 3.5
 """Deviations of the prior within which a constant must stay."""
 _CONTRADICTS_SIGMAS, _CONTRADICTS_FACTOR = 4.0, 1.1
 """A row contradicts the others if their forecast misses it by both."""
@@ -149,6 +151,9 @@ class Calibration:
     constants: Constants
     covariance: Array
     """Of the logarithms of the constants, in their order."""
+    ends: Array
+    """Logarithms of the constants as far as they may be from the fitted ones: rows 2 k and 2 k + 1 are the ends of one
+    principal axis of what is uncertain, where a normal quantity is nine times of ten."""
     error: float
     """Standard deviation of log(measured / forecast) that the constants leave."""
     gradient_bytes: float
@@ -218,22 +223,37 @@ def predict(calibration: Calibration, placements: Sequence[Placement]) -> list[S
 def _interval(calibration: Calibration, steps: _Steps, total: Array) -> tuple[Array, Array]:
     """The factors to either end of the interval in which a measurement is nine times of ten.
 
-    Each principal axis of what is uncertain about the constants is followed as far as it goes to either side, for a sum
-    that hides behind computing hides how slow it may be from any slope. Axes are independent: their squares add up.
+    Along each principal axis of the constants the slope tells what it does to the forecast, or its end where that is
+    more: how slow a sum may be that hides behind computing shows in no slope. Axes are independent: squares add up.
     """
+    logs = _logs(calibration.constants)
     variances, directions = np.linalg.eigh(calibration.covariance)
+    axes = INTERVAL_SIGMAS * np.sqrt(np.maximum(variances, 0.0)) * directions
+    linear = np.abs(_slopes(steps, logs, np.full(len(logs), _TINY_STEP))[0] @ axes)
     falls = np.full(len(total), INTERVAL_SIGMAS**2 * (calibration.error**2 + _UNSEEN_ERROR**2))
     rises = falls.copy()
-    logs = _logs(calibration.constants)
-    for axis in (directions * np.sqrt(np.maximum(variances, 0.0)) * INTERVAL_SIGMAS).T:
+    for axis, slope in enumerate(linear.T):
         shifts = []
-        for end in (logs + axis, logs - axis):
+        for end in calibration.ends[2 * axis : 2 * axis + 2]:
             constants = _constants(end)
             there = steps.parts(constants, steps.communication_s(constants))
             shifts.append(np.log(there.total_s / total))
-        rises += np.maximum(np.maximum(*shifts), 0.0) ** 2
-        falls += np.minimum(np.minimum(*shifts), 0.0) ** 2
+        rises += np.maximum(np.maximum(*shifts), slope) ** 2
+        falls += np.minimum(np.minimum(*shifts), -slope) ** 2
     return np.exp(-np.sqrt(falls)), np.exp(np.sqrt(rises))
+
+
+def _ends(logs: Array, covariance: Array, misfit: Callable[[Array], float]) -> Array:
+    """The ends of the principal axes, nearer where the rows do not bear as much as the covariance promises."""
+    variances, directions = np.linalg.eigh(covariance)
+    most = misfit(logs) + 2 * INTERVAL_SIGMAS**2  # a normal distribution would have half of this added
+    ends = []
+    for axis in (INTERVAL_SIGMAS * np.sqrt(np.maximum(variances, 0.0)) * directions).T:
+        for shift in (axis, -axis):
+            while misfit(logs + shift) > most and np.abs(shift).max() > _TINY_STEP:
+                shift = shift / 2
+            ends.append(logs + shift)
+    return np.array(ends)
 
 
 def sensitivities(calibration: Calibration, placements: Sequence[Placement]) -> Array:
@@ -256,7 +276,15 @@ def uninformed(placements: Sequence[Placement], step_time_s: float = 0.1) -> Cal
     priors = _priors(step_time_s, largest, gradient_bytes, link)
     medians = Constants(**{name: prior.median for name, prior in priors.items()})
     deviations = np.array([prior.deviation for prior in priors.values()])
-    return Calibration(medians, np.diag(deviations**2), _PRIOR_ERROR, gradient_bytes or UNKNOWN_GRADIENT_BYTES, link)
+    covariance = np.diag(deviations**2)
+    return Calibration(
+        constants=medians,
+        covariance=covariance,
+        ends=_ends(_logs(medians), covariance, lambda logs: 0.0),  # noqa: ARG005 - no row to miss
+        error=_PRIOR_ERROR,
+        gradient_bytes=gradient_bytes or UNKNOWN_GRADIENT_BYTES,
+        link_bytes_per_s=link,
+    )
 
 
 def _priors(step_s: float, micro_batch_size: int, gradient_bytes: float | None, link: float | None) -> dict[str, Prior]:
@@ -380,12 +408,18 @@ def _fit(observations: Sequence[Observation], near: Calibration | None = None) -
         return np.concatenate([np.log(parts.total_s) - measured, (np.log(parts.compute_s) - alone)[with_alone]])
 
     def jacobian(logs: Array, error: float) -> Array:
-        of_total, of_compute = _slopes(steps, logs, np.full(len(logs), 1e-5))
+        of_total, of_compute = _slopes(steps, logs, np.full(len(logs), _TINY_STEP))
         return np.concatenate([of_total / error, of_compute[with_alone] / error, np.diag(1 / deviations)])
+
+    def residuals(logs: Array, error: float) -> Array:
+        return np.concatenate([misses(logs) / error, (logs - medians) / deviations])
+
+    def misfit(logs: Array, error: float) -> float:
+        return float(_long_tailed(np.square(residuals(logs, error)), num_measured)[0].sum())
 
     def solve(start: Array, error: float) -> Any:
         return least_squares(
-            lambda logs: np.concatenate([misses(logs) / error, (logs - medians) / deviations]),
+            lambda logs: residuals(logs, error),
             np.clip(start, lowest, highest),
             jac=lambda logs: jacobian(logs, error),
             bounds=(lowest, highest),
@@ -407,9 +441,11 @@ def _fit(observations: Sequence[Observation], near: Calibration | None = None) -
     for _ in range(num_rounds):
         error = _error_left(misses(solution.x)[: len(measured)], error, solution.jac, len(medians))
         solution = solve(solution.x, error)
+    covariance = np.linalg.inv(solution.jac.T @ solution.jac)
     return Calibration(
         constants=_constants(solution.x),
-        covariance=np.linalg.inv(solution.jac.T @ solution.jac),
+        covariance=covariance,
+        ends=_ends(solution.x, covariance, lambda logs: misfit(logs, error)),
         error=error,
         gradient_bytes=gradient_bytes or UNKNOWN_GRADIENT_BYTES,
         link_bytes_per_s=link,

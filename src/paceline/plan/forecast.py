@@ -95,7 +95,8 @@ def forecast(job: Job, cluster: Cluster, devices: Sequence[int], question: Quest
     chosen = recommend(rows, question.efficiency_floor)
     verdict, reason = words(rows, chosen, question.efficiency_floor)
     if question.noise_scale is not None:
-        reason += about_batch(chosen, question.noise_scale, *known.best_batch(chosen.devices))
+        better = known.best_batch(chosen.devices) if question.grow == "none" else None
+        reason += about_batch(chosen, question.noise_scale, better)
     return Forecast(
         job=job.name,
         device=known.timing.device,
@@ -319,7 +320,9 @@ class _Known:
             fitting = seen
             if fitting < shard:
                 return shard, f"a virtual shard has {shard} samples, and {seen} are all that was seen to fit"
-        return min(samples, fitting // shard * shard), ""
+        # As few passes as fit, all of nearly the same size.
+        num_passes = -(-samples // (fitting // shard * shard))
+        return min(samples, -(-samples // num_passes // shard) * shard), ""
 
     def _sample_s(self, micro_batch_size: int) -> float:
         return pass_s(self.timing, micro_batch_size) / micro_batch_size
@@ -389,8 +392,8 @@ class _Known:
     # --- beyond data parallelism, and beyond the cluster ---
 
     def strategy(self, count: int) -> tuple[str, ...]:
-        """The best meshes of `count` devices in words; nothing for one device, and where none can be had."""
-        if count == 1:
+        """The best meshes of `count` devices in words; none for one device, and where bits must not depend on it."""
+        if count == 1 or self.job.parity == "bitwise":
             return ()
         job, layout = self.job_on(count), self.layout(count)
         node = self.cluster.nodes[0]

@@ -134,6 +134,8 @@ class Job:
     """Whose statistics batch norm uses: the virtual shard's, the device's ("local"), the global batch's ("sync")."""
     channels_last: bool = False
     compile: bool = False
+    measure_noise: bool = True
+    """Keep the gradient noise scale up to date, every epoch in the log; it never changes what is learned."""
     eval_every_epochs: int = at_least(1, 1)
     eval_batch_size: int = at_least(1, 256)
     model: ModelSpec = field(default_factory=ModelSpec)

@@ -71,7 +71,6 @@ def init(
     *,
     plan: Plan | None = None,
     max_steps: int | None = None,
-    measure_noise: bool = True,
     **values: Any,
 ) -> Run:
     """Join the other workers of this run, as many as whoever started this script chose.
@@ -80,7 +79,6 @@ def init(
         job: what to train; None: the defaults.
         plan: how it is spread; None: one worker a process of this launch, on GPUs if there are any.
         max_steps: end `Run.batches` after this many steps, whatever the epochs say.
-        measure_noise: keep `Run.noise_scale` up to date; it never changes what is learned.
         values: any key of a job over that, `global_batch_size=256, optim={"clip_norm": 1.0}`. The schedule in
             `optim` acts as a factor on the learning rates of the optimizer that `prepare` is given.
 
@@ -93,7 +91,7 @@ def init(
     plan = plan or _default_plan(job, facts)
     limits = [limit for limit in (max_steps, env.max_steps()) if limit is not None]
     plan = dataclasses.replace(plan, world_size=facts.world_size)
-    return Run(job, plan, facts, min(limits, default=None), measure_noise)
+    return Run(job, plan, facts, min(limits, default=None))
 
 
 def _default_plan(job: Job, facts: env.WorkerFacts) -> Plan:
@@ -111,14 +109,7 @@ def _default_plan(job: Job, facts: env.WorkerFacts) -> Plan:
 class Run:
     """One worker's hold on a run: prepare, batches, step, evaluate. Use it as a context manager."""
 
-    def __init__(
-        self,
-        job: Job,
-        plan: Plan,
-        facts: env.WorkerFacts,
-        max_steps: int | None = None,
-        measure_noise: bool = True,
-    ) -> None:
+    def __init__(self, job: Job, plan: Plan, facts: env.WorkerFacts, max_steps: int | None = None) -> None:
         check_shards(facts.world_size, job.virtual_shards)
         self.job = job
         self.plan = plan
@@ -142,7 +133,7 @@ class Run:
         self._epoch_samples = 0
         self._readers: WeakKeyDictionary[ArraySet, ArrayReader] = WeakKeyDictionary()
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=job.precision == "float16")
-        self._noise = NoiseMeter() if measure_noise else None
+        self._noise = NoiseMeter() if job.measure_noise else None
         seed_generators(job.seed, self.device)
         self._at_close.callback(self._tracer.close)
 

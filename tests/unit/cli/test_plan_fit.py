@@ -40,7 +40,8 @@ def test_two_rows_are_enough_for_a_forecast(study: Path, questions: Path, capsys
     assert even["bound_by"] in ("compute", "communication", "loader", "overhead")
     # Nobody has measured a second node.
     assert even["high_s"] / even["low_s"] > three["high_s"] / three["low_s"]
-    assert all(constant["value"] > 0 for constant in answer["constants"].values())
+    assert all(constant > 0 for constant in answer["constants"].values())
+    assert set(answer["uncertain_by_factor"]) == set(answer["constants"])
     assert answer["contradictions"] == []
 
 
@@ -83,7 +84,7 @@ def test_without_such_rows_a_range_is_assumed(study: Path, capsys: pytest.Captur
     rows = json.loads(capsys.readouterr().out)["suggestions"]
     assert len(rows) == 5
     assert max(row["num_nodes"] for row in rows) > 2
-    assert {row["micro_batch_size"] for row in rows} == {64}
+    assert {row["micro_batch_size"] for row in rows} <= {16, 32, 64}
     assert max(row["devices_per_node"] for row in rows) <= 2
 
 

@@ -69,7 +69,7 @@ def test_a_row_adds_up_and_says_what_was_measured() -> None:
     assert sixteen.micro_batch_size == 256
     assert sixteen.compute_s == pytest.approx(4e-3 + 1e-3 * 256)
     # A device holds 73 GiB of samples at most: 872 at 90 MB each beside 0.5 GB of state.
-    assert (one.num_micro_batches, one.micro_batch_size) == (5, 872)
+    assert (one.num_micro_batches, one.micro_batch_size) == (5, 820)
     for row in found.rows:
         assert row.low_s < row.step_s < row.high_s
         assert row.samples_per_s == pytest.approx(4096 / row.step_s)
@@ -106,6 +106,7 @@ def test_bitwise_jobs_sum_by_the_exact_tree_and_pass_shard_by_shard() -> None:
     for row, passes in zip(forecast(job, cpu_cluster(2), [1, 2, 4]).rows, (8, 4, 2), strict=True):
         assert (row.micro_batch_size, row.num_micro_batches) == (8, passes)
         assert row.algorithm == "tree_exact" or row.devices == 1
+    assert forecast(job, cpu_cluster(2), [4]).strategy == ()  # no other mesh gives the same bits
 
 
 def test_a_slow_loader_bounds_the_step() -> None:
@@ -181,6 +182,7 @@ def test_a_batch_beyond_the_noise_scale_takes_fewer_devices() -> None:
     found = forecast(job, gpu_cluster(), [1, 2, 4, 8, 16], Question(grow="batch", noise_scale=500))
     assert found.recommended_devices < 8
     assert "what they cost makes progress, below the floor of 50 %" in found.reason
+    assert "--set global_batch_size" not in found.reason  # it follows the devices
 
 
 def test_a_batch_that_was_too_large_from_the_start_is_told_with_a_better_one() -> None:
@@ -196,6 +198,12 @@ def test_what_the_job_rules_out_is_not_recommended_but_promised() -> None:
     assert found.rows[2].objection == "it needs --set virtual_shards=16, which is part of the job"
     assert "This job does not run on 16 devices; 16 devices would be 1.9" in found.reason
     assert "--set virtual_shards=16" in found.reason
+
+
+def test_a_job_that_cannot_use_more_devices_says_so() -> None:
+    found = forecast(Job(global_batch_size=512, virtual_shards=1), gpu_cluster(), [1, 2])
+    assert found.verdict == "Stay with 1 device: this job, as it is, runs on no more."
+    assert "2 devices would be 1.9" in found.reason
 
 
 def test_what_does_not_fit_is_not_recommended() -> None:
