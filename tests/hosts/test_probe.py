@@ -106,7 +106,7 @@ def test_a_third_node_and_a_job_add_to_what_is_known(cluster: Cluster, tmp_path:
     _paceline(cluster, "probe", "--hosts", "node0:1,node1:1", "--quiet", cwd=tmp_path)
     first = ClusterFile.load(tmp_path / "cluster.json")
     # The nodes that only look on while two others are timed are not taken for hung.
-    hosts = ("--hosts", "node0:1,node1:1,node2:1", "--hang-timeout", "3")
+    hosts = ("--hosts", "node0:1,node1:1,node2:1", "--hang-timeout", "8")
     job = ("digits-lenet", "--set", "global_batch_size=8", "--budget", "5")
     shown = _paceline(cluster, "probe", *job, *hosts, cwd=tmp_path).stdout
     loaded = ClusterFile.load(tmp_path / "cluster.json")

@@ -279,9 +279,10 @@ def test_a_model_that_fails_on_one_rank_ends_the_run(tmp_path: Path) -> None:
     assert took_s < 10
     assert result.stderr.count(TRACEBACK) == 1
     assert result.stderr.count("in forward") == 1
-    last = result.stderr.splitlines()[-1]
-    assert last.startswith("paceline: Rank 1 of 2")
-    assert "ArithmeticError: this worker cannot count" in last
+    *_, sentence, report = result.stderr.splitlines()
+    assert sentence.startswith("paceline: Rank 1 of 2")
+    assert "ArithmeticError: this worker cannot count" in sentence
+    assert (tmp_path / report.removeprefix("The report: ")).read_text().startswith("Rank 1 of 2")
     assert not list(tmp_path.glob("runs/*/record.json"))
 
 

@@ -272,7 +272,7 @@ class _Known:
         batch = self.job_on(count).global_batch_size
         while batch >= count:
             shards = min(max(self.job.virtual_shards, count), batch)
-            job = self.job.with_values(global_batch_size=batch, virtual_shards=shards)
+            job = dataclasses.replace(self.job, global_batch_size=batch, virtual_shards=shards)
             row = dataclasses.replace(self, job=job, question=alike).row(count)
             found.append((batch, row.samples_per_s * statistical_efficiency(batch, noise)))
             batch //= 2
