@@ -27,6 +27,7 @@ from paceline.cli.options import (
     Trackers,
     resolve_job,
 )
+from paceline.cli.plan_file import load_plan
 from paceline.cli.site import (
     Container,
     HangTimeout,
@@ -69,21 +70,26 @@ def train(
     hang_timeout: HangTimeout = HANG_TIMEOUT_S,
     debug_comm: DebugComm = False,
     cluster: ClusterFile = CLUSTER_FILE,
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", metavar="FILE", help="Of paceline plan; options given here win over it.")
+    ] = None,
     show: DryRun = False,
 ) -> None:
     """Train a job on some workers of this machine, or of several."""
     resolved = resolve_job(job, settings, data)
     where = Where(launcher, hosts, hosts_file, interface, container, python, hang_timeout)
 
+    planned = None if plan_file is None else load_plan(plan_file)
+
     def plan_for(site: Site) -> Plan:
         num_devices = 1 if site.where.launcher == "debug" else len(site.cluster.devices)
         plan = place(
             resolved,
             site.cluster,
-            workers or min(num_devices, resolved.virtual_shards),
+            workers or (planned.world_size if planned else min(num_devices, resolved.virtual_shards)),
             threads_per_worker=threads,
-            micro_batch_size=micro_batch_size,
-            algorithm=algorithm,
+            micro_batch_size=micro_batch_size or (planned.micro_batch_size if planned else None),
+            algorithm=planned.algorithm if planned and algorithm == "auto" else algorithm,
             num_servers=servers,
         )
         return foretold(resolved, [dataclasses.replace(plan, debug_comm=debug_comm)], cluster)[0]
