@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.foretold import CLUSTER_FILE
 from paceline.cli.options import AsJson, DataDir, Settings, resolve_job
 from paceline.errors import ClusterError, JobError, PacelineError
 from paceline.plan import place
@@ -19,7 +20,7 @@ from paceline.spec.forecast import Forecast, Grow
 if TYPE_CHECKING:
     from paceline.spec import Plan
 
-CLUSTER_FILE, PLAN_FILE, PAGE_FILE, FORECAST_FILE = Path("cluster.json"), "plan.json", "plan.html", "forecast.json"
+PLAN_FILE, PAGE_FILE, FORECAST_FILE = "plan.json", "plan.html", "forecast.json"
 
 _PIPE_COLUMNS = 160
 """What all columns of the table need; a pipe has no width of its own."""

@@ -23,7 +23,7 @@ def test_a_plan_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"worlds": 2}', '{"world_size": 0}'])
 def test_what_is_no_plan_is_one_sentence_with_the_name_of_the_file(text: str, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(text)
-    with pytest.raises(JobError, match="plan.json cannot be read as a plan") as caught:
+    with pytest.raises(JobError, match=r"plan\.json cannot be read as a plan") as caught:
         load_plan(tmp_path / "plan.json")
     assert "\n" not in str(caught.value)
 
