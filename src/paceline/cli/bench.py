@@ -15,20 +15,8 @@ import typer
 from paceline import env
 from paceline.cli.execute import new_run_dir
 from paceline.cli.options import AsJson, Quiet
-from paceline.cli.site import (
-    Container,
-    HangTimeout,
-    Hosts,
-    HostsFile,
-    Interface,
-    Launcher,
-    Python,
-    Site,
-    Where,
-    open_site,
-)
+from paceline.cli.site import ANYWHERE, Site, Where, open_site, says_where
 from paceline.errors import JobError, PacelineError
-from paceline.launch.run import HANG_TIMEOUT_S
 from paceline.plan import spread
 from paceline.spec import Cluster, Job, Plan
 from paceline.spec.comm_timing import (
@@ -57,6 +45,7 @@ def bench() -> None:
 
 
 @app.command()
+@says_where
 def comm(
     workers: Annotated[int | None, typer.Option("--workers", "-n", min=1, help="Workers; all devices.")] = None,
     algorithms: Annotated[str, typer.Option(metavar="NAMES", help="Such as all_reduce,ring; all of them.")] = "all",
@@ -78,13 +67,7 @@ def comm(
     ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
-    launcher: Launcher = "auto",
-    hosts: Hosts = None,
-    hosts_file: HostsFile = None,
-    interface: Interface = None,
-    container: Container = None,
-    python: Python = None,
-    hang_timeout: HangTimeout = HANG_TIMEOUT_S,
+    where: Where = ANYWHERE,
 ) -> None:
     """Time every way to sum over all workers, by message size: latency, bandwidth, share of the link."""
     # It needs a template engine and a plotting library: not for `paceline --help`.
@@ -111,7 +94,6 @@ def comm(
     folder = new_run_dir(out, Job(name="bench-comm"))
     if (folder / TIMINGS_FILE).exists():
         raise PacelineError(f"{folder} already holds a benchmark; choose another --out or remove the folder.")
-    where = Where(launcher, hosts, hosts_file, interface, container, python, hang_timeout)
     with open_site(where, folder) as site:
         _measure(request, site, _plan(site.cluster, workers), folder, quiet)
     _show(load_timings(folder), folder, as_json)

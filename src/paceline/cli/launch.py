@@ -10,48 +10,28 @@ import typer
 
 from paceline.cli.execute import new_run_dir
 from paceline.cli.options import DebugComm, DryRun, Threads
-from paceline.cli.site import (
-    Container,
-    HangTimeout,
-    Hosts,
-    HostsFile,
-    Interface,
-    Launcher,
-    Python,
-    Site,
-    Where,
-    dry_run,
-    open_site,
-    site_on_paper,
-)
+from paceline.cli.site import ANYWHERE, Site, Where, dry_run, open_site, says_where, site_on_paper
 from paceline.errors import LaunchError
-from paceline.launch.run import HANG_TIMEOUT_S
 from paceline.plan import spread
 from paceline.spec import Job, Plan
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
+@says_where
 def launch(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="A Python script that calls paceline.init; its arguments follow.")],
     workers: Annotated[int | None, typer.Option("--workers", "-n", min=1, help="Workers; all devices.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for logs; a new one under runs/.")] = None,
     threads: Threads = None,
-    launcher: Launcher = "auto",
-    hosts: Hosts = None,
-    hosts_file: HostsFile = None,
-    interface: Interface = None,
-    container: Container = None,
-    python: Python = None,
-    hang_timeout: HangTimeout = HANG_TIMEOUT_S,
+    where: Where = ANYWHERE,
     debug_comm: DebugComm = False,
     show: DryRun = False,
 ) -> None:
     """Run a script on some workers of this machine, or of several."""
     if not script.is_file():
         raise LaunchError(f"There is no script '{script}'.")
-    where = Where(launcher, hosts, hosts_file, interface, container, python, hang_timeout)
     program = [str(script), *context.args]
 
     def plan_for(site: Site) -> Plan:

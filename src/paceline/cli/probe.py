@@ -14,20 +14,8 @@ import typer
 
 from paceline import env
 from paceline.cli.options import AsJson, DataDir, Quiet, Settings, Threads, resolve_job
-from paceline.cli.site import (
-    Container,
-    HangTimeout,
-    Hosts,
-    HostsFile,
-    Interface,
-    Launcher,
-    Python,
-    Site,
-    Where,
-    open_site,
-)
+from paceline.cli.site import ANYWHERE, Site, Where, open_site, says_where
 from paceline.errors import ClusterError, PacelineError, WorkerFailed
-from paceline.launch.run import HANG_TIMEOUT_S
 from paceline.plan import place
 from paceline.spec import Cluster, Job, JobTiming, Link, NetworkLink, Node, NodeShare, Plan
 from paceline.spec.codec import from_mapping, to_mapping
@@ -40,6 +28,7 @@ _PCI_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 """The order in which the cluster counts GPUs; CUDA's own puts the fastest first."""
 
 
+@says_where
 def probe(
     job: Annotated[
         str | None, typer.Argument(metavar="JOB", help="A job file or recipe whose model and data are timed too.")
@@ -57,18 +46,11 @@ def probe(
     threads: Threads = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
-    launcher: Launcher = "auto",
-    hosts: Hosts = None,
-    hosts_file: HostsFile = None,
-    interface: Interface = None,
-    container: Container = None,
-    python: Python = None,
-    hang_timeout: HangTimeout = HANG_TIMEOUT_S,
+    where: Where = ANYWHERE,
 ) -> None:
     """Measure links inside and between nodes, and a job's model, loader and checkpoints; write cluster.json."""
     resolved = None if job is None else resolve_job(job, settings, data)
     before = Cluster.load(out) if out.exists() else None
-    where = Where(launcher, hosts, hosts_file, interface, container, python, hang_timeout)
     timing = None
     with _scratch(folder) as scratch, open_site(where, scratch) as site:
         plan = None if resolved is None else _plan(resolved, site.cluster, workers, threads)

@@ -25,24 +25,13 @@ from paceline.cli.options import (
     parse_tolerance,
     resolve_job,
 )
-from paceline.cli.site import (
-    Container,
-    HangTimeout,
-    Hosts,
-    HostsFile,
-    Interface,
-    Launcher,
-    Python,
-    Site,
-    Where,
-    open_site,
-)
+from paceline.cli.site import ANYWHERE, Site, Where, open_site, says_where
 from paceline.errors import JobError, WorkerFailed
-from paceline.launch.run import HANG_TIMEOUT_S
 from paceline.plan import place, spread
 from paceline.spec import Job, Plan, RunRecord
 
 
+@says_where
 def scale(
     job: JobArgument,
     devices: Annotated[str, typer.Option(help="Device counts, such as 1,2,4.")] = "1,2",
@@ -63,13 +52,7 @@ def scale(
     algorithm: Algorithm = "auto",
     quiet: Quiet = False,
     as_json: AsJson = False,
-    launcher: Launcher = "auto",
-    hosts: Hosts = None,
-    hosts_file: HostsFile = None,
-    interface: Interface = None,
-    container: Container = None,
-    python: Python = None,
-    hang_timeout: HangTimeout = HANG_TIMEOUT_S,
+    where: Where = ANYWHERE,
     cluster: ClusterFile = CLUSTER_FILE,
 ) -> None:
     """Train a job on 1, 2, … N devices and write the study: scaling.json, scaling.csv, report.html."""
@@ -85,7 +68,6 @@ def scale(
     todo: list[tuple[str, Job, Plan]] = []
     records: list[RunRecord] = []
     failures: list[str] = []
-    where = Where(launcher, hosts, hosts_file, interface, container, python, hang_timeout)
     with open_site(where, study_dir) as site:
         # A CPU device is a fixed number of threads, or two devices would be no more than one.
         threads = threads or spread(site.cluster, counts[-1]).threads_per_worker

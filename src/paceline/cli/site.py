@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 import shlex
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -34,31 +36,53 @@ from paceline.spec.codec import from_mapping
 
 LauncherName = Literal["auto", "local", "debug", "ssh", "slurm", "ray"]
 
-Launcher = Annotated[
-    LauncherName,
-    typer.Option(help="How nodes are reached; slurm and ray: those of the allocation or cluster; debug: no process."),
-]
-Hosts = Annotated[str | None, typer.Option("--hosts", metavar="a:8,b:8", help="Nodes and their workers.")]
-HostsFile = Annotated[Path | None, typer.Option("--hosts-file", help="The same, a node a line: name slots=8.")]
-Interface = Annotated[str | None, typer.Option(help="Network interface between nodes; found by trying.")]
-Container = Annotated[
-    str | None, typer.Option(metavar="IMAGE", help="Run in image.sif, docker://NAME@sha256:… or podman://NAME.")
-]
-Python = Annotated[str | None, typer.Option(metavar="PATH", help="The interpreter on other nodes; the same as here.")]
-HangTimeout = Annotated[float, typer.Option(min=1.0, help="Seconds to wait for a silent worker or node.")]
-
 
 @dataclass(frozen=True)
 class Where:
-    """What a command line says of where to run."""
+    """What a command line says of where to run; every field is an option of each command that runs workers."""
 
-    launcher: LauncherName = "auto"
-    hosts: str | None = None
-    hosts_file: Path | None = None
-    interface: str | None = None
-    container: str | None = None
-    python: str | None = None
-    hang_timeout_s: float = HANG_TIMEOUT_S
+    launcher: Annotated[
+        LauncherName,
+        typer.Option(
+            help="How nodes are reached; slurm and ray: those of the allocation or cluster; debug: no process."
+        ),
+    ] = "auto"
+    hosts: Annotated[str | None, typer.Option(metavar="a:8,b:8", help="Nodes and their workers.")] = None
+    hosts_file: Annotated[Path | None, typer.Option(help="The same, a node a line: name slots=8.")] = None
+    interface: Annotated[str | None, typer.Option(help="Network interface between nodes; found by trying.")] = None
+    container: Annotated[
+        str | None, typer.Option(metavar="IMAGE", help="Run in image.sif, docker://NAME@sha256:… or podman://NAME.")
+    ] = None
+    python: Annotated[
+        str | None, typer.Option(metavar="PATH", help="The interpreter on other nodes; the same as here.")
+    ] = None
+    hang_timeout_s: Annotated[
+        float, typer.Option("--hang-timeout", min=1.0, help="Seconds to wait for a silent worker or node.")
+    ] = HANG_TIMEOUT_S
+
+
+ANYWHERE = Where()
+"""A command line that says nothing of it."""
+
+
+def says_where(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` with the fields of `Where` as options in place of its parameter `where`.
+
+    The command-line library reads the options of a command from its signature.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    fields = inspect.signature(Where, eval_str=True).parameters
+
+    @functools.wraps(command)
+    def with_options(**values: Any) -> None:
+        command(where=Where(**{name: values.pop(name) for name in fields}), **values)
+
+    parameters = (
+        fields.values() if name == "where" else [parameter] for name, parameter in signature.parameters.items()
+    )
+    together = [parameter.replace(kind=parameter.KEYWORD_ONLY) for group in parameters for parameter in group]
+    with_options.__signature__ = signature.replace(parameters=together)  # type: ignore[attr-defined]
+    return with_options
 
 
 @dataclass(frozen=True)

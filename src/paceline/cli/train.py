@@ -28,25 +28,12 @@ from paceline.cli.options import (
     resolve_job,
 )
 from paceline.cli.plan_file import load_plan
-from paceline.cli.site import (
-    Container,
-    HangTimeout,
-    Hosts,
-    HostsFile,
-    Interface,
-    Launcher,
-    Python,
-    Site,
-    Where,
-    dry_run,
-    open_site,
-    site_on_paper,
-)
-from paceline.launch.run import HANG_TIMEOUT_S
+from paceline.cli.site import ANYWHERE, Site, Where, dry_run, open_site, says_where, site_on_paper
 from paceline.plan import place
 from paceline.spec import Plan
 
 
+@says_where
 def train(
     job: JobArgument,
     workers: Annotated[int | None, typer.Option("--workers", "-n", min=1, help="Workers; all devices.")] = None,
@@ -61,13 +48,7 @@ def train(
     track: Trackers = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
-    launcher: Launcher = "auto",
-    hosts: Hosts = None,
-    hosts_file: HostsFile = None,
-    interface: Interface = None,
-    container: Container = None,
-    python: Python = None,
-    hang_timeout: HangTimeout = HANG_TIMEOUT_S,
+    where: Where = ANYWHERE,
     debug_comm: DebugComm = False,
     cluster: ClusterFile = CLUSTER_FILE,
     plan_file: Annotated[
@@ -77,7 +58,6 @@ def train(
 ) -> None:
     """Train a job on some workers of this machine, or of several."""
     resolved = resolve_job(job, settings, data)
-    where = Where(launcher, hosts, hosts_file, interface, container, python, hang_timeout)
 
     planned = None if plan_file is None else load_plan(plan_file)
 
