@@ -5,6 +5,7 @@ PacelineError                 one sentence for the user: what is wrong, where, w
 ├── ClusterError              a description of nodes, devices and wires that cannot be meant
 ├── DataError                 a data set that is missing, truncated or corrupt
 ├── ModelError                a model that cannot be built, or cannot be trained the way the job asks
+├── CheckpointError           a checkpoint that cannot be written, read or trusted
 ├── LaunchError               workers that cannot be started here
 ├── DivergenceError           workers that were about to do different things together
 ├── PeerLost                  a worker that another one waits for has ended or fallen silent
@@ -38,6 +39,10 @@ class DataError(PacelineError):
 
 class ModelError(PacelineError):
     """A model that cannot be built or trained the way the job asks."""
+
+
+class CheckpointError(PacelineError):
+    """A checkpoint that cannot be written, read or trusted; the message says which and why."""
 
 
 class LaunchError(PacelineError):

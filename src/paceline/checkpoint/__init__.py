@@ -1,7 +1,22 @@
-"""What a run leaves behind of its weights."""
+"""Checkpoints: written while training goes on, complete or absent, checked to the last byte before they are used."""
 
 from __future__ import annotations
 
+from paceline.checkpoint.load import Checkpoint, newest_good, read_checkpoint, verify_checkpoint
+from paceline.checkpoint.save import Saver, Snapshot
+from paceline.checkpoint.storage import open_storage
+from paceline.checkpoint.tree import put_together, take_apart
 from paceline.checkpoint.weights import save_weights
 
-__all__ = ["save_weights"]
+__all__ = [
+    "Checkpoint",
+    "Saver",
+    "Snapshot",
+    "newest_good",
+    "open_storage",
+    "put_together",
+    "read_checkpoint",
+    "save_weights",
+    "take_apart",
+    "verify_checkpoint",
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from paceline.comm import ALGORITHMS, WIRE_FORMATS, Aggregator, Compressor, Links, Scheduler, open_links
 from paceline.comm.choose import Candidate, choose, sensible
+from paceline.comm.error_feedback import OWED
 from paceline.comm.powersgd import PowerSGD
 from paceline.comm.randomk import RandomK
 from paceline.comm.topk import TopK
@@ -60,7 +62,7 @@ def set_up_aggregation(
     if plan.algorithm == "auto" or wanted == "auto-lossy":
         choice = choose(_candidates(plan, wanted, links), ALGORITHMS, links, _bucket_bytes(parameters))
         chosen = choice.chosen
-        notes.append(choice.sentence())
+        notes += [said] if (said := choice.sentence()) else []
     if wanted in _LOSSES or not chosen.wire.is_exact:
         notes.append(_loss_note(job, wanted if wanted in _LOSSES else chosen.wire.name))
     links = replace(links, wire=chosen.wire)
@@ -78,6 +80,22 @@ def _candidates(plan: Plan, wanted: str, links: Links) -> list[Candidate]:
     if plan.algorithm != "auto":
         found = [Candidate(plan.algorithm, wire) for wire in (FLOAT32, *allowed)]
     return [one for one in found if wanted == "auto-lossy" or one.wire == fixed] or [Candidate("all_reduce", fixed)]
+
+
+def compressor_state(aggregator: Aggregator | None) -> dict[str, Any]:
+    """What an aggregator's compressor remembers, as an engine's `own_state`: what is owed counts by its sum."""
+    if aggregator is None or aggregator.compressor is None:
+        return {}
+    state = aggregator.compressor.state_dict()
+    owed = {key: value for key, value in state.items() if key.startswith(OWED)}
+    return {"sums": owed, "means": {key: value for key, value in state.items() if key not in owed}}
+
+
+def load_compressor_state(aggregator: Aggregator | None, own: dict[str, Any]) -> None:
+    """Put it back."""
+    if aggregator is not None and aggregator.compressor is not None:
+        means = {key: value for key, value in own.get("means", {}).items() if isinstance(value, Tensor)}
+        aggregator.compressor.load_state_dict(own.get("sums", {}) | means)
 
 
 def _bucket_bytes(parameters: Sequence[Tensor]) -> list[int]:

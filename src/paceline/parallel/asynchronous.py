@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,21 @@ class AsynchronousDataParallel:
         )
 
     def after_update(self) -> None: ...
+
+    apart = True
+
+    def settle(self) -> bool:
+        """Optimizers live on the servers, and gradients are always under way: there is no moment to save."""
+        return False
+
+    def shared_state(self) -> dict[str, Any]:
+        return {}
+
+    def own_state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
+        """There is nothing to load."""
 
     @contextmanager
     def consensus(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,8 +46,23 @@ class BitwiseDataParallel:
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        broadcast(self.module.buffers(), self._group)
+        self.settle()
         yield
+
+    apart = False
+
+    def settle(self) -> bool:
+        broadcast(self.module.buffers(), self._group)
+        return True
+
+    def shared_state(self) -> dict[str, Any]:
+        return {}
+
+    def own_state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
+        """There is nothing to load."""
 
     def gradients(self, step: StepInput) -> Tensor:
         share = step.share

@@ -61,6 +61,30 @@ class Engine(Protocol):
         ...
 
     @property
+    def apart(self) -> bool:
+        """Whether workers' weights and optimizers differ between two meetings."""
+        ...
+
+    def settle(self) -> bool:
+        """Make rank 0's buffers everybody's, where workers do not keep them equal; whether all weights are equal now.
+
+        A common act of all workers, after a step: what is saved then is the same whoever saves it.
+        """
+        ...
+
+    def shared_state(self) -> dict[str, Any]:
+        """What the engine remembers besides model and optimizer, alike on all workers that have settled."""
+        ...
+
+    def own_state(self) -> dict[str, Any]:
+        """What this worker alone remembers: under "sums" what counts by its sum over all, under "means" by its mean."""
+        ...
+
+    def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
+        """Go on from there, the model having its weights already; empty where nothing was saved."""
+        ...
+
+    @property
     def communication(self) -> tuple[Mark, Mark]:
         """The last step's exposed communication: from the last gradient computed to the last one aggregated."""
         ...

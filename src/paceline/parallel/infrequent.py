@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from paceline.comm import ALGORITHMS, Aggregator, Bucket, Links, Scheduler
 from paceline.comm.links import open_node_group
 from paceline.errors import JobError
-from paceline.parallel.aggregation import BUCKET_BYTES
+from paceline.parallel.aggregation import BUCKET_BYTES, compressor_state, load_compressor_state
 from paceline.parallel.clock import Clock, Mark
 from paceline.parallel.engine import StepInput, broadcast
 from paceline.parallel.numeric import NumericDataParallel
@@ -164,6 +164,25 @@ class InfrequentDataParallel:
             with torch.no_grad():
                 for tensor, own in zip(tensors, kept, strict=True):
                     tensor.copy_(own)
+
+    apart = True
+
+    def settle(self) -> bool:
+        return self._num_steps == 0
+
+    def shared_state(self) -> dict[str, Any]:
+        inside = self._every_step.shared_state()
+        return {"inside": inside, "meetings": self.state_dict() if self._has_begun else None}
+
+    def own_state(self) -> dict[str, Any]:
+        return compressor_state(self._aggregator)
+
+    def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
+        self._every_step.load_state(shared.get("inside", {}), {})
+        if shared.get("meetings") is not None:
+            self.load_state_dict(shared["meetings"])
+            self._buffers = _floating_buffers(self._model)
+        load_compressor_state(self._aggregator, own)
 
     def state_dict(self) -> dict[str, Any]:
         """What meetings need besides model and optimizer; between two of them all three differ from worker to worker.

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.comm import Aggregator, HookState, aggregate
 from paceline.errors import ModelError
+from paceline.parallel.aggregation import compressor_state, load_compressor_state
 from paceline.parallel.clock import Clock, Mark
 from paceline.parallel.engine import StepInput, broadcast, check_loss, cut, statistics_dtype
 from paceline.parallel.gradient_norms import GradientNorms, WorkerNorms, squared_norm
@@ -173,8 +174,25 @@ class NumericDataParallel:
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        broadcast(self._unknown_buffers(), self._group)
+        self.settle()
         yield
+
+    apart = False
+
+    def settle(self) -> bool:
+        broadcast(self._unknown_buffers(), self._group)
+        return True
+
+    def shared_state(self) -> dict[str, Any]:
+        # Known already, it makes the first step after a resume equal to what that step would have been.
+        return {"draws_randomness": self._draws_randomness}
+
+    def own_state(self) -> dict[str, Any]:
+        return compressor_state(self._aggregator)
+
+    def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
+        self._draws_randomness = shared.get("draws_randomness")
+        load_compressor_state(self._aggregator, own)
 
     def _working_step(self, step: StepInput) -> Tensor:
         next_shard, stop = step.share.runs[step.share.rank]

@@ -112,10 +112,23 @@ class AggregationSpec:
 
 @dataclass(frozen=True)
 class CheckpointSpec:
-    """What a run leaves behind of its weights."""
+    """What a run leaves behind of its state, when, and for how long."""
 
     save_final: bool = True
     """Write model.safetensors into the run folder at the end."""
+    dir: str | None = None
+    """Where checkpoints go: a folder that all nodes see, or an address such as s3://bucket/run. None: with the run's
+    results; a script of one's own then keeps none."""
+    every_minutes: float | None = above(0, 2.0)
+    """None: not by the clock."""
+    every_steps: int | None = at_least(1, None)
+    every_epoch: bool = True
+    """When an epoch and what follows it (an evaluation) is over."""
+    keep_last: int = at_least(1, 2)
+    keep_every_hours: float | None = above(0, None)
+    """Also keep the first one of every so many hours."""
+    keep_best: str | None = None
+    """Also keep the best by this metric of `evaluate`, such as "accuracy"; of a loss the smallest is the best."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +224,22 @@ class Job:
             virtual_shards=self.virtual_shards * factor,
             optim=dataclasses.replace(self.optim, base_batch_size=self.optim.base_batch_size or self.global_batch_size),
         )
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> list[str]:
+    """What two jobs, as mappings, would learn differently, key by key: "optim.lr was 0.1 and is 0.2"."""
+    found = []
+    for key in sorted(before.keys() | now.keys()):
+        path = f"{where}.{key}" if where else key
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping) and key != "options":
+            found += differences(old, new, path)
+        elif old != new and path not in _LEARNS_THE_SAME and not path.startswith("checkpoint."):
+            found.append(f"{path} was {old!r} and is {new!r}")
+    return found
+
+
+_LEARNS_THE_SAME = ("name", "measure_noise", "eval_every_epochs", "eval_batch_size", "data.dir", "data.loader_workers")
 
 
 def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ def main() -> None:
     parser.add_argument("--max-steps", type=int, help="end after this many optimizer updates")
     parser.add_argument("--quiet", action="store_true", help="say nothing")
     parser.add_argument("--track", action="append", default=[], help="also log to tensorboard, wandb or mlflow")
+    parser.add_argument("--force", action="store_true", help="resume even a checkpoint of another job")
     parser.add_argument("--job", help="the job itself, as JSON, for a folder that nobody could prepare")
     parser.add_argument("--plan", help="the plan itself, as JSON")
     arguments = parser.parse_args()
@@ -25,7 +26,7 @@ def main() -> None:
     job = Job.from_mapping(json.loads(arguments.job or (run_dir / "job.json").read_text(encoding="utf-8")))
     plan = Plan.from_mapping(json.loads(arguments.plan or (run_dir / "plan.json").read_text(encoding="utf-8")))
     output = Output(run_dir, None if arguments.quiet else sys.stderr, arguments.track)
-    train(job, plan, output, arguments.max_steps)
+    train(job, plan, output, arguments.max_steps, force=arguments.force)
 
 
 if __name__ == "__main__":

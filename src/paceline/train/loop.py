@@ -16,6 +16,7 @@ from paceline.checkpoint import save_weights
 from paceline.data import ArraySet
 from paceline.parallel import AsynchronousDataParallel
 from paceline.spec import EpochRecord, Job, Plan, RunRecord
+from paceline.spec.codec import from_mapping, to_mapping
 from paceline.spec.noise_scale import warning_about_batch
 from paceline.train.asynchronous import AsynchronousSteps
 from paceline.train.environment import describe_environment
@@ -40,13 +41,20 @@ class Output:
     progress: TextIO | None
     trackers: Sequence[str] = ()
 
+    @property
+    def checkpoint_dir(self) -> Path:
+        return self.run_dir / "checkpoints"
 
-def train(job: Job, plan: Plan | None, output: Output, max_steps: int | None = None) -> RunRecord:
+
+def train(
+    job: Job, plan: Plan | None, output: Output, max_steps: int | None = None, *, force: bool = False
+) -> RunRecord:
     """Train `job` and return what happened; rank 0 also writes it into the run folder.
 
-    The number of workers comes from whoever started this process. `max_steps` ends the run early.
+    The number of workers comes from whoever started this process. `max_steps` ends the run early. A run folder with
+    checkpoints is gone on with, from the newest good one; `force`: even if they are of another job.
     """
-    with init(job, plan=plan, max_steps=max_steps) as run:
+    with init(job, plan=plan, max_steps=max_steps, checkpoint_dir=output.checkpoint_dir, force=force) as run:
         train_set, test_set = data.load(job.data)
         model = models.build(job.model, **data_facts(train_set))
         model, _optimizer = run.prepare(model, build_optimizer(job.optim, model))
@@ -55,7 +63,7 @@ def train(job: Job, plan: Plan | None, output: Output, max_steps: int | None = N
         total_steps = run.total_steps(len(train_set))
         journal = _Journal(run, output, total_steps)
         with _steps(run, train_set, loss_fn) as steps_of:
-            for epoch in range(job.epochs):
+            for epoch in run.epochs():
                 if run.steps == total_steps:
                     break
                 for loss in steps_of(epoch):
@@ -100,9 +108,10 @@ class _Journal:
     def __init__(self, run: Run, output: Output, total_steps: int) -> None:
         speaks = run.rank == 0
         self._run = run
-        self._sinks: list[Sink] = open_sinks(output.run_dir, output.trackers) if speaks else []
+        self._sinks: list[Sink] = open_sinks(output.run_dir, output.trackers, run.steps) if speaks else []
         label = f"{run.job.name} on {run.world_size} worker{'s' if run.world_size > 1 else ''}"
         self._progress = Progress(output.progress if speaks else None, total_steps, label)
+        run.say = self._progress.say
         scaling = describe_scaling(run.job)
         self._notes = [*run.notes, *([] if scaling is None else [scaling])]
         for note in self._notes:
@@ -116,10 +125,33 @@ class _Journal:
         self._samples_logged = 0
         self._epochs: list[EpochRecord] = []
         self._has_warned = False
+        self._wall_s = 0.0
+        """Of earlier processes of this run, up to the checkpoint."""
+        run.keep("journal", self)
+
+    def state_dict(self) -> dict[str, Any]:
+        self._read_losses()
+        return {
+            "epochs": [to_mapping(epoch) for epoch in self._epochs],
+            "epoch_loss": self._epoch_loss,
+            "epoch_start": self._epoch_start,
+            "samples_logged": self._samples_logged,
+            "has_warned": self._has_warned,
+            "train_s": self._run.timer.train_s,
+            "wall_s": self._wall_s + time.time() - self._launched_at,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._epochs = [from_mapping(EpochRecord, epoch) for epoch in state["epochs"]]
+        self._epoch_loss, self._epoch_start = state["epoch_loss"], state["epoch_start"]
+        self._samples_logged, self._has_warned = state["samples_logged"], state["has_warned"]
+        self._samples_read = self._run.samples_seen
+        self._run.timer.train_s = state["train_s"]
+        self._wall_s = state["wall_s"]
 
     def step(self, epoch: int, loss: torch.Tensor) -> None:
         run = self._run
-        if run.steps == 1:
+        if not self._first_step_s:
             float(loss)  # on a GPU the step is over when its loss can be read
             self._first_step_s = time.time() - self._launched_at
         num_samples = run.samples_seen - self._samples_read
@@ -149,6 +181,8 @@ class _Journal:
         mean_loss = self._epoch_loss / (run.samples_seen - samples)
         self._epoch_loss = 0.0
         noise_scale = run.noise_scale
+        # A run that was ended in the middle of an epoch, and goes on, has a record of that part.
+        self._epochs = [record for record in self._epochs if record.epoch != epoch]
         self._epochs.append(EpochRecord(epoch, mean_loss, lr, run.timer.train_s - train_s, metrics, noise_scale))
         values = {"epoch": epoch + 1, "train_loss": mean_loss, "lr": lr}
         if noise_scale is not None:
@@ -192,7 +226,7 @@ class _Journal:
             loss=last.get("loss"),
             train_loss=self._epochs[-1].train_loss if self._epochs else None,
             train_s=run.timer.train_s,
-            wall_s=time.time() - self._launched_at,
+            wall_s=self._wall_s + time.time() - self._launched_at,
             time_to_first_step_s=self._first_step_s,
             samples_per_s=samples_per_s,
             step_time=step_time,

@@ -21,8 +21,13 @@ class Sink(Protocol):
 class JsonLines:
     """metrics.jsonl in the run folder: one object a call, readable while the run goes on."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._file = open(run_dir / "metrics.jsonl", "w", encoding="utf-8")  # noqa: SIM115 - open as long as the run is
+    def __init__(self, run_dir: Path, first_step: int = 0) -> None:
+        """Goes on after `first_step`: what an earlier process logged beyond it will come again."""
+        path = run_dir / "metrics.jsonl"
+        before = _lines_until(path, first_step)
+        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - open as long as the run is
+        self._file.writelines(before)
+        self._file.flush()
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self._file.write(json.dumps({"step": step, **values}) + "\n")
@@ -86,9 +91,17 @@ SINKS: dict[str, Callable[[Path], Sink]] = {
 }
 
 
-def open_sinks(run_dir: Path, trackers: Sequence[str]) -> list[Sink]:
+def _lines_until(path: Path, step: int) -> list[str]:
+    if not step or not path.exists():
+        return []
+    # A line that a crash has cut is no line.
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("}\n")]
+    return [line for line in lines if json.loads(line)["step"] <= step]
+
+
+def open_sinks(run_dir: Path, trackers: Sequence[str], first_step: int = 0) -> list[Sink]:
     """JSON lines and every tracker named. Raises `JobError` for a tracker that is unknown or not installed."""
-    sinks: list[Sink] = [JsonLines(run_dir)]
+    sinks: list[Sink] = [JsonLines(run_dir, first_step)]
     for name in trackers:
         if name not in SINKS:
             raise JobError(f"There is no tracker '{name}'; it is one of {', '.join(SINKS)}.")

@@ -17,8 +17,8 @@ _READ_STEPS = 50
 class NoiseMeter:
     """Takes gradient norms step by step; knows the smoothed noise."""
 
-    def __init__(self, decay: float = SmoothedNoise.decay) -> None:
-        self._smoothed = SmoothedNoise(decay)
+    def __init__(self, smoothed: SmoothedNoise | None = None) -> None:
+        self._smoothed = smoothed or SmoothedNoise()
         self._unread: list[GradientNorms] = []
 
     def take(self, norms: GradientNorms) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,10 +21,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline import env
+from paceline.checkpoint import Snapshot
 from paceline.comm import Aggregator
 from paceline.data import ArrayReader, ArraySet, stream_batches
 from paceline.data.order import epoch_order
-from paceline.errors import DataError, JobError, ModelError
+from paceline.errors import CheckpointError, DataError, JobError, ModelError
 from paceline.parallel import (
     AsynchronousDataParallel,
     BitwiseDataParallel,
@@ -39,15 +44,28 @@ from paceline.parallel import (
 from paceline.parallel.gradient_norms import TakeNorms
 from paceline.pulse import Pulse
 from paceline.spec import Job, Plan
+from paceline.spec.codec import from_mapping, to_mapping
+from paceline.spec.job import differences
 from paceline.spec.noise_scale import SmoothedNoise
+from paceline.train.checkpoints import Checkpoints
 from paceline.train.digest import weights_sha256
 from paceline.train.evaluate import Measure, chunk_ranges, evaluate, own_chunks
 from paceline.train.noise_scale import NoiseMeter
 from paceline.train.process_group import abandon, join
 from paceline.train.schedule import lr_factor
 from paceline.train.seeding import seed_between_steps, seed_evaluation, seed_generators, seed_shard
+from paceline.train.state import load_optimizer_state, optimizer_state
 from paceline.train.timing import StepTimer
 from paceline.train.trace import Tracer
+
+
+class Stateful(Protocol):
+    """Anything that a checkpoint can keep."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
+
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 """The mean loss over the samples of a batch, from the prepared model and the batch."""
@@ -71,6 +89,8 @@ def init(
     *,
     plan: Plan | None = None,
     max_steps: int | None = None,
+    checkpoint_dir: str | Path | None = None,
+    force: bool = False,
     **values: Any,
 ) -> Run:
     """Join the other workers of this run, as many as whoever started this script chose.
@@ -79,6 +99,8 @@ def init(
         job: what to train; None: the defaults.
         plan: how it is spread; None: one worker a process of this launch, on GPUs if there are any.
         max_steps: end `Run.batches` after this many steps, whatever the epochs say.
+        checkpoint_dir: where checkpoints go if the job does not say; None: there are none.
+        force: resume even a checkpoint of another job.
         values: any key of a job over that, `global_batch_size=256, optim={"clip_norm": 1.0}`. The schedule in
             `optim` acts as a factor on the learning rates of the optimizer that `prepare` is given.
 
@@ -91,7 +113,8 @@ def init(
     plan = plan or _default_plan(job, facts)
     limits = [limit for limit in (max_steps, env.max_steps()) if limit is not None]
     plan = dataclasses.replace(plan, world_size=facts.world_size)
-    return Run(job, plan, facts, min(limits, default=None))
+    address = job.checkpoint.dir or checkpoint_dir
+    return Run(job, plan, facts, min(limits, default=None), None if address is None else str(address), force=force)
 
 
 def _default_plan(job: Job, facts: env.WorkerFacts) -> Plan:
@@ -109,7 +132,16 @@ def _default_plan(job: Job, facts: env.WorkerFacts) -> Plan:
 class Run:
     """One worker's hold on a run: prepare, batches, step, evaluate. Use it as a context manager."""
 
-    def __init__(self, job: Job, plan: Plan, facts: env.WorkerFacts, max_steps: int | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        facts: env.WorkerFacts,
+        max_steps: int | None = None,
+        checkpoint_address: str | None = None,
+        *,
+        force: bool = False,
+    ) -> None:
         check_shards(facts.world_size, job.virtual_shards)
         self.job = job
         self.plan = plan
@@ -129,8 +161,26 @@ class Run:
         self._engine: Engine | None = None
         self._optimizer: Optimizer | None = None
         self._base_lrs: list[float] = []
-        self._share: Share | None = None
-        self._epoch_samples = 0
+        self._given: _Given | None = None
+        self._epoch = 0
+        """The epoch that the next batch belongs to."""
+        self._next_batch = 0
+        """Its number in that epoch."""
+        self._resume_at: tuple[int, int] | None = None
+        """Both, as a checkpoint has them; None once the run has come there."""
+        self._num_samples: int | None = None
+        """Of the training set."""
+        self.metrics: dict[str, float] = {}
+        """Of the last `evaluate`."""
+        self._checkpoint_address = checkpoint_address
+        self._force = force
+        self._checkpoints: Checkpoints | None = None
+        self._kept: dict[str, Stateful] = {}
+        self._restored: dict[str, Any] = {}
+        """What is kept and was not asked for yet."""
+        self._in_step = False
+        self.say: Callable[[str], None] = self._say
+        """Told what a user should know while the run goes on, on rank 0."""
         self._readers: WeakKeyDictionary[ArraySet, ArrayReader] = WeakKeyDictionary()
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=job.precision == "float16")
         self._noise = NoiseMeter() if job.measure_noise else None
@@ -143,13 +193,23 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        checkpoints = self._checkpoints
         if error is not None:
             abandon()
+            if checkpoints is not None and isinstance(error, Exception | KeyboardInterrupt) and not self._in_step:
+                checkpoints.rescue()
+        elif checkpoints is not None:
+            self._leave_epoch()
+            checkpoints.run_ended(self.steps)
         self.close()
 
     def close(self) -> None:
         """End the run: files are closed and torch's settings are again what they were before it."""
         self._at_close.close()
+
+    def _say(self, sentence: str) -> None:
+        if self.rank == 0:
+            print(sentence, file=sys.stderr)
 
     @property
     def rank(self) -> int:
@@ -213,7 +273,91 @@ class Run:
         self._optimizer = optimizer
         self._base_lrs = [float(parameters["lr"]) for parameters in optimizer.param_groups]
         self._check_optimizer(optimizer)
+        if self._checkpoint_address is not None:
+            self._open_checkpoints(self._checkpoint_address)
         return self._engine.module, optimizer
+
+    def keep(self, name: str, thing: Stateful) -> None:
+        """Save and restore something of the script's own with every checkpoint, after `prepare`.
+
+        Args:
+            thing: has `state_dict()`, of tensors, numbers, texts, and lists and dictionaries of these, alike on all
+                workers, and `load_state_dict(state)`, which is called now if the run was resumed.
+        """
+        self._kept[name] = thing
+        if name in self._restored:
+            thing.load_state_dict(self._restored.pop(name))
+
+    def _open_checkpoints(self, address: str) -> None:
+        if isinstance(self.engine, AsynchronousDataParallel):
+            self.notes.append(
+                "no checkpoints are kept: with parameter servers that never wait there is no moment for it"
+            )
+            return
+        # Of its own, and in host memory whatever the others use: it speaks at moments of its own.
+        timeout = timedelta(seconds=self.plan.timeout_s)
+        group = None if self.world.group is None else dist.new_group(backend="gloo", timeout=timeout)
+        checkpoints = Checkpoints(address, self.job.checkpoint, group, self._snapshot, lambda text: self.say(text))
+        self._at_close.callback(checkpoints.close)
+        if checkpoints.shared is not None:
+            self._restore(checkpoints.shared, checkpoints.own)
+            self.notes.append(f"resumed at step {self.steps} from {checkpoints.resumed_from} in {address}")
+        self._checkpoints = checkpoints
+
+    def _snapshot(self, together: bool) -> Snapshot | None:
+        engine = self.engine
+        if together and not engine.settle():
+            return None
+        optimizer = optimizer_state(self.optimizer, self.model)
+        own = engine.own_state()
+        if engine.apart:
+            own = {**own, "means": own.get("means", {}) | {"optimizer": optimizer["state"]}}
+            optimizer = optimizer | {"state": {}}
+        shared = {
+            "model": self.model.state_dict(),
+            "optimizer": optimizer,
+            "engine": engine.shared_state(),
+            "scaler": self._scaler.state_dict(),
+            "progress": {
+                "steps": self.steps,
+                "samples_seen": self.samples_seen,
+                "epoch": self._epoch,
+                "next_batch": self._next_batch,
+                "num_samples": self._num_samples,
+            },
+            "noise": None if self._noise is None else to_mapping(self._noise.read()),
+            "metrics": self.metrics,
+            "kept": {name: thing.state_dict() for name, thing in self._kept.items()},
+        }
+        return Snapshot(self.steps, self.job.to_mapping(), shared, own)
+
+    def _restore(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
+        changes = differences(shared["job"], self.job.to_mapping())
+        if changes and not self._force:
+            raise JobError(
+                f"The checkpoint to resume is of another job: {'; '.join(changes)}. Set it back, choose another "
+                "folder, or go on all the same with --force (paceline.init(force=True))."
+            )
+        try:
+            self.model.load_state_dict(shared["model"])
+        except RuntimeError as problem:
+            raise CheckpointError(f"The checkpoint is of another model: {' '.join(str(problem).split())}") from None
+        optimizer = shared["optimizer"]
+        if self.engine.apart:
+            optimizer = optimizer | {"state": own.get("means", {}).get("optimizer", {})}
+        load_optimizer_state(self.optimizer, self.model, optimizer, hyper=not changes)
+        self.engine.load_state(shared["engine"], own)
+        self._scaler.load_state_dict(shared["scaler"])
+        progress = shared["progress"]
+        self.steps, self.samples_seen = progress["steps"], progress["samples_seen"]
+        self._resume_at = self._epoch, self._next_batch = progress["epoch"], progress["next_batch"]
+        self._num_samples = progress["num_samples"]
+        if self._noise is not None and shared["noise"] is not None:
+            self._noise = NoiseMeter(from_mapping(SmoothedNoise, shared["noise"]))
+        self.metrics = shared["metrics"]
+        self._restored = shared["kept"]
+        self._pulse.step(self.steps)
+        seed_between_steps(self.job.seed, self.steps, self.device)
 
     def _build_engine(self, model: nn.Module, find_unused_parameters: bool) -> Engine:
         job, group, spec = self.job, self.world.group, self.job.aggregation
@@ -245,18 +389,42 @@ class Run:
     def batches(self, dataset: Any, epoch: int | None = None) -> Iterator[Any]:
         """This worker's share of every global batch of `epoch`, or of all epochs of the job.
 
-        Which samples form a batch is a function of (seed, epoch, number) alone. Each batch must be given to `step`
-        before the next is taken. A worker with no sample in a short batch gets one stand-in sample, counted as zero.
+        Which samples form a batch is a function of (seed, epoch, number) alone. A run that was resumed begins where it
+        stopped: what was trained before does not come again. Each batch must be given to `step` before the next is
+        taken. A worker with no sample in a short batch gets one stand-in sample, counted as zero.
         """
-        self._epoch_samples = _num_samples(dataset, "training")
-        for number in range(self.job.epochs) if epoch is None else [epoch]:
+        num_samples = _num_samples(dataset, "training")
+        if self._num_samples not in (None, num_samples) and self._next_batch:
+            raise DataError(
+                f"The training set has {num_samples:,} samples, but {self._num_samples:,} when this run was saved; "
+                "resume with the same data, or begin in another folder."
+            )
+        self._num_samples = num_samples
+        for number in self.epochs() if epoch is None else [epoch]:
             yield from self._epoch_batches(dataset, number)
+
+    def epochs(self) -> range:
+        """The numbers of the epochs that are not over: all of the job's, or those left of a run that was resumed."""
+        return range(0 if self._resume_at is None else self._resume_at[0], self.job.epochs)
+
+    def _leave_epoch(self) -> None:
+        """Whatever followed the last batch of an epoch has been done too."""
+        num_samples = self._num_samples
+        if num_samples is not None and self._next_batch == -(-num_samples // self.job.global_batch_size):
+            self._epoch, self._next_batch = self._epoch + 1, 0
 
     def _epoch_batches(self, dataset: Any, epoch: int) -> Iterator[Any]:
         job = self.job
         order = epoch_order(len(dataset), job.global_batch_size, job.seed, epoch)
         remaining = order.num_batches if self._max_steps is None else self._max_steps - self.steps
-        numbers = range(min(order.num_batches, max(0, remaining)))
+        resume_epoch, first = self._resume_at or (epoch, 0)
+        if epoch < resume_epoch or remaining <= 0:
+            return
+        self._resume_at = None
+        self._epoch, self._next_batch = epoch, first if epoch == resume_epoch else 0
+        if self._checkpoints is not None and self.steps and not self._next_batch:
+            self._checkpoints.epoch_ended()
+        numbers = range(self._next_batch, min(order.num_batches, self._next_batch + remaining))
         if not numbers:
             return
         shares = [Share.of(len(order.batch(n)), job.virtual_shards, self.rank, self.world_size) for n in numbers]
@@ -267,15 +435,15 @@ class Run:
         ]
         self.timer.resume()
         self.timer.data_asked()
-        for share, batch in zip(shares, self.read(dataset, epoch, indices, train=True), strict=True):
+        for number, share, batch in zip(numbers, shares, self.read(dataset, epoch, indices, train=True), strict=True):
             self.timer.data_arrived()
-            self._share = share
+            self._given = _Given(share, epoch, number)
             yield batch
             self._check_stepped()
             self.timer.data_asked()
 
     def _check_stepped(self) -> None:
-        if self._share is not None:
+        if self._given is not None:
             raise JobError("Every batch from run.batches needs its run.step before the next one is taken.")
 
     def read(self, dataset: Any, epoch: int, indices: list[np.ndarray[Any, Any]], train: bool) -> Iterator[Any]:
@@ -310,12 +478,15 @@ class Run:
             every few steps (aggregation.method = "local_sgd" or "diloco") do not tell each other: theirs is the mean
             over the samples of this worker, or of its node where that meets every step, and NaN where there are none.
         """
-        engine, optimizer, share = self.engine, self.optimizer, self._share
-        if share is None:
+        engine, optimizer, given = self.engine, self.optimizer, self._given
+        if given is None:
             raise JobError("run.step needs a batch that run.batches just yielded; each is used once.")
-        self._share = None
+        share = given.share
+        self._given = None
+        self._in_step = True
         check_batch(batch, sum(share.sizes) or 1)
-        self.schedule_lr(self._epoch_samples)
+        assert self._num_samples is not None
+        self.schedule_lr(self._num_samples)
         optimizer.zero_grad(set_to_none=True)
 
         loss = engine.gradients(
@@ -341,6 +512,10 @@ class Run:
         self._tracer.after_update(self.model)
 
         self.count_step(share.global_size)
+        self._epoch, self._next_batch = given.epoch, given.number + 1
+        self._in_step = False
+        if self._checkpoints is not None:
+            self._checkpoints.step_ended(self.steps)
         return loss
 
     def _take_norms(self, share: Share) -> TakeNorms | None:
@@ -403,7 +578,8 @@ class Run:
         model.eval()
         try:
             with self.consensus(), torch.no_grad(), self._autocast():
-                return evaluate(self.read(dataset, 0, indices, train=False), chunks, model, seeded, self.world)
+                self.metrics = evaluate(self.read(dataset, 0, indices, train=False), chunks, model, seeded, self.world)
+                return self.metrics
         finally:
             for module in was_training:
                 module.training = True
@@ -442,6 +618,15 @@ class Run:
             raise ModelError(
                 "The optimizer holds parameters that are not the model's; build it from model.parameters()."
             )
+
+
+@dataclass(frozen=True)
+class _Given:
+    """The batch that `step` is to be called with."""
+
+    share: Share
+    epoch: int
+    number: int
 
 
 @contextmanager

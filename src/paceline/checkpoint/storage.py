@@ -1,0 +1,178 @@
+"""Where checkpoints lie: a folder of this machine or of a shared file system, or a place behind an address."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from paceline.errors import CheckpointError
+
+Piece = bytes | bytearray | memoryview
+
+PIECE_BYTES = 8 << 20
+"""Read, written and summed at a time: the sum is taken of what is still in the processor's cache."""
+
+
+class Storage(Protocol):
+    """Named files in named folders, one level deep ("step-00000012/manifest.json"), and files beside them.
+
+    Whatever goes wrong raises `OSError`, as it does for plain files.
+    """
+
+    address: str
+
+    def write(self, name: str, pieces: Iterable[Piece]) -> None:
+        """Make or replace a file. It has its name only once it is complete and would survive a power cut."""
+
+    def pieces(self, name: str) -> Iterator[bytes]:
+        """The content, a little at a time. Raises `FileNotFoundError` where there is no such file."""
+
+    def read(self, name: str) -> bytes:
+        """The whole content. Raises `FileNotFoundError` where there is no such file."""
+
+    def names(self, folder: str = "") -> list[str]:
+        """What lies in a folder, sorted; nothing where there is no such folder."""
+
+    def remove(self, name: str) -> None:
+        """Delete a file, or a folder with all that is in it; nothing happens where there is none."""
+
+    def rename_folder(self, name: str, to: str) -> None:
+        """Give a folder another name."""
+
+
+class Folder:
+    """A folder of a file system."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.absolute()
+        self.address = str(path)
+
+    def write(self, name: str, pieces: Iterable[Piece]) -> None:
+        path = self._path / name
+        unfinished = path.with_name(path.name + ".part")
+        if not path.parent.is_dir():
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_durable(path.parent.parent)
+        try:
+            with open(unfinished, "wb", buffering=0) as file:
+                for piece in pieces:
+                    _write_all(file, piece)
+                os.fsync(file.fileno())
+            unfinished.rename(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+            raise
+        _make_durable(path.parent)
+
+    def pieces(self, name: str) -> Iterator[bytes]:
+        with open(self._path / name, "rb", buffering=0) as file:
+            yield from iter(lambda: file.read(PIECE_BYTES), b"")
+
+    def read(self, name: str) -> bytes:
+        return (self._path / name).read_bytes()
+
+    def names(self, folder: str = "") -> list[str]:
+        try:
+            return sorted(path.name for path in (self._path / folder).iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def remove(self, name: str) -> None:
+        path = self._path / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+    def rename_folder(self, name: str, to: str) -> None:
+        (self._path / name).rename(self._path / to)
+
+
+class Remote:
+    """A place that fsspec knows how to reach, such as s3://bucket/run. An object there is complete or absent."""
+
+    def __init__(self, address: str) -> None:
+        import fsspec
+
+        self.address = address
+        try:
+            self._files, root = fsspec.core.url_to_fs(address)
+        except (ImportError, ValueError) as problem:
+            raise CheckpointError(f"Checkpoints cannot be kept at {address}: {problem}.") from None
+        self._root = root.rstrip("/")
+
+    def write(self, name: str, pieces: Iterable[Piece]) -> None:
+        with self._as_os_error(), self._files.open(self._path(name), "wb") as file:
+            for piece in pieces:
+                file.write(piece)
+
+    def pieces(self, name: str) -> Iterator[bytes]:
+        with self._as_os_error(), self._files.open(self._path(name), "rb") as file:
+            yield from iter(lambda: file.read(PIECE_BYTES), b"")
+
+    def read(self, name: str) -> bytes:
+        with self._as_os_error():
+            content: bytes = self._files.cat_file(self._path(name))
+            return content
+
+    def names(self, folder: str = "") -> list[str]:
+        with self._as_os_error():
+            self._files.invalidate_cache()
+            try:
+                found: list[Any] = self._files.ls(self._path(folder), detail=False)
+            except FileNotFoundError:
+                return []
+        return sorted(str(path).rstrip("/").rpartition("/")[2] for path in found)
+
+    def remove(self, name: str) -> None:
+        with self._as_os_error(), contextlib.suppress(FileNotFoundError):
+            self._files.rm(self._path(name), recursive=True)
+
+    def rename_folder(self, name: str, to: str) -> None:
+        with self._as_os_error():
+            self._files.mv(self._path(name), self._path(to), recursive=True)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+    @contextlib.contextmanager
+    def _as_os_error(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            raise
+        except Exception as problem:  # every kind of storage has errors of its own
+            raise OSError(f"{type(problem).__name__}: {problem}") from problem
+
+
+def open_storage(address: str | Path) -> Storage:
+    """The storage at a path or an address. Raises `CheckpointError` for an address that nobody here can reach."""
+    text = str(address)
+    if "://" in text and not text.startswith("file://"):
+        return Remote(text)
+    return Folder(Path(text.removeprefix("file://")))
+
+
+def _write_all(file: IO[bytes], piece: Piece) -> None:
+    """An unbuffered file may take less than it is given: a little at a time, so that other threads get their turn."""
+    view = memoryview(piece)
+    while view:
+        view = view[file.write(view[:PIECE_BYTES]) :]
+
+
+def _make_durable(folder: Path) -> None:
+    """Names live in the folder, which has to reach the disk too."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return
+    try:
+        with contextlib.suppress(OSError):  # some network file systems have nothing to flush here
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,164 @@
+"""When a run's state is saved: by the clock, by steps, at epochs' ends, on a signal, on an error, and at the end."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from paceline.checkpoint import Saver, Snapshot, newest_good, open_storage
+from paceline.errors import CheckpointError
+from paceline.spec.job import CheckpointSpec
+from paceline.train.agreement import Agreement, Wish
+from paceline.train.state import broadcast_tree, hand_out, scatter_trees
+
+
+class Checkpoints:
+    """Saves one run, and knows what there was to resume from."""
+
+    def __init__(
+        self,
+        address: str,
+        spec: CheckpointSpec,
+        group: dist.ProcessGroup | None,
+        take: Callable[[bool], Snapshot | None],
+        say: Callable[[str], None],
+    ) -> None:
+        """A common act of all workers of `group`, which lives in host memory.
+
+        Args:
+            take: the run's state now; None where workers' weights differ until they meet again. A common act if its
+                argument is true.
+            say: told what a user should know, on rank 0.
+        """
+        self._spec = spec
+        self._take = take
+        self._say = say
+        self._group = group
+        self._rank = 0 if group is None else dist.get_rank(group)
+        self._agreement = Agreement(group)
+        self._storage = open_storage(address)
+        self._wishes: set[Wish] = set()
+        self._is_due = False
+        self._saved_at = time.monotonic()
+        self._handlers: dict[int, Any] = {}
+        self.resumed_from, self.shared, self.own = self._read()
+        self._saver = Saver(self._storage, spec, group, say)
+        if self.shared is not None:
+            self._saver.last_step = self.shared["progress"]["steps"]
+        self._heed_signals()
+
+    def _read(self) -> tuple[str | None, dict[str, Any] | None, dict[str, Any]]:
+        """Rank 0 reads and checks the newest good one; all others hear from it."""
+        found: list[Any] = [None, None]
+        shared: Any = None
+        owns: list[dict[str, Any]] = []
+        if self._rank == 0:
+            try:
+                checkpoint, problems = newest_good(self._storage)
+                for problem in problems:
+                    self._say(problem)
+                if checkpoint is not None:
+                    found = [checkpoint.name, None]
+                    shared = {"job": checkpoint.manifest.job, **checkpoint.shared}
+                    owns = [checkpoint.own(rank) for rank in range(checkpoint.manifest.world_size)]
+            except (CheckpointError, OSError) as problem:
+                found = [None, str(problem)]
+        if self._group is not None:
+            dist.broadcast_object_list(found, group_src=0, group=self._group)
+        name, why_not = found
+        if why_not is not None:
+            raise CheckpointError(why_not)
+        if name is None:
+            return None, None, {}
+        shared = broadcast_tree(shared, self._group)
+        num_workers = 1 if self._group is None else dist.get_world_size(self._group)
+        own = scatter_trees(hand_out(owns, num_workers), self._group)
+        return name, shared, own
+
+    def step_ended(self, step: int) -> None:
+        """A common act after every step; saves if that is due, and ends the process if that was asked for.
+
+        Raises:
+            SystemExit: SIGTERM came to some worker, and all is saved.
+        """
+        heard = self._agreement.heard()
+        if Wish.FAILED in heard:
+            self._saver.give_up()
+        every = self._spec.every_steps
+        self._is_due |= Wish.SAVE in heard or Wish.LEAVE in heard or (every is not None and step % every == 0)
+        if self._is_due and Wish.BUSY not in heard:
+            self._save()
+        if Wish.LEAVE in heard and not self._is_due:
+            self._saver.wait()
+            raise SystemExit(128 + signal.SIGTERM)
+        self._agreement.tell(self._wishes_now())
+
+    def epoch_ended(self) -> None:
+        """An epoch and what follows it is over: the next chance is taken to save it."""
+        self._is_due |= self._spec.every_epoch
+
+    def run_ended(self, step: int) -> None:
+        """Save what is not saved yet, and wait until it is written. A common act."""
+        self._saver.wait()
+        if self._saver.last_step != step:
+            self._save()
+        self._saver.wait()
+
+    def rescue(self) -> None:
+        """After an error: rank 0 saves what it has without the others, who may be gone, if that is all there is."""
+        self._saver.give_up()
+        self._saver.wait()
+        snapshot = self._take(False) if self._rank == 0 else None
+        if snapshot is not None and not snapshot.own and snapshot.step != self._saver.last_step:
+            alone = Saver(self._storage, self._spec, None, self._say)
+            alone.begin(snapshot)
+            alone.wait()
+
+    def close(self) -> None:
+        """No more checkpoints; what is being written is finished."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers.clear()
+        self._saver.wait()
+
+    def _save(self) -> None:
+        snapshot = self._take(True)
+        if snapshot is None:
+            return
+        self._is_due = False
+        self._wishes.discard(Wish.SAVE)
+        self._saved_at = time.monotonic()
+        if snapshot.step != self._saver.last_step:
+            self._saver.begin(snapshot)
+
+    def _wishes_now(self) -> set[Wish]:
+        wishes = set(self._wishes)
+        minutes = self._spec.every_minutes
+        if self._rank == 0 and minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes:
+            wishes.add(Wish.SAVE)
+        if self._saver.busy:
+            wishes.add(Wish.BUSY)
+        if self._saver.failed:
+            wishes.add(Wish.FAILED)
+        return wishes
+
+    def _heed_signals(self) -> None:
+        """SIGUSR1: save. SIGTERM: save and leave; a second one leaves at once, as the handler before did."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+
+        def save(_number: int, _frame: FrameType | None) -> None:
+            self._wishes.add(Wish.SAVE)
+
+        def leave(number: int, _frame: FrameType | None) -> None:
+            self._wishes.add(Wish.LEAVE)
+            signal.signal(number, self._handlers[number])
+
+        for number, handler in ((signal.SIGUSR1, save), (signal.SIGTERM, leave)):
+            self._handlers[number] = signal.signal(number, handler)

@@ -1,0 +1,128 @@
+"""Everything that a run needs to go on as if nothing had been: taken out of it, and put back.
+
+What all workers have alike is `shared`. What each has for itself is `own`, sorted by what must stay the same when
+other workers go on with it: the sum over all of them, or the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.checkpoint import put_together, take_apart
+from paceline.errors import CheckpointError
+
+
+def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+    """Its state and its groups, with the names of parameters in place of their numbers."""
+    names = _names(optimizer, model)
+    plain = optimizer.state_dict()
+    groups = [group | {"params": [names[number] for number in group["params"]]} for group in plain["param_groups"]]
+    return {"state": {names[number]: state for number, state in plain["state"].items()}, "groups": groups}
+
+
+def load_optimizer_state(optimizer: Optimizer, model: nn.Module, state: Mapping[str, Any], *, hyper: bool) -> None:
+    """Put it back; learning rates and the like too if `hyper` is set.
+
+    Raises:
+        CheckpointError: it belongs to other parameters.
+    """
+    names = _names(optimizer, model)
+    numbers = {name: number for number, name in enumerate(names)}
+    fresh = optimizer.state_dict()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    saved = [group["params"] for group in state["groups"]]
+    if saved != [[names[number] for number in group["params"]] for group in fresh["param_groups"]]:
+        raise CheckpointError(
+            "The checkpoint's optimizer has other parameters or other groups of them than this run's; resume with the "
+            "same model and optimizer, or begin in another folder."
+        )
+    groups = []
+    for own, kept in zip(fresh["param_groups"], state["groups"], strict=True):
+        groups.append((own | kept if hyper else own) | {"params": own["params"]})
+    by_number = {
+        numbers[name]: {key: _like(parameters[numbers[name]], value) for key, value in entries.items()}
+        for name, entries in state["state"].items()
+    }
+    optimizer.load_state_dict({"state": by_number, "param_groups": groups})
+
+
+def _names(optimizer: Optimizer, model: nn.Module) -> list[str]:
+    """Of the optimizer's parameters, in its own order."""
+    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [known[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _like(parameter: Tensor, value: Any) -> Any:
+    """A tensor of the parameter's shape gets its memory layout too, as an optimizer would have made it."""
+    if isinstance(value, Tensor) and value.shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+    return value
+
+
+def hand_out(owns: Sequence[dict[str, Any]], num_workers: int) -> list[dict[str, Any]]:
+    """What `num_workers` workers get of what those of a checkpoint had, each for itself.
+
+    As many get what there was. Others get equal parts that keep the sums of `sums` and the means of `means`.
+    """
+    if len(owns) == num_workers or not owns:
+        return list(owns)
+    part = {
+        "sums": _combined([own.get("sums", {}) for own in owns], 1 / num_workers),
+        "means": _combined([own.get("means", {}) for own in owns], 1 / len(owns)),
+    }
+    return [part] * num_workers
+
+
+def _combined(values: Sequence[Any], factor: float) -> Any:
+    """The sum of trees times a factor; whole numbers and what is no number are the first one's."""
+    first = values[0]
+    if isinstance(first, Mapping):
+        return {key: _combined([value[key] for value in values if key in value], factor) for key in first}
+    if isinstance(first, list | tuple):
+        return type(first)(_combined(items, factor) for items in zip(*values, strict=True))
+    if isinstance(first, Tensor) and first.is_floating_point():
+        return torch.stack([value.double() for value in values]).sum(0).mul_(factor).to(first.dtype)
+    return sum(values) * factor if isinstance(first, float) else first
+
+
+def broadcast_tree(tree: Any, group: dist.ProcessGroup | None) -> Any:
+    """Rank 0's `tree` on every worker of `group`, tensors in host memory; a common act."""
+    if group is None:
+        return tree
+    is_source = dist.get_rank(group) == 0
+    plain, tensors = take_apart(tree) if is_source else (None, {})
+    message: list[Any] = [plain, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}]
+    dist.broadcast_object_list(message, group_src=0, group=group)
+    plain, kinds = message
+    received = {}
+    for name, (shape, dtype) in kinds.items():
+        received[name] = tensors[name].cpu().contiguous() if is_source else torch.empty(shape, dtype=dtype)
+        dist.broadcast(received[name], group_src=0, group=group)
+    return put_together(plain, received.__getitem__)
+
+
+def scatter_trees(trees: Sequence[Any], group: dist.ProcessGroup | None) -> Any:
+    """Of rank 0's `trees`, one for each worker of `group`, this worker's; a common act."""
+    if group is None:
+        return trees[0]
+    rank = dist.get_rank(group)
+    if rank == 0:
+        for receiver in range(1, dist.get_world_size(group)):
+            plain, tensors = take_apart(trees[receiver])
+            kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+            dist.send_object_list([plain, kinds], group_dst=receiver, group=group)
+            for tensor in tensors.values():
+                dist.send(tensor.contiguous(), group_dst=receiver, group=group)
+        return trees[0]
+    message: list[Any] = [None, {}]
+    dist.recv_object_list(message, group_src=0, group=group)
+    received = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in message[1].items()}
+    for tensor in received.values():
+        dist.recv(tensor, group_src=0, group=group)
+    return put_together(message[0], received.__getitem__)

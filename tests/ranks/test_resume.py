@@ -1,0 +1,124 @@
+"""A run that was interrupted ends as one that was not: at any number of workers, in the middle of an epoch too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import paceline
+from paceline import models
+from paceline.env import worker_facts
+from paceline.spec import Job, Plan
+from paceline.train.optim import build_optimizer
+from tests.ranks.harness import run_ranks
+from tests.ranks.training import images, loss_fn, measure
+
+STEPS, STOP = 10, 7
+"""5 batches an epoch: it stops in the middle of the second."""
+
+
+def _job(**values: Any) -> Job:
+    return Job.from_mapping(
+        {
+            "global_batch_size": 12,
+            "virtual_shards": 6,
+            "epochs": 2,
+            "parity": "bitwise",
+            "model": "lenet",
+            "optim": {"name": "adam", "lr": 0.01, "schedule": "cosine", "clip_norm": 1.0},
+            **values,
+        }
+    )
+
+
+class _Seen:
+    """Something of a script's own: the inputs' sums, which also tell which samples came."""
+
+    def __init__(self) -> None:
+        self.sums: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sums": self.sums}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sums = list(state["sums"])
+
+
+def _train(job: Job, folder: str, max_steps: int | None = None, num_samples: int = 60) -> tuple[str, list[float]]:
+    """The fingerprint of the weights, and of what rank 0 of the run has seen since its beginning."""
+    plan = Plan(
+        world_size=worker_facts().world_size,
+        algorithm="tree_exact" if job.parity == "bitwise" else "all_reduce",
+        timeout_s=60,
+    )
+    with paceline.init(job, plan=plan, max_steps=max_steps, checkpoint_dir=folder) as run:
+        train_set = images(num_samples, (3, 16, 16))
+        model = models.build(job.model, num_classes=10, in_channels=3, image_size=16)
+        model, _ = run.prepare(model, build_optimizer(job.optim, model))
+        seen = _Seen()
+        run.keep("seen", seen)
+        for epoch in run.epochs():
+            for batch in run.batches(train_set, epoch):
+                total = torch.zeros(())
+                if run.world_size == 1:
+                    total = batch[0].double().sum()
+                seen.sums.append(float(total))
+                run.step(batch, loss_fn)
+            run.evaluate(images(20, (3, 16, 16), augment=False), measure)
+        return run.weights_sha256(), seen.sums
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]]:
+    answer: tuple[str, list[float]] = run_ranks(_train, 1, _job(), str(tmp_path_factory.mktemp("undisturbed")))[0]
+    return answer
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (3, 1), (1, 2), (2, 3)])
+def test_resumes_bit_for_bit(tmp_path: Path, undisturbed: tuple[str, list[float]], before: int, after: int) -> None:
+    sha, sums = undisturbed
+    interrupted = run_ranks(_train, before, _job(), str(tmp_path), STOP)
+    assert interrupted[0][0] != sha
+    resumed = run_ranks(_train, after, _job(), str(tmp_path))
+    assert {one[0] for one in resumed} == {sha}
+    if before == after == 1:  # no sample twice, none left out
+        assert resumed[0][1] == sums
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire", ["powersgd", "topk"])
+def test_what_is_owed_is_kept(tmp_path: Path, wire: str) -> None:
+    job = _job(parity="numeric", aggregation={"wire": wire, "density": 0.1}, optim={"name": "sgd", "lr": 0.05})
+    whole = run_ranks(_train, 2, job, str(tmp_path / "whole"))
+    run_ranks(_train, 2, job, str(tmp_path / "cut"), STOP)
+    cut = run_ranks(_train, 2, job, str(tmp_path / "cut"))
+    assert {one[0] for one in cut} == {one[0] for one in whole}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["local_sgd", "diloco"])
+def test_resumes_at_a_meeting(tmp_path: Path, method: str) -> None:
+    job = _job(
+        parity="numeric",
+        aggregation={"method": method, "sync_every": 3},
+        optim={"name": "sgd", "lr": 0.05, "momentum": 0.9},
+        checkpoint={"every_steps": 6},
+        epochs=3,
+    )
+    whole = run_ranks(_train, 2, job, str(tmp_path / "whole"), 9)
+    run_ranks(_train, 2, job, str(tmp_path / "cut"), STOP)  # saved at step 6
+    cut = run_ranks(_train, 2, job, str(tmp_path / "cut"), 9)
+    assert cut[0][0] == whole[0][0]
+    other = run_ranks(_train, 3, job, str(tmp_path / "cut"), 12)  # means of what two workers had
+    assert len({one[0] for one in other}) == 1
+
+
+def test_another_job_is_refused(tmp_path: Path) -> None:
+    run_ranks(_train, 1, _job(), str(tmp_path), 2)
+    with pytest.raises(AssertionError, match=r"JobError.*optim.lr was 0.01 and is 0.5"):
+        run_ranks(_train, 1, _job(optim={"lr": 0.5}), str(tmp_path))
+    with pytest.raises(AssertionError, match=r"DataError.*48 samples, but 60"):
+        run_ranks(_train, 1, _job(), str(tmp_path), None, 48)
