@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
@@ -12,21 +10,10 @@ from paceline.report import analyse, write_study
 from paceline.report.plots import study_plots
 from paceline.report.study import Study
 from tests.browser.chromium import Browser
+from tests.browser.conftest import TWO_FRAMES, Scheme, contrast, rgb, show
 from tests.sample_records import sample_grown_records, sample_job, sample_study_records
 
 pytestmark = pytest.mark.browser
-
-Scheme = Literal["light", "dark"]
-
-WAIT_UNTIL_DRAWN = """
-    const root = document.documentElement;
-    if (root.dataset.plots === "drawn") return true;
-    return new Promise((resolve) => {
-        new MutationObserver(() => resolve(true)).observe(root, { attributeFilter: ["data-plots"] });
-        setTimeout(() => resolve(false), 20000);
-    });
-"""
-TWO_FRAMES = "return new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(true))));"
 
 STUDIES = {
     "strong": analyse(sample_study_records(), grow="none", tolerance=0.01),
@@ -43,14 +30,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, study in STUDIES.items():
         write_study(study, folder / name)
     return {name: folder / name / "report.html" for name in STUDIES}
-
-
-def show(browser: Browser, page: Path, *, width: int = 1400, scheme: Scheme = "light") -> None:
-    browser.look(width=width, scheme=scheme)
-    browser.log("browser")
-    browser.requested_urls()
-    browser.open(page)
-    assert browser.run(WAIT_UNTIL_DRAWN), browser.log("browser")
 
 
 @pytest.mark.parametrize("name", STUDIES)
@@ -120,27 +99,6 @@ def test_the_recommended_row_is_marked(browser: Browser, pages: dict[str, Path])
     )
     assert len(marked) == 1
     assert marked[0].split()[:2] == ["2", "recommended"]
-
-
-Color = tuple[float, float, float]
-
-
-def rgb(css: str) -> Color:
-    numbers = [float(number) for number in re.findall(r"[\d.]+", css)]
-    return numbers[0], numbers[1], numbers[2]
-
-
-def contrast(one: Color, other: Color) -> float:
-    """WCAG 2.1: (L1 + 0.05) / (L2 + 0.05) with the relative luminances of sRGB colours."""
-
-    def luminance(color: Color) -> float:
-        linear = [
-            c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (channel / 255 for channel in color)
-        ]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
 
 
 COLORS = """

@@ -133,6 +133,7 @@ def test_the_summary_says_what_was_chosen_and_what_is_lost(tmp_path: Any) -> Non
     assert algorithm in ALGORITHMS
     assert other[1] == sha
     assert any("rounded to bfloat16" in note for note in notes)
+    assert not any("summed by" in note for note in notes)  # one candidate on one node: nothing was measured
 
 
 class _Big(nn.Module):

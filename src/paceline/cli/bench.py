@@ -13,6 +13,7 @@ from typing import Annotated, TypeVar, get_args
 import typer
 
 from paceline import env
+from paceline.cli.console import table_console
 from paceline.cli.execute import new_run_dir
 from paceline.cli.options import AsJson, Quiet
 from paceline.cli.site import ANYWHERE, Site, Where, open_site, says_where
@@ -32,9 +33,6 @@ from paceline.spec.comm_timing import (
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Side-by-side measurements on this hardware.")
 
 REQUEST_FILE = "request.json"
-
-_PIPE_COLUMNS = 100
-"""What all columns of the tables need; a pipe has no width of its own."""
 
 Name = TypeVar("Name", bound=str)
 
@@ -122,8 +120,6 @@ def _measure(request: CommRequest, site: Site, plan: Plan, folder: Path, quiet: 
 
 def _show(timings: CommTimings, folder: Path, as_json: bool) -> None:
     """Page and Markdown into the folder; the table, or the line of JSON, to standard output."""
-    from rich.console import Console
-
     from paceline.report.comm_bench import PAGE_FILE, comm_mapping, comm_table
     from paceline.report.comm_files import write_comm_bench
 
@@ -131,9 +127,7 @@ def _show(timings: CommTimings, folder: Path, as_json: bool) -> None:
     if as_json:
         print(json.dumps(comm_mapping(timings)))
         return
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_PIPE_COLUMNS)
+    console = table_console(pipe_columns=100)
     console.print(comm_table(timings, console.width))
     print(folder / PAGE_FILE)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline import env
+from paceline.cli.console import table_console
 from paceline.cli.options import AsJson
 from paceline.errors import LaunchError
 
@@ -130,13 +131,9 @@ def _show(findings: Sequence[Finding], *, as_json: bool, show_all: bool) -> None
         print(json.dumps({**counts, "findings": listed}))
         return
 
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=100)
     shown = [finding for level in order[: 3 if show_all else 2] for finding in by_level[level]]
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
@@ -148,6 +145,6 @@ def _show(findings: Sequence[Finding], *, as_json: bool, show_all: bool) -> None
             body.append(f"\n→ {finding.fix}", style="cyan")
         table.add_row(Text(finding.level, style=styles[finding.level]), body)
     if shown:
-        console.print(table)
+        table_console(pipe_columns=100).print(table)
     num_errors, num_warnings, num_ok = (len(by_level[level]) for level in order)
     print(f"{num_ok} check{'s' * (num_ok != 1)} fine, {num_warnings} to look at, {num_errors} to mend.")

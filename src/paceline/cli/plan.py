@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.console import table_console
 from paceline.cli.foretold import CLUSTER_FILE
 from paceline.cli.options import AsJson, DataDir, Settings, resolve_job
 from paceline.errors import ClusterError, JobError, PacelineError
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 PLAN_FILE, PAGE_FILE, FORECAST_FILE = "plan.json", "plan.html", "forecast.json"
 
-_PIPE_COLUMNS = 160
-"""What all columns of the table need; a pipe has no width of its own."""
 _MOST_DEVICES = 1_000_000
 
 
@@ -170,13 +169,9 @@ def _show(forecast: Forecast, recommended: Plan | None, out: Path, *, as_json: b
         print(json.dumps({**forecast.to_mapping(), "plan": plain}))
         return
 
-    from rich.console import Console
-
     from paceline.report.plan_table import plan_table
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_PIPE_COLUMNS)
+    console = table_console(pipe_columns=160)
     console.print(plan_table(forecast, console.width))
     if recommended is None:
         row = forecast.recommended

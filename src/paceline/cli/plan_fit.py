@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
+from paceline.cli.console import table_console
 from paceline.errors import JobError
 from paceline.plan.model import Layout, StepForecast
 from paceline.spec import AlgorithmName
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from paceline.plan.calibrate import Calibration, Observation, Placement
     from paceline.plan.suggest import Suggestion
 
 T = TypeVar("T")
-
-_PIPE_COLUMNS = 120
-"""A pipe has no width of its own."""
 
 _MOST_NODES = 16
 """Of the range that is assumed where the file names none."""
@@ -331,10 +331,5 @@ def _show_suggestions(suggestions: Sequence[Suggestion]) -> None:
     _print(table)
 
 
-def _print(table: Any) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_PIPE_COLUMNS)
-    console.print(table)
+def _print(table: Table) -> None:
+    table_console(pipe_columns=120).print(table)

@@ -7,12 +7,14 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline import env
+from paceline.cli.console import table_console
 from paceline.cli.options import AsJson, DataDir, Quiet, Settings, Threads, resolve_job
 from paceline.cli.site import ANYWHERE, Site, Where, open_site, says_where
 from paceline.errors import ClusterError, PacelineError, WorkerFailed
@@ -23,7 +25,6 @@ from paceline.spec.codec import from_mapping, to_mapping
 if TYPE_CHECKING:
     from rich.table import Table
 
-_PIPE_COLUMNS = 100
 _PCI_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 """The order in which the cluster counts GPUs; CUDA's own puts the fastest first."""
 
@@ -69,7 +70,10 @@ def probe(
 
 
 def merge(before: Cluster | None, measured: Cluster) -> Cluster:
-    """What was known, with nodes, network and timings that were measured in place of what was known of them."""
+    """What was known, with nodes, network and timings that were measured in place of what was known of them.
+
+    How right forecasts were stays known.
+    """
     if before is None:
         return measured
     nodes = {node.hostname: node for node in (*before.nodes, *measured.nodes)}
@@ -78,7 +82,7 @@ def merge(before: Cluster | None, measured: Cluster) -> Cluster:
         (timing.job, timing.device, timing.threads_per_worker): timing
         for timing in (*before.timings, *measured.timings)
     }
-    return Cluster(tuple(nodes.values()), tuple(network.values()), tuple(timings.values()))
+    return Cluster(tuple(nodes.values()), tuple(network.values()), tuple(timings.values()), before.checks)
 
 
 def _plan(job: Job, cluster: Cluster, num_workers: int | None, threads: int | None) -> Plan:
@@ -187,30 +191,45 @@ def _count(number: int, thing: str) -> str:
 def _measure_job(
     job: Job, plan: Plan, site: Site, scratch: Path, budget_s: float, *, quiet: bool
 ) -> tuple[JobTiming, list[str]]:
-    """What the parts of `job` take on the first device of the first node, by itself."""
+    """What the parts of `job` take on the first device of the plan, by itself and beside the plan's other workers."""
+    from paceline.plan.forecast import largest_share  # NumPy: not for those who only want help
+
+    share, shard, _ = largest_share(job, plan.world_size)
+    whole = job.global_batch_size
+    if job.parity == "bitwise":  # a pass for each virtual shard
+        share = whole = shard
+    workers_on_node = max(node_share.num_workers for node_share in plan.shares)
+    if workers_on_node == 1 or site.where.launcher == "debug":
+        plan = _first_alone(plan)
     node = site.cluster.nodes[0]
     device = node.devices[0]
     _write(scratch / "job.json", job.to_mapping())
     _write(
         scratch / "request.json",
         {
-            "largest_micro_batch_size": -(-job.global_batch_size // plan.world_size),
+            "largest_micro_batch_size": whole,
+            "micro_batch_size": share,
+            "shard_size": shard,
+            "workers_on_node": workers_on_node,
             "device_kind": plan.device_kind,
             "device": device.name if device.kind == plan.device_kind else node.cpu_name,
             "threads_per_worker": plan.threads_per_worker,
             "budget_s": budget_s,
         },
     )
-    devices = (device.index,) if plan.device_kind == "cuda" else ()
-    alone = Plan(
-        device_kind=plan.device_kind,
-        threads_per_worker=plan.threads_per_worker,
-        nodes=(NodeShare(_reached_as(node), devices=devices),),
-    )
     program = ["-m", "paceline.train.probe", str(scratch), *(["--quiet"] if quiet else [])]
-    site.run(alone, program, run_dir=scratch, environ=_PCI_ORDER | env.terminal())
+    site.run(plan, program, run_dir=scratch, environ=_PCI_ORDER | env.terminal())
     result = json.loads((scratch / "probe.json").read_text(encoding="utf-8"))
     return from_mapping(JobTiming, result["timing"]), list(result["not_measured"])
+
+
+def _first_alone(plan: Plan) -> Plan:
+    """The plan with its first worker only."""
+    if not plan.nodes:
+        return replace(plan, world_size=1)
+    first = plan.nodes[0]
+    alone = replace(first, num_workers=1, devices=first.devices[:1], cpus=first.cpus[:1])
+    return replace(plan, world_size=1, nodes=(alone,))
 
 
 def _write(path: Path, mapping: dict[str, object]) -> None:
@@ -232,11 +251,7 @@ def _show(measured: Cluster, reasons: Sequence[str], out: Path, *, as_json: bool
         print(json.dumps(shown))
         return
 
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_PIPE_COLUMNS)
+    console = table_console(pipe_columns=100)
     if links:
         console.print(_link_table(links, has_several_nodes=len(measured.nodes) > 1))
     if measured.network:
@@ -247,6 +262,11 @@ def _show(measured: Cluster, reasons: Sequence[str], out: Path, *, as_json: bool
         print(f"{timing.job}: {timing.num_parameters:,} parameters on {timing.device}{where}")
         if timing.largest_micro_batch_size is not None:
             print(f"largest micro-batch that was tried and fits: {timing.largest_micro_batch_size}")
+        if timing.workers_together > 1:
+            print(
+                f"{timing.workers_together} workers on a node at the same time: each takes "
+                f"{timing.together_slowdown:.2f} times as long"
+            )
         if timing.loader_samples_per_s is not None:
             print(f"loader: {timing.loader_samples_per_s:,.0f} samples/s")
         if timing.checkpoint_bytes_per_s is not None:

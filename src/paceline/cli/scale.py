@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -29,6 +29,7 @@ from paceline.cli.site import ANYWHERE, Site, Where, open_site, says_where
 from paceline.errors import JobError, WorkerFailed
 from paceline.plan import place, spread
 from paceline.spec import Job, Plan, RunRecord
+from paceline.spec.forecast import Grow
 
 
 @says_where
@@ -41,8 +42,7 @@ def scale(
         float, typer.Option(min=0, max=1, help="Least scaling efficiency worth recommending.")
     ] = 0.5,
     grow: Annotated[
-        Literal["none", "batch"],
-        typer.Option(help="none: same global batch on every count; batch: same batch per device."),
+        Grow, typer.Option(help="none: same global batch on every count; batch: same batch per device.")
     ] = "none",
     data: DataDir = None,
     max_steps: MaxSteps = None,
@@ -65,22 +65,23 @@ def scale(
     margin = parse_tolerance(tolerance)
     base = resolve_job(job, settings, data)
     study_dir = out or new_run_dir(None, dataclasses.replace(base, name=f"{base.name}-scaling"))
-    todo: list[tuple[str, Job, Plan]] = []
     records: list[RunRecord] = []
     failures: list[str] = []
     with open_site(where, study_dir) as site:
         # A CPU device is a fixed number of threads, or two devices would be no more than one.
         threads = threads or spread(site.cluster, counts[-1]).threads_per_worker
-        for seed in range(base.seed, base.seed + seeds):
-            jobs = [dataclasses.replace(base.grown(count) if grow == "batch" else base, seed=seed) for count in counts]
-            plans = [
-                place(one, site.cluster, count, threads_per_worker=threads, algorithm=algorithm)
-                for one, count in zip(jobs, counts, strict=True)
-            ]
-            if grow == "none":
-                plans = foretold(base, plans, cluster)
-            names = [f"devices{count}-seed{seed}" for count in counts]
-            todo += zip(names, jobs, plans, strict=True)
+        jobs = [base.grown(count) if grow == "batch" else base for count in counts]
+        plans = [
+            place(one, site.cluster, count, threads_per_worker=threads, algorithm=algorithm)
+            for one, count in zip(jobs, counts, strict=True)
+        ]
+        if grow == "none":
+            plans = foretold(base, plans, cluster)
+        todo = [
+            (f"devices{count}-seed{seed}", dataclasses.replace(one, seed=seed), plan)
+            for seed in range(base.seed, base.seed + seeds)
+            for count, one, plan in zip(counts, jobs, plans, strict=True)
+        ]
         for name, one, plan in todo:
             try:
                 records.append(_record_of(one, plan, study_dir / "runs" / name, site, cluster, max_steps, quiet))

@@ -11,14 +11,12 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli.console import table_console
 from paceline.errors import ClusterError, PacelineError
 from paceline.hardware import detect, read_topology
 from paceline.plan.pick import Choice
 from paceline.plan.pick import pick as pick_devices
 from paceline.spec import Cluster, Node
-
-_PIPE_COLUMNS = 200
-"""A pipe has no width of its own; 16 GPUs and 10 network cards fit."""
 
 
 def topo(
@@ -152,13 +150,9 @@ def ends_of(node: Node, pair: str) -> tuple[str, str]:
 
 
 def _show(machine: Node, choice: Choice | None) -> None:
-    from rich.console import Console
-
     from paceline.report.topology import choice_lines, node_view
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_PIPE_COLUMNS)
+    console = table_console(pipe_columns=200)  # 16 GPUs and 10 network cards fit
     console.print(node_view(machine, console.width, choice.ring.devices if choice else ()))
     # Whole lines, however narrow the terminal: the last one is there to be copied.
     for line in ["", *choice_lines(choice)] if choice else []:

@@ -40,11 +40,12 @@ class Choice:
 
     chosen: Candidate
     forecast_s: Mapping[Candidate, float]
+    """Empty where there was nothing to choose from: nothing was measured then."""
 
     def sentence(self) -> str:
-        """What was chosen, over what, by what margin."""
-        if len(self.forecast_s) == 1:
-            return f"gradients are summed by {self.chosen}: nothing else can beat it here, so nothing was measured"
+        """What was chosen, over what, by what margin; empty where nothing was measured."""
+        if not self.forecast_s:
+            return ""
         ranking = sorted(self.forecast_s.items(), key=lambda item: item[1])
         mine = self.forecast_s[self.chosen]
         others = ", ".join(
@@ -89,7 +90,7 @@ def choose(
     is followed. All decisions are taken on the slowest worker's numbers, which all workers know.
     """
     if len(candidates) == 1:
-        return Choice(candidates[0], {candidates[0]: 0.0})
+        return Choice(candidates[0], {})
     each_s = budget_s / len(candidates)
     forecast_s = {}
     for candidate in candidates:

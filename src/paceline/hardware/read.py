@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from paceline.errors import ClusterError, JobError
+from paceline.errors import ClusterError
 from paceline.hardware.nccl_xml import parse_nccl_xml
 from paceline.hardware.rocm_matrix import is_rocm, parse_rocm
 from paceline.hardware.smi_matrix import parse_topology
 from paceline.spec import Cluster
-from paceline.spec.cluster import SCHEMA
 
 
 def read_topology(source: Path | str) -> Cluster:
@@ -42,22 +40,9 @@ def read_topology(source: Path | str) -> Cluster:
 def _parse(text: str) -> Cluster:
     start = text.lstrip("\ufeff \t\r\n")[:1]
     if start == "{":
-        return _cluster(text)
+        return Cluster.from_json(text.lstrip("\ufeff"), "This")
     if start == "<":
         return Cluster((parse_nccl_xml(text),))
     if is_rocm(text):
         return Cluster((parse_rocm(text),))
     return Cluster((parse_topology(text),))
-
-
-def _cluster(text: str) -> Cluster:
-    try:
-        mapping = json.loads(text.lstrip("\ufeff"))
-    except (ValueError, RecursionError) as problem:
-        raise ClusterError(f"This is no JSON that can be read: {problem}.") from None
-    if not isinstance(mapping, dict) or mapping.pop("schema", None) != SCHEMA:
-        raise ClusterError(f"This is no cluster file of version {SCHEMA}; write one with paceline probe.")
-    try:
-        return Cluster.from_mapping(mapping)
-    except JobError as problem:
-        raise ClusterError(f"This cannot be read as a cluster: {problem}") from None

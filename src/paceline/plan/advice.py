@@ -52,8 +52,8 @@ def words(rows: Sequence[ForecastRow], chosen: ForecastRow, floor: float) -> tup
         verdict = f"Use {_devices(chosen.devices)}: {chosen.speedup:.2f}x the speed of one."
     if chosen.devices > 1:
         sentences.append(
-            f"{_devices(chosen.devices)} train at {100 * chosen.efficiency:.0f} % efficiency, {_time(chosen.step_s)} a "
-            f"step, bound by {_bound(chosen)}."
+            f"{_devices(chosen.devices)} train at {100 * chosen.efficiency:.0f} % efficiency, "
+            f"{duration(chosen.step_s)} a step, bound by {_bound(chosen)}."
         )
     if most.devices > chosen.devices:
         sentences.append(_why_not(most, chosen, floor))
@@ -84,10 +84,10 @@ def _why_not(row: ForecastRow, chosen: ForecastRow, floor: float) -> str:
 def _bound(row: ForecastRow) -> str:
     """ "communication (12.0 of 20.0 ms wait for gradients)"."""
     waits = {
-        "communication": f"{_time(row.exposed_s)} of {_time(row.step_s)} wait for gradients",
-        "loader": f"loading takes {_time(row.loader_s)}",
-        "compute": f"{_time(row.compute_s)} of {_time(row.step_s)}",
-        "overhead": f"optimizer, launching and waiting take {_time(row.overhead_s)} of {_time(row.step_s)}",
+        "communication": f"{duration(row.exposed_s)} of {duration(row.step_s)} wait for gradients",
+        "loader": f"loading takes {duration(row.loader_s)}",
+        "compute": f"{duration(row.compute_s)} of {duration(row.step_s)}",
+        "overhead": f"optimizer, launching and waiting take {duration(row.overhead_s)} of {duration(row.step_s)}",
     }
     return f"{'the ' if row.bound_by == 'loader' else ''}{row.bound_by} ({waits[row.bound_by]})"
 
@@ -149,8 +149,8 @@ def _losses(row: ForecastRow) -> str:
     }
     name = max(lost, key=lambda key: lost[key])
     return (
-        f"{_time(row.step_s - ideal_s)} of the {_time(row.step_s)} of a step on {_devices(row.devices)} are lost, most "
-        f"of it to {name} ({_time(lost[name])})."
+        f"{duration(row.step_s - ideal_s)} of the {duration(row.step_s)} of a step on {_devices(row.devices)} are "
+        f"lost, most of it to {name} ({duration(lost[name])})."
     )
 
 
@@ -158,7 +158,8 @@ def _devices(count: int) -> str:
     return "1 device" if count == 1 else f"{count:,} devices"
 
 
-def _time(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """ "36.9 ms" or "1.20 s"."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-BoundBy = Literal["compute", "communication", "loader", "overhead"]
+from paceline.spec.forecast import BoundBy as BoundBy
 
 
 @dataclass(frozen=True)

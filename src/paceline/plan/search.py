@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from paceline.errors import JobError
+from paceline.plan.advice import duration
 from paceline.plan.buckets import exposed_s, sums_s
 from paceline.plan.collectives import COSTS
 from paceline.plan.memory import (
@@ -234,13 +235,13 @@ def cheapest_s(size_bytes: float, layout: Layout, network: Network) -> float:
 def explain(result: SearchResult, workload: Workload) -> tuple[str, ...]:
     """Two lines about the winner and two about the runner-up: how fast, and why."""
     winner = result.winner
-    lines = [f"{winner.mesh}: {_ms(winner.step_s)} a step, {_batches(winner)}.", _why(result, winner, workload)]
+    lines = [f"{winner.mesh}: {duration(winner.step_s)} a step, {_batches(winner)}.", _why(result, winner, workload)]
     other = result.runner_up
     if other is not None:
         slower = other.step_s / winner.step_s - 1
         behind = f"{100 * abs(slower):.0f} % {'slower' if slower > 0 else 'faster, but less simple'}"
         behind = behind if abs(slower) >= 0.005 else "as fast, but less simple"
-        lines += [f"Then {other.mesh}: {_ms(other.step_s)} a step ({behind}), {_batches(other)}."]
+        lines += [f"Then {other.mesh}: {duration(other.step_s)} a step ({behind}), {_batches(other)}."]
         lines += [_difference(winner, other)]
     return tuple(lines)
 
@@ -265,7 +266,7 @@ def _largest_part(candidate: Candidate) -> str:
     name = max(parts, key=lambda key: parts[key])
     if parts[name] < 0.01 * candidate.step_s:
         return "nothing but compute takes time"
-    return f"beside compute, {name} takes most: {_ms(parts[name])}"
+    return f"beside compute, {name} takes most: {duration(parts[name])}"
 
 
 def _parts(candidate: Candidate) -> dict[str, float]:
@@ -286,7 +287,7 @@ def _difference(winner: Candidate, other: Candidate) -> str:
     more_s = theirs[name] - mine[name]
     if more_s < 0.005 * winner.step_s:
         return f"No part of its step is longer; {memory}."
-    return f"It loses by {name}, {_ms(more_s)} more; {memory}."
+    return f"It loses by {name}, {duration(more_s)} more; {memory}."
 
 
 def _nothing_fits(workload: Workload, num_workers: int, too_large: list[tuple[Mesh, DeviceMemory]]) -> str:
@@ -301,10 +302,6 @@ def _nothing_fits(workload: Workload, num_workers: int, too_large: list[tuple[Me
         f"{_gib(memory.total_bytes)} a device, and {_gib(USABLE_SHARE * workload.memory_bytes)} can be used; "
         "take more devices or a smaller model."
     )
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def _gib(num_bytes: float) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from paceline.report import comm_bench, formats
+from paceline.report import comm_bench
 from paceline.report.comm_plots import comm_plots, dash, series
-from paceline.report.templates import read, template
+from paceline.report.templates import render
 from paceline.spec.comm_timing import CommTimings
 
 _DASHES = {"solid": "", "dash": "6 4", "dot": "2 3", "dashdot": "6 3 2 3", "longdash": "10 4"}
@@ -12,17 +12,14 @@ _DASHES = {"solid": "", "dash": "6 4", "dot": "2 3", "dashdot": "6 3 2 3", "long
 
 
 def render_comm_page(timings: CommTimings) -> str:
-    """The whole page: style, data and plotting library inside, no address outside."""
-    # Late, because it takes longer to import than all of ours, and only this function needs it.
-    from plotly.offline import get_plotlyjs
-
+    """The whole page."""
     rows = comm_bench.comm_rows(timings)
     sizes = comm_bench.sizes(timings)
     largest = comm_bench.at_size(timings, sizes[-1])
-    return template("comm_page.html").render(
+    return render(
+        "comm_page.html",
         timings=timings,
         words=comm_bench,
-        f=formats,
         sizes=sizes,
         rows=rows,
         best=comm_bench.fastest_exact(largest) or min(largest, key=lambda row: row.timing.median_s),
@@ -34,8 +31,6 @@ def render_comm_page(timings: CommTimings) -> str:
         keys=[(str(case), series(case), _DASHES[dash(case)]) for case in comm_bench.cases(timings)],
         plots=comm_plots(timings),
         meaning=_meaning(timings),
-        style=read("page.css"),
-        plotly_js=get_plotlyjs(),
     )
 
 

@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 from paceline.report import formats
 from paceline.report.job_text import job_toml
 from paceline.report.plots import study_plots
 from paceline.report.study import Study, StudyRow
-from paceline.report.templates import read, template
+from paceline.report.templates import render
 from paceline.spec.record import RunRecord
 
 
 def render_page(study: Study) -> str:
-    """The whole page: style, data and plotting library inside, no address outside."""
-    # Late, because it takes longer to import than all of ours, and only this function needs it.
-    from plotly.offline import get_plotlyjs
-
-    return template("page.html", tie=_tie).render(
+    """The whole page."""
+    return render(
+        "page.html",
         study=study,
         best=next(row for row in study.rows if row.devices == study.recommendation.devices),
-        f=formats,
         plots=study_plots(study),
         tags=_tags,
         notes=_notes(study),
         meaning=_meaning(study),
         job_text=job_toml(study.job),
         environment=_environment(study),
-        style=read("page.css"),
-        plotly_js=get_plotlyjs(),
     )
-
-
-def _tie(text: str) -> str:
-    """Keep a number and its unit on one line."""
-    return re.sub(r"(?<=\d) (?=%|devices?\b|points?\b|m?s\b)", "\N{NO-BREAK SPACE}", text)
 
 
 def _tags(study: Study, row: StudyRow) -> str:

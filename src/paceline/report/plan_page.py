@@ -9,7 +9,7 @@ from typing import Any
 from paceline.report import formats
 from paceline.report.plan_table import columns, cost_text
 from paceline.report.plots import INK, Plot, axis_style, base_layout, series_color
-from paceline.report.templates import read, template
+from paceline.report.templates import render
 from paceline.spec.forecast import Forecast, ForecastRow
 
 _PARTS = (
@@ -27,21 +27,16 @@ _WORTH_DRAWING = 0.995
 
 
 def render_plan_page(forecast: Forecast) -> str:
-    """The whole page: style, data and plotting library inside, no address outside."""
-    # Late, because it takes longer to import than all of ours, and only this function needs it.
-    from plotly.offline import get_plotlyjs
-
-    return template("plan_page.html").render(
+    """The whole page."""
+    return render(
+        "plan_page.html",
         forecast=forecast,
         best=forecast.recommended,
-        f=formats,
         cost_text=cost_text,
         columns=columns(forecast),
         has_objections=any(row.objection for row in forecast.rows),
         plots=plan_plots(forecast),
         meaning=_meaning(forecast),
-        style=read("page.css"),
-        plotly_js=get_plotlyjs(),
     )
 
 

@@ -7,15 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
-from typing import Any, Literal
+from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.report import formats
+from paceline.spec.forecast import Grow
 from paceline.spec.job import Job
 from paceline.spec.record import RunRecord, StepTime
-
-Grow = Literal["none", "batch"]
-"""What grows with the devices: nothing (fixed global batch), or the batch (fixed batch per device)."""
 
 _ROUNDING = 1e-9
 """Slack of comparisons with a limit, so that losing exactly one point meets a tolerance of one point."""

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
 from importlib import resources
 
-from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+
+from paceline.report import formats
 
 
-def read(name: str) -> str:
+def render(name: str, **values: object) -> str:
+    """The page of that template: style, data and plotting library inside, no address outside.
+
+    What it names and is not given is an error, what it is given is escaped.
+    """
+    # Late, because it takes longer to import than all of ours, and only this function needs it.
+    from plotly.offline import get_plotlyjs
+
+    environment = Environment(
+        loader=FunctionLoader(_read), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["tie"] = _tie
+    page = environment.get_template(name)
+    return page.render(f=formats, style=_read("page.css"), plotly_js=get_plotlyjs(), **values)
+
+
+def _read(name: str) -> str:
     """A file of this package as text."""
     return (resources.files("paceline.report") / name).read_text(encoding="utf-8")
 
 
-def template(name: str, **filters: Callable[[str], str]) -> Template:
-    """The template of that name; what it names and is not given is an error, what it is given is escaped."""
-    environment = Environment(
-        loader=FunctionLoader(read), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters.update(filters)
-    return environment.get_template(name)
+def _tie(text: str) -> str:
+    """Keep a number and its unit on one line."""
+    return re.sub(r"(?<=\d) (?=%|devices?\b|points?\b|m?s\b)", "\N{NO-BREAK SPACE}", text)

@@ -133,6 +133,14 @@ class JobTiming:
     """Of those tried, the largest that fits in memory."""
     loader_samples_per_s: float | None = None
     checkpoint_bytes_per_s: float | None = None
+    loads_between_passes: bool = False
+    """Whether a worker makes each batch itself before it computes; else that goes on meanwhile."""
+    update_s: float | None = None
+    """What a step takes besides its passes: clipping, the optimizer, freeing gradients."""
+    workers_together: int = 1
+    """On the fullest node, when all workers of a plan computed at the same time."""
+    together_slowdown: float = 1.0
+    """Seconds of a pass and an update on the slowest of them, over those of a worker alone."""
 
 
 @dataclass(frozen=True)
@@ -208,12 +216,21 @@ class Cluster:
             ClusterError: no such file, not JSON, of another version, or keys and values that cannot be meant.
         """
         try:
-            mapping = json.loads(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
         except (OSError, ValueError) as problem:
             raise ClusterError(f"{path} cannot be read as a cluster: {problem}.") from None
+        return cls.from_json(text, str(path))
+
+    @classmethod
+    def from_json(cls, text: str, source: str) -> Cluster:
+        """What cluster.json holds; `source` is what a `ClusterError` calls it."""
+        try:
+            mapping = json.loads(text)
+        except (ValueError, RecursionError) as problem:
+            raise ClusterError(f"{source} cannot be read as a cluster: no JSON ({problem}).") from None
         if not isinstance(mapping, dict) or mapping.pop("schema", None) != SCHEMA:
-            raise ClusterError(f"{path} is no cluster file of version {SCHEMA}; write one with paceline probe.")
+            raise ClusterError(f"{source} is no cluster file of version {SCHEMA}; write one with paceline probe.")
         try:
             return cls.from_mapping(mapping)
         except JobError as problem:
-            raise ClusterError(f"{path} cannot be read as a cluster: {problem}") from None
+            raise ClusterError(f"{source} cannot be read as a cluster: {problem}") from None

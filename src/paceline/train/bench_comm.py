@@ -12,8 +12,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import zip_longest
@@ -41,6 +40,7 @@ from paceline.spec.comm_timing import (
 )
 from paceline.train.environment import describe_environment
 from paceline.train.process_group import World, join
+from paceline.train.progress import Report, bar
 
 PERIOD = 65_537
 """Values after which a vector repeats; a prime, so that no two parts that algorithms cut are alike."""
@@ -56,7 +56,7 @@ def time_cases(
     request: CommRequest,
     links: Links,
     algorithms: Mapping[str, Algorithm] = ALGORITHMS,
-    report: Callable[[str, float], None] = lambda _doing, _done: None,
+    report: Report = lambda _doing, _done: None,
 ) -> tuple[list[CommTiming], list[LeftOut]]:
     """Time every case at every size as far as the budget goes; a common act, with one result for all workers.
 
@@ -303,7 +303,7 @@ def run(request: CommRequest, out: Path, *, quiet: bool) -> None:
     torch.set_num_threads(env.thread_limit() or max(1, torch.get_num_threads() // facts.local_world_size))
     world = join(facts, plan)
     links = open_links(_group(world, plan), world.device, plan.timeout_s)
-    with _progress(is_shown=world.rank == 0 and not quiet) as report:
+    with bar("", is_shown=world.rank == 0 and not quiet, has_percent=True) as report:
         timings, left_out = time_cases(request, links, report=report)
     if not timings:
         reasons = "; ".join(f"{left.case}: {left.reason}" for left in left_out)
@@ -329,24 +329,6 @@ def _group(world: World, plan: Plan) -> dist.ProcessGroup:
     dist.init_process_group(plan.backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     assert dist.group.WORLD is not None
     return dist.group.WORLD
-
-
-@contextmanager
-def _progress(*, is_shown: bool) -> Iterator[Callable[[str, float], None]]:
-    """What to tell how far it is: a bar on a terminal, else nobody."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (
-        BarColumn(bar_width=20),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal)) as bar:
-        task = bar.add_task("", total=1.0)
-        yield lambda doing, done: bar.update(task, description=doing, completed=done)
 
 
 def main() -> None:

@@ -19,13 +19,14 @@ Report = Callable[[str, float], None]
 
 
 @contextmanager
-def bar(first: str, *, is_shown: bool) -> Iterator[Report]:
+def bar(first: str, *, is_shown: bool, has_percent: bool = False) -> Iterator[Report]:
     """A bar on a terminal for work of known size; `first` is what is done first. Elsewhere nothing."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    columns = (BarColumn(bar_width=20), TimeElapsedColumn(), TextColumn("{task.description}"))
+    percent = [TextColumn("{task.percentage:>3.0f} %")] if has_percent else []
+    columns = (BarColumn(bar_width=20), *percent, TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal)) as shown:
         task = shown.add_task(first, total=1.0)
         yield lambda doing, done: shown.update(task, description=doing, completed=done)

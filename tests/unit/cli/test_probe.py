@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cli.probe import _reasons_of_nodes, merge
+from paceline.cli.probe import _measure_job, _reasons_of_nodes, merge
+from paceline.cli.site import ANYWHERE, Site, Where
 from paceline.hardware import probe as link_probe
 from paceline.hardware.probe import (
     LinkProbe,
@@ -19,7 +24,8 @@ from paceline.hardware.probe import (
     pairs_to_measure,
     with_measured,
 )
-from paceline.spec import Cluster, Device, JobTiming, Link, NetworkLink, Node
+from paceline.spec import Cluster, Device, ForecastCheck, Job, JobTiming, Link, NetworkLink, Node, NodeShare, Plan
+from paceline.train.probe import JobProbe
 
 
 def node(hostname: str, *labels: str, num_gpus: int = 4) -> Node:
@@ -74,6 +80,8 @@ def test_a_measurement_replaces_what_it_is_of_and_nothing_else() -> None:
     assert merge(known, Cluster((new,))).timings == known.timings
     assert merge(known, Cluster((new,))).network == known.network
     assert merge(None, Cluster((new,))) == Cluster((new,))
+    tested = known.checked(ForecastCheck("one", 2, 1.0, 1.1))
+    assert merge(tested, Cluster((new,), timings=(again,))).checks == tested.checks
     assert merge(known, Cluster((node("c"),))).nodes == (*known.nodes, node("c"))
 
 
@@ -125,3 +133,54 @@ def test_gpus_are_timed_both_ways_and_failures_are_told(monkeypatch: pytest.Monk
         (Link(("GPU0", "GPU1"), "NV4", 1e9, 2e-6, "measured"),),
         ("PHB between GPU1 and GPU2: CUDA out of memory.", "SYS: torch does not see GPU3"),
     )
+
+
+@dataclass
+class _Site:
+    """In place of nodes: keeps the plan and the request, and answers with a timing."""
+
+    cluster: Cluster
+    where: Where = ANYWHERE
+    plan: Plan | None = None
+    request: dict[str, Any] = field(default_factory=dict)
+
+    def run(self, plan: Plan, _program: Sequence[str], *, run_dir: Path, **_environ: Mapping[str, str]) -> None:
+        self.plan = plan
+        self.request = json.loads((run_dir / "request.json").read_text())
+        result = JobProbe(timing("job"), ("nothing",))
+        result.save(run_dir / "probe.json")
+
+
+def _measured(job: Job, plan: Plan, folder: Path, where: Where = ANYWHERE) -> _Site:
+    site = _Site(Cluster((node("a", "NV4"),)), where)
+    assert _measure_job(job, plan, cast(Site, site), folder, 30.0, quiet=True) == (timing("job"), ["nothing"])
+    return site
+
+
+JOB = Job(global_batch_size=100, virtual_shards=6)
+BOTH = Plan(5, "cuda", (NodeShare("a", 4, (0, 1, 2, 3)), NodeShare("b", 1, (0,))))
+
+
+def test_a_job_is_timed_on_all_workers_with_the_passes_that_they_will_make(tmp_path: Path) -> None:
+    site = _measured(JOB, BOTH, tmp_path)
+    assert site.plan == BOTH
+    # Six shards of 17 and less: alone a worker computes all at once, among five the busiest has two of them.
+    sizes = {name: site.request[name] for name in ("largest_micro_batch_size", "micro_batch_size", "shard_size")}
+    assert sizes == {"largest_micro_batch_size": 100, "micro_batch_size": 34, "shard_size": 17}
+    assert site.request["workers_on_node"] == 4
+
+    bitwise = _measured(JOB.with_values(parity="bitwise"), BOTH, tmp_path)
+    assert bitwise.request["largest_micro_batch_size"] == bitwise.request["micro_batch_size"] == 17
+
+
+@pytest.mark.parametrize(
+    ("plan", "where"),
+    [
+        (Plan(2, "cuda", (NodeShare("a", 1, (2,), ((7,),)), NodeShare("b", 1, (0,), ((3,),)))), ANYWHERE),
+        (Plan(2, "cuda", (NodeShare("a", 2, (2, 3), ((7,), (8,))),)), Where(launcher="debug")),
+    ],
+)
+def test_who_has_no_neighbours_is_timed_alone(plan: Plan, where: Where, tmp_path: Path) -> None:
+    site = _measured(JOB, plan, tmp_path, where)
+    assert site.plan == Plan(1, "cuda", (NodeShare("a", 1, (2,), ((7,),)),))
+    assert site.request["micro_batch_size"] == 51  # the share of one of two all the same
