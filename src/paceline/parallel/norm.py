@@ -118,21 +118,23 @@ class NormStatistics:
 
     @torch.no_grad()
     def apply(self, total: Tensor) -> None:
-        """Move the running statistics by the sum over all workers of what they collected."""
+        """Move the running statistics by the sum over all workers of what they collected, if all of it is finite."""
+        is_finite = torch.isfinite(total).all()
         start = 0
         for layer in self.layers:
             width = layer.num_features
             mean, var, weight = total[start : start + 2 * width + 1].split([width, width, 1])
             start += 2 * width + 1
             # Tensor arithmetic instead of an `if`: reading the weight would make the host wait for the device.
-            seen = (weight > 0).to(mean.dtype)
+            seen = ((weight > 0) & is_finite).to(mean.dtype)
             weight = weight + (1 - seen)
             count = cast(Tensor, layer.num_batches_tracked)
             count += seen.view(()).to(count.dtype)
             factor = seen * layer.momentum if layer.momentum is not None else seen / count.clamp(min=1)
             for running, batch in ((layer.running_mean, mean), (layer.running_var, var)):
                 running = cast(Tensor, running)
-                running.lerp_((batch / weight).to(running.dtype), factor.to(running.dtype))
+                target = torch.where(is_finite, (batch / weight).to(running.dtype), running)
+                running.lerp_(target, factor.to(running.dtype))
 
 
 class SyncBatchNorm(_BatchNorm):

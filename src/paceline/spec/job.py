@@ -149,6 +149,9 @@ class Job:
     compile: bool = False
     measure_noise: bool = True
     """Keep the gradient noise scale up to date, every epoch in the log; it never changes what is learned."""
+    nonfinite: Literal["skip", "rollback", "stop", "ignore"] = "skip"
+    """What becomes of a step whose loss or gradient is not finite: no update; no update and the state of the last
+    checkpoint (data goes on from here); the end of the run; or nobody looks."""
     eval_every_epochs: int = at_least(1, 1)
     eval_batch_size: int = at_least(1, 256)
     model: ModelSpec = field(default_factory=ModelSpec)
@@ -167,6 +170,11 @@ class Job:
             raise JobError(
                 f"parity = 'bitwise' needs norm = 'shard'; norm = {self.norm!r} depends on how the batch is "
                 "spread over devices."
+            )
+        if self.nonfinite == "rollback" and self.aggregation.method != "every_step":
+            raise JobError(
+                f"nonfinite = 'rollback' needs aggregation.method = 'every_step'; with {self.aggregation.method!r} "
+                "workers do not see the same gradients. Use nonfinite = 'skip'."
             )
         if self.parity == "bitwise" and self.compile:
             raise JobError("parity = 'bitwise' needs compile = false; compiled kernels may differ between shapes.")

@@ -47,14 +47,20 @@ class Checkpoints:
         self._is_due = False
         self._saved_at = time.monotonic()
         self._handlers: dict[int, Any] = {}
-        self.resumed_from, self.shared, self.own = self._read()
+        self.resumed_from, self.shared, self.own = self.read()
         self._saver = Saver(self._storage, spec, group, say)
         if self.shared is not None:
             self._saver.last_step = self.shared["progress"]["steps"]
         self._heed_signals()
 
-    def _read(self) -> tuple[str | None, dict[str, Any] | None, dict[str, Any]]:
-        """Rank 0 reads and checks the newest good one; all others hear from it."""
+    def read(self) -> tuple[str | None, dict[str, Any] | None, dict[str, Any]]:
+        """The newest good one's name, and what all workers and this one had; a common act.
+
+        Rank 0 reads and checks it; all others hear from it.
+
+        Raises:
+            CheckpointError: there are some, and none is good.
+        """
         found: list[Any] = [None, None]
         shared: Any = None
         owns: list[dict[str, Any]] = []
@@ -80,6 +86,11 @@ class Checkpoints:
         num_workers = 1 if self._group is None else dist.get_world_size(self._group)
         own = scatter_trees(hand_out(owns, num_workers), self._group)
         return name, shared, own
+
+    def read_again(self) -> tuple[str | None, dict[str, Any] | None, dict[str, Any]]:
+        """The same, with what has been saved meanwhile."""
+        self._saver.wait()
+        return self.read()
 
     def step_ended(self, step: int) -> None:
         """A common act after every step; saves if that is due, and ends the process if that was asked for.

@@ -51,6 +51,7 @@ from paceline.train.checkpoints import Checkpoints
 from paceline.train.digest import weights_sha256
 from paceline.train.evaluate import Measure, chunk_ranges, evaluate, own_chunks
 from paceline.train.noise_scale import NoiseMeter
+from paceline.train.nonfinite import MOST_IN_A_ROW, describe, is_finite
 from paceline.train.process_group import abandon, join
 from paceline.train.schedule import lr_factor
 from paceline.train.seeding import seed_between_steps, seed_evaluation, seed_generators, seed_shard
@@ -179,6 +180,8 @@ class Run:
         self._restored: dict[str, Any] = {}
         """What is kept and was not asked for yet."""
         self._in_step = False
+        self._num_unsound = 0
+        """Steps in a row without an update."""
         self.say: Callable[[str], None] = self._say
         """Told what a user should know while the run goes on, on rank 0."""
         self._readers: WeakKeyDictionary[ArraySet, ArrayReader] = WeakKeyDictionary()
@@ -338,16 +341,7 @@ class Run:
                 f"The checkpoint to resume is of another job: {'; '.join(changes)}. Set it back, choose another "
                 "folder, or go on all the same with --force (paceline.init(force=True))."
             )
-        try:
-            self.model.load_state_dict(shared["model"])
-        except RuntimeError as problem:
-            raise CheckpointError(f"The checkpoint is of another model: {' '.join(str(problem).split())}") from None
-        optimizer = shared["optimizer"]
-        if self.engine.apart:
-            optimizer = optimizer | {"state": own.get("means", {}).get("optimizer", {})}
-        load_optimizer_state(self.optimizer, self.model, optimizer, hyper=not changes)
-        self.engine.load_state(shared["engine"], own)
-        self._scaler.load_state_dict(shared["scaler"])
+        self._restore_weights(shared, own, hyper=not changes)
         progress = shared["progress"]
         self.steps, self.samples_seen = progress["steps"], progress["samples_seen"]
         self._resume_at = self._epoch, self._next_batch = progress["epoch"], progress["next_batch"]
@@ -358,6 +352,19 @@ class Run:
         self._restored = shared["kept"]
         self._pulse.step(self.steps)
         seed_between_steps(self.job.seed, self.steps, self.device)
+
+    def _restore_weights(self, shared: dict[str, Any], own: dict[str, Any], *, hyper: bool) -> None:
+        """Model, optimizer (its learning rates and the like if `hyper` is set), and what the engine remembers."""
+        try:
+            self.model.load_state_dict(shared["model"])
+        except RuntimeError as problem:
+            raise CheckpointError(f"The checkpoint is of another model: {' '.join(str(problem).split())}") from None
+        optimizer = shared["optimizer"]
+        if self.engine.apart:
+            optimizer = optimizer | {"state": own.get("means", {}).get("optimizer", {})}
+        load_optimizer_state(self.optimizer, self.model, optimizer, hyper=hyper)
+        self.engine.load_state(shared["engine"], own)
+        self._scaler.load_state_dict(shared["scaler"])
 
     def _build_engine(self, model: nn.Module, find_unused_parameters: bool) -> Engine:
         job, group, spec = self.job, self.world.group, self.job.aggregation
@@ -437,7 +444,7 @@ class Run:
         self.timer.data_asked()
         for number, share, batch in zip(numbers, shares, self.read(dataset, epoch, indices, train=True), strict=True):
             self.timer.data_arrived()
-            self._given = _Given(share, epoch, number)
+            self._given = _Given(share, epoch, number, order.batch(number))
             yield batch
             self._check_stepped()
             self.timer.data_asked()
@@ -501,6 +508,7 @@ class Run:
         )
         # A worker that is alone between two meetings may have no sample, hence no gradient and no update.
         has_gradient = any(parameter.grad is not None for parameter in self.model.parameters())
+        has_gradient = has_gradient and self._is_sound(loss, given)
         if has_gradient and self.job.optim.clip_norm is not None:
             self._scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.job.optim.clip_norm)
@@ -517,6 +525,38 @@ class Run:
         if self._checkpoints is not None:
             self._checkpoints.step_ended(self.steps)
         return loss
+
+    def _is_sound(self, loss: Tensor, given: _Given) -> bool:
+        """Whether loss and gradient are finite; the same on all workers that aggregate every step.
+
+        Raises:
+            ModelError: they are not, and the job or their number says that the run ends.
+        """
+        reaction = self.job.nonfinite
+        # Overflow under a loss scale is the scaler's business: it skips the step and scales less.
+        scaled = self._scaler.is_enabled()
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None and not scaled]
+        if reaction == "ignore" or is_finite(loss, gradients):
+            self._num_unsound = 0
+            return True
+        self._num_unsound += 1
+        what = describe(self.steps, loss, self.model, given.samples)
+        if reaction == "stop":
+            raise ModelError(f"{what}. The run ends, as nonfinite = 'stop' says; lower optim.lr or look at the data.")
+        if self._num_unsound == MOST_IN_A_ROW:
+            raise ModelError(
+                f"{what}. That is the {MOST_IN_A_ROW}th step in a row; lower optim.lr or look at the data."
+            )
+        if reaction == "skip":
+            self.say(f"{what}. The step is skipped.")
+            return False
+        checkpoints = self._checkpoints
+        name, shared, own = (None, None, {}) if checkpoints is None else checkpoints.read_again()
+        if shared is None:
+            raise ModelError(f"{what}. There is no checkpoint yet to go back to; lower optim.lr or look at the data.")
+        self._restore_weights(shared, own, hyper=True)
+        self.say(f"{what}. Weights and optimizer are again those of {name}; the data goes on.")
+        return False
 
     def _take_norms(self, share: Share) -> TakeNorms | None:
         """What becomes of a step's gradient norms; those of a short last batch would be too noisy to use."""
@@ -627,6 +667,8 @@ class _Given:
     share: Share
     epoch: int
     number: int
+    samples: np.ndarray[Any, Any]
+    """The numbers of all its samples, whoever has them."""
 
 
 @contextmanager
