@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from paceline.parallel.aggregation import Aggregation, set_up_aggregation
-from paceline.parallel.asynchronous import AsynchronousDataParallel, describe_asynchrony, open_servers
+from paceline.parallel.asynchronous import AsynchronousDataParallel, open_servers
 from paceline.parallel.bitwise import BitwiseDataParallel
 from paceline.parallel.clock import Clock, Mark
 from paceline.parallel.engine import Engine, StepInput, check_batch
-from paceline.parallel.infrequent import InfrequentDataParallel, aggregator_inside_node, describe_meetings
+from paceline.parallel.infrequent import InfrequentDataParallel
 from paceline.parallel.numeric import NumericDataParallel
+from paceline.parallel.parallelize import Parallelized, parallelize
 from paceline.parallel.shards import Share, check_shards
 
 __all__ = [
-    "Aggregation",
     "AsynchronousDataParallel",
     "BitwiseDataParallel",
     "Clock",
@@ -20,13 +19,11 @@ __all__ = [
     "InfrequentDataParallel",
     "Mark",
     "NumericDataParallel",
+    "Parallelized",
     "Share",
     "StepInput",
-    "aggregator_inside_node",
     "check_batch",
     "check_shards",
-    "describe_asynchrony",
-    "describe_meetings",
     "open_servers",
-    "set_up_aggregation",
+    "parallelize",
 ]

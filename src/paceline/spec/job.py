@@ -15,6 +15,7 @@ from paceline.spec.codec import above, at_least, between, from_mapping, to_mappi
 Parity = Literal["numeric", "bitwise"]
 Precision = Literal["float32", "bfloat16", "float16", "float64"]
 Norm = Literal["shard", "local", "sync"]
+Reaction = Literal["skip", "rollback", "stop", "ignore"]
 Augmentation = Literal["crop", "flip", "cutout"]
 
 
@@ -149,7 +150,7 @@ class Job:
     compile: bool = False
     measure_noise: bool = True
     """Keep the gradient noise scale up to date, every epoch in the log; it never changes what is learned."""
-    nonfinite: Literal["skip", "rollback", "stop", "ignore"] = "skip"
+    nonfinite: Reaction = "skip"
     """What becomes of a step whose loss or gradient is not finite: no update; no update and the state of the last
     checkpoint (data goes on from here); the end of the run; or nobody looks."""
     eval_every_epochs: int = at_least(1, 1)

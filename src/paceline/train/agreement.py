@@ -1,4 +1,4 @@
-"""What any worker wishes becomes known to all of them one step later, at no wait.
+"""What any worker wishes, and how long each one computed, known to all of them one step later, at no wait.
 
 A worker gets a signal, or notices that two minutes are over, at a moment of its own. What follows from it, saving a
 checkpoint, all have to do after the same step. So at the end of every step each worker tells its wishes and reads
@@ -8,6 +8,7 @@ what was told at the end of the step before, which has travelled while the step 
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -25,23 +26,40 @@ class Wish(enum.IntEnum):
     """A part of the checkpoint before could not be written."""
 
 
+@dataclass(frozen=True)
+class Heard:
+    """What was told at the end of the step before; the same on all workers."""
+
+    wishes: frozenset[Wish]
+    """Of any worker."""
+    own_times_s: tuple[float, ...]
+    """Of each worker, by rank: what its step took without waiting for others; 0 where it does not know."""
+
+
 class Agreement:
-    """One worker's voice among all of a group whose backend sums numbers in host memory."""
+    """One worker's voice among all of a group whose backend handles numbers in host memory."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        self._wishes = torch.zeros(len(Wish), dtype=torch.int32)
+        self._rank = 0 if group is None else dist.get_rank(group)
+        self._world_size = 1 if group is None else dist.get_world_size(group)
+        self._message = torch.zeros(len(Wish) + self._world_size, dtype=torch.float64)
         self._under_way: dist.Work | None = None
 
-    def heard(self) -> frozenset[Wish]:
-        """What any worker told at the end of the step before; the same on all of them."""
+    def heard(self) -> Heard:
+        """What was told last; waits until all have told it."""
         if self._under_way is not None:
             self._under_way.wait()
             self._under_way = None
-        return frozenset(wish for wish in Wish if self._wishes[wish])
+        numbers = self._message.tolist()
+        return Heard(frozenset(wish for wish in Wish if numbers[wish]), tuple(numbers[len(Wish) :]))
 
-    def tell(self, wishes: set[Wish]) -> None:
+    def tell(self, wishes: set[Wish], own_time_s: float) -> None:
         """Begin to tell the others. Every worker has to, after every step, and then to listen."""
-        self._wishes = torch.tensor([int(wish in wishes) for wish in Wish], dtype=torch.int32)
+        self._message = torch.zeros(len(Wish) + self._world_size, dtype=torch.float64)
+        for wish in wishes:
+            self._message[wish] = 1
+        self._message[len(Wish) + self._rank] = own_time_s
         if self._group is not None:
-            self._under_way = dist.all_reduce(self._wishes, dist.ReduceOp.MAX, group=self._group, async_op=True)
+            # The largest: any wish is a wish, and nobody else writes into a worker's own place.
+            self._under_way = dist.all_reduce(self._message, dist.ReduceOp.MAX, group=self._group, async_op=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from types import FrameType
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from paceline.checkpoint import Saver, Snapshot, newest_good, open_storage
 from paceline.errors import CheckpointError
 from paceline.spec.job import CheckpointSpec
-from paceline.train.agreement import Agreement, Wish
+from paceline.train.agreement import Wish
 from paceline.train.state import broadcast_tree, hand_out, scatter_trees
 
 
@@ -41,7 +41,6 @@ class Checkpoints:
         self._say = say
         self._group = group
         self._rank = 0 if group is None else dist.get_rank(group)
-        self._agreement = Agreement(group)
         self._storage = open_storage(address)
         self._wishes: set[Wish] = set()
         self._is_due = False
@@ -92,13 +91,15 @@ class Checkpoints:
         self._saver.wait()
         return self.read()
 
-    def step_ended(self, step: int) -> None:
+    def step_ended(self, step: int, heard: Set[Wish]) -> None:
         """A common act after every step; saves if that is due, and ends the process if that was asked for.
+
+        Args:
+            heard: what any worker wished a step ago.
 
         Raises:
             SystemExit: SIGTERM came to some worker, and all is saved.
         """
-        heard = self._agreement.heard()
         if Wish.FAILED in heard:
             self._saver.give_up()
         every = self._spec.every_steps
@@ -108,7 +109,6 @@ class Checkpoints:
         if Wish.LEAVE in heard and not self._is_due:
             self._saver.wait()
             raise SystemExit(128 + signal.SIGTERM)
-        self._agreement.tell(self._wishes_now())
 
     def epoch_ended(self) -> None:
         """An epoch and what follows it is over: the next chance is taken to save it."""
@@ -148,7 +148,8 @@ class Checkpoints:
         if snapshot.step != self._saver.last_step:
             self._saver.begin(snapshot)
 
-    def _wishes_now(self) -> set[Wish]:
+    def wishes(self) -> set[Wish]:
+        """This worker's, to be told to all."""
         wishes = set(self._wishes)
         minutes = self._spec.every_minutes
         if self._rank == 0 and minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes:

@@ -9,12 +9,44 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from paceline.errors import ModelError
+from paceline.spec.job import Reaction
+
 MOST_IN_A_ROW = 10
 """Steps without an update; a run that cannot make one any more is not worth paying for."""
 
 _SHOWN_SAMPLES = 8
 
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+class Guard:
+    """Looks at every step before it becomes an update."""
+
+    def __init__(self, reaction: Reaction) -> None:
+        self._reaction = reaction
+        self._num_in_a_row = 0
+
+    def look(self, step: int, loss: Tensor, model: nn.Module, samples: NDArray[Any], *, gradients: bool) -> str | None:
+        """What is not finite in step `step` and the numbers of the samples that led there; None where all is well.
+
+        Args:
+            gradients: whether to look at them too, besides the loss.
+
+        Raises:
+            ModelError: the run is to end because of it.
+        """
+        looked_at = [p.grad for p in model.parameters() if p.grad is not None] if gradients else []
+        if self._reaction == "ignore" or is_finite(loss, looked_at):
+            self._num_in_a_row = 0
+            return None
+        self._num_in_a_row += 1
+        wrong = _describe(step, loss, model, samples)
+        if self._reaction == "stop":
+            raise ModelError(f"{wrong}. The run ends, as nonfinite = 'stop' says; lower optim.lr or look at the data.")
+        if self._num_in_a_row == MOST_IN_A_ROW:
+            raise ModelError(f"{wrong}. That is the {MOST_IN_A_ROW}th in a row; lower optim.lr or look at the data.")
+        return wrong
 
 
 def is_finite(loss: Tensor, gradients: Sequence[Tensor]) -> bool:
@@ -27,7 +59,7 @@ def is_finite(loss: Tensor, gradients: Sequence[Tensor]) -> bool:
     return bool(torch.isfinite(torch.stack([one.double() for one in sums]).sum()))
 
 
-def describe(step: int, loss: Tensor, model: nn.Module, samples: NDArray[Any]) -> str:
+def _describe(step: int, loss: Tensor, model: nn.Module, samples: NDArray[Any]) -> str:
     """What is not finite in step `step`, the first of its kind, and the numbers of the samples that led there."""
     culprits = [
         name

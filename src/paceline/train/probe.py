@@ -3,12 +3,14 @@
     python -m paceline.train.probe FOLDER
 
 FOLDER holds job.json and request.json (a `ProbeRequest`); probe.json (a `JobProbe`) is left there. Checkpoints are
-written into FOLDER. Started by `paceline probe`.
+written into FOLDER. Started by `paceline probe`: the first worker is timed alone, while the others wait for a file in
+FOLDER; then all compute at the same time, because the workers of a node share memory, caches and power.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import os
@@ -23,10 +25,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
-from paceline import data, models
+from paceline import data, env, models
 from paceline.checkpoint import save_weights
+from paceline.data import ArraySet
 from paceline.data.order import epoch_order
 from paceline.parallel import Share, StepInput
 from paceline.spec import DeviceKind, Job, JobTiming, MicroBatchTiming, Plan
@@ -34,22 +39,28 @@ from paceline.spec.codec import above, at_least, from_mapping, to_mapping
 from paceline.train.loop import data_facts
 from paceline.train.objective import training_loss
 from paceline.train.optim import build_optimizer
+from paceline.train.process_group import World, join
 from paceline.train.progress import Report, bar
-from paceline.train.run import LossFn, Run, init
+from paceline.train.run import LossFn, Run
 from paceline.train.seeding import seed_shard
 from paceline.train.timing import settle
 
 JOB_FILE, REQUEST_FILE, RESULT_FILE = "job.json", "request.json", "probe.json"
+TOGETHER_FILE = "together.json"
+"""Tells the workers that wait how many samples all of them are to compute, and for how long."""
 
-_WARMUP_PASSES = 2
-_MIN_PASSES = 3
-_MAX_PASSES = 15
+_WARMUP_PASSES, _MIN_PASSES = 2, 3
+_LONG_WARMUP_PASSES, _LONG_MIN_PASSES = 1, 2
+"""Of passes that take more than `_SIZE_S`."""
+_MAX_PASSES = 50
 _SIZE_S = 1.0
 """Enough passes of one size to take so long: medians settle."""
-_LOADER_SHARE, _CHECKPOINT_SHARE = 0.15, 0.15
-"""Parts of the budget; the rest is the model's."""
+_LOADER_SHARE, _CHECKPOINT_SHARE, _TOGETHER_SHARE = 0.1, 0.1, 0.3
+"""Parts of the budget; the rest is for passes on one worker."""
 _LOADER_S = 5.0
 _NUM_CHECKPOINTS = 3
+_LOOK_S = 0.05
+"""How often a worker that waits looks for the file."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +68,13 @@ class ProbeRequest:
     """What to time, besides the job itself."""
 
     largest_micro_batch_size: int = at_least(1, 1)
-    """A worker's share of the global batch."""
+    """The largest pass that training makes: that of one worker alone."""
+    micro_batch_size: int = at_least(1, 1)
+    """The largest pass with all workers of the plan."""
+    shard_size: int = at_least(1, 1)
+    """Samples of a virtual shard, over which batch norm normalises."""
+    workers_on_node: int = at_least(1, 1)
+    """Of the fullest node, with all workers of the plan."""
     device_kind: DeviceKind = "cpu"
     device: str = ""
     """What the device is called in the result."""
@@ -80,80 +97,159 @@ class JobProbe:
         return from_mapping(cls, json.loads(path.read_text(encoding="utf-8")))
 
 
-def probe(job: Job, request: ProbeRequest, folder: Path, report: Report = lambda _doing, _done: None) -> JobProbe:
-    """Time the parts of `job` on this process's device."""
-    # One shard, so that a micro-batch of any size is one pass; peers are what links are timed for.
-    alone = job.with_values(
+@dataclass(frozen=True)
+class Subject:
+    """What is timed: a job's model and optimizer on this process's device, and its data."""
+
+    run: Run
+    train_set: Any
+    loss_fn: LossFn
+    optimizer: Optimizer
+    shard_size: int = 1
+
+
+@dataclass(frozen=True)
+class StepTiming:
+    """Median seconds of a pass, and of the update after it: clipping, the optimizer, freeing gradients."""
+
+    micro_batch_size: int
+    pass_s: float
+    update_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.pass_s + self.update_s
+
+
+@dataclass(frozen=True)
+class Together:
+    """What all workers are asked to time at once; no samples: nothing, they may go."""
+
+    micro_batch_size: int = at_least(0, 0)
+    limit_s: float = 0.0
+
+
+def probe(
+    job: Job, request: ProbeRequest, folder: Path, report: Report = lambda _doing, _done: None
+) -> JobProbe | None:
+    """Time the parts of `job` on this process's device; None on workers that were there to compute beside the first."""
+    facts = env.worker_facts()
+    # Each computes as if alone, and as one shard or several: peers are what links are timed for.
+    apart = job.with_values(
         global_batch_size=request.largest_micro_batch_size,
         virtual_shards=1,
         aggregation={"method": "every_step"},
     )
-    plan = Plan(device_kind=request.device_kind, threads_per_worker=request.threads_per_worker)
-    with init(alone, plan=plan) as run:
+    plan = Plan(
+        world_size=facts.world_size, device_kind=request.device_kind, threads_per_worker=request.threads_per_worker
+    )
+    with Run(apart, plan, dataclasses.replace(facts, rank=0, world_size=1, local_world_size=1)) as run:
         train_set, _ = data.load(job.data)
         model = models.build(job.model, **data_facts(train_set))
         _, optimizer = run.prepare(model, build_optimizer(job.optim, model))
-        reasons: list[str] = []
-        began = time.perf_counter()
-        report("the loader", 0.0)
-        samples_per_s = time_loader(run, train_set, min(_LOADER_S, request.budget_s * _LOADER_SHARE))
-        if samples_per_s is None:
-            reasons.append("the loader: the training set is a single sample")
-        report("checkpoints", _LOADER_SHARE)
-        checkpoint_rate = time_checkpoint(run, folder, request.budget_s * _CHECKPOINT_SHARE)
+        for group in optimizer.param_groups:  # weights stay usual numbers, however often they are updated
+            group["lr"] = 0.0
+        subject = Subject(run, train_set, training_loss(job.optim), optimizer, request.shard_size)
+        if facts.rank > 0:
+            wanted = _wait_for_orders(folder / TOGETHER_FILE)
+            if wanted.micro_batch_size:
+                time_together(subject, join(facts, plan), wanted)
+            return None
+        return _probe_first(subject, request, facts, plan, folder, report)
+
+
+def _probe_first(
+    subject: Subject, request: ProbeRequest, facts: env.WorkerFacts, plan: Plan, folder: Path, report: Report
+) -> JobProbe:
+    """On the first worker: all that it does alone, then what it does beside the others."""
+    run, train_set = subject.run, subject.train_set
+    reasons: list[str] = []
+    began = time.perf_counter()
+    report("the loader", 0.0)
+    samples_per_s = time_loader(run, train_set, min(_LOADER_S, request.budget_s * _LOADER_SHARE))
+    if samples_per_s is None:
+        reasons.append("the loader: the training set is a single sample")
+    report("checkpoints", _LOADER_SHARE)
+    checkpoint_rate = time_checkpoint(run, folder, request.budget_s * _CHECKPOINT_SHARE)
+    left_s = request.budget_s - (time.perf_counter() - began)
+    kept_s = request.budget_s * _TOGETHER_SHARE if facts.world_size > 1 else 0.0
+    timings, peaks = time_micro_batches(subject, request, left_s - kept_s, reasons, report)
+
+    left_s = request.budget_s - (time.perf_counter() - began)
+    report("the optimizer", 1.0 - _TOGETHER_SHARE)
+    step = _time_step(subject, request, timings, left_s, reasons)
+    together = Together()
+    if step is not None and facts.world_size > 1:
         left_s = request.budget_s - (time.perf_counter() - began)
-        timings = time_micro_batches(
-            run, train_set, training_loss(job.optim), optimizer, request, left_s, reasons, report
-        )
-        timing = JobTiming(
-            job=job.name,
-            device=request.device,
-            num_parameters=sum(parameter.numel() for parameter in run.model.parameters()),
-            threads_per_worker=request.threads_per_worker,
-            micro_batches=tuple(timings),
-            largest_micro_batch_size=timings[-1].micro_batch_size if timings else None,
-            loader_samples_per_s=samples_per_s,
-            checkpoint_bytes_per_s=checkpoint_rate,
-        )
+        together = _what_fits(step, peaks[step.micro_batch_size], request, facts, left_s, reasons)
+    _give_orders(together, folder / TOGETHER_FILE)
+    slowdown = 1.0
+    if step is not None and together.micro_batch_size:
+        report(f"{facts.world_size} workers at the same time", 1.0 - _TOGETHER_SHARE / 2)
+        slowdown = time_together(subject, join(facts, plan), together) / step.seconds
+    timing = JobTiming(
+        job=run.job.name,
+        device=request.device,
+        num_parameters=sum(parameter.numel() for parameter in run.model.parameters()),
+        threads_per_worker=request.threads_per_worker,
+        micro_batches=tuple(timings),
+        largest_micro_batch_size=timings[-1].micro_batch_size if timings else None,
+        loader_samples_per_s=samples_per_s,
+        checkpoint_bytes_per_s=checkpoint_rate,
+        loads_between_passes=_loads_between_passes(run, train_set),
+        update_s=None if step is None else step.update_s,
+        workers_together=request.workers_on_node if together.micro_batch_size else 1,
+        together_slowdown=slowdown,
+    )
     return JobProbe(timing, tuple(reasons))
 
 
-def sizes_to_time(largest: int) -> list[int]:
-    """1, 2, 4, … and `largest` itself."""
-    return [*itertools.takewhile(lambda size: size < largest, (2**power for power in itertools.count())), largest]
+def _loads_between_passes(run: Run, train_set: Any) -> bool:
+    """On a CPU nobody else makes batches, unless there are processes for it."""
+    has_processes = run.job.data.loader_workers > 0 and not isinstance(train_set, ArraySet)
+    return run.device.type == "cpu" and not has_processes
+
+
+def sizes_to_time(largest: int, *others: int) -> list[int]:
+    """1, 2, 4, … and `largest` itself, with the others among them."""
+    powers = itertools.takewhile(lambda size: size < largest, (2**power for power in itertools.count()))
+    return sorted({*powers, *(size for size in others if size < largest), largest})
+
+
+# --- passes and updates of one worker ---
 
 
 def time_micro_batches(
-    run: Run,
-    train_set: Any,
-    loss_fn: LossFn,
-    optimizer: Optimizer,
-    request: ProbeRequest,
-    budget_s: float,
-    reasons: list[str],
-    report: Report,
-) -> list[MicroBatchTiming]:
+    subject: Subject, request: ProbeRequest, budget_s: float, reasons: list[str], report: Report
+) -> tuple[list[MicroBatchTiming], dict[int, float]]:
     """Median seconds of a forward and backward pass, size by size, until one does not fit into memory or budget.
 
     The smallest size is timed in any case, if memory has room for it. Why a size was left out is added to `reasons`.
+
+    Returns:
+        The timings, and by size the bytes that this process had held at most until then.
     """
     began = time.perf_counter()
+    on_cpu = subject.run.device.type == "cpu"
     timings: list[MicroBatchTiming] = []
-    for size in sizes_to_time(request.largest_micro_batch_size):
+    peaks: dict[int, float] = {}
+    for size in sizes_to_time(request.largest_micro_batch_size, request.micro_batch_size):
         spent_s = time.perf_counter() - began
         what = f"micro-batches of {size} and more"
         if timings:
             last = timings[-1]
             forecast_s = last.seconds * size / last.micro_batch_size
-            if spent_s + forecast_s * (_WARMUP_PASSES + _MIN_PASSES) > budget_s:
+            if spent_s + forecast_s * sum(_num_passes(forecast_s)) > budget_s:
                 reasons.append(f"{what}: at about {forecast_s:.2g} s a pass they exceed {request.budget_s:g} s for all")
                 break
-            if run.device.type == "cpu" and (missing := _missing_bytes(size / last.micro_batch_size)) > 0:
+            growth = size / last.micro_batch_size
+            if on_cpu and (missing := _missing_bytes((growth - 1) * _peak_bytes())) > 0:
                 reasons.append(f"{what}: memory lacks about {missing / 2**30:.1f} GiB")
                 break
         report(f"micro-batches of {size}", _LOADER_SHARE + _CHECKPOINT_SHARE + spent_s / request.budget_s)
         try:
-            timings.append(_time_size(run, train_set, loss_fn, optimizer, size, budget_s - spent_s))
+            timings.append(_time_size(subject, size, budget_s - spent_s))
+            peaks[size] = _peak_bytes()
         except ValueError as problem:  # batch norm has nothing to normalise over
             if "more than 1 value per channel" not in str(problem):
                 raise
@@ -161,10 +257,10 @@ def time_micro_batches(
         except RuntimeError as problem:
             if not is_out_of_memory(problem):
                 raise
-            optimizer.zero_grad(set_to_none=True)
+            subject.optimizer.zero_grad(set_to_none=True)
             reasons.append(f"{what}: out of memory")
             break
-    return timings
+    return timings, peaks
 
 
 def is_out_of_memory(problem: RuntimeError) -> bool:
@@ -172,58 +268,156 @@ def is_out_of_memory(problem: RuntimeError) -> bool:
     return isinstance(problem, torch.OutOfMemoryError) or "can't allocate memory" in str(problem)
 
 
-def _missing_bytes(growth: float) -> float:
-    """What this node's memory lacks for a pass `growth` times as large as the largest until now; 0 or less: nothing.
+def _peak_bytes() -> float:
+    """The most that this process has held in memory."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1.0 if sys.platform == "darwin" else 1024.0)
+
+
+def _missing_bytes(needed_bytes: float) -> float:
+    """What this node's memory lacks for so much more; 0 or less: nothing.
 
     A process that the kernel kills for want of memory leaves no measurement at all.
     """
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return 0.0
     free_bytes = next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
-    return 0.0 if free_bytes is None else peak_bytes * (growth - 1) - free_bytes
+    return 0.0 if free_bytes is None else needed_bytes - free_bytes
 
 
-def _time_size(
-    run: Run, train_set: Any, loss_fn: LossFn, optimizer: Optimizer, size: int, budget_s: float
-) -> MicroBatchTiming:
-    on_gpu = run.device.type == "cuda"
-    (batch,) = run.read(train_set, 0, [_first_samples(train_set, size)], train=True)
+def _time_size(subject: Subject, size: int, budget_s: float) -> MicroBatchTiming:
+    device = subject.run.device
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds = time_steps(subject, size, budget_s).pass_s
+    return MicroBatchTiming(size, seconds, torch.cuda.max_memory_allocated(device) if on_gpu else None)
+
+
+def time_steps(subject: Subject, size: int, budget_s: float, *, with_updates: bool = False) -> StepTiming:
+    """Median seconds of a forward and backward pass over `size` samples, and of the update after it if there is one."""
+    run, optimizer = subject.run, subject.optimizer
+    clip_norm = run.job.optim.clip_norm
+    (batch,) = run.read(subject.train_set, 0, [_first_samples(subject.train_set, size)], train=True)
     step = StepInput(
-        share=Share.of(size, 1, 0, 1),
+        share=Share.of(size, max(1, size // subject.shard_size), 0, 1),
         batch=batch,
-        loss_of=lambda model, part: run.loss_of(model, part, loss_fn),
+        loss_of=lambda model, part: run.loss_of(model, part, subject.loss_fn),
         seed_shard=lambda shard: seed_shard(run.job.seed, 0, shard, run.device),
         scale=lambda loss: loss,
     )
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(run.device)
-    times: list[float] = []
+    passes: list[float] = []
+    updates: list[float] = []
     began = time.perf_counter()
-    while not _is_enough(times, time.perf_counter() - began, budget_s):
+    while not _is_enough(passes, time.perf_counter() - began, budget_s):
         optimizer.zero_grad(set_to_none=True)
         settle(run.device)
         pass_began = time.perf_counter()
         run.engine.gradients(step)
         settle(run.device)
-        times.append(time.perf_counter() - pass_began)
-    return MicroBatchTiming(
-        size,
-        statistics.median(times[_WARMUP_PASSES:]),
-        torch.cuda.max_memory_allocated(run.device) if on_gpu else None,
-    )
+        pass_ended = time.perf_counter()
+        if with_updates:
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(run.model.parameters(), clip_norm)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            settle(run.device)
+        passes.append(pass_ended - pass_began)
+        updates.append(time.perf_counter() - pass_ended)
+    first, _ = _num_passes(min(passes))
+    return StepTiming(size, statistics.median(passes[first:]), statistics.median(updates[first:]))
+
+
+def _time_step(
+    subject: Subject,
+    request: ProbeRequest,
+    timings: Sequence[MicroBatchTiming],
+    left_s: float,
+    reasons: list[str],
+) -> StepTiming | None:
+    """A pass and an update of one worker among all those of the plan, or of the largest pass below that was timed."""
+    timed = [timing for timing in timings if timing.micro_batch_size <= request.micro_batch_size]
+    if not timed:
+        return None
+    if timed[-1].seconds * sum(_num_passes(timed[-1].seconds)) > left_s:
+        reasons.append(f"the optimizer: at {timed[-1].seconds:.2g} s a pass it exceeds {request.budget_s:g} s for all")
+        return None
+    return time_steps(subject, timed[-1].micro_batch_size, left_s, with_updates=True)
+
+
+def _num_passes(pass_s: float) -> tuple[int, int]:
+    """How many warm up, and how many are timed at least."""
+    if pass_s > _SIZE_S:
+        return _LONG_WARMUP_PASSES, _LONG_MIN_PASSES
+    return _WARMUP_PASSES, _MIN_PASSES
 
 
 def _is_enough(times: Sequence[float], spent_s: float, budget_s: float) -> bool:
-    counted = len(times) - _WARMUP_PASSES
-    return counted >= _MIN_PASSES and (counted >= _MAX_PASSES or spent_s > min(_SIZE_S, budget_s))
+    """Whether medians over these passes, without those that warm up, are good enough."""
+    if not times:
+        return False
+    num_warmup, num_timed = _num_passes(min(times))
+    counted = len(times) - num_warmup
+    return counted >= num_timed and (counted >= _MAX_PASSES or spent_s > min(_SIZE_S, budget_s))
 
 
 def _first_samples(train_set: Any, size: int) -> Any:
     """The numbers of `size` samples; a set with fewer gives some twice."""
     return np.resize(epoch_order(len(train_set), len(train_set), 0, 0).indices, size)
+
+
+# --- beside other workers ---
+
+
+def time_together(subject: Subject, world: World, wanted: Together) -> float:
+    """Seconds of a pass and an update on the slowest worker, while all compute; a common act of all workers."""
+    together = torch.zeros(1, dtype=torch.float64, device=world.device)
+    dist.all_reduce(together, group=world.group)  # they begin at the same time
+    settle(world.device)
+    together += time_steps(subject, wanted.micro_batch_size, wanted.limit_s, with_updates=True).seconds
+    dist.all_reduce(together, op=dist.ReduceOp.MAX, group=world.group)
+    return float(together)
+
+
+def _what_fits(
+    alone: StepTiming,
+    peak_bytes: float,
+    request: ProbeRequest,
+    facts: env.WorkerFacts,
+    left_s: float,
+    reasons: list[str],
+) -> Together:
+    """The same on all workers at once, if it fits into memory and into the time that is left.
+
+    Args:
+        peak_bytes: what the worker alone has held.
+    """
+    what = f"{facts.world_size} workers at the same time"
+    if alone.seconds * sum(_num_passes(alone.seconds)) > left_s:
+        reasons.append(f"{what}: at {alone.seconds:.2g} s a step they exceed {request.budget_s:g} s for all")
+        return Together()
+    more_bytes = (facts.local_world_size - 1) * peak_bytes
+    if request.device_kind == "cpu" and (missing := _missing_bytes(more_bytes)) > 0:
+        reasons.append(f"{what}: memory lacks about {missing / 2**30:.1f} GiB")
+        return Together()
+    return Together(alone.micro_batch_size, left_s)
+
+
+def _give_orders(together: Together, path: Path) -> None:
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(to_mapping(together)) + "\n", encoding="utf-8")
+    draft.replace(path)
+
+
+def _wait_for_orders(path: Path) -> Together:
+    """Not in a collective: how long the first worker is busy alone nobody can tell, and it would be taken for hung."""
+    while not path.exists():
+        time.sleep(_LOOK_S)
+    return from_mapping(Together, json.loads(path.read_text(encoding="utf-8")))
+
+
+# --- loader and checkpoints ---
 
 
 def time_loader(run: Run, train_set: Any, limit_s: float) -> float | None:
@@ -273,9 +467,11 @@ def main() -> None:
     folder: Path = arguments.folder
     job = Job.from_mapping(json.loads((folder / JOB_FILE).read_text(encoding="utf-8")))
     request = from_mapping(ProbeRequest, json.loads((folder / REQUEST_FILE).read_text(encoding="utf-8")))
-    with bar("the job's data and model", is_shown=not arguments.quiet) as report:
+    is_first = env.worker_facts().rank == 0
+    with bar("the job's data and model", is_shown=is_first and not arguments.quiet) as report:
         result = probe(job, request, folder, report)
-    result.save(folder / RESULT_FILE)
+    if result is not None:
+        result.save(folder / RESULT_FILE)
 
 
 if __name__ == "__main__":

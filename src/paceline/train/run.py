@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -22,24 +21,16 @@ from torch.optim import Optimizer
 
 from paceline import env
 from paceline.checkpoint import Snapshot
-from paceline.comm import Aggregator
 from paceline.data import ArrayReader, ArraySet, stream_batches
-from paceline.data.order import epoch_order
-from paceline.errors import CheckpointError, DataError, JobError, ModelError
+from paceline.errors import DataError, JobError, ModelError
 from paceline.parallel import (
     AsynchronousDataParallel,
-    BitwiseDataParallel,
     Engine,
-    InfrequentDataParallel,
-    NumericDataParallel,
     Share,
     StepInput,
-    aggregator_inside_node,
     check_batch,
     check_shards,
-    describe_asynchrony,
-    describe_meetings,
-    set_up_aggregation,
+    parallelize,
 )
 from paceline.parallel.gradient_norms import TakeNorms
 from paceline.pulse import Pulse
@@ -47,15 +38,18 @@ from paceline.spec import Job, Plan
 from paceline.spec.codec import from_mapping, to_mapping
 from paceline.spec.job import differences
 from paceline.spec.noise_scale import SmoothedNoise
+from paceline.train.agreement import Agreement
 from paceline.train.checkpoints import Checkpoints
+from paceline.train.course import Batch, Course
 from paceline.train.digest import weights_sha256
 from paceline.train.evaluate import Measure, chunk_ranges, evaluate, own_chunks
 from paceline.train.noise_scale import NoiseMeter
-from paceline.train.nonfinite import MOST_IN_A_ROW, describe, is_finite
+from paceline.train.nonfinite import Guard
 from paceline.train.process_group import abandon, join
 from paceline.train.schedule import lr_factor
 from paceline.train.seeding import seed_between_steps, seed_evaluation, seed_generators, seed_shard
-from paceline.train.state import load_optimizer_state, optimizer_state
+from paceline.train.state import Trained
+from paceline.train.stragglers import Stragglers
 from paceline.train.timing import StepTimer
 from paceline.train.trace import Tracer
 
@@ -162,26 +156,20 @@ class Run:
         self._engine: Engine | None = None
         self._optimizer: Optimizer | None = None
         self._base_lrs: list[float] = []
-        self._given: _Given | None = None
-        self._epoch = 0
-        """The epoch that the next batch belongs to."""
-        self._next_batch = 0
-        """Its number in that epoch."""
-        self._resume_at: tuple[int, int] | None = None
-        """Both, as a checkpoint has them; None once the run has come there."""
-        self._num_samples: int | None = None
-        """Of the training set."""
+        self._given: Batch | None = None
+        self._course = Course(job, facts.rank, facts.world_size)
         self.metrics: dict[str, float] = {}
         """Of the last `evaluate`."""
         self._checkpoint_address = checkpoint_address
         self._force = force
         self._checkpoints: Checkpoints | None = None
+        self._agreement = Agreement(None)
+        self._stragglers = Stragglers(_worker_names(plan))
         self._kept: dict[str, Stateful] = {}
         self._restored: dict[str, Any] = {}
         """What is kept and was not asked for yet."""
         self._in_step = False
-        self._num_unsound = 0
-        """Steps in a row without an update."""
+        self._guard = Guard(job.nonfinite)
         self.say: Callable[[str], None] = self._say
         """Told what a user should know while the run goes on, on rank 0."""
         self._readers: WeakKeyDictionary[ArraySet, ArrayReader] = WeakKeyDictionary()
@@ -201,9 +189,11 @@ class Run:
             abandon()
             if checkpoints is not None and isinstance(error, Exception | KeyboardInterrupt) and not self._in_step:
                 checkpoints.rescue()
-        elif checkpoints is not None:
-            self._leave_epoch()
-            checkpoints.run_ended(self.steps)
+        else:
+            self._agreement.heard()  # nothing stays under way
+            if checkpoints is not None:
+                self._course.leave_epoch()
+                checkpoints.run_ended(self.steps)
         self.close()
 
     def close(self) -> None:
@@ -270,14 +260,19 @@ class Run:
         if job.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         model.train()
-        self._engine = self._build_engine(model, find_unused_parameters)
+        parallelized = parallelize(
+            model, job, self.plan, self.device, self.world.group, find_unused_parameters=find_unused_parameters
+        )
+        self._at_close.callback(parallelized.close)
+        self._engine = parallelized.engine
+        self.plan = dataclasses.replace(self.plan, algorithm=parallelized.algorithm)
+        self.notes += parallelized.notes
         if job.compile:
             self.model.compile()
         self._optimizer = optimizer
         self._base_lrs = [float(parameters["lr"]) for parameters in optimizer.param_groups]
         self._check_optimizer(optimizer)
-        if self._checkpoint_address is not None:
-            self._open_checkpoints(self._checkpoint_address)
+        self._open_agreement()
         return self._engine.module, optimizer
 
     def keep(self, name: str, thing: Stateful) -> None:
@@ -291,15 +286,19 @@ class Run:
         if name in self._restored:
             thing.load_state_dict(self._restored.pop(name))
 
-    def _open_checkpoints(self, address: str) -> None:
+    def _open_agreement(self) -> None:
         if isinstance(self.engine, AsynchronousDataParallel):
-            self.notes.append(
-                "no checkpoints are kept: with parameter servers that never wait there is no moment for it"
-            )
+            if self._checkpoint_address is not None:
+                self.notes.append("no checkpoints are kept: with servers that never wait there is no moment for it")
             return
         # Of its own, and in host memory whatever the others use: it speaks at moments of its own.
         timeout = timedelta(seconds=self.plan.timeout_s)
         group = None if self.world.group is None else dist.new_group(backend="gloo", timeout=timeout)
+        self._agreement = Agreement(group)
+        if self._checkpoint_address is not None:
+            self._open_checkpoints(self._checkpoint_address, group)
+
+    def _open_checkpoints(self, address: str, group: dist.ProcessGroup | None) -> None:
         checkpoints = Checkpoints(address, self.job.checkpoint, group, self._snapshot, lambda text: self.say(text))
         self._at_close.callback(checkpoints.close)
         if checkpoints.shared is not None:
@@ -307,28 +306,17 @@ class Run:
             self.notes.append(f"resumed at step {self.steps} from {checkpoints.resumed_from} in {address}")
         self._checkpoints = checkpoints
 
+    @property
+    def _trained(self) -> Trained:
+        return Trained(self.model, self.optimizer, self.engine, self._scaler)
+
     def _snapshot(self, together: bool) -> Snapshot | None:
-        engine = self.engine
-        if together and not engine.settle():
+        if together and not self.engine.settle():
             return None
-        optimizer = optimizer_state(self.optimizer, self.model)
-        own = engine.own_state()
-        if engine.apart:
-            own = {**own, "means": own.get("means", {}) | {"optimizer": optimizer["state"]}}
-            optimizer = optimizer | {"state": {}}
-        shared = {
-            "model": self.model.state_dict(),
-            "optimizer": optimizer,
-            "engine": engine.shared_state(),
-            "scaler": self._scaler.state_dict(),
-            "progress": {
-                "steps": self.steps,
-                "samples_seen": self.samples_seen,
-                "epoch": self._epoch,
-                "next_batch": self._next_batch,
-                "num_samples": self._num_samples,
-            },
-            "noise": None if self._noise is None else to_mapping(self._noise.read()),
+        shared, own = self._trained.take()
+        shared |= {
+            "progress": {"steps": self.steps, "samples_seen": self.samples_seen, "course": self._course.state_dict()},
+            "noise": to_mapping(self.noise),
             "metrics": self.metrics,
             "kept": {name: thing.state_dict() for name, thing in self._kept.items()},
         }
@@ -341,57 +329,16 @@ class Run:
                 f"The checkpoint to resume is of another job: {'; '.join(changes)}. Set it back, choose another "
                 "folder, or go on all the same with --force (paceline.init(force=True))."
             )
-        self._restore_weights(shared, own, hyper=not changes)
+        self._trained.put(shared, own, hyper=not changes)
         progress = shared["progress"]
         self.steps, self.samples_seen = progress["steps"], progress["samples_seen"]
-        self._resume_at = self._epoch, self._next_batch = progress["epoch"], progress["next_batch"]
-        self._num_samples = progress["num_samples"]
-        if self._noise is not None and shared["noise"] is not None:
+        self._course.load_state_dict(progress["course"])
+        if self._noise is not None:
             self._noise = NoiseMeter(from_mapping(SmoothedNoise, shared["noise"]))
         self.metrics = shared["metrics"]
         self._restored = shared["kept"]
         self._pulse.step(self.steps)
         seed_between_steps(self.job.seed, self.steps, self.device)
-
-    def _restore_weights(self, shared: dict[str, Any], own: dict[str, Any], *, hyper: bool) -> None:
-        """Model, optimizer (its learning rates and the like if `hyper` is set), and what the engine remembers."""
-        try:
-            self.model.load_state_dict(shared["model"])
-        except RuntimeError as problem:
-            raise CheckpointError(f"The checkpoint is of another model: {' '.join(str(problem).split())}") from None
-        optimizer = shared["optimizer"]
-        if self.engine.apart:
-            optimizer = optimizer | {"state": own.get("means", {}).get("optimizer", {})}
-        load_optimizer_state(self.optimizer, self.model, optimizer, hyper=hyper)
-        self.engine.load_state(shared["engine"], own)
-        self._scaler.load_state_dict(shared["scaler"])
-
-    def _build_engine(self, model: nn.Module, find_unused_parameters: bool) -> Engine:
-        job, group, spec = self.job, self.world.group, self.job.aggregation
-        if job.parity == "bitwise":
-            return BitwiseDataParallel(model, self.device, group)
-        if spec.method == "parameter_server_async" and group is not None:
-            self.notes.append(describe_asynchrony(spec, self.plan))
-            return AsynchronousDataParallel(model, self.device, group)
-        aggregator = None if group is None else self._aggregator(model, group)
-        # One worker alone is its own server: there is nothing asynchronous about it.
-        if spec.method in ("every_step", "parameter_server_async"):
-            return NumericDataParallel(model, job, self.plan, self.device, group, aggregator, find_unused_parameters)
-        inside = None
-        if spec.sync_inside_nodes and aggregator is not None:
-            inside = aggregator_inside_node(aggregator.links, self.plan)
-        if inside is not None:
-            self._at_close.callback(inside.scheduler.close)
-        self.notes.append(describe_meetings(spec))
-        return InfrequentDataParallel(model, job, self.plan, self.device, aggregator, inside, find_unused_parameters)
-
-    def _aggregator(self, model: nn.Module, group: dist.ProcessGroup) -> Aggregator:
-        trained = [p for p in model.parameters() if p.requires_grad]
-        aggregation = set_up_aggregation(self.job, self.plan, self.device, group, trained)
-        self._at_close.callback(aggregation.aggregator.scheduler.close)
-        self.plan = dataclasses.replace(self.plan, algorithm=aggregation.algorithm)
-        self.notes += aggregation.notes
-        return aggregation.aggregator
 
     def batches(self, dataset: Any, epoch: int | None = None) -> Iterator[Any]:
         """This worker's share of every global batch of `epoch`, or of all epochs of the job.
@@ -400,52 +347,28 @@ class Run:
         stopped: what was trained before does not come again. Each batch must be given to `step` before the next is
         taken. A worker with no sample in a short batch gets one stand-in sample, counted as zero.
         """
-        num_samples = _num_samples(dataset, "training")
-        if self._num_samples not in (None, num_samples) and self._next_batch:
-            raise DataError(
-                f"The training set has {num_samples:,} samples, but {self._num_samples:,} when this run was saved; "
-                "resume with the same data, or begin in another folder."
-            )
-        self._num_samples = num_samples
+        self._course.set_out(_num_samples(dataset, "training"))
         for number in self.epochs() if epoch is None else [epoch]:
             yield from self._epoch_batches(dataset, number)
 
     def epochs(self) -> range:
         """The numbers of the epochs that are not over: all of the job's, or those left of a run that was resumed."""
-        return range(0 if self._resume_at is None else self._resume_at[0], self.job.epochs)
-
-    def _leave_epoch(self) -> None:
-        """Whatever followed the last batch of an epoch has been done too."""
-        num_samples = self._num_samples
-        if num_samples is not None and self._next_batch == -(-num_samples // self.job.global_batch_size):
-            self._epoch, self._next_batch = self._epoch + 1, 0
+        return self._course.epochs()
 
     def _epoch_batches(self, dataset: Any, epoch: int) -> Iterator[Any]:
-        job = self.job
-        order = epoch_order(len(dataset), job.global_batch_size, job.seed, epoch)
-        remaining = order.num_batches if self._max_steps is None else self._max_steps - self.steps
-        resume_epoch, first = self._resume_at or (epoch, 0)
-        if epoch < resume_epoch or remaining <= 0:
-            return
-        self._resume_at = None
-        self._epoch, self._next_batch = epoch, first if epoch == resume_epoch else 0
-        if self._checkpoints is not None and self.steps and not self._next_batch:
+        most = None if self._max_steps is None else self._max_steps - self.steps
+        batches = self._course.enter(epoch, most)
+        if self._checkpoints is not None and self.steps and self._course.at_epoch_start:
             self._checkpoints.epoch_ended()
-        numbers = range(self._next_batch, min(order.num_batches, self._next_batch + remaining))
-        if not numbers:
+        if not batches:
             return
-        shares = [Share.of(len(order.batch(n)), job.virtual_shards, self.rank, self.world_size) for n in numbers]
-        indices = [
-            # An idle worker takes the first sample of the batch as its stand-in.
-            order.batch(n)[slice(*share.span)] if share.sizes else order.batch(n)[:1]
-            for n, share in zip(numbers, shares, strict=True)
-        ]
         self.timer.resume()
         self.timer.data_asked()
-        for number, share, batch in zip(numbers, shares, self.read(dataset, epoch, indices, train=True), strict=True):
+        samples = [batch.own_samples for batch in batches]
+        for batch, content in zip(batches, self.read(dataset, epoch, samples, train=True), strict=True):
             self.timer.data_arrived()
-            self._given = _Given(share, epoch, number, order.batch(number))
-            yield batch
+            self._given = batch
+            yield content
             self._check_stepped()
             self.timer.data_asked()
 
@@ -489,11 +412,12 @@ class Run:
         if given is None:
             raise JobError("run.step needs a batch that run.batches just yielded; each is used once.")
         share = given.share
+        num_samples = self._course.num_samples
+        assert num_samples is not None
         self._given = None
         self._in_step = True
         check_batch(batch, sum(share.sizes) or 1)
-        assert self._num_samples is not None
-        self.schedule_lr(self._num_samples)
+        self.schedule_lr(num_samples)
         optimizer.zero_grad(set_to_none=True)
 
         loss = engine.gradients(
@@ -520,42 +444,36 @@ class Run:
         self._tracer.after_update(self.model)
 
         self.count_step(share.global_size)
-        self._epoch, self._next_batch = given.epoch, given.number + 1
+        self._course.passed(given)
         self._in_step = False
-        if self._checkpoints is not None:
-            self._checkpoints.step_ended(self.steps)
+        if not engine.apart or engine.settle():
+            self._confer()
         return loss
 
-    def _is_sound(self, loss: Tensor, given: _Given) -> bool:
-        """Whether loss and gradient are finite; the same on all workers that aggregate every step.
+    def _confer(self) -> None:
+        """Hear what all workers told a step ago, do what follows from it, and tell them of this step."""
+        heard = self._agreement.heard()
+        if self._checkpoints is not None:
+            self._checkpoints.step_ended(self.steps, heard.wishes)
+        for sentence in self._stragglers.note(self.steps, heard.own_times_s):
+            self.notes.append(sentence)
+            self.say(sentence)
+        self._agreement.tell(set() if self._checkpoints is None else self._checkpoints.wishes(), self.timer.own_s)
 
-        Raises:
-            ModelError: they are not, and the job or their number says that the run ends.
-        """
-        reaction = self.job.nonfinite
+    def _is_sound(self, loss: Tensor, batch: Batch) -> bool:
+        """Whether there is to be an update; the same answer on all workers that aggregate every step."""
         # Overflow under a loss scale is the scaler's business: it skips the step and scales less.
-        scaled = self._scaler.is_enabled()
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None and not scaled]
-        if reaction == "ignore" or is_finite(loss, gradients):
-            self._num_unsound = 0
+        wrong = self._guard.look(self.steps, loss, self.model, batch.samples, gradients=not self._scaler.is_enabled())
+        if wrong is None:
             return True
-        self._num_unsound += 1
-        what = describe(self.steps, loss, self.model, given.samples)
-        if reaction == "stop":
-            raise ModelError(f"{what}. The run ends, as nonfinite = 'stop' says; lower optim.lr or look at the data.")
-        if self._num_unsound == MOST_IN_A_ROW:
-            raise ModelError(
-                f"{what}. That is the {MOST_IN_A_ROW}th step in a row; lower optim.lr or look at the data."
-            )
-        if reaction == "skip":
-            self.say(f"{what}. The step is skipped.")
+        if self.job.nonfinite == "skip":
+            self.say(f"{wrong}. The step is skipped.")
             return False
-        checkpoints = self._checkpoints
-        name, shared, own = (None, None, {}) if checkpoints is None else checkpoints.read_again()
+        name, shared, own = (None, None, {}) if self._checkpoints is None else self._checkpoints.read_again()
         if shared is None:
-            raise ModelError(f"{what}. There is no checkpoint yet to go back to; lower optim.lr or look at the data.")
-        self._restore_weights(shared, own, hyper=True)
-        self.say(f"{what}. Weights and optimizer are again those of {name}; the data goes on.")
+            raise ModelError(f"{wrong}. There is no checkpoint yet to go back to; lower optim.lr or look at the data.")
+        self._trained.put(shared, own, hyper=True)
+        self.say(f"{wrong}. Weights and optimizer are again those of {name}; the data goes on.")
         return False
 
     def _take_norms(self, share: Share) -> TakeNorms | None:
@@ -660,15 +578,10 @@ class Run:
             )
 
 
-@dataclass(frozen=True)
-class _Given:
-    """The batch that `step` is to be called with."""
-
-    share: Share
-    epoch: int
-    number: int
-    samples: np.ndarray[Any, Any]
-    """The numbers of all its samples, whoever has them."""
+def _worker_names(plan: Plan) -> list[str]:
+    """What to call each worker, by rank."""
+    hostnames = [share.hostname for share in plan.shares for _ in range(share.num_workers)]
+    return [f"Worker {rank}" + (f" on {hostname}" if hostname else "") for rank, hostname in enumerate(hostnames)]
 
 
 @contextmanager

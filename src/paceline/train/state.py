@@ -7,6 +7,7 @@ other workers go on with it: the sum over all of them, or the mean.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,49 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint import put_together, take_apart
 from paceline.errors import CheckpointError
+from paceline.parallel import Engine
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run has learned, and what it learns with."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    engine: Engine
+    scaler: torch.amp.GradScaler
+
+    def take(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What all workers have alike, and what this one has for itself; views of what training goes on with."""
+        optimizer = optimizer_state(self.optimizer, self.model)
+        own = self.engine.own_state()
+        if self.engine.apart:
+            own = {**own, "means": own.get("means", {}) | {"optimizer": optimizer["state"]}}
+            optimizer = optimizer | {"state": {}}
+        shared = {
+            "model": self.model.state_dict(),
+            "optimizer": optimizer,
+            "engine": self.engine.shared_state(),
+            "scaler": self.scaler.state_dict(),
+        }
+        return shared, own
+
+    def put(self, shared: dict[str, Any], own: dict[str, Any], *, hyper: bool) -> None:
+        """Go back to what `take` told; with the learning rates and the like of then if `hyper` is set.
+
+        Raises:
+            CheckpointError: it is of another model or optimizer.
+        """
+        try:
+            self.model.load_state_dict(shared["model"])
+        except RuntimeError as problem:
+            raise CheckpointError(f"The checkpoint is of another model: {' '.join(str(problem).split())}") from None
+        optimizer = shared["optimizer"]
+        if self.engine.apart:
+            optimizer = optimizer | {"state": own.get("means", {}).get("optimizer", {})}
+        load_optimizer_state(self.optimizer, self.model, optimizer, hyper=hyper)
+        self.engine.load_state(shared["engine"], own)
+        self.scaler.load_state_dict(shared["scaler"])
 
 
 def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:

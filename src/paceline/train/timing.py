@@ -60,6 +60,11 @@ class StepTimer:
         exposed_s = max(0.0, Clock.seconds(begin, end))
         self._read.append(StepTime(total_s, data_s, max(0.0, total_s - data_s - exposed_s), exposed_s))
 
+    @property
+    def own_s(self) -> float:
+        """The last step's that is known, without waiting for other workers; 0 before any."""
+        return self._read[-1].total_s - self._read[-1].exposed_comm_s if self._read else 0.0
+
     def median(self) -> StepTime:
         """The median of each part; parts of medians need not add up to the median total exactly."""
         while self._unread:

@@ -1,0 +1,71 @@
+"""From a job and a plan to the engine that trains a model on all workers: every way of it is chosen here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline.parallel.aggregation import set_up_aggregation
+from paceline.parallel.asynchronous import AsynchronousDataParallel, describe_asynchrony
+from paceline.parallel.bitwise import BitwiseDataParallel
+from paceline.parallel.engine import Engine
+from paceline.parallel.infrequent import InfrequentDataParallel, aggregator_inside_node, describe_meetings
+from paceline.parallel.numeric import NumericDataParallel
+from paceline.spec import AlgorithmName, Job, Plan
+
+
+@dataclass(frozen=True)
+class Parallelized:
+    """A model that is tied to its copies on the other workers."""
+
+    engine: Engine
+    algorithm: AlgorithmName
+    """The plan's, or what "auto" has become."""
+    notes: tuple[str, ...]
+    """What a reader of the result must know."""
+    close: Callable[[], None]
+    """Ends what runs in the background."""
+
+
+def parallelize(
+    model: nn.Module,
+    job: Job,
+    plan: Plan,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    *,
+    find_unused_parameters: bool = False,
+) -> Parallelized:
+    """A common act of all workers of `group`; None: this worker is alone."""
+    spec = job.aggregation
+    if job.parity == "bitwise":
+        return Parallelized(BitwiseDataParallel(model, device, group), plan.algorithm, (), lambda: None)
+    if spec.method == "parameter_server_async" and group is not None:
+        asynchronous = AsynchronousDataParallel(model, device, group)
+        return Parallelized(asynchronous, plan.algorithm, (describe_asynchrony(spec, plan),), lambda: None)
+    with contextlib.ExitStack() as on_error:
+        algorithm, aggregator = plan.algorithm, None
+        notes: list[str] = []
+        if group is not None:
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            aggregation = set_up_aggregation(job, plan, device, group, trained)
+            algorithm, aggregator, notes = aggregation.algorithm, aggregation.aggregator, list(aggregation.notes)
+            on_error.callback(aggregator.scheduler.close)
+        engine: Engine
+        # One worker alone is its own server: there is nothing asynchronous about it.
+        if spec.method in ("every_step", "parameter_server_async"):
+            engine = NumericDataParallel(model, job, plan, device, group, aggregator, find_unused_parameters)
+        else:
+            inside = None
+            if spec.sync_inside_nodes and aggregator is not None:
+                inside = aggregator_inside_node(aggregator.links, plan)
+            if inside is not None:
+                on_error.callback(inside.scheduler.close)
+            notes.append(describe_meetings(spec))
+            engine = InfrequentDataParallel(model, job, plan, device, aggregator, inside, find_unused_parameters)
+        return Parallelized(engine, algorithm, tuple(notes), on_error.pop_all().close)

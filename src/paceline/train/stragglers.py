@@ -1,0 +1,52 @@
+"""Which worker holds the others up, by how much, and since when."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+
+WINDOW_STEPS = 50
+"""A slow worker is slow for long; a hiccup is none."""
+
+SLOW = 1.3
+"""Times the median worker: below that, devices and neighbours of one kind differ anyway."""
+
+
+class Stragglers:
+    """Looks at the steps' own times of all workers, a window at a time."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """`names`: what to call each worker, by rank."""
+        self._names = names
+        self._times: list[deque[float]] = [deque(maxlen=WINDOW_STEPS) for _ in names]
+        self._num_steps = 0
+        self._slow: set[int] = set()
+
+    def note(self, step: int, own_times_s: Sequence[float]) -> list[str]:
+        """A sentence for every worker that has become slow, or is no longer, in the window that ends with `step`.
+
+        Args:
+            own_times_s: of one step, by rank; those that are not positive say nothing.
+        """
+        for times, own_time_s in zip(self._times, own_times_s, strict=True):
+            if own_time_s > 0:
+                times.append(own_time_s)
+        self._num_steps += 1
+        if self._num_steps % WINDOW_STEPS or len(self._names) < 2:
+            return []
+        medians = {rank: statistics.median(times) for rank, times in enumerate(self._times) if times}
+        sentences = []
+        for rank, own_s in medians.items():
+            # Beside the others alone: of two workers, one is half of any median.
+            others_s = statistics.median([s for other, s in medians.items() if other != rank] or [own_s])
+            if own_s > SLOW * others_s and rank not in self._slow:
+                self._slow.add(rank)
+                sentences.append(
+                    f"{self._names[rank]} holds the others up since about step {max(1, step - WINDOW_STEPS + 1)}: its "
+                    f"part of a step takes {1e3 * own_s:.3g} ms, {own_s / others_s:.1f} times the median of the others."
+                )
+            elif own_s <= SLOW * others_s and rank in self._slow:
+                self._slow.discard(rank)
+                sentences.append(f"{self._names[rank]} is as fast as the others again at step {step}.")
+        return sentences
