@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import paceline
 from paceline import models
@@ -114,6 +116,37 @@ def test_resumes_at_a_meeting(tmp_path: Path, method: str) -> None:
     assert cut[0][0] == whole[0][0]
     other = run_ranks(_train, 3, job, str(tmp_path / "cut"), 12)  # means of what two workers had
     assert len({one[0] for one in other}) == 1
+
+
+def _lose_a_worker(job: Job, folder: str, dies_at: int, raises: bool) -> None:
+    """The last worker dies, or meets a bug in the script, in the forward pass of a step."""
+    plan = Plan(world_size=worker_facts().world_size, algorithm="tree_exact", timeout_s=60)
+    with paceline.init(job, plan=plan, checkpoint_dir=folder) as run:
+        model = models.build(job.model, num_classes=10, in_channels=3, image_size=16)
+        model, _ = run.prepare(model, build_optimizer(job.optim, model))
+
+        def fragile(model: nn.Module, batch: Any) -> Tensor:
+            if run.steps == dies_at and run.rank == run.world_size - 1:
+                if raises:
+                    raise ValueError("a bug in the script")
+                os._exit(1)
+            return loss_fn(model, batch)
+
+        for batch in run.batches(images(60, (3, 16, 16))):
+            run.step(batch, fragile)
+
+
+@pytest.mark.parametrize(("world_size", "raises"), [(1, True), (2, False), (3, False)])
+def test_nothing_is_lost_with_a_worker(
+    tmp_path: Path, undisturbed: tuple[str, list[float]], world_size: int, raises: bool
+) -> None:
+    """There is no checkpoint by the clock or by steps: those who are left save what they have."""
+    job = _job(checkpoint={"every_epoch": False, "every_minutes": None})
+    with pytest.raises(AssertionError, match=r"a bug in the script|died without a word|Connection|PeerLost|peer"):
+        run_ranks(_lose_a_worker, world_size, job, str(tmp_path), STOP, raises)
+    assert [path.name for path in tmp_path.glob("step-*")] == [f"step-{STOP:08d}"]
+    (resumed,) = run_ranks(_train, 1, job, str(tmp_path))
+    assert resumed[0] == undisturbed[0]
 
 
 def test_another_job_is_refused(tmp_path: Path) -> None:

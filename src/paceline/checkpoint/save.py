@@ -9,11 +9,12 @@ manifest. Whatever the storage does, training goes on.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from paceline.checkpoint.load import folder_name, list_unfinished, worker_prefix
 from paceline.checkpoint.manifest import MANIFEST_FILE, Manifest, PartFile
 from paceline.checkpoint.part import Part, Summed
-from paceline.checkpoint.retention import prune
+from paceline.checkpoint.retention import discard, prune
 from paceline.checkpoint.share import divide, part_name
 from paceline.checkpoint.storage import Storage
 from paceline.checkpoint.tree import take_apart
@@ -37,6 +38,12 @@ LATEST_FILE = "latest"
 
 _LOOK_S = 0.01
 """How often rank 0 looks for receipts."""
+
+_SLOW_S = 60.0
+"""A checkpoint that takes longer is worth a sentence."""
+
+_PATIENCE_S = 300.0
+"""At the end of a run, a storage on which nothing has moved for so long is not waited for any more."""
 
 _NICENESS = 10
 """Writing gives way to training."""
@@ -56,9 +63,36 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class _Receipt:
-    file: PartFile
+    """What another worker tells rank 0, through the storage."""
+
+    attempt: str
     values: dict[str, Any]
-    run: str
+    file: PartFile | None
+    problem: str = ""
+    """Why there is no file."""
+
+
+class _Writing:
+    """One worker's part of one checkpoint on its way to the storage."""
+
+    def __init__(self, attempt: str, step: int, manifest: Manifest | None, own_values: dict[str, Any]) -> None:
+        self.attempt = attempt
+        """Its name on all workers; the same step may be saved twice."""
+        self.step = step
+        self.folder = folder_name(step)
+        self.manifest = manifest
+        """On rank 0, which completes it."""
+        self.own_values = own_values
+        self.thread: threading.Thread | None = None
+        self.given_up = threading.Event()
+        self.problem: str | None = None
+        self.moved_at_s = time.monotonic()
+
+    def moving(self, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
+        """Passes pieces on and notes when."""
+        for piece in pieces:
+            yield piece
+            self.moved_at_s = time.monotonic()
 
 
 class Saver:
@@ -70,11 +104,14 @@ class Saver:
         spec: CheckpointSpec,
         group: dist.ProcessGroup | None,
         say: Callable[[str], None],
+        *,
+        cleans: bool = True,
     ) -> None:
         """A common act of all workers of `group`, whose backend has to carry plain objects.
 
         Args:
             say: told a sentence when a checkpoint could not be written, on rank 0, from another thread.
+            cleans: whether to remove what an earlier run has left unfinished.
         """
         self._storage = storage
         self._spec = spec
@@ -88,25 +125,30 @@ class Saver:
             dist.broadcast_object_list(names, group_src=0, group=group)
         self._run = names[0]
         self._part = Part()
-        self._thread: threading.Thread | None = None
-        self._given_up = threading.Event()
-        self._problem: str | None = None
+        self._writing: _Writing | None = None
+        self._num_begun = 0
+        self._good: tuple[str, ...] = ()
+        """Checkpoints that stayed when others were last removed, for that they were good."""
+        self._was_slow = False
+        self._told: object = None
+        """What kind of problem the user knows of."""
         self.last_step: int | None = None
         """Of the newest checkpoint that was begun."""
         self.stalls_s: list[float] = []
         """For how long training waited, each time."""
-        if self._rank == 0:
+        if self._rank == 0 and cleans:
             self._remove_unfinished()
 
     @property
     def busy(self) -> bool:
         """Whether this worker is still writing."""
-        return self._thread is not None and self._thread.is_alive()
+        thread = None if self._writing is None else self._writing.thread
+        return thread is not None and thread.is_alive()
 
     @property
     def failed(self) -> bool:
         """Whether this worker could not write its part of the newest checkpoint."""
-        return self._problem is not None
+        return self._writing is not None and self._writing.problem is not None
 
     def begin(self, snapshot: Snapshot) -> None:
         """Copy `snapshot`, and write it down in the background. A common act of all workers; nobody may be busy.
@@ -115,8 +157,6 @@ class Saver:
             CheckpointError: something in it that a checkpoint cannot hold.
         """
         began = time.perf_counter()
-        self._given_up.clear()
-        self._problem = None
         self.last_step = snapshot.step
         values, tensors = take_apart(snapshot.shared)
         own_values, own_tensors = take_apart(snapshot.own, worker_prefix(self._rank))
@@ -133,67 +173,149 @@ class Saver:
                 values=values,
                 tensors=share.entries,
             )
-        self._thread = threading.Thread(
-            target=self._write, args=(snapshot.step, own_values, manifest), name="checkpoint", daemon=True
+        self._num_begun += 1
+        writing = _Writing(f"{self._run}-{self._num_begun}", snapshot.step, manifest, own_values)
+        writing.thread = threading.Thread(
+            target=self._write, args=(writing, self._part), name="checkpoint", daemon=True
         )
-        self._thread.start()
+        self._writing = writing
+        writing.thread.start()
         self.stalls_s.append(time.perf_counter() - began)
 
+    def save_alone(self, snapshot: Snapshot) -> None:
+        """Write `snapshot`, which has to be all there is, without the others; unless one of them does so already."""
+        folder = folder_name(snapshot.step)
+        try:
+            if not self._storage.claim(folder):
+                return
+        except OSError:
+            return
+        alone = Saver(self._storage, self._spec, None, self._say, cleans=False)
+        alone.begin(snapshot)
+        alone.wait()
+
     def wait(self) -> None:
-        """Until this worker has written what it is writing."""
-        if self._thread is not None:
-            self._thread.join()
+        """Until this worker has written what it is writing, or the storage has stood still for too long."""
+        writing = self._writing
+        if writing is None or writing.thread is None:
+            return
+        while writing.thread.is_alive():
+            left_s = writing.moved_at_s + _PATIENCE_S - time.monotonic()
+            if left_s > 0:
+                writing.thread.join(left_s)
+                continue
+            writing.given_up.set()
+            writing.thread.join(1.0)  # one that only waits for others ends by itself, and says why
+            if writing.thread.is_alive():
+                self._lament(writing, TimeoutError(f"nothing has moved for {_PATIENCE_S:.0f} seconds"))
+                # That thread may wake up again, and should find what it had.
+                self._part, self._writing = Part(), None
+            return
 
     def give_up(self) -> None:
         """Another worker could not write its part: do not wait for it."""
-        self._given_up.set()
+        if self._writing is not None:
+            self._writing.given_up.set()
 
-    def _write(self, step: int, own_values: dict[str, Any], manifest: Manifest | None) -> None:
-        folder = folder_name(step)
+    def _write(self, writing: _Writing, part: Part) -> None:
+        """Whatever goes wrong in here, training goes on."""
         with contextlib.suppress(OSError, AttributeError):  # on Linux a thread can be made to stand back
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        slow = threading.Timer(_SLOW_S, self._note_slowness, [writing])
+        slow.daemon = True
+        slow.start()
         try:
-            summed = Summed(self._part.pieces())
-            self._storage.write(f"{folder}/{part_name(self._rank)}", summed)
-            receipt = _Receipt(summed.file(part_name(self._rank)), own_values, self._run)
-            if manifest is None:
-                self._storage.write(f"{folder}/{_receipt_name(self._rank)}", [json.dumps(to_mapping(receipt)).encode()])
+            name = part_name(self._rank)
+            if writing.manifest is not None:
+                self._make_room(writing.folder)
+            summed = Summed(writing.moving(part.pieces()))
+            self._storage.write(f"{writing.folder}/{name}", summed)
+            receipt = _Receipt(writing.attempt, writing.own_values, summed.file(name))
+            if writing.manifest is None:
+                self._hand_in(writing.folder, receipt)
             else:
-                self._commit(folder, manifest, receipt)
-        except (OSError, PacelineError) as problem:
-            self._problem = str(problem)
-            if manifest is not None:
-                self._say(
-                    f"The checkpoint of step {step} could not be written to {self._storage.address}: {problem}. "
-                    "Training goes on; earlier checkpoints are still there."
-                )
-                with contextlib.suppress(OSError):
-                    self._storage.remove(folder)
+                self._commit(writing, writing.manifest, receipt)
+                self._told = None
+                self._tidy(writing)
+        except Exception as problem:
+            self._lament(writing, problem)
+            with contextlib.suppress(OSError):
+                if writing.manifest is None:
+                    self._hand_in(writing.folder, _Receipt(writing.attempt, {}, None, str(problem)))
+                else:
+                    self._discard(writing.folder)
+            if not isinstance(problem, OSError | PacelineError):
+                raise
+        finally:
+            slow.cancel()
 
-    def _commit(self, folder: str, manifest: Manifest, own: _Receipt) -> None:
-        receipts = [own, *(self._receipt(folder, rank) for rank in range(1, self._world_size))]
-        complete = Manifest(
-            **{
-                **vars(manifest),
-                "files": tuple(receipt.file for receipt in receipts),
-                "workers": tuple(receipt.values for receipt in receipts),
-            }
-        )
-        self._storage.write(f"{folder}/{MANIFEST_FILE}", [complete.dump()])
-        for rank in range(1, self._world_size):
-            self._storage.remove(f"{folder}/{_receipt_name(rank)}")
-        self._storage.write(LATEST_FILE, [f"{folder}\n".encode()])
-        prune(self._storage, self._spec)
+    def _make_room(self, folder: str) -> None:
+        """Remove what earlier attempts left, and what is there of this step: nothing of it was good."""
+        for unfinished in list_unfinished(self._storage):
+            if unfinished != folder:  # there, others may have begun
+                self._storage.remove(unfinished)
+        self._storage.remove(f"{folder}/{MANIFEST_FILE}")
 
-    def _receipt(self, folder: str, rank: int) -> _Receipt:
-        while not self._given_up.wait(_LOOK_S):
+    def _hand_in(self, folder: str, receipt: _Receipt) -> None:
+        self._storage.write(f"{folder}/{_receipt_name(self._rank)}", [json.dumps(to_mapping(receipt)).encode()])
+
+    def _commit(self, writing: _Writing, manifest: Manifest, own: _Receipt) -> None:
+        receipts = [own, *(self._receipt(writing, rank) for rank in range(1, self._world_size))]
+        files = tuple(receipt.file for receipt in receipts if receipt.file is not None)
+        complete = dataclasses.replace(manifest, files=files, workers=tuple(receipt.values for receipt in receipts))
+        self._storage.write(f"{writing.folder}/{MANIFEST_FILE}", [complete.dump()])
+
+    def _receipt(self, writing: _Writing, rank: int) -> _Receipt:
+        while not writing.given_up.wait(_LOOK_S):
             try:
-                receipt = from_mapping(_Receipt, json.loads(self._storage.read(f"{folder}/{_receipt_name(rank)}")))
-            except FileNotFoundError:
+                content = self._storage.read(f"{writing.folder}/{_receipt_name(rank)}")
+                receipt = from_mapping(_Receipt, json.loads(content))
+            except (FileNotFoundError, ValueError, AttributeError, PacelineError):
+                continue  # not there yet, or another program's
+            if receipt.attempt != writing.attempt:
                 continue
-            if receipt.run == self._run:
-                return receipt
-        raise OSError(f"worker {rank} or another one could not write its part; its log says why")
+            if receipt.file is None:
+                raise OSError(f"worker {rank} says: {receipt.problem}")
+            writing.moved_at_s = time.monotonic()
+            return receipt
+        raise OSError(f"nothing was heard of the part of worker {rank}")
+
+    def _tidy(self, writing: _Writing) -> None:
+        """The checkpoint is complete; what is left to do must not undo it."""
+        try:
+            for rank in range(1, self._world_size):
+                self._storage.remove(f"{writing.folder}/{_receipt_name(rank)}")
+            self._storage.write(LATEST_FILE, [f"{writing.folder}\n".encode()])
+            self._good = prune(self._storage, self._spec, self._good).stay
+        except (OSError, PacelineError) as problem:
+            self._say(
+                f"The checkpoint of step {writing.step} is complete, but older ones in {self._storage.address} could "
+                f"not be removed: {problem}. Training goes on."
+            )
+
+    def _lament(self, writing: _Writing, problem: Exception) -> None:
+        """Once for each kind of problem in a row: a disk that is full stays so for a while."""
+        writing.problem = str(problem)
+        kind = (type(problem), getattr(problem, "errno", None))
+        if kind != self._told:
+            self._told = kind
+            self._say(
+                f"The checkpoint of step {writing.step} could not be written to {self._storage.address}: {problem}. "
+                "Training goes on, earlier checkpoints are not touched, and later ones are tried."
+            )
+
+    def _note_slowness(self, writing: _Writing) -> None:
+        if self._was_slow:
+            return
+        self._was_slow = True
+        self._say(
+            f"The checkpoint of step {writing.step} is still being written to {self._storage.address} after "
+            f"{_SLOW_S:.0f} seconds. Training goes on; the next checkpoint waits for it."
+        )
+
+    def _discard(self, folder: str) -> None:
+        if folder in self._storage.folders():  # a file of that name is somebody else's
+            discard(self._storage, folder)
 
     def _remove_unfinished(self) -> None:
         try:

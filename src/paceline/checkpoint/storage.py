@@ -37,11 +37,14 @@ class Storage(Protocol):
     def names(self, folder: str = "") -> list[str]:
         """What lies in a folder, sorted; nothing where there is no such folder."""
 
+    def folders(self) -> list[str]:
+        """Which of `names()` are folders."""
+
     def remove(self, name: str) -> None:
         """Delete a file, or a folder with all that is in it; nothing happens where there is none."""
 
-    def rename_folder(self, name: str, to: str) -> None:
-        """Give a folder another name."""
+    def claim(self, folder: str) -> bool:
+        """Make a folder; whether it was this call, and nobody else's, that made it."""
 
 
 class Folder:
@@ -82,6 +85,9 @@ class Folder:
         except (FileNotFoundError, NotADirectoryError):
             return []
 
+    def folders(self) -> list[str]:
+        return [name for name in self.names() if (self._path / name).is_dir()]
+
     def remove(self, name: str) -> None:
         path = self._path / name
         if path.is_dir() and not path.is_symlink():
@@ -89,8 +95,12 @@ class Folder:
         else:
             path.unlink(missing_ok=True)
 
-    def rename_folder(self, name: str, to: str) -> None:
-        (self._path / name).rename(self._path / to)
+    def claim(self, folder: str) -> bool:
+        try:
+            (self._path / folder).mkdir(mode=0o700)
+        except FileExistsError:
+            return False
+        return True
 
 
 class Remote:
@@ -121,21 +131,27 @@ class Remote:
             return content
 
     def names(self, folder: str = "") -> list[str]:
-        with self._as_os_error():
-            self._files.invalidate_cache()
-            try:
-                found: list[Any] = self._files.ls(self._path(folder), detail=False)
-            except FileNotFoundError:
-                return []
-        return sorted(str(path).rstrip("/").rpartition("/")[2] for path in found)
+        return sorted(self._kinds(folder))
+
+    def folders(self) -> list[str]:
+        return sorted(name for name, kind in self._kinds("").items() if kind == "directory")
 
     def remove(self, name: str) -> None:
         with self._as_os_error(), contextlib.suppress(FileNotFoundError):
             self._files.rm(self._path(name), recursive=True)
 
-    def rename_folder(self, name: str, to: str) -> None:
+    def _kinds(self, folder: str) -> dict[str, str]:
+        """What lies in a folder: "file" or "directory" by name."""
+        path = self._path(folder)
         with self._as_os_error():
-            self._files.mv(self._path(name), self._path(to), recursive=True)
+            self._files.invalidate_cache()
+            try:
+                found: list[dict[str, Any]] = self._files.ls(path, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return {}
+        # Asked for a file, or a folder that is an object of its own, some storages answer with just that.
+        inside = [one for one in found if str(one["name"]).strip("/") != path.strip("/")]
+        return {str(one["name"]).rstrip("/").rpartition("/")[2]: str(one["type"]) for one in inside}
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
@@ -148,6 +164,10 @@ class Remote:
             raise
         except Exception as problem:  # every kind of storage has errors of its own
             raise OSError(f"{type(problem).__name__}: {problem}") from problem
+
+    def claim(self, folder: str) -> bool:
+        """Stores of objects have no folders: two may both be told yes, and then write the same."""
+        return not self.names(folder)
 
 
 def open_storage(address: str | Path) -> Storage:

@@ -40,6 +40,7 @@ class AsynchronousDataParallel:
     def after_update(self) -> None: ...
 
     apart = True
+    changes_buffers = True
 
     def settle(self) -> bool:
         """Optimizers live on the servers, and gradients are always under way: there is no moment to save."""

@@ -15,6 +15,7 @@ from paceline.parallel.by_shard import ShardByShard
 from paceline.parallel.clock import Clock, Mark
 from paceline.parallel.engine import StepInput, broadcast
 from paceline.parallel.gradient_norms import GradientNorms, squared_norm
+from paceline.parallel.norm import unknown_buffers
 
 
 class BitwiseDataParallel:
@@ -50,6 +51,10 @@ class BitwiseDataParallel:
         yield
 
     apart = False
+
+    @property
+    def changes_buffers(self) -> bool:
+        return bool(unknown_buffers(self.module))
 
     def settle(self) -> bool:
         broadcast(self.module.buffers(), self._group)

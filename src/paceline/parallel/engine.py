@@ -65,6 +65,11 @@ class Engine(Protocol):
         """Whether workers' weights and optimizers differ between two meetings."""
         ...
 
+    @property
+    def changes_buffers(self) -> bool:
+        """Whether a forward pass may change buffers, so that a step which fails in the middle leaves a mixture."""
+        ...
+
     def settle(self) -> bool:
         """Make rank 0's buffers everybody's, where workers do not keep them equal; whether all weights are equal now.
 

@@ -166,6 +166,7 @@ class InfrequentDataParallel:
                     tensor.copy_(own)
 
     apart = True
+    changes_buffers = True
 
     def settle(self) -> bool:
         return self._num_steps == 0

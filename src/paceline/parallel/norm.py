@@ -137,6 +137,18 @@ class NormStatistics:
                 running.lerp_(target, factor.to(running.dtype))
 
 
+def unknown_buffers(model: nn.Module) -> list[Tensor]:
+    """All buffers but those of our norm layers, which keep theirs equal on all workers, and change them only at the
+    end of a step."""
+    kept_equal = {
+        id(buffer)
+        for layer in model.modules()
+        if isinstance(layer, ShardBatchNorm | SyncBatchNorm)
+        for buffer in layer.buffers(recurse=False)
+    }
+    return [buffer for buffer in model.buffers() if id(buffer) not in kept_equal]
+
+
 class SyncBatchNorm(_BatchNorm):
     """Batch norm over the global batch: every worker contributes as many values as it has, even none."""
 

@@ -22,7 +22,7 @@ from paceline.parallel.aggregation import compressor_state, load_compressor_stat
 from paceline.parallel.clock import Clock, Mark
 from paceline.parallel.engine import StepInput, broadcast, check_loss, cut, statistics_dtype
 from paceline.parallel.gradient_norms import GradientNorms, WorkerNorms, squared_norm
-from paceline.parallel.norm import NormStatistics, ShardBatchNorm, SyncBatchNorm, replace_batch_norm
+from paceline.parallel.norm import NormStatistics, ShardBatchNorm, SyncBatchNorm, replace_batch_norm, unknown_buffers
 from paceline.parallel.shards import Piece, Share
 from paceline.spec import Job, Plan
 
@@ -88,16 +88,6 @@ class NumericDataParallel:
     def _has(self, kind: type[nn.Module]) -> bool:
         return any(isinstance(layer, kind) for layer in self._model.modules())
 
-    def _unknown_buffers(self) -> list[Tensor]:
-        """All buffers but those of our norm layers, which keep theirs equal on all workers."""
-        kept_equal = {
-            id(buffer)
-            for layer in self._model.modules()
-            if isinstance(layer, ShardBatchNorm | SyncBatchNorm)
-            for buffer in layer.buffers(recurse=False)
-        }
-        return [buffer for buffer in self._model.buffers() if id(buffer) not in kept_equal]
-
     def _wrap(self, aggregator: Aggregator, find_unused_parameters: bool) -> DistributedDataParallel:
         group = aggregator.links.group
         if find_unused_parameters:
@@ -111,7 +101,7 @@ class NumericDataParallel:
             self._model,
             device_ids=[self._device] if self._device.type == "cuda" else None,
             process_group=group,
-            **cast(Any, {_BROADCAST_BUFFERS: bool(self._unknown_buffers())}),
+            **cast(Any, {_BROADCAST_BUFFERS: bool(unknown_buffers(self._model))}),
             gradient_as_bucket_view=True,
             find_unused_parameters=find_unused_parameters,
         )
@@ -179,8 +169,12 @@ class NumericDataParallel:
 
     apart = False
 
+    @property
+    def changes_buffers(self) -> bool:
+        return bool(unknown_buffers(self._model))
+
     def settle(self) -> bool:
-        broadcast(self._unknown_buffers(), self._group)
+        broadcast(unknown_buffers(self._model), self._group)
         return True
 
     def shared_state(self) -> dict[str, Any]:

@@ -122,14 +122,15 @@ class Checkpoints:
         self._saver.wait()
 
     def rescue(self) -> None:
-        """After an error: rank 0 saves what it has without the others, who may be gone, if that is all there is."""
+        """After an error: save what this worker has, without the others, who may be gone, if that is all there is.
+
+        Weights are the same on all workers, so whoever comes first does it for all that have come as far.
+        """
         self._saver.give_up()
         self._saver.wait()
-        snapshot = self._take(False) if self._rank == 0 else None
+        snapshot = self._take(False)
         if snapshot is not None and not snapshot.own and snapshot.step != self._saver.last_step:
-            alone = Saver(self._storage, self._spec, None, self._say)
-            alone.begin(snapshot)
-            alone.wait()
+            self._saver.save_alone(snapshot)
 
     def close(self) -> None:
         """No more checkpoints; what is being written is finished."""

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Literal, Protocol, Self, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -168,7 +168,8 @@ class Run:
         self._kept: dict[str, Stateful] = {}
         self._restored: dict[str, Any] = {}
         """What is kept and was not asked for yet."""
-        self._in_step = False
+        self._phase: Literal["between", "gradients", "update"] = "between"
+        """Of a step: what an error interrupts."""
         self._guard = Guard(job.nonfinite)
         self.say: Callable[[str], None] = self._say
         """Told what a user should know while the run goes on, on rank 0."""
@@ -187,7 +188,8 @@ class Run:
         checkpoints = self._checkpoints
         if error is not None:
             abandon()
-            if checkpoints is not None and isinstance(error, Exception | KeyboardInterrupt) and not self._in_step:
+            is_whole = self._phase == "between" or (self._phase == "gradients" and not self.engine.changes_buffers)
+            if checkpoints is not None and isinstance(error, Exception | KeyboardInterrupt) and is_whole:
                 checkpoints.rescue()
         else:
             self._agreement.heard()  # nothing stays under way
@@ -415,7 +417,7 @@ class Run:
         num_samples = self._course.num_samples
         assert num_samples is not None
         self._given = None
-        self._in_step = True
+        self._phase = "gradients"
         check_batch(batch, sum(share.sizes) or 1)
         self.schedule_lr(num_samples)
         optimizer.zero_grad(set_to_none=True)
@@ -433,6 +435,7 @@ class Run:
         # A worker that is alone between two meetings may have no sample, hence no gradient and no update.
         has_gradient = any(parameter.grad is not None for parameter in self.model.parameters())
         has_gradient = has_gradient and self._is_sound(loss, given)
+        self._phase = "update"
         if has_gradient and self.job.optim.clip_norm is not None:
             self._scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.job.optim.clip_norm)
@@ -445,7 +448,7 @@ class Run:
 
         self.count_step(share.global_size)
         self._course.passed(given)
-        self._in_step = False
+        self._phase = "between"
         if not engine.apart or engine.settle():
             self._confer()
         return loss
