@@ -36,12 +36,12 @@ EVERY_STEPS = 10
 SETTINGS = (
     "parity=bitwise",
     "virtual_shards=4",
-    "epochs=30",
-    "eval_every_epochs=10",
+    "epochs=12",
+    "eval_every_epochs=6",
     f"checkpoint.every_steps={EVERY_STEPS}",
 )
 START_S, END_S = 120.0, 60.0
-LATEST_S = 3.0
+LATEST_S = 2.0
 """A strike comes at most so long after the run has made a step."""
 
 
