@@ -264,8 +264,8 @@ def _show(measured: Cluster, reasons: Sequence[str], out: Path, *, as_json: bool
             print(f"largest micro-batch that was tried and fits: {timing.largest_micro_batch_size}")
         if timing.workers_together > 1:
             print(
-                f"{timing.workers_together} workers on a node at the same time: each takes "
-                f"{timing.together_slowdown:.2f} times as long"
+                f"{timing.workers_together} workers at the same time, {timing.workers_together_on_node} on a node: "
+                f"a step takes {timing.together_slowdown:.2f} times as long"
             )
         if timing.loader_samples_per_s is not None:
             print(f"loader: {timing.loader_samples_per_s:,.0f} samples/s")

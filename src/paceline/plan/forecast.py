@@ -18,6 +18,7 @@ from paceline.plan.buckets import exposed_s, num_buckets, sums_s
 from paceline.plan.collectives import COSTS, WIRE_FACTORS, cost_s
 from paceline.plan.memory import (
     Activations,
+    StateBytes,
     TransformerShape,
     device_memory,
     largest_micro_batch,
@@ -29,7 +30,16 @@ from paceline.plan.network import BETWEEN_ALPHA_S, PER_MESSAGE_S, SHARED_MEMORY,
 from paceline.plan.search import Workload, explain, search
 from paceline.plan.simulate import Faults, Jitter, Machine, Pattern, availability, exchange_s, simulate_steps
 from paceline.plan.statistics import efficiency as statistical_efficiency
-from paceline.plan.step_time import ComputeTime, StepModel, bound_by, forecast_step
+from paceline.plan.step_time import (
+    ComputeTime,
+    StepModel,
+    bound_by,
+    expected_maximum,
+    forecast_step,
+    neighbour_slowdown,
+    neighbours_factor,
+    slowest_s,
+)
 from paceline.spec import AlgorithmName, Cluster, Job, JobTiming
 from paceline.spec.forecast import Forecast, ForecastRow, Grow, SimulatedRow
 
@@ -48,7 +58,7 @@ STEP_OVERHEAD_S = 3e-4
 _MOST_BUCKETS = 8
 """Simulated one by one; more of them hardly change when the last one has arrived."""
 _MEMORY_RATE = {"cuda": 800e9, "cpu": 8e9}
-"""Bytes/s at which one worker's optimizer goes through parameters, gradients and state."""
+"""Bytes/s at which one worker's optimizer goes through parameters, gradients and state, where it was not timed."""
 _COMPUTE_ERROR, _COMMUNICATION_ERROR, _UNSEEN_ERROR = 0.05, 0.2, 0.03
 """Standard deviations of logarithms: of measured compute, of priced communication, and for each doubling of devices
 beyond those that were measured."""
@@ -186,24 +196,28 @@ class _Known:
     def row(self, count: int) -> ForecastRow:
         """Without what compares it with others."""
         job, layout = self.job_on(count), self.layout(count)
-        samples, shard, num_shards = _largest_share(job, count)
+        samples, shard, num_shards = largest_share(job, count)
         micro_batch_size, objection = self._micro_batch(job, count, samples, shard)
         num_passes = -(-samples // micro_batch_size)
         if job.parity == "bitwise":  # a pass for each virtual shard
             micro_batch_size, num_passes = shard, num_shards
         algorithm, communication_s = self._cheapest(job, layout)
         pass_s = samples / num_passes * self._sample_s(micro_batch_size)
-        exposed = exposed_s(pass_s, 4.0 * self.timing.num_parameters, communication_s) if count > 1 else 0.0
+        beside_s = pass_s * self._neighbours_factor(layout)
+        exposed = self._exposed_s(beside_s, communication_s, layout)
+        loads_between = self.timing.loads_between_passes
         model = StepModel(
             compute=ComputeTime(pass_s, 0.0),
             overlap_exponent=1.0,  # what is hidden is left out already
             tail_fraction=0.0,
             straggler_spread=STRAGGLER_SPREAD,
-            overhead_s=self._overhead_s(job),
+            neighbour_slowdown=self._neighbour_slowdown,
+            overhead_s=self._overhead_s(job, layout),
             loader_samples_per_s=self._node_loader_rate(layout),
+            loads_between_passes=loads_between,
         )
         step = forecast_step(model, layout, samples / num_passes, exposed, num_passes)
-        limit = bound_by(step.compute_s, communication_s, step.loader_s, step.overhead_s, step.total_s)
+        limit = bound_by(step.compute_s, communication_s, step.loader_s, step.overhead_s, step.total_s, loads_between)
         width = math.exp(1.645 * self._error(count, step.exposed_s / step.total_s))
         memory = self._memory_bytes(count, micro_batch_size, num_passes)
         return ForecastRow(
@@ -361,15 +375,46 @@ class _Known:
         )
         return seconds / (job.aggregation.sync_every if job.aggregation.method in ("local_sgd", "diloco") else 1)
 
-    def _overhead_s(self, job: Job) -> float:
-        """The optimizer reads parameters, gradients and state, and writes all but the gradients."""
-        state = state_bytes(job)
-        moved = state.gradient + 2 * (state.parameter + state.optimizer)
-        return STEP_OVERHEAD_S + self.timing.num_parameters * moved / _MEMORY_RATE[self.cluster.device_kind]
+    @property
+    def _neighbour_slowdown(self) -> float:
+        """As timed, without what waiting for the slowest is taken to cost."""
+        timing = self.timing
+        waiting = slowest_s(1.0, STRAGGLER_SPREAD, expected_maximum(timing.workers_together))
+        return neighbour_slowdown(timing.together_slowdown / waiting, timing.workers_together_on_node)
+
+    def _neighbours_factor(self, layout: Layout) -> float:
+        return float(neighbours_factor(self._neighbour_slowdown, max(layout.workers_per_node)))
+
+    def _exposed_s(self, pass_s: float, communication_s: float, layout: Layout) -> float:
+        """What of the sums a step waits for; on CPU, cores that all compute cannot add up on their node meanwhile."""
+        if layout.num_workers == 1:
+            return 0.0
+        num_busy = max(layout.workers_per_node) * self.timing.threads_per_worker
+        is_on_cores = self.cluster.device_kind == "cpu" and num_busy >= self.cluster.nodes[0].num_cores
+        if is_on_cores and layout.num_nodes == 1:
+            return communication_s
+        return exposed_s(pass_s, 4.0 * self.timing.num_parameters, communication_s)
+
+    def _overhead_s(self, job: Job, layout: Layout) -> float:
+        busy_s = self._update_s(job)
+        if layout.num_workers > 1 and job.measure_noise and job.parity == "numeric":
+            # In every second step gradients are read twice more, before they are summed and after.
+            state = state_bytes(job)
+            busy_s *= 1 + state.gradient / _moved_bytes(state)
+        return STEP_OVERHEAD_S + busy_s * self._neighbours_factor(layout)
+
+    def _update_s(self, job: Job) -> float:
+        """As timed; else as memory lets the optimizer."""
+        if self.timing.update_s is not None:
+            return self.timing.update_s
+        moved_bytes = self.timing.num_parameters * _moved_bytes(state_bytes(job))
+        return moved_bytes / _MEMORY_RATE[self.cluster.device_kind]
 
     def _node_loader_rate(self, layout: Layout) -> float | None:
-        """Every worker has a loader of its own."""
+        """Every worker has a loader of its own; who loads between passes is slowed by neighbours as in passes."""
         rate = self.timing.loader_samples_per_s
+        if rate is not None and self.timing.loads_between_passes:
+            rate /= self._neighbours_factor(layout)
         return None if rate is None else rate * max(layout.workers_per_node)
 
     def _memory_bytes(self, count: int, micro_batch_size: int, num_passes: int) -> float | None:
@@ -402,8 +447,8 @@ class _Known:
             global_batch_size=job.global_batch_size,
             state=state_bytes(job),
             activations=self.activations or Activations(0.0),
-            compute_s=lambda samples: pass_s(self.timing, samples),
-            optimizer_s=self._overhead_s(job) - STEP_OVERHEAD_S,
+            compute_s=lambda samples: pass_s(self.timing, samples) * self._neighbours_factor(layout),
+            optimizer_s=self._update_s(job),
             memory_bytes=self.memory_bytes or node.memory_bytes / max(1, len(node.devices)) or math.inf,
             shape=transformer_shape(job),
         )
@@ -435,7 +480,7 @@ class _Known:
             num_buckets=min(_MOST_BUCKETS, num_buckets(size_bytes)),
             num_steps=12,
         )
-        optimizer_s = self._overhead_s(self.job)
+        optimizer_s = self._overhead_s(self.job, self.layout(count))
         ordered = sorted(float(value) + optimizer_s for value in steps.total_s)
         faults = self.faults()
         return SimulatedRow(
@@ -451,10 +496,13 @@ class _Known:
     def assumptions(self, rows: Sequence[ForecastRow]) -> tuple[str, ...]:
         """What was taken because nobody measured it."""
         said = [
-            f"The optimizer moves {_MEMORY_RATE[self.cluster.device_kind] / 1e9:.0f} GB/s, and a step has "
-            f"{STEP_OVERHEAD_S * 1e3:.1f} ms of other overhead.",
+            f"A step has {STEP_OVERHEAD_S * 1e3:.1f} ms of overhead besides passes and optimizer.",
             f"A worker's pass varies by {STRAGGLER_SPREAD:.0%}; all wait for the slowest.",
         ]
+        if self.timing.update_s is None:
+            said.append(f"The optimizer moves {_MEMORY_RATE[self.cluster.device_kind] / 1e9:.0f} GB/s.")
+        if self.timing.workers_together == 1 and any(row.devices > row.nodes for row in rows):
+            said.append("Workers of a node do not slow each other; nobody timed them together.")
         if not self.cluster.network and any(row.nodes > 1 for row in rows):
             rate = self.question.link_bytes_per_s or 0.0
             said.append(
@@ -482,6 +530,11 @@ class _Known:
                 f"The wire format {self.job.aggregation.wire} is priced as float32, which is the most it costs."
             )
         return tuple(said)
+
+
+def _moved_bytes(state: StateBytes) -> float:
+    """Of each parameter in an update: the optimizer reads parameters, gradients and state, writes all but gradients."""
+    return state.gradient + 2 * (state.parameter + state.optimizer)
 
 
 def pass_s(timing: JobTiming, num_samples: float) -> float:
@@ -522,7 +575,7 @@ def _timing_of(job: Job, cluster: Cluster) -> JobTiming:
     raise ClusterError(f"The cluster has no timing of the job '{job.name}' ({known}); run paceline probe JOB first.")
 
 
-def _largest_share(job: Job, count: int) -> tuple[int, int, int]:
+def largest_share(job: Job, count: int) -> tuple[int, int, int]:
     """Of the worker with the most to do: samples, samples of its largest shard, and shards."""
     shards = max(job.virtual_shards, min(count, job.global_batch_size))
     shard = -(-job.global_batch_size // shards)

@@ -1,8 +1,8 @@
 """How long one training step takes: computing, summing gradients, loading data, and what is lost between them.
 
-The forward and backward pass, the sum of the gradients and the loader are three pipelines that work at once. The sum
-begins as soon as the backward pass has finished a bucket, so it hides behind computing, but for its last bucket. Then
-the slowest worker is waited for, and the optimizer steps.
+The forward and backward pass, the sum of the gradients and the loader are three pipelines that work at once, but for a
+worker that makes its batches itself. The sum begins as soon as the backward pass has finished a bucket, so it hides
+behind computing, but for its last bucket. Then the slowest worker is waited for, and the optimizer steps.
 
 Formulas take numbers, or arrays of one shape for many steps at once. Times are in seconds.
 """
@@ -140,6 +140,8 @@ class StepModel:
     """Optimizer and launch overhead of a step."""
     loader_samples_per_s: float | None = None
     """What the loader of one node delivers to all its workers; None: never the limit."""
+    loads_between_passes: bool = False
+    """Whether a worker makes each batch itself before it computes; else that goes on meanwhile."""
     error: float = 0.0
     """Standard deviation of log(measured / forecast), for the interval."""
 
@@ -159,6 +161,11 @@ def neighbours_factor(slowdown: Any, num_on_node: Any) -> Any:
     return 1 + slowdown * (1 - 1 / num_on_node)
 
 
+def neighbour_slowdown(factor: float, num_on_node: int) -> float:
+    """The slowdown that explains how many times as long a worker takes among so many on its node as it does alone."""
+    return max(0.0, factor - 1) / (1 - 1 / num_on_node) if num_on_node > 1 else 0.0
+
+
 def forecast_step(
     model: StepModel, layout: Layout, micro_batch_size: float, communication_s: float, num_micro_steps: int = 1
 ) -> StepForecast:
@@ -171,7 +178,8 @@ def forecast_step(
     num_samples = micro_batch_size * num_micro_steps * max(layout.workers_per_node)
     loader_s = 0.0 if model.loader_samples_per_s is None else num_samples / model.loader_samples_per_s
     overhead_s = model.overhead_s + waiting_s
-    total_s = max(device_s + model.overhead_s, loader_s)
+    busy_s = device_s + model.overhead_s
+    total_s = busy_s + loader_s if model.loads_between_passes else max(busy_s, loader_s)
     width = math.exp(INTERVAL_SIGMAS * model.error)
     return StepForecast(
         total_s=float(total_s),
@@ -180,17 +188,24 @@ def forecast_step(
         exposed_s=float(device_s - mean_s - waiting_s),
         loader_s=float(loader_s),
         overhead_s=float(overhead_s),
-        bound_by=bound_by(mean_s, communication_s, loader_s, overhead_s, total_s),
+        bound_by=bound_by(mean_s, communication_s, loader_s, overhead_s, total_s, model.loads_between_passes),
         low_s=float(total_s / width),
         high_s=float(total_s * width),
     )
 
 
-def bound_by(compute: float, communication: float, loader: float, overhead: float, total: float) -> BoundBy:
+def bound_by(
+    compute: float,
+    communication: float,
+    loader: float,
+    overhead: float,
+    total: float,
+    loads_between_passes: bool = False,
+) -> BoundBy:
     """The pipeline that the step waits for: what would have to become faster for the step to do so."""
-    if loader >= total:
-        return "loader"
     longest = max(compute, communication, overhead)
+    if loader >= total or (loads_between_passes and loader > longest):
+        return "loader"
     if longest == compute:
         return "compute"
     return "communication" if longest == communication else "overhead"

@@ -138,9 +138,11 @@ class JobTiming:
     update_s: float | None = None
     """What a step takes besides its passes: clipping, the optimizer, freeing gradients."""
     workers_together: int = 1
-    """On the fullest node, when all workers of a plan computed at the same time."""
+    """All of a plan, which computed at the same time."""
+    workers_together_on_node: int = 1
+    """Of these the fullest node had so many."""
     together_slowdown: float = 1.0
-    """Seconds of a pass and an update on the slowest of them, over those of a worker alone."""
+    """Seconds until the slowest of them had made a pass and an update, over those of a worker alone."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ from paceline.train.timing import settle
 
 JOB_FILE, REQUEST_FILE, RESULT_FILE = "job.json", "request.json", "probe.json"
 TOGETHER_FILE = "together.json"
-"""Tells the workers that wait how many samples all of them are to compute, and for how long."""
+"""Tells the workers that wait how many samples all of them are to compute, and how often."""
 
 _WARMUP_PASSES, _MIN_PASSES = 2, 3
 _LONG_WARMUP_PASSES, _LONG_MIN_PASSES = 1, 2
@@ -57,7 +57,7 @@ _SIZE_S = 1.0
 """Enough passes of one size to take so long: medians settle."""
 _LOADER_SHARE, _CHECKPOINT_SHARE, _TOGETHER_SHARE = 0.1, 0.1, 0.3
 """Parts of the budget; the rest is for passes on one worker."""
-_LOADER_S = 5.0
+_LOADER_S, _TOGETHER_S = 5.0, 3.0
 _NUM_CHECKPOINTS = 3
 _LOOK_S = 0.05
 """How often a worker that waits looks for the file."""
@@ -126,7 +126,7 @@ class Together:
     """What all workers are asked to time at once; no samples: nothing, they may go."""
 
     micro_batch_size: int = at_least(0, 0)
-    limit_s: float = 0.0
+    num_steps: int = at_least(0, 0)
 
 
 def probe(
@@ -198,7 +198,8 @@ def _probe_first(
         checkpoint_bytes_per_s=checkpoint_rate,
         loads_between_passes=_loads_between_passes(run, train_set),
         update_s=None if step is None else step.update_s,
-        workers_together=request.workers_on_node if together.micro_batch_size else 1,
+        workers_together=facts.world_size if together.micro_batch_size else 1,
+        workers_together_on_node=request.workers_on_node if together.micro_batch_size else 1,
         together_slowdown=slowdown,
     )
     return JobProbe(timing, tuple(reasons))
@@ -297,24 +298,36 @@ def _time_size(subject: Subject, size: int, budget_s: float) -> MicroBatchTiming
 
 def time_steps(subject: Subject, size: int, budget_s: float, *, with_updates: bool = False) -> StepTiming:
     """Median seconds of a forward and backward pass over `size` samples, and of the update after it if there is one."""
+    step = _step_of(subject, size, with_updates=with_updates)
+    passes: list[float] = []
+    updates: list[float] = []
+    began = time.perf_counter()
+    while not _is_enough(passes, time.perf_counter() - began, budget_s):
+        pass_s, update_s = step()
+        passes.append(pass_s)
+        updates.append(update_s)
+    first, _ = _num_passes(min(passes))
+    return StepTiming(size, statistics.median(passes[first:]), statistics.median(updates[first:]))
+
+
+def _step_of(subject: Subject, size: int, *, with_updates: bool) -> Callable[[], tuple[float, float]]:
+    """What makes a pass over `size` samples, and an update if it is to; returns the seconds of both."""
     run, optimizer = subject.run, subject.optimizer
     clip_norm = run.job.optim.clip_norm
     (batch,) = run.read(subject.train_set, 0, [_first_samples(subject.train_set, size)], train=True)
-    step = StepInput(
+    whole = StepInput(
         share=Share.of(size, max(1, size // subject.shard_size), 0, 1),
         batch=batch,
         loss_of=lambda model, part: run.loss_of(model, part, subject.loss_fn),
         seed_shard=lambda shard: seed_shard(run.job.seed, 0, shard, run.device),
         scale=lambda loss: loss,
     )
-    passes: list[float] = []
-    updates: list[float] = []
-    began = time.perf_counter()
-    while not _is_enough(passes, time.perf_counter() - began, budget_s):
+
+    def step() -> tuple[float, float]:
         optimizer.zero_grad(set_to_none=True)
         settle(run.device)
         pass_began = time.perf_counter()
-        run.engine.gradients(step)
+        run.engine.gradients(whole)
         settle(run.device)
         pass_ended = time.perf_counter()
         if with_updates:
@@ -323,10 +336,9 @@ def time_steps(subject: Subject, size: int, budget_s: float, *, with_updates: bo
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             settle(run.device)
-        passes.append(pass_ended - pass_began)
-        updates.append(time.perf_counter() - pass_ended)
-    first, _ = _num_passes(min(passes))
-    return StepTiming(size, statistics.median(passes[first:]), statistics.median(updates[first:]))
+        return pass_ended - pass_began, time.perf_counter() - pass_ended
+
+    return step
 
 
 def _time_step(
@@ -371,13 +383,21 @@ def _first_samples(train_set: Any, size: int) -> Any:
 
 
 def time_together(subject: Subject, world: World, wanted: Together) -> float:
-    """Seconds of a pass and an update on the slowest worker, while all compute; a common act of all workers."""
-    together = torch.zeros(1, dtype=torch.float64, device=world.device)
-    dist.all_reduce(together, group=world.group)  # they begin at the same time
-    settle(world.device)
-    together += time_steps(subject, wanted.micro_batch_size, wanted.limit_s, with_updates=True).seconds
-    dist.all_reduce(together, op=dist.ReduceOp.MAX, group=world.group)
-    return float(together)
+    """Median seconds from one meeting of all workers to the next, a pass and an update later; a common act of all.
+
+    They meet as often as in training, since then, too, all wait for the slowest in every step.
+    """
+    step = _step_of(subject, wanted.micro_batch_size, with_updates=True)
+    number = torch.zeros(1, device=world.device)
+    met: list[float] = []
+    for _ in range(wanted.num_steps + 1):
+        dist.all_reduce(number, group=world.group)
+        settle(world.device)
+        met.append(time.perf_counter())
+        step()
+    periods = [later - earlier for earlier, later in itertools.pairwise(met)]
+    first, _ = _num_passes(min(periods))
+    return statistics.median(periods[first:])
 
 
 def _what_fits(
@@ -397,11 +417,13 @@ def _what_fits(
     if alone.seconds * sum(_num_passes(alone.seconds)) > left_s:
         reasons.append(f"{what}: at {alone.seconds:.2g} s a step they exceed {request.budget_s:g} s for all")
         return Together()
+    num_warmup, num_timed = _num_passes(alone.seconds)
     more_bytes = (facts.local_world_size - 1) * peak_bytes
     if request.device_kind == "cpu" and (missing := _missing_bytes(more_bytes)) > 0:
         reasons.append(f"{what}: memory lacks about {missing / 2**30:.1f} GiB")
         return Together()
-    return Together(alone.micro_batch_size, left_s)
+    num_timed = max(num_timed, min(_MAX_PASSES, int(min(_TOGETHER_S, left_s / 2) / alone.seconds) - num_warmup))
+    return Together(alone.micro_batch_size, num_warmup + num_timed)
 
 
 def _give_orders(together: Together, path: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -8,10 +9,19 @@ from hypothesis import strategies as st
 
 from paceline.errors import ClusterError, JobError
 from paceline.plan.collectives import cost_s
-from paceline.plan.forecast import Question, counts_between, forecast, pass_s, transformer_shape
+from paceline.plan.forecast import (
+    STEP_OVERHEAD_S,
+    STRAGGLER_SPREAD,
+    Question,
+    counts_between,
+    forecast,
+    pass_s,
+    transformer_shape,
+)
 from paceline.plan.model import Layout, Level, Network
 from paceline.plan.network import PER_MESSAGE_S
-from paceline.spec import Cluster, Job, JobTiming, MicroBatchTiming
+from paceline.plan.step_time import expected_maximum, slowest_s
+from paceline.spec import Cluster, Job, JobTiming, MicroBatchTiming, OptimSpec
 from tests.sample_clusters import GIB, cpu_cluster, gpu_cluster
 
 JOB = Job(global_batch_size=4096, virtual_shards=4096)
@@ -107,6 +117,65 @@ def test_bitwise_jobs_sum_by_the_exact_tree_and_pass_shard_by_shard() -> None:
         assert (row.micro_batch_size, row.num_micro_batches) == (8, passes)
         assert row.algorithm == "tree_exact" or row.devices == 1
     assert forecast(job, cpu_cluster(2), [4]).strategy == ()  # no other mesh gives the same bits
+
+
+def _with_timing(cluster: Cluster, **values: Any) -> Cluster:
+    return dataclasses.replace(cluster, timings=(dataclasses.replace(cluster.timings[0], **values),))
+
+
+def test_workers_slow_each_other_as_they_were_seen_to() -> None:
+    job = Job(global_batch_size=128, virtual_shards=16)
+    cluster = _with_timing(cpu_cluster(2), update_s=0.01)
+    waiting = slowest_s(1.0, STRAGGLER_SPREAD, expected_maximum(2))
+    beside = _with_timing(cluster, workers_together=2, workers_together_on_node=2, together_slowdown=1.5 * waiting)
+    free_alone, free = forecast(job, cluster, [1, 2]).rows
+    slowed_alone, slowed = forecast(job, beside, [1, 2]).rows
+    assert slowed_alone.step_s == free_alone.step_s
+    assert slowed.compute_s == pytest.approx(1.5 * free.compute_s)
+    assert slowed.overhead_s > free.overhead_s + 0.005
+    assert forecast(job, beside, [4]).rows[0].compute_s == pytest.approx(1.5 * (2e-3 + 5e-5 * 32))  # two a node
+    for one, is_said in ((cluster, True), (beside, False)):
+        said = forecast(job, one, [1, 2]).assumptions
+        assert is_said == any("do not slow each other" in line for line in said)
+
+
+def test_cores_that_compute_do_not_add_up_meanwhile() -> None:
+    job = Job(global_batch_size=512, virtual_shards=8)
+    busy = cpu_cluster(2, num_parameters=25_000_000)
+    spare = dataclasses.replace(busy, nodes=tuple(dataclasses.replace(node, num_cores=8) for node in busy.nodes))
+    pair, hidden = (forecast(job, cluster, [2]).rows[0] for cluster in (busy, spare))
+    assert pair.exposed_s == pytest.approx(pair.communication_s) == pytest.approx(hidden.communication_s)
+    assert hidden.exposed_s < hidden.communication_s
+    both = forecast(job, busy, [4]).rows[0]
+    assert both.exposed_s < both.communication_s  # the link between nodes needs no core
+
+
+def test_gradient_norms_are_read_where_there_are_several_workers() -> None:
+    job = Job(global_batch_size=512, virtual_shards=8, measure_noise=True, optim=OptimSpec(momentum=0.0))
+    silent = dataclasses.replace(job, measure_noise=False)
+    cluster = _with_timing(cpu_cluster(), update_s=0.06)
+    with_norms, without = (forecast(one, cluster, [1, 2]).rows for one in (job, silent))
+    assert with_norms[0].step_s == without[0].step_s
+    # 4 bytes of 4 + 2 * 4 that the optimizer moves.
+    assert with_norms[1].overhead_s - without[1].overhead_s == pytest.approx(0.06 / 3)
+
+
+def test_an_update_that_was_timed_is_not_assumed() -> None:
+    cluster = gpu_cluster(1)
+    timed_one = _with_timing(cluster, update_s=0.05)
+    assumed, known = (forecast(JOB, c, [1]) for c in (cluster, timed_one))
+    assert known.rows[0].step_s - known.rows[0].compute_s == pytest.approx(0.05 + STEP_OVERHEAD_S)
+    assert any("The optimizer moves 800 GB/s" in line for line in assumed.assumptions)
+    assert not any("optimizer moves" in line for line in known.assumptions)
+
+
+def test_batches_that_are_made_between_passes_take_their_time() -> None:
+    job = Job(global_batch_size=128, virtual_shards=16)
+    meanwhile = _with_timing(cpu_cluster(), loader_samples_per_s=40_000.0)
+    between = _with_timing(meanwhile, loads_between_passes=True)
+    one, other = (forecast(job, cluster, [1]).rows[0] for cluster in (meanwhile, between))
+    assert other.step_s - one.step_s == pytest.approx(128 / 40_000)
+    assert other.loader_s == one.loader_s
 
 
 def test_a_slow_loader_bounds_the_step() -> None:

@@ -17,6 +17,8 @@ from paceline.plan.step_time import (
     expected_maximum,
     fit_compute,
     forecast_step,
+    neighbour_slowdown,
+    neighbours_factor,
     overlapped_s,
     queue_s,
     smooth_max,
@@ -123,3 +125,24 @@ def test_stragglers_neighbours_and_overhead_add_up() -> None:
 def test_only_the_last_micro_step_hides_communication() -> None:
     model = StepModel(ComputeTime(0.0, 0.001), overlap_exponent=math.inf, tail_fraction=0.0)
     assert forecast_step(model, TWO, 100, 0.25, num_micro_steps=4).total_s == pytest.approx(0.3 + 0.25)
+
+
+def test_who_makes_batches_between_passes_takes_longer_and_is_bound_by_the_larger_part() -> None:
+    compute, rate = ComputeTime(0.0, 0.001), 2000.0
+    meanwhile = forecast_step(StepModel(compute, loader_samples_per_s=rate), ONE, 100, 0.0)
+    between = forecast_step(StepModel(compute, loader_samples_per_s=rate, loads_between_passes=True), ONE, 100, 0.0)
+    assert meanwhile.total_s == pytest.approx(0.1)
+    assert between.total_s == pytest.approx(0.15)
+    assert between.bound_by == "compute"
+    slow = StepModel(compute, loader_samples_per_s=rate / 4, loads_between_passes=True)
+    assert forecast_step(slow, ONE, 100, 0.0).bound_by == "loader"
+
+
+@given(st.floats(1, 10), st.integers(2, 64))
+def test_the_slowdown_of_neighbours_explains_what_it_was_measured_on(factor: float, num_on_node: int) -> None:
+    assert neighbours_factor(neighbour_slowdown(factor, num_on_node), num_on_node) == pytest.approx(factor)
+
+
+def test_neighbours_never_help() -> None:
+    assert neighbour_slowdown(0.9, 4) == 0.0
+    assert neighbour_slowdown(3.0, 1) == 0.0
