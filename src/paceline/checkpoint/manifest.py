@@ -10,17 +10,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, JobError
 from paceline.spec.codec import from_mapping, to_mapping
 
 FORMAT = 1
 """Raised when older programs could not read what is written; `load` keeps reading every earlier one."""
 
 MANIFEST_FILE = "manifest.json"
+
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+"""Of a file: whatever a manifest says, nothing outside of its folder is read."""
+
+_MOST_DIMENSIONS = 64
+_MOST_NUMBERS = 2**48
+"""In a tensor; what torch counts bytes with holds 2^63."""
 
 
 @dataclass(frozen=True)
@@ -87,23 +97,82 @@ class Manifest:
         Raises:
             CheckpointError: it is damaged, or of a newer format; says which.
         """
+        body: Any = None
         try:
             body = json.loads(content)
+            is_whole = isinstance(body, dict) and _canonical(body) == content
+            is_whole = is_whole and body.pop("sha256", None) == _digest(body)
         except (ValueError, RecursionError):
-            raise CheckpointError(f"{MANIFEST_FILE} is damaged") from None
-        if not isinstance(body, dict) or _canonical(body) != content or body.pop("sha256", None) != _digest(body):
+            is_whole = False
+        if not is_whole:
             raise CheckpointError(f"{MANIFEST_FILE} is damaged")
         if body.get("format") != FORMAT:
-            raise CheckpointError(f"it has format {body.get('format')}, and this release reads up to {FORMAT}")
-        manifest = from_mapping(cls, body)
-        known = {file.name for file in manifest.files}
-        for name in known:
-            # Whatever a file says, nothing outside of its folder is read.
-            if "/" in name or "\\" in name or name.startswith("."):
-                raise CheckpointError(f"{MANIFEST_FILE} names a file outside of the checkpoint, {name!r}")
-        if any(chunk.file not in known for entry in manifest.tensors.values() for chunk in entry.chunks):
-            raise CheckpointError(f"{MANIFEST_FILE} names tensors in files that it does not list")
+            raise CheckpointError(f"it has format {body.get('format')!r}, and this release reads up to {FORMAT}")
+        try:
+            manifest = from_mapping(cls, body)
+        except JobError as problem:
+            raise CheckpointError(f"{MANIFEST_FILE} is not what a manifest should be: {problem}") from None
+        for flaw in manifest._flaws():
+            raise CheckpointError(f"{MANIFEST_FILE} is not what a manifest should be: {flaw}")
         return manifest
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all parts together."""
+        return sum(file.num_bytes for file in self.files)
+
+    @property
+    def saved_at_s(self) -> float:
+        """Seconds since the epoch."""
+        return datetime.fromisoformat(self.saved_at).timestamp()
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the last evaluation before it was saved; only those that are finite."""
+        metrics = self.values.get("metrics")
+        entries = metrics.items() if isinstance(metrics, dict) else ()
+        return {name: float(value) for name, value in entries if isinstance(value, int | float)}
+
+    def _flaws(self) -> Iterator[str]:
+        """What contradicts itself, whatever lies in the parts: a right checksum does not make it true."""
+        if self.step < 0 or self.world_size < 1 or self.world_size != len(self.workers):
+            yield f"step {self.step} of {self.world_size} workers, {len(self.workers)} of them listed"
+        try:
+            _ = self.saved_at_s
+        except (ValueError, OverflowError, OSError):
+            yield f"{self.saved_at!r} is no time"
+        names = [file.name for file in self.files]
+        for name in names:
+            if not _PLAIN_NAME.fullmatch(name):
+                yield f"it names a file outside of the checkpoint, {name!r}"
+        if len(set(names)) < len(names):
+            yield "it lists a file twice"
+        places = [(chunk.file, chunk.key) for entry in self.tensors.values() for chunk in entry.chunks]
+        if len(set(places)) < len(places):
+            yield "it uses the same numbers twice"
+        if not {file for file, _ in places} <= set(names):
+            yield "it names tensors in files that it does not list"
+        for name, entry in self.tensors.items():
+            if not _is_whole(entry):
+                yield f"the parts of '{name}' do not make it up"
+
+
+def is_possible(shape: Sequence[int]) -> bool:
+    """Whether a tensor can have this shape, with or without numbers in it."""
+    sizes = [max(size, 1) for size in shape]
+    return len(sizes) <= _MOST_DIMENSIONS and min(shape, default=0) >= 0 and math.prod(sizes) <= _MOST_NUMBERS
+
+
+def _is_whole(entry: TensorEntry) -> bool:
+    """Whether shape and chunks are possible, and there are as many numbers as the tensor has."""
+    shape = entry.shape
+    for chunk in entry.chunks:
+        if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
+            return False
+        box = zip(chunk.offsets, chunk.sizes, shape, strict=True)
+        if any(offset < 0 or size < 0 or offset + size > length for offset, size, length in box):
+            return False
+    return is_possible(shape) and sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(shape)
 
 
 def _canonical(body: Mapping[str, Any]) -> bytes:

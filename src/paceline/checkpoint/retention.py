@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 
 from paceline.checkpoint.load import list_checkpoints, read_manifest, verify_checkpoint
 from paceline.checkpoint.manifest import MANIFEST_FILE
@@ -45,37 +44,66 @@ def wanted(known: Sequence[Known], spec: CheckpointSpec) -> set[str]:
     return keep
 
 
-def prune(storage: Storage, spec: CheckpointSpec) -> list[str]:
-    """Remove the checkpoints that the rules do not keep; return their names.
+@dataclass(frozen=True)
+class Pruning:
+    """What becomes of the checkpoints that are there; names, oldest first."""
 
-    Nothing is removed unless one that stays is read through and found good. Those without a readable manifest are
-    neither counted nor removed.
+    stay: tuple[str, ...]
+    """Each read through and found good."""
+    go: tuple[str, ...]
+    damaged: dict[str, str]
+    """What is wrong with those that can be no substitute for others; they are left as they are."""
+
+
+def sort_out(storage: Storage, spec: CheckpointSpec, trusted: Collection[str] = ()) -> Pruning:
+    """Apply the rules to the checkpoints that are good; nothing is removed yet.
+
+    Only what the rules would keep is read. One that turns out to be damaged does not count, and the rules are asked
+    again, so the newest good one always stays.
+
+    Args:
+        trusted: found good before, by this process; they are read again only until one was found good now.
     """
-    known = []
+    known: list[Known] = []
+    damaged: dict[str, str] = {}
     for name in list_checkpoints(storage):
         try:
             manifest = read_manifest(storage, name)
-        except PacelineError:
-            continue
-        saved_at_s = datetime.fromisoformat(manifest.saved_at).timestamp()
-        metrics = manifest.values.get("metrics") or {}
-        known.append(Known(name, saved_at_s, metrics))
-    keep = wanted(known, spec)
-    expendable = [one.name for one in known if one.name not in keep]
-    if not expendable or not _any_good(storage, sorted(keep, reverse=True)):
-        return []
-    for name in expendable:
-        # Without its manifest it is no checkpoint any more, whatever happens next.
-        storage.remove(f"{name}/{MANIFEST_FILE}")
-        storage.remove(name)
-    return expendable
+        except PacelineError as problem:
+            damaged[name] = str(problem)
+        else:
+            known.append(Known(name, manifest.saved_at_s, manifest.metrics))
+    good: set[str] = set()
+    while True:
+        keep = wanted(known, spec)
+        candidates = [one.name for one in reversed(known) if one.name in keep and one.name not in good]
+        if not candidates:
+            break
+        for name in candidates:
+            try:
+                if not good or name not in trusted:
+                    verify_checkpoint(storage, name)
+                good.add(name)
+            except PacelineError as problem:
+                damaged[name] = str(problem)
+        known = [one for one in known if one.name not in damaged]
+    return Pruning(
+        stay=tuple(one.name for one in known if one.name in keep),
+        go=tuple(one.name for one in known if one.name not in keep),
+        damaged=dict(sorted(damaged.items())),
+    )
 
 
-def _any_good(storage: Storage, names: Sequence[str]) -> bool:
-    for name in names:
-        try:
-            verify_checkpoint(storage, name)
-        except PacelineError:
-            continue
-        return True
-    return False
+def prune(storage: Storage, spec: CheckpointSpec, trusted: Collection[str] = ()) -> Pruning:
+    """Remove the checkpoints that the rules do not keep; see `sort_out`."""
+    pruning = sort_out(storage, spec, trusted)
+    for name in pruning.go:
+        discard(storage, name)
+    return pruning
+
+
+def discard(storage: Storage, name: str) -> None:
+    """Remove a checkpoint, finished or not."""
+    # Without its manifest it is no checkpoint any more, whatever happens next.
+    storage.remove(f"{name}/{MANIFEST_FILE}")
+    storage.remove(name)

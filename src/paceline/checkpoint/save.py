@@ -111,7 +111,7 @@ class Saver:
 
         Args:
             say: told a sentence when a checkpoint could not be written, on rank 0, from another thread.
-            cleans: whether to remove what an earlier run has left unfinished.
+            cleans: whether to remove what is unfinished there; nobody else may be writing then.
         """
         self._storage = storage
         self._spec = spec
@@ -136,6 +136,7 @@ class Saver:
         """Of the newest checkpoint that was begun."""
         self.stalls_s: list[float] = []
         """For how long training waited, each time."""
+        self._cleans = cleans
         if self._rank == 0 and cleans:
             self._remove_unfinished()
 
@@ -251,7 +252,7 @@ class Saver:
 
     def _make_room(self, folder: str) -> None:
         """Remove what earlier attempts left, and what is there of this step: nothing of it was good."""
-        for unfinished in list_unfinished(self._storage):
+        for unfinished in list_unfinished(self._storage) if self._cleans else []:
             if unfinished != folder:  # there, others may have begun
                 self._storage.remove(unfinished)
         self._storage.remove(f"{folder}/{MANIFEST_FILE}")

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from paceline.checkpoint.manifest import Chunk, TensorEntry
 from paceline.checkpoint.part import NAMES
+from paceline.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,13 @@ def divide(state: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> Writ
 
     What all have alike is spread evenly by size; of a tensor that is sharded (a DTensor) everybody writes its own
     shard; what only one worker has, it writes.
+
+    Raises:
+        CheckpointError: a dtype that the format lacks.
     """
+    for name, tensor in state.items():
+        if tensor.dtype not in NAMES:
+            raise CheckpointError(f"The tensor '{name}' has dtype {tensor.dtype}, which a checkpoint cannot hold.")
     rank = 0 if group is None else dist.get_rank(group)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(state), is_coordinator=rank == 0)
@@ -64,10 +71,10 @@ def _chunk(item: WriteItem, writer: int) -> Chunk:
 
 
 def _key(item: WriteItem) -> str:
-    """Its name in the file; a shard is called after where it begins."""
+    """Its name in the file; a shard is called after where it begins, as is what could be taken for one."""
     assert item.tensor_data is not None
     chunk = item.tensor_data.chunk
-    if chunk.sizes == item.tensor_data.size:
+    if chunk.sizes == item.tensor_data.size and "@" not in item.index.fqn:
         return item.index.fqn
     return f"{item.index.fqn}@{','.join(map(str, chunk.offsets))}"
 

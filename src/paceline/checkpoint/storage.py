@@ -97,9 +97,10 @@ class Folder:
 
     def claim(self, folder: str) -> bool:
         try:
-            (self._path / folder).mkdir(mode=0o700)
+            (self._path / folder).mkdir(mode=0o700, parents=True)
         except FileExistsError:
             return False
+        _make_durable(self._path)
         return True
 
 

@@ -8,7 +8,22 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from paceline.cli import agent, bench, doctor, launch, plan, probe, report, scale, submit, topo, train, verify
+from paceline.cli import (
+    agent,
+    bench,
+    checkpoint,
+    doctor,
+    export,
+    launch,
+    plan,
+    probe,
+    report,
+    scale,
+    submit,
+    topo,
+    train,
+    verify,
+)
 from paceline.errors import PacelineError, WorkerFailed
 
 INTERRUPTED = 130
@@ -19,7 +34,7 @@ class PipelineOrder(TyperGroup):
     """The pipeline's order, in which the library would put commands that have commands of their own last."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        last = ("report", "doctor")
+        last = ("checkpoint", "export", "report", "doctor")
         return sorted(super().list_commands(ctx), key=lambda name: last.index(name) + 1 if name in last else 0)
 
 
@@ -42,6 +57,8 @@ app.command("scale")(scale.scale)
 app.command("verify", context_settings=verify.CONTEXT)(verify.verify)
 app.add_typer(submit.app, name="submit")
 app.add_typer(bench.app, name="bench")
+app.add_typer(checkpoint.app, name="checkpoint")
+app.command("export")(export.export)
 app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)
 app.command("agent", hidden=True)(agent.agent)

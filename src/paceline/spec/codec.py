@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import types
 from collections.abc import Mapping, Sequence
@@ -58,7 +59,7 @@ def _to_plain(value: Any) -> Any:
 
 def from_mapping(cls: type[T], mapping: Mapping[str, Any], where: str = "") -> T:
     """Build the dataclass `cls` from `mapping`; `where` is the dotted path used in error sentences."""
-    hints = get_type_hints(cls)
+    hints = _hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
     for key, raw in mapping.items():
@@ -76,6 +77,12 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any], where: str = "") -> T
         path = f"{where}.{missing[0]}" if where else missing[0]
         raise JobError(f"The key '{path}' is missing; give it a value.")
     return cls(**values)
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    """Annotations are texts; to make types of them takes longer than all the rest of a small mapping."""
+    return get_type_hints(cls)
 
 
 def _unknown_key(path: str, key: str, allowed: Sequence[str]) -> str:

@@ -280,6 +280,8 @@ class Run:
     def keep(self, name: str, thing: Stateful) -> None:
         """Save and restore something of the script's own with every checkpoint, after `prepare`.
 
+        Checkpoints are taken at the end of `step`: what changes after it belongs to the next one.
+
         Args:
             thing: has `state_dict()`, of tensors, numbers, texts, and lists and dictionaries of these, alike on all
                 workers, and `load_state_dict(state)`, which is called now if the run was resumed.
@@ -325,7 +327,8 @@ class Run:
         return Snapshot(self.steps, self.job.to_mapping(), shared, own)
 
     def _restore(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
-        changes = differences(shared["job"], self.job.to_mapping())
+        # By way of a job: what a later release has added gets its default.
+        changes = differences(Job.from_mapping(shared["job"]).to_mapping(), self.job.to_mapping())
         if changes and not self._force:
             raise JobError(
                 f"The checkpoint to resume is of another job: {'; '.join(changes)}. Set it back, choose another "

@@ -8,7 +8,10 @@ import sys
 import pytest
 
 HEAVY = ("torch", "numpy", "plotly", "jinja2", "pandas", "pyarrow", "PIL")
-COMMANDS = ["topo", "probe", "plan", "launch", "train", "scale", "verify", "submit", "bench", "report", "doctor"]
+COMMANDS = [
+    *("topo", "probe", "plan", "launch", "train", "scale", "verify", "submit", "bench"),
+    *("checkpoint", "export", "report", "doctor"),
+]
 
 ASK = f"""
 import sys
