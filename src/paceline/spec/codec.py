@@ -59,7 +59,7 @@ def _to_plain(value: Any) -> Any:
 
 def from_mapping(cls: type[T], mapping: Mapping[str, Any], where: str = "") -> T:
     """Build the dataclass `cls` from `mapping`; `where` is the dotted path used in error sentences."""
-    hints = _hints(cls)
+    hints = _hints(cls)  # type: ignore[arg-type]
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
     for key, raw in mapping.items():

@@ -69,6 +69,11 @@ class Checkpoints:
                 for problem in problems:
                     self._say(problem)
                 if checkpoint is not None:
+                    if "progress" not in checkpoint.manifest.values:
+                        raise CheckpointError(
+                            f"{checkpoint.name} in {self._storage.address} was not saved by a run; begin in another "
+                            "folder."
+                        )
                     found = [checkpoint.name, None]
                     shared = {"job": checkpoint.manifest.job, **checkpoint.shared}
                     owns = [checkpoint.own(rank) for rank in range(checkpoint.manifest.world_size)]
