@@ -36,6 +36,14 @@ PASSED_ON = (DATA_DIR, DEVICE, "PYTHONPATH")
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Where Gloo, the RPC layer and NCCL look for the interface to use."""
 
+READ_LATE = frozenset(
+    {
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        *(RENDEZVOUS, LAUNCHED_AT, PULSE, STORE_FD, CPUS, *INTERFACE_VARIABLES),
+    }
+)
+"""What nobody reads before a worker joins the others; whatever asks CUDA for its devices fixes what it may see."""
+
 
 @dataclass(frozen=True)
 class WorkerFacts:
@@ -206,6 +214,19 @@ def node_variables(pulse: Path, store_fd: int | None) -> dict[str, str]:
 def everything() -> dict[str, str]:
     """This process's environment as it is now."""
     return dict(os.environ)
+
+
+def read_early(variables: Mapping[str, str]) -> dict[str, str]:
+    """Those of a worker's `variables` that Python or a library may have read by the time it is loaded."""
+    return {name: value for name, value in variables.items() if name not in READ_LATE}
+
+
+def become(variables: Mapping[str, str], store_fd: int | None) -> None:
+    """Take `variables` for this process's whole environment; `store_fd` is what a listening socket is called here."""
+    os.environ.clear()
+    os.environ.update(variables)
+    if store_fd is not None:
+        os.environ[STORE_FD] = str(store_fd)
 
 
 def passed_on() -> dict[str, str]:

@@ -21,8 +21,9 @@ MEETING = "the first meeting of all workers"
 """What a worker is in that has found the others' meeting point and waits for them."""
 
 _SPEAKERS: tuple[Speaker, ...] = ("paceline", "torch")
-_HEADER = struct.Struct("=qd")
-"""Steps done, -1 before a run; when the worker's interpreter last ran its beating thread."""
+_HEADER = struct.Struct("=qdd?")
+"""Steps done, -1 before a run; when the worker's interpreter last ran its beating thread; when the first update that
+this process made was done, 0 before; whether it saves what it has before it ends."""
 _SLOT = struct.Struct("=d240s")
 """Since when the speaker is inside a collective, or minus the time when it left the last one; that collective."""
 _SIZE = _HEADER.size + len(_SPEAKERS) * _SLOT.size
@@ -40,6 +41,10 @@ class Vitals:
     """How long the worker has been inside a collective; None: it is in none."""
     collective: str = ""
     """The collective it is in, else the last one it was in."""
+    trained_s: float | None = None
+    """Since this process was done with the first update that it made itself; None before that."""
+    is_saving: bool = False
+    """Whether it has failed and saves what it has before it ends."""
 
 
 class Pulse:
@@ -54,14 +59,24 @@ class Pulse:
             try:
                 if os.fstat(descriptor).st_size < _SIZE:
                     os.ftruncate(descriptor, _SIZE)
-                    os.pwrite(descriptor, _HEADER.pack(-1, 0.0), 0)
+                    os.pwrite(descriptor, _HEADER.pack(-1, 0.0, 0.0, False), 0)
                 self._memory = mmap.mmap(descriptor, _SIZE)
             finally:
                 os.close(descriptor)
+        self._num_steps = -1
+        self._has_trained = False
 
     def step(self, number: int) -> None:
-        """So many optimizer updates are done."""
+        """So many optimizer updates are done; one that goes on from a checkpoint says first with how many it begins."""
         struct.pack_into("=q", self._memory, 0, number)
+        if not self._has_trained and 0 <= self._num_steps == number - 1:
+            self._has_trained = True
+            struct.pack_into("=d", self._memory, 16, time.monotonic())
+        self._num_steps = number
+
+    def save(self) -> None:
+        """After a failure: what this worker has is saved now, and then it ends; leave it the time."""
+        struct.pack_into("=?", self._memory, 24, True)
 
     def beat(self) -> None:
         """The interpreter is alive."""
@@ -86,7 +101,7 @@ def read_vitals(path: Path) -> Vitals:
     if len(content) < _SIZE:
         return Vitals()
     now = time.monotonic()
-    step, beat = _HEADER.unpack_from(content)
+    step, beat, trained, is_saving = _HEADER.unpack_from(content)
     slots = [_SLOT.unpack_from(content, _offset(speaker)) for speaker in _SPEAKERS]
     inside = [slot for slot in slots if slot[0] > 0]
     since, text = min(inside) if inside else min(slots, key=lambda slot: slot[0])  # the one left last
@@ -95,6 +110,8 @@ def read_vitals(path: Path) -> Vitals:
         beat_age_s=now - beat if beat else None,
         inside_s=now - since if since > 0 else None,
         collective=text.rstrip(b"\0").decode(errors="replace"),
+        trained_s=now - trained if trained else None,
+        is_saving=is_saving,
     )
 
 

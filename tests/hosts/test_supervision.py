@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.hosts.cluster import Cluster, Node, NodeProcess
-from tests.hosts.sshd import ssh_between, start_sshd, why_not_ssh
+from tests.hosts.cluster import NodeProcess
+from tests.hosts.launching import Site, kill_agent, open_site, run_on
+from tests.hosts.sshd import why_not_ssh
 from tests.ranks.launching import wait_until
 
 pytestmark = [
@@ -31,34 +32,10 @@ START_S = 90.0
 PROGRAM = Path(__file__).with_name("faulty.py")
 
 
-@dataclass
-class Site:
-    """Three nodes that trust each other; the launcher runs on the first, workers on the other two."""
-
-    cluster: Cluster
-    keys: Path
-
-    @property
-    def launcher(self) -> Node:
-        return self.cluster.nodes[0]
-
-    @property
-    def workers(self) -> tuple[Node, ...]:
-        return self.cluster.nodes[1:]
-
-    def repair(self) -> None:
-        for node in self.cluster.nodes:
-            if not node.is_up:
-                node.boot()
-                start_sshd(node, self.keys)
-            node.link_up()
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    keys = tmp_path_factory.mktemp("keys")
-    with Cluster(num_nodes=3, rate_bits_per_s=1e9) as cluster, ssh_between(cluster.nodes, keys):
-        yield Site(cluster, keys)
+    with open_site(tmp_path_factory.mktemp("keys")) as site:
+        yield site
 
 
 @dataclass
@@ -95,26 +72,6 @@ def _begin(site: Site, stage: Path, culprit: int, way: str) -> Training:
     return Training(site, stage, launcher)
 
 
-def _left(node: Node) -> str:
-    """Command lines of Paceline's processes on a node."""
-    script = "for p in /proc/[0-9]*/cmdline; do tr '\\0' ' ' < $p 2>/dev/null | grep -E 'paceline|faulty' ; done; true"
-    process = node.exec(["sh", "-c", script])
-    process.wait(10)
-    return "\n".join(line for line in process.stdout.splitlines() if "grep" not in line and "for p in" not in line)
-
-
-def _assert_nobody_left(site: Site) -> None:
-    deadline = time.monotonic() + GRACE_S + BOUND_S
-    for node in site.cluster.nodes:
-        while node.is_up and (left := _left(node)):
-            assert time.monotonic() < deadline, f"{node.hostname}:\n{left}"
-
-
-def _run(node: Node, *argv: str) -> None:
-    process = node.exec(argv)
-    assert process.wait(10) == 0, process.output
-
-
 Fault = Callable[[Training], None]
 
 
@@ -123,7 +80,7 @@ def _tell_it(training: Training) -> None:
 
 
 def _signal_rank(number: str) -> Fault:
-    return lambda training: _run(training.site.workers[1], "kill", f"-{number}", str(training.pid(3)))
+    return lambda training: run_on(training.site.workers[1], "kill", f"-{number}", str(training.pid(3)))
 
 
 CASES: dict[str, tuple[str, Fault, str, tuple[int, ...]]] = {
@@ -137,7 +94,7 @@ CASES: dict[str, tuple[str, Fault, str, tuple[int, ...]]] = {
     "link cut": ("none", lambda training: training.site.workers[1].link_down(), "node_silent", (2, 3)),
     "agent killed": (
         "none",
-        lambda training: _run(training.site.workers[1], "pkill", "-KILL", "-f", "^[^ ]*python[^ ]* -m paceline agent"),
+        lambda training: kill_agent(training.site.workers[1]),
         "agent_lost",
         (2, 3),
     ),
@@ -170,7 +127,7 @@ def test_a_fault_is_named_in_time_and_nobody_is_left(site: Site, case: str, tmp_
             waiting = [line for line in report["workers"] if "rank 3" not in line]
             assert len(waiting) == 3 and all("gradients" in line or "in " in line for line in waiting), waiting
         site.workers[1].link_up() if case == "link cut" else None
-        _assert_nobody_left(site)
+        site.assert_nobody_left(GRACE_S + BOUND_S, "faulty")
     finally:
         site.repair()
 
@@ -183,4 +140,4 @@ def test_nobody_outlives_the_launcher(site: Site, number: signal.Signals, tmp_pa
     training.launcher.signal(number)
     exit_code = training.launcher.wait(BOUND_S + GRACE_S)
     assert exit_code == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
-    _assert_nobody_left(site)
+    site.assert_nobody_left(GRACE_S + BOUND_S, "faulty")

@@ -18,6 +18,7 @@ import pytest
 from paceline.errors import PacelineError, WorkerFailed
 from paceline.launch import run_workers
 from paceline.spec import Plan
+from tests.ranks.command_line import clean_environ
 
 PATIENCE_S = 30.0
 """For what must happen at some time; what must happen soon has its own limit."""
@@ -47,6 +48,72 @@ def park():
 
 tell(f"{{RANK}}.pid", str(os.getpid()))
 """
+
+GENERATION = """\
+import json
+from paceline import env
+from paceline.pulse import Pulse
+
+GENERATION = len(json.loads((Path(os.environ["PACELINE_RUN_DIR"]) / "elastic.json").read_text())["generations"]) - 1
+pulse = Pulse(env.pulse_path())
+tell(f"{GENERATION}-{RANK}.pid", str(os.getpid()))
+"""
+"""For behind the prologue, in an elastic run."""
+
+COUNTING = (
+    GENERATION
+    + """\
+import torch, torch.distributed as dist
+from paceline.spec import Plan
+from paceline.train.process_group import join
+
+asked = threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: asked.set())
+signal.signal(signal.SIGUSR1, lambda *_: tell(f"asked-to-save.{RANK}"))
+world = join(env.worker_facts(), Plan(world_size=WORLD_SIZE, timeout_s=60))
+saved = STAGE / "counter.pt"
+counter = torch.load(saved) if saved.exists() else {"step": 0, "sum": 0.0}
+pulse.step(counter["step"])
+
+def save():
+    if RANK == 0:
+        torch.save(counter, STAGE / "counter.draft")
+        (STAGE / "counter.draft").rename(saved)
+
+def step():
+    "Adds 1 for each of 12 shards, whoever has them. Returns whether the test wants the end."
+    shards = len(range(RANK, 12, WORLD_SIZE))
+    values = torch.tensor([float(shards), float(asked.is_set()), float((STAGE / "finish").exists())])
+    if WORLD_SIZE > 1:
+        dist.all_reduce(values)
+    counter["step"] += 1
+    counter["sum"] += float(values[0])
+    pulse.step(counter["step"])
+    if values[1]:
+        save()
+        tell(f"saved.{GENERATION}", str(counter["step"]))
+        os._exit(143)
+    if counter["step"] % 10 == 0:
+        save()
+    time.sleep(0.005)
+    return bool(values[2])
+
+step()
+tell(f"begun.{GENERATION}.{RANK}", str(WORLD_SIZE))
+"""
+)
+"""For behind the prologue: a training that saves a counter every ten steps, and goes on from it at any world size."""
+
+COUNT_TO_THE_END = (
+    COUNTING
+    + """
+while not step():
+    pass
+if RANK == 0:
+    print("counted", counter["step"], counter["sum"])
+"""
+)
+"""Until the file `finish` is there."""
 
 LAUNCHER = """\
 import signal, sys
@@ -144,8 +211,21 @@ class Stage:
         self.launchers.append(launcher)
         return launcher
 
-    def await_marks(self, *names: str) -> None:
-        wait_until(lambda: all((self.folder / name).exists() for name in names))
+    def paceline(self, *arguments: str) -> subprocess.Popen[str]:
+        """The command in a process of its own."""
+        launcher = subprocess.Popen(
+            [sys.executable, "-m", "paceline", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=clean_environ(TMPDIR=str(self.folder)),
+        )
+        self.launchers.append(launcher)
+        return launcher
+
+    def await_marks(self, *names: str, timeout_s: float = PATIENCE_S) -> None:
+        wait_until(lambda: all((self.folder / name).exists() for name in names), timeout_s)
 
     def assert_nobody_left(self, timeout_s: float = 5.0) -> None:
         wait_until(lambda: not any(map(is_alive, self.pids())), timeout_s)

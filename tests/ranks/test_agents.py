@@ -207,7 +207,7 @@ def test_workers_do_not_outlive_launcher_or_agent(stage: Stage, ending: str) -> 
     try:
         agent.hear(messages.Hello)
         command = _command(stage.script("tell('ready')\npark()"), stage)
-        agent.say(messages.Start([command], str(stage.run_dir), "marker", None, False, 2.0))
+        agent.say(messages.Start([command], str(stage.run_dir), "marker", None, False, 2.0, 0, []))
         agent.hear(messages.Started)
         if ending == "end of input":
             stage.await_marks("ready")
@@ -225,4 +225,4 @@ def test_workers_do_not_outlive_launcher_or_agent(stage: Stage, ending: str) -> 
 def _command(script: str, stage: Stage) -> dict[str, Any]:
     variables = {"RANK": "0", "WORLD_SIZE": "1", "PACELINE_RUN_DIR": str(stage.run_dir)}
     argv: Sequence[str] = [sys.executable, "-m", "paceline.launch.worker", script]
-    return {"rank": 0, "local_rank": 0, "node": 0, "argv": argv, "variables": variables}
+    return {"rank": 0, "node": 0, "argv": argv, "variables": variables}

@@ -81,6 +81,51 @@ def test_deaf_workers_end_within_five_seconds(stage: Stage) -> None:
     stage.assert_nobody_left(timeout_s=0.5)
 
 
+def test_what_a_worker_started_lasts_as_long_as_the_worker(stage: Stage) -> None:
+    """A training that saves when it is asked to end may need its loaders for that."""
+    launcher = stage.launch(
+        """
+        child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+        tell(f"{RANK}-child.pid", str(child.pid))
+
+        def save(*_):
+            time.sleep(0.2)
+            tell(f"{RANK}.child", str(child.poll()))
+            sys.exit()
+
+        signal.signal(signal.SIGTERM, save)
+        tell(f"{RANK}.ready")
+        park()
+        """,
+        world_size=2,
+    )
+    stage.await_marks("0.ready", "1.ready")
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(PATIENCE_S) == 143
+    assert [(stage.folder / f"{rank}.child").read_text() for rank in range(2)] == ["None", "None"]
+    stage.assert_nobody_left(timeout_s=1.0)
+
+
+def test_a_wish_to_save_reaches_those_who_can_and_harms_nobody(stage: Stage) -> None:
+    launcher = stage.launch(
+        """
+        if RANK == 0:
+            signal.signal(signal.SIGUSR1, lambda *_: tell("saved"))
+        tell(f"{RANK}.ready")
+        await_mark("go")
+        """,
+        world_size=2,
+    )
+    stage.await_marks("0.ready", "1.ready")
+    deadline = time.monotonic() + PATIENCE_S
+    while not (stage.folder / "saved").exists():  # who has not shown a pulse yet is spared
+        launcher.send_signal(signal.SIGUSR1)
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (stage.folder / "go").touch()
+    assert launcher.wait(PATIENCE_S) == 0, launcher.communicate()
+
+
 def test_a_second_interrupt_kills_at_once(stage: Stage) -> None:
     launcher = stage.launch(DEAF, world_size=2, grace_s=PATIENCE_S)
     stage.await_marks("0.ready", "1.ready")

@@ -78,6 +78,30 @@ def test_nothing_is_known_before_anything_was_said(tmp_path: Path) -> None:
     assert read_vitals(tmp_path / "pulse") == Vitals()
 
 
+@pytest.mark.parametrize("begin", [0, 512])
+def test_the_first_update_of_a_process_is_told_from_those_before_it(tmp_path: Path, begin: int) -> None:
+    pulse, path = Pulse(tmp_path / "pulse"), tmp_path / "pulse"
+    pulse.step(0)
+    pulse.step(begin)  # of a checkpoint
+    assert read_vitals(path).trained_s is None
+    pulse.step(begin + 1)
+    first, now = read_vitals(path).trained_s, time.monotonic()
+    assert first is not None and first >= 0
+    pulse.step(begin + 2)
+    second = read_vitals(path).trained_s
+    assert second is not None and abs(second - first - (time.monotonic() - now)) < 0.1
+    assert read_vitals(path).step == begin + 2
+
+
+def test_a_worker_that_saves_before_it_ends_says_so(tmp_path: Path) -> None:
+    pulse = Pulse(tmp_path / "pulse")
+    pulse.enter("paceline", "all_reduce")
+    assert not read_vitals(tmp_path / "pulse").is_saving
+    pulse.save()
+    assert read_vitals(tmp_path / "pulse").is_saving
+    assert read_vitals(tmp_path / "pulse").collective == "all_reduce"
+
+
 def test_a_pulse_is_its_users_alone(tmp_path: Path) -> None:
     Pulse(tmp_path / "pulse")
     assert stat.S_IMODE((tmp_path / "pulse").stat().st_mode) == 0o600

@@ -26,7 +26,7 @@ from paceline.checkpoint.load import folder_name, list_unfinished, worker_prefix
 from paceline.checkpoint.manifest import MANIFEST_FILE, Manifest, PartFile
 from paceline.checkpoint.part import Part, Summed
 from paceline.checkpoint.retention import discard, prune
-from paceline.checkpoint.share import divide, part_name
+from paceline.checkpoint.share import Division, divide, part_name
 from paceline.checkpoint.storage import Storage
 from paceline.checkpoint.tree import take_apart
 from paceline.errors import PacelineError
@@ -125,6 +125,7 @@ class Saver:
             dist.broadcast_object_list(names, group_src=0, group=group)
         self._run = names[0]
         self._part = Part()
+        self._division: Division | None = None
         self._writing: _Writing | None = None
         self._num_begun = 0
         self._good: tuple[str, ...] = ()
@@ -161,8 +162,9 @@ class Saver:
         self.last_step = snapshot.step
         values, tensors = take_apart(snapshot.shared)
         own_values, own_tensors = take_apart(snapshot.own, worker_prefix(self._rank))
-        share = divide(tensors | own_tensors, self._group)
-        self._part.stage(share.tensors)
+        state = tensors | own_tensors
+        self._division = divide(state, self._group, self._division)
+        self._part.stage(self._division.share(state))
         manifest = None
         if self._rank == 0:
             manifest = Manifest(
@@ -172,7 +174,7 @@ class Saver:
                 versions={name: version(name) for name in ("paceline", "torch")},
                 job=snapshot.job,
                 values=values,
-                tensors=share.entries,
+                tensors=self._division.entries,
             )
         self._num_begun += 1
         writing = _Writing(f"{self._run}-{self._num_begun}", snapshot.step, manifest, own_values)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.tensor import DTensor
 
 from paceline.checkpoint.manifest import Chunk, TensorEntry
 from paceline.checkpoint.part import NAMES
@@ -17,30 +19,43 @@ from paceline.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class WriteShare:
-    """One worker's share of a checkpoint, and the list of all."""
+class Division:
+    """Who writes what of a state, as long as its tensors are of these kinds."""
 
-    tensors: dict[str, Tensor]
-    """By the name they get in this worker's file."""
+    kinds: dict[str, tuple[object, ...]]
+    """Of this worker's tensors, by their names in the state."""
+    mine: dict[str, WriteItem]
+    """What this worker writes, by the names in its file."""
     entries: dict[str, TensorEntry]
     """Of all workers."""
 
+    def share(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This worker's share of `state`, by the names in its file."""
+        planner = _planner(state)
+        return {key: _values(planner, item) for key, item in self.mine.items()}
 
-def divide(state: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> WriteShare:
-    """What this worker is to write of `state`. A common act of all workers of `group`, which carries plain objects.
+
+def divide(state: Mapping[str, Tensor], group: dist.ProcessGroup | None, before: Division | None = None) -> Division:
+    """Who is to write what of `state`. A common act of all workers of `group`, which carries plain objects.
 
     What all have alike is spread evenly by size; of a tensor that is sharded (a DTensor) everybody writes its own
     shard; what only one worker has, it writes.
 
+    Args:
+        before: what was found for an earlier state. It is found again unless some worker's tensors are of other kinds
+            now: to think it over anew takes a fifth of the time of copying a model of 100 million parameters.
+
     Raises:
         CheckpointError: a dtype that the format lacks.
     """
+    kinds = {name: _kind(tensor) for name, tensor in state.items()}
+    if before is not None and not _on_any(kinds != before.kinds, group):
+        return before
     for name, tensor in state.items():
         if tensor.dtype not in NAMES:
             raise CheckpointError(f"The tensor '{name}' has dtype {tensor.dtype}, which a checkpoint cannot hold.")
     rank = 0 if group is None else dist.get_rank(group)
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(state), is_coordinator=rank == 0)
+    planner = _planner(state, is_coordinator=rank == 0)
     plans: list[SavePlan] = [planner.create_local_plan()]
     if group is not None:
         gathered: list[SavePlan | None] = [None] * dist.get_world_size(group)
@@ -56,8 +71,28 @@ def divide(state: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> Writ
         for item in plan.items:
             entry = entries[item.index.fqn]
             entries[item.index.fqn] = TensorEntry(entry.dtype, entry.shape, (*entry.chunks, _chunk(item, writer)))
-    mine = {_key(item): _values(planner, item) for item in plans[rank].items}
-    return WriteShare(mine, entries)
+    return Division(kinds, {_key(item): item for item in plans[rank].items}, entries)
+
+
+def _planner(state: Mapping[str, Tensor], *, is_coordinator: bool = False) -> DefaultSavePlanner:
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(state), is_coordinator=is_coordinator)
+    return planner
+
+
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    """All of a tensor that matters to who writes what."""
+    spread = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
+    return (tensor.dtype, tensor.shape, *spread)
+
+
+def _on_any(changed: bool, group: dist.ProcessGroup | None) -> bool:
+    """Whether it is so on any worker of `group`."""
+    if group is None:
+        return changed
+    answer = torch.tensor([changed], dtype=torch.int32)
+    dist.all_reduce(answer, dist.ReduceOp.MAX, group=group)
+    return bool(answer)
 
 
 def part_name(writer: int) -> str:

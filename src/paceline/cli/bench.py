@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import json
 import re
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar, get_args
@@ -20,6 +21,7 @@ from paceline.cli.site import ANYWHERE, Site, Where, open_site, says_where
 from paceline.errors import JobError, PacelineError
 from paceline.plan import spread
 from paceline.spec import Cluster, Job, Plan
+from paceline.spec.checkpoint_timing import CheckpointRequest, CheckpointTimings
 from paceline.spec.comm_timing import (
     TIMINGS_FILE,
     CommCase,
@@ -97,6 +99,45 @@ def comm(
     _show(load_timings(folder), folder, as_json)
 
 
+@app.command()
+@says_where
+def checkpoint(
+    directory: Annotated[
+        str | None,
+        typer.Option(
+            "--dir", metavar="DIR", help="Where to save: a folder, or s3://bucket/place; the results' folder."
+        ),
+    ] = None,
+    workers: Annotated[int | None, typer.Option("--workers", "-n", min=1, help="Workers; all devices.")] = None,
+    parameters: Annotated[float, typer.Option(min=1, help="Of the model; a checkpoint has 12 bytes each.")] = 100e6,
+    rounds: Annotated[int, typer.Option(min=1, help="Checkpoints after the first.")] = 5,
+    out: Annotated[Path | None, typer.Option(help="Folder of the results; a new one under runs/.")] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    where: Where = ANYWHERE,
+) -> None:
+    """Time checkpoints on this storage: how long training stalls, and how long until one is complete."""
+    from paceline.report.checkpoint_bench import checkpoint_mapping, checkpoint_table
+
+    folder = new_run_dir(out, Job(name="bench-checkpoint"))
+    if (folder / TIMINGS_FILE).exists():
+        raise PacelineError(f"{folder} already holds a benchmark; choose another --out or remove the folder.")
+    # A name of its own: whatever lies there already is left alone.
+    place = directory or str(folder.absolute())
+    address = f"{place if '://' in place else Path(place).absolute()}/bench-{uuid.uuid4().hex[:8]}"
+    with open_site(where, folder) as site:
+        plan = _plan(site.cluster, workers)
+        request = CheckpointRequest(address, int(parameters), rounds, plan.device_kind)
+        _save_request(request, folder)
+        _run("paceline.train.bench_checkpoint", site, plan, folder, quiet)
+    timings = CheckpointTimings.from_mapping(json.loads((folder / TIMINGS_FILE).read_text(encoding="utf-8")))
+    if as_json:
+        print(json.dumps(checkpoint_mapping(timings)))
+        return
+    table_console(pipe_columns=100).print(checkpoint_table(timings))
+    print(folder / TIMINGS_FILE)
+
+
 def _plan(cluster: Cluster, workers: int | None) -> Plan:
     """One worker a device; on CPU two at least, since one has nobody to sum with."""
     return spread(cluster, workers or max(len(cluster.devices), 2 if cluster.device_kind == "cpu" else 1))
@@ -107,14 +148,23 @@ def _measure(request: CommRequest, site: Site, plan: Plan, folder: Path, quiet: 
     # Bytes are counted on an interface that every node has under one name; only the user can say that.
     counted = site.where.interface if len(plan.shares) > 1 else None
     request = dataclasses.replace(request, device_kind=plan.device_kind, interface=counted)
+    _save_request(request, folder)
+    _run("paceline.train.bench_comm", site, plan, folder, quiet)
+
+
+def _save_request(request: CommRequest | CheckpointRequest, folder: Path) -> None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         request.save(folder / REQUEST_FILE)
     except OSError as problem:
         raise PacelineError(f"The folder {folder} cannot be used: {problem}.") from None
+
+
+def _run(module: str, site: Site, plan: Plan, folder: Path, quiet: bool) -> None:
+    """The workers of `plan`: each reads the request in the folder, and the first leaves its timings there."""
     # Absolute: on another node the working directory may be another.
     there = folder.absolute()
-    program = ["-m", "paceline.train.bench_comm", str(there / REQUEST_FILE), str(there)]
+    program = ["-m", module, str(there / REQUEST_FILE), str(there)]
     site.run(plan, [*program, *(["--quiet"] if quiet else [])], run_dir=folder, environ=env.terminal())
 
 

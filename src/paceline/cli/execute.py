@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from paceline.cli.site import Site
 from paceline.errors import PacelineError
+from paceline.launch.run import SAVE_S
 from paceline.spec import Job, Plan, RunRecord
+
+RunProgram = Callable[[Callable[[Plan], Sequence[str]]], None]
+"""Runs a program, which it makes for each plan that it runs it by."""
 
 
 def new_run_dir(out: Path | None, job: Job) -> Path:
@@ -45,14 +49,22 @@ def execute(
     max_steps: int | None = None,
     quiet: bool = False,
     trackers: Sequence[str] = (),
+    force: bool = False,
+    run: RunProgram | None = None,
 ) -> RunRecord:
     """Train `job` as `plan` says on the nodes of `site` and return its record, which is also in `run_dir`.
 
-    Raises what `run_workers` raises.
+    `run` is for a run that may go on by other plans; None: it is by this one, and raises what `run_workers` raises.
     """
     started = time.monotonic()
-    program = write_run(job, plan, run_dir, max_steps=max_steps, quiet=quiet, trackers=trackers)
-    site.run(plan, program, run_dir=run_dir)
+
+    def program_for(plan: Plan) -> list[str]:
+        return write_run(job, plan, run_dir, max_steps=max_steps, quiet=quiet, trackers=trackers, force=force)
+
+    if run is None:
+        site.run(plan, program_for(plan), run_dir=run_dir, save_s=SAVE_S)
+    else:
+        run(program_for)
     # Only here is it known when the last worker ended.
     record = dataclasses.replace(RunRecord.load(run_dir / "record.json"), wall_s=time.monotonic() - started)
     record.save(run_dir / "record.json")
@@ -67,21 +79,25 @@ def write_run(
     max_steps: int | None = None,
     quiet: bool = False,
     trackers: Sequence[str] = (),
+    force: bool = False,
 ) -> list[str]:
     """Lay job, plan and limit into the run folder; return the program that trains them, as python's arguments."""
     _make(run_dir)
     _write_json(run_dir / "job.json", job.to_mapping())
     _write_json(run_dir / "plan.json", plan.to_mapping())
     _write_json(run_dir / "limit.json", {"max_steps": max_steps})
-    return training_program(run_dir, max_steps, quiet, trackers)
+    return training_program(run_dir, max_steps, quiet, trackers, force)
 
 
-def training_program(run_dir: Path, max_steps: int | None, quiet: bool, trackers: Sequence[str]) -> list[str]:
+def training_program(
+    run_dir: Path, max_steps: int | None, quiet: bool, trackers: Sequence[str], force: bool
+) -> list[str]:
     """What trains the job in a run folder, as python's arguments."""
     # Absolute: on another node the working directory may be another.
     program = ["-m", "paceline.train", str(run_dir.absolute())]
     program += [] if max_steps is None else ["--max-steps", str(max_steps)]
     program += ["--quiet"] if quiet else []
+    program += ["--force"] if force else []
     return program + [word for tracker in trackers for word in ("--track", tracker)]
 
 

@@ -10,10 +10,11 @@ import typer
 
 from paceline.cli.execute import new_run_dir
 from paceline.cli.options import DebugComm, DryRun, Threads
-from paceline.cli.site import ANYWHERE, Site, Where, dry_run, open_site, says_where, site_on_paper
+from paceline.cli.site import ANYWHERE, RIGID, Elastic, Site, Where, dry_run, open_site, says_where, site_on_paper
 from paceline.errors import LaunchError
+from paceline.launch.run import SAVE_S
 from paceline.plan import spread
-from paceline.spec import Job, Plan
+from paceline.spec import Cluster, Job, Plan
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
@@ -26,6 +27,7 @@ def launch(
     out: Annotated[Path | None, typer.Option(help="Folder for logs; a new one under runs/.")] = None,
     threads: Threads = None,
     where: Where = ANYWHERE,
+    elastic: Elastic = RIGID,
     debug_comm: DebugComm = False,
     show: DryRun = False,
 ) -> None:
@@ -34,14 +36,25 @@ def launch(
         raise LaunchError(f"There is no script '{script}'.")
     program = [str(script), *context.args]
 
-    def plan_for(site: Site) -> Plan:
-        count = workers or (1 if site.where.launcher == "debug" else len(site.cluster.devices))
-        return dataclasses.replace(spread(site.cluster, count, threads), debug_comm=debug_comm)
+    def plan_for(cluster: Cluster, num_workers: int) -> Plan:
+        return dataclasses.replace(spread(cluster, num_workers, threads), debug_comm=debug_comm)
+
+    def num_workers_on(site: Site) -> int:
+        return workers or (1 if site.where.launcher == "debug" else len(site.cluster.devices))
 
     if show:
         site = site_on_paper(where)
-        print(dry_run(plan_for(site), program, out or Path("runs") / script.stem, site.where))
+        plan = plan_for(site.cluster, num_workers_on(site))
+        print(dry_run(plan, program, out or Path("runs") / script.stem, site.where))
         return
     run_dir = out or new_run_dir(None, Job(name=script.stem))
     with open_site(where, run_dir) as site:
-        site.run(plan_for(site), program, run_dir=run_dir, output="all")
+        num_workers = num_workers_on(site)
+        limits = elastic.limits(num_workers)
+        if limits is None:
+            plan = plan_for(site.cluster, num_workers)
+            site.run(plan, program, run_dir=run_dir, output="all", save_s=SAVE_S)
+        else:
+            site.run_elastic(
+                limits, plan_for, lambda _plan: program, run_dir=run_dir, output="all", standby=elastic.standby
+            )

@@ -22,10 +22,13 @@ from paceline.hardware import detect
 from paceline.launch import run_workers, worker_commands
 from paceline.launch.commands import Meeting, meeting_on_one_node
 from paceline.launch.contained import contained
+from paceline.launch.elastic import Limits, run_elastic
+from paceline.launch.fleet import Describe, Fleet
 from paceline.launch.hosts import HostSlots, parse_hosts, read_hosts_file
+from paceline.launch.messages import Hello
 from paceline.launch.ray import ray_argv, ray_nodes
 from paceline.launch.remote import Reach, RemoteTeam, open_nodes
-from paceline.launch.run import HANG_TIMEOUT_S
+from paceline.launch.run import HANG_TIMEOUT_S, SAVE_S, Conditions
 from paceline.launch.slurm import allocation, srun_argv
 from paceline.launch.ssh import explain_ssh_failure, ssh_argv
 from paceline.launch.team import Output
@@ -33,6 +36,9 @@ from paceline.launch.worker import run_program
 from paceline.plan import pick
 from paceline.spec import Cluster, Device, Node, Plan
 from paceline.spec.codec import from_mapping
+
+PRELOAD = ("paceline.train.loop", "torch._dynamo")
+"""What takes long to load and every training needs; torch loads the last when it wraps a model or an optimizer."""
 
 LauncherName = Literal["auto", "local", "debug", "ssh", "slurm", "ray"]
 
@@ -65,23 +71,66 @@ ANYWHERE = Where()
 """A command line that says nothing of it."""
 
 
+@dataclass(frozen=True)
+class Elastic:
+    """What a command line says of going on after a failure; every field is an option of `train` and `launch`."""
+
+    min_workers: Annotated[
+        int | None, typer.Option(min=1, help="Go on after a failure, with so many workers at least.")
+    ] = None
+    max_workers: Annotated[int | None, typer.Option(min=1, help="Never more workers, when nodes come back.")] = None
+    max_restarts: Annotated[
+        int | None, typer.Option(min=0, help="Restarts in a row without progress; 3 with --min-workers.")
+    ] = None
+    standby: Annotated[
+        bool, typer.Option(help="A process for every worker that waits with torch loaded, for quick restarts.")
+    ] = True
+
+    def limits(self, num_workers: int) -> Limits | None:
+        """For a run of so many workers; None where a failure is to end it.
+
+        Raises:
+            LaunchError: options that contradict each other.
+        """
+        if self.min_workers is None:
+            if self.max_workers is not None or self.max_restarts is not None:
+                option = "--max-workers" if self.max_restarts is None else "--max-restarts"
+                raise LaunchError(f"{option} goes with --min-workers: with how few workers may the run go on?")
+            return None
+        most = min(num_workers, self.max_workers or num_workers)
+        if self.min_workers > most:
+            raise LaunchError(f"--min-workers {self.min_workers} is more than the {most} workers of this run.")
+        return Limits(self.min_workers, most, 3 if self.max_restarts is None else self.max_restarts)
+
+
+RIGID = Elastic()
+"""A command line that says nothing of it."""
+
+
 def says_where(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` with the fields of `Where` as options in place of its parameter `where`.
+    """`command` with the fields of `Where` and `Elastic` as options in place of its parameters of these types.
 
     The command-line library reads the options of a command from its signature.
     """
     signature = inspect.signature(command, eval_str=True)
-    fields = inspect.signature(Where, eval_str=True).parameters
+    groups = {
+        name: (parameter.annotation, inspect.signature(parameter.annotation, eval_str=True).parameters)
+        for name, parameter in signature.parameters.items()
+        if parameter.annotation in (Where, Elastic)
+    }
 
     @functools.wraps(command)
     def with_options(**values: Any) -> None:
-        command(where=Where(**{name: values.pop(name) for name in fields}), **values)
+        together = {
+            name: kind(**{field: values.pop(field) for field in fields}) for name, (kind, fields) in groups.items()
+        }
+        command(**together, **values)
 
     parameters = (
-        fields.values() if name == "where" else [parameter] for name, parameter in signature.parameters.items()
+        groups[name][1].values() if name in groups else [parameter] for name, parameter in signature.parameters.items()
     )
-    together = [parameter.replace(kind=parameter.KEYWORD_ONLY) for group in parameters for parameter in group]
-    with_options.__signature__ = signature.replace(parameters=together)  # type: ignore[attr-defined]
+    flat = [parameter.replace(kind=parameter.KEYWORD_ONLY) for group in parameters for parameter in group]
+    with_options.__signature__ = signature.replace(parameters=flat)  # type: ignore[attr-defined]
     return with_options
 
 
@@ -94,6 +143,8 @@ class Site:
     teams: Sequence[RemoteTeam] = ()
     image: str = ""
     """The container and its digest; empty without one."""
+    describe: Describe | None = None
+    """What a node that was lost is when it is back."""
 
     def run(
         self,
@@ -103,8 +154,9 @@ class Site:
         run_dir: Path,
         output: Output = "rank0",
         environ: Mapping[str, str] | None = None,
+        save_s: float | None = None,
     ) -> None:
-        """Run `program` in every worker of `plan`; raises what `run_workers` raises."""
+        """Run `program` in every worker of `plan`; the rest, and what it raises, is as for `run_workers`."""
         if self.where.launcher == "debug":
             if plan.world_size != 1:
                 raise LaunchError(f"--launcher debug runs one worker in this process, not {plan.world_size}; add -n 1.")
@@ -120,7 +172,36 @@ class Site:
             output=output,
             hang_timeout_s=self.where.hang_timeout_s,
             environ={**env.container_note(self.image), **(environ or {})},
+            save_s=save_s,
         )
+
+    def run_elastic(
+        self,
+        limits: Limits,
+        plan_for: Callable[[Cluster, int], Plan],
+        program_for: Callable[[Plan], Sequence[str]],
+        *,
+        run_dir: Path,
+        output: Output = "rank0",
+        standby: bool = True,
+    ) -> None:
+        """Run a program through failures; the arguments, and what it raises, are as for `run_elastic`."""
+        if self.where.launcher == "debug":
+            raise LaunchError(
+                "--launcher debug runs in this process, which cannot outlive a failure; leave --min-workers out."
+            )
+        cluster = with_room(self.cluster, plan_for(self.cluster, limits.max_workers))
+        conditions = Conditions(
+            run_dir,
+            interface=self.where.interface,
+            output=output,
+            save_s=SAVE_S,
+            hang_timeout_s=self.where.hang_timeout_s,
+            environ=env.container_note(self.image),
+            preload=PRELOAD if standby else (),
+        )
+        with contextlib.closing(Fleet(cluster, self.teams, self.describe)) as fleet:
+            run_elastic(fleet, limits, plan_for, program_for, conditions)
 
 
 @contextlib.contextmanager
@@ -149,12 +230,15 @@ def open_site(where: Where, run_dir: Path | None = None) -> Iterator[Site]:
         binds = [] if run_dir is None else [run_dir.absolute()]
         reaches, digest = contained(reaches, where.container, cwd=Path.cwd(), binds=binds, python=python)
         image = f"{where.container} {digest}"
+    by_name = {host.host: host for host in slots}
+
+    def describe(hostname: str, hello: Hello) -> Node:
+        node = dataclasses.replace(from_mapping(Node, hello.node), hostname=hostname, is_remote=True)
+        return shared_out(node, by_name[hostname])
+
     with open_nodes(reaches) as (teams, hellos):
-        nodes = (
-            dataclasses.replace(from_mapping(Node, hello.node), hostname=team.hostname, is_remote=True)
-            for team, hello in zip(teams, hellos, strict=True)
-        )
-        yield Site(where, Cluster(tuple(map(shared_out, nodes, slots))), teams, image)
+        nodes = tuple(describe(team.hostname, hello) for team, hello in zip(teams, hellos, strict=True))
+        yield Site(where, Cluster(nodes), teams, image, describe)
 
 
 def site_on_paper(where: Where) -> Site:
@@ -232,6 +316,17 @@ def shared_out(node: Node, slots: HostSlots) -> Node:
         return dataclasses.replace(node, devices=tuple(device for device in node.devices if device.index in chosen))
     devices = tuple(Device("cpu", i, node.cpu_name, node.memory_bytes // count) for i in range(count))
     return dataclasses.replace(node, devices=devices)
+
+
+def with_room(cluster: Cluster, plan: Plan) -> Cluster:
+    """The cluster with a device for every worker of the plan: on CPU they may outnumber cores."""
+    counts = {share.hostname: share.num_workers for share in plan.shares}
+    nodes = []
+    for node in cluster.nodes:
+        count = counts.get(node.hostname if node.is_remote else "", 0)
+        is_full = node.device_kind == "cpu" and count > len(node.devices)
+        nodes.append(shared_out(node, HostSlots(node.hostname, count)) if is_full else node)
+    return dataclasses.replace(cluster, nodes=tuple(nodes))
 
 
 def _on_paper(here: Node, slots: HostSlots) -> Node:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Annotated
@@ -28,9 +29,9 @@ from paceline.cli.options import (
     resolve_job,
 )
 from paceline.cli.plan_file import load_plan
-from paceline.cli.site import ANYWHERE, Site, Where, dry_run, open_site, says_where, site_on_paper
+from paceline.cli.site import ANYWHERE, RIGID, Elastic, Site, Where, dry_run, open_site, says_where, site_on_paper
 from paceline.plan import place
-from paceline.spec import Plan
+from paceline.spec import Cluster, Plan
 
 
 @says_where
@@ -39,7 +40,10 @@ def train(
     workers: Annotated[int | None, typer.Option("--workers", "-n", min=1, help="Workers; all devices.")] = None,
     data: DataDir = None,
     max_steps: MaxSteps = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder; a new one under runs/.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The run's folder, where a run that was begun goes on; a new one under runs/.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Go on from a checkpoint of another job.")] = False,
     settings: Settings = None,
     threads: Threads = None,
     micro_batch_size: MicroBatch = None,
@@ -49,8 +53,9 @@ def train(
     quiet: Quiet = False,
     as_json: AsJson = False,
     where: Where = ANYWHERE,
+    elastic: Elastic = RIGID,
     debug_comm: DebugComm = False,
-    cluster: ClusterFile = CLUSTER_FILE,
+    cluster_file: ClusterFile = CLUSTER_FILE,
     plan_file: Annotated[
         Path | None, typer.Option("--plan", metavar="FILE", help="Of paceline plan; options given here win over it.")
     ] = None,
@@ -61,28 +66,39 @@ def train(
 
     planned = None if plan_file is None else load_plan(plan_file)
 
-    def plan_for(site: Site) -> Plan:
-        num_devices = 1 if site.where.launcher == "debug" else len(site.cluster.devices)
+    def plan_for(cluster: Cluster, num_workers: int) -> Plan:
         plan = place(
             resolved,
-            site.cluster,
-            workers or (planned.world_size if planned else min(num_devices, resolved.virtual_shards)),
+            cluster,
+            num_workers,
             threads_per_worker=threads,
             micro_batch_size=micro_batch_size or (planned.micro_batch_size if planned else None),
             algorithm=planned.algorithm if planned and algorithm == "auto" else algorithm,
-            num_servers=servers,
+            num_servers=servers if elastic.min_workers is None else min(servers, num_workers),
         )
-        return foretold(resolved, [dataclasses.replace(plan, debug_comm=debug_comm)], cluster)[0]
+        return foretold(resolved, [dataclasses.replace(plan, debug_comm=debug_comm)], cluster_file)[0]
+
+    def num_workers_on(site: Site) -> int:
+        num_devices = 1 if site.where.launcher == "debug" else len(site.cluster.devices)
+        return workers or (planned.world_size if planned else min(num_devices, resolved.virtual_shards))
 
     if show:
         site, run_dir = site_on_paper(where), (out or Path("runs") / resolved.name).absolute()
-        print(dry_run(plan_for(site), training_program(run_dir, max_steps, quiet, track or []), run_dir, site.where))
+        plan = plan_for(site.cluster, num_workers_on(site))
+        print(dry_run(plan, training_program(run_dir, max_steps, quiet, track or [], force), run_dir, site.where))
         return
     run_dir = new_run_dir(out, resolved)
     with open_site(where, run_dir) as site:
-        plan = plan_for(site)
-        record = execute(resolved, plan, run_dir, site, max_steps=max_steps, quiet=quiet, trackers=track or [])
-    feed_back([record], cluster)
+        num_workers = num_workers_on(site)
+        limits = elastic.limits(num_workers)
+        plan = plan_for(site.cluster, num_workers if limits is None else limits.max_workers)
+        run = None
+        if limits is not None:
+            run = functools.partial(site.run_elastic, limits, plan_for, run_dir=run_dir, standby=elastic.standby)
+        record = execute(
+            resolved, plan, run_dir, site, max_steps=max_steps, quiet=quiet, trackers=track or [], force=force, run=run
+        )
+    feed_back([record], cluster_file)
     if as_json:
         print(json.dumps(record.summary()))
         return

@@ -1,4 +1,4 @@
-"""From a plan to processes: workers on this machine, watched until all of them have ended."""
+"""From a plan to processes: workers here or on several nodes, watched until all of them have ended."""
 
 from __future__ import annotations
 

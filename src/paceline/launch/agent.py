@@ -26,6 +26,7 @@ from paceline.launch.commands import WorkerCommand
 from paceline.launch.events import WorkerExited
 from paceline.launch.messages import Message
 from paceline.launch.network import Door, open_doors, try_doors
+from paceline.launch.standbys import Standbys
 from paceline.launch.supervise import interval_s
 from paceline.launch.team import LocalTeam, Orders, Output, aged
 
@@ -58,6 +59,7 @@ class _Agent:
         self._saying = threading.Lock()
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._team: LocalTeam | None = None
+        self._standbys: Standbys | None = None
         self._doors: list[tuple[socket.socket, Door]] = []
         self._heard_at = time.monotonic()
         self._silence_s = float("inf")
@@ -78,6 +80,8 @@ class _Agent:
                 next_beat = time.monotonic() + self._interval_s
                 workers = [] if self._team is None else [asdict(state) for state in self._team.states()]
                 self.say(messages.Beat(workers))
+                if self._team is not None:
+                    self._team.tend()
                 continue
             if item is None:
                 return
@@ -89,6 +93,8 @@ class _Agent:
     def close(self) -> None:
         if self._team is not None:
             self._team.close()
+        if self._standbys is not None:
+            self._standbys.close()
         self._close_doors()
 
     def _listen(self) -> None:
@@ -114,12 +120,15 @@ class _Agent:
             case messages.ShowStacks(ranks):
                 stacks = {} if self._team is None else self._team.stacks(ranks)
                 self.say(messages.Stacks({str(rank): text for rank, text in stacks.items()}))
+            case messages.AskToSave():
+                if self._team is not None:
+                    self._team.ask_to_save()
             case messages.AskToEnd():
                 if self._team is not None:
                     self._team.ask_to_end()
-            case messages.Kill():
+            case messages.Kill(ranks):
                 if self._team is not None:
-                    self._team.kill()
+                    self._team.kill(ranks)
                 else:
                     self.say(messages.RunEnded())
             case WorkerExited(_, rank):
@@ -140,14 +149,18 @@ class _Agent:
         self._silence_s = start.hang_timeout_s
         self._interval_s = interval_s(start.hang_timeout_s)
         output: Output = "all" if start.show_all else "rank0"
-        self._team = LocalTeam(0, Orders(run_dir, output, start.hang_timeout_s, self._inbox.put))
+        preload = tuple(start.preload)
+        if preload and self._standbys is None:
+            self._standbys = Standbys(preload)
+        orders = Orders(run_dir, output, start.hang_timeout_s, self._inbox.put, start.restart, preload)
+        self._team = LocalTeam(0, orders, self._standbys)
         self._team.start(
             commands,
             store_fd=None if store is None else store.fileno(),
             show=lambda fd, lines: self.say(messages.Output(fd, lines.decode(errors="replace"))),
         )
         self._close_doors()  # rank 0 has its own hold on the one that matters
-        self.say(messages.Started({str(rank): pid for rank, pid in self._team.pids.items()}))
+        self.say(messages.Started(list(self._team.running)))
 
     def _note_exit(self, rank: int) -> None:
         assert self._team is not None

@@ -15,12 +15,15 @@ if TYPE_CHECKING:
     from paceline.spec import Plan
 
 
+WORKER = (sys.executable, "-m", "paceline.launch.worker")
+"""What runs a worker's program."""
+
+
 @dataclass(frozen=True)
 class WorkerCommand:
     """How one worker is started."""
 
     rank: int
-    local_rank: int
     node: int
     """The number of its node in the plan."""
     argv: tuple[str, ...]
@@ -65,7 +68,7 @@ def worker_commands(
     """
     if not program or tuple(program) == ("-m",):
         raise LaunchError("There is nothing to launch: name a script (train.py) or a module (-m package.module).")
-    argv = (sys.executable, "-m", "paceline.launch.worker", *program)
+    argv = (*WORKER, *program)
     commands: list[WorkerCommand] = []
     for node, (share, interface) in enumerate(zip(plan.shares, meeting.interfaces, strict=True)):
         if share.devices and len(share.devices) < share.num_workers:
@@ -92,5 +95,5 @@ def worker_commands(
                 cpus=share.cpus[local_rank] if share.cpus else (),
                 debug_comm=plan.debug_comm,
             )
-            commands.append(WorkerCommand(len(commands), local_rank, node, argv, variables | dict(environ or {})))
+            commands.append(WorkerCommand(len(commands), node, argv, variables | dict(environ or {})))
     return commands

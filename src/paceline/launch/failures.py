@@ -91,6 +91,8 @@ class Ending:
     """The last collective it entered."""
     hostname: str = ""
     """Of its node; empty: this one."""
+    trained_s: float | None = None
+    """Between its first update and its end; None: it made none."""
 
     @classmethod
     def from_mapping(cls, mapping: dict[str, Any]) -> Ending:
@@ -162,7 +164,7 @@ def sentence(root: Ending, endings: Sequence[Ending], *, stopped_at: float, worl
             "try a smaller micro_batch_size or fewer workers."
         )
     if root.exit_code < 0:
-        return f"{who} was killed by {_signal_name(-root.exit_code)}."
+        return f"{who} was killed by {signal_name(-root.exit_code)}."
     if root.exit_code == 128 + signal.SIGTERM:
         return f"{who} was ended by SIGTERM from outside this run (exit code {root.exit_code})."
     return f"{who} ended with exit code {root.exit_code}."
@@ -174,11 +176,12 @@ def _whereabouts(endings: Sequence[Ending], stopped_at: float) -> str:
     ended = sorted(e.rank for e in endings if not e.failed and e.time <= stopped_at)
     busy = sorted(e.rank for e in endings if e.failure is None and e.time > stopped_at)
     if ended:
-        return f" ({_ranks(ended)} had ended without an error)"
-    return f" ({_ranks(busy)} kept it waiting)" if busy else ""
+        return f" ({name_ranks(ended)} had ended without an error)"
+    return f" ({name_ranks(busy)} kept it waiting)" if busy else ""
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
+    """ "rank 3", or "ranks 1, 2"."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(rank) for rank in ranks)
 
 
@@ -188,7 +191,7 @@ def _one_line(message: str) -> str:
     return line if len(line) <= LONGEST_MESSAGE else line[: LONGEST_MESSAGE - 1] + "…"
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
     with contextlib.suppress(ValueError):
         return signal.Signals(number).name
     return f"signal {number}"  # real-time signals have no names

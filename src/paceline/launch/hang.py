@@ -30,6 +30,10 @@ class WorkerState:
     beat_age_s: float | None = None
     stopped_s: float | None = None
     """How long the process has been stopped (SIGSTOP); None: it is not."""
+    trained_s: float | None = None
+    """Since it was done with the first update that it made; None before that."""
+    is_saving: bool = False
+    """Whether it has failed and saves what it has before it ends."""
 
     @property
     def doing(self) -> str:

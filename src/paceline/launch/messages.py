@@ -81,7 +81,7 @@ class Refused(Message):
 class Started(Message):
     """The workers run."""
 
-    pids: dict[str, int]
+    ranks: list[int]
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,15 @@ class Start(Message):
     """Of the door behind which the workers meet; on the first node."""
     show_all: bool
     hang_timeout_s: float
+    restart: int
+    """How often the run has been started before."""
+    preload: list[str]
+    """Modules that processes are to load in advance for the next start; none: no such processes."""
+
+
+@dataclass(frozen=True)
+class AskToSave(Message):
+    """SIGUSR1 to all workers."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +174,10 @@ class AskToEnd(Message):
 
 @dataclass(frozen=True)
 class Kill(Message):
-    """SIGKILL to all workers."""
+    """SIGKILL to workers."""
+
+    ranks: list[int] | None
+    """None: to all; answered by `RunEnded` if there are none left."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import subprocess
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,11 +50,10 @@ class LinePump:
         self._selector.register(self._stop_read, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="worker-output", daemon=True)
 
-    def add(self, process: subprocess.Popen[bytes], *, prefix: bytes | None, log: IO[bytes]) -> None:
-        """Copy both pipes of a worker to `log`, which this pump will close, and show them behind `prefix`."""
+    def add(self, stdout: IO[bytes], stderr: IO[bytes], *, prefix: bytes | None, log: IO[bytes]) -> None:
+        """Copy both pipes of a worker to `log`, and show them behind `prefix`; this pump will close all three."""
         self._logs.append(log)
-        for source, target_fd in ((process.stdout, 1), (process.stderr, 2)):
-            assert source is not None
+        for source, target_fd in ((stdout, 1), (stderr, 2)):
             stream = _Stream(source, prefix, target_fd, log)
             self._selector.register(source, selectors.EVENT_READ, stream)
 

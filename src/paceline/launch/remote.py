@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
@@ -53,16 +53,20 @@ class RemoteTeam:
     """One node's agent, from the connection to its end; between them it may serve several runs."""
 
     def __init__(self, reach: Reach) -> None:
-        """Start the agent, whose first word is `Hello`."""
+        """Start the agent."""
         self.hostname = reach.hostname
-        self._reach = reach
+        self.reach = reach
+        self.versions: dict[str, str] = {}
+        """What its first word said of them."""
         self._number = 0
         self._notify: Callable[[Event], None] | None = None
-        self._running: dict[int, int] = {}
+        self._running: set[int] = set()
         self._endings: dict[int, Ending] = {}
         self._states: list[WorkerState] = []
         self._answers: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._is_closing = False
+        self._is_cut = False
+        self._has_refused = False
         self._has_ended = threading.Event()
         self._heard_at = time.monotonic()
         self._interval_s = interval_s(60.0)
@@ -81,6 +85,12 @@ class RemoteTeam:
         ]
         for thread in self._threads:
             thread.start()
+
+    def hello(self) -> messages.Hello:
+        """The agent's first word; asked for once. Raises as `answer` does."""
+        hello = self.answer(messages.Hello, OPEN_TIMEOUT_S)
+        self.versions = hello.versions
+        return hello
 
     def tell(self, message: Message) -> None:
         """Send it; a connection that has ended swallows it."""
@@ -106,6 +116,7 @@ class RemoteTeam:
             if message is None:
                 raise LaunchError(self._why_ended())
             if isinstance(message, messages.Refused):
+                self._has_refused = True
                 raise LaunchError(f"{self.hostname}: {message.sentence}")
             if isinstance(message, kind):
                 return message
@@ -147,25 +158,27 @@ class RemoteTeam:
             port=port,
             show_all=orders.output == "all",
             hang_timeout_s=orders.hang_timeout_s,
+            restart=orders.restart,
+            preload=list(orders.preload),
         )
         started = self.ask(start, messages.Started)
-        self._running = {int(rank): pid for rank, pid in started.pids.items()}
+        self._running = set(started.ranks)
 
     def end_run(self) -> None:
         """Wait until the agent has let go of the run's workers, killing those that are left."""
         if self._notify is None:
             return
-        self.tell(messages.Kill())
+        self.tell(messages.Kill(None))
         self._has_ended.wait(self._patience_s())
         self._notify = None
         self._running.clear()
 
     @property
     def running(self) -> Sequence[int]:
-        return tuple(self._running)
+        return tuple(sorted(self._running))
 
     def collect(self, rank: int) -> Ending:
-        self._running.pop(rank, None)
+        self._running.discard(rank)
         return self._endings[rank]
 
     def states(self) -> list[WorkerState]:
@@ -184,17 +197,23 @@ class RemoteTeam:
             return {}
         return {int(rank): text for rank, text in answer.by_rank.items()}
 
+    def tend(self) -> None:
+        """The agent does."""
+
+    def ask_to_save(self) -> None:
+        self.tell(messages.AskToSave())
+
     def ask_to_end(self) -> None:
         self.tell(messages.AskToEnd())
 
-    def kill(self) -> None:
-        self.tell(messages.Kill())
+    def kill(self, ranks: Sequence[int] | None = None) -> None:
+        self.tell(messages.Kill(None if ranks is None else list(ranks)))
 
     def answers(self) -> bool:
         """Whether the node itself still answers."""
         try:
             done = subprocess.run(
-                self._reach.argv(["true"]),
+                self.reach.argv(["true"]),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -205,7 +224,14 @@ class RemoteTeam:
             return False
         return done.returncode == 0
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the connection has ended, nothing has come through it for several beats, or only a refusal."""
+        return self._is_cut or self._has_refused or self.silent_s() >= 4 * self._interval_s
+
     def close(self) -> None:
+        if self._is_closing:
+            return
         self._is_closing = True
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
@@ -230,7 +256,7 @@ class RemoteTeam:
             self._process.wait(CLOSE_TIMEOUT_S)
         self._threads[1].join(CLOSE_TIMEOUT_S)
         exit_code, complaints = self._process.returncode, "\n".join(self._complaints)
-        explained = self._reach.explain(exit_code or 0, complaints)
+        explained = self.reach.explain(exit_code or 0, complaints)
         if explained:
             return explained
         last = f": {self._complaints[-1]}" if self._complaints else ""
@@ -245,6 +271,7 @@ class RemoteTeam:
                 message = messages.Refused(str(error))
             self._heard_at = time.monotonic()
             self._take(message)
+        self._is_cut = True
         self._has_ended.set()
         self._answers.put(None)
         if self._notify is not None and not self._is_closing:
@@ -288,18 +315,19 @@ def open_nodes(reaches: Sequence[Reach]) -> Iterator[tuple[list[RemoteTeam], lis
         teams = []
         for reach in reaches:
             teams.append(at_end.enter_context(contextlib.closing(RemoteTeam(reach))))
-        hellos = [team.answer(messages.Hello, OPEN_TIMEOUT_S) for team in teams]  # they have all been started
-        for team, hello in zip(teams, hellos, strict=True):
-            _check_versions(teams[0].hostname, hellos[0].versions, team.hostname, hello.versions)
+        hellos = [team.hello() for team in teams]  # they have all been started
+        for team in teams:
+            check_versions(teams[0], team)
         yield teams, hellos
 
 
-def _check_versions(first: str, wanted: Mapping[str, str], other: str, found: Mapping[str, str]) -> None:
-    for name, version in wanted.items():
-        if found.get(name) != version:
+def check_versions(first: RemoteTeam, other: RemoteTeam) -> None:
+    """Both have said hello. Raises `LaunchError` for a version that differs."""
+    for name, version in first.versions.items():
+        if other.versions.get(name) != version:
             raise LaunchError(
-                f"{other} has {name} {found.get(name, '(none)')}, but {first} has {version}; install the same version "
-                "on all nodes, or use one container image."
+                f"{other.hostname} has {name} {other.versions.get(name, '(none)')}, but {first.hostname} has "
+                f"{version}; install the same version on all nodes, or use one container image."
             )
 
 

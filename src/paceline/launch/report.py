@@ -11,7 +11,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from paceline.launch.failures import Ending, Failure, is_consequence, log_path, root_cause, sentence, stack_path
+from paceline.launch.failures import (
+    Ending,
+    Failure,
+    is_consequence,
+    log_path,
+    name_ranks,
+    root_cause,
+    sentence,
+    stack_path,
+)
 from paceline.launch.hang import Hang, WorkerState
 from paceline.launch.supervise import NodeLoss, Outcome
 
@@ -92,18 +101,19 @@ class FailureReport:
             lines += ["", "Evidence:", *self.evidence.rstrip().splitlines()[-MOST_STACK_LINES:]]
         return "\n".join(lines) + "\n"
 
-    def save(self, run_dir: Path) -> None:
-        """Write failure.json and failure.txt, readable by the user alone."""
-        for name, text in (("failure.json", json.dumps(asdict(self), indent=1) + "\n"), ("failure.txt", self.text())):
-            descriptor = os.open(run_dir / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    def save(self, run_dir: Path, name: str = "failure") -> None:
+        """Write `name`.json and `name`.txt, readable by the user alone."""
+        for suffix, text in (("json", json.dumps(asdict(self), indent=1) + "\n"), ("txt", self.text())):
+            descriptor = os.open(run_dir / f"{name}.{suffix}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with open(descriptor, "w", encoding="utf-8") as file:
                 file.write(text)
 
 
 def clear_report(run_dir: Path) -> None:
-    """Take away the report of an earlier run in the same folder."""
-    for name in ("failure.json", "failure.txt"):
-        (run_dir / name).unlink(missing_ok=True)
+    """Take away the reports of an earlier run in the same folder."""
+    for pattern in ("failure.json", "failure.txt", "failure-*.json", "failure-*.txt"):
+        for path in run_dir.glob(pattern):
+            path.unlink()
 
 
 def user_mistake(outcome: Outcome) -> str | None:
@@ -120,12 +130,12 @@ def user_mistake(outcome: Outcome) -> str | None:
 
 
 def describe_failure(
-    outcome: Outcome, world_size: int, run_dir: Path, *, answers: bool = False
+    outcome: Outcome, world_size: int, run_dir: Path, *, answers: bool | None = None
 ) -> FailureReport | None:
     """What went wrong in a run; None for one that went well.
 
     A node's loss and a hang come before what their victims say; an error of a worker's own that came first, before
-    them. `answers` tells whether a lost node still answers.
+    them. `answers` tells whether a lost node still answers; None: nobody has asked it.
     """
     root = root_cause(outcome.endings, stopped_at=outcome.stopped_at) if _failed(outcome) else None
     loss = _first_loss(outcome)
@@ -149,8 +159,8 @@ def _came_first(ending: Ending, time: float) -> bool:
     return ending.time < time and not (ending.failure is not None and is_consequence(ending.failure))
 
 
-def _of_loss(loss: NodeLoss, outcome: Outcome, answers: bool) -> FailureReport:
-    ranks = _ranks(loss.ranks)
+def _of_loss(loss: NodeLoss, outcome: Outcome, answers: bool | None) -> FailureReport:
+    ranks = name_ranks(loss.ranks)
     if loss.silent_s is not None:
         cause: Cause = "node_silent"
         what = (
@@ -162,7 +172,8 @@ def _of_loss(loss: NodeLoss, outcome: Outcome, answers: bool) -> FailureReport:
         what = f"The agent on node {loss.hostname} was killed or ended; its workers ({ranks}) went with it."
     else:
         cause = "node_down"
-        what = f"Node {loss.hostname} ({ranks}) went down: its connection was closed and it does not answer any more."
+        silence = "" if answers is None else " and it does not answer any more"
+        what = f"Node {loss.hostname} ({ranks}) went down: its connection was closed{silence}."
     steps = [state.step for state in outcome.states if state.step is not None]
     return FailureReport(
         cause=cause,
@@ -185,9 +196,11 @@ def _of_hang(hang: Hang, outcome: Outcome, world_size: int) -> FailureReport:
     names = {ending.rank: ending.hostname for ending in outcome.endings}
     hostname = names.get(first.rank, "")
     where = f"pid {first.pid}{f' on {hostname}' if hostname else ''}"
-    waiting = f"; {_ranks(hang.waiting)} {'waits' if len(hang.waiting) == 1 else 'wait'} for it" if hang.waiting else ""
+    waiting = (
+        f"; {name_ranks(hang.waiting)} {'waits' if len(hang.waiting) == 1 else 'wait'} for it" if hang.waiting else ""
+    )
     if hang.kind == "mismatch":
-        who = f"All {world_size} workers" if len(hang.waiting) == world_size else f"R{_ranks(hang.waiting)[1:]}"
+        who = f"All {world_size} workers" if len(hang.waiting) == world_size else f"R{name_ranks(hang.waiting)[1:]}"
         what = f"{who} have waited for each other for {hang.seconds:.1f} s: {first.doing}."
     elif hang.kind == "stopped":
         what = (
@@ -195,9 +208,9 @@ def _of_hang(hang: Hang, outcome: Outcome, world_size: int) -> FailureReport:
         )
     else:
         step = "" if first.step is None else f" in step {first.step + 1}"
-        hangs = "hangs" if len(hang.culprits) == 1 else f"and {_ranks(hang.culprits[1:])} hang"
+        hangs = "hangs" if len(hang.culprits) == 1 else f"and {name_ranks(hang.culprits[1:])} hang"
         what = (
-            f"Rank {first.rank} of {world_size} ({where}) {hangs}{step}: {_ranks(hang.waiting)} "
+            f"Rank {first.rank} of {world_size} ({where}) {hangs}{step}: {name_ranks(hang.waiting)} "
             f"{'has' if len(hang.waiting) == 1 else 'have'} waited for it for {hang.seconds:.1f} s."
         )
     stacks = "\n".join(f"Stack of rank {rank}:\n{_of_the_user(text)}" for rank, text in outcome.stacks if text)
@@ -220,7 +233,9 @@ def _of_the_user(stacks: str) -> str:
     """Python's dump of all threads without what Paceline itself puts around a program."""
     threads = [thread for thread in stacks.split("\n\n") if "paceline/launch/beat.py" not in thread]
     lines = (line for thread in threads for line in thread.splitlines())
-    return "\n".join(line for line in lines if not re.search(r"paceline/launch/worker\.py|<frozen runpy>", line))
+    return "\n".join(
+        line for line in lines if not re.search(r"paceline/launch/(worker|standby)\.py|<frozen runpy>", line)
+    )
 
 
 def _of_ending(root: Ending, outcome: Outcome, world_size: int, run_dir: Path) -> FailureReport:
@@ -271,7 +286,3 @@ def _tail(path: Path, num_lines: int | None) -> str:
             return "".join(deque(lines, maxlen=num_lines))
     except OSError:
         return ""  # rank 0 of a local run has no log: it wrote to the terminal
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(rank) for rank in ranks)

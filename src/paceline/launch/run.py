@@ -8,7 +8,8 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from paceline.launch.commands import WorkerCommand, meeting_on_one_node, worker_
 from paceline.launch.events import Events, Signalled
 from paceline.launch.remote import RemoteTeam, arrange_meeting
 from paceline.launch.report import FailureReport, clear_report, describe_failure, user_mistake
+from paceline.launch.standbys import Standbys
 from paceline.launch.supervise import Outcome, Supervisor
 from paceline.launch.team import LocalTeam, Orders, Output, Team
 
@@ -25,6 +27,11 @@ if TYPE_CHECKING:
     from paceline.spec import Plan
 
 HANG_TIMEOUT_S = 60.0
+GRACE_S = 3.0
+SAVE_S = 30.0
+"""For training to save what it has when it is asked to end: what schedulers leave between SIGTERM and SIGKILL."""
+
+_ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_workers(
@@ -35,7 +42,8 @@ def run_workers(
     nodes: Sequence[RemoteTeam] = (),
     interface: str | None = None,
     output: Output = "rank0",
-    grace_s: float = 3.0,
+    grace_s: float = GRACE_S,
+    save_s: float | None = None,
     hang_timeout_s: float = HANG_TIMEOUT_S,
     environ: Mapping[str, str] | None = None,
 ) -> None:
@@ -46,10 +54,12 @@ def run_workers(
     with its rank in front. `environ` holds variables for the workers over those of their node.
 
     When a worker fails, hangs, or is lost with its node, or when this process gets SIGINT, SIGTERM or SIGHUP, every
-    worker and everything it started gets SIGTERM, and SIGKILL `grace_s` seconds later; a second signal kills at once.
+    worker gets SIGTERM, and SIGKILL `grace_s` seconds later; a second signal kills at once. What a worker started is
+    killed when it has ended. SIGUSR1 is passed on: it asks training to save a checkpoint.
     Signals are handled only where this is called from the main thread, and the handlers found are put back.
 
     Args:
+        save_s: in place of `grace_s` after SIGTERM or SIGHUP, for workers that have something to save.
         nodes: the agents on the nodes that the plan names; where it names none the workers run here.
         interface: the network interface between nodes; None: one on which all nodes reach the first.
         hang_timeout_s: how long workers may wait for another one, or a node be silent, before the run is ended.
@@ -62,38 +72,94 @@ def run_workers(
         KeyboardInterrupt: SIGINT came.
         SystemExit: SIGTERM or SIGHUP came; the code is 128 + its number.
     """
-    _prepare(run_dir)
+    prepare(run_dir)
+    conditions = Conditions(
+        run_dir,
+        interface=interface,
+        output=output,
+        grace_s=grace_s,
+        save_s=save_s,
+        hang_timeout_s=hang_timeout_s,
+        environ=environ or {},
+    )
+    outcome = run_once(plan, program, nodes, conditions)
+    raise_interruption(outcome.interrupted_by)
+    raise_failure(outcome, plan.world_size, run_dir, still_answers(outcome, nodes))
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What holds for a run however often it is started."""
+
+    run_dir: Path
+    interface: str | None = None
+    output: Output = "rank0"
+    grace_s: float = GRACE_S
+    save_s: float | None = None
+    hang_timeout_s: float = HANG_TIMEOUT_S
+    environ: Mapping[str, str] = field(default_factory=dict)
+    preload: tuple[str, ...] = ()
+    """Modules that processes load in advance for the next start; none: no such processes."""
+    goes_on: bool = False
+    """Whether a failure is followed by another start: then nobody is given time to end."""
+
+
+def run_once(
+    plan: Plan,
+    program: Sequence[str],
+    nodes: Sequence[RemoteTeam],
+    conditions: Conditions,
+    *,
+    signals: Signals | None = None,
+    restart: int = 0,
+    standbys: Standbys | None = None,
+    could_grow: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Start the workers of `plan` and watch them until the last one has ended; nothing of them is left then.
+
+    Args:
+        signals: those of a caller that has more than this to do; None: they are caught while workers run.
+        restart: how often the run has been started before.
+        standbys: of this node; agents have their own.
+        could_grow: whether there is a reason to end the run and start it with more workers.
+
+    Raises:
+        LaunchError: a worker cannot be started, or the nodes do not reach each other.
+    """
+    run_dir, hang_timeout_s = conditions.run_dir, conditions.hang_timeout_s
     events: Events = queue.SimpleQueue()
-    orders = Orders(run_dir, output, hang_timeout_s, events.put)
+    orders = Orders(run_dir, conditions.output, hang_timeout_s, events.put, restart, conditions.preload)
     launched_at = time.time()
     remote = _chosen(nodes, plan) if any(share.hostname for share in plan.nodes) else []
     with contextlib.ExitStack() as at_end:
         if remote:
-            meeting = arrange_meeting(remote, interface)
+            meeting = arrange_meeting(remote, conditions.interface)
         else:
             folder = tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True)
             meeting = meeting_on_one_node(Path(at_end.enter_context(folder)))
         commands = worker_commands(
-            plan, program, run_dir=run_dir, meeting=meeting, launched_at=launched_at, environ=environ
+            plan, program, run_dir=run_dir, meeting=meeting, launched_at=launched_at, environ=conditions.environ
         )
-        at_end.enter_context(_signals_to(events))
+        signals = signals or at_end.enter_context(catch_signals())
+        at_end.enter_context(signals.into(events))
         teams: Sequence[Team]
         if remote:
             teams = _start_on(remote, commands, orders, meeting.port, at_end)
         else:
-            teams = [_start_here(commands, orders, at_end)]
-        supervisor = Supervisor(teams, events, grace_s=grace_s, hang_timeout_s=hang_timeout_s)
-        outcome = supervisor.wait()
+            teams = [_start_here(commands, orders, standbys, at_end)]
+        supervisor = Supervisor(
+            teams,
+            events,
+            grace_s=conditions.grace_s,
+            save_s=conditions.save_s,
+            hang_timeout_s=hang_timeout_s,
+            goes_on=conditions.goes_on,
+            could_grow=could_grow,
+        )
+        supervisor.wait()
         at_end.close()
         supervisor.drain()
-    interrupted_by = supervisor.outcome().interrupted_by
-    if interrupted_by == signal.SIGINT:
-        raise KeyboardInterrupt
-    if interrupted_by is not None:
-        raise SystemExit(128 + interrupted_by)
-    lost = {loss.hostname for loss in outcome.losses if loss.silent_s is None}
-    answers = any(node.answers() for node in nodes if node.hostname in lost)
-    _raise_failure(outcome, plan.world_size, run_dir, answers)
+    return supervisor.outcome()
 
 
 def _chosen(nodes: Sequence[RemoteTeam], plan: Plan) -> list[RemoteTeam]:
@@ -105,8 +171,10 @@ def _chosen(nodes: Sequence[RemoteTeam], plan: Plan) -> list[RemoteTeam]:
     return [by_name[share.hostname] for share in plan.nodes]
 
 
-def _start_here(commands: Sequence[WorkerCommand], orders: Orders, at_end: contextlib.ExitStack) -> LocalTeam:
-    team = at_end.enter_context(contextlib.closing(LocalTeam(0, orders)))
+def _start_here(
+    commands: Sequence[WorkerCommand], orders: Orders, standbys: Standbys | None, at_end: contextlib.ExitStack
+) -> LocalTeam:
+    team = at_end.enter_context(contextlib.closing(LocalTeam(0, orders, standbys)))
     team.start(commands)
     return team
 
@@ -133,28 +201,74 @@ def _marker_in(run_dir: Path) -> Iterator[str]:
         yield Path(file.name).name
 
 
+class Signals:
+    """Signals that ask this process for something, as events of the run that is on; those in between wait for it."""
+
+    def __init__(self) -> None:
+        self._waiting: Events = queue.SimpleQueue()
+        self._events = self._waiting
+
+    def note(self, number: int, _frame: FrameType | None) -> None:
+        """The handler."""
+        self._events.put(Signalled(number))  # SimpleQueue.put may interrupt a get, and itself
+
+    @contextlib.contextmanager
+    def into(self, events: Events) -> Iterator[None]:
+        """While open, they go to `events`."""
+        self._events = events
+        try:
+            while not self._waiting.empty():
+                events.put(self._waiting.get())
+            yield
+        finally:
+            self._events = self._waiting
+
+    @property
+    def are_waiting(self) -> bool:
+        return not self._waiting.empty()
+
+    def end_wanted(self) -> int | None:
+        """The number of a signal that came between two runs and asks for the end; it is not told to the next run."""
+        while not self._waiting.empty():
+            event = self._waiting.get()
+            if isinstance(event, Signalled) and event.number in _ENDINGS:
+                return event.number
+        return None
+
+
 @contextlib.contextmanager
-def _signals_to(events: Events) -> Iterator[None]:
-    """While open, signals that ask this process to end are put into `events` instead."""
+def catch_signals() -> Iterator[Signals]:
+    """While open, signals do not end this process; outside of the main thread nothing is changed."""
+    signals = Signals()
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield signals
         return
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        events.put(Signalled(number))  # SimpleQueue.put may interrupt a get, and itself
-
-    endings = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     # What the caller ignores (nohup, a shell's background job) stays ignored.
-    heeded = [number for number in endings if signal.getsignal(number) not in (signal.SIG_IGN, None)]
-    before = {number: signal.signal(number, note) for number in heeded}
+    wanted = (*_ENDINGS, signal.SIGUSR1)
+    heeded = [number for number in wanted if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    before = {number: signal.signal(number, signals.note) for number in heeded}
     try:
-        yield
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _prepare(run_dir: Path) -> None:
+def raise_interruption(number: int | None) -> None:
+    """End as a process that was ended by this signal; nothing for none."""
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    if number is not None:
+        raise SystemExit(128 + number)
+
+
+def still_answers(outcome: Outcome, nodes: Sequence[RemoteTeam]) -> bool:
+    """Whether a node whose agent ended still answers: then it was the agent alone."""
+    lost = {loss.hostname for loss in outcome.losses if loss.silent_s is None}
+    return any(node.answers() for node in nodes if node.hostname in lost)
+
+
+def prepare(run_dir: Path) -> None:
     """Make the folders, readable by the user alone, and clear what an earlier run in the same folder left."""
     try:
         for folder in (run_dir, run_dir / "logs", run_dir / "failures"):
@@ -166,17 +280,21 @@ def _prepare(run_dir: Path) -> None:
         raise LaunchError(f"The run folder {run_dir} cannot be used: {error}.") from error
 
 
-def _raise_failure(outcome: Outcome, world_size: int, run_dir: Path, answers: bool) -> None:
+def raise_failure(outcome: Outcome, world_size: int, run_dir: Path, answers: bool) -> None:
     """Tell the user about a run in which at least one worker failed; nothing where all went well."""
     mistake = user_mistake(outcome)
     if mistake is not None:
         raise PacelineError(mistake)
     report = describe_failure(outcome, world_size, run_dir, answers=answers)
-    if report is None:
-        return
-    report.save(run_dir)
-    raise WorkerFailed(
-        report.sentence,
+    if report is not None:
+        report.save(run_dir)
+        raise worker_failed(report, run_dir)
+
+
+def worker_failed(report: FailureReport, run_dir: Path, more: str = "") -> WorkerFailed:
+    """The error of a run that failed as the report in `run_dir` says; `more` is another sentence for the user."""
+    return WorkerFailed(
+        f"{report.sentence} {more}".rstrip(),
         rank=report.ranks[0],
         details=report.evidence,
         exit_code=_exit_code(report),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import queue
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.launch.events import Events, Signalled, TeamLost, WorkerExited
@@ -14,6 +15,13 @@ from paceline.launch.team import Team
 
 CULPRIT_WAIT_S = 1.0
 """How long to listen for the cause: a worker may say that it lost a peer before the peer says why it left."""
+
+OTHERS_WAIT_S = 3.0
+"""How long to listen, where a run may go on, whether all workers raise the same: then it is the program's fault."""
+
+SETTLE_S = 0.5
+"""How long workers whose peer is gone may take to notice it, where a run goes on. Most do in milliseconds, and save
+what they have; who still waits then would wait for ever."""
 
 LONGEST_INTERVAL_S = 1.0
 
@@ -41,6 +49,12 @@ class Outcome:
     """Seconds since the epoch when everybody was asked to end; infinite if nobody was."""
     interrupted_by: int | None = None
     """The number of the signal that ended it."""
+    signalled: int | None = None
+    """The number of the first signal that asked for its end, also after a failure."""
+    made_room: bool = False
+    """Whether it was ended to go on with more workers."""
+    trained_at: float | None = None
+    """Seconds since the epoch when the first update was done."""
     hang: Hang | None = None
     hang_at: float = float("inf")
     """Seconds since the epoch when the hang was found."""
@@ -58,10 +72,35 @@ def interval_s(hang_timeout_s: float) -> float:
 class Supervisor:
     """Waits for the workers of all teams; ends all of them when one fails."""
 
-    def __init__(self, teams: Sequence[Team], events: Events, *, grace_s: float, hang_timeout_s: float) -> None:
+    def __init__(
+        self,
+        teams: Sequence[Team],
+        events: Events,
+        *,
+        grace_s: float,
+        hang_timeout_s: float,
+        save_s: float | None = None,
+        goes_on: bool = False,
+        could_grow: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Watch workers that have been started.
+
+        Args:
+            grace_s: between SIGTERM and SIGKILL.
+            save_s: the same for workers that are asked to save what they have; None: `grace_s`.
+            goes_on: the run will start again after a failure: then nobody is asked to end. Who does not end by itself
+                within a moment, and does not save what it has, is killed.
+            could_grow: whether there is a reason to start again with more workers.
+        """
         self._teams = teams
         self._events = events
         self._grace_s = grace_s
+        self._save_s = grace_s if save_s is None else save_s
+        self._goes_on = goes_on
+        self._could_grow = could_grow
+        self._signalled: int | None = None
+        self._made_room = False
+        self._trained_at: float | None = None
         self._interval_s = interval_s(hang_timeout_s)
         # A worker looks at itself, its agent at the worker, we at the agent: each up to one interval late. What lasts
         # for the whole bound is to be named within it all the same.
@@ -78,6 +117,8 @@ class Supervisor:
         self._deadline: float | None = None
         """On the monotonic clock: when to turn from listening to asking, or from asking to killing."""
         self._next_look = time.monotonic() + self._interval_s
+        # What workers of other nodes do is heard of some beats later.
+        self._settle_s = SETTLE_S + (2 * self._interval_s if any(team.hostname for team in teams) else 0.0)
 
     def wait(self) -> Outcome:
         """Return when every worker has ended, or is lost with its node."""
@@ -92,19 +133,23 @@ class Supervisor:
                     self._note_exit(team, rank)
                 case TeamLost(team):
                     self._lose(team, silent_s=None)
+                case Signalled(signal.SIGUSR1):
+                    for each in self._teams:
+                        each.ask_to_save()
                 case Signalled(number):
-                    if self._is_stopping:
+                    hurries = self._signalled is not None or (self._is_stopping and not self._goes_on)
+                    self._note_signal(number)
+                    if hurries:
                         self._kill()
-                    else:
-                        self._note_signal(number)
-                        self._ask_to_end()
+                    elif not self._is_stopping:
+                        self._ask_to_end(self._grace_s if number == signal.SIGINT else self._save_s)
         return self.outcome()
 
     def drain(self) -> None:
         """Note what is left in the events: too late to end anybody, but not to be obeyed or reported."""
         while not self._events.empty():
             event = self._events.get()
-            if isinstance(event, Signalled):
+            if isinstance(event, Signalled) and event.number != signal.SIGUSR1:
                 self._note_signal(event.number)
 
     def outcome(self) -> Outcome:
@@ -112,6 +157,9 @@ class Supervisor:
             tuple(self._endings),
             self._stopped_at,
             self._interrupted_by,
+            self._signalled,
+            self._made_room,
+            self._trained_at,
             self._hang,
             self._hang_at,
             self._states,
@@ -130,10 +178,12 @@ class Supervisor:
     def _what_is_due(self) -> None:
         now = time.monotonic()
         if self._deadline is not None and now >= self._deadline:
-            if self._is_stopping:
-                self._kill()
+            if not self._is_stopping:
+                self._end()
+            elif any(state.is_saving for state in self._all_states()) and time.time() < self._stopped_at + self._save_s:
+                self._deadline = now + self._settle_s
             else:
-                self._ask_to_end()
+                self._kill()
         if now >= self._next_look:
             self._next_look = now + self._interval_s
             self._look()
@@ -143,15 +193,24 @@ class Supervisor:
             silent_s = team.silent_s()
             if number not in self._lost and silent_s > self._bound_s:
                 self._lose(number, silent_s)
+        for number, team in enumerate(self._teams):
+            if number not in self._lost:
+                team.tend()
         if self._is_stopping or self._deadline is not None:
             return
         states = self._all_states()
+        for state in states:
+            self._note_training(state.trained_s)
         hang = judge(states, self._bound_s)
         if hang is not None:
             self._hang, self._states, self._hang_at = hang, tuple(states), time.time()
             if hang.kind != "stopped":  # who is stopped can write nothing down
                 self._stacks = {rank: text for team in self._teams for rank, text in team.stacks(hang.culprits).items()}
-            self._ask_to_end()
+            self._end(hang.culprits)
+        # One that has not made a step since it was started would only lose time.
+        elif states and all(state.trained_s is not None for state in states) and self._could_grow():
+            self._made_room = True
+            self._ask_to_end(self._save_s)
 
     def _all_states(self) -> list[WorkerState]:
         teams = [team for number, team in enumerate(self._teams) if number not in self._lost]
@@ -165,12 +224,28 @@ class Supervisor:
         if ending.failed and not self._states:
             self._states = tuple(self._all_states())
         self._endings.append(ending)
+        self._note_training(ending.trained_s)
         if not ending.failed or self._is_stopping:
             return
-        if ending.failure is None or not is_consequence(ending.failure):
-            self._ask_to_end()
-        elif self._deadline is None:
-            self._deadline = time.monotonic() + CULPRIT_WAIT_S
+        if ending.failure is not None and is_consequence(ending.failure):
+            self._wait_at_most(CULPRIT_WAIT_S)
+        elif ending.exit_code > 0 and self._goes_on and not self._all_wait():
+            self._wait_at_most(OTHERS_WAIT_S)
+        else:
+            self._end()
+
+    def _wait_at_most(self, seconds: float) -> None:
+        if self._deadline is None:
+            self._deadline = time.monotonic() + seconds
+
+    def _all_wait(self) -> bool:
+        """Whether all that run wait for others: then none of them will raise anything of its own."""
+        states = self._all_states()
+        return bool(states) and all(state.inside_s is not None for state in states)
+
+    def _note_training(self, trained_s: float | None) -> None:
+        if trained_s is not None:
+            self._trained_at = min(time.time() - trained_s, self._trained_at or float("inf"))
 
     def _lose(self, number: int, silent_s: float | None) -> None:
         team = self._teams[number]
@@ -181,17 +256,29 @@ class Supervisor:
         self._losses.append(NodeLoss(team.hostname, ranks, time.time(), silent_s, self._is_stopping))
         if ranks and not self._is_stopping:
             self._states = tuple(self._all_states())
-            self._ask_to_end()
+            self._end()
 
     def _note_signal(self, number: int) -> None:
         # A failure that came before the signal is the better answer to why the run ended.
+        self._signalled = self._signalled or number
         has_failed = any(ending.failed for ending in self._endings) or self._losses or self._hang
         if self._interrupted_by is None and not has_failed:
             self._interrupted_by = number
 
-    def _ask_to_end(self) -> None:
+    def _end(self, hanging: Sequence[int] = ()) -> None:
+        """After a failure; those that hang are the ones that others wait for."""
+        if not self._goes_on:
+            self._ask_to_end(self._grace_s)
+            return
         self._stopped_at = time.time()
-        self._deadline = time.monotonic() + self._grace_s
+        self._deadline = time.monotonic() + self._settle_s
+        for team in self._teams:
+            if ranks := [rank for rank in team.running if rank in hanging]:
+                team.kill(ranks)
+
+    def _ask_to_end(self, grace_s: float) -> None:
+        self._stopped_at = min(self._stopped_at, time.time())
+        self._deadline = time.monotonic() + grace_s
         for team in self._teams:
             team.ask_to_end()
 

@@ -22,10 +22,10 @@ from paceline.launch.failures import Ending, Failure, failure_path, log_path, st
 from paceline.launch.hang import WorkerState
 from paceline.launch.memory import count_oom_kills, kernel_log_names
 from paceline.launch.output import LinePump, Show, show_here
+from paceline.launch.standbys import Standbys
 from paceline.pulse import read_vitals
 
 Output = Literal["rank0", "all"]
-_Target = int | IO[bytes] | None
 
 STACKS_WAIT_S = 1.0
 """How long a worker may take to write down where it is; Python's own handler needs milliseconds."""
@@ -40,6 +40,10 @@ class Orders:
     hang_timeout_s: float
     notify: Callable[[Event], None]
     """Where that goes which happens to workers; called from any thread."""
+    restart: int = 0
+    """How often the run has been started before; its logs go on where they were."""
+    preload: tuple[str, ...] = ()
+    """Modules that processes are to load in advance for the next start; none: no such processes."""
 
 
 class Team(Protocol):
@@ -64,11 +68,17 @@ class Team(Protocol):
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         """Where the Python threads of these workers are; empty texts for those that cannot say."""
 
-    def ask_to_end(self) -> None:
-        """SIGTERM to all workers and what they started."""
+    def tend(self) -> None:
+        """Do what is due; called now and then by the thread that started the workers."""
 
-    def kill(self) -> None:
-        """SIGKILL to all workers and what they started."""
+    def ask_to_save(self) -> None:
+        """SIGUSR1 to all workers."""
+
+    def ask_to_end(self) -> None:
+        """SIGTERM to all workers; what they started is killed after them."""
+
+    def kill(self, ranks: Sequence[int] | None = None) -> None:
+        """SIGKILL to these workers, None: to all, and what they started."""
 
     def close(self) -> None:
         """Kill what runs and let go of everything; nothing of the team is left when this returns."""
@@ -79,8 +89,10 @@ class LocalTeam:
 
     hostname = ""
 
-    def __init__(self, number: int, orders: Orders) -> None:
-        """`number` is the team's own in the events it tells."""
+    def __init__(self, number: int, orders: Orders, standbys: Standbys | None = None) -> None:
+        """`number` is the team's own in the events it tells; `standbys` are kept as many as workers."""
+        self._standbys = standbys
+        self._variables: list[dict[str, str]] = []
         self._number = number
         self._orders = orders
         self._run_dir = orders.run_dir
@@ -118,6 +130,7 @@ class LocalTeam:
                 where = f"on {self.hostname}" if self.hostname else "on this machine"
                 raise LaunchError(f"Worker {command.rank} cannot be started {where}: {error}.") from error
             self._running[command.rank] = process
+            self._variables.append(command.variables)
             self._oom_kills[command.rank] = count_oom_kills(process.pid)
             threading.Thread(
                 target=self._report_exit, args=(command.rank, process), name=f"worker-{command.rank}-end", daemon=True
@@ -128,10 +141,6 @@ class LocalTeam:
     @property
     def running(self) -> Sequence[int]:
         return tuple(self._running)
-
-    @property
-    def pids(self) -> dict[int, int]:
-        return {rank: process.pid for rank, process in self._running.items()}
 
     def collect(self, rank: int) -> Ending:
         seen_at = time.time()
@@ -144,6 +153,8 @@ class LocalTeam:
             (before is not None and after is not None and after > before) or kernel_log_names(process.pid)
         )
         failure = Failure.read(failure_path(self._run_dir, rank)) if exit_code else None
+        if failure is not None and failure.pid != process.pid:
+            failure = None  # of an earlier worker of that rank
         vitals = read_vitals(self._pulse(rank))
         return Ending(
             rank=rank,
@@ -154,6 +165,7 @@ class LocalTeam:
             out_of_memory=ran_out,
             step=vitals.step,
             collective=vitals.collective,
+            trained_s=vitals.trained_s,
         )
 
     def states(self) -> list[WorkerState]:
@@ -175,6 +187,8 @@ class LocalTeam:
                     inside_s=vitals.inside_s,
                     beat_age_s=vitals.beat_age_s,
                     stopped_s=None if since is None else now - since,
+                    trained_s=vitals.trained_s,
+                    is_saving=vitals.is_saving,
                 )
             )
         return found
@@ -199,13 +213,27 @@ class LocalTeam:
                 written[rank] = text
         return written
 
-    def ask_to_end(self) -> None:
-        for process in self._running.values():
-            _signal_group(process, signal.SIGTERM)
+    def tend(self) -> None:
+        if self._standbys is None or len(self._running) < len(self._variables):
+            return
+        # Not while workers start: they would get to their first step later.
+        if all(state.trained_s is not None for state in self.states()):
+            self._standbys.keep(len(self._variables), self._variables[0])
 
-    def kill(self) -> None:
+    def ask_to_save(self) -> None:
+        for rank, process in self._running.items():
+            if read_vitals(self._pulse(rank)).beat_age_s is not None:  # before that it would die of the signal
+                _send(process, signal.SIGUSR1)
+
+    def ask_to_end(self) -> None:
+        # Not to what they started: a worker may need its loaders to save what it has.
         for process in self._running.values():
-            _signal_group(process, signal.SIGKILL)
+            _send(process, signal.SIGTERM)
+
+    def kill(self, ranks: Sequence[int] | None = None) -> None:
+        for rank, process in self._running.items():
+            if ranks is None or rank in ranks:
+                _signal_group(process, signal.SIGKILL)
 
     def close(self) -> None:
         self.kill()
@@ -224,22 +252,38 @@ class LocalTeam:
         if inherits:
             return self._spawn(command, store_fd)  # a terminal stays a terminal
         with contextlib.ExitStack() as on_error:
-            log = on_error.enter_context(open(log_path(self._run_dir, command.rank), "wb", buffering=0))
+            log = on_error.enter_context(self._open_log(command.rank))
             if self._pump is None:
-                return self._spawn(command, store_fd, stdout=log, stderr=subprocess.STDOUT)
-            process = self._spawn(command, store_fd, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            on_error.pop_all()  # the pump closes the log
+                return self._spawn(command, store_fd, log.fileno(), log.fileno())
+            with contextlib.ExitStack() as theirs:
+                (stdout, out), (stderr, err) = _pipe(on_error, theirs), _pipe(on_error, theirs)
+                process = self._spawn(command, store_fd, out, err)
+            on_error.pop_all()  # the pump closes them
         prefix = b"" if command.rank == 0 else b"[rank %d] " % command.rank if self._orders.output == "all" else None
-        self._pump.add(process, prefix=prefix, log=log)
+        self._pump.add(stdout, stderr, prefix=prefix, log=log)
         return process
 
+    def _open_log(self, rank: int) -> IO[bytes]:
+        restart = self._orders.restart
+        log = open(log_path(self._run_dir, rank), "ab" if restart else "wb", buffering=0)  # noqa: SIM115
+        if restart:
+            with contextlib.suppress(OSError):  # a full disk is no reason not to train
+                log.write(b"--- restart %d: rank %d begins here ---\n" % (restart, rank))
+        return log
+
     def _spawn(
-        self, command: WorkerCommand, store_fd: int | None, stdout: _Target = None, stderr: _Target = None
+        self, command: WorkerCommand, store_fd: int | None, stdout: int | None = None, stderr: int | None = None
     ) -> subprocess.Popen[bytes]:
+        variables = command.variables | env.node_variables(self._pulse(command.rank), store_fd)
+        if self._standbys is not None:
+            streams = (self._lifeline_read, 1 if stdout is None else stdout, 2 if stderr is None else stderr)
+            process = self._standbys.take(command.argv, variables, streams, store_fd)
+            if process is not None:
+                return process
         # The kernel ties a worker's life to the thread that starts it: this one, which stays to the end.
         return subprocess.Popen(
             command.argv,
-            env=dict(os.environ) | command.variables | env.node_variables(self._pulse(command.rank), store_fd),
+            env=env.everything() | variables,
             stdin=self._lifeline_read,
             stdout=stdout,
             stderr=stderr,
@@ -261,6 +305,18 @@ class LocalTeam:
 def aged(ending: Ending, now: float) -> Ending:
     """The same with its age in place of its time, for another node, whose clock may differ; and back again."""
     return replace(ending, time=now - ending.time)
+
+
+def _pipe(ours: contextlib.ExitStack, theirs: contextlib.ExitStack) -> tuple[IO[bytes], int]:
+    """A pipe's end to read from, which `ours` closes, and its other end, which `theirs` closes."""
+    read_fd, write_fd = os.pipe()
+    theirs.callback(os.close, write_fd)
+    return ours.enter_context(os.fdopen(read_fd, "rb", buffering=0)), write_fd
+
+
+def _send(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, number)  # not yet reaped: the pid is its own
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

@@ -5,6 +5,8 @@
 
 A launcher that wants to be outlived by nobody passes the read end of a pipe as standard input and keeps the
 other end: a pipe without a writer means that the launcher is gone.
+
+SIGTERM ends the program, which may save what it has first; SIGUSR1 means that it should save and go on.
 """
 
 from __future__ import annotations
@@ -43,6 +45,8 @@ def main(program: Sequence[str]) -> None:
     """Run `program` as `python` would have; end the process by force if it fails."""
     die_with_launcher()
     _unwind_on_sigterm()
+    # "Save a checkpoint now" must not end a program that has nothing to save.
+    signal.signal(signal.SIGUSR1, lambda _number, _frame: None)
     rank, run_dir = env.worker_facts().rank, env.run_dir()
     if cpus := env.cpus():
         os.sched_setaffinity(0, cpus)

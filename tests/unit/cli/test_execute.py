@@ -39,12 +39,14 @@ def test_a_finished_run_is_never_lost(tmp_path: Path) -> None:
 
 def test_a_run_lies_ready_as_files(tmp_path: Path) -> None:
     job, plan = Job(name="digits", epochs=3), Plan(world_size=2)
-    program = write_run(job, plan, tmp_path / "deep" / "run", max_steps=7, quiet=True, trackers=["tensorboard"])
+    program = write_run(
+        job, plan, tmp_path / "deep" / "run", max_steps=7, quiet=True, trackers=["tensorboard"], force=True
+    )
     run_dir = tmp_path / "deep" / "run"
     assert begun_with(run_dir) == (job, plan, 7)
     assert program == [
         *("-m", "paceline.train", str(run_dir)),
-        *("--max-steps", "7", "--quiet", "--track", "tensorboard"),
+        *("--max-steps", "7", "--quiet", "--force", "--track", "tensorboard"),
     ]
 
 

@@ -11,8 +11,20 @@ import pytest
 
 from paceline import env
 from paceline.cli import site
-from paceline.cli.site import LauncherName, Where, dry_run, named_hosts, reach, settled, shared_out, site_on_paper
+from paceline.cli.site import (
+    Elastic,
+    LauncherName,
+    Where,
+    dry_run,
+    named_hosts,
+    reach,
+    settled,
+    shared_out,
+    site_on_paper,
+    with_room,
+)
 from paceline.errors import LaunchError
+from paceline.launch.elastic import Limits
 from paceline.launch.hosts import HostSlots
 from paceline.plan.placement import spread
 from paceline.spec import Cluster, Device, Node, NodeShare, Plan
@@ -187,8 +199,38 @@ def test_what_is_busy_here_is_not_busy_on_paper(monkeypatch: pytest.MonkeyPatch)
     assert [share.num_workers for share in plan.nodes] == [2, 2]
 
 
+def test_how_far_a_run_may_shrink_and_grow() -> None:
+    assert Elastic().limits(4) is None
+    assert Elastic(min_workers=2).limits(4) == Limits(2, 4, 3)
+    assert Elastic(min_workers=2, max_workers=3, max_restarts=0).limits(4) == Limits(2, 3, 0)
+    assert Elastic(min_workers=2, max_workers=8).limits(4) == Limits(2, 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("elastic", "words"),
+    [
+        (Elastic(max_workers=2), "--max-workers goes with --min-workers"),
+        (Elastic(max_restarts=0), "--max-restarts goes with --min-workers"),
+        (Elastic(min_workers=5), "--min-workers 5 is more than the 4 workers of this run"),
+        (Elastic(min_workers=3, max_workers=2), "--min-workers 3 is more than the 2 workers of this run"),
+    ],
+)
+def test_limits_that_cannot_be_meant(elastic: Elastic, words: str) -> None:
+    with pytest.raises(LaunchError, match=words):
+        elastic.limits(4)
+
+
+def test_cpu_workers_may_outnumber_the_cores_of_a_run_that_goes_on() -> None:
+    cluster = Cluster((node(), replace(node(hostname="b"), is_remote=True)))
+    plan = Plan(world_size=8, nodes=(NodeShare("", 6), NodeShare("b", 2)))
+    assert [len(one.devices) for one in with_room(cluster, plan).nodes] == [6, 4]
+    assert with_room(cluster, Plan(world_size=2)) == cluster
+
+
 def test_one_worker_alone_can_be_debugged(tmp_path: Path) -> None:
     here = site.Site(Where("debug"), Cluster((node(),)))
     with pytest.raises(LaunchError, match="--launcher debug runs one worker in this process, not 2; add -n 1"):
         here.run(Plan(world_size=2), PROGRAM, run_dir=tmp_path / "run")
+    with pytest.raises(LaunchError, match="leave --min-workers out"):
+        here.run_elastic(Limits(1, 1), spread, lambda _plan: PROGRAM, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()

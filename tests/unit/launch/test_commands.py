@@ -58,7 +58,8 @@ def test_the_ranks_of_a_node_stand_together_and_know_their_devices() -> None:
     plan = Plan(world_size=3, nodes=shares, debug_comm=True)
     meeting = Meeting("tcp://10.0.0.1:4321", ("eth0", "ib0"))
     found = worker_commands(plan, ["t.py"], run_dir=Path("/runs/1"), meeting=meeting, launched_at=0.0)
-    assert [(command.node, command.rank, command.local_rank) for command in found] == [(0, 0, 0), (0, 1, 1), (1, 2, 0)]
+    assert [(command.node, command.rank) for command in found] == [(0, 0), (0, 1), (1, 2)]
+    assert [command.variables["LOCAL_RANK"] for command in found] == ["0", "1", "0"]
     assert [command.variables["LOCAL_WORLD_SIZE"] for command in found] == ["2", "2", "1"]
     assert [command.variables["CUDA_VISIBLE_DEVICES"] for command in found] == ["3,0", "3,0", "5"]
     assert {command.variables["CUDA_DEVICE_ORDER"] for command in found} == {"PCI_BUS_ID"}

@@ -1,0 +1,198 @@
+"""The nodes of an elastic run: those that are there, and those that were lost and are tried again."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from paceline.errors import LaunchError
+from paceline.launch.messages import Hello
+from paceline.launch.remote import RemoteTeam, check_versions
+from paceline.spec import Cluster, Node, Plan
+
+RETRY_S = 3.0
+"""Between two tries to reach a lost node; twice as long with every further time that it is lost."""
+LONGEST_RETRY_S = 60.0
+LOOK_S = 0.05
+"""How often to look at what other threads find out."""
+
+Describe = Callable[[str, Hello], Node]
+"""From a node's name and its agent's first word to what the run may use of it."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place for one worker."""
+
+    hostname: str
+    """As in the plan: empty for this node."""
+    device: int
+    """The index of its GPU; on CPU the worker's number on its node."""
+
+
+def slots(plan: Plan) -> list[Slot]:
+    """The place of every rank."""
+    return [
+        Slot(share.hostname, share.devices[number] if share.devices else number)
+        for share in plan.shares
+        for number in range(share.num_workers)
+    ]
+
+
+class Fleet:
+    """Says what there is to run on now; owns the agents that it reaches again."""
+
+    def __init__(self, cluster: Cluster, teams: Sequence[RemoteTeam] = (), describe: Describe | None = None) -> None:
+        """Begin with all nodes of `cluster`, which `teams` reach; without `describe` no lost node is tried again."""
+        self._whole = cluster
+        self._describe = describe
+        self._nodes = {_name(node): node for node in cluster.nodes}
+        self._order = list(self._nodes)
+        self._teams = {team.hostname: team for team in teams}
+        self._first = teams[0] if teams else None
+        self._num_losses: Counter[str] = Counter()
+        self._is_closing = threading.Event()
+        self._lock = threading.Lock()
+        self._trying: dict[str, RemoteTeam] = {}
+        self._hopeful: set[str] = set()
+        """Lost nodes whose first new try is not over."""
+        self._returned: list[tuple[RemoteTeam, Hello]] = []
+        self._mine: list[RemoteTeam] = []
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def cluster(self) -> Cluster:
+        """What can be used now, in the order of the beginning."""
+        there = (self._nodes[name] for name in self._order if name in self._nodes)
+        return replace(self._whole, nodes=tuple(node for node in there if node.devices))
+
+    @property
+    def teams(self) -> list[RemoteTeam]:
+        return list(self._teams.values())
+
+    @property
+    def num_slots(self) -> int:
+        return sum(not device.busy for device in self.cluster.devices)
+
+    @property
+    def has_returned(self) -> bool:
+        """Whether a lost node can be used again."""
+        with self._lock:
+            return any(not team.is_gone for team, _ in self._returned)
+
+    @property
+    def is_hopeful(self) -> bool:
+        """Whether a node that was lost just now may turn out to be there."""
+        with self._lock:
+            return bool(self._hopeful)
+
+    def lose(self, hostname: str) -> None:
+        """The node, or its agent, does not answer; from now on it is tried again."""
+        team = self._teams.pop(hostname, None)
+        if team is None:
+            return
+        del self._nodes[hostname]
+        team.close()
+        self._try_again(team)
+
+    def lose_unusable(self, newcomers: Sequence[str], wait_s: float) -> list[str]:
+        """After a start that did not succeed: lose the nodes that are gone; their names.
+
+        Waits up to `wait_s` for one to show that it is; where none does, the `newcomers` are to blame.
+        """
+        deadline = time.monotonic() + wait_s
+        while not (gone := [name for name, team in self._teams.items() if team.is_gone]):
+            if time.monotonic() >= deadline:
+                gone = [name for name in newcomers if name in self._teams]
+                break
+            time.sleep(LOOK_S)
+        for name in gone:
+            self.lose(name)
+        return gone
+
+    def leave_out(self, slot: Slot) -> None:
+        """Use a place no more, as long as its node is there."""
+        node = self._nodes.get(slot.hostname)
+        if node is None:
+            return
+        if node.device_kind == "cuda":
+            devices = tuple(device for device in node.devices if device.index != slot.device)
+        else:
+            devices = node.devices[:-1]  # one is like the other
+        self._nodes[slot.hostname] = replace(node, devices=devices)
+
+    def take_back(self) -> list[str]:
+        """Use again what has returned; the names of these nodes."""
+        with self._lock:
+            returned, self._returned = self._returned, []
+        names = []
+        for team, hello in returned:
+            if team.is_gone:
+                self._try_again(team)
+                continue
+            assert self._describe is not None
+            self._teams[team.hostname] = team
+            self._nodes[team.hostname] = self._describe(team.hostname, hello)
+            names.append(team.hostname)
+        return names
+
+    def close(self) -> None:
+        self._is_closing.set()
+        with self._lock:
+            trying = list(self._trying.values())
+        for team in (*trying, *self._mine):
+            team.close()  # which ends a wait for its answer
+        for thread in self._threads:
+            thread.join()
+
+    def _try_again(self, lost: RemoteTeam) -> None:
+        if self._describe is None:
+            return
+        name = lost.hostname
+        self._num_losses[name] += 1
+        pause_s = min(RETRY_S * 2 ** (self._num_losses[name] - 1), LONGEST_RETRY_S)
+        self._hopeful.add(name)
+        thread = threading.Thread(target=self._reach, args=(lost, pause_s), name=f"{name}-again", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _reach(self, lost: RemoteTeam, pause_s: float) -> None:
+        lost.close()
+        while not self._is_closing.is_set():
+            try:
+                reached = self._reached(lost)
+            except LaunchError:
+                reached = None
+            with self._lock:
+                self._trying.pop(lost.hostname, None)
+                if reached is not None:
+                    self._returned.append(reached)
+                self._hopeful.discard(lost.hostname)
+            if reached is not None or self._is_closing.wait(pause_s):
+                return
+
+    def _reached(self, lost: RemoteTeam) -> tuple[RemoteTeam, Hello]:
+        """A new agent on the node of `lost`; raises `LaunchError` if there can be none."""
+        with contextlib.ExitStack() as on_error:
+            with self._lock:
+                team = RemoteTeam(lost.reach)
+                on_error.callback(team.close)
+                self._trying[lost.hostname] = team
+            if self._is_closing.is_set():
+                raise LaunchError("The run is over.")
+            hello = team.hello()
+            if self._first is not None:
+                check_versions(self._first, team)
+            with self._lock:
+                self._mine.append(team)
+            on_error.pop_all()
+        return team, hello
+
+
+def _name(node: Node) -> str:
+    """As plans name it."""
+    return node.hostname if node.is_remote else ""

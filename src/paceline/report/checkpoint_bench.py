@@ -1,0 +1,72 @@
+"""Timed checkpoints in; a table for the terminal and JSON out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from paceline.report.comm_bench import megabytes_text, rate_text, ratio_text, time_text
+from paceline.report.formats import percent
+from paceline.spec import CheckpointSpec
+from paceline.spec.checkpoint_timing import CheckpointTimings
+
+
+def checkpoint_mapping(timings: CheckpointTimings) -> dict[str, Any]:
+    """The result of `paceline bench checkpoint --json`: medians, every figure with its unit in its name."""
+    return {
+        "address": timings.request.address,
+        "world_size": timings.world_size,
+        "device_kind": timings.device_kind,
+        "num_parameters": timings.request.num_parameters,
+        "num_rounds": len(timings.stalls_s),
+        "num_bytes": timings.num_bytes,
+        "stall_s": timings.stall_s,
+        "first_stall_s": timings.first_stall_s,
+        "copy_s": timings.copy_s,
+        "stall_over_copy": timings.stall_over_copy,
+        "complete_s": timings.complete_s,
+        "write_bytes_per_s": timings.num_bytes / timings.complete_s,
+        "read_s": timings.read_s,
+        "environment": dict(timings.environment),
+    }
+
+
+def checkpoint_table(timings: CheckpointTimings) -> RenderableType:
+    """What training waits for, what goes on behind it, and what that means for a run."""
+    n, rounds = timings.world_size, len(timings.stalls_s)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
+    table.add_row(
+        "training stalls", time_text(timings.stall_s), f"{ratio_text(timings.stall_over_copy)} a copy in memory"
+    )
+    table.add_row("the first time", time_text(timings.first_stall_s), "memory for the copy has to be found")
+    table.add_row("complete after", time_text(timings.complete_s), rate_text(timings.num_bytes / timings.complete_s))
+    table.add_row("read and checked", time_text(timings.read_s), rate_text(timings.num_bytes / timings.read_s))
+    return Group(
+        Text(
+            f"{timings.request.num_parameters:,} parameters with Adam's state, {megabytes_text(timings.num_bytes)} MB, "
+            f"{n} worker{'s' * (n > 1)} ({timings.device_kind})",
+            style="bold",
+        ),
+        Text(f"{timings.request.address}, median of {rounds} round{'s' * (rounds > 1)}"),
+        table,
+        Text(f"\n{_meaning(timings)}", style="bold"),
+    )
+
+
+def _meaning(timings: CheckpointTimings) -> str:
+    minutes = CheckpointSpec().every_minutes
+    assert minutes is not None
+    lost = percent(timings.stall_s / (60 * minutes), 2)
+    if timings.complete_s > 60 * minutes:
+        return (
+            f"A checkpoint takes longer than the {minutes:g} minutes between two: the storage decides how often one is "
+            f"kept, every {timings.complete_s / 60:.1f} minutes at best."
+        )
+    return f"A checkpoint every {minutes:g} minutes, the default, costs training {lost} of its time."

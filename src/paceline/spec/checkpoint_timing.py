@@ -1,0 +1,86 @@
+"""`CheckpointRequest` and `CheckpointTimings`: what to save, and what saving it cost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from paceline.spec.cluster import DeviceKind
+from paceline.spec.codec import at_least, from_mapping, to_mapping
+
+
+@dataclass(frozen=True)
+class CheckpointRequest:
+    """The state of a model and where to save it."""
+
+    address: str
+    """A folder that all nodes see, or an address such as s3://bucket/place; it is removed in the end."""
+    num_parameters: int = at_least(1, 100_000_000)
+    """In float32; Adam's two averages are saved with each, so a checkpoint has 12 bytes for it."""
+    num_rounds: int = at_least(1, 5)
+    """After a first one, which also has to find memory."""
+    device_kind: DeviceKind | None = None
+    """None: GPUs where there are any."""
+    timeout_s: float = at_least(1, 600.0)
+    """How long a call waits for a silent worker."""
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> CheckpointRequest:
+        return from_mapping(cls, mapping)
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(to_mapping(self), indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class CheckpointTimings:
+    """What one benchmark measured: seconds of the slowest worker, a round each."""
+
+    request: CheckpointRequest
+    world_size: int
+    device_kind: DeviceKind
+    num_bytes: int
+    """Of all files of a checkpoint."""
+    first_stall_s: float
+    """For how long training waits the first time."""
+    stalls_s: tuple[float, ...]
+    """And every time after that."""
+    copies_s: tuple[float, ...]
+    """The same numbers copied into memory that is there already: no stall can be shorter, all else being equal."""
+    completes_s: tuple[float, ...]
+    """From the begin until the checkpoint is complete and would survive a power cut."""
+    reads_s: tuple[float, ...]
+    """For one worker to read all of it and to check every byte, a moment after it was written."""
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def stall_s(self) -> float:
+        return median(self.stalls_s)
+
+    @property
+    def copy_s(self) -> float:
+        return median(self.copies_s)
+
+    @property
+    def complete_s(self) -> float:
+        return median(self.completes_s)
+
+    @property
+    def read_s(self) -> float:
+        return median(self.reads_s)
+
+    @property
+    def stall_over_copy(self) -> float:
+        """The median of the rounds' own ratios: a machine whose speed drifts spoils both alike."""
+        return median(stall / copy for stall, copy in zip(self.stalls_s, self.copies_s, strict=True))
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> CheckpointTimings:
+        return from_mapping(cls, mapping)
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(to_mapping(self), indent=2) + "\n", encoding="utf-8")
