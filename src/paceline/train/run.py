@@ -190,6 +190,7 @@ class Run:
             abandon()
             is_whole = self._phase == "between" or (self._phase == "gradients" and not self.engine.changes_buffers)
             if checkpoints is not None and isinstance(error, Exception | KeyboardInterrupt) and is_whole:
+                self._pulse.save()  # whoever would end this worker waits for it
                 checkpoints.rescue()
         else:
             self._agreement.heard()  # nothing stays under way
