@@ -166,7 +166,7 @@ def main() -> None:
     arguments = parser.parse_args()
     out = (arguments.out or Path(tempfile.mkdtemp(prefix="paceline-survival-"))).resolve()
     wanted = [name for name in arguments.only.split(",") if name]
-    undisturbed = train_undisturbed(out / "undisturbed")
+    undisturbed = train_for(out / "undisturbed")
     print("| case | strikes | runs with equal weights | most steps lost | left unfinished | no good one found |")
     print("|---|---|---|---|---|---|", flush=True)
     for name in wanted or [*ON_ONE_NODE, *ON_NODES]:
@@ -177,11 +177,10 @@ def main() -> None:
             print(measure(name, strike, place, out, undisturbed, arguments.times, chance).row(), flush=True)
 
 
-def train_undisturbed(folder: Path) -> str:
-    """The fingerprint of the weights of a run on one worker."""
-    place = OneNode()
-    launcher = place.start(folder, 1, random.Random(0))
-    deadline = time.monotonic() + 600
+def train_for(folder: Path, settings: Sequence[str] = ()) -> str:
+    """The fingerprint of the weights of a run on one worker that nobody disturbs."""
+    launcher = OneNode().start(folder, 1, random.Random(0), settings)
+    deadline = time.monotonic() + 3600
     while launcher.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -269,8 +268,8 @@ def find_workers(folder: Path) -> list[Worker]:
     return sorted(found, key=lambda worker: worker.rank)
 
 
-def _command(folder: Path, *words: str) -> list[str]:
-    settings = [word for setting in SETTINGS for word in ("--set", setting)]
+def _command(folder: Path, more_settings: Sequence[str], *words: str) -> list[str]:
+    settings = [word for setting in (*SETTINGS, *more_settings) for word in ("--set", setting)]
     return [
         *(sys.executable, "-m", "paceline", "train", "digits-lenet", *settings, "--quiet"),
         *("--threads", "1", "--out", str(folder), "--hang-timeout", "5", *words),
@@ -283,11 +282,16 @@ class OneNode:
     layouts: Sequence[int] = (1, 2, 3, 4)
     nodes: Sequence[namespaces.Node] = ()
 
-    def start(self, folder: Path, num_workers: int, _chance: random.Random) -> Process:
+    def start(
+        self, folder: Path, num_workers: int, _chance: random.Random, settings: Sequence[str] = (), *words: str
+    ) -> Process:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "launcher.log", "ab") as log:
             return subprocess.Popen(
-                _command(folder, "--workers", str(num_workers)), stdout=log, stderr=log, start_new_session=True
+                _command(folder, settings, "--workers", str(num_workers), *words),
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
 
     def repair(self) -> None:
@@ -333,7 +337,7 @@ class SeveralNodes:
         folder.mkdir(parents=True, exist_ok=True)
         shares = [num_workers, chance.choice(self.layouts)]
         hosts = ",".join(f"{node.hostname}:{share}" for node, share in zip(self.nodes, shares, strict=True))
-        return _OnNode(self._cluster.nodes[0].exec(_command(folder, "--hosts", hosts)))
+        return _OnNode(self._cluster.nodes[0].exec(_command(folder, (), "--hosts", hosts)))
 
     def repair(self) -> None:
         for node in self._cluster.nodes:
