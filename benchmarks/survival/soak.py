@@ -1,6 +1,6 @@
 """Training under fire: an elastic run that is struck again and again, and what it leaves behind.
 
-    python -m benchmarks.soak [--minutes 30] [--workers 3] [--seed 0] [--out DIR]
+    python -m benchmarks.survival.soak [--minutes 30] [--workers 3] [--seed 0] [--out DIR]
 
 Every 20 to 40 s a worker, or all of them, is killed or stopped, while the launcher brings the run back by itself. The
 weights at the end have to be those of a run that nobody disturbed, bit for bit; the launcher may not keep a process, a
@@ -21,9 +21,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.survival import OneNode, Worker, find_workers, train_for
-
 from paceline.spec import RunRecord
+
+from .runs import OneNode, Worker, find_workers, train_for
 
 FAULT_S = (20.0, 40.0)
 STEPS_PER_MINUTE = 1200
