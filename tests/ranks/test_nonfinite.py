@@ -80,5 +80,5 @@ def test_without_a_way_on_the_run_ends(tmp_path: Path) -> None:
         run_ranks(_train, 2, {"nonfinite": "stop"}, None, (3,))
     with pytest.raises(AssertionError, match=r"ModelError: Step 1.*no checkpoint yet"):
         run_ranks(_train, 1, {"nonfinite": "rollback"}, str(tmp_path), (0,))
-    with pytest.raises(AssertionError, match=r"ModelError: Step 10.*10th step in a row"):
+    with pytest.raises(AssertionError, match=r"ModelError: Step 10.*10th in a row"):
         run_ranks(_train, 1, {"epochs": 4}, None, tuple(range(20)))
