@@ -214,8 +214,12 @@ def _rounded(number: float) -> float:
     return round(number, 3)
 
 
-def steps_in_turn(num_parameters: float, rounds: int, folder: str) -> dict[str, list[float]]:
-    """One worker with one thread: the steps that fall wholly into a write, and as many after it, in turn."""
+def steps_in_turn(num_parameters: float, rounds: int, folder: str) -> tuple[list[Seconds], list[Seconds], list[float]]:
+    """One worker with one thread: the steps that fall wholly into a write, and as many after it, in turn.
+
+    Returns:
+        Those of the first kind, those of the second, and how long each write took.
+    """
     torch.manual_seed(0)
     keep_freed_memory()
     model = gpt(num_parameters)
@@ -224,50 +228,54 @@ def steps_in_turn(num_parameters: float, rounds: int, folder: str) -> dict[str, 
     saver = Paceline(root / "paceline", model, optimizer)
     tokens = cycle(torch.randint(0, 256, (8, 1, TOKENS + 1)))
 
-    def step_s() -> float:
-        began = time.perf_counter()
+    def step() -> None:
         batch = next(tokens)
         loss = nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        return time.perf_counter() - began
 
-    times: dict[str, list[float]] = {"writing_s": [], "quiet_s": [], "write_s": []}
+    writing: list[Seconds] = []
+    quiet: list[Seconds] = []
+    writes_s: list[float] = []
     for _ in range(3):
-        step_s()
+        step()
     for number in range(rounds):
         _quiet(root)
         began = time.perf_counter()
         saver.save(number)
-        count = 0
-        while True:
-            seconds = step_s()
-            if not saver.is_writing:
-                break
-            times["writing_s"].append(seconds)
-            count += 1
-        times["write_s"].append(time.perf_counter() - began)
+        within: list[Seconds] = []
+        while saver.is_writing:
+            within.append(seconds_of(step))
+        writes_s.append(time.perf_counter() - began)
+        writing += within[:-1]  # in the last one it ended
         _quiet(root)
-        times["quiet_s"] += [step_s() for _ in range(max(1, count))]
-    return times
+        quiet += [seconds_of(step) for _ in within]
+    return writing, quiet, writes_s
 
 
 def background(num_parameters: float, rounds: int, scratch: Path) -> dict[str, Any]:
-    """Step time while a checkpoint is written over that without: of means, since all time counts, and of medians."""
+    """Step time while a checkpoint is written over that without, by the clock and by what the processor did."""
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        times = run_ranks(steps_in_turn, 1, num_parameters, rounds, folder, timeout_s=900)[0]
-    writing, quiet = times["writing_s"], times["quiet_s"]
+        writing, quiet, writes_s = run_ranks(steps_in_turn, 1, num_parameters, rounds, folder, timeout_s=1800)[0]
     if not writing:
-        return {"num_steps": 0}  # the write was over before a step was
-    return {
-        "num_steps": len(writing),
-        "writing_s": round(statistics.mean(writing), 4),
-        "quiet_s": round(statistics.mean(quiet), 4),
-        "ratio": round(statistics.mean(writing) / statistics.mean(quiet), 3),
-        "ratio_of_medians": round(statistics.median(writing) / statistics.median(quiet), 3),
-        "write_s": round(statistics.median(times["write_s"]), 2),
-    }
+        return {"num_steps": 0}  # each write was over before a step was
+    row: dict[str, Any] = {"num_steps": len(writing), "write_s": _rounded(statistics.median(writes_s))}
+    for name, figure in (("step", _clock_s), ("step_processor", _processor_s)):
+        during, without = ([figure(step) for step in steps] for steps in (writing, quiet))
+        row[f"{name}_writing_s"] = _rounded(statistics.mean(during))
+        row[f"{name}_quiet_s"] = _rounded(statistics.mean(without))
+        row[f"{name}_ratio"] = _rounded(statistics.mean(during) / statistics.mean(without))
+        row[f"{name}_ratio_of_medians"] = _rounded(statistics.median(during) / statistics.median(without))
+    return row
+
+
+def _clock_s(seconds: Seconds) -> float:
+    return seconds.clock_s
+
+
+def _processor_s(seconds: Seconds) -> float:
+    return seconds.processor_s
 
 
 def say(sentence: str) -> None:

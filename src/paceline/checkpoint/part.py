@@ -50,6 +50,8 @@ class Part:
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
+        self._places: dict[str, Tensor] = {}
+        """Where each tensor goes, as views of the block."""
 
     def stage(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy `tensors` into the block; when this returns, the originals may change.
@@ -57,17 +59,30 @@ class Part:
         Raises:
             CheckpointError: a dtype that the format lacks.
         """
-        header, offsets, num_bytes = _layout(tensors)
+        if not self._fits(tensors):
+            self._lay_out(tensors)
+        for name, tensor in tensors.items():
+            self._places[name].copy_(tensor, non_blocking=True)
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            torch.cuda.synchronize()
+
+    def _fits(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether the block was laid out for such tensors."""
+        return self._places.keys() == tensors.keys() and all(
+            place.shape == tensors[name].shape and place.dtype == tensors[name].dtype
+            for name, place in self._places.items()
+        )
+
+    def _lay_out(self, tensors: Mapping[str, Tensor]) -> None:
+        header, starts, num_bytes = _layout(tensors)
+        self._places = {}
         if len(self._block) != num_bytes:
             self._block = torch.empty(0, dtype=torch.uint8)  # two would be one too many
             self._block = _new_block(num_bytes, pinned=any(tensor.is_cuda for tensor in tensors.values()))
         self._block[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         for name, tensor in tensors.items():
-            start = offsets[name]
-            place = self._block[start : start + tensor.numel() * tensor.element_size()]
-            place.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
-        if any(tensor.is_cuda for tensor in tensors.values()):
-            torch.cuda.synchronize()
+            place = self._block[starts[name] : starts[name] + tensor.numel() * tensor.element_size()]
+            self._places[name] = place.view(tensor.dtype).view(tensor.shape)
 
     def pieces(self) -> Iterator[memoryview]:
         """The file, a little at a time."""

@@ -124,6 +124,7 @@ class Saver:
         if group is not None:
             dist.broadcast_object_list(names, group_src=0, group=group)
         self._run = names[0]
+        self._versions = {name: version(name) for name in ("paceline", "torch")}
         self._part = Part()
         self._division: Division | None = None
         self._writing: _Writing | None = None
@@ -171,7 +172,7 @@ class Saver:
                 step=snapshot.step,
                 world_size=self._world_size,
                 saved_at=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
-                versions={name: version(name) for name in ("paceline", "torch")},
+                versions=self._versions,
                 job=snapshot.job,
                 values=values,
                 tensors=self._division.entries,
