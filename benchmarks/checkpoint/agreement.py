@@ -17,17 +17,23 @@ from torch import Tensor, nn
 import paceline
 from paceline import models
 from paceline.data import ArraySet
+from paceline.env import worker_facts
 from paceline.spec import Job, ModelSpec, Plan
+from paceline.train.agreement import Agreement
 from paceline.train.optim import build_optimizer
+from paceline.train.process_group import join
+
+from .cost import Seconds
 
 STEPS = 10
 """In a row with checkpoints, and as many without."""
+CALLS = 2000
 
 
-def blocks_in_turn(num_blocks: int, folder: str) -> dict[str, list[float]]:
+def blocks_in_turn(num_blocks: int, folder: str) -> dict[str, list[Seconds]]:
     """In each of two workers: LeNet on images like MNIST's, with a folder for checkpoints and without, in turn.
 
-    None is due while the clock runs. Seconds of a block of steps, from when both workers were ready to both done.
+    None is due while the clock runs. Of a block of steps, from when both workers were ready until both are done.
     """
     draw = np.random.default_rng(0)
     train_set = ArraySet(
@@ -47,9 +53,9 @@ def blocks_in_turn(num_blocks: int, folder: str) -> dict[str, list[float]]:
         inputs, targets = batch
         return F.cross_entropy(model(inputs), targets)
 
-    times: dict[str, list[float]] = {"with_s": [], "without_s": []}
+    times: dict[str, list[Seconds]] = {"with": [], "without": []}
     with paceline.init(job, plan=plan, checkpoint_dir=folder) as saved, paceline.init(job, plan=plan) as plain:
-        runs = {"with_s": saved, "without_s": plain}
+        runs = {"with": saved, "without": plain}
         batches = {}
         for name, run in runs.items():
             model = models.build(job.model, num_classes=10, in_channels=1, image_size=28)
@@ -59,26 +65,46 @@ def blocks_in_turn(num_blocks: int, folder: str) -> dict[str, list[float]]:
             # Whoever comes second finds other caches and other temperatures: they change places.
             for name in sorted(runs, reverse=bool(number % 2)):
                 dist.barrier()
-                began = time.perf_counter()
+                clock, processor = time.perf_counter(), time.process_time()
                 for _ in range(STEPS):
                     runs[name].step(next(batches[name]), loss_fn)
                 dist.barrier()
-                times[name].append(time.perf_counter() - began)
+                times[name].append(Seconds(time.perf_counter() - clock, time.process_time() - processor))
     return {name: seconds[1:] for name, seconds in times.items()}
 
 
+def calls_alone() -> float:
+    """In each of two workers: processor seconds of one agreement, all threads of a worker, nothing being computed."""
+    facts = worker_facts()
+    join(facts, Plan(world_size=facts.world_size, timeout_s=60))
+    agreement = Agreement(dist.group.WORLD)
+    began = 0.0
+    for number in range(-100, CALLS):
+        if number == 0:
+            began = time.process_time()
+        agreement.heard()
+        agreement.tell(set(), 0.1)
+    agreement.heard()
+    return (time.process_time() - began) / CALLS
+
+
 def agreement(num_blocks: int, scratch: Path) -> dict[str, Any]:
-    """The time of a step with checkpoints over that without, none being due: the median of neighbouring blocks."""
+    """A step with checkpoints, none being due, over one without: medians over neighbouring blocks.
+
+    By the clock, and by what the processor did for rank 0, which others on the machine change less; and by what the
+    agreement alone needs of it.
+    """
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         times = run_ranks(blocks_in_turn, 2, num_blocks, folder, timeout_s=900)[0]
-    ratios = [a / b for a, b in zip(times["with_s"], times["without_s"], strict=True)]
-    quarters = statistics.quantiles(ratios, n=4)
-    return {
-        "num_blocks": num_blocks,
-        "with_ms": round(1e3 * statistics.median(times["with_s"]) / STEPS, 3),
-        "without_ms": round(1e3 * statistics.median(times["without_s"]) / STEPS, 3),
-        "ratio": round(statistics.median(ratios), 4),
-        "ratio_of_minima": round(min(times["with_s"]) / min(times["without_s"]), 4),
-        "quartiles": [round(quarters[0], 4), round(quarters[2], 4)],
-        "num_steps": num_blocks * STEPS,
-    }
+    row: dict[str, Any] = {"num_blocks": num_blocks, "num_steps": num_blocks * STEPS}
+    for kind in ("clock", "processor"):
+        seconds = {name: [getattr(block, f"{kind}_s") for block in blocks] for name, blocks in times.items()}
+        ratios = [mine / other for mine, other in zip(seconds["with"], seconds["without"], strict=True)]
+        for name, blocks in seconds.items():
+            row[f"{kind}_{name}_ms"] = round(1e3 * statistics.median(blocks) / STEPS, 3)
+        row[f"{kind}_ratio"] = round(statistics.median(ratios), 4)
+        row[f"{kind}_quartiles"] = [round(quarter, 4) for quarter in statistics.quantiles(ratios, n=4)[::2]]
+    alone_s = max(run_ranks(calls_alone, 2))
+    row["alone_ms"] = round(1e3 * alone_s, 3)
+    row["alone_over_step"] = round(1e3 * alone_s / row["processor_without_ms"], 4)
+    return row

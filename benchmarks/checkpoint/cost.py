@@ -63,7 +63,7 @@ class Seconds:
 
     clock_s: float
     processor_s: float
-    """Of this thread, without the time for which others had the processor."""
+    """Without the time for which others had the processor."""
 
 
 def seconds_of(act: Callable[[], object]) -> Seconds:

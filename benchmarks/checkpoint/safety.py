@@ -84,7 +84,7 @@ def load_flipped(way: str, num_parameters: float, folder: str, num_flips: int, s
                 step = saver.load()
             right = is_state_of(model, optimizer, step, keeps_random_state=False)
             outcomes.append(HARMLESS if step == 1 and right else SILENT)
-        except Exception:  # every library has errors of its own
+        except BaseException:  # every library has errors of its own, and torch's CheckpointException is no Exception
             outcomes.append(NOTICED)
         content[place] ^= bit
     return outcomes
@@ -141,7 +141,7 @@ def load_after_kill(way: str, num_parameters: float, folder: str) -> str:
     try:
         with _silence():
             step = saver.load()
-    except Exception:  # every library has errors of its own
+    except BaseException:  # as above
         return REFUSED
     if not is_state_of(model, optimizer, step, keeps_random_state=WAYS[way].keeps_random_state):
         return WRONG

@@ -50,7 +50,7 @@ class Part:
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
-        self._places: dict[str, Tensor] = {}
+        self._places: dict[str, Tensor] | None = None
         """Where each tensor goes, as views of the block."""
 
     def stage(self, tensors: Mapping[str, Tensor]) -> None:
@@ -59,30 +59,25 @@ class Part:
         Raises:
             CheckpointError: a dtype that the format lacks.
         """
-        if not self._fits(tensors):
-            self._lay_out(tensors)
+        if self._places is None or not _are_alike(self._places, tensors):
+            self._places = None
+            self._places = self._lay_out(tensors)
         for name, tensor in tensors.items():
             self._places[name].copy_(tensor, non_blocking=True)
         if any(tensor.is_cuda for tensor in tensors.values()):
             torch.cuda.synchronize()
 
-    def _fits(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether the block was laid out for such tensors."""
-        return self._places.keys() == tensors.keys() and all(
-            place.shape == tensors[name].shape and place.dtype == tensors[name].dtype
-            for name, place in self._places.items()
-        )
-
-    def _lay_out(self, tensors: Mapping[str, Tensor]) -> None:
+    def _lay_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         header, starts, num_bytes = _layout(tensors)
-        self._places = {}
         if len(self._block) != num_bytes:
             self._block = torch.empty(0, dtype=torch.uint8)  # two would be one too many
             self._block = _new_block(num_bytes, pinned=any(tensor.is_cuda for tensor in tensors.values()))
         self._block[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        places = {}
         for name, tensor in tensors.items():
             place = self._block[starts[name] : starts[name] + tensor.numel() * tensor.element_size()]
-            self._places[name] = place.view(tensor.dtype).view(tensor.shape)
+            places[name] = place.view(tensor.dtype).view(tensor.shape)
+        return places
 
     def pieces(self) -> Iterator[memoryview]:
         """The file, a little at a time."""
@@ -204,19 +199,25 @@ def _place(entry: Any, header_bytes: int) -> _Place:
     return place
 
 
-def _new_block(num_bytes: int, *, pinned: bool) -> Tensor:
-    """Memory that costs little when it is written for the first time.
+def _are_alike(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
+    """Whether they have the same names, shapes and dtypes."""
+    return some.keys() == others.keys() and all(
+        tensor.shape == others[name].shape and tensor.dtype == others[name].dtype for name, tensor in some.items()
+    )
 
-    For GPUs it is memory that they can write to by themselves. Otherwise the kernel is asked for huge pages: by small
-    ones, each zeroed in a fault of its own, the first checkpoint would take several times as long as a later one.
-    Processes that are forked off (loaders of data) do not get it, or all its pages would fault again.
+
+def _new_block(num_bytes: int, *, pinned: bool) -> Tensor:
+    """Memory for a part. For GPUs it is memory that they can write to by themselves.
+
+    Processes that are forked off (loaders of data) do not get it: to share its pages until they are written would make
+    the next checkpoint copy each of them in a fault of its own, which takes six times as long. Huge pages are not asked
+    for: they save faults at the first checkpoint, but a virtual machine may have to fetch them from its host.
     """
     if pinned:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        with contextlib.suppress(AttributeError, OSError):  # only Linux has them, and not every kernel
-            memory.madvise(getattr(mmap, advice))
+    with contextlib.suppress(AttributeError, OSError):  # Linux alone has it
+        memory.madvise(mmap.MADV_DONTFORK)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
