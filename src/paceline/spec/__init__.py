@@ -23,7 +23,8 @@ from paceline.spec.job import (
     OptimSpec,
     load_job,
 )
-from paceline.spec.plan import AlgorithmName, NodeShare, Plan
+from paceline.spec.mesh import Mesh, parse_mesh
+from paceline.spec.plan import AlgorithmName, NodeShare, PipelineSpec, Plan
 from paceline.spec.record import EpochRecord, RunRecord, StepTime
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "Job",
     "JobTiming",
     "Link",
+    "Mesh",
     "MicroBatchTiming",
     "ModelSpec",
     "NetworkLink",
@@ -46,8 +48,10 @@ __all__ = [
     "NodeShare",
     "OptimSpec",
     "Peripheral",
+    "PipelineSpec",
     "Plan",
     "RunRecord",
     "StepTime",
     "load_job",
+    "parse_mesh",
 ]

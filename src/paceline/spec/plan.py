@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from paceline.spec.cluster import DeviceKind
 from paceline.spec.codec import at_least, from_mapping, to_mapping
+from paceline.spec.mesh import Mesh, ScheduleName
 
 AlgorithmName = Literal[
     "auto",
@@ -35,6 +36,17 @@ class NodeShare:
 
 
 @dataclass(frozen=True)
+class PipelineSpec:
+    """How the stages of a pipeline are cut and take turns."""
+
+    schedule: ScheduleName = "1f1b"
+    stages_per_worker: int = at_least(1, 1)
+    """More than one with the schedules "interleaved" and "zero_bubble"."""
+    cuts: tuple[str, ...] = ()
+    """The modules that begin a stage, all but the first's; empty: stages of equal measured time."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """World size, devices and how gradients are aggregated; nothing in it changes what a run learns."""
 
@@ -50,6 +62,15 @@ class Plan:
     """How gradients are summed over workers; "auto": the fastest at the start of the run, by measurement."""
     num_servers: int = at_least(1, 1)
     """Workers that also serve, with parameter servers."""
+    mesh: Mesh | None = None
+    """The axes the workers are laid out on; None: data parallelism over all of them."""
+    pipeline: PipelineSpec = PipelineSpec()
+    recompute: bool = False
+    """Activation checkpointing: backward computes a block's activations again instead of keeping them."""
+    cpu_offload: bool = False
+    """Sharded parameters and optimizer state wait in host memory while they are not computed with."""
+    devices_in_process: int = at_least(1, 1)
+    """Devices that one worker drives by itself (the strategy dp_one_process)."""
     debug_comm: bool = False
     """Compare every collective across workers before it runs, not only those of the first steps."""
     timeout_s: float = at_least(1, 600.0)
