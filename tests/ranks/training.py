@@ -62,10 +62,11 @@ def train(job: Job, train_set: Any, test_set: Any = None, max_steps: int | None 
     with paceline.init(job, plan=spread, max_steps=max_steps) as run:
         shape = train_set[0][0].shape
         model = models.build(job.model, num_classes=10, in_channels=shape[0], image_size=shape[-1])
-        model, _optimizer = run.prepare(model, build_optimizer(job.optim, model))
+        example = next(iter(run.read(train_set, 0, [np.arange(2)], train=False)))[0]
+        model, _optimizer = run.prepare(model, build_optimizer(job.optim, model), example=example)
         losses = [float(run.step(batch, loss_fn)) for batch in run.batches(train_set)]
         metrics = run.evaluate(test_set, measure) if test_set is not None else {}
-        weights = {name: tensor.numpy().copy() for name, tensor in run.model.state_dict().items()}
+        weights = {name: tensor.numpy().copy() for name, tensor in run.engine.whole_state().items()}
         return Outcome(run.weights_sha256(), weights, losses, metrics)
 
 

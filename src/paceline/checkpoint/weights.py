@@ -5,29 +5,36 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors.torch import save, save_model
-from torch import Tensor, nn
+from safetensors.torch import save
+from torch import Tensor
 
 from paceline.checkpoint.storage import Storage
 
 
-def save_weights(model: nn.Module, path: Path) -> None:
-    """Write all parameters and buffers; the file is complete or absent. Tied tensors are stored once."""
+def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
+    """Write a model's state_dict; the file is complete or absent. Tied tensors are stored once."""
     unfinished = path.with_name(path.name + ".part")
-    save_model(model, str(unfinished))
+    unfinished.write_bytes(_as_file(weights))
     unfinished.rename(path)
 
 
 def export_weights(weights: Mapping[str, Tensor], storage: Storage, name: str) -> None:
-    """Write weights that were read from a checkpoint; the file is complete or absent.
+    """Write weights that were read from a checkpoint; the file is complete or absent. Tied ones are stored once."""
+    storage.write(name, [_as_file(weights)])
 
-    Tied ones, the same object under several names, are stored once, as the first of these in alphabetical order. The
+
+def _as_file(weights: Mapping[str, Tensor]) -> bytes:
+    """In the safetensors format.
+
+    Tied tensors, the same memory under several names, are stored as the first of these in alphabetical order. The
     file's metadata has the other names, as `safetensors.torch.load_model` expects.
     """
-    kept: dict[int, str] = {}
+    kept: dict[tuple[object, ...], str] = {}
     tied: dict[str, str] = {}
     for alias in sorted(weights):
-        first = kept.setdefault(id(weights[alias]), alias)
+        tensor = weights[alias]
+        memory = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (alias,)
+        first = kept.setdefault(memory, alias)
         if first != alias:
             tied[alias] = first
-    storage.write(name, [save({one: weights[one] for one in kept.values()}, metadata={"format": "pt", **tied})])
+    return save({one: weights[one].contiguous() for one in kept.values()}, metadata={"format": "pt", **tied})

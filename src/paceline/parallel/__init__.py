@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline.parallel.asynchronous import AsynchronousDataParallel, open_servers
 from paceline.parallel.bitwise import BitwiseDataParallel
 from paceline.parallel.clock import Clock, Mark
-from paceline.parallel.engine import Engine, StepInput, check_batch
+from paceline.parallel.engine import Engine, StepInput, check_batch, unwrapped
 from paceline.parallel.infrequent import InfrequentDataParallel
 from paceline.parallel.numeric import NumericDataParallel
 from paceline.parallel.parallelize import Parallelized, parallelize
@@ -26,4 +26,5 @@ __all__ = [
     "check_shards",
     "open_servers",
     "parallelize",
+    "unwrapped",
 ]

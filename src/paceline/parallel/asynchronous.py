@@ -16,11 +16,11 @@ from paceline.comm.parameter_server_async import Course, ParameterServerAsync, T
 from paceline.errors import JobError
 from paceline.parallel.by_shard import ShardByShard
 from paceline.parallel.clock import Clock, Mark
-from paceline.parallel.engine import StepInput, broadcast
+from paceline.parallel.engine import HoldsAll, StepInput, broadcast
 from paceline.spec import AggregationSpec, Job, Plan
 
 
-class AsynchronousDataParallel:
+class AsynchronousDataParallel(HoldsAll):
     """Computes shards as they come. An engine for all but the step itself, which no worker makes on its own."""
 
     def __init__(self, model: nn.Module, device: torch.device, group: dist.ProcessGroup | None) -> None:

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from paceline.comm.tree_exact import TreeSum, tree_all_reduce
 from paceline.parallel.by_shard import ShardByShard
 from paceline.parallel.clock import Clock, Mark
-from paceline.parallel.engine import StepInput, broadcast
+from paceline.parallel.engine import HoldsAll, StepInput, broadcast
 from paceline.parallel.gradient_norms import GradientNorms, squared_norm
 from paceline.parallel.norm import unknown_buffers
 
 
-class BitwiseDataParallel:
+class BitwiseDataParallel(HoldsAll):
     """Bit for bit the same on any number of workers.
 
     Each virtual shard becomes one flat vector: its statistics, for each parameter whether it has a gradient at all,

@@ -1,9 +1,9 @@
-"""What a step needs of data parallelism: one seam, three implementations (numeric, bitwise and infrequent)."""
+"""What a step needs of parallelism: one seam, and an implementation for each way of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,6 +31,8 @@ class StepInput:
     """Sets torch's generators to where they belong before the given shard is computed."""
     scale: Callable[[Tensor], Tensor]
     """Applies the loss scale just before backward."""
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """What a forward pass runs in (autocast), where it is not `loss_of` that runs it."""
     take_norms: TakeNorms | None = None
     """Told the norms of the step's gradients where parts of them are computed one by one: in this step or the next."""
 
@@ -63,6 +65,19 @@ class Engine(Protocol):
     @property
     def apart(self) -> bool:
         """Whether workers' weights and optimizers differ between two meetings."""
+        ...
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether every worker holds the whole model and its optimizer, and no part of it is elsewhere only."""
+        ...
+
+    def gradient_norm(self) -> Tensor:
+        """The norm of the whole model's gradient, a scalar; a common act where a worker does not hold it all."""
+        ...
+
+    def whole_state(self) -> dict[str, Tensor]:
+        """The whole model's state_dict, on rank 0 at least and in host memory if it is spread. A common act."""
         ...
 
     @property
@@ -137,3 +152,21 @@ def statistics_dtype(model: nn.Module) -> torch.dtype:
     """The dtype in which losses and norm statistics are added: float64 for float64 models, else float32."""
     kinds = {p.dtype for p in model.parameters()}
     return torch.float64 if torch.float64 in kinds else torch.float32
+
+
+class HoldsAll:
+    """The part of an `Engine` that is the same wherever every worker holds the whole model."""
+
+    module: nn.Module
+    holds_all = True
+
+    def gradient_norm(self) -> Tensor:
+        return nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
+
+    def whole_state(self) -> dict[str, Tensor]:
+        return unwrapped(self.module).state_dict()
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The user's model, under what spreads it."""
+    return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module

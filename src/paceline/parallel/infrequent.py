@@ -36,13 +36,13 @@ from paceline.comm.links import open_node_group
 from paceline.errors import JobError
 from paceline.parallel.aggregation import BUCKET_BYTES, compressor_state, load_compressor_state
 from paceline.parallel.clock import Clock, Mark
-from paceline.parallel.engine import StepInput, broadcast
+from paceline.parallel.engine import HoldsAll, StepInput, broadcast
 from paceline.parallel.numeric import NumericDataParallel
 from paceline.parallel.shards import Share
 from paceline.spec import AggregationSpec, Job, Plan
 
 
-class InfrequentDataParallel:
+class InfrequentDataParallel(HoldsAll):
     """Trains alone, or with the workers of its node, and meets all others every `sync_every` steps.
 
     What travels at a meeting are the weighted moves n_w / n (x_w - a), as gradients would. Running statistics of norm

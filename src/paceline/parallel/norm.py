@@ -294,3 +294,25 @@ def _replacement(original: _BatchNorm, kind: type[ShardBatchNorm] | type[SyncBat
     layer._buffers = original._buffers
     layer.training = original.training
     return layer
+
+
+@contextmanager
+def standing_in(model: nn.Module) -> Iterator[None]:
+    """Inside, a sample goes through that stands in for none: norm layers count nothing of it.
+
+    Only these layers know of it: a model may have other parameters, and other outputs, in evaluation mode.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and layer.training]
+
+    def set_idle(idle: bool) -> None:
+        for layer in layers:
+            if isinstance(layer, SyncBatchNorm):
+                layer.idle = idle
+            else:
+                layer.training = not idle
+
+    set_idle(True)
+    try:
+        yield
+    finally:
+        set_idle(False)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,9 +18,17 @@ from paceline.comm import Aggregator, HookState, aggregate
 from paceline.errors import ModelError
 from paceline.parallel.aggregation import compressor_state, load_compressor_state
 from paceline.parallel.clock import Clock, Mark
-from paceline.parallel.engine import StepInput, broadcast, check_loss, cut, statistics_dtype
+from paceline.parallel.engine import HoldsAll, StepInput, broadcast, check_loss, cut, statistics_dtype
 from paceline.parallel.gradient_norms import GradientNorms, WorkerNorms, squared_norm
-from paceline.parallel.norm import NormStatistics, ShardBatchNorm, SyncBatchNorm, replace_batch_norm, unknown_buffers
+from paceline.parallel.norm import (
+    NormStatistics,
+    ShardBatchNorm,
+    SyncBatchNorm,
+    replace_batch_norm,
+    standing_in,
+    unknown_buffers,
+)
+from paceline.parallel.randomness import generator_states
 from paceline.parallel.shards import Piece, Share
 from paceline.spec import Job, Plan
 
@@ -34,7 +40,7 @@ _BROADCAST_BUFFERS = (
 )
 
 
-class NumericDataParallel:
+class NumericDataParallel(HoldsAll):
     """Equal on any number of workers up to rounding; gradients travel in buckets while backward goes on.
 
     A worker's shards go through the model together. That is only right if the forward pass draws no random numbers
@@ -229,10 +235,10 @@ class NumericDataParallel:
 
     def _forward(self, step: StepInput, piece: Piece) -> Tensor:
         step.seed_shard(piece.first_shard)
-        before = self._generator_states() if self._draws_randomness is None else ()
+        before = generator_states(self._device) if self._draws_randomness is None else ()
         loss = step.loss_of(self.module, cut(step.batch, piece.start, piece.stop))
         if self._draws_randomness is None:
-            self._draws_randomness = before != self._generator_states()
+            self._draws_randomness = before != generator_states(self._device)
             if self._draws_randomness and self._whole_share_only:
                 raise ModelError(
                     "norm = 'sync' takes all shards of a worker through the model at once, but this model draws random "
@@ -241,34 +247,17 @@ class NumericDataParallel:
                 )
         return loss
 
-    def _generator_states(self) -> tuple[Any, ...]:
-        """Everything that `StepInput.seed_shard` sets, fit to be compared."""
-        cuda = torch.cuda.get_rng_state(self._device).tolist() if self._device.type == "cuda" else None
-        _, state, position, *_ = np.random.get_state()
-        return torch.get_rng_state().tolist(), cuda, random.getstate(), np.asarray(state).tolist(), position
-
     def _idle_step(self, step: StepInput) -> Tensor:
         """No sample for this worker: one stand-in sample that counts for nothing keeps all collectives in step."""
         assert self._hook_state is not None  # alone, a worker has every sample
-        norms = [layer for layer in self._model.modules() if isinstance(layer, _BatchNorm) and layer.training]
-        # Only these layers know of it: a model may have other parameters, and other outputs, in evaluation mode.
-        for layer in norms:
-            if isinstance(layer, SyncBatchNorm):
-                layer.idle = True
-            else:
-                layer.training = False
         self._hook_state.idle = True
         try:
-            loss = check_loss(step.loss_of(self.module, cut(step.batch, 0, 1)))
-            summed, arrived = self._start_sum(self._zero_loss())
-            step.scale(loss * 0.0).backward()
+            with standing_in(self._model):
+                loss = check_loss(step.loss_of(self.module, cut(step.batch, 0, 1)))
+                summed, arrived = self._start_sum(self._zero_loss())
+                step.scale(loss * 0.0).backward()
         finally:
             self._hook_state.idle = False
-            for layer in norms:
-                if isinstance(layer, SyncBatchNorm):
-                    layer.idle = False
-                else:
-                    layer.training = True
         arrived()
         return summed
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import nn
 
 
-def weights_sha256(model: nn.Module) -> str:
-    """SHA-256 over name, dtype, shape and bytes of every entry of the state_dict, in order of name."""
+def weights_sha256(state: Mapping[str, Any]) -> str:
+    """SHA-256 over name, dtype, shape and bytes of every tensor of a model's state_dict, in order of name."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in sorted(state.items()):
         if not isinstance(tensor, torch.Tensor):
             continue
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())

@@ -21,36 +21,57 @@ def chunk_ranges(num_samples: int, chunk_size: int) -> list[range]:
     return [range(start, min(start + chunk_size, num_samples)) for start in range(0, num_samples, chunk_size)]
 
 
-def own_chunks(chunks: Sequence[range], world: World) -> list[int]:
-    """Numbers of the chunks that this worker evaluates; rank 0 has one if anybody has."""
-    first, last = (-(-rank * len(chunks) // world.world_size) for rank in (world.rank, world.rank + 1))
-    return list(range(first, last))
+def own_chunks(num_chunks: int, share: int, num_shares: int, *, in_step: bool) -> list[int]:
+    """Numbers of the chunks that are evaluated by who has share number `share` of the work; the first one has one if
+    anybody has.
+
+    Args:
+        in_step: everybody has to compute equally many, because others wait in each: who has fewer computes some
+            of the next one's again.
+    """
+    first, last = (-(-one * num_chunks // num_shares) for one in (share, share + 1))
+    most = -(-num_chunks // num_shares)
+    return [number % num_chunks for number in range(first, first + most if in_step else last)]
 
 
 def evaluate(
-    batches: Iterable[Any], chunks: Sequence[range], model: nn.Module, measure: Measure, world: World
+    batches: Iterable[tuple[int, Any]], chunks: Sequence[range], model: nn.Module, measure: Measure, world: World
 ) -> dict[str, float]:
     """Mean of every metric over all samples.
 
-    Each chunk is computed whole by one worker and summed in float64; the sums meet in a table with a row a chunk
-    (adding zeros is exact), and the table is added up in order: the result does not depend on who computed what.
+    Each chunk is summed in float64 by whoever computes it. The sums meet in a table with a row a chunk, to which the
+    first of those who have a chunk gives its row (adding zeros is exact), and the table is added up in order: the
+    result does not depend on who computed what.
+
+    Args:
+        batches: chunks and their numbers, as many as this worker computes.
 
     Raises:
         ModelError: a metric that is not one value per sample.
     """
     sums: dict[int, dict[str, float]] = {}
-    for number, batch in zip(own_chunks(chunks, world), batches, strict=True):
+    for number, batch in batches:
         values = measure(model, batch)
         sums[number] = {name: _chunk_sum(name, value, len(chunks[number])) for name, value in values.items()}
     names = _agreed_names(list(next(iter(sums.values()), {})), world)
     table = torch.zeros(len(chunks), len(names), dtype=torch.float64, device=world.device)
-    for number, row in sums.items():
+    for number, row in _given_by_us(sums, world).items():
         table[number] = torch.tensor([row[name] for name in names], dtype=torch.float64)
     if world.group is not None:
         dist.all_reduce(table, group=world.group)
     num_samples = sum(len(chunk) for chunk in chunks)
     totals = [sum(column) for column in table.t().tolist()]
     return {name: total / num_samples for name, total in zip(names, totals, strict=True)}
+
+
+def _given_by_us(sums: dict[int, dict[str, float]], world: World) -> dict[int, dict[str, float]]:
+    """What this worker gives to the table: what no worker of a lower rank has."""
+    if world.group is None:
+        return sums
+    numbers: list[Any] = [None] * world.world_size
+    dist.all_gather_object(numbers, list(sums), group=world.group)
+    lower = {number for rank in range(world.rank) for number in numbers[rank]}
+    return {number: row for number, row in sums.items() if number not in lower}
 
 
 def _chunk_sum(name: str, value: Tensor, num_samples: int) -> float:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 import torch
 
 from paceline import data, env, models
@@ -57,7 +58,8 @@ def train(
     with init(job, plan=plan, max_steps=max_steps, checkpoint_dir=output.checkpoint_dir, force=force) as run:
         train_set, test_set = data.load(job.data)
         model = models.build(job.model, **data_facts(train_set))
-        model, _optimizer = run.prepare(model, build_optimizer(job.optim, model))
+        optimizer = build_optimizer(job.optim, model)
+        model, _optimizer = run.prepare(model, optimizer, example=_example(run, train_set))
         loss_fn, measure = training_loss(job.optim), accuracy_and_loss()
 
         total_steps = run.total_steps(len(train_set))
@@ -74,8 +76,10 @@ def train(
 
         with run.consensus():
             record = journal.record()
-            if run.rank == 0 and job.checkpoint.save_final:
-                save_weights(run.model, output.run_dir / "model.safetensors")
+            if job.checkpoint.save_final:
+                weights = run.engine.whole_state()
+                if run.rank == 0:
+                    save_weights(weights, output.run_dir / "model.safetensors")
         if run.rank == 0:
             record.save(output.run_dir / "record.json")
         return record
@@ -89,6 +93,15 @@ def _steps(run: Run, train_set: Any, loss_fn: LossFn) -> Iterator[Callable[[int]
             yield steps.epoch
     else:
         yield lambda epoch: (run.step(batch, loss_fn) for batch in run.batches(train_set, epoch))
+
+
+def _example(run: Run, train_set: Any) -> Any:
+    """What the model is called with for a shard's samples, where that is asked for."""
+    if run.mesh.pp == 1:
+        return None
+    num_samples = max(1, run.job.global_batch_size // run.job.virtual_shards)
+    batch = next(iter(run.read(train_set, 0, [np.arange(min(num_samples, len(train_set)))], train=False)))
+    return batch[0]
 
 
 def data_facts(dataset: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from paceline.errors import ModelError
+from paceline.parallel.parts import local
 from paceline.spec.job import Reaction
 
 MOST_IN_A_ROW = 10
@@ -27,17 +28,22 @@ class Guard:
         self._reaction = reaction
         self._num_in_a_row = 0
 
-    def look(self, step: int, loss: Tensor, model: nn.Module, samples: NDArray[Any], *, gradients: bool) -> str | None:
+    @property
+    def is_on(self) -> bool:
+        return self._reaction != "ignore"
+
+    def look(
+        self, step: int, loss: Tensor, gradients: Sequence[Tensor], model: nn.Module, samples: NDArray[Any]
+    ) -> str | None:
         """What is not finite in step `step` and the numbers of the samples that led there; None where all is well.
 
         Args:
-            gradients: whether to look at them too, besides the loss.
+            gradients: what to look at besides the loss; or one number that is finite exactly when they are.
 
         Raises:
             ModelError: the run is to end because of it.
         """
-        looked_at = [p.grad for p in model.parameters() if p.grad is not None] if gradients else []
-        if self._reaction == "ignore" or is_finite(loss, looked_at):
+        if not self.is_on or is_finite(loss, gradients):
             self._num_in_a_row = 0
             return None
         self._num_in_a_row += 1
@@ -64,9 +70,11 @@ def _describe(step: int, loss: Tensor, model: nn.Module, samples: NDArray[Any]) 
     culprits = [
         name
         for name, parameter in model.named_parameters()
-        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
+        if parameter.grad is not None and not bool(torch.isfinite(local(parameter.grad)).all())
     ]
     what = [] if bool(torch.isfinite(loss)) else [f"the loss is {float(loss)}"]
+    if not what and not culprits:
+        what.append("the gradient of a part that another worker holds is not finite")
     if culprits:
         more = f" and {len(culprits) - 1} more" if len(culprits) > 1 else ""
         what.append(f"the gradient of '{culprits[0]}'{more} is not finite")

@@ -468,7 +468,7 @@ def time_checkpoint(run: Run, folder: Path, limit_s: float) -> float:
     try:
         while not rates or (len(rates) < _NUM_CHECKPOINTS and time.perf_counter() - began < limit_s):
             written_at = time.perf_counter()
-            save_weights(run.model, path)
+            save_weights(run.model.state_dict(), path)
             for place in (path, folder):
                 descriptor = os.open(place, os.O_RDONLY)
                 try:

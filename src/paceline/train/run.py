@@ -31,10 +31,13 @@ from paceline.parallel import (
     check_batch,
     check_shards,
     parallelize,
+    unwrapped,
 )
 from paceline.parallel.gradient_norms import TakeNorms
+from paceline.parallel.parts import clip
+from paceline.parallel.start import is_on_meta
 from paceline.pulse import Pulse
-from paceline.spec import Job, Plan
+from paceline.spec import Job, Mesh, Plan
 from paceline.spec.codec import from_mapping, to_mapping
 from paceline.spec.job import differences
 from paceline.spec.noise_scale import SmoothedNoise
@@ -48,7 +51,7 @@ from paceline.train.nonfinite import Guard
 from paceline.train.process_group import abandon, join
 from paceline.train.schedule import lr_factor
 from paceline.train.seeding import seed_between_steps, seed_evaluation, seed_generators, seed_shard
-from paceline.train.state import Trained
+from paceline.train.state import Trained, names_of_groups, rebind
 from paceline.train.stragglers import Stragglers
 from paceline.train.timing import StepTimer
 from paceline.train.trace import Tracer
@@ -137,7 +140,8 @@ class Run:
         *,
         force: bool = False,
     ) -> None:
-        check_shards(facts.world_size, job.virtual_shards)
+        self.mesh = plan.mesh or Mesh(dp=facts.world_size)
+        check_shards(self.mesh.num_shares, job.virtual_shards)
         self.job = job
         self.plan = plan
         self._at_close = ExitStack()
@@ -156,8 +160,12 @@ class Run:
         self._engine: Engine | None = None
         self._optimizer: Optimizer | None = None
         self._base_lrs: list[float] = []
+        self._group_names: list[list[str]] = []
+        """Of the parameters in each group of the optimizer, of the whole model."""
         self._given: Batch | None = None
-        self._course = Course(job, facts.rank, facts.world_size)
+        self._share = self.mesh.share(facts.rank)
+        """Which share of every global batch is this worker's; with others, who compute another part of the model."""
+        self._course = Course(job, self._share, self.mesh.num_shares)
         self.metrics: dict[str, float] = {}
         """Of the last `evaluate`."""
         self._checkpoint_address = checkpoint_address
@@ -227,8 +235,7 @@ class Run:
     @property
     def model(self) -> nn.Module:
         """The prepared model itself, under whatever spreads it."""
-        module = self.engine.module
-        return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+        return unwrapped(self.engine.module)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -238,18 +245,36 @@ class Run:
         return self._optimizer
 
     def weights_sha256(self) -> str:
-        """A fingerprint of this worker's weights: equal exactly when every bit is."""
-        return weights_sha256(self.model)
+        """A fingerprint of the weights: equal exactly when every bit is. A common act where the model is spread.
+
+        Of this worker's own copy where it holds all of the model.
+        """
+        state = self.engine.whole_state()
+        if self.engine.holds_all:
+            return weights_sha256(state)
+        digest = [weights_sha256(state)] if self.rank == 0 else [""]
+        dist.broadcast_object_list(digest, src=0, group=self.world.group)
+        return digest[0]
 
     def prepare(
-        self, model: nn.Module, optimizer: OptimizerT, *, find_unused_parameters: bool = False
+        self,
+        model: nn.Module,
+        optimizer: OptimizerT,
+        *,
+        find_unused_parameters: bool = False,
+        example: Any = None,
     ) -> tuple[nn.Module, OptimizerT]:
         """Place `model` on this worker's device and tie it to its copies on the other workers.
 
         Args:
-            model: built alike on every worker (`init` seeds torch, NumPy and random); rank 0's weights win.
-            optimizer: over the parameters of `model`, which stay the same objects.
+            model: built alike on every worker (`init` seeds torch, NumPy and random); rank 0's weights win. It may be
+                on the meta device (`with torch.device("meta")`): then every layer draws its weights here by its own
+                `reset_parameters()`, and no worker ever holds more than its part.
+            optimizer: over the parameters of `model`. They stay the same objects where every worker holds the
+                whole model; else the optimizer is given their parts in their place.
             find_unused_parameters: set it if some parameters get no gradient in some steps.
+            example: what `model` is called with for a few samples, a tensor or a tuple; a pipeline needs it, to cut the
+                model into stages that take equally long.
 
         Returns:
             The model to call and the optimizer.
@@ -257,14 +282,23 @@ class Run:
         if self._engine is not None:
             raise JobError("This run has a model already; a second one needs a paceline.init of its own.")
         job = self.job
-        model.to(self.device)
+        self._base_lrs = [float(parameters["lr"]) for parameters in optimizer.param_groups]
+        group_names = names_of_groups(optimizer, model)
+        if not is_on_meta(model) and self.mesh.is_plain:
+            model.to(self.device)
         if job.precision == "float64":
             model.double()
         if job.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         model.train()
         parallelized = parallelize(
-            model, job, self.plan, self.device, self.world.group, find_unused_parameters=find_unused_parameters
+            model,
+            job,
+            self.plan,
+            self.device,
+            self.world.group,
+            find_unused_parameters=find_unused_parameters,
+            example=example if example is None or isinstance(example, tuple) else (example,),
         )
         self._at_close.callback(parallelized.close)
         self._engine = parallelized.engine
@@ -273,8 +307,8 @@ class Run:
         if job.compile:
             self.model.compile()
         self._optimizer = optimizer
-        self._base_lrs = [float(parameters["lr"]) for parameters in optimizer.param_groups]
-        self._check_optimizer(optimizer)
+        self._group_names = group_names
+        rebind(optimizer, group_names, self.model)
         self._open_agreement()
         return self._engine.module, optimizer
 
@@ -313,10 +347,10 @@ class Run:
 
     @property
     def _trained(self) -> Trained:
-        return Trained(self.model, self.optimizer, self.engine, self._scaler)
+        return Trained(self.model, self.optimizer, self._group_names, self.engine, self._scaler)
 
     def _snapshot(self, together: bool) -> Snapshot | None:
-        if together and not self.engine.settle():
+        if not (self.engine.settle() if together else self.engine.holds_all):
             return None
         shared, own = self._trained.take()
         shared |= {
@@ -433,6 +467,7 @@ class Run:
                 loss_of=lambda model, part: self.loss_of(model, part, loss_fn),
                 seed_shard=lambda shard: seed_shard(self.job.seed, self.steps, shard, self.device),
                 scale=self._scaler.scale,
+                within=self._autocast,
                 take_norms=self._take_norms(share),
             )
         )
@@ -442,7 +477,7 @@ class Run:
         self._phase = "update"
         if has_gradient and self.job.optim.clip_norm is not None:
             self._scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.job.optim.clip_norm)
+            clip(self.model.parameters(), self.job.optim.clip_norm, engine.gradient_norm())
         self._tracer.before_update(self.steps, self.model, loss, batch, idle=not share.sizes)
         if has_gradient:
             self._scaler.step(optimizer)
@@ -470,7 +505,11 @@ class Run:
     def _is_sound(self, loss: Tensor, batch: Batch) -> bool:
         """Whether there is to be an update; the same answer on all workers that aggregate every step."""
         # Overflow under a loss scale is the scaler's business: it skips the step and scales less.
-        wrong = self._guard.look(self.steps, loss, self.model, batch.samples, gradients=not self._scaler.is_enabled())
+        looked_at: list[Tensor] = []
+        if not self._scaler.is_enabled() and self._guard.is_on:
+            held = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+            looked_at = held if self.engine.holds_all else [self.engine.gradient_norm()]
+        wrong = self._guard.look(self.steps, loss, looked_at, self.model, batch.samples)
         if wrong is None:
             return True
         if self.job.nonfinite == "skip":
@@ -531,7 +570,7 @@ class Run:
         """
         model = self.model
         chunks = chunk_ranges(_num_samples(dataset, "evaluation"), self.job.eval_batch_size)
-        mine = own_chunks(chunks, self.world)
+        mine = own_chunks(len(chunks), self._share, self.mesh.num_shares, in_step=not self.engine.holds_all)
         indices = [np.arange(chunks[n].start, chunks[n].stop) for n in mine]
         numbers = iter(mine)
 
@@ -543,7 +582,8 @@ class Run:
         model.eval()
         try:
             with self.consensus(), torch.no_grad(), self._autocast():
-                self.metrics = evaluate(self.read(dataset, 0, indices, train=False), chunks, model, seeded, self.world)
+                batches = zip(mine, self.read(dataset, 0, indices, train=False), strict=True)
+                self.metrics = evaluate(batches, chunks, model, seeded, self.world)
                 return self.metrics
         finally:
             for module in was_training:
@@ -576,13 +616,6 @@ class Run:
         if self._engine is None:
             raise JobError("Call run.prepare(model, optimizer) first.")
         return self._engine
-
-    def _check_optimizer(self, optimizer: Optimizer) -> None:
-        known = {id(p) for p in self.model.parameters()}
-        if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
-            raise ModelError(
-                "The optimizer holds parameters that are not the model's; build it from model.parameters()."
-            )
 
 
 def _worker_names(plan: Plan) -> list[str]:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint import put_together, take_apart
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, ModelError
 from paceline.parallel import Engine
+from paceline.parallel.parts import local, part_like
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,14 @@ class Trained:
 
     model: nn.Module
     optimizer: Optimizer
+    group_names: Sequence[Sequence[str]]
+    """Of the optimizer's parameters, group by group, of the whole model."""
     engine: Engine
     scaler: torch.amp.GradScaler
 
     def take(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What all workers have alike, and what this one has for itself; views of what training goes on with."""
-        optimizer = optimizer_state(self.optimizer, self.model)
+        optimizer = optimizer_state(self.optimizer, self.group_names, self.model)
         own = self.engine.own_state()
         if self.engine.apart:
             own = {**own, "means": own.get("means", {}) | {"optimizer": optimizer["state"]}}
@@ -51,61 +54,111 @@ class Trained:
             CheckpointError: it is of another model or optimizer.
         """
         try:
-            self.model.load_state_dict(shared["model"])
+            load_model_state(self.model, shared["model"], holds_all=self.engine.holds_all)
         except RuntimeError as problem:
             raise CheckpointError(f"The checkpoint is of another model: {' '.join(str(problem).split())}") from None
         optimizer = shared["optimizer"]
         if self.engine.apart:
             optimizer = optimizer | {"state": own.get("means", {}).get("optimizer", {})}
-        load_optimizer_state(self.optimizer, self.model, optimizer, hyper=hyper)
+        load_optimizer_state(self.optimizer, self.group_names, self.model, optimizer, hyper=hyper)
         self.engine.load_state(shared["engine"], own)
         self.scaler.load_state_dict(shared["scaler"])
 
 
-def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+def names_of_groups(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
+    """The names of the parameters in each of the optimizer's groups, in its own order.
+
+    Raises:
+        ModelError: it holds some that are not the model's.
+    """
+    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    held = [[known.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
+    if any(name is None for names in held for name in names):
+        raise ModelError("The optimizer holds parameters that are not the model's; build it from model.parameters().")
+    return [[name for name in names if name is not None] for names in held]
+
+
+def rebind(optimizer: Optimizer, group_names: Sequence[Sequence[str]], model: nn.Module) -> None:
+    """Let the optimizer update what this worker now holds of its parameters, in the same groups.
+
+    Raises:
+        ModelError: it has made steps already, which belong to the parameters as they were.
+    """
+    mine = dict(model.named_parameters())
+    held = [[mine[name] for name in names if name in mine] for names in group_names]
+    before = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    if before == [id(parameter) for group in held for parameter in group]:
+        return
+    if optimizer.state:
+        raise ModelError("The optimizer has been used before run.prepare; give it a new one, or the strategy dp.")
+    for group, parameters in zip(optimizer.param_groups, held, strict=True):
+        group["params"] = parameters
+
+
+def optimizer_state(optimizer: Optimizer, group_names: Sequence[Sequence[str]], model: nn.Module) -> dict[str, Any]:
     """Its state and its groups, with the names of parameters in place of their numbers."""
-    names = _names(optimizer, model)
+    names = [name for group in names_of_groups(optimizer, model) for name in group]
     plain = optimizer.state_dict()
-    groups = [group | {"params": [names[number] for number in group["params"]]} for group in plain["param_groups"]]
+    groups = [
+        group | {"params": list(of_group)} for group, of_group in zip(plain["param_groups"], group_names, strict=True)
+    ]
     return {"state": {names[number]: state for number, state in plain["state"].items()}, "groups": groups}
 
 
-def load_optimizer_state(optimizer: Optimizer, model: nn.Module, state: Mapping[str, Any], *, hyper: bool) -> None:
-    """Put it back; learning rates and the like too if `hyper` is set.
+def load_optimizer_state(
+    optimizer: Optimizer,
+    group_names: Sequence[Sequence[str]],
+    model: nn.Module,
+    state: Mapping[str, Any],
+    *,
+    hyper: bool,
+) -> None:
+    """Put it back, of what this worker holds; learning rates and the like too if `hyper` is set.
 
     Raises:
         CheckpointError: it belongs to other parameters.
     """
-    names = _names(optimizer, model)
-    numbers = {name: number for number, name in enumerate(names)}
-    fresh = optimizer.state_dict()
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    saved = [group["params"] for group in state["groups"]]
-    if saved != [[names[number] for number in group["params"]] for group in fresh["param_groups"]]:
+    if [list(group["params"]) for group in state["groups"]] != [list(names) for names in group_names]:
         raise CheckpointError(
             "The checkpoint's optimizer has other parameters or other groups of them than this run's; resume with the "
             "same model and optimizer, or begin in another folder."
         )
+    names = [name for group in names_of_groups(optimizer, model) for name in group]
+    numbers = {name: number for number, name in enumerate(names)}
+    fresh = optimizer.state_dict()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     groups = []
     for own, kept in zip(fresh["param_groups"], state["groups"], strict=True):
         groups.append((own | kept if hyper else own) | {"params": own["params"]})
     by_number = {
         numbers[name]: {key: _like(parameters[numbers[name]], value) for key, value in entries.items()}
         for name, entries in state["state"].items()
+        if name in numbers
     }
     optimizer.load_state_dict({"state": by_number, "param_groups": groups})
 
 
-def _names(optimizer: Optimizer, model: nn.Module) -> list[str]:
-    """Of the optimizer's parameters, in its own order."""
-    known = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [known[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+def load_model_state(model: nn.Module, state: Mapping[str, Any], *, holds_all: bool) -> None:
+    """Give the model what it holds of a whole one's state. Raises RuntimeError for another model's."""
+    if holds_all:
+        model.load_state_dict(state)
+        return
+    mine = model.state_dict()
+    missing = [name for name in mine if name not in state]
+    if missing:
+        raise RuntimeError(f"it lacks '{missing[0]}'")
+    for name, value in mine.items():
+        if isinstance(value, Tensor):
+            if value.shape != state[name].shape:
+                raise RuntimeError(f"'{name}' has the shape {tuple(state[name].shape)}, not {tuple(value.shape)}")
+            local(value).copy_(local(part_like(state[name], value)))
 
 
 def _like(parameter: Tensor, value: Any) -> Any:
-    """A tensor of the parameter's shape gets its memory layout too, as an optimizer would have made it."""
+    """Of a tensor of the parameter's shape, this worker's part, in the memory layout an optimizer would have made."""
     if isinstance(value, Tensor) and value.shape == parameter.shape:
-        return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+        part = part_like(value.to(parameter.device), parameter)
+        return torch.empty_like(parameter, dtype=value.dtype).copy_(part)
     return value
 
 

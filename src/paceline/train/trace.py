@@ -57,7 +57,7 @@ class Tracer:
             return
         self._line["parameters"] = fingerprints(model.named_parameters())
         self._line["buffers"] = fingerprints(model.named_buffers())
-        self._line["weights_sha256"] = weights_sha256(model)
+        self._line["weights_sha256"] = weights_sha256(model.state_dict())
         self._file.write(json.dumps(self._line) + "\n")
 
     def close(self) -> None:

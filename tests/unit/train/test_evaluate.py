@@ -19,24 +19,23 @@ from paceline.train.process_group import World
 ALONE = World(WorkerFacts(), torch.device("cpu"), None)
 
 
-def world(rank: int, size: int) -> World:
-    return World(WorkerFacts(rank, size), torch.device("cpu"), None)
-
-
 @given(st.integers(0, 500), st.integers(1, 300), st.integers(1, 12))
 def test_every_sample_belongs_to_one_chunk_and_every_chunk_to_one_worker(samples: int, size: int, workers: int) -> None:
     chunks = chunk_ranges(samples, size)
     assert [i for chunk in chunks for i in chunk] == list(range(samples))
     assert all(0 < len(chunk) <= size for chunk in chunks)
-    owned = [own_chunks(chunks, world(rank, workers)) for rank in range(workers)]
+    owned = [own_chunks(len(chunks), rank, workers, in_step=False) for rank in range(workers)]
     assert [number for numbers in owned for number in numbers] == list(range(len(chunks)))
     assert owned[0] or not chunks
     assert max(map(len, owned)) - min(map(len, owned)) <= 1
+    in_step = [own_chunks(len(chunks), rank, workers, in_step=True) for rank in range(workers)]
+    assert {number for numbers in in_step for number in numbers} == set(range(len(chunks)))
+    assert len(set(map(len, in_step))) == 1
 
 
 def run(values: Tensor, chunk_size: int, measure: Measure) -> dict[str, float]:
     chunks = chunk_ranges(len(values), chunk_size)
-    batches = (values[chunk.start : chunk.stop] for chunk in chunks)
+    batches = ((number, values[chunk.start : chunk.stop]) for number, chunk in enumerate(chunks))
     return evaluate(batches, chunks, nn.Identity(), measure, ALONE)
 
 

@@ -1,0 +1,369 @@
+"""Sharded, pipeline and tensor parallelism and their meshes: one engine for all that plain data parallelism is not.
+
+The axes act on a model one after the other: it is cut into stages, the layers of a stage are shared out, then their
+parameters. What a step computes is what one worker alone would: losses are weighted by samples, gradients are sums
+over virtual shards, and no number of workers appears in any formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from paceline.comm import Aggregator
+from paceline.comm.compressor import Bucket
+from paceline.errors import JobError
+from paceline.parallel.aggregation import BUCKET_BYTES, COMPRESSORS, set_up_aggregation
+from paceline.parallel.clock import Clock, Mark
+from paceline.parallel.engine import StepInput, broadcast, check_loss, cut, statistics_dtype
+from paceline.parallel.gradient_norms import GradientNorms, squared_norm
+from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm, standing_in, unknown_buffers
+from paceline.parallel.parts import is_sharded, local, whole
+from paceline.parallel.randomness import generator_states
+from paceline.parallel.sharded import recompute, shard, sharded_modules
+from paceline.parallel.shards import Piece, Share
+from paceline.parallel.start import start_weights
+from paceline.spec import AlgorithmName, Job, Mesh, Plan
+
+if TYPE_CHECKING:
+    from paceline.parallel.pipeline import MicroBatch, Pipeline
+
+
+@dataclass(frozen=True)
+class Axes:
+    """This worker's groups along a mesh; None where it is alone."""
+
+    mesh: Mesh
+    device_mesh: DeviceMesh
+    world: dist.ProcessGroup
+    data: dist.ProcessGroup | None
+    """Workers that hold the same part of the model, or shards of it, and share the batch."""
+    dp: dist.ProcessGroup | None
+    pp: dist.ProcessGroup | None
+
+
+def open_axes(mesh: Mesh, device: torch.device, world: dist.ProcessGroup) -> Axes:
+    """A common act of all workers."""
+    shape = (mesh.pp, mesh.dp, mesh.fsdp, mesh.tp)
+    device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "fsdp", "tp"))
+    data = None
+    if mesh.num_shares > 1:
+        data = device_mesh["dp", "fsdp"]._flatten("data").get_group()
+    return Axes(
+        mesh,
+        device_mesh,
+        world,
+        data,
+        device_mesh.get_group("dp") if mesh.dp > 1 else None,
+        device_mesh.get_group("pp") if mesh.pp > 1 else None,
+    )
+
+
+def check_mesh(job: Job, mesh: Mesh) -> None:
+    """Raises `JobError` for a job that only whole replicas can train."""
+    spec = job.aggregation
+    wrong = (
+        ("parity = 'bitwise'", "parity = 'numeric'", job.parity == "bitwise"),
+        (f"aggregation.method = '{spec.method}'", "'every_step'", spec.method != "every_step"),
+        ("norm = 'sync'", "norm = 'shard'", job.norm == "sync"),
+        ("precision = 'float16'", "precision = 'bfloat16'", job.precision == "float16"),
+        (f"aggregation.wire = '{spec.wire}'", "a wire format of fixed size", spec.wire in COMPRESSORS),
+    )
+    for setting, remedy, is_set in wrong:
+        if is_set:
+            raise JobError(
+                f"{setting} needs the whole model on every worker; use {remedy}, or the strategy dp, not {mesh}."
+            )
+
+
+class MeshedParallel:
+    """An `Engine`: the model is spread over a mesh. A step is equal on any mesh up to rounding.
+
+    Every pass of a worker goes through the same collectives on all workers of its fsdp axis, so who has fewer shards
+    than others lets a stand-in sample pass that counts for nothing. A worker's shards go through the model together
+    unless the model draws random numbers: then one by one, on all workers, from the second step on, as in the first.
+    """
+
+    apart = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        job: Job,
+        plan: Plan,
+        device: torch.device,
+        axes: Axes,
+        example: tuple[Any, ...] | None,
+    ) -> None:
+        """
+        Args:
+            example: what the model is called with, for a few samples; to cut it into stages.
+        """
+        self._axes = axes
+        self._plan = plan
+        self._device = device
+        self._clock = Clock(device)
+        if job.norm == "shard":
+            model = replace_batch_norm(model, ShardBatchNorm)
+        weights = start_weights(model, axes.world)
+        self._pipeline: Pipeline | None = None
+        if axes.pp is not None:
+            from paceline.parallel.pipeline import Pipeline
+
+            self._pipeline = Pipeline(model, axes.pp, plan.pipeline, example, device)
+            model = self._pipeline.module
+        self.notes: list[str] = [] if self._pipeline is None else list(self._pipeline.notes)
+        stages = [model] if self._pipeline is None else self._pipeline.stages
+        for stage in stages:
+            self._spread(stage)
+        self.module = model
+        weights(model, device)
+        self._norm = NormStatistics(model)
+        self._dtype = statistics_dtype(model)
+        self._draws_randomness: bool | None = None
+        self._last_gradient = self._aggregated = self._clock.mark()
+        self._aggregator: Aggregator | None = None
+        self.algorithm: AlgorithmName = plan.algorithm
+        if axes.dp is not None:
+            mine = [local(parameter) for parameter in model.parameters() if parameter.requires_grad]
+            of_axis = replace(plan, world_size=axes.mesh.dp)
+            aggregation = set_up_aggregation(job, of_axis, device, axes.dp, mine)
+            self._aggregator, self.algorithm = aggregation.aggregator, aggregation.algorithm
+            self.notes += aggregation.notes
+        model.register_forward_hook(self._after_evaluation)
+
+    def _spread(self, stage: nn.Module) -> None:
+        """Share out a stage's layers, then its parameters."""
+        mesh, device_mesh, plan = self._axes.mesh, self._axes.device_mesh, self._plan
+        if mesh.tp > 1:
+            from paceline.parallel.tensor import tensor_parallel
+
+            self.notes += tensor_parallel(stage, device_mesh["tp"]).notes
+        if plan.recompute:
+            recompute(stage)
+        if mesh.fsdp > 1:
+            shard(stage, device_mesh["fsdp"], mesh.zero_stage, cpu_offload=plan.cpu_offload)
+
+    def _after_evaluation(self, module: nn.Module, _arguments: Any, _output: Any) -> None:
+        # No backward follows that would give up the gathered parameters, and what comes next reads the parts.
+        if not torch.is_grad_enabled():
+            for sharded in sharded_modules(module):
+                sharded.reshard()
+
+    def close(self) -> None:
+        if self._aggregator is not None:
+            self._aggregator.scheduler.close()
+
+    # --- a step ---
+
+    def gradients(self, step: StepInput) -> Tensor:
+        if self._aggregator is not None:
+            self._aggregator.scheduler.begin_step()
+        self._norm.shards.all = step.share.all_sizes
+        before = generator_states(self._device) if self._draws_randomness is None else None
+        losses = self._passes(step) if self._pipeline is None else self._piped(self._pipeline, step)
+        self._norm.shards.current = None
+        draws = before is not None and before != generator_states(self._device)
+        summed = torch.cat([losses.view(1), losses.new_tensor([float(draws)]), *self._norm.collect(losses)])
+        self._last_gradient = self._clock.mark()
+        if self._axes.data is not None:
+            dist.all_reduce(summed, group=self._axes.data)
+        if self._axes.pp is not None:
+            dist.all_reduce(summed[:2], group=self._axes.pp)  # the last stage alone knows the loss
+        if self._draws_randomness is None:
+            self._draws_randomness = bool(summed[1] > 0)
+        self._norm.apply(summed[2:])
+        self._sum_over_replicas()
+        self._aggregated = self._clock.mark()
+        return summed[0]
+
+    def _passes(self, step: StepInput) -> Tensor:
+        """This worker's pieces forward and backward, one after the other; the sum of their weighted losses."""
+        share = step.share
+        pieces = self._pieces(share, share.rank)
+        # Collectives in forward and backward: everybody has to come by as often.
+        num_passes = max(len(self._pieces(share, rank)) for rank in range(len(share.runs)))
+        losses = torch.zeros((), dtype=self._dtype, device=self._device)
+        wants_norms = step.take_norms is not None and num_passes > 1 and self._adds_up_every_pass
+        first_sqr: Tensor | None = None
+        for number in range(num_passes):
+            self._sync_gradients(number == num_passes - 1)
+            if number < len(pieces):
+                losses += self._pass(step, pieces[number])
+            else:
+                self._stand_in(step)
+            if wants_norms and number == 0:
+                first_sqr = self._squared_norm()
+        if first_sqr is not None and step.take_norms is not None:
+            firsts = [found[0] for rank in range(len(share.runs)) if (found := self._pieces(share, rank))]
+            num_first = sum(sum(piece.sizes) for piece in firsts)
+            weight = sum(piece.weight for piece in firsts)
+            norms = GradientNorms(first_sqr / weight**2, num_first, self._squared_norm(), share.global_size)
+            step.take_norms(norms)
+        return losses
+
+    @property
+    def _adds_up_every_pass(self) -> bool:
+        """Whether gradients of all workers are in `.grad` after every pass."""
+        return self._axes.mesh.dp == 1 and (self._axes.mesh.fsdp == 1 or self._axes.mesh.zero_stage > 1)
+
+    def _pieces(self, share: Share, rank: int) -> list[Piece]:
+        one_by_one = self._draws_randomness is not False or self._pipeline is not None
+        of_rank = replace(share, rank=rank)
+        first, stop = share.runs[rank]
+        found: list[Piece] = []
+        while first < stop:
+            found.append(of_rank.piece(first, 1 if one_by_one else self._plan.micro_batch_size))
+            first += len(found[-1].sizes)
+        return found
+
+    def _pass(self, step: StepInput, piece: Piece) -> Tensor:
+        step.seed_shard(piece.first_shard)
+        self._norm.shards.current = piece.sizes
+        loss = check_loss(step.loss_of(self.module, cut(step.batch, piece.start, piece.stop)))
+        with self._norm.backward():
+            step.scale(loss * piece.weight).backward()
+        return loss.detach() * piece.weight
+
+    def _stand_in(self, step: StepInput) -> None:
+        with standing_in(self.module):
+            loss = check_loss(step.loss_of(self.module, cut(step.batch, 0, 1)))
+            step.scale(loss * 0.0).backward()
+
+    def _sync_gradients(self, is_last: bool) -> None:
+        """ZeRO 1 adds gradients up once a step, 2 and 3 after every pass."""
+        if self._axes.mesh.zero_stage == 1:
+            for module in sharded_modules(self.module):
+                module.set_requires_gradient_sync(is_last, recurse=False)
+                module.set_reshard_after_backward(is_last, recurse=False)
+
+    def _piped(self, pipeline: Pipeline, step: StepInput) -> Tensor:
+        return pipeline.train_step(
+            [self._micro_batch(step, piece) for piece in self._pieces(step.share, step.share.rank)]
+        )
+
+    def _micro_batch(self, step: StepInput, piece: Piece) -> MicroBatch:
+        def before_forward() -> None:
+            step.seed_shard(piece.first_shard)
+            self._norm.shards.current = piece.sizes
+
+        from paceline.parallel.pipeline import MicroBatch
+
+        return MicroBatch(
+            loss_of=lambda model: step.loss_of(model, cut(step.batch, piece.start, piece.stop)),
+            before_forward=before_forward,
+            within=step.within,
+            backward=self._norm.backward,
+            weight=piece.weight,
+            scale=step.scale,
+        )
+
+    def _sum_over_replicas(self) -> None:
+        """Add the gradients up along the dp axis."""
+        if self._aggregator is None:
+            return
+        under_way = []
+        for names, gradients in self._buckets():
+            values = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            parts = tuple(zip(names, values.split([gradient.numel() for gradient in gradients]), strict=True))
+            under_way.append((self._aggregator.sum_bucket(Bucket(values, parts)), parts, gradients))
+        for arrived, parts, gradients in under_way:
+            arrived.wait()
+            self._aggregator.scheduler.raise_error()
+            for (_, total), gradient in zip(parts, gradients, strict=True):
+                gradient.copy_(total.view(gradient.shape))
+
+    def _buckets(self) -> Iterator[tuple[list[str], list[Tensor]]]:
+        """This worker's parts of the gradients, those computed first in front."""
+        names: list[str] = []
+        gradients: list[Tensor] = []
+        size_bytes = 0
+        for name, parameter in reversed(list(self.module.named_parameters())):
+            if parameter.grad is None:
+                continue
+            mine = local(parameter.grad)
+            if gradients and (size_bytes >= BUCKET_BYTES or mine.dtype != gradients[0].dtype):
+                yield names, gradients
+                names, gradients, size_bytes = [], [], 0
+            names.append(name)
+            gradients.append(mine)
+            size_bytes += mine.numel() * mine.element_size()
+        if gradients:
+            yield names, gradients
+
+    # --- the whole model ---
+
+    def gradient_norm(self) -> Tensor:
+        return self._squared_norm().sqrt()
+
+    def _squared_norm(self) -> Tensor:
+        """Of the whole model's gradient; what several workers hold alike counts once. A common act of all workers."""
+        parts: dict[int, list[Tensor]] = {}
+        for name, parameter in self.module.named_parameters():
+            if parameter.grad is not None:
+                parts.setdefault(self._num_copies(name, parameter), []).append(local(parameter.grad))
+        zero = torch.zeros((), dtype=self._dtype, device=self._device)
+        total = sum((squared_norm(tensors).to(zero.dtype) / copies for copies, tensors in parts.items()), zero)
+        dist.all_reduce(total, group=self._axes.world)
+        return total
+
+    def _num_copies(self, name: str, parameter: Tensor) -> int:
+        """How many workers hold just the same part of a parameter."""
+        mesh = self._axes.mesh
+        copies = mesh.dp
+        for axis, degree in (("fsdp", mesh.fsdp), ("tp", mesh.tp)):
+            copies *= 1 if is_sharded(parameter, axis) else degree
+        return copies * (1 if self._pipeline is None else len(self._pipeline.shared_parameters.get(name, (0,))))
+
+    def whole_state(self) -> dict[str, Tensor]:
+        gathered: dict[Tensor, Tensor] = {}  # tied ones stay tied
+        state = {}
+        for name, tensor in self.module.state_dict(keep_vars=True).items():
+            if tensor not in gathered:
+                gathered[tensor] = whole(tensor).cpu()
+            state[name] = gathered[tensor]
+        if self._axes.pp is None:
+            return state
+        stages: list[Any] | None = [None] * self._axes.mesh.pp if dist.get_rank(self._axes.pp) == 0 else None
+        dist.gather_object(state, stages, group_dst=0, group=self._axes.pp)
+        return {name: tensor for stage in stages or [] for name, tensor in stage.items()}
+
+    # --- the rest of the seam ---
+
+    holds_all = False
+
+    @property
+    def communication(self) -> tuple[Mark, Mark]:
+        return self._last_gradient, self._aggregated
+
+    def after_update(self) -> None:
+        """Equal gradients have made equal weights: there is nothing to do."""
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        self.settle()
+        yield
+
+    @property
+    def changes_buffers(self) -> bool:
+        return bool(unknown_buffers(self.module))
+
+    def settle(self) -> bool:
+        broadcast(unknown_buffers(self.module), self._axes.data)
+        return True
+
+    def shared_state(self) -> dict[str, Any]:
+        return {"draws_randomness": self._draws_randomness}
+
+    def own_state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:  # noqa: ARG002 - it is an engine
+        self._draws_randomness = shared.get("draws_randomness")

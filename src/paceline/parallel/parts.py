@@ -1,0 +1,59 @@
+"""Whole tensors and the parts of them that workers hold: a parameter that is not whole on a worker is a DTensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this worker holds of `tensor`; shares its memory."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of `tensor`; a common act of the workers that hold parts of it."""
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def part_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """Of a whole `tensor`, the part that a worker holds of `like`, in its manner; nothing travels."""
+    if not isinstance(like, DTensor):
+        return tensor
+    shape, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    mine = tensor
+    for dimension, (start, length) in enumerate(zip(offsets, shape, strict=True)):
+        mine = mine.narrow(dimension, min(start, mine.shape[dimension]), length)
+    # A copy: a view would keep the whole in memory.
+    own = mine.to(like.device, copy=True)
+    return DTensor.from_local(
+        own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def local_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes that this worker holds of them."""
+    return sum(mine.numel() * mine.element_size() for mine in map(local, tensors))
+
+
+def is_sharded(tensor: Tensor, axis: str) -> bool:
+    """Whether workers along the mesh axis `axis` hold different parts of `tensor`."""
+    if not isinstance(tensor, DTensor):
+        return False
+    names = tensor.device_mesh.mesh_dim_names or ()
+    # torch's own subclass of Shard for two axes on one dimension says no to is_shard().
+    return any(
+        name == axis and not placement.is_replicate() for name, placement in zip(names, tensor.placements, strict=True)
+    )
+
+
+def clip(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scale the gradients down so that the whole model's, whose norm is `norm`, is at most `max_norm` long."""
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's clip_grad_norm_ has it
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local(parameter.grad).mul_(factor.to(parameter.grad.dtype))

@@ -1,0 +1,84 @@
+"""The fsdp axis: every worker keeps a part of the parameters and gathers a block's just before it computes with it.
+
+torch's `fully_shard` does it (Zhao et al. 2023, "PyTorch FSDP"; Rajbhandari et al. 2020, "ZeRO", for the stages). What
+is ours: which modules make a block, and sums in place of means, because losses are weighted by samples already.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+MIN_BLOCK_BYTES = 1 << 20
+"""Smaller neighbours are gathered together: below, a message costs more than what it carries."""
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules with parameters that stand in a Sequential or a ModuleList: they are computed one by one."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        if isinstance(child, nn.Sequential | nn.ModuleList):
+            found += blocks(child)
+        elif isinstance(model, nn.Sequential | nn.ModuleList):
+            found += [child] if any(True for _ in child.parameters()) else []
+        else:
+            found += blocks(child)
+    return found
+
+
+def groups_of(found: list[nn.Module], min_bytes: int = MIN_BLOCK_BYTES) -> Iterator[list[nn.Module]]:
+    """Neighbours together until they hold `min_bytes` of parameters."""
+    group: list[nn.Module] = []
+    size_bytes = 0
+    for block in found:
+        group.append(block)
+        size_bytes += sum(parameter.numel() * parameter.element_size() for parameter in block.parameters())
+        if size_bytes >= min_bytes:
+            yield group
+            group, size_bytes = [], 0
+    if group:
+        yield group
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, zero_stage: int, *, cpu_offload: bool) -> FSDPModule:
+    """Share out the parameters of `model` over the axis `mesh`, in place; they become DTensors.
+
+    Parameters may be on the meta device, or DTensors of another axis of the same mesh.
+    """
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
+    wrap = functools.partial(fully_shard, mesh=mesh, reshard_after_forward=zero_stage == 3, offload_policy=offload)
+    found = blocks(model)
+    if found and found[0] is not model:
+        for group in groups_of(found):
+            wrap(cast(Any, group if len(group) > 1 else group[0]))
+    wrap(model)
+    for module in sharded_modules(model):
+        module.set_gradient_divide_factor(1.0)
+    return cast(FSDPModule, model)
+
+
+def sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def recompute(model: nn.Module) -> None:
+    """Let backward compute each block's activations again instead of keeping them (Chen et al. 2016)."""
+    for block in blocks(model) or [model]:
+        block.forward = _recomputed(block.forward)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return run
