@@ -66,7 +66,7 @@ def train(job: Job, train_set: Any, test_set: Any = None, max_steps: int | None 
         model, _optimizer = run.prepare(model, build_optimizer(job.optim, model), example=example)
         losses = [float(run.step(batch, loss_fn)) for batch in run.batches(train_set)]
         metrics = run.evaluate(test_set, measure) if test_set is not None else {}
-        weights = {name: tensor.numpy().copy() for name, tensor in run.engine.whole_state().items()}
+        weights = {name: tensor.detach().numpy().copy() for name, tensor in run.whole_state().items()}
         return Outcome(run.weights_sha256(), weights, losses, metrics)
 
 

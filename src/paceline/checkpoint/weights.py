@@ -37,4 +37,4 @@ def _as_file(weights: Mapping[str, Tensor]) -> bytes:
         first = kept.setdefault(memory, alias)
         if first != alias:
             tied[alias] = first
-    return save({one: weights[one].contiguous() for one in kept.values()}, metadata={"format": "pt", **tied})
+    return save({one: weights[one].detach().contiguous() for one in kept.values()}, metadata={"format": "pt", **tied})

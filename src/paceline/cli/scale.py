@@ -26,8 +26,9 @@ from paceline.cli.options import (
     resolve_job,
 )
 from paceline.cli.site import ANYWHERE, Site, Where, open_site, says_where
+from paceline.cli.strategy import AUTO, Strategy
 from paceline.errors import JobError, WorkerFailed
-from paceline.plan import place, spread
+from paceline.plan import spread
 from paceline.spec import Job, Plan, RunRecord
 from paceline.spec.forecast import Grow
 
@@ -53,6 +54,7 @@ def scale(
     quiet: Quiet = False,
     as_json: AsJson = False,
     where: Where = ANYWHERE,
+    strategy: Strategy = AUTO,
     cluster: ClusterFile = CLUSTER_FILE,
 ) -> None:
     """Train a job on 1, 2, … N devices and write the study: scaling.json, scaling.csv, report.html."""
@@ -72,7 +74,7 @@ def scale(
         threads = threads or spread(site.cluster, counts[-1]).threads_per_worker
         jobs = [base.grown(count) if grow == "batch" else base for count in counts]
         plans = [
-            place(one, site.cluster, count, threads_per_worker=threads, algorithm=algorithm)
+            strategy.placed(one, site.cluster, count, threads_per_worker=threads, algorithm=algorithm)
             for one, count in zip(jobs, counts, strict=True)
         ]
         if grow == "none":

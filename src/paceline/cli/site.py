@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from paceline import env
+from paceline.cli.strategy import Strategy
 from paceline.errors import LaunchError
 from paceline.hardware import detect
 from paceline.launch import run_workers, worker_commands
@@ -108,7 +109,7 @@ RIGID = Elastic()
 
 
 def says_where(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` with the fields of `Where` and `Elastic` as options in place of its parameters of these types.
+    """`command` with the fields of `Where`, `Elastic` and `Strategy` as options in place of parameters of these types.
 
     The command-line library reads the options of a command from its signature.
     """
@@ -116,7 +117,7 @@ def says_where(command: Callable[..., None]) -> Callable[..., None]:
     groups = {
         name: (parameter.annotation, inspect.signature(parameter.annotation, eval_str=True).parameters)
         for name, parameter in signature.parameters.items()
-        if parameter.annotation in (Where, Elastic)
+        if parameter.annotation in (Where, Elastic, Strategy)
     }
 
     @functools.wraps(command)

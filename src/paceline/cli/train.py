@@ -30,7 +30,7 @@ from paceline.cli.options import (
 )
 from paceline.cli.plan_file import load_plan
 from paceline.cli.site import ANYWHERE, RIGID, Elastic, Site, Where, dry_run, open_site, says_where, site_on_paper
-from paceline.plan import place
+from paceline.cli.strategy import AUTO, Strategy
 from paceline.spec import Cluster, Plan
 
 
@@ -54,6 +54,7 @@ def train(
     as_json: AsJson = False,
     where: Where = ANYWHERE,
     elastic: Elastic = RIGID,
+    strategy: Strategy = AUTO,
     debug_comm: DebugComm = False,
     cluster_file: ClusterFile = CLUSTER_FILE,
     plan_file: Annotated[
@@ -67,7 +68,7 @@ def train(
     planned = None if plan_file is None else load_plan(plan_file)
 
     def plan_for(cluster: Cluster, num_workers: int) -> Plan:
-        plan = place(
+        plan = strategy.placed(
             resolved,
             cluster,
             num_workers,

@@ -14,10 +14,11 @@ import typer
 from paceline import env
 from paceline.cli.execute import write_run
 from paceline.cli.options import AsJson, DataDir, Settings, parse_counts, resolve_job
+from paceline.cli.strategy import Strategy
 from paceline.errors import LaunchError
 from paceline.hardware import detect
 from paceline.launch import run_workers
-from paceline.plan import place, spread
+from paceline.plan import spread
 from paceline.spec import Cluster, Job, Plan
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -31,6 +32,9 @@ def verify(
     data: DataDir = None,
     settings: Settings = None,
     as_json: AsJson = False,
+    strategy: Annotated[
+        str, typer.Option(metavar="NAME|MESH", help="How more than one worker share the model; see paceline train.")
+    ] = "dp",
 ) -> None:
     """Check that N workers compute what one does; name the first tensor that differs, and the likely cause.
 
@@ -51,7 +55,7 @@ def verify(
             program, plan = (
                 _script(Path(job), context.args, count, cluster)
                 if job.endswith(".py")
-                else _job(resolve_job(job, settings, data), count, cluster, run_dir)
+                else _job(resolve_job(job, settings, data), count, cluster, run_dir, strategy if count > 1 else "dp")
             )
             if not as_json:
                 print(f"training {steps} steps on {count} worker{'s' if count > 1 else ''} …", file=sys.stderr)
@@ -68,10 +72,10 @@ def verify(
         raise typer.Exit(1)
 
 
-def _job(job: Job, count: int, cluster: Cluster, run_dir: Path) -> tuple[list[str], Plan]:
+def _job(job: Job, count: int, cluster: Cluster, run_dir: Path, strategy: str) -> tuple[list[str], Plan]:
     if job.parity == "numeric":
         job = job.with_values(precision="float64")
-    plan = place(job, cluster, count, threads_per_worker=1)
+    plan = Strategy(strategy).placed(job, cluster, count, threads_per_worker=1)
     return write_run(job, plan, run_dir, quiet=True), plan
 
 

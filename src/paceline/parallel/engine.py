@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -76,8 +76,11 @@ class Engine(Protocol):
         """The norm of the whole model's gradient, a scalar; a common act where a worker does not hold it all."""
         ...
 
-    def whole_state(self) -> dict[str, Tensor]:
-        """The whole model's state_dict, on rank 0 at least and in host memory if it is spread. A common act."""
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of parameters, or what belongs to them, all of the model's by name and in one piece. A common act.
+
+        Where the model is spread they are in the host memory of rank 0; others get nothing.
+        """
         ...
 
     @property
@@ -163,8 +166,8 @@ class HoldsAll:
     def gradient_norm(self) -> Tensor:
         return nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
 
-    def whole_state(self) -> dict[str, Tensor]:
-        return unwrapped(self.module).state_dict()
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return dict(tensors)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

@@ -7,7 +7,7 @@ over virtual shards, and no number of workers appears in any formula.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -322,18 +322,18 @@ class MeshedParallel:
             copies *= 1 if is_sharded(parameter, axis) else degree
         return copies * (1 if self._pipeline is None else len(self._pipeline.shared_parameters.get(name, (0,))))
 
-    def whole_state(self) -> dict[str, Tensor]:
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         gathered: dict[Tensor, Tensor] = {}  # tied ones stay tied
-        state = {}
-        for name, tensor in self.module.state_dict(keep_vars=True).items():
+        found: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
             if tensor not in gathered:
                 gathered[tensor] = whole(tensor).cpu()
-            state[name] = gathered[tensor]
-        if self._axes.pp is None:
-            return state
-        stages: list[Any] | None = [None] * self._axes.mesh.pp if dist.get_rank(self._axes.pp) == 0 else None
-        dist.gather_object(state, stages, group_dst=0, group=self._axes.pp)
-        return {name: tensor for stage in stages or [] for name, tensor in stage.items()}
+            found[name] = gathered[tensor]
+        if self._axes.pp is not None:
+            stages: list[Any] | None = [None] * self._axes.mesh.pp if dist.get_rank(self._axes.pp) == 0 else None
+            dist.gather_object(found, stages, group_dst=0, group=self._axes.pp)
+            found = {name: tensor for stage in stages or [] for name, tensor in stage.items()}
+        return found if dist.get_rank(self._axes.world) == 0 else {}
 
     # --- the rest of the seam ---
 

@@ -61,6 +61,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, zero_stage: int, *, cpu_offload: b
     wrap(model)
     for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # else it is a sum times a number, which Gloo has not
     return cast(FSDPModule, model)
 
 

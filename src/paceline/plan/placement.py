@@ -6,7 +6,7 @@ import dataclasses
 
 from paceline.errors import JobError
 from paceline.plan.pick import pick
-from paceline.spec import AlgorithmName, Cluster, DeviceKind, Job, Node, NodeShare, Plan
+from paceline.spec import AlgorithmName, Cluster, DeviceKind, Job, Mesh, Node, NodeShare, Plan
 
 
 def spread(cluster: Cluster, num_workers: int, threads_per_worker: int | None = None) -> Plan:
@@ -73,10 +73,12 @@ def place(
     micro_batch_size: int | None = None,
     algorithm: AlgorithmName = "auto",
     num_servers: int = 1,
+    mesh: Mesh | None = None,
 ) -> Plan:
     """A plan for `num_workers` workers, one a device.
 
     Args:
+        mesh: the axes they are laid out on; None: all of them share the batch.
         threads_per_worker: None: an even part of the node's cores; always 1 with `parity = "bitwise"`, because how a
             kernel splits its sums among threads may change their last bits.
 
@@ -85,10 +87,11 @@ def place(
             smaller than a shard, or an algorithm that bitwise parity cannot use.
     """
     plan = spread(cluster, num_workers, threads_per_worker)
-    if num_workers > job.virtual_shards:
+    num_shares = num_workers if mesh is None else mesh.num_shares
+    if num_shares > job.virtual_shards:
         raise JobError(
-            f"{num_workers} workers cannot share virtual_shards = {job.virtual_shards}; use at most "
-            f"{job.virtual_shards} workers, or --set virtual_shards={num_workers} (it is part of the job: the same for "
+            f"{num_shares} workers cannot share virtual_shards = {job.virtual_shards}; use at most "
+            f"{job.virtual_shards} workers, or --set virtual_shards={num_shares} (it is part of the job: the same for "
             "every worker count)."
         )
     shard_size = -(-job.global_batch_size // job.virtual_shards)
@@ -110,4 +113,5 @@ def place(
         micro_batch_size=micro_batch_size,
         algorithm="tree_exact" if job.parity == "bitwise" else algorithm,
         num_servers=num_servers,
+        mesh=mesh,
     )

@@ -61,6 +61,11 @@ class Mesh:
         place = self.place(rank)
         return place["dp"] * self.fsdp + place["fsdp"]
 
+    def leads_share(self, rank: int) -> bool:
+        """Whether a rank is the first of those that compute with the same samples."""
+        place = self.place(rank)
+        return place["tp"] == place["pp"] == 0
+
     @property
     def is_plain(self) -> bool:
         """Whether every worker holds a whole replica."""

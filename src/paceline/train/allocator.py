@@ -1,4 +1,4 @@
-"""Keeping memory that the next step will need again."""
+"""What becomes of memory that a step frees: kept for the next step, or given back at once."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # The largest size glibc serves from its heap; activations of a CPU worker are mostly smaller.
 _LARGEST_FROM_HEAP = 32 * 2**20
 _NEVER = 2**31 - 1
+# What is larger than this is given back to the kernel as soon as it is freed.
+_LARGE = 2**20
 
 
 def keep_freed_memory() -> bool:
@@ -18,9 +20,22 @@ def keep_freed_memory() -> bool:
     A training step frees megabytes of activations that the next one asks for again. By default they go back and
     come again page by page, each page zeroed by the kernel: a quarter of a small model's step on CPU.
     """
+    return _set(_LARGEST_FROM_HEAP, _NEVER)
+
+
+def give_back_freed_memory() -> bool:
+    """Tell glibc's malloc to give back what is large as soon as it is freed. True if it listened.
+
+    Sharded parameters are gathered and freed block by block. Served from the heap, what is allocated in between keeps
+    it from shrinking and from being used again: a worker that should hold a quarter of a model was seen to hold all.
+    """
+    return _set(_LARGE, _LARGE)
+
+
+def _set(mmap_threshold: int, trim_threshold: int) -> bool:
     if sys.platform != "linux":
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
     if mallopt is None:
         return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP)) and bool(mallopt(_M_TRIM_THRESHOLD, _NEVER))
+    return bool(mallopt(_M_MMAP_THRESHOLD, mmap_threshold)) and bool(mallopt(_M_TRIM_THRESHOLD, trim_threshold))

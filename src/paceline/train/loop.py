@@ -77,7 +77,7 @@ def train(
         with run.consensus():
             record = journal.record()
             if job.checkpoint.save_final:
-                weights = run.engine.whole_state()
+                weights = run.whole_state()
                 if run.rank == 0:
                     save_weights(weights, output.run_dir / "model.safetensors")
         if run.rank == 0:

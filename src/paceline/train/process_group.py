@@ -15,7 +15,7 @@ from paceline import env
 from paceline.errors import LaunchError
 from paceline.pulse import MEETING, Pulse
 from paceline.spec import Plan
-from paceline.train.allocator import keep_freed_memory
+from paceline.train.allocator import give_back_freed_memory, keep_freed_memory
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,10 @@ def join(facts: env.WorkerFacts, plan: Plan) -> World:
     """
     device = _device(facts, plan)
     if device.type == "cpu":
-        keep_freed_memory()
+        if plan.mesh is None or plan.mesh.is_plain:
+            keep_freed_memory()
+        else:
+            give_back_freed_memory()
     if dist.is_initialized():  # a run before this one, or the user's script, was first
         if (dist.get_rank(), dist.get_world_size()) != (facts.rank, facts.world_size):
             raise LaunchError(

@@ -244,12 +244,16 @@ class Run:
             raise JobError("Call run.prepare(model, optimizer) first.")
         return self._optimizer
 
+    def whole_state(self) -> dict[str, Tensor]:
+        """The whole model's state_dict. A common act; where the model is spread, rank 0 alone gets it."""
+        return self.engine.whole(self.model.state_dict(keep_vars=True))
+
     def weights_sha256(self) -> str:
         """A fingerprint of the weights: equal exactly when every bit is. A common act where the model is spread.
 
         Of this worker's own copy where it holds all of the model.
         """
-        state = self.engine.whole_state()
+        state = self.whole_state()
         if self.engine.holds_all:
             return weights_sha256(state)
         digest = [weights_sha256(state)] if self.rank == 0 else [""]
@@ -288,7 +292,7 @@ class Run:
             model.to(self.device)
         if job.precision == "float64":
             model.double()
-        if job.channels_last:
+        if job.channels_last and self.mesh.is_plain:  # torch shards parameters of the plain format only
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         model.train()
         parallelized = parallelize(
@@ -478,12 +482,14 @@ class Run:
         if has_gradient and self.job.optim.clip_norm is not None:
             self._scaler.unscale_(optimizer)
             clip(self.model.parameters(), self.job.optim.clip_norm, engine.gradient_norm())
-        self._tracer.before_update(self.steps, self.model, loss, batch, idle=not share.sizes)
+        # Workers that compute other parts of a model have the same samples: they count once.
+        idle = not share.sizes or not self.mesh.leads_share(self.rank)
+        self._tracer.before_update(self.steps, self.model, engine.whole, loss, batch, idle=idle)
         if has_gradient:
             self._scaler.step(optimizer)
             self._scaler.update()
         engine.after_update()
-        self._tracer.after_update(self.model)
+        self._tracer.after_update(self.model, engine.whole)
 
         self.count_step(share.global_size)
         self._course.passed(given)

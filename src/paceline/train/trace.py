@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self, TextIO
 
 import torch
@@ -22,6 +22,9 @@ from paceline.train.digest import weights_sha256
 from paceline.train.process_group import World
 
 NUM_PROJECTIONS = 8
+
+Whole = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+"""Of tensors that belong to a model, all of the model's and in one piece: an engine's."""
 
 
 class Tracer:
@@ -41,23 +44,24 @@ class Tracer:
         file.write(json.dumps({"parity": job.parity, "precision": job.precision, "norm": job.norm}) + "\n")
         return cls(file)
 
-    def before_update(self, step: int, model: nn.Module, loss: Tensor, batch: Any, *, idle: bool) -> None:
+    def before_update(self, step: int, model: nn.Module, whole: Whole, loss: Tensor, batch: Any, *, idle: bool) -> None:
+        """A common act where the model is spread; rank 0 then writes for all."""
         if self._file is None:
             return
-        gradients = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+        gradients = whole({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
         self._line = {
             "step": step,
             "loss": float(loss),
             "batch_digest": 0 if idle else batch_digest(batch),
-            "gradients": fingerprints(gradients),
+            "gradients": fingerprints(gradients.items()),
         }
 
-    def after_update(self, model: nn.Module) -> None:
+    def after_update(self, model: nn.Module, whole: Whole) -> None:
         if self._file is None:
             return
-        self._line["parameters"] = fingerprints(model.named_parameters())
-        self._line["buffers"] = fingerprints(model.named_buffers())
-        self._line["weights_sha256"] = weights_sha256(model.state_dict())
+        self._line["parameters"] = fingerprints(whole(dict(model.named_parameters())).items())
+        self._line["buffers"] = fingerprints(whole(dict(model.named_buffers())).items())
+        self._line["weights_sha256"] = weights_sha256(whole(model.state_dict(keep_vars=True)))
         self._file.write(json.dumps(self._line) + "\n")
 
     def close(self) -> None:
