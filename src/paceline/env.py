@@ -29,6 +29,7 @@ PULSE = "PACELINE_PULSE"
 STORE_FD = "PACELINE_STORE_FD"
 CPUS = "PACELINE_CPUS"
 CONTAINER = "PACELINE_CONTAINER"
+STRATEGY = "PACELINE_STRATEGY"
 
 PASSED_ON = (DATA_DIR, DEVICE, "PYTHONPATH")
 """What a user sets here and means everywhere."""
@@ -313,6 +314,16 @@ def max_steps() -> int | None:
     """A limit on steps set from outside the script, by `paceline verify`."""
     text = os.environ.get(MAX_STEPS)
     return int(text) if text else None
+
+
+def strategy() -> str | None:
+    """How workers share out a model, as `paceline launch --strategy` was told."""
+    return os.environ.get(STRATEGY) or None
+
+
+def strategy_note(text: str | None) -> dict[str, str]:
+    """The variable that tells the workers."""
+    return {} if text is None else {STRATEGY: text}
 
 
 def device_kind() -> str | None:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from paceline import env
 from paceline.cli.execute import new_run_dir
 from paceline.cli.options import DebugComm, DryRun, Threads
 from paceline.cli.site import ANYWHERE, RIGID, Elastic, Site, Where, dry_run, open_site, says_where, site_on_paper
@@ -26,6 +27,10 @@ def launch(
     workers: Annotated[int | None, typer.Option("--workers", "-n", min=1, help="Workers; all devices.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for logs; a new one under runs/.")] = None,
     threads: Threads = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|MESH", help="How workers share the model where the script names no way of its own."),
+    ] = None,
     where: Where = ANYWHERE,
     elastic: Elastic = RIGID,
     debug_comm: DebugComm = False,
@@ -53,8 +58,14 @@ def launch(
         limits = elastic.limits(num_workers)
         if limits is None:
             plan = plan_for(site.cluster, num_workers)
-            site.run(plan, program, run_dir=run_dir, output="all", save_s=SAVE_S)
+            site.run(plan, program, run_dir=run_dir, output="all", environ=env.strategy_note(strategy), save_s=SAVE_S)
         else:
             site.run_elastic(
-                limits, plan_for, lambda _plan: program, run_dir=run_dir, output="all", standby=elastic.standby
+                limits,
+                plan_for,
+                lambda _plan: program,
+                run_dir=run_dir,
+                output="all",
+                environ=env.strategy_note(strategy),
+                standby=elastic.standby,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,15 +16,19 @@ from paceline.cli.foretold import CLUSTER_FILE
 from paceline.cli.options import AsJson, DataDir, Settings, resolve_job
 from paceline.errors import ClusterError, JobError, PacelineError
 from paceline.plan import place
-from paceline.spec import Cluster, Job
+from paceline.spec import Cluster, Job, parse_mesh
 from paceline.spec.forecast import Forecast, Grow
+from paceline.spec.mesh import AXES
 
 if TYPE_CHECKING:
+    from paceline.plan.forecast import Question
+    from paceline.plan.memory import ModelFacts
     from paceline.spec import Plan
 
 PLAN_FILE, PAGE_FILE, FORECAST_FILE = "plan.json", "plan.html", "forecast.json"
 
 _MOST_DEVICES = 1_000_000
+_TRACED_SAMPLES = 2
 
 
 def plan(
@@ -63,6 +68,13 @@ def plan(
         Path | None, typer.Option(metavar="OBS.csv", help="Instead: say which placements to measure next.")
     ] = None,
     budget: Annotated[int, typer.Option(min=1, metavar="K", help="How many, with --suggest.")] = 1,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Trace the model, so that pipelines and tensor groups are weighed too.")
+    ] = False,
+    dry_run_mesh: Annotated[
+        str | None,
+        typer.Option(metavar="MESH", help="Instead: try a mesh such as 'dp128 x tp8' on paper, without its devices."),
+    ] = None,
 ) -> None:
     """Forecast step time, throughput, speed-up, time to a target and cost for 1…N devices, and recommend one."""
     if fit is not None or predict is not None or suggest is not None:
@@ -70,8 +82,11 @@ def plan(
         return
     if job is None:
         raise JobError("Name the job to plan for, such as paceline plan job.toml; or give --fit, or --suggest.")
-    _check_probed(job, cluster)
     resolved = resolve_job(job, settings, data)
+    if dry_run_mesh is not None:
+        show_dry_run(resolved, dry_run_mesh, as_json=as_json)
+        return
+    _check_probed(job, cluster)
     known = Cluster.load(cluster)
     # NumPy, SciPy and what plots: not for `paceline --help`.
     from paceline.plan.forecast import Question, forecast
@@ -86,8 +101,9 @@ def plan(
         devices_per_node=devices_per_node,
     )
     counts = device_counts(devices or f"1..{max(1, len(known.devices))}")
-    found = forecast(resolved, known, counts, question)
-    recommended = recommended_plan(resolved, known, found)
+    facts = trace_model(resolved) if trace else None
+    found = forecast(resolved, known, counts, question, facts)
+    recommended = recommended_plan(resolved, known, found, question, facts)
     _write(found, recommended, out)
     _show(found, recommended, out, as_json=as_json)
 
@@ -106,12 +122,25 @@ def device_counts(text: str) -> list[int]:
     return sorted(counts)
 
 
-def recommended_plan(job: Job, cluster: Cluster, forecast: Forecast) -> Plan | None:
-    """The plan of the recommended row; None where the cluster has too few devices for it."""
+def recommended_plan(
+    job: Job, cluster: Cluster, forecast: Forecast, question: Question | None = None, facts: ModelFacts | None = None
+) -> Plan | None:
+    """The plan of the recommended row; None where the cluster has too few devices for it.
+
+    Its workers are laid out on a mesh where replicas do not fit or a mesh is clearly faster.
+    """
+    from paceline.plan.choose import choose_mesh, timed_facts
+
     row = forecast.recommended
     if row.devices > len(cluster.devices):
         return None
     grown = job.grown(row.devices) if forecast.grow == "batch" else job
+    rate = None if question is None else question.link_bytes_per_s
+    choice = choose_mesh(grown, facts or timed_facts(job, cluster), cluster, row.devices, link_bytes_per_s=rate)
+    if not choice.mesh.is_plain:
+        plan = choice.applied(place(grown, cluster, row.devices, mesh=choice.mesh))
+        samples_per_s = row.samples_per_s if choice.step_s is None else grown.global_batch_size / choice.step_s
+        return dataclasses.replace(plan, forecast_samples_per_s=samples_per_s)
     plan = place(
         grown,
         cluster,
@@ -120,6 +149,88 @@ def recommended_plan(job: Job, cluster: Cluster, forecast: Forecast) -> Plan | N
         algorithm=row.algorithm if row.devices > 1 else "auto",
     )
     return dataclasses.replace(plan, forecast_samples_per_s=row.samples_per_s)
+
+
+def trace_model(job: Job) -> ModelFacts:
+    """What the job's model tells on paper: its layers, with their arithmetic and their memory."""
+    from paceline.data import load
+    from paceline.models import build
+    from paceline.parallel.dry_run import on_paper, trace_layers
+    from paceline.plan.layers import Layer
+    from paceline.plan.memory import Activations, ModelFacts
+    from paceline.train.loop import data_facts
+
+    train_set, _ = load(job.data)
+    model, arguments = on_paper(lambda: build(job.model, **data_facts(train_set)), train_set[0][0], _TRACED_SAMPLES)
+    layers = tuple(Layer(**dataclasses.asdict(layer)) for layer in trace_layers(model, arguments, _TRACED_SAMPLES))
+    num_parameters = round(sum(layer.num_parameters for layer in layers))
+    return ModelFacts(num_parameters, Activations(sum(layer.kept_bytes for layer in layers)), layers)
+
+
+def show_dry_run(job: Job, text: str, *, as_json: bool) -> None:
+    """Try a mesh on paper, with as many workers as its degrees make, and print what each would hold and send.
+
+    Raises:
+        JobError: no mesh, or more shares than the job has virtual shards.
+    """
+    degrees = re.findall(r"(?:dp|fsdp|zero[123]|tp|pp):?(\d+)", text)
+    mesh = parse_mesh(text, math.prod(map(int, degrees)))
+    if mesh.num_shares > job.virtual_shards:
+        raise JobError(
+            f"{mesh} shares the batch {mesh.num_shares} ways, and the job has virtual_shards = {job.virtual_shards}; "
+            f"use --set virtual_shards={mesh.num_shares} or more, or fewer replicas."
+        )
+    from paceline.data import load
+    from paceline.models import build
+    from paceline.parallel.dry_run import dry_run, on_paper
+    from paceline.plan.memory import state_bytes
+    from paceline.train.loop import data_facts
+
+    train_set, _ = load(job.data)
+    shard = -(-job.global_batch_size // job.virtual_shards)
+    model, arguments = on_paper(lambda: build(job.model, **data_facts(train_set)), train_set[0][0], shard)
+    state = state_bytes(job)
+    found = dry_run(
+        model,
+        arguments,
+        mesh,
+        num_micro_batches=-(-job.virtual_shards // mesh.num_shares),
+        optimizer_copies=round(state.optimizer / state.parameter),
+    )
+    sent_bytes = {axis: round(found.sent_bytes(axis)) for axis in AXES if mesh.degree(axis) > 1}
+    if as_json:
+        stages = [
+            {
+                "first_layer": stage.layers[0],
+                "last_layer": stage.layers[1],
+                "parameter_bytes": stage.parameter_bytes,
+                "activation_bytes": stage.activation_bytes,
+                "memory_bytes": memory_bytes,
+            }
+            for stage, memory_bytes in zip(found.stages, found.memory_bytes, strict=True)
+        ]
+        facts = {"mesh": str(mesh), "num_workers": mesh.num_workers, "num_micro_batches": found.num_micro_batches}
+        print(json.dumps({**facts, "stages": stages, "sent_bytes": sent_bytes, "bubble": found.bubble}))
+        return
+    from rich import box
+    from rich.table import Table
+
+    from paceline.plan.search import size
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for heading in ("stage", "layers", "parameters", "activations", "memory"):
+        table.add_column(heading, justify="left" if heading == "layers" else "right", overflow="fold")
+    for number, (stage, memory_bytes) in enumerate(zip(found.stages, found.memory_bytes, strict=True)):
+        held = (stage.parameter_bytes, stage.activation_bytes, memory_bytes)
+        table.add_row(str(number), " … ".join(stage.layers), *map(size, held))
+    many = "es" * (found.num_micro_batches > 1)
+    print(
+        f"{mesh}: {mesh.num_workers} workers, {found.num_micro_batches} micro-batch{many} of {shard} a share and step"
+    )
+    table_console(pipe_columns=120).print(table)
+    for axis, num_bytes in sent_bytes.items():
+        print(f"{axis}: a worker sends {size(num_bytes)} a step")
+    print(f"pipeline bubble: {found.bubble:.0%}")
 
 
 def _check_probed(job: str, cluster: Path) -> None:

@@ -26,7 +26,7 @@ from paceline.cli.options import (
     resolve_job,
 )
 from paceline.cli.site import ANYWHERE, Site, Where, open_site, says_where
-from paceline.cli.strategy import AUTO, Strategy
+from paceline.cli.strategy import PLAIN, Strategy
 from paceline.errors import JobError, WorkerFailed
 from paceline.plan import spread
 from paceline.spec import Job, Plan, RunRecord
@@ -54,7 +54,7 @@ def scale(
     quiet: Quiet = False,
     as_json: AsJson = False,
     where: Where = ANYWHERE,
-    strategy: Strategy = AUTO,
+    strategy: Strategy = PLAIN,
     cluster: ClusterFile = CLUSTER_FILE,
 ) -> None:
     """Train a job on 1, 2, … N devices and write the study: scaling.json, scaling.csv, report.html."""

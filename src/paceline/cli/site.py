@@ -184,6 +184,7 @@ class Site:
         *,
         run_dir: Path,
         output: Output = "rank0",
+        environ: Mapping[str, str] | None = None,
         standby: bool = True,
     ) -> None:
         """Run a program through failures; the arguments, and what it raises, are as for `run_elastic`."""
@@ -198,7 +199,7 @@ class Site:
             output=output,
             save_s=SAVE_S,
             hang_timeout_s=self.where.hang_timeout_s,
-            environ=env.container_note(self.image),
+            environ={**env.container_note(self.image), **(environ or {})},
             preload=PRELOAD if standby else (),
         )
         with contextlib.closing(Fleet(cluster, self.teams, self.describe)) as fleet:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import resource
+import sys
 from dataclasses import dataclass
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +15,9 @@ from paceline.errors import JobError
 from paceline.plan import place
 from paceline.spec import Cluster, Job, Mesh, PipelineSpec, Plan, parse_mesh
 from paceline.spec.mesh import ScheduleName
+
+if TYPE_CHECKING:
+    from paceline.plan.memory import ModelFacts
 
 ONE_PROCESS = "dp_one_process"
 
@@ -21,11 +27,13 @@ class Strategy:
     """Every field is an option of the commands that train."""
 
     strategy: Annotated[
-        str,
+        str | None,
         typer.Option(
-            metavar="NAME|MESH", help="auto, dp, fsdp, zero1, zero2, hsdp, pp, tp, dp_one_process, or 'dp2 x pp2'."
+            metavar="NAME|MESH",
+            help="How workers share the model: dp (the default), fsdp, zero1, zero2, hsdp, pp, tp, dp_one_process, a "
+            "mesh such as 'dp2 x pp2', or auto: the planner chooses.",
         ),
-    ] = "auto"
+    ] = None
     schedule: Annotated[ScheduleName, typer.Option(help="In which order a pipeline's stages take turns.")] = "1f1b"
     stages_per_worker: Annotated[
         int, typer.Option(min=1, help="Stages each worker of a pipeline computes, with the schedule interleaved.")
@@ -41,32 +49,33 @@ class Strategy:
         bool, typer.Option("--cpu-offload", help="Keep sharded parameters in host memory while they are not used.")
     ] = False
 
-    def mesh(self, num_workers: int, num_nodes: int = 1) -> Mesh | None:
-        """The axes it names; None: it names none, or one process with all devices."""
-        if self.strategy in ("auto", "dp", ONE_PROCESS):
-            return None
-        return parse_mesh(self.strategy, num_workers, num_nodes)
+    def placed(self, job: Job, cluster: Cluster, num_devices: int, planned: Plan | None = None, **wishes: Any) -> Plan:
+        """A plan for a job on so many devices.
 
-    def placed(self, job: Job, cluster: Cluster, num_devices: int, **wishes: Any) -> Plan:
-        """A plan for a job on so many devices; `wishes` and what it raises are as for `place`.
+        Args:
+            planned: what `paceline plan` recommended; its mesh counts where no strategy is named.
+            wishes: as for `place`.
 
         Raises:
-            JobError: an option without the axis that it speaks of.
+            JobError: an option without the axis that it speaks of, a job that does not fit, or what `place` refuses.
         """
         if self.strategy == ONE_PROCESS:
             return dataclasses.replace(place(job, cluster, 1, **wishes), devices_in_process=num_devices)
-        mesh = self.mesh(num_devices, len(cluster.nodes))
+        if self.strategy == "auto":
+            return self._chosen(job, cluster, num_devices, wishes)
+        if self.strategy is None and planned is not None and planned.mesh is not None:
+            if planned.mesh.num_workers != num_devices:
+                raise JobError(
+                    f"The plan lays out {planned.mesh.num_workers} workers as {planned.mesh}, not {num_devices}; leave "
+                    "--workers out, or name another --strategy."
+                )
+            plan = place(job, cluster, num_devices, mesh=planned.mesh, **wishes)
+            return dataclasses.replace(plan, pipeline=planned.pipeline, recompute=planned.recompute)
+        mesh = None
+        if self.strategy not in (None, "dp"):
+            mesh = parse_mesh(self.strategy, num_devices, len(cluster.nodes))
         plan = place(job, cluster, num_devices, mesh=mesh, **wishes)
-        needs = (
-            ("--schedule", "a pipeline, such as --strategy pp", self.schedule != "1f1b", mesh is None or mesh.pp == 1),
-            ("--stages-per-worker", "a pipeline", self.stages_per_worker > 1, mesh is None or mesh.pp == 1),
-            ("--cut", "a pipeline, such as --strategy pp", bool(self.cut), mesh is None or mesh.pp == 1),
-            ("--cpu-offload", "sharding: --strategy fsdp", self.cpu_offload, mesh is None or mesh.fsdp == 1),
-            ("--recompute", "a mesh, such as --strategy fsdp", self.recompute, mesh is None or mesh.is_plain),
-        )
-        for option, what, is_set, is_missing in needs:
-            if is_set and is_missing and plan.world_size > 1:
-                raise JobError(f"{option} goes with {what}; leave it out or name the strategy.")
+        self._check_options(mesh)
         return dataclasses.replace(
             plan,
             pipeline=PipelineSpec(self.schedule, self.stages_per_worker, tuple(self.cut or ())),
@@ -74,6 +83,54 @@ class Strategy:
             cpu_offload=self.cpu_offload,
         )
 
+    def _chosen(self, job: Job, cluster: Cluster, num_devices: int, wishes: dict[str, Any]) -> Plan:
+        """What the planner takes for the best."""
+        from paceline.plan.choose import choose_mesh
 
-AUTO = Strategy()
+        choice = choose_mesh(
+            job, facts_of(job), cluster, num_devices, memory_bytes=worker_memory_bytes(cluster, num_devices)
+        )
+        print(f"strategy {choice.reason}", file=sys.stderr)
+        plan = place(job, cluster, num_devices, mesh=choice.mesh, **wishes)
+        micro_batch_size = plan.micro_batch_size
+        chosen = choice.applied(plan)
+        return chosen if micro_batch_size is None else dataclasses.replace(chosen, micro_batch_size=micro_batch_size)
+
+    def _check_options(self, mesh: Mesh | None) -> None:
+        if mesh is None or mesh.num_workers > 1:  # one worker shares nothing, whatever is said of it
+            has_pp, has_fsdp = mesh is not None and mesh.pp > 1, mesh is not None and mesh.fsdp > 1
+            needs = (
+                ("--schedule", "a pipeline, such as --strategy pp", self.schedule != "1f1b", has_pp),
+                ("--stages-per-worker", "a pipeline, such as --strategy pp", self.stages_per_worker > 1, has_pp),
+                ("--cut", "a pipeline, such as --strategy pp", bool(self.cut), has_pp),
+                ("--cpu-offload", "sharded parameters, such as --strategy fsdp", self.cpu_offload, has_fsdp),
+                ("--recompute", "a mesh, such as --strategy fsdp", self.recompute, mesh is not None),
+            )
+            for option, what, is_set, is_there in needs:
+                if is_set and not is_there:
+                    raise JobError(f"{option} goes with {what}; name such a strategy or leave it out.")
+
+
+PLAIN = Strategy()
 """A command line that says nothing of it."""
+
+
+def facts_of(job: Job) -> ModelFacts:
+    """What the job's model tells on paper. Loads torch."""
+    from paceline.cli.plan import trace_model
+
+    return trace_model(job)
+
+
+def worker_memory_bytes(cluster: Cluster, num_workers: int) -> float:
+    """What one worker may use: its part of the hardware, or less where this process is limited."""
+    from paceline.plan.choose import worker_memory_bytes as of_hardware
+
+    limits = [of_hardware(cluster, num_workers)]
+    if cluster.device_kind == "cpu":
+        soft = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
+        limits += [float(limit) for limit in soft if limit != resource.RLIM_INFINITY]
+        cgroup = Path("/sys/fs/cgroup/memory.max")
+        text = cgroup.read_text().strip() if cgroup.exists() else "max"
+        limits += [int(text) / num_workers] if text.isdigit() else []
+    return min(limits)

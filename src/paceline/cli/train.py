@@ -30,7 +30,7 @@ from paceline.cli.options import (
 )
 from paceline.cli.plan_file import load_plan
 from paceline.cli.site import ANYWHERE, RIGID, Elastic, Site, Where, dry_run, open_site, says_where, site_on_paper
-from paceline.cli.strategy import AUTO, Strategy
+from paceline.cli.strategy import PLAIN, Strategy
 from paceline.spec import Cluster, Plan
 
 
@@ -54,7 +54,7 @@ def train(
     as_json: AsJson = False,
     where: Where = ANYWHERE,
     elastic: Elastic = RIGID,
-    strategy: Strategy = AUTO,
+    strategy: Strategy = PLAIN,
     debug_comm: DebugComm = False,
     cluster_file: ClusterFile = CLUSTER_FILE,
     plan_file: Annotated[
@@ -72,6 +72,7 @@ def train(
             resolved,
             cluster,
             num_workers,
+            planned,
             threads_per_worker=threads,
             micro_batch_size=micro_batch_size or (planned.micro_batch_size if planned else None),
             algorithm=planned.algorithm if planned and algorithm == "auto" else algorithm,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,14 +26,13 @@ from paceline.parallel.engine import StepInput, broadcast, check_loss, cut, stat
 from paceline.parallel.gradient_norms import GradientNorms, squared_norm
 from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm, standing_in, unknown_buffers
 from paceline.parallel.parts import is_sharded, local, whole
+from paceline.parallel.pipeline import MicroBatch, Pipeline
 from paceline.parallel.randomness import generator_states
 from paceline.parallel.sharded import recompute, shard, sharded_modules
 from paceline.parallel.shards import Piece, Share
 from paceline.parallel.start import start_weights
+from paceline.parallel.tensor import tensor_parallel
 from paceline.spec import AlgorithmName, Job, Mesh, Plan
-
-if TYPE_CHECKING:
-    from paceline.parallel.pipeline import MicroBatch, Pipeline
 
 
 @dataclass(frozen=True)
@@ -112,12 +111,20 @@ class MeshedParallel:
         self._clock = Clock(device)
         if job.norm == "shard":
             model = replace_batch_norm(model, ShardBatchNorm)
+        self._dtype = statistics_dtype(model)  # of all of it: a stage may have no parameter
         weights = start_weights(model, axes.world)
         self._pipeline: Pipeline | None = None
         if axes.pp is not None:
-            from paceline.parallel.pipeline import Pipeline
-
-            self._pipeline = Pipeline(model, axes.pp, plan.pipeline, example, device)
+            self._pipeline = Pipeline(
+                model,
+                axes.pp,
+                plan.pipeline,
+                example,
+                device,
+                agreement=axes.world,
+                timeout_s=plan.timeout_s,
+                before_last_backward=lambda stage: self._sync_gradients(stage, True),
+            )
             model = self._pipeline.module
         self.notes: list[str] = [] if self._pipeline is None else list(self._pipeline.notes)
         stages = [model] if self._pipeline is None else self._pipeline.stages
@@ -126,7 +133,6 @@ class MeshedParallel:
         self.module = model
         weights(model, device)
         self._norm = NormStatistics(model)
-        self._dtype = statistics_dtype(model)
         self._draws_randomness: bool | None = None
         self._last_gradient = self._aggregated = self._clock.mark()
         self._aggregator: Aggregator | None = None
@@ -143,8 +149,6 @@ class MeshedParallel:
         """Share out a stage's layers, then its parameters."""
         mesh, device_mesh, plan = self._axes.mesh, self._axes.device_mesh, self._plan
         if mesh.tp > 1:
-            from paceline.parallel.tensor import tensor_parallel
-
             self.notes += tensor_parallel(stage, device_mesh["tp"]).notes
         if plan.recompute:
             recompute(stage)
@@ -194,7 +198,7 @@ class MeshedParallel:
         wants_norms = step.take_norms is not None and num_passes > 1 and self._adds_up_every_pass
         first_sqr: Tensor | None = None
         for number in range(num_passes):
-            self._sync_gradients(number == num_passes - 1)
+            self._sync_gradients(self.module, number == num_passes - 1)
             if number < len(pieces):
                 losses += self._pass(step, pieces[number])
             else:
@@ -237,31 +241,54 @@ class MeshedParallel:
             loss = check_loss(step.loss_of(self.module, cut(step.batch, 0, 1)))
             step.scale(loss * 0.0).backward()
 
-    def _sync_gradients(self, is_last: bool) -> None:
+    def _sync_gradients(self, module: nn.Module, is_last: bool) -> None:
         """ZeRO 1 adds gradients up once a step, 2 and 3 after every pass."""
         if self._axes.mesh.zero_stage == 1:
-            for module in sharded_modules(self.module):
-                module.set_requires_gradient_sync(is_last, recurse=False)
-                module.set_reshard_after_backward(is_last, recurse=False)
+            for sharded in sharded_modules(module):
+                sharded.set_requires_gradient_sync(is_last, recurse=False)
+                sharded.set_reshard_after_backward(is_last, recurse=False)
 
     def _piped(self, pipeline: Pipeline, step: StepInput) -> Tensor:
-        return pipeline.train_step(
-            [self._micro_batch(step, piece) for piece in self._pieces(step.share, step.share.rank)]
-        )
+        """This worker's pieces through the stages, as many as those have whom it gathers parameters with."""
+        share = step.share
+        micro_batches = [self._micro_batch(step, piece) for piece in self._pieces(share, share.rank)]
+        if self._axes.mesh.fsdp > 1:
+            most = max(len(self._pieces(share, rank)) for rank in range(len(share.runs)))
+            micro_batches += [self._stand_in_batch(step)] * (most - len(micro_batches))
+        self._sync_gradients(self.module, False)
+        return pipeline.train_step(micro_batches)
 
     def _micro_batch(self, step: StepInput, piece: Piece) -> MicroBatch:
         def before_forward() -> None:
             step.seed_shard(piece.first_shard)
             self._norm.shards.current = piece.sizes
 
-        from paceline.parallel.pipeline import MicroBatch
+        @contextmanager
+        def backward() -> Iterator[None]:
+            self._norm.shards.current = piece.sizes  # layers may run again, and another piece was here meanwhile
+            with self._norm.backward():
+                yield
 
         return MicroBatch(
             loss_of=lambda model: step.loss_of(model, cut(step.batch, piece.start, piece.stop)),
             before_forward=before_forward,
             within=step.within,
-            backward=self._norm.backward,
+            backward=backward,
             weight=piece.weight,
+            scale=step.scale,
+        )
+
+    def _stand_in_batch(self, step: StepInput) -> MicroBatch:
+        @contextmanager
+        def within() -> Iterator[None]:
+            with step.within(), standing_in(self.module):
+                yield
+
+        return MicroBatch(
+            loss_of=lambda model: step.loss_of(model, cut(step.batch, 0, 1)),
+            within=within,
+            backward=self._norm.backward,
+            weight=0.0,
             scale=step.scale,
         )
 

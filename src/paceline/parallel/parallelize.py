@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from paceline.parallel.bitwise import BitwiseDataParallel
 from paceline.parallel.engine import Engine
 from paceline.parallel.infrequent import InfrequentDataParallel, aggregator_inside_node, describe_meetings
 from paceline.parallel.numeric import NumericDataParallel
+from paceline.parallel.one_process import OneProcessDataParallel, describe_one_process, devices_of_process
+from paceline.parallel.start import is_on_meta, start_weights
 from paceline.spec import AlgorithmName, Job, Plan
 
 
@@ -40,8 +43,28 @@ def parallelize(
     group: dist.ProcessGroup | None,
     *,
     find_unused_parameters: bool = False,
+    example: tuple[Any, ...] | None = None,
 ) -> Parallelized:
-    """A common act of all workers of `group`; None: this worker is alone."""
+    """A common act of all workers of `group`; None: this worker is alone.
+
+    Args:
+        example: what the model is called with, for a few samples; a pipeline measures its layers by it.
+
+    Raises:
+        JobError: a strategy that this job cannot be trained with.
+    """
+    if plan.mesh is not None and not plan.mesh.is_plain and group is not None:
+        # Torch's parts for it take long to load, and most runs need none of them.
+        from paceline.parallel.meshed import MeshedParallel, check_mesh, open_axes
+
+        check_mesh(job, plan.mesh)
+        meshed = MeshedParallel(model, job, plan, device, open_axes(plan.mesh, device, group), example)
+        return Parallelized(meshed, meshed.algorithm, tuple(meshed.notes), meshed.close)
+    if is_on_meta(model):
+        start_weights(model, group)(model, device)
+    if plan.devices_in_process > 1:
+        one = OneProcessDataParallel(model, job, plan, devices_of_process(plan, device))
+        return Parallelized(one, plan.algorithm, (describe_one_process(plan.devices_in_process),), one.close)
     spec = job.aggregation
     if job.parity == "bitwise":
         return Parallelized(BitwiseDataParallel(model, device, group), plan.algorithm, (), lambda: None)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
@@ -15,9 +15,17 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+@torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
     """All of `tensor`; a common act of the workers that hold parts of it."""
-    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    gathered = tensor
+    # Axis by axis, the outer first: torch warns where it has to find that order itself.
+    for axis in range(gathered.device_mesh.ndim):
+        placements = [Replicate() if one == axis else placed for one, placed in enumerate(gathered.placements)]
+        gathered = gathered.redistribute(placements=placements)
+    return gathered.to_local().detach()
 
 
 def part_like(tensor: Tensor, like: Tensor) -> Tensor:

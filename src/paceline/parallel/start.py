@@ -38,7 +38,7 @@ def start_weights(model: nn.Module, group: dist.ProcessGroup | None) -> Fill:
 
 def _draw(shapes: nn.Module, mine: nn.Module, device: torch.device) -> None:
     """Raises `ModelError` for a layer that cannot draw its own weights."""
-    _allocate(mine, device)
+    allocate(mine, device)
     targets = dict(_named(mine))
     drawn: set[int] = set()
     for path, layer in shapes.named_modules():
@@ -72,7 +72,7 @@ def _named(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def _allocate(mine: nn.Module, device: torch.device) -> None:
+def allocate(mine: nn.Module, device: torch.device) -> None:
     """Memory for all parameters; one that stands in several places still does."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for layer in mine.modules():

@@ -16,18 +16,21 @@ from paceline.errors import ClusterError, JobError
 from paceline.plan.advice import about_batch, bend, gib, recommend, words
 from paceline.plan.buckets import exposed_s, num_buckets, sums_s
 from paceline.plan.collectives import COSTS, WIRE_FACTORS, cost_s
+from paceline.plan.layers import Layers
 from paceline.plan.memory import (
     Activations,
+    ModelFacts,
     StateBytes,
     TransformerShape,
     device_memory,
     largest_micro_batch,
     measured_activations,
     state_bytes,
+    transformer_layers,
 )
-from paceline.plan.model import Layout, Level, Mesh, Network
+from paceline.plan.model import Layout, Level, Network
 from paceline.plan.network import BETWEEN_ALPHA_S, PER_MESSAGE_S, SHARED_MEMORY, between_level, inside_level
-from paceline.plan.search import Workload, explain, search
+from paceline.plan.search import SearchResult, Workload, explain, search
 from paceline.plan.simulate import Faults, Jitter, Machine, Pattern, availability, exchange_s, simulate_steps
 from paceline.plan.statistics import efficiency as statistical_efficiency
 from paceline.plan.step_time import (
@@ -40,7 +43,7 @@ from paceline.plan.step_time import (
     neighbours_factor,
     slowest_s,
 )
-from paceline.spec import AlgorithmName, Cluster, Job, JobTiming
+from paceline.spec import AlgorithmName, Cluster, Job, JobTiming, Mesh
 from paceline.spec.forecast import Forecast, ForecastRow, Grow, SimulatedRow
 
 MOST_ROWS_IN_FULL = 64
@@ -91,15 +94,24 @@ def counts_between(first: int, last: int) -> list[int]:
     return counts
 
 
-def forecast(job: Job, cluster: Cluster, devices: Sequence[int], question: Question | None = None) -> Forecast:
+def forecast(
+    job: Job,
+    cluster: Cluster,
+    devices: Sequence[int],
+    question: Question | None = None,
+    facts: ModelFacts | None = None,
+) -> Forecast:
     """A row for every count in `devices`, the recommended one, and why.
+
+    Args:
+        facts: what a trace of the model told; None: what was timed, and what the job's options tell.
 
     Raises:
         ClusterError: the cluster has no timing of this job, or knows nothing of a link that a count needs.
         JobError: no count can run the job.
     """
     question = question or Question()
-    known = _Known.of(job, cluster, question, max(devices))
+    known = Known.of(job, cluster, question, max(devices), facts)
     base_per_s, base_goodput_per_s = known.row(1).samples_per_s, known.best_batch(1)[1]
     rows = tuple(known.compared(known.row(count), base_per_s, base_goodput_per_s) for count in sorted(set(devices)))
     chosen = recommend(rows, question.efficiency_floor)
@@ -128,7 +140,7 @@ def forecast(job: Job, cluster: Cluster, devices: Sequence[int], question: Quest
 
 
 @dataclass(frozen=True)
-class _Known:
+class Known:
     """Job, cluster and question, with what follows from them for every count."""
 
     job: Job
@@ -143,9 +155,13 @@ class _Known:
     activations: Activations | None
     memory_bytes: float | None
     """Of the smallest device."""
+    layers: Layers
+    """Of the model, as far as anybody knows them."""
 
     @classmethod
-    def of(cls, job: Job, cluster: Cluster, question: Question, most_devices: int) -> _Known:
+    def of(
+        cls, job: Job, cluster: Cluster, question: Question, most_devices: int, facts: ModelFacts | None = None
+    ) -> Known:
         if not cluster.nodes or not cluster.devices:
             raise ClusterError("This cluster has no devices; write one with paceline probe.")
         timing = _timing_of(job, cluster)
@@ -160,6 +176,9 @@ class _Known:
             )
         device_bytes = min(device.memory_bytes for device in cluster.devices)
         state = state_bytes(job)
+        shape = transformer_shape(job)
+        layers = () if shape is None else transformer_layers(shape, timing.num_parameters)
+        measured = measured_activations(timing.micro_batches, timing.num_parameters, state)
         return cls(
             job,
             cluster,
@@ -168,8 +187,9 @@ class _Known:
             sizes,
             more,
             between,
-            measured_activations(timing.micro_batches, timing.num_parameters, state),
+            measured if measured or facts is None else facts.activations,
             float(device_bytes) if cluster.device_kind == "cuda" and device_bytes else None,
+            facts.layers if facts else layers,
         )
 
     # --- one count ---
@@ -220,7 +240,7 @@ class _Known:
         limit = bound_by(step.compute_s, communication_s, step.loader_s, step.overhead_s, step.total_s, loads_between)
         width = math.exp(1.645 * self._error(count, step.exposed_s / step.total_s))
         memory = self._memory_bytes(count, micro_batch_size, num_passes)
-        return ForecastRow(
+        row = ForecastRow(
             devices=count,
             nodes=layout.num_nodes,
             algorithm=algorithm,
@@ -246,6 +266,31 @@ class _Known:
             cost_per_million_samples=None,
             memory_bytes=memory,
             objection=objection or _impossible(job, count),
+        )
+        return self._meshed(row) if objection and count > 1 and not needs_replicas(job) else row
+
+    def _meshed(self, row: ForecastRow) -> ForecastRow:
+        """`row`, whose replicas do not fit, with the step of the best mesh that does; itself if none does."""
+        try:
+            best = self.found(row.devices).winner
+        except JobError:
+            return row
+        step_s = best.step_s - best.optimizer_s + row.overhead_s
+        said_s = best.tensor_s + best.exposed_s
+        return dataclasses.replace(
+            row,
+            micro_batch_size=best.micro_batch_size,
+            num_micro_batches=best.num_micro_batches,
+            step_s=step_s,
+            compute_s=best.compute_s,
+            communication_s=said_s,
+            exposed_s=said_s + best.bubble_s,
+            bound_by=bound_by(best.compute_s, said_s, row.loader_s, row.overhead_s, step_s),
+            low_s=step_s * row.low_s / row.step_s,
+            high_s=step_s * row.high_s / row.step_s,
+            samples_per_s=row.global_batch_size / step_s,
+            memory_bytes=best.memory.total_bytes,
+            objection=_impossible(self.job_on(row.devices), row.devices),
         )
 
     def compared(self, row: ForecastRow, base_per_s: float, base_goodput_per_s: float) -> ForecastRow:
@@ -436,27 +481,37 @@ class _Known:
 
     # --- beyond data parallelism, and beyond the cluster ---
 
-    def strategy(self, count: int) -> tuple[str, ...]:
-        """The best meshes of `count` devices in words; none for one device, and where bits must not depend on it."""
-        if count == 1 or self.job.parity == "bitwise":
-            return ()
+    def workload(self, count: int, memory_bytes: float | None = None) -> Workload:
+        """What `search` goes by; on CPU a worker has its part of its node's memory."""
         job, layout = self.job_on(count), self.layout(count)
         node = self.cluster.nodes[0]
-        workload = Workload(
+        on_node = max(len(node.devices), max(layout.workers_per_node))
+        return Workload(
             num_parameters=self.timing.num_parameters,
             global_batch_size=job.global_batch_size,
             state=state_bytes(job),
             activations=self.activations or Activations(0.0),
             compute_s=lambda samples: pass_s(self.timing, samples) * self._neighbours_factor(layout),
             optimizer_s=self._update_s(job),
-            memory_bytes=self.memory_bytes or node.memory_bytes / max(1, len(node.devices)) or math.inf,
-            shape=transformer_shape(job),
+            memory_bytes=memory_bytes or self.memory_bytes or node.memory_bytes / on_node or math.inf,
+            layers=self.layers,
+            shard_size=shard_size(job),
+            backend="nccl" if self.cluster.device_kind == "cuda" else "gloo",
         )
+
+    def found(self, count: int, memory_bytes: float | None = None) -> SearchResult:
+        """The meshes of `count` devices. Raises `JobError` where none fits."""
+        layout = self.layout(count)
+        return search(self.workload(count, memory_bytes), count, max(layout.workers_per_node), self.network(layout))
+
+    def strategy(self, count: int) -> tuple[str, ...]:
+        """The best meshes of `count` devices in words; none for one device, and where bits must not depend on it."""
+        if count == 1 or needs_replicas(self.job):
+            return ()
         try:
-            found = search(workload, count, max(layout.workers_per_node), self.network(layout))
+            return explain(self.found(count), self.workload(count))
         except JobError as problem:
             return (str(problem),)
-        return explain(found, workload)
 
     def simulated(self, most: int) -> tuple[SimulatedRow, ...]:
         """Powers of two beyond one node, node by node; only equal nodes can be simulated."""
@@ -563,6 +618,22 @@ def transformer_shape(job: Job) -> TransformerShape | None:
         return TransformerShape(*(int(options[name]) for name in ("num_layers", "width", "num_heads", "context")))
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def shard_size(job: Job) -> int:
+    """Samples of the largest virtual shard."""
+    return -(-job.global_batch_size // job.virtual_shards)
+
+
+def needs_replicas(job: Job) -> bool:
+    """Whether only workers with the whole model can train it."""
+    return (
+        job.parity == "bitwise"
+        or job.aggregation.method != "every_step"
+        or job.aggregation.wire in ("powersgd", "topk", "randomk", "auto-lossy")
+        or job.norm == "sync"
+        or job.precision == "float16"
+    )
 
 
 def _timing_of(job: Job, cluster: Cluster) -> JobTiming:

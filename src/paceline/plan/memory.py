@@ -12,14 +12,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.errors import JobError
-from paceline.plan.model import Mesh
-from paceline.spec import Job, MicroBatchTiming
+from paceline.plan.layers import Layer, Layers, cut
+from paceline.spec import Job, Mesh, MicroBatchTiming
 
 Recompute = Literal["none", "selective", "full"]
 
 USABLE_SHARE = 0.92
 """Of a device's memory; the rest is the driver's, the communication library's and lost between allocations."""
+ACTIVATION_WIDTH = 2.0
+"""Bytes of an activation in 16 bits, which transformers are counted in."""
+_SUMS_A_LAYER = 4
+"""Of tensor parallelism: two forward, two backward (Shoeybi et al. 2019, "Megatron-LM", section 3)."""
+_WHOLE_SHARE = 10 / 34
+"""Of a transformer layer's activations, what each worker of a tensor group keeps whole (Korthikanti et al. 2022)."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,33 @@ def transformer_activations(shape: TransformerShape, recompute: Recompute = "non
     return Activations(transformer_activation_bytes(shape, 1, recompute=recompute))
 
 
+def transformer_layers(shape: TransformerShape, num_parameters: float) -> Layers:
+    """Equal layers that share all the parameters; what stands before and behind them is small beside them."""
+    activation_bytes = shape.sequence * shape.width * ACTIVATION_WIDTH
+    layer = Layer(
+        num_parameters=num_parameters / shape.num_layers,
+        time=1.0,
+        kept_bytes=transformer_activation_bytes(shape, 1) / shape.num_layers,
+        output_bytes=activation_bytes,
+        num_parts=shape.num_heads,
+        num_sums=_SUMS_A_LAYER,
+        sum_bytes=activation_bytes,
+        whole_share=_WHOLE_SHARE,
+    )
+    return (layer,) * shape.num_layers
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a trace of a model tells, before anything of it was timed."""
+
+    num_parameters: int
+    activations: Activations
+    layers: Layers = ()
+    flops_per_sample: float = 0.0
+    """Of a forward and backward pass."""
+
+
 @dataclass(frozen=True)
 class DeviceMemory:
     """What the fullest device of a mesh holds, in bytes."""
@@ -123,7 +155,7 @@ class DeviceMemory:
     optimizer_bytes: float
     activation_bytes: float
     gathered_bytes: float = 0.0
-    """Parameters of others, while a layer of a fully sharded model is computed."""
+    """Parameters of others, beside the device's own part, while layers of a sharded model are computed."""
 
     @property
     def state_bytes(self) -> float:
@@ -146,37 +178,52 @@ def device_memory(
     micro_batch_size: int,
     *,
     num_micro_batches: int = 1,
-    num_layers: int = 1,
+    layers: Layers = (),
+    recompute: bool = False,
 ) -> DeviceMemory:
     """The fullest device of `mesh`.
 
-    Rajbhandari et al. 2020, figure 1, for psi parameters and dp replicas: stage 1 shards the optimizer state, 2 the
-    gradients, 3 the parameters, each by 1/dp. Tensor and pipeline parallelism give each device 1/(tp pp) of psi.
-    Stage 3 gathers a layer and fetches the next one meanwhile. A pipeline that takes turns (1F1B; Narayanan et al.
-    2021, section 2.2) holds min(pp, micro-batches) micro-batches in its first stage, each 1/pp of the layers. Of a
-    layer's activations 24/34 are split by tp and the rest is on every device (Korthikanti et al. 2022, equation 2).
+    Rajbhandari et al. 2020, figure 1, for psi parameters: stage 1 shards the optimizer state, 2 the gradients, 3 the
+    parameters, each by 1/fsdp; replicas shard nothing. Stage 3 gathers a layer and fetches the next one meanwhile;
+    stages 1 and 2 hold their part of the parameters beside the whole. A pipeline that takes turns (1F1B; Narayanan et
+    al. 2021, section 2.2) holds min(pp - i, micro-batches) micro-batches in its stage i = 0, 1, …, each with the
+    activations of the stage's layers. Recomputation keeps what layers give each other, and one layer's activations.
 
     Args:
-        micro_batch_size: Samples of one forward pass of one replica.
-        num_micro_batches: Of one replica in one step.
-
-    Raises:
-        JobError: a stage of sharding that does not exist.
+        micro_batch_size: Samples of one forward pass of one share of the batch.
+        num_micro_batches: Of one share in one step.
+        layers: Empty: as many equal ones as there are stages, which tensor groups share out as transformers'.
     """
-    if not 0 <= mesh.zero_stage <= 3:
-        raise JobError(f"ZeRO has the stages 1 to 3, and 0 is none of them; {mesh.zero_stage} is no stage.")
-    own = num_parameters / (mesh.tp * mesh.pp)
-    gathered = min(2, num_layers) * own * state.parameter * mesh.pp / num_layers if mesh.zero_stage == 3 else 0.0
-    split = 10 / 34 + 24 / 34 / mesh.tp
-    in_flight = min(mesh.pp, num_micro_batches)
-    of_samples = activations.bytes_per_sample * micro_batch_size * split * in_flight / mesh.pp
-    return DeviceMemory(
-        parameter_bytes=own * state.parameter / (mesh.dp if mesh.zero_stage >= 3 else 1),
-        gradient_bytes=own * state.gradient / (mesh.dp if mesh.zero_stage >= 2 else 1),
-        optimizer_bytes=own * state.optimizer / (mesh.dp if mesh.zero_stage >= 1 else 1),
-        activation_bytes=activations.fixed_bytes + of_samples,
-        gathered_bytes=gathered if mesh.dp > 1 else 0.0,
-    )
+    layers = layers or (Layer(1.0, 1.0, 1.0, 0.0, mesh.tp, whole_share=_WHOLE_SHARE),) * mesh.pp
+    per_parameter = num_parameters / (sum(layer.num_parameters for layer in layers) or 1.0)
+    per_kept = activations.bytes_per_sample / (sum(layer.kept_bytes for layer in layers) or 1.0)
+    found = []
+    for place, stage in enumerate(cut(layers, mesh.pp)):
+        held = [
+            per_parameter * layer.num_parameters / (mesh.tp if layer.is_shared_by(mesh.tp) else 1) for layer in stage
+        ]
+        kept = [per_kept * layer.kept_bytes * _kept_share(layer, mesh.tp) for layer in stage]
+        sample_bytes = sum(kept)
+        if recompute:
+            sample_bytes = min(sample_bytes, sum(layer.output_bytes for layer in stage) + max(kept))
+        own, shards = sum(held), mesh.fsdp
+        gathered = min(own, 2 * max(held)) if mesh.zero_stage == 3 else own / shards
+        found.append(
+            DeviceMemory(
+                parameter_bytes=own * state.parameter / (shards if mesh.zero_stage == 3 else 1),
+                gradient_bytes=own * state.gradient / (shards if mesh.zero_stage >= 2 else 1),
+                optimizer_bytes=own * state.optimizer / shards,
+                activation_bytes=activations.fixed_bytes
+                + sample_bytes * micro_batch_size * min(mesh.pp - place, num_micro_batches),
+                gathered_bytes=gathered * state.parameter if shards > 1 else 0.0,
+            )
+        )
+    return max(found, key=lambda memory: memory.total_bytes)
+
+
+def _kept_share(layer: Layer, tp: int) -> float:
+    """Of a layer's activations, what a worker of a tensor group keeps."""
+    return layer.whole_share + (1 - layer.whole_share) / tp if layer.is_shared_by(tp) else 1.0
 
 
 def largest_micro_batch(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.spec.forecast import BoundBy as BoundBy
+from paceline.spec.forecast import BoundBy
 
 
 @dataclass(frozen=True)
@@ -57,23 +57,3 @@ class StepForecast:
     low_s: float
     high_s: float
     """The interval in which a measurement is expected nine times of ten."""
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """One way to share out a model: the degree of each axis, and how much of the state data parallelism shards."""
-
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    zero_stage: int = 0
-    """0: every replica holds everything; 1: optimizer state is sharded; 2: gradients too; 3: parameters too (fsdp)."""
-
-    @property
-    def num_workers(self) -> int:
-        return self.dp * self.tp * self.pp
-
-    def __str__(self) -> str:
-        data = ("dp", "zero1", "zero2", "fsdp")[self.zero_stage]
-        named = ((data, self.dp), ("tp", self.tp), ("pp", self.pp))
-        return " x ".join(f"{axis} {degree}" for axis, degree in named if degree > 1) or "one device"

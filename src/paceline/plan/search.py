@@ -1,8 +1,8 @@
 """Which way to share out a model over so many devices: data, sharded, pipeline, tensor, and their meshes.
 
 All meshes are listed, those that do not fit into memory are pruned, the rest are priced, and the winner and the
-runner-up are explained. Ranks are laid out as everybody does it: tensor groups are neighbours, then data groups, stages
-of a pipeline farthest apart (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 3.2).
+runner-up are explained. Prices are those of `parallel`: gradients of plain replicas travel while backward computes,
+those of the replicas of a mesh when it is over; a pipeline's micro-batches are the virtual shards.
 """
 
 from __future__ import annotations
@@ -10,27 +10,26 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
 
 from paceline.errors import JobError
 from paceline.plan.advice import duration
 from paceline.plan.buckets import exposed_s, sums_s
-from paceline.plan.collectives import COSTS
-from paceline.plan.memory import (
-    USABLE_SHARE,
-    Activations,
-    DeviceMemory,
-    StateBytes,
-    TransformerShape,
-    device_memory,
-)
-from paceline.plan.model import Layout, Level, Mesh, Network
+from paceline.plan.collectives import COSTS, ring
+from paceline.plan.layers import Layers, cut
+from paceline.plan.memory import USABLE_SHARE, Activations, DeviceMemory, StateBytes, device_memory
+from paceline.plan.model import Layout, Level, Network
+from paceline.spec import Mesh, PipelineSpec
 
 _CLOSE = 1.03
 """Meshes whose steps are within 3 % of the fastest one's are as good; the simplest of them wins."""
-_ALL_REDUCES_A_LAYER = 4
-"""Of tensor parallelism: two forward, two backward (Shoeybi et al. 2019, "Megatron-LM", section 3)."""
-_ACTIVATION_WIDTH = 2.0
-"""Bytes of an activation that tensor groups and stages tell each other."""
+_RECOMPUTE_FACTOR = 4 / 3
+"""Forward once more, where backward takes twice as long as forward (Chen et al. 2016, "Sublinear Memory Cost")."""
+_WORTH_SHARING = 0.5
+"""A tensor group pays where it shares out this part of the computing at least."""
+
+Backend = Literal["nccl", "gloo"]
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,21 @@ class Workload:
     """Of one device."""
     optimizer_s: float = 0.0
     """Seconds in which one device updates the whole model."""
-    shape: TransformerShape | None = None
-    """None: no transformer; it can be shared out by data and by sharding only."""
+    layers: Layers = ()
+    """Empty: nobody knows them; the model can be shared out by data and by sharding only."""
+    shard_size: int = 1
+    """Samples of a virtual shard: the smallest micro-batch, and the micro-batch of a pipeline."""
+    backend: Backend = "nccl"
+    """With gloo nothing hides what the fsdp axis says, and a reduce_scatter moves as much as an all_reduce: counted on
+    loopback with torch 2.13, (n - 1)/n of a vector for an all_gather, 2 (n - 1)/n for the other two."""
+
+    @property
+    def num_shards(self) -> int:
+        return -(-self.global_batch_size // self.shard_size)
+
+    def share(self, mesh: Mesh) -> int:
+        """Samples of the worker with the most to do."""
+        return min(self.global_batch_size, -(-self.num_shards // mesh.num_shares) * self.shard_size)
 
 
 @dataclass(frozen=True)
@@ -68,6 +80,8 @@ class Candidate:
     """What compute does not hide of gradients, and of parameters where they are sharded."""
     optimizer_s: float
     """Updates of what the device holds the optimizer's state of."""
+    pipeline: PipelineSpec
+    recompute: bool
 
     @property
     def step_s(self) -> float:
@@ -98,17 +112,14 @@ def search(workload: Workload, num_workers: int, devices_per_node: int, network:
     """
     candidates: list[Candidate] = []
     too_large: list[tuple[Mesh, DeviceMemory]] = []
-    for mesh in meshes(num_workers, devices_per_node, workload.shape):
-        if mesh.dp > workload.global_batch_size:
+    for mesh in meshes(num_workers, devices_per_node, workload.layers):
+        if mesh.num_shares > workload.num_shards:
             continue
-        tried = [
-            _priced(workload, mesh, size, devices_per_node, network) for size in _micro_batch_sizes(workload, mesh)
-        ]
-        fitting = [candidate for candidate in tried if candidate.memory.fits(workload.memory_bytes)]
-        if fitting:
-            candidates.append(min(fitting, key=lambda candidate: candidate.step_s))
+        found = best_of(workload, mesh, devices_per_node, network)
+        if isinstance(found, Candidate):
+            candidates.append(found)
         else:
-            too_large.append((mesh, min((one.memory for one in tried), key=lambda memory: memory.total_bytes)))
+            too_large.append((mesh, found))
     if not candidates:
         raise JobError(_nothing_fits(workload, num_workers, too_large))
     candidates.sort(key=lambda candidate: candidate.step_s)
@@ -117,19 +128,45 @@ def search(workload: Workload, num_workers: int, devices_per_node: int, network:
     return SearchResult((*close, *candidates[len(close) :]), tuple(too_large))
 
 
-def meshes(num_workers: int, devices_per_node: int, shape: TransformerShape | None) -> Iterator[Mesh]:
-    """Every mesh of so many devices: tensor groups stay in a node and divide the heads, stages divide the layers."""
+def best_of(workload: Workload, mesh: Mesh, devices_per_node: int, network: Network) -> Candidate | DeviceMemory:
+    """The fastest way to use `mesh`; where none fits, the memory that the thriftiest one would need.
+
+    Activations are computed again only where nothing fits without.
+    """
+    least: DeviceMemory | None = None
+    for recompute in (False, True) if workload.layers else (False,):
+        tried = [
+            _priced(workload, mesh, size, devices_per_node, network, pipeline, recompute)
+            for size in _micro_batch_sizes(workload, mesh)
+            for pipeline in _pipelines(workload, mesh)
+        ]
+        fitting = [candidate for candidate in tried if candidate.memory.fits(workload.memory_bytes)]
+        if fitting:
+            return min(fitting, key=lambda candidate: (candidate.step_s, candidate.num_micro_batches))
+        needed = [one.memory for one in tried] + ([least] if least else [])
+        least = min(needed, key=lambda memory: memory.total_bytes)
+    assert least is not None
+    return least
+
+
+def meshes(num_workers: int, devices_per_node: int, layers: Layers) -> Iterator[Mesh]:
+    """Every mesh of so many devices: tensor groups stay in a node and share out most layers evenly, stages have a
+    layer each at least."""
     for tp in _divisors(num_workers):
-        if tp > 1 and (shape is None or tp > devices_per_node or shape.num_heads % tp or devices_per_node % tp):
+        if tp > 1 and (tp > devices_per_node or devices_per_node % tp or not _pays(layers, tp)):
             continue
         for pp in _divisors(num_workers // tp):
-            if pp > 1 and (shape is None or shape.num_layers % pp):
+            if pp > 1 and pp > len(layers):
                 continue
-            dp = num_workers // tp // pp
-            for stage in range(4 if dp > 1 else 1):
-                if stage >= 2 and pp > 1:
-                    continue  # gradients that are shared out after each micro-batch undo what a pipeline saves
-                yield Mesh(dp, tp, pp, stage)
+            for fsdp in _divisors(num_workers // tp // pp):
+                dp = num_workers // tp // pp // fsdp
+                for stage in (1, 2, 3) if fsdp > 1 else (3,):
+                    yield Mesh(dp=dp, fsdp=fsdp, tp=tp, pp=pp, zero_stage=stage)
+
+
+def _pays(layers: Layers, tp: int) -> bool:
+    whole = sum(layer.time for layer in layers)
+    return sum(layer.time for layer in layers if layer.is_shared_by(tp)) > _WORTH_SHARING * whole
 
 
 def _divisors(number: int) -> list[int]:
@@ -137,35 +174,48 @@ def _divisors(number: int) -> list[int]:
 
 
 def _micro_batch_sizes(workload: Workload, mesh: Mesh) -> list[int]:
-    """A replica's whole share, and every power of two below it."""
-    share = -(-workload.global_batch_size // mesh.dp)
-    return [2**power for power in range((share - 1).bit_length())] + [share]
+    """A worker's whole share, and every power of two of shards below it; a pipeline's are the shards."""
+    shard, share = workload.shard_size, workload.share(mesh)
+    if mesh.pp > 1:
+        return [shard]
+    return [shard * 2**power for power in range((-(-share // shard) - 1).bit_length())] + [share]
 
 
-def _complexity(mesh: Mesh) -> tuple[int, int, int]:
-    return mesh.pp, mesh.tp, mesh.zero_stage
+def _pipelines(workload: Workload, mesh: Mesh) -> list[PipelineSpec]:
+    """Schedules worth a price: one stage a worker, or two in turn where there are layers and micro-batches for it."""
+    found = [PipelineSpec()]
+    num_turns = -(-workload.num_shards // mesh.num_shares)
+    if mesh.pp > 1 and 2 * mesh.pp <= len(workload.layers) and num_turns % mesh.pp == 0:
+        found.append(PipelineSpec(schedule="interleaved", stages_per_worker=2))
+    return found
+
+
+def _complexity(mesh: Mesh) -> tuple[int, ...]:
+    return mesh.pp, mesh.tp, mesh.fsdp, mesh.zero_stage if mesh.fsdp > 1 else 0
 
 
 def _priced(
-    workload: Workload, mesh: Mesh, micro_batch_size: int, devices_per_node: int, network: Network
+    workload: Workload,
+    mesh: Mesh,
+    micro_batch_size: int,
+    devices_per_node: int,
+    network: Network,
+    pipeline: PipelineSpec,
+    recompute: bool,
 ) -> Candidate:
     """The seconds of a step.
 
-    A pipeline of p stages takes m + p - 1 turns for m micro-batches (Huang et al. 2019, GPipe). Over dp replicas
-    gradients and parameters move as much as one all_reduce with stages 0 and 1; stage 2 reduces after each micro-batch,
-    half an all_reduce; stage 3 gathers parameters for forward and backward of each as well, one and a half
-    all_reduces (Rajbhandari et al. 2020, section 7).
+    A pipeline of p stages takes m + p - 1 turns for m micro-batches (Huang et al. 2019, GPipe); with v stages a worker
+    it waits 1/v as long and sends v times as much (Narayanan et al. 2021, section 2.2.2).
     """
-    share = -(-workload.global_batch_size // mesh.dp)
+    share = workload.share(mesh)
     m = -(-share // micro_batch_size)
-    turn_s = workload.compute_s(micro_batch_size) / (mesh.tp * mesh.pp)
     last = share - (m - 1) * micro_batch_size
-    compute_s = (m - 1) * turn_s + workload.compute_s(last) / (mesh.tp * mesh.pp)
-    own_bytes = workload.num_parameters * workload.state.gradient / (mesh.tp * mesh.pp)
-    all_reduce_s = _data_all_reduce_s(own_bytes, mesh, devices_per_node, network)
-    num_all_reduces = (1.0, 1.0, 0.5 + 0.5 * m, 1.5 * m)[mesh.zero_stage]
-    # Gradients travel while the last micro-batch is computed; those of stages 2 and 3 all the time.
-    hiding_s = compute_s if mesh.zero_stage >= 2 else workload.compute_s(last) / (mesh.tp * mesh.pp)
+    busiest = _busiest(workload.layers, mesh, pipeline.stages_per_worker) * (_RECOMPUTE_FACTOR if recompute else 1.0)
+    turn_s, last_s = workload.compute_s(micro_batch_size) * busiest, workload.compute_s(last) * busiest
+    compute_s = (m - 1) * turn_s + last_s
+    own_bytes = workload.num_parameters * workload.state.gradient * _largest_part(workload.layers, mesh)
+    turns = m + (mesh.pp - 1) / pipeline.stages_per_worker
     return Candidate(
         mesh,
         micro_batch_size,
@@ -177,31 +227,71 @@ def _priced(
             workload.activations,
             micro_batch_size,
             num_micro_batches=m,
-            num_layers=workload.shape.num_layers if workload.shape else 1,
+            layers=workload.layers,
+            recompute=recompute,
         ),
         compute_s=compute_s,
-        bubble_s=(mesh.pp - 1) * turn_s,
-        tensor_s=(m + mesh.pp - 1) * _inside_model_s(workload, mesh, micro_batch_size, devices_per_node, network),
-        exposed_s=exposed_s(hiding_s, own_bytes, num_all_reduces * all_reduce_s),
-        optimizer_s=workload.optimizer_s / (mesh.tp * mesh.pp) / (mesh.dp if mesh.zero_stage else 1),
+        bubble_s=(mesh.pp - 1) * turn_s / pipeline.stages_per_worker,
+        tensor_s=turns * _inside_model_s(workload, mesh, micro_batch_size, devices_per_node, network, pipeline),
+        exposed_s=_data_s(workload, mesh, own_bytes, m, last_s, compute_s, devices_per_node, network),
+        optimizer_s=workload.optimizer_s * _largest_part(workload.layers, mesh) / mesh.fsdp,
+        pipeline=pipeline,
+        recompute=recompute,
     )
 
 
+def _busiest(layers: Layers, mesh: Mesh, stages_per_worker: int) -> float:
+    """What the busiest worker computes of a pass, as a part of the whole model's."""
+    if not layers:
+        return 1 / (mesh.tp * mesh.pp)
+    times = [
+        sum(layer.time / (mesh.tp if layer.is_shared_by(mesh.tp) else 1) for layer in stage)
+        for stage in cut(layers, mesh.pp * stages_per_worker)
+    ]
+    return max(sum(times[place :: mesh.pp]) for place in range(mesh.pp)) / sum(layer.time for layer in layers)
+
+
+def _largest_part(layers: Layers, mesh: Mesh) -> float:
+    """Of the parameters, what the stage with the most of them holds on one worker, before they are sharded."""
+    if not layers:
+        return 1 / (mesh.tp * mesh.pp)
+    held = [
+        sum(layer.num_parameters / (mesh.tp if layer.is_shared_by(mesh.tp) else 1) for layer in stage)
+        for stage in cut(layers, mesh.pp)
+    ]
+    return max(held) / (sum(layer.num_parameters for layer in layers) or 1.0)
+
+
 def _inside_model_s(
-    workload: Workload, mesh: Mesh, micro_batch_size: int, devices_per_node: int, network: Network
+    workload: Workload,
+    mesh: Mesh,
+    micro_batch_size: int,
+    devices_per_node: int,
+    network: Network,
+    pipeline: PipelineSpec,
 ) -> float:
     """What one micro-batch's sums inside of layers and messages to the next stage take, forward and backward."""
-    shape = workload.shape
-    if shape is None:
-        return 0.0
-    message_bytes = micro_batch_size * shape.sequence * shape.width * _ACTIVATION_WIDTH
+    stages = cut(workload.layers, mesh.pp) if workload.layers else ()
     seconds = 0.0
     if mesh.tp > 1:
-        sum_s = cheapest_s(message_bytes, Layout((mesh.tp,)), network)
-        seconds += _ALL_REDUCES_A_LAYER * shape.num_layers / mesh.pp * sum_s
+        group = Layout((mesh.tp,))
+        seconds += max(
+            sum(
+                layer.num_sums * cheapest_s(layer.sum_bytes * micro_batch_size, group, network)
+                + cheapest_s(layer.gathered_bytes * micro_batch_size, group, network) / 2
+                for layer in stage
+                if layer.is_shared_by(mesh.tp)
+            )
+            for stage in stages
+        )
     if mesh.pp > 1:
-        is_between = mesh.num_workers > devices_per_node and mesh.tp * mesh.dp >= devices_per_node
-        seconds += 2 * _send_s(network.between if is_between else network.inside, message_bytes, network)
+        message_bytes = max(stage[-1].output_bytes for stage in stages[:-1]) * micro_batch_size
+        level = network.inside
+        if mesh.num_workers > devices_per_node:
+            # Stages are farthest apart: the slowest of their links is one between nodes, which a node's workers share.
+            level = network.between
+            message_bytes *= min(devices_per_node, mesh.tp * mesh.num_shares)
+        seconds += 2 * pipeline.stages_per_worker * _send_s(level, message_bytes, network)
     return seconds
 
 
@@ -209,22 +299,65 @@ def _send_s(level: Level, size_bytes: float, network: Network) -> float:
     return network.per_message_s + level.alpha_s + size_bytes * level.beta_s_per_byte
 
 
-def _data_all_reduce_s(size_bytes: float, mesh: Mesh, devices_per_node: int, network: Network) -> float:
-    """Over the data group of a rank; the groups of a node's other ranks share its link at the same time."""
-    if mesh.dp == 1:
+def _data_s(
+    workload: Workload,
+    mesh: Mesh,
+    own_bytes: float,
+    num_passes: int,
+    last_s: float,
+    compute_s: float,
+    devices_per_node: int,
+    network: Network,
+) -> float:
+    """What is not hidden of gathering parameters and adding gradients up.
+
+    Over the fsdp axis, of half an all_reduce each (Rajbhandari et al. 2020, section 7): stage 1 gathers and scatters
+    once a step, stage 2 for every pass, stage 3 gathers for forward and again for backward. Its parts are then summed
+    over the replicas, after backward; plain replicas sum while the last micro-batch is computed.
+    """
+    replicas_s = _axis_s(
+        own_bytes / mesh.fsdp, mesh.dp, mesh.tp * mesh.fsdp, mesh, devices_per_node, network, cheapest_s
+    )
+    if mesh.is_plain:
+        return exposed_s(last_s, own_bytes, replicas_s)
+    # Nothing but a ring gathers and scatters.
+    all_reduce_s = _axis_s(own_bytes, mesh.fsdp, mesh.tp, mesh, devices_per_node, network, ring)
+    is_gloo = workload.backend == "gloo"
+    num_gathers, num_scatters = {1: (1, 1), 2: (num_passes, num_passes), 3: (2 * num_passes, num_passes)}[
+        mesh.zero_stage
+    ]
+    sharding_s = all_reduce_s * (num_gathers / 2 + num_scatters / (1 if is_gloo else 2))
+    if mesh.fsdp > 1 and not is_gloo:
+        hiding_s = compute_s if mesh.zero_stage >= 2 else last_s
+        sharding_s = exposed_s(hiding_s, own_bytes, sharding_s)
+    return sharding_s + replicas_s
+
+
+def _axis_s(
+    size_bytes: float,
+    degree: int,
+    stride: int,
+    mesh: Mesh,
+    devices_per_node: int,
+    network: Network,
+    sum_s: Callable[[float, Layout, Network], float],
+) -> float:
+    """An all_reduce over ranks that are `stride` apart; the groups of a node's other ranks share its link."""
+    if degree == 1:
         return 0.0
-    on_a_node = max(1, min(mesh.dp, devices_per_node // mesh.tp))
-    full, rest = divmod(mesh.dp, on_a_node)
+    on_a_node = max(1, min(degree, devices_per_node // stride))
+    full, rest = divmod(degree, on_a_node)
     layout = Layout((on_a_node,) * full + ((rest,) if rest else ()))
-    sharing = min(devices_per_node, mesh.num_workers) / on_a_node
+    sharing = max(1.0, min(devices_per_node, mesh.num_workers) / on_a_node)
     between = dataclasses.replace(network.between, beta_s_per_byte=network.between.beta_s_per_byte * sharing)
     shared = dataclasses.replace(network, between=between)
-    return sums_s(size_bytes, lambda bucket_bytes: cheapest_s(bucket_bytes, layout, shared))
+    return sums_s(size_bytes, lambda bucket_bytes: sum_s(bucket_bytes, layout, shared))
 
 
+@lru_cache(maxsize=8192)  # most layers of a model are alike
 def cheapest_s(size_bytes: float, layout: Layout, network: Network) -> float:
     """Of one sum over `layout`, by the algorithms that stand for what tuned libraries do."""
-    if layout.num_workers == 1:
+    if layout.num_workers == 1 or not size_bytes:
         return 0.0
     return min(COSTS[name](size_bytes, layout, network, 1) for name in ("ring", "halving_doubling", "hierarchical"))
 
@@ -248,20 +381,19 @@ def explain(result: SearchResult, workload: Workload) -> tuple[str, ...]:
 
 def _batches(candidate: Candidate) -> str:
     m = candidate.num_micro_batches
-    return f"{m} micro-batch{'es' * (m > 1)} of {candidate.micro_batch_size}"
+    again = ", activations computed again" * candidate.recompute
+    return f"{m} micro-batch{'es' * (m > 1)} of {candidate.micro_batch_size}{again}"
 
 
 def _why(result: SearchResult, winner: Candidate, workload: Workload) -> str:
-    held = f"It holds {_gib(winner.memory.total_bytes)} of {_gib(workload.memory_bytes)}"
-    plain = next(
-        (memory for mesh, memory in result.too_large if mesh.zero_stage == 0 and mesh.tp == mesh.pp == 1), None
-    )
+    held = f"It holds {size(winner.memory.total_bytes)} of {size(workload.memory_bytes)}"
+    plain = next((memory for mesh, memory in result.too_large if mesh.is_plain), None)
     if plain is not None:
-        return f"{held}, where whole replicas would need {_gib(plain.total_bytes)}; {_largest_part(winner)}."
-    return f"{held}; {_largest_part(winner)}."
+        return f"{held}, where whole replicas would need {size(plain.total_bytes)}; {_longest_part(winner)}."
+    return f"{held}; {_longest_part(winner)}."
 
 
-def _largest_part(candidate: Candidate) -> str:
+def _longest_part(candidate: Candidate) -> str:
     parts = _parts(candidate)
     name = max(parts, key=lambda key: parts[key])
     if parts[name] < 0.01 * candidate.step_s:
@@ -283,7 +415,7 @@ def _difference(winner: Candidate, other: Candidate) -> str:
     mine, theirs = _parts(winner) | {"compute": winner.compute_s}, _parts(other) | {"compute": other.compute_s}
     name = max(mine, key=lambda key: theirs[key] - mine[key])
     saved = winner.memory.total_bytes - other.memory.total_bytes
-    memory = f"it needs {_gib(abs(saved))} {'less' if saved > 0 else 'more'} memory"
+    memory = f"it needs {size(abs(saved))} {'less' if saved > 0 else 'more'} memory"
     more_s = theirs[name] - mine[name]
     if more_s < 0.005 * winner.step_s:
         return f"No part of its step is longer; {memory}."
@@ -299,10 +431,13 @@ def _nothing_fits(workload: Workload, num_workers: int, too_large: list[tuple[Me
     mesh, memory = min(too_large, key=lambda one: one[1].total_bytes)
     return (
         f"This job fits into no mesh of {num_workers} device{'s' * (num_workers > 1)}: {mesh} needs the least, "
-        f"{_gib(memory.total_bytes)} a device, and {_gib(USABLE_SHARE * workload.memory_bytes)} can be used; "
+        f"{size(memory.total_bytes)} a device, and {size(USABLE_SHARE * workload.memory_bytes)} can be used; "
         "take more devices or a smaller model."
     )
 
 
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.3g} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.3g} MiB"
+def size(num_bytes: float) -> str:
+    for name, unit in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= unit / 2:
+            return f"{num_bytes / unit:.3g} {name}"
+    return f"{num_bytes / 1024:.3g} KiB"

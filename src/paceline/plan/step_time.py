@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.plan.model import BoundBy, Layout, StepForecast
+from paceline.plan.model import Layout, StepForecast
+from paceline.spec.forecast import BoundBy
 
 _FLOOR_SHARPNESS = 8.0
 """How abruptly launching kernels stops to be the limit as a micro-batch grows; 8 adds 9 % where both are equal."""

@@ -72,12 +72,12 @@ class Mesh:
         return self.fsdp == self.tp == self.pp == 1
 
     def __str__(self) -> str:
-        data = "fsdp" if self.zero_stage == 3 else f"zero{self.zero_stage}"
+        data = "fsdp" if self.zero_stage == 3 else f"zero{self.zero_stage}:"
         named = (("dp", self.dp), (data, self.fsdp), ("tp", self.tp), ("pp", self.pp))
         return " x ".join(f"{axis}{degree}" for axis, degree in named if degree > 1) or "one device"
 
 
-_TERM = re.compile(r"(dp|fsdp|zero[123]|tp|pp)(\d*)")
+_TERM = re.compile(r"(dp|fsdp|zero[123]|tp|pp):?(\d*)")
 
 
 def parse_mesh(text: str, num_workers: int, num_nodes: int = 1) -> Mesh:

@@ -37,7 +37,7 @@ from paceline.parallel.gradient_norms import TakeNorms
 from paceline.parallel.parts import clip
 from paceline.parallel.start import is_on_meta
 from paceline.pulse import Pulse
-from paceline.spec import Job, Mesh, Plan
+from paceline.spec import Job, Mesh, Plan, parse_mesh
 from paceline.spec.codec import from_mapping, to_mapping
 from paceline.spec.job import differences
 from paceline.spec.noise_scale import SmoothedNoise
@@ -51,7 +51,7 @@ from paceline.train.nonfinite import Guard
 from paceline.train.process_group import abandon, join
 from paceline.train.schedule import lr_factor
 from paceline.train.seeding import seed_between_steps, seed_evaluation, seed_generators, seed_shard
-from paceline.train.state import Trained, names_of_groups, rebind
+from paceline.train.state import Trained, first_names, names_of_groups, rebind
 from paceline.train.stragglers import Stragglers
 from paceline.train.timing import StepTimer
 from paceline.train.trace import Tracer
@@ -86,6 +86,7 @@ def init(
     /,
     *,
     plan: Plan | None = None,
+    strategy: str | None = None,
     max_steps: int | None = None,
     checkpoint_dir: str | Path | None = None,
     force: bool = False,
@@ -96,6 +97,9 @@ def init(
     Args:
         job: what to train; None: the defaults.
         plan: how it is spread; None: one worker a process of this launch, on GPUs if there are any.
+        strategy: how the workers share out the model where no plan says so: "dp", "fsdp", "hsdp", "pp", "tp", or a
+            mesh such as "fsdp2 x tp2"; None: as `paceline launch --strategy` says, else "dp". One worker alone
+            has nobody to share with, whatever this says.
         max_steps: end `Run.batches` after this many steps, whatever the epochs say.
         checkpoint_dir: where checkpoints go if the job does not say; None: there are none.
         force: resume even a checkpoint of another job.
@@ -108,22 +112,24 @@ def init(
     """
     job = (job or Job()).with_values(**values)  # a Job made in Python is checked here too
     facts = env.worker_facts()
-    plan = plan or _default_plan(job, facts)
+    plan = plan or _default_plan(job, facts, strategy or env.strategy() or "dp")
     limits = [limit for limit in (max_steps, env.max_steps()) if limit is not None]
     plan = dataclasses.replace(plan, world_size=facts.world_size)
     address = job.checkpoint.dir or checkpoint_dir
     return Run(job, plan, facts, min(limits, default=None), None if address is None else str(address), force=force)
 
 
-def _default_plan(job: Job, facts: env.WorkerFacts) -> Plan:
+def _default_plan(job: Job, facts: env.WorkerFacts, strategy: str) -> Plan:
     kind = env.device_kind() or ("cuda" if torch.cuda.is_available() else "cpu")
     threads = env.thread_limit() or max(1, torch.get_num_threads() // facts.local_world_size)
+    num_nodes = max(1, facts.world_size // facts.local_world_size)
     return Plan(
         world_size=facts.world_size,
         device_kind="cuda" if kind == "cuda" else "cpu",
         # How a kernel splits its sums among threads may change their last bits.
         threads_per_worker=1 if job.parity == "bitwise" else threads,
         algorithm="tree_exact" if job.parity == "bitwise" else "auto",
+        mesh=parse_mesh(strategy, facts.world_size, num_nodes) if facts.world_size > 1 else None,
     )
 
 
@@ -162,6 +168,7 @@ class Run:
         self._base_lrs: list[float] = []
         self._group_names: list[list[str]] = []
         """Of the parameters in each group of the optimizer, of the whole model."""
+        self._first_names: dict[str, str] = {}
         self._given: Batch | None = None
         self._share = self.mesh.share(facts.rank)
         """Which share of every global batch is this worker's; with others, who compute another part of the model."""
@@ -287,7 +294,8 @@ class Run:
             raise JobError("This run has a model already; a second one needs a paceline.init of its own.")
         job = self.job
         self._base_lrs = [float(parameters["lr"]) for parameters in optimizer.param_groups]
-        group_names = names_of_groups(optimizer, model)
+        first = first_names(model)
+        group_names = names_of_groups(optimizer, model, first)
         if not is_on_meta(model) and self.mesh.is_plain:
             model.to(self.device)
         if job.precision == "float64":
@@ -311,8 +319,8 @@ class Run:
         if job.compile:
             self.model.compile()
         self._optimizer = optimizer
-        self._group_names = group_names
-        rebind(optimizer, group_names, self.model)
+        self._group_names, self._first_names = group_names, first
+        rebind(optimizer, group_names, self.model, first)
         self._open_agreement()
         return self._engine.module, optimizer
 
@@ -351,7 +359,7 @@ class Run:
 
     @property
     def _trained(self) -> Trained:
-        return Trained(self.model, self.optimizer, self._group_names, self.engine, self._scaler)
+        return Trained(self.model, self.optimizer, self._group_names, self._first_names, self.engine, self._scaler)
 
     def _snapshot(self, together: bool) -> Snapshot | None:
         if not (self.engine.settle() if together else self.engine.holds_all):
@@ -475,8 +483,9 @@ class Run:
                 take_norms=self._take_norms(share),
             )
         )
-        # A worker that is alone between two meetings may have no sample, hence no gradient and no update.
-        has_gradient = any(parameter.grad is not None for parameter in self.model.parameters())
+        # A worker that is alone between two meetings may have no sample, hence no gradient and no update. One that has
+        # a part of the model may have no parameter, and goes on with those that have.
+        has_gradient = not engine.holds_all or any(parameter.grad is not None for parameter in self.model.parameters())
         has_gradient = has_gradient and self._is_sound(loss, given)
         self._phase = "update"
         if has_gradient and self.job.optim.clip_norm is not None:

@@ -29,12 +29,14 @@ class Trained:
     optimizer: Optimizer
     group_names: Sequence[Sequence[str]]
     """Of the optimizer's parameters, group by group, of the whole model."""
+    first_names: Mapping[str, str]
+    """Of the whole model's parameters."""
     engine: Engine
     scaler: torch.amp.GradScaler
 
     def take(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What all workers have alike, and what this one has for itself; views of what training goes on with."""
-        optimizer = optimizer_state(self.optimizer, self.group_names, self.model)
+        optimizer = optimizer_state(self.optimizer, self.group_names, self.model, self.first_names)
         own = self.engine.own_state()
         if self.engine.apart:
             own = {**own, "means": own.get("means", {}) | {"optimizer": optimizer["state"]}}
@@ -60,31 +62,44 @@ class Trained:
         optimizer = shared["optimizer"]
         if self.engine.apart:
             optimizer = optimizer | {"state": own.get("means", {}).get("optimizer", {})}
-        load_optimizer_state(self.optimizer, self.group_names, self.model, optimizer, hyper=hyper)
+        load_optimizer_state(self.optimizer, self.group_names, self.model, self.first_names, optimizer, hyper=hyper)
         self.engine.load_state(shared["engine"], own)
         self.scaler.load_state_dict(shared["scaler"])
 
 
-def names_of_groups(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Of every name of a parameter, the one it is called by: a tied one has several, and the first counts."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(id(parameter), name) for name, parameter in named}
+
+
+def names_of_groups(optimizer: Optimizer, model: nn.Module, first: Mapping[str, str]) -> list[list[str]]:
     """The names of the parameters in each of the optimizer's groups, in its own order.
+
+    Args:
+        model: all of the model, or what this worker holds of it.
+        first: as `first_names` told of all of it.
 
     Raises:
         ModelError: it holds some that are not the model's.
     """
-    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    known = {id(parameter): first[name] for name, parameter in model.named_parameters()}
     held = [[known.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
     if any(name is None for names in held for name in names):
         raise ModelError("The optimizer holds parameters that are not the model's; build it from model.parameters().")
     return [[name for name in names if name is not None] for names in held]
 
 
-def rebind(optimizer: Optimizer, group_names: Sequence[Sequence[str]], model: nn.Module) -> None:
+def rebind(
+    optimizer: Optimizer, group_names: Sequence[Sequence[str]], model: nn.Module, first: Mapping[str, str]
+) -> None:
     """Let the optimizer update what this worker now holds of its parameters, in the same groups.
 
     Raises:
         ModelError: it has made steps already, which belong to the parameters as they were.
     """
-    mine = dict(model.named_parameters())
+    mine = {first[name]: parameter for name, parameter in model.named_parameters()}
     held = [[mine[name] for name in names if name in mine] for names in group_names]
     before = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     if before == [id(parameter) for group in held for parameter in group]:
@@ -95,9 +110,11 @@ def rebind(optimizer: Optimizer, group_names: Sequence[Sequence[str]], model: nn
         group["params"] = parameters
 
 
-def optimizer_state(optimizer: Optimizer, group_names: Sequence[Sequence[str]], model: nn.Module) -> dict[str, Any]:
+def optimizer_state(
+    optimizer: Optimizer, group_names: Sequence[Sequence[str]], model: nn.Module, first: Mapping[str, str]
+) -> dict[str, Any]:
     """Its state and its groups, with the names of parameters in place of their numbers."""
-    names = [name for group in names_of_groups(optimizer, model) for name in group]
+    names = [name for group in names_of_groups(optimizer, model, first) for name in group]
     plain = optimizer.state_dict()
     groups = [
         group | {"params": list(of_group)} for group, of_group in zip(plain["param_groups"], group_names, strict=True)
@@ -109,6 +126,7 @@ def load_optimizer_state(
     optimizer: Optimizer,
     group_names: Sequence[Sequence[str]],
     model: nn.Module,
+    first: Mapping[str, str],
     state: Mapping[str, Any],
     *,
     hyper: bool,
@@ -123,7 +141,7 @@ def load_optimizer_state(
             "The checkpoint's optimizer has other parameters or other groups of them than this run's; resume with the "
             "same model and optimizer, or begin in another folder."
         )
-    names = [name for group in names_of_groups(optimizer, model) for name in group]
+    names = [name for group in names_of_groups(optimizer, model, first) for name in group]
     numbers = {name: number for number, name in enumerate(names)}
     fresh = optimizer.state_dict()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -158,3 +158,38 @@ def test_4096_devices_in_two_seconds(folder: Path) -> None:
     assert json.loads(result.stdout)["rows"][-1]["devices"] == 4096
     spent_s = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
     assert spent_s < 4.0  # 1.7 s on an idle core; a shared one takes longer for the same work
+
+
+def test_a_model_too_large_for_a_device_gets_a_mesh_that_is_kept_in_the_plan() -> None:
+    """12 bytes a parameter make 100 GB of state; eight of these GPUs hold it together."""
+    job = Job(global_batch_size=64, virtual_shards=64)
+    cluster = gpu_cluster(1, num_parameters=8_000_000_000)
+    found = forecast(job, cluster, [8])
+    assert found.recommended.objection == ""
+    plan = recommended_plan(job, cluster, found)
+    assert plan is not None
+    assert plan.mesh is not None and plan.mesh.fsdp > 1
+    assert plan.mesh.num_workers == plan.world_size == 8
+    assert found.recommended.memory_bytes is not None and found.recommended.memory_bytes < 80 * 2**30
+    assert Plan.from_mapping(json.loads(json.dumps(plan.to_mapping()))) == plan
+    with pytest.raises(JobError, match="None of these device counts"):
+        forecast(job.with_values(parity="bitwise"), cluster, [8])
+
+
+@pytest.mark.slow
+def test_a_mesh_is_tried_on_paper_for_devices_that_nobody_has() -> None:
+    arguments = ["digits-lenet", "--set", "virtual_shards=64", "--dry-run-mesh", "dp64 x pp2"]
+    found = json.loads(ask(*arguments, "--json"))
+    assert (found["mesh"], found["num_workers"], found["num_micro_batches"]) == ("dp64 x pp2", 128, 1)
+    assert [stage["last_layer"] for stage in found["stages"]][1] == "fc2"
+    assert found["sent_bytes"].keys() == {"pp", "dp"}
+    text = ask(*arguments)
+    assert text.startswith("dp64 x pp2: 128 workers, 1 micro-batch of 1 a share and step")
+    assert "dp: a worker sends " in text
+
+
+def test_a_mesh_with_more_shares_than_shards_or_without_degrees_is_one_sentence() -> None:
+    with pytest.raises(JobError, match=r"dp128 shares the batch 128 ways, .* use --set virtual_shards=128 or more"):
+        ask("digits-lenet", "--dry-run-mesh", "dp128")
+    with pytest.raises(JobError, match="There is no strategy 'dq2'"):
+        ask("digits-lenet", "--dry-run-mesh", "dq2")

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.errors import JobError
+from paceline.plan.layers import Layer
 from paceline.plan.memory import (
     MIXED_ADAM,
     Activations,
@@ -16,15 +18,14 @@ from paceline.plan.memory import (
     state_bytes,
     transformer_activation_bytes,
 )
-from paceline.plan.model import Mesh
-from paceline.spec import Job, MicroBatchTiming
+from paceline.spec import Job, Mesh, MicroBatchTiming
 
 NOTHING = Activations(0.0)
 GPT3 = TransformerShape(num_layers=96, width=12288, num_heads=96, sequence=2048)
 MT_NLG = TransformerShape(num_layers=105, width=20480, num_heads=128, sequence=2048)
 
 counts = st.integers(1, 512)
-meshes = st.builds(Mesh, counts, st.integers(1, 8), st.integers(1, 8), st.integers(0, 3))
+meshes = st.builds(Mesh, st.integers(1, 8), counts, st.integers(1, 8), st.integers(1, 8), st.integers(1, 3))
 
 
 # Rajbhandari et al. 2020, table 1: GB a device by degree of data parallelism, for stages 1, 2 and 3.
@@ -47,7 +48,7 @@ meshes = st.builds(Mesh, counts, st.integers(1, 8), st.integers(1, 8), st.intege
 )
 def test_states_are_those_of_the_zero_paper(num_parameters: float, dp: int, stages_gb: tuple[float, ...]) -> None:
     for stage, gb in enumerate(stages_gb, start=1):
-        found = device_memory(num_parameters, MIXED_ADAM, Mesh(dp=dp, zero_stage=stage), NOTHING, 1)
+        found = device_memory(num_parameters, MIXED_ADAM, Mesh(fsdp=dp, zero_stage=stage), NOTHING, 1)
         # The table has two or three digits, some cut instead of rounded.
         assert found.state_bytes / 1e9 == pytest.approx(gb, rel=5e-3, abs=0.006)
 
@@ -75,15 +76,40 @@ def test_without_tensor_parallelism_both_formulas_agree() -> None:
     assert plain == pytest.approx(sequence)
 
 
-@given(meshes, st.integers(1, 64), st.integers(1, 32))
-def test_more_sharding_never_needs_more_state(mesh: Mesh, size: int, num_layers: int) -> None:
-    def state(stage: int) -> float:
-        one = Mesh(mesh.dp, mesh.tp, mesh.pp, stage)
-        return device_memory(1e9, MIXED_ADAM, one, Activations(1e6), size, num_layers=num_layers).state_bytes
+@given(meshes, st.integers(1, 64))
+def test_more_sharding_never_needs_more_state(mesh: Mesh, size: int) -> None:
+    def state(**degrees: int) -> float:
+        one = dataclasses.replace(mesh, **degrees)
+        return device_memory(1e9, MIXED_ADAM, one, Activations(1e6), size).state_bytes
 
-    found = [state(stage) for stage in range(4)]
+    found = [state(fsdp=1, dp=mesh.num_shares), *(state(zero_stage=stage) for stage in (1, 2, 3))]
     assert found == sorted(found, reverse=True)
-    assert found[3] * mesh.num_workers == pytest.approx(16e9)  # nothing is lost: all devices hold the whole state
+    # Nothing is lost: the workers of a replica hold the whole state.
+    assert found[3] * mesh.num_workers / mesh.dp == pytest.approx(16e9)
+
+
+def test_the_stage_with_the_largest_layers_is_the_fullest() -> None:
+    small, large = Layer(1e6, 1.0, 1.0, 8.0), Layer(9e6, 1.0, 1.0, 8.0)
+    found = device_memory(20e6, StateBytes(), Mesh(pp=2), NOTHING, 1, layers=(small, small, large, large))
+    assert found.state_bytes == pytest.approx(12 * 18e6)
+    gathered = device_memory(20e6, StateBytes(), Mesh(fsdp=2), NOTHING, 1, layers=(small, small, large, large))
+    assert gathered.gathered_bytes == pytest.approx(4 * 18e6)  # a layer, and the next one meanwhile
+
+
+def test_what_tensor_groups_cannot_share_out_is_whole_on_every_worker() -> None:
+    layers = (Layer(1e6, 1.0, 1.0, 8.0, num_parts=6), Layer(1e6, 1.0, 1.0, 8.0, num_parts=4))
+    found = device_memory(2e6, StateBytes(), Mesh(tp=4), NOTHING, 1, layers=layers)
+    assert found.parameter_bytes == pytest.approx(4 * 1.25e6)
+
+
+def test_recomputing_keeps_the_outputs_of_layers_and_one_layer() -> None:
+    layers = (Layer(1e6, 1.0, 100.0, 10.0),) * 8
+    kept, again = (
+        device_memory(8e6, StateBytes(), Mesh(), Activations(800.0), 3, layers=layers, recompute=flag).activation_bytes
+        for flag in (False, True)
+    )
+    assert kept == pytest.approx(3 * 800)
+    assert again == pytest.approx(3 * (80 + 100))
 
 
 @given(meshes, st.integers(1, 64), st.integers(1, 16))
@@ -118,11 +144,11 @@ def test_without_two_peaks_nothing_is_said() -> None:
     assert measured_activations([MicroBatchTiming(1, 1.0), MicroBatchTiming(2, 1.0, 5)], 1, StateBytes()) is None
 
 
-@given(st.floats(1e6, 1e9), st.floats(1e9, 1e11), st.integers(0, 3))
+@given(st.floats(1e6, 1e9), st.floats(1e9, 1e11), st.integers(1, 3))
 def test_the_largest_micro_batch_fits_and_the_next_one_does_not(
     per_sample: float, memory_bytes: float, stage: int
 ) -> None:
-    mesh, activations = Mesh(dp=8, zero_stage=stage), Activations(per_sample)
+    mesh, activations = Mesh(fsdp=8, zero_stage=stage), Activations(per_sample)
     size = largest_micro_batch(1e8, StateBytes(), mesh, activations, memory_bytes, 512)
     fits = [device_memory(1e8, StateBytes(), mesh, activations, s).fits(memory_bytes) for s in (size, size + 1)]
     assert size == 0 or fits[0]
@@ -136,8 +162,3 @@ def test_the_largest_micro_batch_fits_and_the_next_one_does_not(
 def test_the_optimizer_decides_what_a_parameter_takes(optim: dict[str, object], num_bytes: int) -> None:
     assert state_bytes(Job().with_values(optim=optim)).total == num_bytes
     assert state_bytes(Job().with_values(optim=optim, precision="float64")).total == 2 * num_bytes
-
-
-def test_a_stage_that_does_not_exist() -> None:
-    with pytest.raises(JobError, match="stages 1 to 3"):
-        device_memory(1, StateBytes(), Mesh(zero_stage=4), NOTHING, 1)

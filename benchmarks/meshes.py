@@ -1,0 +1,184 @@
+"""The law of the world size, model by model and mesh by mesh: how far losses and gradients are from one worker's.
+
+    python -m benchmarks.meshes [--models lenet,gpt] [--strategies "pp,fsdp2 x tp2"] [--precisions float64] [--steps 10]
+
+Every model is trained on one worker, and on four by every strategy and every mesh of two axes. Printed is the largest
+relative difference of a loss, and of a gradient as a whole, over all steps. What is asked: 1e-6 in float32, 1e-10
+in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+WORKERS = 4
+STRATEGIES = (
+    "fsdp",
+    "zero1",
+    "zero2",
+    "hsdp",
+    "pp",
+    "tp",
+    "dp2 x pp2",
+    "dp2 x tp2",
+    "fsdp2 x pp2",
+    "fsdp2 x tp2",
+    "tp2 x pp2",
+)
+SAMPLES, BATCH, SHARDS = 44, 22, 6
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and the shape of what it learns from."""
+
+    model: str
+    options: dict[str, Any]
+    shape: tuple[int, ...]
+    """Of an image; of one number: that many tokens."""
+
+
+CASES = {
+    "lenet": Case("lenet", {"num_classes": 10, "in_channels": 3, "image_size": 16}, (3, 16, 16)),
+    "resnet18": Case("resnet18", {"num_classes": 10, "in_channels": 3, "stem": "cifar"}, (3, 8, 8)),
+    "resnet50": Case("resnet50", {"num_classes": 10, "in_channels": 3, "stem": "cifar"}, (3, 8, 8)),
+    "alexnet2": Case(
+        "alexnet", {"num_classes": 10, "stem": "cifar", "image_size": 15, "num_columns": 2, "hidden": 60}, (3, 15, 15)
+    ),
+    "gpt": Case(
+        "gpt", {"vocab_size": 31, "context": 12, "num_layers": 4, "num_heads": 4, "width": 32, "dropout": 0.1}, (12,)
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a run computed, step by step."""
+
+    losses: list[float]
+    gradients: list[Tensor]
+    """Of the whole model, one vector a step."""
+
+
+def samples(case: Case) -> TensorDataset:
+    draw = torch.Generator().manual_seed(1)
+    if len(case.shape) == 1:
+        tokens = torch.randint(0, case.options["vocab_size"], (SAMPLES, case.shape[0] + 1), generator=draw)
+        return TensorDataset(tokens[:, :-1], tokens[:, 1:])
+    images = torch.randn(SAMPLES, *case.shape, generator=draw)
+    return TensorDataset(images, torch.randint(0, 10, (SAMPLES,), generator=draw))
+
+
+def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+    inputs, targets = batch
+    logits = model(inputs)
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def train(model_name: str, strategy: str, precision: str, num_steps: int) -> Trace:
+    import paceline
+    from paceline import models
+    from paceline.env import worker_facts
+    from paceline.spec import Job, Mesh, ModelSpec, Plan, parse_mesh
+
+    case = CASES[model_name]
+    num_workers = worker_facts().world_size
+    mesh = Mesh() if num_workers == 1 else parse_mesh(strategy, num_workers)
+    job = Job().with_values(
+        global_batch_size=BATCH, virtual_shards=SHARDS, epochs=num_steps, precision=precision, measure_noise=False
+    )
+    plan = Plan(world_size=num_workers, mesh=mesh, algorithm="all_reduce", timeout_s=120)
+    data = samples(case)
+    losses, gradients = [], []
+    with paceline.init(job, plan=plan, max_steps=num_steps) as run:
+        model = models.build(ModelSpec(case.model, case.options))
+        example = data[:2][0].double() if precision == "float64" and len(case.shape) > 1 else data[:2][0]
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9), example=example)
+        for batch in run.batches(data):
+            losses.append(float(run.step(batch, loss_fn)))
+            grads = {name: p.grad for name, p in run.model.named_parameters() if p.grad is not None}
+            whole = run.engine.whole(grads)
+            gradients.append(
+                torch.cat([whole[name].detach().reshape(-1).clone() for name in sorted(whole)] or [torch.empty(0)])
+            )
+    return Trace(losses, gradients)
+
+
+def worker(rank: int, world_size: int, store: str, path: str, arguments: tuple[Any, ...]) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world_size),
+        PACELINE_RENDEZVOUS=f"file://{store}",
+        PACELINE_DEVICE="cpu",
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    torch.set_num_threads(1)
+    trace = train(*arguments)
+    if rank == 0:
+        torch.save((trace.losses, trace.gradients), path)
+
+
+def run(num_workers: int, *arguments: Any, timeout_s: float = 600.0) -> Trace:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "paceline.train.loop"])
+    with tempfile.TemporaryDirectory(prefix="paceline-meshes-") as folder:
+        path = Path(folder) / "trace.pt"
+        processes = [
+            context.Process(target=worker, args=(rank, num_workers, f"{folder}/store", str(path), arguments))
+            for rank in range(num_workers)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout_s
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+        if any(process.exitcode for process in processes):
+            raise RuntimeError(f"exit codes {[process.exitcode for process in processes]}")
+        return Trace(*torch.load(path))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(CASES))
+    parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    parser.add_argument("--precisions", default="float64,float32")
+    parser.add_argument("--steps", type=int, default=10)
+    asked = parser.parse_args()
+    print(f"{'model':20} {'strategy':12} {'precision':9} {'loss':>9} {'gradient':>9} {'seconds':>7}")
+    for precision in asked.precisions.split(","):
+        for model in asked.models.split(","):
+            alone = run(1, model, "dp", precision, asked.steps)
+            for strategy in asked.strategies.split(","):
+                begun = time.monotonic()
+                try:
+                    spread = run(WORKERS, model, strategy.strip(), precision, asked.steps)
+                except RuntimeError as problem:
+                    print(f"{model:20} {strategy:12} {precision:9} failed: {problem}", flush=True)
+                    continue
+                loss = max(abs(a - b) / abs(a) for a, b in zip(alone.losses, spread.losses, strict=True))
+                pairs = zip(alone.gradients, spread.gradients, strict=True)
+                gradient = max(float((a - b).norm() / a.norm()) for a, b in pairs)
+                seconds = time.monotonic() - begun
+                print(f"{model:20} {strategy:12} {precision:9} {loss:9.1e} {gradient:9.1e} {seconds:7.0f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

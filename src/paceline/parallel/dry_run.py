@@ -1,0 +1,398 @@
+"""A mesh of any size tried on one machine in seconds: real code over pretended workers and tensors without memory.
+
+torch's fake process group has as many ranks as one likes and sends nothing; fake tensors have shapes and no values. So
+the model is traced, cut, shared out and sharded by the very functions that training uses, one forward and backward pass
+of every stage is made, and all that would be sent and kept is counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.errors import JobError
+from paceline.parallel.parts import local_bytes
+from paceline.parallel.pipeline.chain import Chain, trace
+from paceline.parallel.pipeline.cut import LayerCost, best_cut
+from paceline.parallel.pipeline.measure import measure_layers
+from paceline.parallel.pipeline.stage import Stage
+from paceline.parallel.sharded import recompute, shard
+from paceline.parallel.start import allocate
+from paceline.parallel.tensor import (
+    LayerSize,
+    TensorLayout,
+    bytes_per_sample,
+    find_layout,
+    layer_sizes,
+    tensor_parallel,
+)
+from paceline.spec import Mesh
+from paceline.spec.mesh import AXES, AxisName
+
+_MOST_TENSOR_WORKERS = 64
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """One worker of a stage of a pipeline: what it holds, and what it sends for one micro-batch."""
+
+    layers: tuple[str, str]
+    """The first and the last one."""
+    time: float
+    """Of forward and backward, in a unit that all stages have in common."""
+    parameter_bytes: int
+    """Of the worker's own part."""
+    activation_bytes: int
+    """Kept from forward for backward."""
+    sent_bytes: Mapping[AxisName, float]
+    """Along fsdp, tp and pp."""
+    whole_parameter_bytes: int
+    """Of the stage's parameters before they are sharded along fsdp."""
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a step on a mesh would take, worker by worker of a pipeline; other workers do as theirs."""
+
+    mesh: Mesh
+    num_micro_batches: int
+    stages: tuple[StageFacts, ...]
+    optimizer_copies: int
+    """Numbers that the optimizer keeps for each parameter."""
+
+    @property
+    def memory_bytes(self) -> tuple[int, ...]:
+        """Of every stage: parameters, gradients, optimizer state, and the activations of all micro-batches that are
+        under way at once (1F1B; Narayanan et al. 2021, section 2.2). What stage 3 of ZeRO gathers, a few layers at a
+        time, comes on top."""
+        keeps_gathered = self.mesh.fsdp > 1 and self.mesh.zero_stage < 3
+        return tuple(
+            stage.parameter_bytes * (2 + self.optimizer_copies)
+            + stage.whole_parameter_bytes * keeps_gathered
+            + stage.activation_bytes * min(self.mesh.pp - place, self.num_micro_batches)
+            for place, stage in enumerate(self.stages)
+        )
+
+    def sent_bytes(self, axis: AxisName) -> float:
+        """What the worker that sends most sends along an axis in a step.
+
+        An all_reduce of S bytes makes each of n workers send 2 (n - 1)/n S; a gather or a scatter half of that.
+        """
+        if axis == "dp":
+            n = self.mesh.dp
+            return max(2 * (n - 1) / n * stage.parameter_bytes for stage in self.stages)
+        # The first stage of ZeRO gathers and scatters once a step, not for every micro-batch.
+        times = 1 if axis == "fsdp" and self.mesh.zero_stage == 1 else self.num_micro_batches
+        return max(times * stage.sent_bytes.get(axis, 0.0) for stage in self.stages)
+
+    @property
+    def bubble(self) -> float:
+        """The part of the time in which workers of a pipeline wait: 1 - m t / ((m + p - 1) t_max), t the mean stage's
+        time (Huang et al. 2019, "GPipe", section 2.3, for stages that differ)."""
+        times, m = [stage.time for stage in self.stages], self.num_micro_batches
+        turns = m + len(times) - 1
+        return 1 - m * sum(times) / len(times) / (turns * max(times)) if max(times) else 0.0
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """One layer of a chain, as the planner wants to know it. Bytes are those of one sample."""
+
+    num_parameters: int
+    time: float
+    kept_bytes: float
+    output_bytes: float
+    num_parts: int
+    """The largest power of two of workers that a tensor group may have to share the layer; 1: none."""
+    num_sums: int
+    sum_bytes: float
+    """What tensor groups tell each other for it, as so many sums of so many bytes each."""
+
+
+def dry_run(
+    model: nn.Module,
+    arguments: Sequence[Any],
+    mesh: Mesh,
+    num_micro_batches: int,
+    *,
+    optimizer_copies: int = 1,
+    recomputes: bool = False,
+) -> DryRun:
+    """Try `mesh` with a model on the meta device, which is used up.
+
+    Args:
+        arguments: What the model is called with for one micro-batch, on the meta device.
+
+    Raises:
+        JobError: this process trains already.
+        ModelError: the model cannot be cut or shared out like that.
+    """
+    chain, costs = traced(model, arguments)
+    starts = best_cut(costs, mesh.pp) if mesh.pp > 1 else (0,)
+    runs = list(zip(starts, (*starts[1:], len(costs)), strict=True))
+    # All of them first: what stages share would else be shared out twice.
+    stages = [Stage(chain, start, stop).train() for start, stop in runs]
+    with _pretended(mesh) as device_mesh:
+        found = [
+            _try_stage(stage, chain, costs, run, device_mesh, mesh, arguments, recomputes)
+            for stage, run in zip(stages, runs, strict=True)
+        ]
+    return DryRun(mesh, num_micro_batches, tuple(found), optimizer_copies)
+
+
+def traced(model: nn.Module, arguments: Sequence[Any]) -> tuple[Chain, list[LayerCost]]:
+    """The layers of a model on the meta device, and what they take by their arithmetic."""
+    chain = trace(model, arguments)
+    costs = measure_layers(chain, torch.device("meta"))
+    # What computes no tensor has no arithmetic; it was timed by the clock.
+    return chain, [
+        cost
+        if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(chain.values[node]))
+        else replace(cost, time_s=0.0)
+        for node, cost in zip(chain.layers, costs, strict=True)
+    ]
+
+
+def on_paper(build: Callable[[], nn.Module], sample: Any, num_samples: int) -> tuple[nn.Module, tuple[Any, ...]]:
+    """What `build` makes, and what it is called with for so many samples like `sample`: shapes alone, no memory."""
+    with torch.device("meta"):
+        model = build()
+    inputs = pytree.tree_map(
+        lambda leaf: torch.empty((num_samples, *leaf.shape), dtype=leaf.dtype, device="meta"),
+        pytree.tree_map(torch.as_tensor, sample),
+    )
+    return model, (inputs,)
+
+
+def trace_layers(model: nn.Module, arguments: Sequence[Any], num_samples: int) -> list[LayerFacts]:
+    """A model on the meta device as the planner sees it: layers that a pipeline may part, each with what follows it up
+    to the next place where a stage may begin."""
+    chain, costs = traced(model, arguments)
+    sizes = layer_sizes(model, lambda one: one(*arguments), num_samples)
+    shared = _shared_by(model)
+    layout = find_layout(model, 2) if shared else TensorLayout(2, ())
+    itemsize = max((p.element_size() for p in model.parameters()), default=4)
+    groups: list[list[int]] = []
+    for number, cost in enumerate(costs):
+        if cost.may_begin or not groups:
+            groups.append([])
+        groups[-1].append(number)
+    total_s = sum(cost.time_s for cost in costs) or 1.0
+    found = []
+    for place, group in enumerate(groups):
+        names = [chain.name(number) for number in group if chain.layers[number].op == "call_module"]
+        own = [layer for layer in layout.layers if any(_is_in(layer.name, name) for name in names)]
+        sent = sum(_tensor_bytes(layout, layer.name, sizes, itemsize) for layer in own)
+        following = groups[place + 1][0] if place + 1 < len(groups) else None
+        found.append(
+            LayerFacts(
+                num_parameters=sum(costs[number].parameter_bytes for number in group) // itemsize,
+                time=sum(costs[number].time_s for number in group) / total_s,
+                kept_bytes=sum(costs[number].activation_bytes for number in group) / num_samples,
+                output_bytes=0.0 if following is None else costs[following].arriving_bytes / num_samples,
+                num_parts=min((shared.get(layer.name, 1) for layer in own), default=1),
+                num_sums=len(own),
+                # Two workers send S bytes each for a sum of S.
+                sum_bytes=sent / len(own) if own else 0.0,
+            )
+        )
+    return found
+
+
+def _shared_by(model: nn.Module) -> dict[str, int]:
+    """The largest power of two of workers that can share each layer."""
+    found: dict[str, int] = {}
+    degree = 2
+    while degree <= _MOST_TENSOR_WORKERS:
+        try:
+            layout = find_layout(model, degree)
+        except Exception:  # heads that do not divide, in words that fit this degree only
+            break
+        found |= {layer.name: degree for layer in layout.layers}
+        degree *= 2
+    return found
+
+
+def _tensor_bytes(layout: TensorLayout, name: str, sizes: Mapping[str, LayerSize], itemsize: int) -> float:
+    one = TensorLayout(layout.degree, tuple(layer for layer in layout.layers if layer.name == name))
+    return bytes_per_sample(one, sizes, itemsize)
+
+
+def _is_in(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")
+
+
+def _try_stage(
+    stage: nn.Module,
+    chain: Chain,
+    costs: Sequence[LayerCost],
+    run: tuple[int, int],
+    device_mesh: DeviceMesh,
+    mesh: Mesh,
+    arguments: Sequence[Any],
+    recomputes: bool,
+) -> StageFacts:
+    start, stop = run
+    # As with every model that is built on the meta device: shared out first, then given its memory, here pretended.
+    if mesh.tp > 1:
+        tensor_parallel(stage, device_mesh["tp"])
+    whole_bytes = local_bytes(stage.parameters())
+    if recomputes:
+        recompute(stage)
+    if mesh.fsdp > 1:
+        shard(stage, device_mesh["fsdp"], mesh.zero_stage, cpu_offload=False)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        allocate(stage, torch.device("cpu"))
+        arriving = [_fake(chain.values[node], with_gradient=True) for node in chain.crossing(start)]
+        names = _argument_names(chain)
+        given = dict(zip(names, map(_fake, arguments), strict=False)) | chain.fixed
+        kept = _Kept({id(p) for p in stage.parameters()})
+        counter = CommBytes({device_mesh[axis].get_group().group_name: axis for axis in ("fsdp", "tp")})
+        with _Answers(), counter:
+            with torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda tensor: tensor):
+                leaving = stage(given, *arriving)
+            _backward(leaving)
+        sent: dict[AxisName, float] = dict(counter.sent_bytes)
+        sent["pp"] = 0.0
+        if start:  # gradients of what arrived go back
+            sent["pp"] += _bytes_of(leaf for leaf in pytree.tree_leaves(arriving) if _is_real(leaf))
+        if stop < len(costs):
+            sent["pp"] += _bytes_of(leaf for leaf in pytree.tree_leaves(leaving) if isinstance(leaf, Tensor))
+    return StageFacts(
+        layers=(chain.name(start), chain.name(stop - 1)),
+        time=sum(cost.time_s for cost in costs[start:stop]),
+        parameter_bytes=local_bytes(stage.parameters()),
+        activation_bytes=kept.num_bytes,
+        sent_bytes=sent,
+        whole_parameter_bytes=whole_bytes,
+    )
+
+
+def _argument_names(chain: Chain) -> list[str]:
+    return [str(node.target).lstrip("*") for node in chain.graph.nodes if node.op == "placeholder"]
+
+
+def _fake(value: Any, with_gradient: bool = False) -> Any:
+    """Tensors as those of `value`, in the host memory that fake tensors pretend to have."""
+
+    def make(tensor: Tensor) -> Tensor:
+        fake = torch.empty_like(tensor, device="cpu")
+        return fake.requires_grad_() if with_gradient and _is_real(tensor) else fake
+
+    return pytree.tree_map_only(Tensor, make, value)
+
+
+def _is_real(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def _backward(leaving: Any) -> None:
+    outputs = [leaf for leaf in pytree.tree_leaves(leaving) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+
+
+def _bytes_of(tensors: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class _Kept:
+    """Counts what autograd keeps, each tensor's memory once, and no parameter."""
+
+    def __init__(self, parameters: set[int]) -> None:
+        self._parameters = parameters
+        self._seen: dict[int, int] = {}
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        base = tensor if tensor._base is None else tensor._base
+        if id(base) not in self._parameters and not isinstance(base, nn.Parameter):
+            storage = tensor.untyped_storage()
+            self._seen[storage._cdata] = storage.nbytes()
+        return tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._seen.values())
+
+
+class _Answers(TorchDispatchMode):
+    """Who reads a number out of a tensor without values gets 1: checks of values pass."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return True if args[0].dtype == torch.bool else 1
+        return func(*args, **(kwargs or {}))
+
+
+class CommBytes(TorchDispatchMode):
+    """Counts what this worker sends by the collectives of some groups while it is active, as a ring sends it."""
+
+    def __init__(self, axis_of_group: Mapping[str, AxisName]) -> None:
+        """
+        Args:
+            axis_of_group: by the groups' names.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._axis_of_group = axis_of_group
+        self.sent_bytes: defaultdict[AxisName, float] = defaultdict(float)
+        self.num_calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self._count(func._schema.name.split("::")[1], args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, name: str, args: tuple[Any, ...]) -> None:
+        group = next((found for found in map(_group_of, args) if found is not None), None)
+        axis = None if group is None else self._axis_of_group.get(group.group_name)
+        if group is None or axis is None:
+            return
+        n = group.size()
+        # Outputs, then inputs; a sum has one for both.
+        tensors = [[leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)] for value in args[:2]]
+        factor, counted = {
+            "allreduce_": (2.0, tensors[0]),
+            "_allgather_base_": (1.0, tensors[0]),  # the output, which holds all parts
+            "allgather_": (1.0, tensors[0]),
+            "_reduce_scatter_base_": (1.0, tensors[1]),  # the input
+            "reduce_scatter_": (1.0, tensors[1]),
+        }.get(name, (0.0, []))
+        self.sent_bytes[axis] += factor * (n - 1) / n * _bytes_of(counted)
+        if name == "alltoall_base_":
+            # Rows for each worker, of which a worker sends all but its own; none named: equal parts.
+            rows = args[4] or [1] * n
+            self.sent_bytes[axis] += (1 - rows[group.rank()] / sum(rows)) * _bytes_of(tensors[1])
+        self.num_calls[f"{axis} {name}"] += 1
+
+
+def _group_of(value: Any) -> dist.ProcessGroup | None:
+    if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+        return dist.ProcessGroup.unbox(value)
+    return None
+
+
+@contextmanager
+def _pretended(mesh: Mesh) -> Iterator[DeviceMesh]:
+    """The device mesh of as many pretended workers, of which this process is the first."""
+    if dist.is_initialized():
+        raise JobError("A dry run needs a process of its own: this one has joined other workers already.")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh.num_workers)
+    try:
+        yield init_device_mesh("cpu", tuple(mesh.degree(axis) for axis in AXES), mesh_dim_names=AXES)
+    finally:
+        dist.destroy_process_group()

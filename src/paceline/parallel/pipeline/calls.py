@@ -1,0 +1,136 @@
+"""How a loss function calls the model: found out by handing it a stand-in, since no worker has the whole model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from paceline.errors import ModelError
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What goes through the stages together: some virtual shards of the global batch."""
+
+    loss_of: Callable[[nn.Module], Tensor]
+    """Calls the user's loss function with the model it is given, on these samples: their mean loss."""
+    before_forward: Callable[[], None] = lambda: None
+    """Called before every forward pass, more than once a step: seeds generators, tells norm layers the shards."""
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Around every forward pass: autocast."""
+    backward: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Around every backward pass. What `before_forward` set may be another micro-batch's by then."""
+    weight: float = 1.0
+    """The part of the global batch, by which the loss is multiplied."""
+    scale: Callable[[Tensor], Tensor] = lambda loss: loss
+    """Applies the loss scale just before backward."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """How the model is called for one micro-batch."""
+
+    arguments: dict[str, Any]
+    """By name."""
+    signature: Hashable
+    """All on which the form of messages between stages depends, alike on all workers."""
+    generators: Tensor
+    """The state of torch's generators at that moment."""
+
+
+class Calls:
+    """How a model can be called."""
+
+    def __init__(self, model: nn.Module, fixed: Mapping[str, Any], device: torch.device) -> None:
+        """
+        Args:
+            fixed: arguments that must have these values.
+        """
+        self._parameters = inspect.signature(model.forward)
+        self._fixed = fixed
+        self._device = device
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Call:
+        """A call with these arguments."""
+        bound = self._parameters.bind(*args, **kwargs)
+        bound.apply_defaults()
+        for name, value in self._fixed.items():
+            given = bound.arguments[name]
+            if given is not value and (isinstance(given, Tensor) or given != value):
+                raise ModelError(
+                    f"The model was cut into stages for calls with {name} = {value!r} and is now called with another "
+                    "value; call it in one way only, or choose another strategy."
+                )
+        arguments = dict(bound.arguments)
+        leaves, structure = pytree.tree_flatten(arguments)
+        shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+        kind = self._device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        signature = (shapes, repr(structure), training, torch.is_grad_enabled(), autocast)
+        return Call(arguments, signature, generator_state(self._device))
+
+    def record(self, micro_batch: MicroBatch, training: bool) -> Call:
+        """How the loss function calls the model for a micro-batch; it gets no further than that."""
+
+        def stop(call: Call) -> NoReturn:
+            raise _CalledError(call)
+
+        micro_batch.before_forward()
+        with micro_batch.within():
+            try:
+                micro_batch.loss_of(StandIn(self, training, stop))
+            except _CalledError as called:
+                return called.call
+        raise ModelError("The loss function did not call the model it was given; in a pipeline it has to.")
+
+
+class StandIn(nn.Module):
+    """What a loss function is given in place of the model."""
+
+    def __init__(self, calls: Calls, training: bool, answer: Callable[[Call], Any]) -> None:
+        super().__init__()
+        self.training = training
+        self._calls = calls
+        self._answer = answer
+        self._was_called = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._was_called:
+            raise ModelError(
+                "The loss function calls the model twice; in a pipeline it can do so once: put both halves into one "
+                "batch, or choose another strategy."
+            )
+        self._was_called = True
+        return self._answer(self._calls.call(args, kwargs, self.training))
+
+
+class _CalledError(BaseException):
+    """The model was called; not an Exception, which a loss function might catch."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.call = call
+
+
+def generator_state(device: torch.device) -> Tensor:
+    """Of torch's generators that `device` uses, as bytes in host memory."""
+    state = torch.get_rng_state()
+    if device.type == "cuda":
+        state = torch.cat([state, torch.cuda.get_rng_state(device)])
+    return state
+
+
+def set_generator_state(state: Tensor, device: torch.device) -> None:
+    """Let torch's generators go on from a `generator_state`."""
+    on_host = state.cpu()
+    num_bytes = torch.get_rng_state().numel()
+    torch.set_rng_state(on_host[:num_bytes].clone())
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(on_host[num_bytes:].clone(), device)

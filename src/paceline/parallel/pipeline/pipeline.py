@@ -1,0 +1,212 @@
+"""One worker's part of a pipeline: its stages, and the acts that it and the other workers do together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from paceline.errors import JobError, ModelError
+from paceline.parallel.engine import statistics_dtype
+from paceline.parallel.pipeline.calls import Calls, MicroBatch, generator_state, set_generator_state
+from paceline.parallel.pipeline.chain import Chain, trace
+from paceline.parallel.pipeline.cut import best_cut, cut_table
+from paceline.parallel.pipeline.execute import Step
+from paceline.parallel.pipeline.links import Arrival, Links, Outbox, TensorForm
+from paceline.parallel.pipeline.measure import measure_layers
+from paceline.parallel.pipeline.schedules import Schedule, make_schedule
+from paceline.parallel.pipeline.stage import Stage, Stages
+from paceline.spec import PipelineSpec
+
+
+class Pipeline:
+    """One worker's stages of a model that is spread over the workers of a group."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        spec: PipelineSpec,
+        example: Sequence[Any] | None,
+        device: torch.device,
+        *,
+        agreement: dist.ProcessGroup | None = None,
+        timeout_s: float = 600.0,
+        before_last_backward: Callable[[nn.Module], None] = lambda _stage: None,
+    ) -> None:
+        """A common act of all workers of `group`, and of `agreement`.
+
+        Args:
+            model: the whole model, alike on all workers; it may be on the meta device. What is not in this worker's
+                stages is not kept.
+            example: the arguments the model is called with, for a few samples; None: layers count by their parameters,
+                and the model must not ask for the sizes of its inputs.
+            agreement: workers that all have to cut alike, such as those of all replicas; None: those of `group`.
+            timeout_s: how long NCCL waits for a message; Gloo waits as long as `group` says.
+            before_last_backward: told a stage just before its last backward pass of a step.
+
+        Raises:
+            ModelError: the model cannot be cut, or not into as many stages.
+            JobError: a schedule, or names of cuts, that cannot be meant.
+        """
+        if spec.stages_per_worker > 1 and spec.schedule in ("gpipe", "1f1b"):
+            raise JobError(
+                f"pipeline.stages_per_worker = {spec.stages_per_worker} needs pipeline.schedule = 'interleaved' or "
+                f"'zero_bubble'; '{spec.schedule}' gives every worker one stage."
+            )
+        self._spec = spec
+        self._device = device
+        self._before_last_backward = before_last_backward
+        self._dtype = statistics_dtype(model)
+        self._links = links = Links(group, spec.stages_per_worker, device, timeout_s)
+        chain = trace(model, example)
+        self._calls = Calls(model, chain.fixed, device)
+        starts, self._draws, self.table = _agreed_cut(chain, spec, links, agreement or group)
+        """The cut for people, with the times it was made by."""
+        self.cuts = tuple(chain.name(start) for start in starts[1:])
+        """The layers that begin a stage, all but the first's."""
+        self.notes = (
+            f"the model is cut into {links.num_stages} stages on {links.num_workers} workers, before "
+            + ", ".join(self.cuts),
+        )
+        stops = [*starts[1:], len(chain.layers)]
+        everywhere = [Stage(chain, start, stop) for start, stop in zip(starts, stops, strict=True)]
+        self._stages = {n: stage for n, stage in enumerate(everywhere) if links.owner(n) == links.rank}
+        self.shared_parameters = _shared_parameters(model, everywhere, links)
+        """Parameters of this worker that others have too, and their ranks in the group; in the order of the model."""
+        self.stages: list[nn.Module] = list(self._stages.values())
+        """This worker's, in their order."""
+        self.module: nn.Module = Stages(list(self._stages.values()), self._evaluate)
+        """This worker's part of the model; called, the whole of it."""
+        self._schedules: dict[int, Schedule] = {}
+
+    def train_step(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Forward and backward of all micro-batches; a common act of all workers, with as many of them on each.
+
+        Gradients are left in `.grad`: sums over micro-batches, and over workers where several have a parameter.
+
+        Returns:
+            The sum of the weighted losses where the last stage is; 0 elsewhere.
+        """
+        losses = torch.zeros((), dtype=self._dtype, device=self._device)
+        if micro_batches:
+            Step(
+                self._links,
+                self._calls,
+                self._stages,
+                self._draws,
+                self._schedule(len(micro_batches)),
+                micro_batches,
+                self._before_last_backward,
+                losses,
+            ).run()
+            self._sum_shared_gradients()
+        return losses
+
+    def _schedule(self, num_micro_batches: int) -> Schedule:
+        if num_micro_batches not in self._schedules:
+            self._schedules[num_micro_batches] = make_schedule(
+                self._spec.schedule, self._links.num_workers, num_micro_batches, self._spec.stages_per_worker
+            )
+        return self._schedules[num_micro_batches]
+
+    def _sum_shared_gradients(self) -> None:
+        """Added in the order of ranks, so that they are the same everywhere."""
+        named = dict(self.module.named_parameters(remove_duplicate=False))
+        outbox = Outbox()
+        under_way: list[tuple[Tensor, list[Tensor | Arrival]]] = []
+        for name, ranks in self.shared_parameters.items():
+            parameter = named[name]
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            mine = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            form = TensorForm.of(mine)
+            for rank in ranks:
+                if rank != self._links.rank:
+                    self._links.send([mine], [form], rank, outbox)
+            under_way.append(
+                (mine, [mine if rank == self._links.rank else self._links.receive([form], rank) for rank in ranks])
+            )
+        totals = [
+            (mine, torch.stack([part.wait()[0] if isinstance(part, Arrival) else part for part in parts]).sum(0))
+            for mine, parts in under_way
+        ]
+        outbox.wait()  # until then others read what is overwritten now
+        for mine, total in totals:
+            mine.copy_(total)
+
+    @torch.no_grad()
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """The whole model: stage after stage, and the output for everybody."""
+        links = self._links
+        call = self._calls.call(args, kwargs, self.module.training)
+        outbox = Outbox()
+        values: Sequence[Any] = ()
+        generators = call.generators
+        for number, stage in self._stages.items():
+            if number and links.num_workers > 1:
+                form = links.receive_form(number, call.signature)
+                values = form.filled(links.receive(form.tensors, links.owner(number - 1)).wait())
+                *values, generators = values
+            set_generator_state(generators, self._device)
+            values = stage(call.arguments, *values)
+            generators = generator_state(self._device).to(self._device)
+            if number < links.num_stages - 1 and links.num_workers > 1:
+                links.send_values(number + 1, call.signature, [*values, generators], outbox)
+        outbox.wait()
+        return links.broadcast_last(values[0] if links.num_stages - 1 in self._stages else None, call.signature)
+
+
+def _agreed_cut(
+    chain: Chain, spec: PipelineSpec, links: Links, agreement: dist.ProcessGroup
+) -> tuple[tuple[int, ...], tuple[bool, ...], str]:
+    """The first layer of every stage, which stages may draw random numbers, and the cut as a table.
+
+    Layers take another time on every worker; the first one's count for all.
+    """
+    answer: list[Any] = [None]
+    if dist.get_rank(agreement) == 0:
+        try:
+            answer = [_cut(chain, spec, links)]
+        except (ModelError, JobError) as problem:
+            answer = [problem]
+    dist.broadcast_object_list(answer, group_src=0, group=agreement, device=links.device)
+    if isinstance(answer[0], Exception):
+        raise answer[0]
+    starts, draws, table = answer[0]
+    return starts, draws, table
+
+
+def _cut(chain: Chain, spec: PipelineSpec, links: Links) -> tuple[tuple[int, ...], tuple[bool, ...], str]:
+    # Where the user cuts, times are only for the table.
+    costs = measure_layers(chain, links.device, num_repeats=1 if spec.cuts else 3)
+    starts = chain.starts(spec.cuts, links.num_stages) if spec.cuts else best_cut(costs, links.num_stages)
+    stops = [*starts[1:], len(chain.layers)]
+    draws = [True] * len(chain.layers) if chain.draws is None else chain.draws
+    by_stage = tuple(any(draws[start:stop]) for start, stop in zip(starts, stops, strict=True))
+    return starts, by_stage, cut_table(costs, starts, links.num_workers)
+
+
+def _shared_parameters(model: nn.Module, stages: Sequence[Stage], links: Links) -> dict[str, tuple[int, ...]]:
+    """Parameters of this worker that others have too.
+
+    Two names of one parameter, as where an embedding is tied to a classifier, are one parameter.
+    """
+    ranks: dict[nn.Parameter, set[int]] = {parameter: set() for parameter in model.parameters()}
+    own_name: dict[nn.Parameter, str] = {}
+    for number, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters():
+            ranks[parameter].add(links.owner(number))
+            if links.owner(number) == links.rank:
+                own_name.setdefault(parameter, name)
+    return {
+        own_name[parameter]: tuple(sorted(holders))
+        for parameter, holders in ranks.items()
+        if len(holders) > 1 and parameter in own_name
+    }

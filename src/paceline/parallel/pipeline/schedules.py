@@ -1,0 +1,213 @@
+"""Who does what when in a pipeline: schedules as ordered actions of every worker, and what they cost.
+
+Stage s lives on worker s % num_workers. A schedule is found by letting the workers act in turns of made-up length and
+writing down what they do: whatever comes out respects all dependencies, for any number of micro-batches.
+
+GPipe: Huang et al. 2019. 1F1B: Narayanan et al. 2019 ("PipeDream"), flushed every step. Interleaved 1F1B: Narayanan
+et al. 2021, section 2.2. Zero-bubble: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", ZB-H1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.spec.mesh import ScheduleName
+
+ActionKind = Literal["forward", "backward", "input", "weight"]
+
+
+@dataclass(frozen=True)
+class Action:
+    """One stage's work on one micro-batch.
+
+    "backward" computes all gradients of the stage; "input" and "weight" are its two halves: only the gradient that the
+    stage before waits for, and the rest.
+    """
+
+    kind: ActionKind
+    stage: int
+    micro_batch: int
+
+
+Schedule = tuple[tuple[Action, ...], ...]
+"""The actions of every worker in their order."""
+
+
+def needs(action: Action, num_stages: int) -> tuple[Action, ...]:
+    """The actions that come before this one; a backward pass may be whole or in halves."""
+    kind, stage, micro_batch = action.kind, action.stage, action.micro_batch
+    if kind == "forward":
+        return (Action("forward", stage - 1, micro_batch),) if stage else ()
+    if kind == "weight":
+        return (Action("input", stage, micro_batch),)
+    own = Action("forward", stage, micro_batch)
+    return (own,) if stage == num_stages - 1 else (own, Action(kind, stage + 1, micro_batch))
+
+
+def make_schedule(name: ScheduleName, num_workers: int, num_micro_batches: int, stages_per_worker: int = 1) -> Schedule:
+    """The actions of one step.
+
+    "gpipe": all forward passes, then all backward passes: every activation of the step is alive in between.
+    "1f1b": a backward pass as soon as there is one: worker r keeps at most num_workers - r micro-batches.
+    "interleaved": 1f1b with several stages a worker, which shortens the bubble by their number.
+    "zero_bubble": 1f1b whose weight gradients fill the waiting times; no worker keeps more than 1f1b's first does.
+    """
+    order = _forward_order(num_workers, num_micro_batches, stages_per_worker)
+    num_forwards = num_micro_batches * stages_per_worker
+    limits = [num_forwards] * num_workers
+    if name != "gpipe":
+        # How far a worker may run ahead of its backward passes (Megatron-LM's number of warm-up passes, and one).
+        stride = 1 if stages_per_worker == 1 else 2
+        further = (stages_per_worker - 1) * num_workers
+        limits = [min(num_forwards, stride * (num_workers - 1 - r) + further + 1) for r in range(num_workers)]
+    return _play(order, limits, num_workers * stages_per_worker, name == "gpipe", name == "zero_bubble")
+
+
+def _forward_order(num_workers: int, num_micro_batches: int, stages_per_worker: int) -> list[tuple[int, int]]:
+    """(place of a stage among its worker's, micro-batch): groups of num_workers micro-batches, place by place."""
+    return [
+        (place, micro_batch)
+        for start in range(0, num_micro_batches, num_workers)
+        for place in range(stages_per_worker)
+        for micro_batch in range(start, min(start + num_workers, num_micro_batches))
+    ]
+
+
+def _play(
+    order: list[tuple[int, int]], limits: list[int], num_stages: int, flushes_forwards: bool, splits: bool
+) -> Schedule:
+    num_workers = len(limits)
+    last_place = num_stages // num_workers - 1
+    players = []
+    for worker, limit in enumerate(limits):
+        forwards = [(place * num_workers + worker, micro_batch) for place, micro_batch in order]
+        backwards = [((last_place - place) * num_workers + worker, micro_batch) for place, micro_batch in order]
+        players.append(_Player(forwards, backwards, limit, max(limits), num_stages, flushes_forwards, splits))
+    done_at: dict[Action, int] = {}
+    free_at = [0] * num_workers
+    now = 0
+    while any(not player.is_done for player in players):
+        for worker, player in enumerate(players):
+            if free_at[worker] <= now:
+                action = player.choose(lambda needed, now=now: done_at.get(needed, now + 1) <= now)  # type: ignore[misc]
+                if action is not None:
+                    free_at[worker] = done_at[action] = now + (2 if action.kind == "backward" else 1)
+        coming = [moment for moment in free_at if moment > now]
+        if coming:
+            now = min(coming)
+        else:  # everybody waits for everybody: few micro-batches and many places need to run further ahead
+            for player in players:
+                player.limit += 1
+                player.most_kept += 1
+    return tuple(tuple(player.actions) for player in players)
+
+
+class _Player:
+    """One worker while a schedule is found: does the first thing that is possible and allowed."""
+
+    def __init__(
+        self,
+        forwards: list[tuple[int, int]],
+        backwards: list[tuple[int, int]],
+        limit: int,
+        most_kept: int,
+        num_stages: int,
+        flushes_forwards: bool,
+        splits: bool,
+    ) -> None:
+        self.actions: list[Action] = []
+        self.limit = limit
+        self.most_kept = most_kept
+        self._forwards = forwards
+        self._backwards = backwards
+        self._num_forward = self._num_backward = self._num_weight = 0
+        self._num_stages = num_stages
+        self._flushes_forwards = flushes_forwards
+        self._splits = splits
+
+    @property
+    def is_done(self) -> bool:
+        return self._num_weight == len(self._forwards)
+
+    def choose(self, is_done: Callable[[Action], bool]) -> Action | None:
+        def can(action: Action) -> bool:
+            return all(is_done(needed) for needed in needs(action, self._num_stages))
+
+        action = None
+        num_all = len(self._forwards)
+        ahead, kept = self._num_forward - self._num_backward, self._num_forward - self._num_weight
+        if self._num_forward < num_all and ahead < self.limit and kept < self.most_kept:
+            candidate = Action("forward", *self._forwards[self._num_forward])
+            if can(candidate):
+                self._num_forward += 1
+                action = candidate
+        waits = self._flushes_forwards and self._num_forward < num_all
+        if action is None and self._num_backward < num_all and not waits:
+            candidate = Action("input" if self._splits else "backward", *self._backwards[self._num_backward])
+            if can(candidate):
+                self._num_backward += 1
+                self._num_weight += not self._splits
+                action = candidate
+        if action is None and self._splits and self._num_weight < self._num_backward:
+            action = Action("weight", *self._backwards[self._num_weight])
+            self._num_weight += 1
+        if action is not None:
+            self.actions.append(action)
+        return action
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a schedule would take."""
+
+    makespan_s: float
+    bubble: float
+    """The part of all workers' time in which they wait."""
+    most_kept: tuple[int, ...]
+    """Most micro-batches whose activations a worker keeps at once, over all its stages."""
+
+
+def simulate(schedule: Schedule, seconds: Callable[[Action], float], hop_s: float = 0.0) -> Simulation:
+    """Play a schedule with known times.
+
+    Args:
+        seconds: how long an action takes.
+        hop_s: how long a message takes from worker to worker; the sender goes on meanwhile.
+
+    Raises:
+        ValueError: the workers would wait for each other for ever.
+    """
+    num_workers = len(schedule)
+    num_stages = 1 + max((action.stage for actions in schedule for action in actions), default=-1)
+    ends: dict[Action, float] = {}
+    clock = [0.0] * num_workers
+    next_up = [0] * num_workers
+    num_left = sum(map(len, schedule))
+    while num_left:
+        num_before = num_left
+        for worker, actions in enumerate(schedule):
+            while next_up[worker] < len(actions):
+                action = actions[next_up[worker]]
+                needed = needs(action, num_stages)
+                if any(before not in ends for before in needed):
+                    break
+                hops = [ends[before] + hop_s * (before.stage != action.stage and num_workers > 1) for before in needed]
+                clock[worker] = ends[action] = max([clock[worker], *hops]) + seconds(action)
+                next_up[worker] += 1
+                num_left -= 1
+        if num_left == num_before:
+            raise ValueError("the workers of this schedule wait for each other")
+    makespan_s = max(clock, default=0.0)
+    busy_s = sum(seconds(action) for actions in schedule for action in actions)
+    bubble = 1 - busy_s / (num_workers * makespan_s) if makespan_s else 0.0
+    return Simulation(makespan_s, bubble, tuple(map(_most_kept, schedule)))
+
+
+def _most_kept(actions: tuple[Action, ...]) -> int:
+    kept = most = 0
+    for action in actions:
+        kept += {"forward": 1, "input": 0}.get(action.kind, -1)
+        most = max(most, kept)
+    return most

@@ -1,0 +1,129 @@
+"""The stages of a cut model as modules, in which everything has the name it has in the whole model."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from paceline.parallel.pipeline.chain import Chain, argument_of
+
+
+class Stage(nn.Module):
+    """Neighbouring layers of a chain: takes the values that cross the cut before it, gives those of the cut behind it.
+
+    The last stage gives one value, the model's output.
+    """
+
+    def __init__(self, chain: Chain, start: int, stop: int) -> None:
+        super().__init__()
+        self._arriving = chain.crossing(start)
+        self._layers = chain.layers[start:stop]
+        self._is_last = stop == len(chain.layers)
+        self._leaving = [] if self._is_last else chain.crossing(stop)
+        output = chain.graph.output_node()
+        self._output = output.args[0]
+        used = [node for layer in self._layers for node in layer.all_input_nodes]
+        if self._is_last:
+            used += output.all_input_nodes
+        self._arguments = {node: node for node in used if node.op == "placeholder"}
+        self._attributes = {node: str(node.target) for node in used if node.op == "get_attr"}
+        self._dropped = self._last_uses()
+        modules = {str(layer.target) for layer in self._layers if layer.op == "call_module"}
+        for name in sorted({*modules, *self._attributes.values()}, key=lambda name: name.count(".")):
+            self._attach(chain.model, name)
+
+    def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
+        """What nobody needs any more after each layer."""
+        needed = set(self._leaving)
+        if self._is_last:
+            fx.node.map_arg(self._output, lambda node: needed.add(node))
+        dropped: dict[fx.Node, list[fx.Node]] = {}
+        for layer in reversed(self._layers):
+            dropped[layer] = [node for node in layer.all_input_nodes if node not in needed]
+            needed.update(dropped[layer])
+        return dropped
+
+    def _attach(self, model: nn.Module, name: str) -> None:
+        """Hold a module, parameter or buffer of `model` under its name."""
+        *path, last = name.split(".")
+        owner: nn.Module = self
+        original = model
+        for part in path:
+            original = getattr(original, part)
+            if part not in owner._modules:
+                kind = type(original)
+                # Of the same kind where it only lists others: whoever looks for lists of layers still finds them.
+                owner.add_module(part, kind() if kind in (nn.Sequential, nn.ModuleList, nn.ModuleDict) else nn.Module())
+            owner = getattr(owner, part)
+        value = getattr(original, last)
+        if isinstance(value, nn.Module):
+            owner.add_module(last, value)
+        elif isinstance(value, nn.Parameter):
+            owner.register_parameter(last, value)
+        elif isinstance(value, Tensor) and last in original._buffers:
+            owner.register_buffer(last, value, persistent=last not in original._non_persistent_buffers_set)
+        else:
+            setattr(owner, last, value)
+
+    def forward(self, arguments: Mapping[str, Any], *arriving: Any) -> tuple[Any, ...]:
+        """`arguments`: what the model was called with, by name."""
+        values: dict[fx.Node, Any] = dict(zip(self._arriving, arriving, strict=True))
+        values |= {node: arguments[argument_of(node, arguments)] for node in self._arguments}
+        values |= {node: operator.attrgetter(name)(self) for node, name in self._attributes.items()}
+        for layer in self._layers:
+            args, kwargs = fx.node.map_arg((layer.args, layer.kwargs), values.__getitem__)
+            target: Any = layer.target
+            if layer.op == "call_module":
+                values[layer] = self.get_submodule(target)(*args, **kwargs)
+            elif layer.op == "call_method":
+                values[layer] = getattr(args[0], target)(*args[1:], **kwargs)
+            else:
+                values[layer] = target(*args, **kwargs)
+            for node in self._dropped[layer]:
+                values.pop(node, None)
+        if self._is_last:
+            return (fx.node.map_arg(self._output, values.__getitem__),)
+        return tuple(values[node] for node in self._leaving)
+
+
+class Stages(nn.Module):
+    """The stages of one worker as one module, with the names of the whole model.
+
+    Called, it is the whole model, for evaluation: a common act of all workers of the pipeline, and everyone gets the
+    output.
+    """
+
+    def __init__(self, stages: Sequence[Stage], whole: Any) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+        self._whole = whole
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._whole(*args, **kwargs)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        memo = set() if memo is None else memo
+        yield prefix, self
+        for stage in self.stages:
+            yield from stage.named_modules(memo, prefix, remove_duplicate)
+
+    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        for stage in self.stages:
+            destination = stage.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        return destination
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of any module; every stage takes what is its own."""
+        own = set(self.state_dict())
+        missing = sorted(own - state_dict.keys())
+        unexpected = sorted(state_dict.keys() - own)
+        if strict and (missing or unexpected):
+            raise RuntimeError(f"this worker's stages miss {missing} in the state, and have no {unexpected}")
+        for stage in self.stages:
+            stage.load_state_dict(state_dict, strict=False, assign=assign)
+        return nn.modules.module._IncompatibleKeys(missing, unexpected)

@@ -1,0 +1,109 @@
+"""A model as the planner sees it: layers in a row, and the cut of a row into stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer that pipelines do not cut. Bytes are those of one sample."""
+
+    num_parameters: float
+    time: float
+    """Of a forward and backward pass, in whatever unit all layers of a model have in common."""
+    kept_bytes: float
+    """Activations that the backward pass waits for, in whatever unit all layers have in common."""
+    output_bytes: float
+    """What the next layer is given."""
+    num_parts: int = 1
+    """Heads, groups or output channels: what tensor parallelism shares out; 1: every worker computes the layer."""
+    num_sums: int = 0
+    """Sums over a tensor group, forward and backward, …"""
+    sum_bytes: float = 0.0
+    """… of so many bytes each."""
+    gathered_bytes: float = 0.0
+    """What a tensor group gathers of its parts, forward and backward."""
+    whole_share: float = 1.0
+    """Of `kept_bytes`, what each worker of a tensor group keeps whole."""
+
+    def is_shared_by(self, degree: int) -> bool:
+        return self.num_parts >= degree and self.num_parts % degree == 0
+
+
+Layers = tuple[Layer, ...]
+
+
+def traced_layer(
+    num_parameters: float, flops: float, input_bytes: float, output_bytes: float, kept_bytes: float, num_channels: int
+) -> Layer:
+    """A layer as a dry run saw it. Output channels are shared out: each worker computes its own, all gather them, and
+    backward sums the gradient of the input.
+
+    Args:
+        num_channels: 0: the layer has no output channels with parameters of their own.
+    """
+    is_shared = num_channels > 1
+    return Layer(
+        num_parameters=num_parameters,
+        # What has no floating-point operations to speak of still takes the time of touching its memory.
+        time=flops + input_bytes + output_bytes,
+        kept_bytes=kept_bytes,
+        output_bytes=output_bytes,
+        num_parts=num_channels if is_shared else 1,
+        num_sums=1 if is_shared else 0,
+        sum_bytes=input_bytes if is_shared else 0.0,
+        gathered_bytes=output_bytes if is_shared else 0.0,
+    )
+
+
+@lru_cache(maxsize=256)
+def cut(layers: Layers, num_stages: int) -> tuple[Layers, ...]:
+    """Neighbouring layers in `num_stages` stages, none empty, the slowest of which is as fast as can be.
+
+    The smallest bound that stages can keep when each takes as many layers as it bears, by halving the interval in
+    which it lies (the linear partition problem; parametric search).
+    """
+    if not 1 <= num_stages <= len(layers):
+        raise ValueError(f"{len(layers)} layers cannot make {num_stages} stages")
+    times = [layer.time for layer in layers]
+    low, high = max(times), sum(times)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _num_stages(times, middle) <= num_stages else (middle, high)
+    starts = [0]
+    spent = 0.0
+    for place, seconds in enumerate(times):
+        is_full = spent > 0 and spent + seconds > high * (1 + 1e-12)
+        # The layers that are left have to do for the stages that are left, one each at least.
+        is_needed = len(layers) - place == num_stages - len(starts)
+        if place and len(starts) < num_stages and (is_full or is_needed):
+            starts.append(place)
+            spent = 0.0
+        spent += seconds
+    return tuple(layers[start:stop] for start, stop in pairwise((*starts, len(layers))))
+
+
+def _num_stages(times: Sequence[float], bound: float) -> int:
+    """How many stages there are if each takes layers up to `bound` seconds."""
+    count, spent = 1, 0.0
+    for seconds in times:
+        if spent and spent + seconds > bound:
+            count, spent = count + 1, 0.0
+        spent += seconds
+    return count
+
+
+def slowest_share(stages: Sequence[Layers]) -> float:
+    """The part of the whole pass that the slowest stage computes."""
+    times = [sum(layer.time for layer in stage) for stage in stages]
+    return max(times) / sum(times)
+
+
+def shared_time(layers: Layers, tp: int) -> float:
+    """What a worker of a tensor group computes of the layers' time, as a part of it; the rest is not shared out."""
+    whole = sum(layer.time for layer in layers)
+    return sum(layer.time / (tp if layer.is_shared_by(tp) else 1) for layer in layers) / whole

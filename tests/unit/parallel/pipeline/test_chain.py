@@ -1,0 +1,164 @@
+"""Models as chains of layers: what is found in them, where they may be cut, and what is said when they cannot."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.errors import JobError, ModelError
+from paceline.models import MODELS
+from paceline.parallel.pipeline.chain import Chain, trace
+from paceline.parallel.pipeline.measure import measure_layers
+from paceline.parallel.pipeline.stage import Stage, Stages
+
+CPU = torch.device("cpu")
+
+
+def names(chain: Chain) -> list[str]:
+    return [chain.name(number) for number in range(len(chain.layers))]
+
+
+def run_in_stages(chain: Chain, starts: list[int], *args: Any) -> Any:
+    """The model's output, stage after stage."""
+    arguments = inspect.signature(chain.model.forward).bind(*args)
+    arguments.apply_defaults()
+    values: tuple[Any, ...] = ()
+    for start, stop in zip(starts, [*starts[1:], len(chain.layers)], strict=True):
+        values = Stage(chain, start, stop)(arguments.arguments, *values)
+    return values[0]
+
+
+@pytest.mark.parametrize("name", ["lenet", "resnet20", "gpt"])
+def test_cut_anywhere_a_model_computes_the_same(name: str) -> None:
+    torch.manual_seed(0)
+    options: dict[str, dict[str, int]] = {
+        "gpt": {"vocab_size": 11, "context": 6, "num_layers": 2, "num_heads": 2, "width": 8}
+    }
+    model = MODELS[name](**options.get(name, {})).eval()
+    shape = (2, 1, 28, 28) if name == "lenet" else (2, 3, 16, 16)
+    example = torch.randint(11, (2, 5)) if name == "gpt" else torch.randn(shape)
+    chain = trace(model, (example,))
+    assert all(chain.may_begin())
+    with torch.no_grad():
+        assert torch.equal(run_in_stages(chain, list(range(len(chain.layers))), example), model(example))
+    stages = Stages([Stage(chain, 0, 2), Stage(chain, 2, len(chain.layers))], None)
+    state = stages.state_dict()
+    assert set(state) == set(model.state_dict())
+    assert {name for name, _ in stages.named_parameters()} == {name for name, _ in model.named_parameters()}
+    zeros = {key: torch.zeros_like(value) for key, value in state.items()}
+    assert not stages.load_state_dict(zeros).missing_keys
+    assert all(not parameter.any() for parameter in model.parameters())
+
+
+class Decoder(nn.Module):
+    """As many write them: asks for sizes, has arguments that may be left out, skips over blocks, ties by two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)) for _ in range(3)])
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, scale: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
+        rows, length = tokens.size()
+        assert length <= 9, "too long"
+        first = x = self.embed(tokens) + torch.arange(length).view(1, length, 1)
+        for block in self.blocks:
+            x = x + block(x)
+        if mask is not None:
+            x = x * mask
+        return {"logits": self.head(x + first * scale).view(rows, length, 7), "first": first}
+
+
+def test_a_model_that_asks_for_sizes_and_skips_blocks_can_be_cut() -> None:
+    model = Decoder()
+    tokens, scale = torch.randint(7, (2, 5)), torch.tensor(0.5)
+    chain = trace(model, (tokens, scale))
+    assert chain.fixed == {"mask": None}
+    expected = model(tokens, scale)
+    starts = [number for number, allowed in enumerate(chain.may_begin()) if allowed]
+    output = run_in_stages(chain, starts, tokens, scale)
+    assert torch.equal(output["logits"], expected["logits"])
+    assert torch.equal(output["first"], expected["first"])
+    # The last stages still need what the first computed.
+    assert len(chain.crossing(chain.starts(["blocks.2"], 2)[1])) > 1
+
+
+class Refilled(nn.Module):
+    """Changes in place what it computed earlier, and calls a module with buffers twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y = self.second(x)
+        x.add_(1)
+        y = self.norm(self.last(self.norm(y)))
+        z: Tensor = x + y
+        return z
+
+
+def test_what_changes_in_place_and_what_has_buffers_stays_together() -> None:
+    chain = trace(Refilled(), (torch.randn(3, 4),))
+    assert names(chain) == ["first", "second", "add_", "norm", "last", "norm", "add"]
+    assert chain.may_begin() == [True, False, False, True, False, False, True]
+
+
+class ByValue(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+
+class ByMode(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5, self.training)
+
+
+@pytest.mark.parametrize(("model", "said"), [(ByValue(), "control flow"), (ByMode(), "training and in evaluation")])
+def test_a_model_that_cannot_be_traced_gets_a_sentence(model: nn.Module, said: str) -> None:
+    with pytest.raises(ModelError, match=f"{type(model).__name__} cannot be cut into stages.*{said}"):
+        trace(model, (torch.ones(2, 2),))
+
+
+def test_cuts_by_name() -> None:
+    chain = trace(MODELS["resnet20"](), (torch.randn(1, 3, 8, 8),))
+    starts = chain.starts(["stage1.1", "stage2", "head"], 4)
+    assert [chain.name(start) for start in starts[1:]] == ["stage1.1", "stage2.0", "head.pool"]
+    with pytest.raises(JobError, match=r"'stage2\.7'.*did you mean .*'stage2\.0'"):
+        chain.starts(["stage2.7"], 2)
+    with pytest.raises(JobError, match="order"):
+        chain.starts(["stage3", "stage2"], 3)
+    with pytest.raises(JobError, match="4 stages need 3"):
+        chain.starts(["stage3"], 4)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_measuring_changes_nothing_and_finds_the_expensive_layer(device: str) -> None:
+    with torch.device(device):
+        model = nn.Sequential(
+            nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4096), nn.Dropout(0.5), nn.Linear(4096, 8)
+        )
+    before = torch.get_rng_state()
+    chain = trace(model, (torch.randn(16, 8),)) if device == "meta" else trace(model, (torch.ones(16, 8),))
+    if device == "cpu":
+        assert chain.draws == (False, False, False, True, False)
+    costs = measure_layers(chain, torch.device(device))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    if device == "cpu":
+        assert torch.equal(before, torch.get_rng_state())
+        norm = model[1]
+        assert isinstance(norm, nn.BatchNorm1d) and norm.running_mean is not None and not norm.running_mean.any()
+    assert costs[2].time_s > costs[0].time_s
+    assert costs[2].parameter_bytes == 4 * (8 * 4096 + 4096)
+    assert [cost.arriving_bytes for cost in costs] == [0, 4 * 16 * 8, 4 * 16 * 8, 4 * 16 * 4096, 4 * 16 * 4096]

@@ -1,0 +1,71 @@
+"""The cut that dynamic programming finds is the best of all cuts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import ModelError
+from paceline.parallel.pipeline import LayerCost, Limits, best_cut, cut_table
+
+layers = st.lists(
+    st.builds(
+        LayerCost,
+        name=st.just("layer"),
+        time_s=st.floats(0, 10),
+        parameter_bytes=st.integers(0, 100),
+        activation_bytes=st.integers(0, 100),
+        arriving_bytes=st.integers(0, 100),
+        may_begin=st.booleans(),
+    ),
+    min_size=1,
+    max_size=9,
+)
+
+
+def slowest_s(costs: Sequence[LayerCost], starts: Sequence[int], limits: Limits) -> float:
+    """What a cut is judged by; infinite where it breaks a limit."""
+    slowest = 0.0
+    for stage, (start, stop) in enumerate(zip(starts, [*starts[1:], len(costs)], strict=True)):
+        part = costs[start:stop]
+        kept = limits.micro_batches_kept[stage] if limits.micro_batches_kept else 1
+        held = sum(limits.copies_of_parameters * c.parameter_bytes + kept * c.activation_bytes for c in part)
+        if held > limits.memory_bytes or (start and not part[0].may_begin):
+            return math.inf
+        sent_s = 2 * part[0].arriving_bytes / limits.bytes_per_s
+        slowest = max(slowest, sum(c.time_s for c in part) + sent_s)
+    return slowest
+
+
+@settings(deadline=None)
+@given(layers, st.integers(1, 4), st.sampled_from([math.inf, 800.0, 1500.0]), st.sampled_from([math.inf, 20.0]))
+def test_no_other_cut_is_better(
+    costs: list[LayerCost], num_stages: int, memory_bytes: float, bytes_per_s: float
+) -> None:
+    limits = Limits(memory_bytes=memory_bytes, micro_batches_kept=(4, 3, 2, 1)[:num_stages], bytes_per_s=bytes_per_s)
+    every_cut = [(0, *rest) for rest in itertools.combinations(range(1, len(costs)), num_stages - 1)]
+    best_s = min((slowest_s(costs, starts, limits) for starts in every_cut), default=math.inf)
+    if math.isinf(best_s):
+        with pytest.raises(ModelError, match="stages"):
+            best_cut(costs, num_stages, limits)
+    else:
+        assert slowest_s(costs, best_cut(costs, num_stages, limits), limits) == pytest.approx(best_s)
+
+
+def test_of_equally_fast_cuts_the_one_that_sends_less() -> None:
+    sent = (0, 50, 10, 50)
+    costs = [LayerCost(str(number), time_s, arriving_bytes=sent[number]) for number, time_s in enumerate((4, 0, 0, 4))]
+    assert best_cut(costs, 2) == (0, 2)
+
+
+def test_the_table_says_where_stages_begin_and_how_long_they_take() -> None:
+    costs = [LayerCost(name, time_s) for name, time_s in (("stem", 0.001), ("block", 0.002), ("head", 0.001))]
+    lines = cut_table(costs, (0, 1), num_workers=2).splitlines()
+    assert len(lines) == 3
+    assert "stem" in lines[1] and "25.0%" in lines[1]
+    assert "block" in lines[2] and "head" in lines[2] and "75.0%" in lines[2]

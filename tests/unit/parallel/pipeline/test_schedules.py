@@ -1,0 +1,80 @@
+"""Schedules: complete, free of deadlock, and as short and as small as their inventors say."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.parallel.pipeline import Action, make_schedule, simulate
+from paceline.spec.mesh import ScheduleName
+
+UNIT_S = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0}
+NAMES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+
+names = st.sampled_from(NAMES)
+workers = st.integers(1, 6)
+micro_batches = st.integers(1, 13)
+places = st.integers(1, 3)
+
+
+def unit_s(action: Action) -> float:
+    return UNIT_S[action.kind]
+
+
+@settings(deadline=None)
+@given(names, workers, micro_batches, places)
+def test_every_action_is_done_once_by_its_worker_and_nobody_waits_for_ever(
+    name: ScheduleName, num_workers: int, num_micro_batches: int, stages_per_worker: int
+) -> None:
+    schedule = make_schedule(name, num_workers, num_micro_batches, stages_per_worker)
+    kinds = ("forward", "input", "weight") if name == "zero_bubble" else ("forward", "backward")
+    num_stages = num_workers * stages_per_worker
+    for worker, actions in enumerate(schedule):
+        assert len(actions) == len(set(actions))
+        assert {(a.kind, a.stage, a.micro_batch) for a in actions} == {
+            (kind, stage, micro_batch)
+            for kind in kinds
+            for stage in range(worker, num_stages, num_workers)
+            for micro_batch in range(num_micro_batches)
+        }
+    simulated = simulate(schedule, unit_s, hop_s=0.5)
+    assert 0 <= simulated.bubble < 1
+    assert simulated.makespan_s >= 3 * num_micro_batches * stages_per_worker
+
+
+@settings(deadline=None)
+@given(workers, micro_batches)
+def test_1f1b_keeps_as_many_micro_batches_as_there_are_stages_left(num_workers: int, num_micro_batches: int) -> None:
+    schedule = make_schedule("1f1b", num_workers, num_micro_batches)
+    expected = tuple(min(num_workers - rank, num_micro_batches) for rank in range(num_workers))
+    assert simulate(schedule, unit_s).most_kept == expected
+
+
+@settings(deadline=None)
+@given(workers, micro_batches)
+def test_zero_bubble_keeps_no_more_than_1f1b_at_its_worst(num_workers: int, num_micro_batches: int) -> None:
+    schedule = make_schedule("zero_bubble", num_workers, num_micro_batches)
+    assert max(simulate(schedule, unit_s).most_kept) <= num_workers
+
+
+@pytest.mark.parametrize(("num_workers", "num_micro_batches"), [(2, 4), (4, 8), (4, 12), (8, 32)])
+def test_bubbles_are_those_of_the_papers(num_workers: int, num_micro_batches: int) -> None:
+    def bubble_s(name: ScheduleName, stages_per_worker: int = 1) -> float:
+        schedule = make_schedule(name, num_workers, num_micro_batches, stages_per_worker)
+        makespan_s = simulate(schedule, lambda action: unit_s(action) / stages_per_worker).makespan_s
+        return makespan_s - 3 * num_micro_batches
+
+    assert bubble_s("gpipe") == pytest.approx(3 * (num_workers - 1))
+    assert bubble_s("1f1b") == pytest.approx(3 * (num_workers - 1))
+    assert bubble_s("interleaved", 2) == pytest.approx(3 * (num_workers - 1) / 2)
+    assert bubble_s("interleaved", 4) == pytest.approx(3 * (num_workers - 1) / 4)
+    # ZB-H1: (p - 1)(forward + input - weight).
+    assert bubble_s("zero_bubble") == pytest.approx(num_workers - 1)
+
+
+def test_workers_that_wait_for_each_other_are_told() -> None:
+    first = (Action("backward", 0, 0), Action("forward", 0, 0))
+    second = (Action("forward", 1, 0), Action("backward", 1, 0))
+    with pytest.raises(ValueError, match="wait for each other"):
+        simulate((first, second), unit_s)

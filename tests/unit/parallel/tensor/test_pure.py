@@ -1,0 +1,151 @@
+"""What the workers of a tensor axis hold, which layers are found to belong together, and the sentences of refusal."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from paceline.errors import ModelError
+from paceline.models import build
+from paceline.parallel.tensor import LayerSize, SplitLayer, TensorLayout, bytes_per_sample, find_layout
+from paceline.parallel.tensor.axis import degrees_that_fit, everybody_has_some, part
+from paceline.parallel.tensor.chains import trace
+from paceline.parallel.tensor.exchange import block_runs, memory_order, rows_to_trade
+from paceline.spec import ModelSpec
+
+DEGREES = st.integers(1, 9)
+
+
+@given(st.integers(1, 60), DEGREES)
+def test_parts_are_those_of_chunk(length: int, degree: int) -> None:
+    chunks = [chunk.tolist() for chunk in torch.arange(length).chunk(degree)]
+    parts = [list(range(*part(length, degree, rank))) for rank in range(degree)]
+    assert parts == chunks + [[]] * (degree - len(chunks))
+    assert everybody_has_some(length, degree) == (len(chunks) == degree)
+
+
+@given(st.integers(1, 4), st.integers(1, 6), DEGREES)
+def test_traded_rows_come_from_whoever_holds_them(num_blocks: int, rows_each: int, degree: int) -> None:
+    num_rows = num_blocks * rows_each * degree
+    counts = rows_to_trade(num_rows, num_blocks, degree)
+    for rank in range(degree):
+        needed = [row for start, stop in block_runs(num_rows, num_blocks, degree, rank) for row in range(start, stop)]
+        holders = [row // (num_rows // degree) for row in needed]
+        assert [holders.count(holder) for holder in range(degree)] == [counts[holder][rank] for holder in range(degree)]
+        assert sum(counts[rank]) == len(needed) == num_rows // degree
+
+
+@given(st.permutations(range(4)))
+def test_memory_order_leads_there_and_back(order: list[int]) -> None:
+    tensor = torch.arange(2 * 3 * 4 * 5).view(2, 3, 4, 5).permute(order)
+    there, back = memory_order(tensor)
+    assert tensor.permute(there).is_contiguous()
+    assert tensor.permute(there).permute(back).stride() == tensor.stride()
+
+
+def test_degrees_that_fit() -> None:
+    assert degrees_that_fit(12) == "1, 2, 3, 4, 6 or 12"
+    assert degrees_that_fit(1) == "1"
+
+
+class _Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = self.layer(x)
+        return self.last
+
+
+def test_tracing_leaves_no_trace() -> None:
+    module = _Remembers().eval()
+    assert trace(module) is not None
+    assert module.last is None and not module.training and module(torch.ones(2)).shape == (2,)
+
+
+def _styles(model: nn.Module, degree: int, large: int = 0) -> dict[str, tuple[str, str, str, str]]:
+    layout = find_layout(model, degree, large=large)
+    return {layer.name: (layer.style, layer.entry, layer.exit, layer.exits_after) for layer in layout.layers}
+
+
+def test_the_columns_of_alexnet_meet_where_they_did_on_two_gpus() -> None:
+    model = build(ModelSpec("alexnet", {"num_columns": 2}))
+    assert sum(p.numel() for p in model.parameters()) == 60_965_224  # Caffe's AlexNet
+    styles = _styles(model, 2)
+    assert styles["features.0"] == ("channels", "whole", "part", "features.0")
+    assert styles["features.3"] == ("channels", "part", "gather", "features.5")
+    assert styles["features.6"] == ("channels", "whole", "part", "features.6")
+    assert styles["features.8"] == ("channels", "part", "part", "features.8")
+    assert styles["features.10"] == ("channels", "part", "gather", "features.12")
+    assert styles["classifier.1"][0] == "columns" and styles["classifier.4"][0] == "rows"
+    # Four workers halve each column, and need all of it.
+    assert _styles(model, 4)["features.8"] == ("channels", "whole", "gather", "features.9")
+
+
+def test_small_layers_that_stand_alone_stay_whole() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    assert not _styles(model, 2, large=65)
+    assert set(_styles(model, 2, large=64)) == {"0", "2"}
+
+
+def test_a_layer_that_stands_in_two_places_is_no_half_of_a_pair() -> None:
+    layer = nn.Linear(8, 8)
+    styles = _styles(nn.Sequential(layer, nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), layer), 2)
+    assert {style[2] for style in styles.values()} == {"gather"}
+
+
+def test_parameters_that_unlike_layers_share_stay_whole() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    model[2].weight = model[0].weight
+    assert not find_layout(model, 2, large=0).layers
+
+
+def test_heads_that_cannot_be_divided_are_refused_with_what_would_do() -> None:
+    model = build(ModelSpec("gpt", {"width": 48, "num_heads": 12, "num_layers": 1}))
+    sentence = "'blocks.0.attention': 12 heads cannot be shared by 5 workers; use 1, 2, 3, 4, 6 or 12."
+    with pytest.raises(ModelError, match=re.escape(sentence)):
+        find_layout(model, 5)
+    with pytest.raises(ModelError, match="3 heads cannot be shared by 2 workers; use 1 or 3"):
+        find_layout(nn.MultiheadAttention(12, 3), 2)
+    assert find_layout(model, 5, whole=["blocks.0.attention"]).layers
+    with pytest.raises(ModelError, match="no module 'block'"):
+        find_layout(model, 4, whole=["block"])
+
+
+def test_what_stays_whole_is_said() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 6, 1, groups=3), nn.Conv2d(6, 3, 1), nn.BatchNorm2d(3))
+    first, second = find_layout(model, 4).notes
+    assert "'0' with 6 output channels is not shared by 4 workers" in first and "1 or 3" in first
+    assert "'1' with 3 output channels is not shared by 4 workers" in second
+
+
+def test_finding_draws_no_random_numbers_and_changes_nothing() -> None:
+    model = build(ModelSpec("gpt", {"width": 8, "num_heads": 2, "num_layers": 1}))
+    before, state = torch.get_rng_state(), {name: value.clone() for name, value in model.state_dict().items()}
+    text = repr(model)
+    find_layout(model, 2, large=0)
+    assert torch.equal(torch.get_rng_state(), before) and repr(model) == text
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_layouts_need_no_memory_for_weights() -> None:
+    with torch.device("meta"):
+        model = build(ModelSpec("gpt", {"width": 32, "num_heads": 4, "num_layers": 1}))
+    assert _styles(model, 2)["blocks.0.attention.query_key_value"][0] == "heads"
+
+
+def test_a_transformer_layer_sends_what_megatron_says() -> None:
+    """Four sums of b * L * width: two forward, two backward (section 3)."""
+    pair = [
+        SplitLayer("in", "columns", "whole", "part", 4 * 8, "in"),
+        SplitLayer("out", "rows", "part", "sum", 8, "out"),
+    ]
+    sizes = {"in": LayerSize(8, 32, True), "out": LayerSize(32, 8, True)}
+    assert bytes_per_sample(TensorLayout(4, tuple(pair)), sizes, 4) == 2 * (2 * 3 / 4 * 8 * 4)

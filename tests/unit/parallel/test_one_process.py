@@ -1,0 +1,187 @@
+"""Several devices driven by one process: what one device computes, threads and all."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.errors import JobError, ModelError
+from paceline.models.lenet import lenet
+from paceline.parallel.engine import Engine, StepInput
+from paceline.parallel.gradient_norms import GradientNorms
+from paceline.parallel.numeric import NumericDataParallel
+from paceline.parallel.one_process import OneProcessDataParallel, devices_of_process
+from paceline.parallel.shards import Share
+from paceline.spec import Job, Plan
+
+CPU = torch.device("cpu")
+NUM_SHARDS = 5
+JOB = Job(global_batch_size=11, virtual_shards=NUM_SHARDS)
+
+Batch = tuple[Tensor, Tensor]
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def one_thread_a_device() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    inputs, targets = batch
+    return F.cross_entropy(model(inputs), targets)
+
+
+def lenet_of_digits() -> nn.Module:
+    return lenet(image_size=16)
+
+
+def norm_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 10)
+    )
+
+
+def dropout_net() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(256, 32), nn.Dropout(0.5), nn.ReLU(), nn.Linear(32, 10))
+
+
+def step_input(batch: Batch, loss: Loss = loss_of, take_norms: Any = None, step: int = 0) -> StepInput:
+    share = Share.of(len(batch[1]), NUM_SHARDS, 0, 1)
+
+    def seed(shard: int) -> None:
+        torch.default_generator.manual_seed(1000 * step + shard)
+
+    return StepInput(share, batch, loss, seed, lambda value: value, take_norms=take_norms)
+
+
+@contextmanager
+def one_process(model: nn.Module, num_devices: int, job: Job = JOB, **plan: Any) -> Iterator[OneProcessDataParallel]:
+    engine = OneProcessDataParallel(model, job, Plan(devices_in_process=num_devices, **plan), (CPU,) * num_devices)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def batches(dtype: torch.dtype) -> Iterator[Batch]:
+    """Full ones, a ragged one, and one that leaves devices without a shard."""
+    generator = torch.Generator().manual_seed(3)
+    for size in (11, 11, 7, 1, 11):
+        yield torch.randn(size, 1, 16, 16, generator=generator, dtype=dtype), torch.arange(size) % 10
+
+
+def trained(model: nn.Module, engine: Engine, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """Losses and all gradients of five steps of SGD."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses, gradients = [], []
+    for step, batch in enumerate(batches(dtype)):
+        optimizer.zero_grad()
+        losses.append(engine.gradients(step_input(batch, step=step)))
+        gradients += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+    return losses, gradients
+
+
+@pytest.mark.parametrize("build", [lenet_of_digits, norm_net, dropout_net])
+@pytest.mark.parametrize("num_devices", [2, 3])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-10)])
+def test_many_devices_compute_what_one_does(
+    build: Callable[[], nn.Module], num_devices: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    torch.manual_seed(0)
+    alone = build().to(dtype)
+    together = copy.deepcopy(alone)
+    plain = NumericDataParallel(alone, JOB, Plan(), CPU, None, None, False)
+    losses, gradients = trained(alone, plain, dtype)
+    with one_process(together, num_devices) as engine:
+        found_losses, found_gradients = trained(together, engine, dtype)
+    assert len(found_gradients) == len(gradients) == 5 * len(list(alone.parameters()))
+    for found, expected in zip(found_losses + found_gradients, losses + gradients, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * max(1.0, float(expected.abs().max())))
+    for found, expected in zip(together.buffers(), alone.buffers(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("build", "num_threads"), [(lenet_of_digits, 2), (dropout_net, 1)])
+def test_devices_compute_at_once_unless_random_numbers_are_drawn(
+    build: Callable[[], nn.Module], num_threads: int
+) -> None:
+    threads: set[int] = set()
+
+    def seen(model: nn.Module, batch: Any) -> Tensor:
+        threads.add(threading.get_ident())
+        return loss_of(model, batch)
+
+    model = build()
+    inputs, targets = next(batches(torch.float32))
+    with one_process(model, 2) as engine:
+        for _ in range(2):
+            engine.gradients(step_input((inputs, targets), seen))
+    assert len(threads) == num_threads
+
+
+def test_a_device_splits_its_share_into_micro_batches() -> None:
+    sizes = []
+
+    def seen(model: nn.Module, batch: Any) -> Tensor:
+        sizes.append(len(batch[1]))
+        return loss_of(model, batch)
+
+    with one_process(norm_net(), 2, micro_batch_size=4) as engine:
+        for _ in range(2):
+            engine.gradients(step_input(next(batches(torch.float32)), seen))
+    assert sizes[:4] == [3, 2, 4, 2]  # shards of 3 and 2, and of 2, 2 and 2
+    assert sorted(sizes[4:]) == [2, 2, 3, 4]
+
+
+def test_gradient_norms_are_those_of_the_devices_parts() -> None:
+    model = norm_net().double()
+    batch = next(batches(torch.float64))
+    told: list[GradientNorms] = []
+    with one_process(model, 2) as engine:
+        engine.gradients(step_input(batch, take_norms=told.append))
+        (norms,) = told
+        whole = sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None)
+        assert (norms.small_batch, norms.large_batch) == (5.5, 11)
+        assert float(norms.large_sqr) == pytest.approx(whole)
+        assert float(norms.small_sqr) > whole  # a smaller batch is noisier
+
+
+def test_the_error_of_any_device_is_raised() -> None:
+    def broken(model: nn.Module, batch: Any) -> Tensor:
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError("the second device fails")
+        return loss_of(model, batch)
+
+    with one_process(lenet_of_digits(), 2) as engine:
+        batch = next(batches(torch.float32))
+        engine.gradients(step_input(batch, broken))  # the first step is this thread's alone
+        with pytest.raises(ValueError, match="the second device fails"):
+            engine.gradients(step_input(batch, broken))
+
+
+def test_a_loss_that_bypasses_the_replicas_is_one_sentence() -> None:
+    model = lenet_of_digits()
+    with one_process(model, 2) as engine, pytest.raises(ModelError, match="the loss function is given"):
+        engine.gradients(step_input(next(batches(torch.float32)), lambda _, batch: loss_of(model, batch)))
+
+
+def test_what_one_process_cannot_do_is_refused() -> None:
+    with pytest.raises(JobError, match=r"norm = 'sync' needs the strategy dp"):
+        OneProcessDataParallel(norm_net(), JOB.with_values(norm="sync"), Plan(devices_in_process=2), (CPU, CPU))
+    if torch.cuda.device_count() < 64:
+        with pytest.raises(JobError, match="should drive 64 GPUs from GPU 0 on"):
+            devices_of_process(Plan(devices_in_process=64, device_kind="cuda"), torch.device("cuda", 0))
+    assert devices_of_process(Plan(devices_in_process=3), CPU) == (CPU, CPU, CPU)

@@ -1,0 +1,81 @@
+"""What `--strategy auto` takes, and the sentence for it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from paceline.errors import JobError
+from paceline.plan import place
+from paceline.plan.choose import check_fits, choose_mesh, worker_memory_bytes
+from paceline.plan.layers import Layer
+from paceline.plan.memory import Activations, ModelFacts
+from paceline.spec import Cluster, Job, Mesh, Plan
+from tests.sample_clusters import GIB, cpu_cluster, gpu_cluster
+
+JOB = Job(global_batch_size=64, virtual_shards=16)
+SMALL = ModelFacts(60_000, Activations(1e4))
+LARGE_LAYERS = ModelFacts(
+    300_000_000,
+    Activations(1e5),
+    (Layer(1.5e8, 1.0, 5e4, 4e4, 4096, 1, 4e4, 4e4), Layer(1.5e8, 1.0, 5e4, 4e4, 4096, 1, 4e4, 4e4)),
+    flops_per_sample=1.8e9,
+)
+
+
+def _untimed(cluster: Cluster) -> Cluster:
+    return dataclasses.replace(cluster, timings=())
+
+
+def test_a_model_that_fits_is_replicated() -> None:
+    for cluster in (cpu_cluster(2), _untimed(cpu_cluster(2))):
+        choice = choose_mesh(JOB, SMALL, cluster, 4)
+        assert choice.mesh == Mesh(dp=4)
+        assert choice.reason.startswith("dp4: a replica needs ")
+        plan = place(JOB, cluster, 4)
+        assert choice.applied(plan) == plan
+
+
+def test_a_model_three_times_too_large_is_shared_out_and_dp_is_refused_with_both_numbers() -> None:
+    """12 bytes a parameter for SGD with momentum: 3.35 GiB, where a worker has 1.2."""
+    cluster = _untimed(cpu_cluster(2))
+    choice = choose_mesh(JOB, LARGE_LAYERS, cluster, 4, memory_bytes=1.2 * GIB)
+    assert not choice.mesh.is_plain
+    assert choice.mesh.num_workers == 4
+    assert "1.1 GiB can be used and a whole replica needs 3.35 GiB" in choice.reason
+    check_fits(JOB, LARGE_LAYERS, choice.mesh, 1.2 * GIB, recompute=choice.recompute)
+    with pytest.raises(JobError, match=r"whole replicas need 3\.35 GiB on each worker .* where 1\.1 GiB can be used"):
+        check_fits(JOB, LARGE_LAYERS, Mesh(dp=4), 1.2 * GIB)
+    plan = choice.applied(Plan(world_size=4))
+    assert (plan.mesh, plan.pipeline, plan.recompute) == (choice.mesh, choice.pipeline, choice.recompute)
+    assert Plan.from_mapping(plan.to_mapping()) == plan
+
+
+def test_a_mesh_that_is_clearly_faster_is_taken_where_it_was_timed() -> None:
+    """Large layers over a slow network: tensor groups and stages tell each other far less than replicas do."""
+    cluster = cpu_cluster(2, num_parameters=LARGE_LAYERS.num_parameters, link_bytes_per_s=25e6)
+    choice = choose_mesh(JOB, LARGE_LAYERS, cluster, 4, memory_bytes=64 * GIB)
+    assert choice.mesh.pp == 2
+    assert "and whole replicas need" in choice.reason
+
+
+def test_jobs_that_need_replicas_get_them_or_a_refusal() -> None:
+    bitwise = JOB.with_values(parity="bitwise")
+    assert choose_mesh(bitwise, SMALL, cpu_cluster(2), 4).mesh == Mesh(dp=4)
+    with pytest.raises(JobError, match=r"does not fit: whole replicas need 3\.35 GiB"):
+        choose_mesh(bitwise, LARGE_LAYERS, cpu_cluster(2), 4, memory_bytes=GIB)
+
+
+def test_one_worker_has_nothing_to_choose() -> None:
+    choice = choose_mesh(JOB, SMALL, cpu_cluster(), 1)
+    assert (choice.mesh, choice.reason) == (Mesh(), "one device: one worker has nothing to share out.")
+    # 64 samples of 1e8 bytes do not go through 2 GiB at once: five shards of four do.
+    wide = dataclasses.replace(SMALL, activations=Activations(1e8))
+    assert choose_mesh(JOB, wide, cpu_cluster(), 1, memory_bytes=2 * GIB).micro_batch_size == 16
+
+
+def test_workers_share_the_memory_of_their_node() -> None:
+    assert worker_memory_bytes(gpu_cluster(), 16) == 80 * GIB
+    assert worker_memory_bytes(cpu_cluster(2), 2) == 4 * GIB  # both on the first of nodes with two cores
+    assert worker_memory_bytes(cpu_cluster(2), 8) == 2 * GIB
