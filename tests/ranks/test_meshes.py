@@ -20,6 +20,7 @@ from tests.ranks.harness import run_ranks
 from tests.ranks.training import Outcome, images, largest_difference, train
 
 STEPS = 10
+PAIRS = ("dp2 x pp2", "dp2 x tp2", "fsdp2 x pp2", "fsdp2 x tp2", "tp2 x pp2")
 
 
 def job_for(model: str, precision: str = "float64", **changes: Any) -> Job:
@@ -70,16 +71,42 @@ def test_sharded_parameters() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["lenet", "resnet20"])
-@pytest.mark.parametrize("strategy", ["fsdp", "zero1", "zero2", "hsdp"])
-def test_sharding_on_four_workers(model: str, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "hsdp", "pp", "tp", *PAIRS])
+def test_four_workers(strategy: str) -> None:
     """Six shards on four workers: two of them have one more pass than the others."""
-    assert_same(model, strategy, 4, "float64")
+    assert_same("lenet", strategy, 4, "float64")
 
 
 @pytest.mark.slow
-def test_single_precision_and_recomputed_activations() -> None:
-    assert_same("lenet", "fsdp", 4, "float32", recompute=True)
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2 x tp2", "dp2 x pp2"])
+def test_batch_norm_on_four_workers(strategy: str) -> None:
+    assert_same("resnet20", strategy, 4, "float64")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2 x pp2"])
+def test_single_precision_and_recomputed_activations(strategy: str) -> None:
+    assert_same("resnet20", strategy, 4, "float32", recompute=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"), [("fsdp", "pp"), ("tp2 x pp2", "hsdp"), ("dp", "fsdp2 x tp2"), ("fsdp2 x pp2", "dp")]
+)
+def test_a_run_goes_on_under_another_strategy(before: str, after: str, tmp_path: Path) -> None:
+    """In the middle of an epoch; what it then learns is what it would have learned."""
+    job = job_for("lenet", optim={"name": "adamw", "lr": 0.002}, checkpoint={"every_epoch": False})
+    whole = run_ranks(_part, 1, job, "dp", 1, STEPS, None)[0]
+    run_ranks(_part, 4, job, before, 4, 4, tmp_path, timeout_s=120)
+    rest = run_ranks(_part, 4, job, after, 4, STEPS, tmp_path, timeout_s=120)[0]
+    assert rest.losses == pytest.approx(whole.losses[4:], rel=1e-9)
+    assert largest_difference(whole, rest) <= 1e-9
+
+
+def _part(job: Job, strategy: str, num_workers: int, max_steps: int, folder: Path | None) -> Outcome:
+    data = images(130, (3, 16, 16))
+    mesh = parse_mesh(strategy, num_workers)
+    return train(job, data, max_steps=max_steps, checkpoint_dir=folder, mesh=mesh)
 
 
 # --- memory ---

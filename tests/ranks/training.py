@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,11 +56,18 @@ def measure(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     }
 
 
-def train(job: Job, train_set: Any, test_set: Any = None, max_steps: int | None = None, **plan: Any) -> Outcome:
+def train(
+    job: Job,
+    train_set: Any,
+    test_set: Any = None,
+    max_steps: int | None = None,
+    checkpoint_dir: Path | None = None,
+    **plan: Any,
+) -> Outcome:
     """Train `job` as a user's script would."""
     facts = worker_facts()
     spread = Plan(**{"world_size": facts.world_size, "algorithm": _ALGORITHM[job.parity], "timeout_s": 60} | plan)
-    with paceline.init(job, plan=spread, max_steps=max_steps) as run:
+    with paceline.init(job, plan=spread, max_steps=max_steps, checkpoint_dir=checkpoint_dir) as run:
         shape = train_set[0][0].shape
         model = models.build(job.model, num_classes=10, in_channels=shape[0], image_size=shape[-1])
         example = next(iter(run.read(train_set, 0, [np.arange(2)], train=False)))[0]

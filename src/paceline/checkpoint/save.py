@@ -59,6 +59,8 @@ class Snapshot:
     """What all workers have alike, or each a shard of."""
     own: Mapping[str, Any]
     """What only this worker has."""
+    is_part: bool = False
+    """Whether other workers have other entries of `shared`: stages of a pipeline have their own layers."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,21 @@ class _Receipt:
     file: PartFile | None
     problem: str = ""
     """Why there is no file."""
+    shared: dict[str, Any] | None = None
+    """Its entries of what is shared, where others have others."""
 
 
 class _Writing:
     """One worker's part of one checkpoint on its way to the storage."""
 
-    def __init__(self, attempt: str, step: int, manifest: Manifest | None, own_values: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        attempt: str,
+        step: int,
+        manifest: Manifest | None,
+        own_values: dict[str, Any],
+        shared: dict[str, Any] | None,
+    ) -> None:
         self.attempt = attempt
         """Its name on all workers; the same step may be saved twice."""
         self.step = step
@@ -83,6 +94,8 @@ class _Writing:
         self.manifest = manifest
         """On rank 0, which completes it."""
         self.own_values = own_values
+        self.shared = shared
+        """This worker's entries of what is shared, where others have others."""
         self.thread: threading.Thread | None = None
         self.given_up = threading.Event()
         self.problem: str | None = None
@@ -178,7 +191,8 @@ class Saver:
                 tensors=self._division.entries,
             )
         self._num_begun += 1
-        writing = _Writing(f"{self._run}-{self._num_begun}", snapshot.step, manifest, own_values)
+        attempt = f"{self._run}-{self._num_begun}"
+        writing = _Writing(attempt, snapshot.step, manifest, own_values, values if snapshot.is_part else None)
         writing.thread = threading.Thread(
             target=self._write, args=(writing, self._part), name="checkpoint", daemon=True
         )
@@ -234,7 +248,7 @@ class Saver:
                 self._make_room(writing.folder)
             summed = Summed(writing.moving(part.pieces()))
             self._storage.write(f"{writing.folder}/{name}", summed)
-            receipt = _Receipt(writing.attempt, writing.own_values, summed.file(name))
+            receipt = _Receipt(writing.attempt, writing.own_values, summed.file(name), shared=writing.shared)
             if writing.manifest is None:
                 self._hand_in(writing.folder, receipt)
             else:
@@ -266,7 +280,11 @@ class Saver:
     def _commit(self, writing: _Writing, manifest: Manifest, own: _Receipt) -> None:
         receipts = [own, *(self._receipt(writing, rank) for rank in range(1, self._world_size))]
         files = tuple(receipt.file for receipt in receipts if receipt.file is not None)
-        complete = dataclasses.replace(manifest, files=files, workers=tuple(receipt.values for receipt in receipts))
+        values = manifest.values
+        for receipt in receipts:
+            values = values if receipt.shared is None else _merged(values, receipt.shared)
+        workers = tuple(receipt.values for receipt in receipts)
+        complete = dataclasses.replace(manifest, values=values, files=files, workers=workers)
         self._storage.write(f"{writing.folder}/{MANIFEST_FILE}", [complete.dump()])
 
     def _receipt(self, writing: _Writing, rank: int) -> _Receipt:
@@ -331,3 +349,13 @@ class Saver:
 
 def _receipt_name(rank: int) -> str:
     return f"worker-{rank:05d}.json"
+
+
+def _merged(some: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    """The entries of both, in dictionaries in them too; of what both have, those of `some`."""
+    found = dict(some)
+    for key, value in others.items():
+        mine = found.setdefault(key, value)
+        if isinstance(mine, dict) and isinstance(value, dict):
+            found[key] = _merged(mine, value)
+    return found

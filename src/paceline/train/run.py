@@ -371,7 +371,7 @@ class Run:
             "metrics": self.metrics,
             "kept": {name: thing.state_dict() for name, thing in self._kept.items()},
         }
-        return Snapshot(self.steps, self.job.to_mapping(), shared, own)
+        return Snapshot(self.steps, self.job.to_mapping(), shared, own, is_part=not self.engine.holds_all)
 
     def _restore(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
         # By way of a job: what a later release has added gets its default.
