@@ -25,9 +25,7 @@ def metrics(model, batch):  # type: ignore[no-untyped-def]
 
 
 train_set, test_set = load(DataSpec("digits"))
-with paceline.init(
-    global_batch_size=64, epochs=5, seed=0, strategy="fsdp2 x pp2"
-) as run:  # <- two stages, each sharded
+with paceline.init(global_batch_size=64, epochs=5, seed=0, strategy="fsdp2 x pp2") as run:  # <- two sharded stages
     model = build(ModelSpec("lenet"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     example = train_set[0][0][None]
