@@ -212,14 +212,15 @@ class Stage:
         return launcher
 
     def paceline(self, *arguments: str) -> subprocess.Popen[str]:
-        """The command in a process of its own."""
+        """The command in a process of its own; modules of this stage can be imported there."""
+        path = os.pathsep.join([str(self.folder), *filter(None, [os.environ.get("PYTHONPATH")])])
         launcher = subprocess.Popen(
             [sys.executable, "-m", "paceline", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=clean_environ(TMPDIR=str(self.folder)),
+            env=clean_environ(TMPDIR=str(self.folder), PYTHONPATH=path),
         )
         self.launchers.append(launcher)
         return launcher

@@ -262,3 +262,30 @@ def test_a_node_that_is_gone_for_good_is_tried_until_the_end(stage: Stage) -> No
             wait_until(lambda: not fleet.is_hopeful)
             assert attempts.read_text() == "again\n"
             assert (fleet.take_back(), fleet.has_returned, fleet.num_slots) == ([], False, 0)
+
+
+SLOW_MODEL = """
+import os, time
+from torch import nn
+
+class Slow(nn.Linear):
+    def forward(self, x):
+        time.sleep(0.06 if os.environ["RANK"] == "2" else 0.01)  # as on a device that is shared with somebody
+        return super().forward(x)
+
+def build():
+    return nn.Sequential(nn.Flatten(), Slow(28 * 28, 10))
+"""
+
+
+def test_a_worker_that_lastingly_holds_the_others_up_is_left_out(stage: Stage) -> None:
+    (stage.folder / "slow_model.py").write_text(SLOW_MODEL)
+    launcher = stage.paceline(
+        *("train", "digits-lenet", "-n", "3", "--set", "model=slow_model:build", "--set", "epochs=6", "--quiet"),
+        *("--min-workers", "2", "--exclude-slower", "2", "--out", str(stage.run_dir)),
+    )
+    out, err = launcher.communicate(timeout=2 * START_S)
+    assert launcher.returncode == 0, out + err
+    assert [one["world_size"] for one in generations(stage)] == [3, 2]
+    assert "worker 2 left, for it held the others up" in err
+    assert "on 2 x cpu" in out

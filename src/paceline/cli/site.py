@@ -83,6 +83,12 @@ class Elastic:
     max_restarts: Annotated[
         int | None, typer.Option(min=0, help="Restarts in a row without progress; 3 with --min-workers.")
     ] = None
+    exclude_slower: Annotated[
+        float | None,
+        typer.Option(
+            min=1.0, metavar="X", help="Go on without a worker that lastingly takes X times as long as the others."
+        ),
+    ] = None
     standby: Annotated[
         bool, typer.Option(help="A process for every worker that waits with torch loaded, for quick restarts.")
     ] = True
@@ -94,9 +100,14 @@ class Elastic:
             LaunchError: options that contradict each other.
         """
         if self.min_workers is None:
-            if self.max_workers is not None or self.max_restarts is not None:
-                option = "--max-workers" if self.max_restarts is None else "--max-restarts"
-                raise LaunchError(f"{option} goes with --min-workers: with how few workers may the run go on?")
+            given = (
+                ("--max-workers", self.max_workers),
+                ("--max-restarts", self.max_restarts),
+                ("--exclude-slower", self.exclude_slower),
+            )
+            for option, value in given:
+                if value is not None:
+                    raise LaunchError(f"{option} goes with --min-workers: with how few workers may the run go on?")
             return None
         most = min(num_workers, self.max_workers or num_workers)
         if self.min_workers > most:

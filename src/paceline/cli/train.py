@@ -78,7 +78,11 @@ def train(
             algorithm=planned.algorithm if planned and algorithm == "auto" else algorithm,
             num_servers=servers if elastic.min_workers is None else min(servers, num_workers),
         )
-        return foretold(resolved, [dataclasses.replace(plan, debug_comm=debug_comm)], cluster_file)[0]
+        can_spare = elastic.min_workers is not None and num_workers > elastic.min_workers
+        exclude_slower = elastic.exclude_slower if can_spare else None
+        return foretold(
+            resolved, [dataclasses.replace(plan, debug_comm=debug_comm, exclude_slower=exclude_slower)], cluster_file
+        )[0]
 
     def num_workers_on(site: Site) -> int:
         num_devices = 1 if site.where.launcher == "debug" else len(site.cluster.devices)

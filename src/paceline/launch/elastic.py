@@ -32,6 +32,7 @@ from paceline.launch.run import (
 from paceline.launch.standbys import Standbys
 from paceline.launch.supervise import Outcome
 from paceline.spec import Cluster, Plan
+from paceline.spec.plan import EXCLUDED
 
 GONE_WAIT_S = 5.0
 """For a node to show that it is gone, when a new start fails because another one does not reach it."""
@@ -213,7 +214,7 @@ def run_elastic(
                 raise _last_error(verdict, conditions.run_dir)
             if verdict.kind == "failed":
                 tally, spoilt = tally.after(verdict.step, verdict.culprits)
-                for slot in spoilt:
+                for slot in verdict.culprits if _left_as_straggler(verdict) else spoilt:
                     fleet.leave_out(slot)
             else:
                 tally = tally.reached(verdict.step)
@@ -263,6 +264,11 @@ def _is_everybodys(outcome: Outcome, plan: Plan) -> bool:
         return False
     kinds = {(ending.exit_code, ending.failure and ending.failure.type) for ending in endings}
     return len(kinds) == 1 and kinds != {(ENDED_BY_SIGTERM, None)}  # a node that shuts down asks its workers to leave
+
+
+def _left_as_straggler(verdict: Verdict) -> bool:
+    """Whether a worker left because it held the others up."""
+    return verdict.report is not None and verdict.report.exit_code == EXCLUDED
 
 
 def _is_to_blame(report: FailureReport) -> bool:
@@ -319,6 +325,8 @@ def in_words(report: FailureReport, step: int) -> str:
             what = f"{who} crashed ({signal_name(-(report.exit_code or 0))})"
         case "out_of_memory":
             what = f"{who} ran out of memory"
+        case "exit" if report.exit_code == EXCLUDED:
+            what = f"{who} left, for it held the others up,"
         case "exit":
             what = f"{who} left with exit code {report.exit_code}"
         case "exception":

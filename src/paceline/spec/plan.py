@@ -22,6 +22,10 @@ AlgorithmName = Literal[
 ]
 
 
+EXCLUDED = 75
+"""The exit code of a worker that leaves because it held the others up."""
+
+
 @dataclass(frozen=True)
 class NodeShare:
     """The workers of one node."""
@@ -75,6 +79,10 @@ class Plan:
     """Compare every collective across workers before it runs, not only those of the first steps."""
     timeout_s: float = at_least(1, 600.0)
     """How long a collective waits for a silent peer."""
+
+    exclude_slower: float | None = at_least(1, None)
+    """A worker whose part of a step takes longer than so many times the median of the others leaves the run, which
+    goes on without it; None: it is only named."""
 
     forecast_samples_per_s: float | None = None
     """What the planner expected of this run; None: nobody asked it."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import os
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 import torch
@@ -125,3 +128,10 @@ def _device(facts: env.WorkerFacts, plan: Plan) -> torch.device:
     device = torch.device("cuda", facts.local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def leave_at_once(exit_code: int) -> NoReturn:
+    """End this process in one moment, so that who supervises it sees who left before others miss it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

@@ -41,6 +41,7 @@ from paceline.spec import Job, Mesh, Plan, parse_mesh
 from paceline.spec.codec import from_mapping, to_mapping
 from paceline.spec.job import differences
 from paceline.spec.noise_scale import SmoothedNoise
+from paceline.spec.plan import EXCLUDED
 from paceline.train.agreement import Agreement
 from paceline.train.checkpoints import Checkpoints
 from paceline.train.course import Batch, Course
@@ -48,7 +49,7 @@ from paceline.train.digest import weights_sha256
 from paceline.train.evaluate import Measure, chunk_ranges, evaluate, own_chunks
 from paceline.train.noise_scale import NoiseMeter
 from paceline.train.nonfinite import Guard
-from paceline.train.process_group import abandon, join
+from paceline.train.process_group import abandon, join, leave_at_once
 from paceline.train.schedule import lr_factor
 from paceline.train.seeding import seed_between_steps, seed_evaluation, seed_generators, seed_shard
 from paceline.train.state import Trained, first_names, names_of_groups, rebind
@@ -515,6 +516,8 @@ class Run:
         for sentence in self._stragglers.note(self.steps, heard.own_times_s):
             self.notes.append(sentence)
             self.say(sentence)
+        if self.plan.exclude_slower is not None and self.rank in self._stragglers.lasting(self.plan.exclude_slower):
+            leave_at_once(EXCLUDED)  # the others notice, save what they have, and are started again without it
         self._agreement.tell(set() if self._checkpoints is None else self._checkpoints.wishes(), self.timer.own_s)
 
     def _is_sound(self, loss: Tensor, batch: Batch) -> bool:

@@ -43,3 +43,11 @@ def test_one_slow_step_is_no_straggler() -> None:
 def test_equal_workers_are_never_named(times: list[float], spread: float) -> None:
     one = times[0]
     assert not _sentences([[one] * (len(times) - 1) + [one * spread]])
+
+
+def test_who_is_slow_for_two_windows_may_be_left_out() -> None:
+    watch = Stragglers(["a", "b", "c"])
+    for step in range(1, 2 * WINDOW_STEPS + 1):
+        watch.note(step, (0.1, 0.1, 0.25))
+        assert watch.lasting(2.0) == ([2] if step == 2 * WINDOW_STEPS else [])
+    assert watch.lasting(3.0) == []
