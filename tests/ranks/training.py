@@ -70,7 +70,9 @@ def train(
     with paceline.init(job, plan=spread, max_steps=max_steps, checkpoint_dir=checkpoint_dir) as run:
         shape = train_set[0][0].shape
         model = models.build(job.model, num_classes=10, in_channels=shape[0], image_size=shape[-1])
-        example = next(iter(run.read(train_set, 0, [np.arange(2)], train=False)))[0]
+        example = None
+        if run.mesh.pp > 1:
+            example = next(iter(run.read(train_set, 0, [np.arange(2)], train=False)))[0]
         model, _optimizer = run.prepare(model, build_optimizer(job.optim, model), example=example)
         losses = [float(run.step(batch, loss_fn)) for batch in run.batches(train_set)]
         metrics = run.evaluate(test_set, measure) if test_set is not None else {}

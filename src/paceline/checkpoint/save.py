@@ -230,9 +230,11 @@ class Saver:
                 self._part, self._writing = Part(), None
             return
 
-    def give_up(self) -> None:
-        """Another worker could not write its part: do not wait for it."""
+    def give_up(self, after_s: float = 0.0) -> None:
+        """Another worker could not write its part: do not wait for it, or for so many seconds only."""
         if self._writing is not None:
+            if self._writing.thread is not None:
+                self._writing.thread.join(after_s)
             self._writing.given_up.set()
 
     def _write(self, writing: _Writing, part: Part) -> None:

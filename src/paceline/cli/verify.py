@@ -59,7 +59,9 @@ def verify(
             )
             if not as_json:
                 print(f"training {steps} steps on {count} worker{'s' if count > 1 else ''} …", file=sys.stderr)
-            run_workers(plan, program, run_dir=run_dir, environ=env.trace_request(run_dir / "trace", steps))
+            # A script is told by the environment; one worker has nobody to share with.
+            environ = env.trace_request(run_dir / "trace", steps) | env.strategy_note(strategy if count > 1 else None)
+            run_workers(plan, program, run_dir=run_dir, environ=environ)
             traces.append(load_trace(run_dir / "trace", count))
         verdicts = compare(traces[0], traces[1], traces[2:])
 

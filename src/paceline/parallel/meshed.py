@@ -7,7 +7,7 @@ over virtual shards, and no number of workers appears in any formula.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -100,12 +100,16 @@ class MeshedParallel:
         device: torch.device,
         axes: Axes,
         example: tuple[Any, ...] | None,
+        *,
+        may_skip: bool = False,
     ) -> None:
         """
         Args:
             example: what the model is called with, for a few samples; to cut it into stages.
+            may_skip: whether some parameters get no gradient in some steps, on some workers.
         """
         self._axes = axes
+        self._may_skip = may_skip
         self._plan = plan
         self._device = device
         self._clock = Clock(device)
@@ -134,6 +138,7 @@ class MeshedParallel:
         weights(model, device)
         self._norm = NormStatistics(model)
         self._draws_randomness: bool | None = None
+        self._has_drawn = False
         self._last_gradient = self._aggregated = self._clock.mark()
         self._aggregator: Aggregator | None = None
         self.algorithm: AlgorithmName = plan.algorithm
@@ -143,6 +148,8 @@ class MeshedParallel:
             aggregation = set_up_aggregation(job, of_axis, device, axes.dp, mine)
             self._aggregator, self.algorithm = aggregation.aggregator, aggregation.algorithm
             self.notes += aggregation.notes
+        if job.measure_noise and not (self._adds_up_replicas or self._adds_up_every_pass):
+            self.notes.append(f"the gradient noise scale is not measured under the strategy {axes.mesh}")
         model.register_forward_hook(self._after_evaluation)
 
     def _spread(self, stage: nn.Module) -> None:
@@ -153,7 +160,7 @@ class MeshedParallel:
         if plan.recompute:
             recompute(stage)
         if mesh.fsdp > 1:
-            shard(stage, device_mesh["fsdp"], mesh.zero_stage, cpu_offload=plan.cpu_offload)
+            shard(stage, device_mesh["fsdp"], mesh.zero_stage, cpu_offload=plan.cpu_offload, may_skip=self._may_skip)
 
     def _after_evaluation(self, module: nn.Module, _arguments: Any, _output: Any) -> None:
         # No backward follows that would give up the gathered parameters, and what comes next reads the parts.
@@ -171,22 +178,78 @@ class MeshedParallel:
         if self._aggregator is not None:
             self._aggregator.scheduler.begin_step()
         self._norm.shards.all = step.share.all_sizes
-        before = generator_states(self._device) if self._draws_randomness is None else None
         losses = self._passes(step) if self._pipeline is None else self._piped(self._pipeline, step)
         self._norm.shards.current = None
-        draws = before is not None and before != generator_states(self._device)
-        summed = torch.cat([losses.view(1), losses.new_tensor([float(draws)]), *self._norm.collect(losses)])
+        loss = self._sum_what_is_known(losses)
         self._last_gradient = self._clock.mark()
+        num_parts = sum(self._samples_of_replica(step.share, one) > 0 for one in range(self._axes.mesh.dp))
+        # One part alone tells nothing of noise.
+        take = step.take_norms if self._adds_up_replicas and num_parts > 1 else None
+        parts_sqr = None if take is None else self._squared_norm_of_parts(step.share)
+        self._sum_over_replicas()
+        if take is not None and parts_sqr is not None:
+            size = step.share.global_size
+            take(GradientNorms(parts_sqr, size / num_parts, self._squared_norm(), size))
+        self._aggregated = self._clock.mark()
+        return loss
+
+    def _sum_what_is_known(self, losses: Tensor) -> Tensor:
+        """The sums over workers that a step needs besides its gradients, in one message; returns the loss."""
+        trained = [p for p in self.module.parameters() if p.requires_grad] if self._tells_of_gradients else []
+        uses = torch.tensor([float(self._has_gradient(p)) for p in trained], dtype=losses.dtype, device=self._device)
+        draws = losses.new_tensor([float(self._has_drawn)])
+        statistics = torch.cat([losses.new_zeros(0), *self._norm.collect(losses)])
+        summed = torch.cat([losses.view(1), draws, uses, statistics])
         if self._axes.data is not None:
             dist.all_reduce(summed, group=self._axes.data)
+        loss, draws, uses, statistics = torch.split(summed, [1, 1, len(uses), len(statistics)])
         if self._axes.pp is not None:
-            dist.all_reduce(summed[:2], group=self._axes.pp)  # the last stage alone knows the loss
-        if self._draws_randomness is None:
-            self._draws_randomness = bool(summed[1] > 0)
-        self._norm.apply(summed[2:])
-        self._sum_over_replicas()
-        self._aggregated = self._clock.mark()
-        return summed[0]
+            # The last stage alone knows the loss; and norm layers of no stage move where those of one must not.
+            known = torch.cat([loss, statistics.sum().view(1) * 0.0])
+            dist.all_reduce(known, group=self._axes.pp)
+            loss, statistics = known[:1], statistics + known[1]
+        elif self._draws_randomness is None:
+            self._draws_randomness = bool(draws > 0)
+        self._norm.apply(statistics)
+        if trained:
+            self._agree_on_gradients(trained, uses)
+        return loss[0]
+
+    def _has_gradient(self, parameter: Tensor) -> bool:
+        if parameter.grad is None:
+            return False
+        # Where a parameter may be unused, it was added up all the same, as zeros.
+        return not self._may_skip or bool(local(parameter.grad).any())
+
+    def _agree_on_gradients(self, trained: Sequence[Tensor], uses: Tensor) -> None:
+        """A parameter that the batch used anywhere has a gradient everywhere, and one that nobody used has none."""
+        if self._axes.mesh.tp > 1:
+            dist.all_reduce(uses, group=self._axes.device_mesh.get_group("tp"))
+        for parameter, num_uses in zip(trained, uses.tolist(), strict=True):
+            if not num_uses:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    @property
+    def _tells_of_gradients(self) -> bool:
+        """Whether workers might have gradients of other parameters than others."""
+        return self._axes.dp is not None or self._may_skip
+
+    @property
+    def _adds_up_replicas(self) -> bool:
+        """Whether replicas' gradients are added up, and nothing is done to them besides."""
+        return self._aggregator is not None and self._aggregator.compressor is None
+
+    def _samples_of_replica(self, share: Share, replica: int) -> int:
+        degree = self._axes.mesh.fsdp
+        return sum(sum(share.all_sizes[start:stop]) for start, stop in share.runs[replica * degree :][:degree])
+
+    def _squared_norm_of_parts(self, share: Share) -> Tensor:
+        """Of the replicas' gradients, before they are added up: the mean, weighted by samples."""
+        weight = self._samples_of_replica(share, share.rank // self._axes.mesh.fsdp) / share.global_size
+        # A replica holds weight * g, and is one of dp copies in the whole model's norm.
+        return self._squared_norm(self._axes.mesh.dp / weight if weight else 0.0)
 
     def _passes(self, step: StepInput) -> Tensor:
         """This worker's pieces forward and backward, one after the other; the sum of their weighted losses."""
@@ -216,7 +279,8 @@ class MeshedParallel:
     @property
     def _adds_up_every_pass(self) -> bool:
         """Whether gradients of all workers are in `.grad` after every pass."""
-        return self._axes.mesh.dp == 1 and (self._axes.mesh.fsdp == 1 or self._axes.mesh.zero_stage > 1)
+        mesh = self._axes.mesh
+        return mesh.dp == mesh.pp == 1 and (mesh.fsdp == 1 or mesh.zero_stage > 1)
 
     def _pieces(self, share: Share, rank: int) -> list[Piece]:
         one_by_one = self._draws_randomness is not False or self._pipeline is not None
@@ -231,7 +295,9 @@ class MeshedParallel:
     def _pass(self, step: StepInput, piece: Piece) -> Tensor:
         step.seed_shard(piece.first_shard)
         self._norm.shards.current = piece.sizes
+        before = generator_states(self._device) if self._draws_randomness is None else None
         loss = check_loss(step.loss_of(self.module, cut(step.batch, piece.start, piece.stop)))
+        self._has_drawn |= before is not None and before != generator_states(self._device)
         with self._norm.backward():
             step.scale(loss * piece.weight).backward()
         return loss.detach() * piece.weight
@@ -298,7 +364,7 @@ class MeshedParallel:
             return
         under_way = []
         for names, gradients in self._buckets():
-            values = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            values = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(self._device)
             parts = tuple(zip(names, values.split([gradient.numel() for gradient in gradients]), strict=True))
             under_way.append((self._aggregator.sum_bucket(Bucket(values, parts)), parts, gradients))
         for arrived, parts, gradients in under_way:
@@ -330,14 +396,19 @@ class MeshedParallel:
     def gradient_norm(self) -> Tensor:
         return self._squared_norm().sqrt()
 
-    def _squared_norm(self) -> Tensor:
-        """Of the whole model's gradient; what several workers hold alike counts once. A common act of all workers."""
+    def _squared_norm(self, factor: float = 1.0) -> Tensor:
+        """Of the whole model's gradient; what several workers hold alike counts once. A common act of all workers.
+
+        Args:
+            factor: this worker's part of the sum counts so many times.
+        """
         parts: dict[int, list[Tensor]] = {}
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None:
                 parts.setdefault(self._num_copies(name, parameter), []).append(local(parameter.grad))
         zero = torch.zeros((), dtype=self._dtype, device=self._device)
         total = sum((squared_norm(tensors).to(zero.dtype) / copies for copies, tensors in parts.items()), zero)
+        total = total * factor
         dist.all_reduce(total, group=self._axes.world)
         return total
 
@@ -352,9 +423,12 @@ class MeshedParallel:
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         gathered: dict[Tensor, Tensor] = {}  # tied ones stay tied
         found: dict[str, Tensor] = {}
+        place = self._axes.mesh.place(dist.get_rank(self._axes.world))
+        keeps = place["dp"] == place["fsdp"] == place["tp"] == 0
         for name, tensor in tensors.items():
             if tensor not in gathered:
-                gathered[tensor] = whole(tensor).cpu()
+                all_of_it = whole(tensor)
+                gathered[tensor] = all_of_it.cpu() if keeps else all_of_it.new_empty(0)
             found[name] = gathered[tensor]
         if self._axes.pp is not None:
             stages: list[Any] | None = [None] * self._axes.mesh.pp if dist.get_rank(self._axes.pp) == 0 else None

@@ -58,7 +58,8 @@ def parallelize(
         from paceline.parallel.meshed import MeshedParallel, check_mesh, open_axes
 
         check_mesh(job, plan.mesh)
-        meshed = MeshedParallel(model, job, plan, device, open_axes(plan.mesh, device, group), example)
+        axes = open_axes(plan.mesh, device, group)
+        meshed = MeshedParallel(model, job, plan, device, axes, example, may_skip=find_unused_parameters)
         return Parallelized(meshed, meshed.algorithm, tuple(meshed.notes), meshed.close)
     if is_on_meta(model):
         start_weights(model, group)(model, device)

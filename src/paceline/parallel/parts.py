@@ -64,4 +64,4 @@ def clip(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's clip_grad_norm_ has it
     for parameter in parameters:
         if parameter.grad is not None:
-            local(parameter.grad).mul_(factor.to(parameter.grad.dtype))
+            local(parameter.grad).mul_(factor.to(parameter.grad.device, parameter.grad.dtype))

@@ -7,6 +7,7 @@ is ours: which modules make a block, and sums in place of means, because losses 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -47,14 +48,36 @@ def groups_of(found: list[nn.Module], min_bytes: int = MIN_BLOCK_BYTES) -> Itera
         yield group
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, zero_stage: int, *, cpu_offload: bool) -> FSDPModule:
+def apart(model: nn.Module, found: list[nn.Module]) -> list[nn.Module]:
+    """Of some blocks, those that share no parameter with anything else; the others are the whole model's to gather."""
+    holders: Counter[nn.Parameter] = Counter()
+    for module in model.modules():
+        holders.update(set(module.parameters(recurse=False)))
+    inside = [Counter[nn.Parameter]() for _ in found]
+    for block, counts in zip(found, inside, strict=True):
+        for module in block.modules():
+            counts.update(set(module.parameters(recurse=False)))
+    return [
+        block
+        for block, counts in zip(found, inside, strict=True)
+        if all(holders[parameter] == count for parameter, count in counts.items())
+    ]
+
+
+def shard(
+    model: nn.Module, mesh: DeviceMesh, zero_stage: int, *, cpu_offload: bool, may_skip: bool = False
+) -> FSDPModule:
     """Share out the parameters of `model` over the axis `mesh`, in place; they become DTensors.
 
     Parameters may be on the meta device, or DTensors of another axis of the same mesh.
+
+    Args:
+        may_skip: whether workers may go through other modules than others; then all is gathered at once, and what a
+            worker did not use is zeros in the sum.
     """
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     wrap = functools.partial(fully_shard, mesh=mesh, reshard_after_forward=zero_stage == 3, offload_policy=offload)
-    found = blocks(model)
+    found = [] if may_skip else apart(model, blocks(model))
     if found and found[0] is not model:
         for group in groups_of(found):
             wrap(cast(Any, group if len(group) > 1 else group[0]))
@@ -62,6 +85,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, zero_stage: int, *, cpu_offload: b
     for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # else it is a sum times a number, which Gloo has not
+        module.set_reduce_scatter_unused_params(may_skip, recurse=False)
     return cast(FSDPModule, model)
 
 

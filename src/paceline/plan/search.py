@@ -150,10 +150,10 @@ def best_of(workload: Workload, mesh: Mesh, devices_per_node: int, network: Netw
 
 
 def meshes(num_workers: int, devices_per_node: int, layers: Layers) -> Iterator[Mesh]:
-    """Every mesh of so many devices: tensor groups stay in a node and share out most layers evenly, stages have a
-    layer each at least."""
+    """Every mesh of so many devices: tensor groups lie evenly in nodes, or nodes in them, and share out most layers
+    evenly; stages have a layer each at least."""
     for tp in _divisors(num_workers):
-        if tp > 1 and (tp > devices_per_node or devices_per_node % tp or not _pays(layers, tp)):
+        if tp > 1 and ((devices_per_node % tp and tp % devices_per_node) or not _pays(layers, tp)):
             continue
         for pp in _divisors(num_workers // tp):
             if pp > 1 and pp > len(layers):
@@ -274,11 +274,12 @@ def _inside_model_s(
     stages = cut(workload.layers, mesh.pp) if workload.layers else ()
     seconds = 0.0
     if mesh.tp > 1:
-        group = Layout((mesh.tp,))
+        layout, shared = _group(mesh.tp, 1, mesh, devices_per_node, network)
+        sum_s = _ring_s if workload.backend == "gloo" else cheapest_s
         seconds += max(
             sum(
-                layer.num_sums * cheapest_s(layer.sum_bytes * micro_batch_size, group, network)
-                + cheapest_s(layer.gathered_bytes * micro_batch_size, group, network) / 2
+                layer.num_sums * sum_s(layer.sum_bytes * micro_batch_size, layout, shared)
+                + sum_s(layer.gathered_bytes * micro_batch_size, layout, shared) / 2
                 for layer in stage
                 if layer.is_shared_by(mesh.tp)
             )
@@ -342,16 +343,26 @@ def _axis_s(
     network: Network,
     sum_s: Callable[[float, Layout, Network], float],
 ) -> float:
-    """An all_reduce over ranks that are `stride` apart; the groups of a node's other ranks share its link."""
+    """An all_reduce over ranks that are `stride` apart."""
     if degree == 1:
         return 0.0
+    layout, shared = _group(degree, stride, mesh, devices_per_node, network)
+    return sums_s(size_bytes, lambda bucket_bytes: sum_s(bucket_bytes, layout, shared))
+
+
+def _group(degree: int, stride: int, mesh: Mesh, devices_per_node: int, network: Network) -> tuple[Layout, Network]:
+    """Ranks that are `stride` apart, and their network: the groups of a node's other ranks share its link."""
     on_a_node = max(1, min(degree, devices_per_node // stride))
     full, rest = divmod(degree, on_a_node)
     layout = Layout((on_a_node,) * full + ((rest,) if rest else ()))
     sharing = max(1.0, min(devices_per_node, mesh.num_workers) / on_a_node)
     between = dataclasses.replace(network.between, beta_s_per_byte=network.between.beta_s_per_byte * sharing)
-    shared = dataclasses.replace(network, between=between)
-    return sums_s(size_bytes, lambda bucket_bytes: sum_s(bucket_bytes, layout, shared))
+    return layout, dataclasses.replace(network, between=between)
+
+
+def _ring_s(size_bytes: float, layout: Layout, network: Network) -> float:
+    """Of one sum by Gloo, which knows nothing but rings."""
+    return ring(size_bytes, layout, network) if size_bytes else 0.0
 
 
 @lru_cache(maxsize=8192)  # most layers of a model are alike

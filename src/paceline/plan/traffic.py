@@ -1,15 +1,18 @@
-"""How many bytes a worker sends along each axis of a mesh in one step.
+"""How many bytes a worker sends along each axis of a mesh in one step, and a node to other nodes.
 
 A ring makes each of n workers send 2 (n - 1)/n S to sum S bytes, and half of that to gather or to scatter them
-(Patarasuk and Yuan 2009). Gloo scatters a sum as it sums: twice as much as here, which is what NCCL does.
+(Patarasuk and Yuan 2009). Gloo has no scatter of a sum: it sums, and every worker keeps its part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from paceline.spec import Mesh
 from paceline.spec.mesh import AxisName
+
+Backend = Literal["nccl", "gloo"]
 
 
 def sum_bytes(size_bytes: float, num_workers: int) -> float:
@@ -36,20 +39,37 @@ def padded_bytes(shapes: Sequence[tuple[int, ...]], width: int, num_workers: int
     return total
 
 
-def sharding_bytes(parameter_bytes: float, mesh: Mesh, num_passes: int) -> float:
-    """Along fsdp: parameters are gathered and gradients scattered (Rajbhandari et al. 2020, section 7).
+def scatter_bytes(size_bytes: float, num_workers: int, backend: Backend) -> float:
+    """Of a sum of `size_bytes`, of which every worker gets a part."""
+    return (sum_bytes if backend == "gloo" else gather_bytes)(size_bytes, num_workers)
+
+
+def num_gathers_and_scatters(zero_stage: int, num_passes: int) -> tuple[int, int]:
+    """How often a step gathers parameters and scatters gradients along fsdp (Rajbhandari et al. 2020, section 7).
 
     Stage 1 does both once a step, stage 2 in every pass, and stage 3 gathers again for backward.
+    """
+    return {1: (1, 1), 2: (num_passes, num_passes), 3: (2 * num_passes, num_passes)}[zero_stage]
+
+
+def sharding_bytes(parameter_bytes: float, mesh: Mesh, num_passes: int, backend: Backend = "nccl") -> float:
+    """Along fsdp.
 
     Args:
         parameter_bytes: of a worker's tensor part of its stage, `padded_bytes`.
     """
-    times = {1: 2, 2: 2 * num_passes, 3: 3 * num_passes}[mesh.zero_stage]
-    return times * gather_bytes(parameter_bytes, mesh.fsdp)
+    num_gathers, num_scatters = num_gathers_and_scatters(mesh.zero_stage, num_passes)
+    gathered = num_gathers * gather_bytes(parameter_bytes, mesh.fsdp)
+    return gathered + num_scatters * scatter_bytes(parameter_bytes, mesh.fsdp, backend)
 
 
 def sent_bytes(
-    mesh: Mesh, parameter_bytes: float, tensor_sum_bytes: float, message_bytes: float, num_passes: int
+    mesh: Mesh,
+    parameter_bytes: float,
+    tensor_sum_bytes: float,
+    message_bytes: float,
+    num_passes: int,
+    backend: Backend = "nccl",
 ) -> dict[AxisName, float]:
     """Of the worker that sends most.
 
@@ -62,6 +82,35 @@ def sent_bytes(
     return {
         "pp": ends * message_bytes * num_passes,
         "dp": sum_bytes(parameter_bytes / mesh.fsdp, mesh.dp),
-        "fsdp": sharding_bytes(parameter_bytes, mesh, num_passes),
+        "fsdp": sharding_bytes(parameter_bytes, mesh, num_passes, backend),
         "tp": num_passes * sum_bytes(tensor_sum_bytes, mesh.tp),
     }
+
+
+def node_bytes(
+    mesh: Mesh, sent: Sequence[Mapping[AxisName, float]], message_bytes: Sequence[float], devices_per_node: int
+) -> float:
+    """What the node that sends most to other nodes sends them, where groups sum and gather by rings of their ranks.
+
+    Args:
+        sent: by every worker of a pipeline, along dp, fsdp and tp: `sent_bytes` of its stage.
+        message_bytes: over each boundary between stages in a step, in one direction; gradients go back as they came.
+    """
+    leaving = [0.0] * -(-mesh.num_workers // devices_per_node)
+    strides: dict[AxisName, int] = {"tp": 1, "fsdp": mesh.tp, "dp": mesh.tp * mesh.fsdp}
+    stage_size = mesh.tp * mesh.num_shares
+    for rank in range(mesh.num_workers):
+        place = mesh.place(rank)
+        for axis, stride in strides.items():
+            is_last = place[axis] == mesh.degree(axis) - 1
+            following = rank + stride * (1 - mesh.degree(axis) * is_last)
+            if following // devices_per_node != rank // devices_per_node:
+                leaving[rank // devices_per_node] += sent[place["pp"]][axis]
+    for boundary, size_bytes in enumerate(message_bytes):
+        giver, taker = boundary % mesh.pp * stage_size, (boundary + 1) % mesh.pp * stage_size
+        for rank in range(stage_size):
+            ends = (giver + rank) // devices_per_node, (taker + rank) // devices_per_node
+            if ends[0] != ends[1]:
+                leaving[ends[0]] += size_bytes
+                leaving[ends[1]] += size_bytes
+    return max(leaving)

@@ -90,6 +90,11 @@ def parse_mesh(text: str, num_workers: int, num_nodes: int = 1) -> Mesh:
         JobError: no such strategy, an axis named twice, or degrees that do not make up the world size.
     """
     words = text.strip().lower()
+    if words in ("auto", "dp_one_process"):
+        raise JobError(
+            f"The strategy '{words}' is for paceline train and paceline scale, which know the job before they start "
+            "workers; name a mesh here, such as 'fsdp' or 'dp2 x pp2'."
+        )
     if words == "hsdp":
         replicas = num_nodes if num_nodes > 1 else 2
         words = f"dp{replicas} x fsdp"

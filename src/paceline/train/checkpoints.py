@@ -17,6 +17,9 @@ from paceline.spec.job import CheckpointSpec
 from paceline.train.agreement import Wish
 from paceline.train.state import broadcast_tree, hand_out, scatter_trees
 
+_FAREWELL_S = 5.0
+"""After an error, other workers have so long to write their parts of a checkpoint that was begun before it."""
+
 
 class Checkpoints:
     """Saves one run, and knows what there was to resume from."""
@@ -131,9 +134,10 @@ class Checkpoints:
 
         Weights are the same on all workers, so whoever comes first does it for all that have come as far.
         """
-        self._saver.give_up()
-        self._saver.wait()
         snapshot = self._take(False)
+        # What is being written is the last that there will be, where this worker has only a part of what comes after.
+        self._saver.give_up(after_s=_FAREWELL_S if snapshot is None else 0.0)
+        self._saver.wait()
         if snapshot is not None and not snapshot.own and snapshot.step != self._saver.last_step:
             self._saver.save_alone(snapshot)
 

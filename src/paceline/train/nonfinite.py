@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,12 +33,19 @@ class Guard:
         return self._reaction != "ignore"
 
     def look(
-        self, step: int, loss: Tensor, gradients: Sequence[Tensor], model: nn.Module, samples: NDArray[Any]
+        self,
+        step: int,
+        loss: Tensor,
+        gradients: Sequence[Tensor],
+        model: nn.Module,
+        samples: NDArray[Any],
+        everywhere: Callable[[list[str]], list[str]] = list,
     ) -> str | None:
         """What is not finite in step `step` and the numbers of the samples that led there; None where all is well.
 
         Args:
             gradients: what to look at besides the loss; or one number that is finite exactly when they are.
+            everywhere: from the names of this worker's parameters to those of all workers, where each has a part.
 
         Raises:
             ModelError: the run is to end because of it.
@@ -47,7 +54,7 @@ class Guard:
             self._num_in_a_row = 0
             return None
         self._num_in_a_row += 1
-        wrong = _describe(step, loss, model, samples)
+        wrong = _describe(step, loss, everywhere(_culprits(model)), samples)
         if self._reaction == "stop":
             raise ModelError(f"{wrong}. The run ends, as nonfinite = 'stop' says; lower optim.lr or look at the data.")
         if self._num_in_a_row == MOST_IN_A_ROW:
@@ -65,16 +72,20 @@ def is_finite(loss: Tensor, gradients: Sequence[Tensor]) -> bool:
     return bool(torch.isfinite(torch.stack([one.double() for one in sums]).sum()))
 
 
-def _describe(step: int, loss: Tensor, model: nn.Module, samples: NDArray[Any]) -> str:
-    """What is not finite in step `step`, the first of its kind, and the numbers of the samples that led there."""
-    culprits = [
+def _culprits(model: nn.Module) -> list[str]:
+    """The parameters whose gradients are not finite, as far as this worker holds them."""
+    return [
         name
         for name, parameter in model.named_parameters()
         if parameter.grad is not None and not bool(torch.isfinite(local(parameter.grad)).all())
     ]
+
+
+def _describe(step: int, loss: Tensor, culprits: Sequence[str], samples: NDArray[Any]) -> str:
+    """What is not finite in step `step`, the first of its kind, and the numbers of the samples that led there."""
     what = [] if bool(torch.isfinite(loss)) else [f"the loss is {float(loss)}"]
     if not what and not culprits:
-        what.append("the gradient of a part that another worker holds is not finite")
+        what.append("the norm of the gradient is not finite")
     if culprits:
         more = f" and {len(culprits) - 1} more" if len(culprits) > 1 else ""
         what.append(f"the gradient of '{culprits[0]}'{more} is not finite")

@@ -116,6 +116,11 @@ def init(
     plan = plan or _default_plan(job, facts, strategy or env.strategy() or "dp")
     limits = [limit for limit in (max_steps, env.max_steps()) if limit is not None]
     plan = dataclasses.replace(plan, world_size=facts.world_size)
+    if plan.mesh is not None and plan.mesh.num_workers != facts.world_size:
+        raise JobError(
+            f"The plan lays out {plan.mesh.num_workers} workers as {plan.mesh}, but {facts.world_size} were started; "
+            "start as many, or leave the plan's mesh out."
+        )
     address = job.checkpoint.dir or checkpoint_dir
     return Run(job, plan, facts, min(limits, default=None), None if address is None else str(address), force=force)
 
@@ -527,7 +532,7 @@ class Run:
         if not self._scaler.is_enabled() and self._guard.is_on:
             held = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
             looked_at = held if self.engine.holds_all else [self.engine.gradient_norm()]
-        wrong = self._guard.look(self.steps, loss, looked_at, self.model, batch.samples)
+        wrong = self._guard.look(self.steps, loss, looked_at, self.model, batch.samples, self._names_of_all)
         if wrong is None:
             return True
         if self.job.nonfinite == "skip":
@@ -539,6 +544,15 @@ class Run:
         self._trained.put(shared, own, hyper=True)
         self.say(f"{wrong}. Weights and optimizer are again those of {name}; the data goes on.")
         return False
+
+    def _names_of_all(self, names: list[str]) -> list[str]:
+        """From this worker's names of parameters to all workers'; a common act where the model is spread."""
+        if self.engine.holds_all:
+            return names
+        told: list[Any] = [None] * self.world_size
+        dist.all_gather_object(told, names, group=self.world.group)
+        found = {name for of_one in told for name in of_one}
+        return [name for name in self._first_names if name in found]  # in the model's order
 
     def _take_norms(self, share: Share) -> TakeNorms | None:
         """What becomes of a step's gradient norms; those of a short last batch would be too noisy to use."""

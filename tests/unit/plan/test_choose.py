@@ -53,10 +53,10 @@ def test_a_model_three_times_too_large_is_shared_out_and_dp_is_refused_with_both
 
 
 def test_a_mesh_that_is_clearly_faster_is_taken_where_it_was_timed() -> None:
-    """Large layers over a slow network: tensor groups and stages tell each other far less than replicas do."""
+    """Large layers over a slow network: tensor groups tell each other far less than replicas do."""
     cluster = cpu_cluster(2, num_parameters=LARGE_LAYERS.num_parameters, link_bytes_per_s=25e6)
     choice = choose_mesh(JOB, LARGE_LAYERS, cluster, 4, memory_bytes=64 * GIB)
-    assert choice.mesh.pp == 2
+    assert choice.mesh == Mesh(tp=4)
     assert "and whole replicas need" in choice.reason
 
 

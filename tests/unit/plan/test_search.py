@@ -18,7 +18,7 @@ from paceline.plan.memory import (
     transformer_layers,
 )
 from paceline.plan.model import Level, Network
-from paceline.plan.search import Workload, explain, meshes, search
+from paceline.plan.search import Backend, Workload, explain, meshes, search
 from paceline.spec import Mesh
 
 GIB = 2.0**30
@@ -51,7 +51,7 @@ def test_meshes_use_every_device_once_and_are_all_different(num_workers: int, de
     assert Mesh(dp=num_workers) in found
     for mesh in found:
         assert mesh.num_workers == num_workers
-        assert mesh.tp <= devices_per_node
+        assert mesh.tp % devices_per_node == 0 or devices_per_node % mesh.tp == 0
         assert mesh.pp <= 32
         assert 32 % mesh.tp == 0
 
@@ -196,3 +196,31 @@ def test_a_pipeline_over_nodes_sends_over_their_links() -> None:
     message_s = 16 * 1e6 / 1e9
     assert found[Mesh(pp=4)].tensor_s == pytest.approx((16 + 3) * 2 * message_s)
     assert found[Mesh(dp=2, pp=2)].tensor_s == pytest.approx((8 + 1) * 2 * 2 * message_s)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_a_tensor_group_over_nodes_sums_over_their_links(backend: Backend) -> None:
+    """Two nodes of two, and links inside that take no time: over the others a ring of four sends 2 * 3/4 of a sum,
+    and leaders of nodes send a whole one. Two groups of two never leave their nodes."""
+    layers = (Layer(1e6, 1.0, 1e4, 1e4, 4, 2, 1e5, 4e4),) * 2
+    workload = dataclasses.replace(SMALL, layers=layers, backend=backend)
+    free_inside = Network(Level(0.0, 0.0), Level(0.0, 1 / 1e9))
+    found = {one.mesh: one for one in search(workload, 4, 2, free_inside).candidates}
+    over_nodes = found[Mesh(tp=4)]
+    sent = 2 * 256 * (2 * 1e5 + 4e4 / 2)
+    assert over_nodes.tensor_s == pytest.approx(sent * {"gloo": 2 * 3 / 4, "nccl": 1.0}[backend] / 1e9, rel=1e-3)
+    assert found[Mesh(dp=2, tp=2)].tensor_s == 0.0
+
+
+def test_large_layers_of_few_samples_are_shared_out_over_slow_links() -> None:
+    """Replicas would sum 100 MB over a link of 25 MB/s, a tensor group two sums of 2 MB."""
+    layers = (Layer(12.5e6, 1.0, 5e4, 3e4, 4096, 1, 3e4, 0.0),) * 2
+    workload = dataclasses.replace(SMALL, global_batch_size=64, layers=layers, shard_size=8, backend="gloo")
+    network = Network(Level(20e-6, 1 / 1.5e9), Level(120e-6, 1 / 25e6), 20e-6)
+    result = search(workload, 4, 2, network)
+    assert result.winner.mesh == Mesh(tp=4)
+    fast = dataclasses.replace(network, between=Level(30e-6, 1 / 25e9))
+    large_batch = dataclasses.replace(
+        workload, global_batch_size=1 << 16, shard_size=1 << 13, activations=Activations(1e5)
+    )
+    assert search(large_batch, 4, 2, fast).winner.mesh == Mesh(dp=4)

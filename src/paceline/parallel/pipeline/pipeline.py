@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +75,10 @@ class Pipeline:
         )
         stops = [*starts[1:], len(chain.layers)]
         everywhere = [Stage(chain, start, stop) for start, stop in zip(starts, stops, strict=True)]
+        used = {name for stage in everywhere for name, _ in _tensors(stage)}
+        for name, _ in _tensors(model):
+            if name not in used:
+                everywhere[0].keep(model, name)
         self._stages = {n: stage for n, stage in enumerate(everywhere) if links.owner(n) == links.rank}
         self.shared_parameters = _shared_parameters(model, everywhere, links)
         """Parameters of this worker that others have too, and their ranks in the group; in the order of the model."""
@@ -161,6 +165,12 @@ class Pipeline:
                 links.send_values(number + 1, call.signature, [*values, generators], outbox)
         outbox.wait()
         return links.broadcast_last(values[0] if links.num_stages - 1 in self._stages else None, call.signature)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers under all their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def _agreed_cut(

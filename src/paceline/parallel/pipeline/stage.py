@@ -35,6 +35,10 @@ class Stage(nn.Module):
         for name in sorted({*modules, *self._attributes.values()}, key=lambda name: name.count(".")):
             self._attach(chain.model, name)
 
+    def keep(self, model: nn.Module, name: str) -> None:
+        """Hold a parameter or buffer that no layer uses, so that all stages together have all of `model`."""
+        self._attach(model, name)
+
     def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
         """What nobody needs any more after each layer."""
         needed = set(self._leaving)

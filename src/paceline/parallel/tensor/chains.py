@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.conv import _ConvNd
 
+from paceline.parallel.randomness import generator_states
+
 ELEMENTWISE: set[type[nn.Module]] = {
     nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Identity, nn.LeakyReLU,
     nn.LogSigmoid, nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU, nn.Sigmoid, nn.SiLU, nn.Softplus, nn.Softshrink, nn.Softsign,
@@ -64,8 +66,12 @@ class _OwnForward(fx.Tracer):
 
 
 def trace(module: nn.Module) -> fx.Graph | None:
-    """The graph of the module's own forward; None if it cannot be traced, or is another one in evaluation."""
+    """The graph of the module's own forward; None if it cannot be traced, or is another one in evaluation.
+
+    A forward that draws random numbers without its input (layers skipped at random) might be another one each time.
+    """
     before = dict(vars(module))
+    generators = generator_states(torch.device("cpu"))
     graphs = []
     try:
         for training in (True, False):
@@ -76,7 +82,8 @@ def trace(module: nn.Module) -> fx.Graph | None:
     finally:
         vars(module).clear()
         vars(module).update(before)
-    return graphs[0] if str(graphs[0]) == str(graphs[1]) else None
+    is_always_so = str(graphs[0]) == str(graphs[1]) and generators == generator_states(torch.device("cpu"))
+    return graphs[0] if is_always_so else None
 
 
 class Chains:
