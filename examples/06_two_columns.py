@@ -26,15 +26,15 @@ def metrics(model, batch):  # type: ignore[no-untyped-def]
 
 train_set, test_set = load(DataSpec("digits"))
 with paceline.init(global_batch_size=64, epochs=5, seed=0, strategy="tp") as run:
-    model = nn.Sequential(
+    columns = nn.Sequential(
         nn.Conv2d(1, 32, 3, stride=2), nn.ReLU(),
         nn.Conv2d(32, 64, 3, stride=2, groups=2), nn.ReLU(),  # <- columns apart: nothing is sent
         nn.Conv2d(64, 64, 3), nn.ReLU(),  # <- here they meet
         nn.Conv2d(64, 64, 3, groups=2), nn.ReLU(),  # <- apart again
         nn.Flatten(), nn.Linear(256, 10),
     )  # fmt: skip
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    model, optimizer = run.prepare(model, optimizer)
+    optimizer = torch.optim.SGD(columns.parameters(), lr=0.05, momentum=0.9)
+    model, optimizer = run.prepare(columns, optimizer)
     for batch in run.batches(train_set):
         loss = run.step(batch, loss_fn)
     accuracy = run.evaluate(test_set, metrics)["accuracy"]

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint import Saver, Snapshot, newest_good, open_storage
 from paceline.spec import CheckpointSpec
-from paceline.train.state import load_optimizer_state, optimizer_state
+from paceline.train.state import Names, load_optimizer_state, optimizer_state
 
 
 class Way(ABC):
@@ -53,10 +53,14 @@ class Paceline(Way):
     def __init__(self, folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
         self._storage = open_storage(folder)
         self._model, self._optimizer = model, optimizer
+        self._names = Names.of(optimizer, model)
         self._saver = Saver(self._storage, CheckpointSpec(keep_last=100), _gloo_group(), print)
 
     def save(self, step: int) -> None:
-        shared = {"model": self._model.state_dict(), "optimizer": optimizer_state(self._optimizer, self._model)}
+        shared = {
+            "model": self._model.state_dict(),
+            "optimizer": optimizer_state(self._optimizer, self._names, self._model),
+        }
         self._saver.begin(Snapshot(step, {}, shared, {}))
 
     @property
@@ -72,7 +76,7 @@ class Paceline(Way):
             raise FileNotFoundError("no checkpoint")
         shared = checkpoint.shared
         self._model.load_state_dict(shared["model"])
-        load_optimizer_state(self._optimizer, self._model, shared["optimizer"], hyper=True)
+        load_optimizer_state(self._optimizer, self._names, self._model, shared["optimizer"], hyper=True)
         return checkpoint.manifest.step
 
 

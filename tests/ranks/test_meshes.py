@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import paceline
 from paceline.errors import JobError
 from paceline.parallel.parts import local_bytes
-from paceline.spec import Job, Plan, parse_mesh
+from paceline.spec import Job, Plan, check_mesh, parse_mesh
+from paceline.spec.codec import to_mapping
 from tests.ranks.harness import run_ranks
 from tests.ranks.training import Outcome, images, largest_difference, train
 
@@ -168,9 +169,10 @@ def _trained_within(limit_bytes: int, strategy: str, num_workers: int) -> float:
 
 
 @pytest.mark.slow
-def test_a_model_three_times_too_large_for_a_worker() -> None:
+@pytest.mark.parametrize("strategy", ["fsdp", "pp"])
+def test_a_model_three_times_too_large_for_a_worker(strategy: str) -> None:
     needed = 16 * (LAYERS * WIDTH**2)  # parameters, gradients and two moments, four bytes each
-    losses = run_ranks(_trained_within, 4, needed // 3, "fsdp", 4, timeout_s=120)
+    losses = run_ranks(_trained_within, 4, needed // 3, strategy, 4, timeout_s=120)
     assert losses == pytest.approx([losses[0]] * 4)
     with pytest.raises(AssertionError, match=r"MemoryError|allocate"):
         run_ranks(_trained_within, 1, needed // 3, "dp", 1, timeout_s=120)
@@ -192,6 +194,139 @@ def test_weights_drawn_layer_by_layer_are_those_of_a_model_built_at_once() -> No
     assert run_ranks(_first_loss, 4, "fsdp", 4, True) == pytest.approx([expected] * 4, rel=1e-6)
 
 
+# --- models that are not all alike ---
+
+
+class _SkipsLayers(nn.Module):
+    """Of its middle, every pass draws whether it is used; another layer never is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle = nn.Linear(12, 16), nn.ModuleList([nn.Linear(16, 16)])
+        self.never, self.last = nn.Linear(16, 16), nn.Linear(16, 10)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.relu(self.first(inputs))
+        if float(torch.rand(())) < 0.5:
+            hidden = torch.relu(self.middle[0](hidden))
+        result: Tensor = self.last(hidden)
+        return result
+
+
+def _tied() -> nn.Module:
+    """Of which two layers, each a block of its own for its size, have one weight."""
+    first, last = nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False)
+    last.weight = first.weight
+    middle = nn.Sequential(nn.Linear(512, 512), nn.Tanh())
+    return nn.Sequential(nn.Linear(12, 512), first, nn.Tanh(), middle, last, nn.Linear(512, 10))
+
+
+class _NeverUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*[nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(12), nn.ReLU()) for _ in range(3)])
+        self.never, self.last = nn.Linear(3, 3), nn.Linear(12, 10)
+        next(self.body.parameters()).requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.last(self.body(inputs))
+        return result
+
+
+_BUILDERS: dict[str, Any] = {"skips": _SkipsLayers, "tied": _tied, "never": _NeverUsed}
+
+
+class _Infinite(torch.autograd.Function):
+    """Whose gradient is infinite, and whose value is not."""
+
+    @staticmethod
+    def forward(_ctx: Any, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * torch.inf
+
+
+def _learn(builder: str, strategy: str, num_workers: int, infinite_at: int | None = None) -> dict[str, Any]:
+    mesh = parse_mesh(strategy, num_workers) if num_workers > 1 else None
+    plan = Plan(world_size=num_workers, mesh=mesh, algorithm="all_reduce", timeout_s=60)
+    job = Job().with_values(
+        global_batch_size=12,
+        virtual_shards=4,
+        epochs=2,
+        precision="float64",
+        nonfinite="skip",
+        optim={"clip_norm": 1.0},
+    )
+    num_passes: list[int] = []
+    said: list[str] = []
+    with paceline.init(job, plan=plan) as run:
+        run.say = said.append
+        model = _BUILDERS[builder]()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+        run.prepare(model, optimizer, find_unused_parameters=builder != "tied", example=torch.randn(2, 12).double())
+
+        def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+            num_passes[-1] += 1
+            outputs = model(batch[0])
+            return F.cross_entropy(_Infinite.apply(outputs) if run.steps == infinite_at else outputs, batch[1])  # type: ignore[no-untyped-call]
+
+        losses = []
+        for batch in run.batches(_vectors(36, 12)):
+            num_passes.append(0)
+            losses.append(float(run.step(batch, loss_fn)))
+        weights = {name: tensor.detach().clone().numpy() for name, tensor in run.whole_state().items()}
+        return {
+            "outcome": Outcome(run.weights_sha256(), weights, losses, {}),
+            "num_passes": num_passes,
+            "said": said,
+            "noise": to_mapping(run.noise),
+        }
+
+
+def _learn_all(cases: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """One run after the other, in one process."""
+    return [_learn(*case) for case in cases]
+
+
+def assert_learn_the_same(num_workers: int, cases: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """Cases: model, strategy, the step of an infinite gradient."""
+    alone = run_ranks(_learn_all, 1, [(model, "dp", 1, *more) for model, _, *more in cases], timeout_s=120)[0]
+    spread_cases = [(model, strategy, num_workers, *more) for model, strategy, *more in cases]
+    spread: list[dict[str, Any]] = run_ranks(_learn_all, num_workers, spread_cases, timeout_s=240)[0]
+    for one, other in zip(alone, spread, strict=True):
+        assert other["outcome"].losses == pytest.approx(one["outcome"].losses, rel=1e-9)
+        assert other["outcome"].weights.keys() == one["outcome"].weights.keys()
+        assert largest_difference(one["outcome"], other["outcome"]) <= 1e-7
+        assert [text for text in one["said"] if "Step" in text] == [text for text in other["said"] if "Step" in text]
+    return spread
+
+
+@pytest.mark.slow
+def test_parameters_that_are_unused_tied_or_frozen() -> None:
+    """And passes without random numbers are one a worker, once the first step has shown that."""
+    spread = assert_learn_the_same(
+        2, [("skips", "fsdp"), ("skips", "tp"), ("tied", "fsdp"), ("tied", "pp"), ("never", "pp")]
+    )
+    assert spread[0]["num_passes"] == [2] * 6
+    assert spread[2]["num_passes"] == [2, *[1] * 5]
+
+
+@pytest.mark.slow
+def test_an_infinite_gradient_is_named_by_workers_together_and_skipped() -> None:
+    spread = assert_learn_the_same(2, [("never", "fsdp", 2), ("never", "pp", 2), ("never", "tp", 2)])
+    assert all("Step 3: the gradient of 'body.0.0.bias'" in one["said"][-1] for one in spread)
+
+
+@pytest.mark.slow
+def test_replicas_that_are_spread_tell_of_noise_what_whole_ones_do_and_use_what_others_do() -> None:
+    whole = run_ranks(_learn_all, 2, [("never", "dp", 2)])[0][0]
+    spread = assert_learn_the_same(4, [("never", "dp2 x tp2"), ("never", "dp2 x pp2"), ("skips", "dp2 x tp2")])
+    assert whole["noise"]["num_measured"] == 3
+    assert all(one["noise"] == pytest.approx(whole["noise"], rel=1e-6) for one in spread[:2])
+
+
 # --- refused ---
 
 
@@ -199,7 +334,5 @@ def test_weights_drawn_layer_by_layer_are_those_of_a_model_built_at_once() -> No
     "changes", [{"parity": "bitwise"}, {"norm": "sync"}, {"precision": "float16"}, {"aggregation": {"wire": "topk"}}]
 )
 def test_what_needs_whole_replicas_is_refused(changes: dict[str, Any]) -> None:
-    from paceline.parallel.meshed import check_mesh
-
     with pytest.raises(JobError, match="needs the whole model on every worker"):
         check_mesh(Job().with_values(**changes), parse_mesh("fsdp", 2))

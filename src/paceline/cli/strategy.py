@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import resource
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -109,6 +110,33 @@ class Strategy:
             for option, what, is_set, is_there in needs:
                 if is_set and not is_there:
                     raise JobError(f"{option} goes with {what}; name such a strategy or leave it out.")
+
+
+def largest_that_fits(plan_for: Callable[[Cluster, int], Plan], least: int) -> Callable[[Cluster, int], Plan]:
+    """`plan_for`, but for fewer workers, at least so many, where it has no plan for as many as there are."""
+
+    def plan_within(cluster: Cluster, most: int) -> Plan:
+        try:
+            return plan_for(cluster, most)
+        except JobError:
+            if most <= least:
+                raise
+            return plan_within(cluster, most - 1)
+
+    return plan_within
+
+
+def check_may_shrink(plan_within: Callable[[Cluster, int], Plan], cluster: Cluster, least: int, most: int) -> None:
+    """Raises `JobError` where a run of `most` workers could never go on with fewer, though that is what is wanted."""
+    if least == most:
+        return
+    try:
+        plan_within(cluster, most - 1)
+    except JobError as problem:
+        raise JobError(
+            f"With --min-workers {least} the run is to go on with fewer than {most} workers, which it never could: "
+            f"{problem} Leave the degree of one axis out, such as 'dp x pp2', or lower --min-workers."
+        ) from None
 
 
 PLAIN = Strategy()

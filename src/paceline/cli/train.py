@@ -30,7 +30,7 @@ from paceline.cli.options import (
 )
 from paceline.cli.plan_file import load_plan
 from paceline.cli.site import ANYWHERE, RIGID, Elastic, Site, Where, dry_run, open_site, says_where, site_on_paper
-from paceline.cli.strategy import PLAIN, Strategy
+from paceline.cli.strategy import PLAIN, Strategy, check_may_shrink, largest_that_fits
 from paceline.spec import Cluster, Plan
 
 
@@ -100,7 +100,9 @@ def train(
         plan = plan_for(site.cluster, num_workers if limits is None else limits.max_workers)
         run = None
         if limits is not None:
-            run = functools.partial(site.run_elastic, limits, plan_for, run_dir=run_dir, standby=elastic.standby)
+            plan_within = largest_that_fits(plan_for, limits.min_workers)
+            check_may_shrink(plan_within, site.cluster, limits.min_workers, limits.max_workers)
+            run = functools.partial(site.run_elastic, limits, plan_within, run_dir=run_dir, standby=elastic.standby)
         record = execute(
             resolved, plan, run_dir, site, max_steps=max_steps, quiet=quiet, trackers=track or [], force=force, run=run
         )

@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from paceline.comm import Aggregator
 from paceline.comm.compressor import Bucket
-from paceline.errors import JobError
-from paceline.parallel.aggregation import BUCKET_BYTES, COMPRESSORS, set_up_aggregation
+from paceline.parallel.aggregation import BUCKET_BYTES, set_up_aggregation
 from paceline.parallel.clock import Clock, Mark
 from paceline.parallel.engine import StepInput, broadcast, check_loss, cut, statistics_dtype
 from paceline.parallel.gradient_norms import GradientNorms, squared_norm
@@ -63,23 +62,6 @@ def open_axes(mesh: Mesh, device: torch.device, world: dist.ProcessGroup) -> Axe
         device_mesh.get_group("dp") if mesh.dp > 1 else None,
         device_mesh.get_group("pp") if mesh.pp > 1 else None,
     )
-
-
-def check_mesh(job: Job, mesh: Mesh) -> None:
-    """Raises `JobError` for a job that only whole replicas can train."""
-    spec = job.aggregation
-    wrong = (
-        ("parity = 'bitwise'", "parity = 'numeric'", job.parity == "bitwise"),
-        (f"aggregation.method = '{spec.method}'", "'every_step'", spec.method != "every_step"),
-        ("norm = 'sync'", "norm = 'shard'", job.norm == "sync"),
-        ("precision = 'float16'", "precision = 'bfloat16'", job.precision == "float16"),
-        (f"aggregation.wire = '{spec.wire}'", "a wire format of fixed size", spec.wire in COMPRESSORS),
-    )
-    for setting, remedy, is_set in wrong:
-        if is_set:
-            raise JobError(
-                f"{setting} needs the whole model on every worker; use {remedy}, or the strategy dp, not {mesh}."
-            )
 
 
 class MeshedParallel:

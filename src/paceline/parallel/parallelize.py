@@ -19,7 +19,7 @@ from paceline.parallel.infrequent import InfrequentDataParallel, aggregator_insi
 from paceline.parallel.numeric import NumericDataParallel
 from paceline.parallel.one_process import OneProcessDataParallel, describe_one_process, devices_of_process
 from paceline.parallel.start import is_on_meta, start_weights
-from paceline.spec import AlgorithmName, Job, Plan
+from paceline.spec import AlgorithmName, Job, Plan, check_mesh
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def parallelize(
     """
     if plan.mesh is not None and not plan.mesh.is_plain and group is not None:
         # Torch's parts for it take long to load, and most runs need none of them.
-        from paceline.parallel.meshed import MeshedParallel, check_mesh, open_axes
+        from paceline.parallel.meshed import MeshedParallel, open_axes
 
         check_mesh(job, plan.mesh)
         axes = open_axes(plan.mesh, device, group)

@@ -37,29 +37,6 @@ class Layer:
 Layers = tuple[Layer, ...]
 
 
-def traced_layer(
-    num_parameters: float, flops: float, input_bytes: float, output_bytes: float, kept_bytes: float, num_channels: int
-) -> Layer:
-    """A layer as a dry run saw it. Output channels are shared out: each worker computes its own, all gather them, and
-    backward sums the gradient of the input.
-
-    Args:
-        num_channels: 0: the layer has no output channels with parameters of their own.
-    """
-    is_shared = num_channels > 1
-    return Layer(
-        num_parameters=num_parameters,
-        # What has no floating-point operations to speak of still takes the time of touching its memory.
-        time=flops + input_bytes + output_bytes,
-        kept_bytes=kept_bytes,
-        output_bytes=output_bytes,
-        num_parts=num_channels if is_shared else 1,
-        num_sums=1 if is_shared else 0,
-        sum_bytes=input_bytes if is_shared else 0.0,
-        gathered_bytes=output_bytes if is_shared else 0.0,
-    )
-
-
 @lru_cache(maxsize=256)
 def cut(layers: Layers, num_stages: int) -> tuple[Layers, ...]:
     """Neighbouring layers in `num_stages` stages, none empty, the slowest of which is as fast as can be.

@@ -6,7 +6,7 @@ import dataclasses
 
 from paceline.errors import JobError
 from paceline.plan.pick import pick
-from paceline.spec import AlgorithmName, Cluster, DeviceKind, Job, Mesh, Node, NodeShare, Plan
+from paceline.spec import AlgorithmName, Cluster, DeviceKind, Job, Mesh, Node, NodeShare, Plan, check_mesh
 
 
 def spread(cluster: Cluster, num_workers: int, threads_per_worker: int | None = None) -> Plan:
@@ -87,6 +87,7 @@ def place(
             smaller than a shard, or an algorithm that bitwise parity cannot use.
     """
     plan = spread(cluster, num_workers, threads_per_worker)
+    check_mesh(job, mesh)
     num_shares = num_workers if mesh is None else mesh.num_shares
     if num_shares > job.virtual_shards:
         raise JobError(

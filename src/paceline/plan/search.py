@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 from paceline.errors import JobError
 from paceline.plan.advice import duration
@@ -20,6 +19,7 @@ from paceline.plan.collectives import COSTS, ring
 from paceline.plan.layers import Layers, cut
 from paceline.plan.memory import USABLE_SHARE, Activations, DeviceMemory, StateBytes, device_memory
 from paceline.plan.model import Layout, Level, Network
+from paceline.plan.traffic import Backend, num_gathers_and_scatters
 from paceline.spec import Mesh, PipelineSpec
 
 _CLOSE = 1.03
@@ -28,8 +28,6 @@ _RECOMPUTE_FACTOR = 4 / 3
 """Forward once more, where backward takes twice as long as forward (Chen et al. 2016, "Sublinear Memory Cost")."""
 _WORTH_SHARING = 0.5
 """A tensor group pays where it shares out this part of the computing at least."""
-
-Backend = Literal["nccl", "gloo"]
 
 
 @dataclass(frozen=True)
@@ -51,8 +49,8 @@ class Workload:
     shard_size: int = 1
     """Samples of a virtual shard: the smallest micro-batch, and the micro-batch of a pipeline."""
     backend: Backend = "nccl"
-    """With gloo nothing hides what the fsdp axis says, and a reduce_scatter moves as much as an all_reduce: counted on
-    loopback with torch 2.13, (n - 1)/n of a vector for an all_gather, 2 (n - 1)/n for the other two."""
+    """With gloo nothing hides what the fsdp axis says, and a reduce_scatter moves as much as an all_reduce: counted
+    between two nodes with torch 2.13, (n - 1)/n of a vector for an all_gather, 2 (n - 1)/n for the other two."""
 
     @property
     def num_shards(self) -> int:
@@ -312,9 +310,8 @@ def _data_s(
 ) -> float:
     """What is not hidden of gathering parameters and adding gradients up.
 
-    Over the fsdp axis, of half an all_reduce each (Rajbhandari et al. 2020, section 7): stage 1 gathers and scatters
-    once a step, stage 2 for every pass, stage 3 gathers for forward and again for backward. Its parts are then summed
-    over the replicas, after backward; plain replicas sum while the last micro-batch is computed.
+    Over the fsdp axis a gather is half an all_reduce, and so is a scatter where the backend has one. Its parts are then
+    summed over the replicas, after backward; plain replicas sum while the last micro-batch is computed.
     """
     replicas_s = _axis_s(
         own_bytes / mesh.fsdp, mesh.dp, mesh.tp * mesh.fsdp, mesh, devices_per_node, network, cheapest_s
@@ -324,9 +321,7 @@ def _data_s(
     # Nothing but a ring gathers and scatters.
     all_reduce_s = _axis_s(own_bytes, mesh.fsdp, mesh.tp, mesh, devices_per_node, network, ring)
     is_gloo = workload.backend == "gloo"
-    num_gathers, num_scatters = {1: (1, 1), 2: (num_passes, num_passes), 3: (2 * num_passes, num_passes)}[
-        mesh.zero_stage
-    ]
+    num_gathers, num_scatters = num_gathers_and_scatters(mesh.zero_stage, num_passes)
     sharding_s = all_reduce_s * (num_gathers / 2 + num_scatters / (1 if is_gloo else 2))
     if mesh.fsdp > 1 and not is_gloo:
         hiding_s = compute_s if mesh.zero_stage >= 2 else last_s

@@ -23,7 +23,7 @@ from paceline.spec.job import (
     OptimSpec,
     load_job,
 )
-from paceline.spec.mesh import Mesh, parse_mesh
+from paceline.spec.mesh import Mesh, check_mesh, parse_mesh
 from paceline.spec.plan import AlgorithmName, NodeShare, PipelineSpec, Plan
 from paceline.spec.record import EpochRecord, RunRecord, StepTime
 
@@ -52,6 +52,7 @@ __all__ = [
     "Plan",
     "RunRecord",
     "StepTime",
+    "check_mesh",
     "load_job",
     "parse_mesh",
 ]

@@ -10,6 +10,7 @@ from typing import Literal
 
 from paceline.errors import JobError
 from paceline.spec.codec import at_least, between
+from paceline.spec.job import Job
 
 AxisName = Literal["pp", "dp", "fsdp", "tp"]
 AXES: tuple[AxisName, ...] = ("pp", "dp", "fsdp", "tp")
@@ -128,3 +129,25 @@ def parse_mesh(text: str, num_workers: int, num_nodes: int = 1) -> Mesh:
             f"{num_workers}."
         )
     return mesh
+
+
+def check_mesh(job: Job, mesh: Mesh | None) -> None:
+    """Raises `JobError` for a job that only whole replicas can train, where the mesh has none."""
+    if mesh is None or mesh.is_plain:
+        return
+    spec = job.aggregation
+    wrong = (
+        ("parity = 'bitwise'", "parity = 'numeric'", job.parity == "bitwise"),
+        (f"aggregation.method = '{spec.method}'", "'every_step'", spec.method != "every_step"),
+        ("norm = 'sync'", "norm = 'shard'", job.norm == "sync"),
+        ("precision = 'float16'", "precision = 'bfloat16'", job.precision == "float16"),
+        (f"aggregation.wire = '{spec.wire}'", "a wire format of fixed size", spec.wire in _LOOK_AT_WHOLE_GRADIENTS),
+    )
+    for setting, remedy, is_set in wrong:
+        if is_set:
+            raise JobError(
+                f"{setting} needs the whole model on every worker; use {remedy}, or the strategy dp, not {mesh}."
+            )
+
+
+_LOOK_AT_WHOLE_GRADIENTS = ("powersgd", "topk", "randomk")

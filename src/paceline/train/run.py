@@ -52,7 +52,7 @@ from paceline.train.nonfinite import Guard
 from paceline.train.process_group import abandon, join, leave_at_once
 from paceline.train.schedule import lr_factor
 from paceline.train.seeding import seed_between_steps, seed_evaluation, seed_generators, seed_shard
-from paceline.train.state import Trained, first_names, names_of_groups, rebind
+from paceline.train.state import Names, Trained, rebind
 from paceline.train.stragglers import Stragglers
 from paceline.train.timing import StepTimer
 from paceline.train.trace import Tracer
@@ -172,9 +172,7 @@ class Run:
         self._engine: Engine | None = None
         self._optimizer: Optimizer | None = None
         self._base_lrs: list[float] = []
-        self._group_names: list[list[str]] = []
-        """Of the parameters in each group of the optimizer, of the whole model."""
-        self._first_names: dict[str, str] = {}
+        self._names = Names((), {})
         self._given: Batch | None = None
         self._share = self.mesh.share(facts.rank)
         """Which share of every global batch is this worker's; with others, who compute another part of the model."""
@@ -300,8 +298,7 @@ class Run:
             raise JobError("This run has a model already; a second one needs a paceline.init of its own.")
         job = self.job
         self._base_lrs = [float(parameters["lr"]) for parameters in optimizer.param_groups]
-        first = first_names(model)
-        group_names = names_of_groups(optimizer, model, first)
+        self._names = Names.of(optimizer, model)
         if not is_on_meta(model) and self.mesh.is_plain:
             model.to(self.device)
         if job.precision == "float64":
@@ -325,8 +322,7 @@ class Run:
         if job.compile:
             self.model.compile()
         self._optimizer = optimizer
-        self._group_names, self._first_names = group_names, first
-        rebind(optimizer, group_names, self.model, first)
+        rebind(optimizer, self._names, self.model)
         self._open_agreement()
         return self._engine.module, optimizer
 
@@ -365,7 +361,7 @@ class Run:
 
     @property
     def _trained(self) -> Trained:
-        return Trained(self.model, self.optimizer, self._group_names, self._first_names, self.engine, self._scaler)
+        return Trained(self.model, self.optimizer, self._names, self.engine, self._scaler)
 
     def _snapshot(self, together: bool) -> Snapshot | None:
         if not (self.engine.settle() if together else self.engine.holds_all):
@@ -552,7 +548,7 @@ class Run:
         told: list[Any] = [None] * self.world_size
         dist.all_gather_object(told, names, group=self.world.group)
         found = {name for of_one in told for name in of_one}
-        return [name for name in self._first_names if name in found]  # in the model's order
+        return [name for name in self._names.first if name in found]  # in the model's order
 
     def _take_norms(self, share: Share) -> TakeNorms | None:
         """What becomes of a step's gradient norms; those of a short last batch would be too noisy to use."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -27,16 +27,13 @@ class Trained:
 
     model: nn.Module
     optimizer: Optimizer
-    group_names: Sequence[Sequence[str]]
-    """Of the optimizer's parameters, group by group, of the whole model."""
-    first_names: Mapping[str, str]
-    """Of the whole model's parameters."""
+    names: Names
     engine: Engine
     scaler: torch.amp.GradScaler
 
     def take(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What all workers have alike, and what this one has for itself; views of what training goes on with."""
-        optimizer = optimizer_state(self.optimizer, self.group_names, self.model, self.first_names)
+        optimizer = optimizer_state(self.optimizer, self.names, self.model)
         own = self.engine.own_state()
         if self.engine.apart:
             own = {**own, "means": own.get("means", {}) | {"optimizer": optimizer["state"]}}
@@ -62,45 +59,47 @@ class Trained:
         optimizer = shared["optimizer"]
         if self.engine.apart:
             optimizer = optimizer | {"state": own.get("means", {}).get("optimizer", {})}
-        load_optimizer_state(self.optimizer, self.group_names, self.model, self.first_names, optimizer, hyper=hyper)
+        load_optimizer_state(self.optimizer, self.names, self.model, optimizer, hyper=hyper)
         self.engine.load_state(shared["engine"], own)
         self.scaler.load_state_dict(shared["scaler"])
 
 
-def first_names(model: nn.Module) -> dict[str, str]:
-    """Of every name of a parameter, the one it is called by: a tied one has several, and the first counts."""
-    first: dict[int, str] = {}
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: first.setdefault(id(parameter), name) for name, parameter in named}
+@dataclass(frozen=True)
+class Names:
+    """What the parameters of an optimizer are called in the whole model."""
+
+    groups: tuple[tuple[str, ...], ...]
+    """Of each of its groups, in its own order."""
+    first: Mapping[str, str]
+    """Of every name of a parameter the one that counts: a tied one has several, and the first does."""
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, model: nn.Module) -> Self:
+        """Raises `ModelError` where the optimizer holds parameters that are not the model's."""
+        firsts: dict[int, str] = {}
+        named = model.named_parameters(remove_duplicate=False)
+        first = {name: firsts.setdefault(id(parameter), name) for name, parameter in named}
+        held = [[firsts.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
+        if any(name is None for names in held for name in names):
+            raise ModelError(
+                "The optimizer holds parameters that are not the model's; build it from model.parameters()."
+            )
+        return cls(tuple(tuple(name for name in names if name is not None) for names in held), first)
+
+    def held(self, optimizer: Optimizer, model: nn.Module) -> list[str]:
+        """Of the parameters that the optimizer has on this worker, by their numbers in its state."""
+        known = {id(parameter): self.first[name] for name, parameter in model.named_parameters()}
+        return [known[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def names_of_groups(optimizer: Optimizer, model: nn.Module, first: Mapping[str, str]) -> list[list[str]]:
-    """The names of the parameters in each of the optimizer's groups, in its own order.
-
-    Args:
-        model: all of the model, or what this worker holds of it.
-        first: as `first_names` told of all of it.
-
-    Raises:
-        ModelError: it holds some that are not the model's.
-    """
-    known = {id(parameter): first[name] for name, parameter in model.named_parameters()}
-    held = [[known.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
-    if any(name is None for names in held for name in names):
-        raise ModelError("The optimizer holds parameters that are not the model's; build it from model.parameters().")
-    return [[name for name in names if name is not None] for names in held]
-
-
-def rebind(
-    optimizer: Optimizer, group_names: Sequence[Sequence[str]], model: nn.Module, first: Mapping[str, str]
-) -> None:
+def rebind(optimizer: Optimizer, names: Names, model: nn.Module) -> None:
     """Let the optimizer update what this worker now holds of its parameters, in the same groups.
 
     Raises:
         ModelError: it has made steps already, which belong to the parameters as they were.
     """
-    mine = {first[name]: parameter for name, parameter in model.named_parameters()}
-    held = [[mine[name] for name in names if name in mine] for names in group_names]
+    mine = {names.first[name]: parameter for name, parameter in model.named_parameters()}
+    held = [[mine[name] for name in group if name in mine] for group in names.groups]
     before = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     if before == [id(parameter) for group in held for parameter in group]:
         return
@@ -110,39 +109,28 @@ def rebind(
         group["params"] = parameters
 
 
-def optimizer_state(
-    optimizer: Optimizer, group_names: Sequence[Sequence[str]], model: nn.Module, first: Mapping[str, str]
-) -> dict[str, Any]:
+def optimizer_state(optimizer: Optimizer, names: Names, model: nn.Module) -> dict[str, Any]:
     """Its state and its groups, with the names of parameters in place of their numbers."""
-    names = [name for group in names_of_groups(optimizer, model, first) for name in group]
+    held = names.held(optimizer, model)
     plain = optimizer.state_dict()
-    groups = [
-        group | {"params": list(of_group)} for group, of_group in zip(plain["param_groups"], group_names, strict=True)
-    ]
-    return {"state": {names[number]: state for number, state in plain["state"].items()}, "groups": groups}
+    groups = [group | {"params": list(own)} for group, own in zip(plain["param_groups"], names.groups, strict=True)]
+    return {"state": {held[number]: state for number, state in plain["state"].items()}, "groups": groups}
 
 
 def load_optimizer_state(
-    optimizer: Optimizer,
-    group_names: Sequence[Sequence[str]],
-    model: nn.Module,
-    first: Mapping[str, str],
-    state: Mapping[str, Any],
-    *,
-    hyper: bool,
+    optimizer: Optimizer, names: Names, model: nn.Module, state: Mapping[str, Any], *, hyper: bool
 ) -> None:
     """Put it back, of what this worker holds; learning rates and the like too if `hyper` is set.
 
     Raises:
         CheckpointError: it belongs to other parameters.
     """
-    if [list(group["params"]) for group in state["groups"]] != [list(names) for names in group_names]:
+    if [tuple(group["params"]) for group in state["groups"]] != list(names.groups):
         raise CheckpointError(
             "The checkpoint's optimizer has other parameters or other groups of them than this run's; resume with the "
             "same model and optimizer, or begin in another folder."
         )
-    names = [name for group in names_of_groups(optimizer, model, first) for name in group]
-    numbers = {name: number for number, name in enumerate(names)}
+    numbers = {name: number for number, name in enumerate(names.held(optimizer, model))}
     fresh = optimizer.state_dict()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     groups = []

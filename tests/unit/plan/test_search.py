@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import JobError
-from paceline.plan.layers import Layer, traced_layer
+from paceline.plan.layers import Layer
 from paceline.plan.memory import (
     MIXED_ADAM,
     Activations,
@@ -18,7 +18,8 @@ from paceline.plan.memory import (
     transformer_layers,
 )
 from paceline.plan.model import Level, Network
-from paceline.plan.search import Backend, Workload, explain, meshes, search
+from paceline.plan.search import Workload, explain, meshes, search
+from paceline.plan.traffic import Backend
 from paceline.spec import Mesh
 
 GIB = 2.0**30
@@ -134,13 +135,36 @@ def test_one_device_has_nothing_to_choose() -> None:
     assert explain(result, SMALL)[0].startswith("one device: ")
 
 
+def _convolution(
+    num_parameters: float, flops: float, input_bytes: float, output_bytes: float, kept_bytes: float, num_channels: int
+) -> Layer:
+    """A layer as a dry run saw it. Output channels are shared out: each worker computes its own, all gather them, and
+    backward sums the gradient of the input.
+
+    Args:
+        num_channels: 0: the layer has no output channels with parameters of their own.
+    """
+    is_shared = num_channels > 1
+    return Layer(
+        num_parameters=num_parameters,
+        # What has no floating-point operations to speak of still takes the time of touching its memory.
+        time=flops + input_bytes + output_bytes,
+        kept_bytes=kept_bytes,
+        output_bytes=output_bytes,
+        num_parts=num_channels if is_shared else 1,
+        num_sums=1 if is_shared else 0,
+        sum_bytes=input_bytes if is_shared else 0.0,
+        gathered_bytes=output_bytes if is_shared else 0.0,
+    )
+
+
 def _convolutions() -> tuple[Layer, ...]:
     """As of a ResNet: ever more channels, ever fewer pixels, a classifier that tensor groups cannot share out."""
     stages = [
-        traced_layer(4e4 * 4**place, 2e8, 4e5 / 2**place, 4e5 / 2**place, 2e6 / 2**place, 64 * 2**place)
+        _convolution(4e4 * 4**place, 2e8, 4e5 / 2**place, 4e5 / 2**place, 2e6 / 2**place, 64 * 2**place)
         for place in range(4)
     ]
-    return (*stages, traced_layer(5e6, 1e7, 2e3, 4e3, 2e3, 1000 - 1))
+    return (*stages, _convolution(5e6, 1e7, 2e3, 4e3, 2e3, 1000 - 1))
 
 
 def test_convolutional_nets_have_pipelines_and_tensor_groups_too() -> None:

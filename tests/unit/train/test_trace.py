@@ -100,8 +100,8 @@ def test_a_tracer_writes_a_line_a_step(tmp_path: Path, monkeypatch: pytest.Monke
         loss = model(batch * (step + torch.arange(4.0)[:, None])).sum()
         model.zero_grad()
         loss.backward()
-        tracer.before_update(step, model, loss.detach(), batch, idle=step == 1)
-        tracer.after_update(model)
+        tracer.before_update(step, model, dict, loss.detach(), batch, idle=step == 1)
+        tracer.after_update(model, dict)
     tracer.close()
     header, first, second = map(json.loads, (tmp_path / "trace" / "rank0.jsonl").read_text().splitlines())
     assert header == {"parity": "numeric", "precision": "float32", "norm": "sync"}
@@ -117,7 +117,7 @@ def test_where_nobody_asked_nothing_is_written_or_computed(tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     tracer = Tracer.from_environment(ALONE, Job())
     model = nn.Linear(1, 1)
-    tracer.before_update(0, model, torch.tensor(float("nan")), object(), idle=False)
-    tracer.after_update(model)
+    tracer.before_update(0, model, dict, torch.tensor(float("nan")), object(), idle=False)
+    tracer.after_update(model, dict)
     tracer.close()
     assert list(tmp_path.iterdir()) == []

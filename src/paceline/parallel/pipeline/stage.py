@@ -31,8 +31,9 @@ class Stage(nn.Module):
         self._arguments = {node: node for node in used if node.op == "placeholder"}
         self._attributes = {node: str(node.target) for node in used if node.op == "get_attr"}
         self._dropped = self._last_uses()
-        modules = {str(layer.target) for layer in self._layers if layer.op == "call_module"}
-        for name in sorted({*modules, *self._attributes.values()}, key=lambda name: name.count(".")):
+        modules = [str(layer.target) for layer in self._layers if layer.op == "call_module"]
+        # In an order of which every process thinks alike: other workers have the same stage, and add up its gradients.
+        for name in sorted(dict.fromkeys([*modules, *self._attributes.values()]), key=lambda name: name.count(".")):
             self._attach(chain.model, name)
 
     def keep(self, model: nn.Module, name: str) -> None:

@@ -1,0 +1,79 @@
+"""What a command line says of strategies becomes a plan, or one sentence."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from paceline.cli.strategy import Strategy, check_may_shrink, largest_that_fits
+from paceline.errors import JobError
+from paceline.spec import Cluster, Device, Job, Mesh, Node, Plan
+
+MACHINE = Cluster((Node("here", 8, 2**34, "a processor", tuple(Device("cpu", i, "", 2**32) for i in range(8))),))
+JOB = Job()
+
+
+def placed(num_workers: int, planned: Plan | None = None, **options: Any) -> Plan:
+    return Strategy(**options).placed(JOB, MACHINE, num_workers, planned)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh"),
+    [
+        (None, None),
+        ("dp", None),
+        ("fsdp", Mesh(fsdp=4)),
+        ("zero2", Mesh(fsdp=4, zero_stage=2)),
+        ("dp x pp2", Mesh(2, pp=2)),
+    ],
+)
+def test_a_strategy_lays_out_the_workers(strategy: str | None, mesh: Mesh | None) -> None:
+    plan = placed(4, strategy=strategy)
+    assert (plan.mesh, plan.world_size, plan.devices_in_process) == (mesh, 4, 1)
+
+
+def test_one_process_drives_all_devices() -> None:
+    plan = placed(4, strategy="dp_one_process")
+    assert (plan.mesh, plan.world_size, plan.devices_in_process) == (None, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "option"),
+    [
+        ({"schedule": "gpipe", "strategy": "fsdp"}, "--schedule"),
+        ({"cut": ["1"], "strategy": "tp"}, "--cut"),
+        ({"stages_per_worker": 2}, "--stages-per-worker"),
+        ({"cpu_offload": True, "strategy": "pp"}, "--cpu-offload"),
+        ({"recompute": True}, "--recompute"),
+    ],
+)
+def test_an_option_needs_its_axis(options: dict[str, Any], option: str) -> None:
+    with pytest.raises(JobError, match=option) as caught:
+        placed(4, **options)
+    assert str(caught.value).count(".") == 1 or str(caught.value).endswith(".")
+
+
+def test_a_plan_of_other_workers_is_refused_and_a_named_strategy_wins() -> None:
+    planned = Plan(world_size=4, mesh=Mesh(dp=2, pp=2), recompute=True)
+    assert placed(4, planned).mesh == planned.mesh and placed(4, planned).recompute
+    assert placed(4, planned, strategy="fsdp").mesh == Mesh(fsdp=4)
+    with pytest.raises(JobError, match="lays out 4 workers as dp2 x pp2, not 2"):
+        placed(2, planned)
+
+
+@pytest.mark.parametrize(("strategy", "left", "kept"), [("dp x pp2", 5, 4), ("dp x pp2", 3, 2), ("fsdp", 3, 3)])
+def test_who_is_left_after_a_failure_is_laid_out_again(strategy: str, left: int, kept: int) -> None:
+    of_strategy = functools.partial(Strategy(strategy).placed, JOB)
+    plan_within = largest_that_fits(of_strategy, least=2)
+    check_may_shrink(plan_within, MACHINE, 2, left + 1)
+    plan = plan_within(MACHINE, left)
+    assert plan.world_size == kept and plan.mesh is not None and plan.mesh.num_workers == kept
+
+
+def test_a_mesh_that_can_never_shrink_is_refused_at_the_start() -> None:
+    plan_within = largest_that_fits(functools.partial(Strategy("dp2 x pp2").placed, JOB), least=2)
+    check_may_shrink(plan_within, MACHINE, 4, 4)
+    with pytest.raises(JobError, match=r"--min-workers 2 .* never could"):
+        check_may_shrink(plan_within, MACHINE, 2, 4)
