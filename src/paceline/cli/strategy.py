@@ -31,7 +31,9 @@ class Strategy:
         str | None,
         typer.Option(
             metavar="NAME|MESH",
-            help="How workers share the model: dp (the default), fsdp, zero1, zero2, hsdp, pp, tp, dp_one_process, a "
+            help="How workers share the model: dp (the default; named, it is checked to fit), fsdp, zero1, zero2, hsdp, "
+            "pp, tp, dp_one_process, a mesh such as 'dp2 x pp2', or auto: the planner chooses.",
+        ), fsdp, zero1, zero2, hsdp, pp, tp, dp_one_process, a "
             "mesh such as 'dp2 x pp2', or auto: the planner chooses.",
         ),
     ] = None
@@ -77,6 +79,8 @@ class Strategy:
             mesh = parse_mesh(self.strategy, num_devices, len(cluster.nodes))
         plan = place(job, cluster, num_devices, mesh=mesh, **wishes)
         self._check_options(mesh)
+        if self.strategy == "dp":  # who says nothing gets it unasked, at once
+            self._check_replicas_fit(job, cluster, num_devices)
         return dataclasses.replace(
             plan,
             pipeline=PipelineSpec(self.schedule, self.stages_per_worker, tuple(self.cut or ())),
@@ -96,6 +100,12 @@ class Strategy:
         micro_batch_size = plan.micro_batch_size
         chosen = choice.applied(plan)
         return chosen if micro_batch_size is None else dataclasses.replace(chosen, micro_batch_size=micro_batch_size)
+
+    @staticmethod
+    def _check_replicas_fit(job: Job, cluster: Cluster, num_devices: int) -> None:
+        from paceline.plan.choose import check_fits
+
+        check_fits(job, facts_of(job), Mesh(dp=num_devices), worker_memory_bytes(cluster, num_devices))
 
     def _check_options(self, mesh: Mesh | None) -> None:
         if mesh is None or mesh.num_workers > 1:  # one worker shares nothing, whatever is said of it

@@ -33,8 +33,9 @@ def verify(
     settings: Settings = None,
     as_json: AsJson = False,
     strategy: Annotated[
-        str, typer.Option(metavar="NAME|MESH", help="How more than one worker share the model; see paceline train.")
-    ] = "dp",
+        str | None,
+        typer.Option(metavar="NAME|MESH", help="How more than one worker share the model; see paceline train."),
+    ] = None,
 ) -> None:
     """Check that N workers compute what one does; name the first tensor that differs, and the likely cause.
 
@@ -55,7 +56,7 @@ def verify(
             program, plan = (
                 _script(Path(job), context.args, count, cluster)
                 if job.endswith(".py")
-                else _job(resolve_job(job, settings, data), count, cluster, run_dir, strategy if count > 1 else "dp")
+                else _job(resolve_job(job, settings, data), count, cluster, run_dir, strategy if count > 1 else None)
             )
             if not as_json:
                 print(f"training {steps} steps on {count} worker{'s' if count > 1 else ''} …", file=sys.stderr)
@@ -74,7 +75,7 @@ def verify(
         raise typer.Exit(1)
 
 
-def _job(job: Job, count: int, cluster: Cluster, run_dir: Path, strategy: str) -> tuple[list[str], Plan]:
+def _job(job: Job, count: int, cluster: Cluster, run_dir: Path, strategy: str | None) -> tuple[list[str], Plan]:
     if job.parity == "numeric":
         job = job.with_values(precision="float64")
     plan = Strategy(strategy).placed(job, cluster, count, threads_per_worker=1)

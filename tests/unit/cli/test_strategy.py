@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import resource
 from typing import Any
 
 import pytest
 
-from paceline.cli.strategy import Strategy, check_may_shrink, largest_that_fits
+from paceline.cli.strategy import Strategy, check_may_shrink, largest_that_fits, worker_memory_bytes
 from paceline.errors import JobError
+from paceline.plan.memory import Activations, ModelFacts
 from paceline.spec import Cluster, Device, Job, Mesh, Node, Plan
 
 MACHINE = Cluster((Node("here", 8, 2**34, "a processor", tuple(Device("cpu", i, "", 2**32) for i in range(8))),))
@@ -23,7 +26,6 @@ def placed(num_workers: int, planned: Plan | None = None, **options: Any) -> Pla
     ("strategy", "mesh"),
     [
         (None, None),
-        ("dp", None),
         ("fsdp", Mesh(fsdp=4)),
         ("zero2", Mesh(fsdp=4, zero_stage=2)),
         ("dp x pp2", Mesh(2, pp=2)),
@@ -32,6 +34,22 @@ def placed(num_workers: int, planned: Plan | None = None, **options: Any) -> Pla
 def test_a_strategy_lays_out_the_workers(strategy: str | None, mesh: Mesh | None) -> None:
     plan = placed(4, strategy=strategy)
     assert (plan.mesh, plan.world_size, plan.devices_in_process) == (mesh, 4, 1)
+
+
+def test_replicas_that_do_not_fit_are_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = ModelFacts(10**6, Activations(1e4))
+    monkeypatch.setattr("paceline.cli.strategy.facts_of", lambda _job: small)
+    assert placed(4, strategy="dp").mesh is None
+    monkeypatch.setattr("paceline.cli.strategy.facts_of", lambda _job: dataclasses.replace(small, num_parameters=10**9))
+    with pytest.raises(JobError, match=r"whole replicas need 11\.2 GiB on each worker .* where 3\.68 GiB can be used"):
+        placed(4, strategy="dp")
+    assert placed(4).mesh is None  # nobody asked
+
+
+def test_a_limited_process_has_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = worker_memory_bytes(MACHINE, 4)
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (2**28, 2**28))
+    assert worker_memory_bytes(MACHINE, 4) == 2**28 < whole
 
 
 def test_one_process_drives_all_devices() -> None:
