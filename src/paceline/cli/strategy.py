@@ -31,10 +31,8 @@ class Strategy:
         str | None,
         typer.Option(
             metavar="NAME|MESH",
-            help="How workers share the model: dp (the default; named, it is checked to fit), fsdp, zero1, zero2, hsdp, "
-            "pp, tp, dp_one_process, a mesh such as 'dp2 x pp2', or auto: the planner chooses.",
-        ), fsdp, zero1, zero2, hsdp, pp, tp, dp_one_process, a "
-            "mesh such as 'dp2 x pp2', or auto: the planner chooses.",
+            help="How workers share the model: dp (the default; named, it is checked to fit), fsdp, zero1, zero2, "
+            "hsdp, pp, tp, dp_one_process, a mesh such as 'dp2 x pp2', or auto: the planner chooses.",
         ),
     ] = None
     schedule: Annotated[ScheduleName, typer.Option(help="In which order a pipeline's stages take turns.")] = "1f1b"
