@@ -10,16 +10,13 @@ in float64.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
-import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tests.ranks.harness import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -120,43 +117,10 @@ def train(model_name: str, strategy: str, precision: str, num_steps: int) -> Tra
     return Trace(losses, gradients)
 
 
-def worker(rank: int, world_size: int, store: str, path: str, arguments: tuple[Any, ...]) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(world_size),
-        PACELINE_RENDEZVOUS=f"file://{store}",
-        PACELINE_DEVICE="cpu",
-        GLOO_SOCKET_IFNAME="lo",
-    )
-    torch.set_num_threads(1)
-    trace = train(*arguments)
-    if rank == 0:
-        torch.save((trace.losses, trace.gradients), path)
-
-
-def run(num_workers: int, *arguments: Any, timeout_s: float = 600.0) -> Trace:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "paceline.train.loop"])
-    with tempfile.TemporaryDirectory(prefix="paceline-meshes-") as folder:
-        path = Path(folder) / "trace.pt"
-        processes = [
-            context.Process(target=worker, args=(rank, num_workers, f"{folder}/store", str(path), arguments))
-            for rank in range(num_workers)
-        ]
-        for process in processes:
-            process.start()
-        deadline = time.monotonic() + timeout_s
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-                process.join()
-        if any(process.exitcode for process in processes):
-            raise RuntimeError(f"exit codes {[process.exitcode for process in processes]}")
-        return Trace(*torch.load(path))
+def run(num_workers: int, *arguments: Any) -> Trace:
+    """What rank 0 of so many workers traced."""
+    traces: list[Trace] = run_ranks(train, num_workers, *arguments, timeout_s=600.0)
+    return traces[0]
 
 
 def main() -> None:
@@ -174,7 +138,7 @@ def main() -> None:
                 begun = time.monotonic()
                 try:
                     spread = run(WORKERS, model, strategy.strip(), precision, asked.steps)
-                except RuntimeError as problem:
+                except (AssertionError, TimeoutError) as problem:
                     print(f"{model:20} {strategy:12} {precision:9} failed: {problem}", flush=True)
                     continue
                 loss = max(abs(a - b) / abs(a) for a, b in zip(alone.losses, spread.losses, strict=True))

@@ -159,10 +159,12 @@ def _job() -> Job:
     )
 
 
-def _train(folder: str, disaster: Disaster | None = None) -> tuple[str, list[str]]:
+def _train(
+    folder: str, disaster: Disaster | None = None, patience_s: float = saving._PATIENCE_S
+) -> tuple[str, list[str]]:
     """The fingerprint of the weights, and what was said. The disaster happens when one checkpoint is there."""
     job = _job()
-    saving._PATIENCE_S = 0.5
+    saving._PATIENCE_S = patience_s
     plan = Plan(world_size=worker_facts().world_size, algorithm="tree_exact", timeout_s=60)
     said: list[str] = []
     with paceline.init(job, plan=plan, checkpoint_dir=folder) as run:
@@ -259,18 +261,18 @@ def test_a_folder_that_vanishes(tmp_path: Path, undisturbed: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world_size", "disaster", "why"),
+    ("world_size", "disaster", "why", "patience_s"),
     [
-        (1, _stand_still, "nothing has moved"),
-        (2, _stand_still, "nothing has moved"),
-        (2, _stand_still_for_the_other, "nothing was heard of the part of worker 1"),
-        (2, _spoil_the_others_part, "worker 1 says: [Errno 21]"),
+        (1, _stand_still, "nothing has moved", 3.0),
+        (2, _stand_still, "nothing has moved", 3.0),
+        (2, _stand_still_for_the_other, "nothing was heard of the part of worker 1", 3.0),
+        (2, _spoil_the_others_part, "worker 1 says: [Errno 21]", 60.0),  # it is told, and need not be waited for
     ],
 )
 def test_one_checkpoint_cannot_be_written(
-    tmp_path: Path, undisturbed: str, world_size: int, disaster: Disaster, why: str
+    tmp_path: Path, undisturbed: str, world_size: int, disaster: Disaster, why: str, patience_s: float
 ) -> None:
-    results = run_ranks(_train, world_size, str(tmp_path), disaster)
+    results = run_ranks(_train, world_size, str(tmp_path), disaster, patience_s)
     assert {sha for sha, _ in results} == {undisturbed}
     _assert_survived(tmp_path, results[0][1], why, LAST)
     assert list_checkpoints(Folder(tmp_path)) == [f"step-{SAVED:08d}", f"step-{LAST:08d}"]

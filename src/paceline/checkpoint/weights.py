@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors.torch import save
+from safetensors.torch import save, save_file
 from torch import Tensor
 
 from paceline.checkpoint.storage import Storage
@@ -14,20 +14,21 @@ from paceline.checkpoint.storage import Storage
 def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
     """Write a model's state_dict; the file is complete or absent. Tied tensors are stored once."""
     unfinished = path.with_name(path.name + ".part")
-    unfinished.write_bytes(_as_file(weights))
+    tensors, metadata = _stored(weights)
+    save_file(tensors, unfinished, metadata)
     unfinished.rename(path)
 
 
 def export_weights(weights: Mapping[str, Tensor], storage: Storage, name: str) -> None:
     """Write weights that were read from a checkpoint; the file is complete or absent. Tied ones are stored once."""
-    storage.write(name, [_as_file(weights)])
+    storage.write(name, [save(*_stored(weights))])
 
 
-def _as_file(weights: Mapping[str, Tensor]) -> bytes:
-    """In the safetensors format.
+def _stored(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and the metadata of a file in the safetensors format.
 
     Tied tensors, the same memory under several names, are stored as the first of these in alphabetical order. The
-    file's metadata has the other names, as `safetensors.torch.load_model` expects.
+    metadata has the other names, as `safetensors.torch.load_model` expects.
     """
     kept: dict[tuple[object, ...], str] = {}
     tied: dict[str, str] = {}
@@ -37,4 +38,4 @@ def _as_file(weights: Mapping[str, Tensor]) -> bytes:
         first = kept.setdefault(memory, alias)
         if first != alias:
             tied[alias] = first
-    return save({one: weights[one].detach().contiguous() for one in kept.values()}, metadata={"format": "pt", **tied})
+    return {one: weights[one].detach().contiguous() for one in kept.values()}, {"format": "pt", **tied}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,7 +17,7 @@ from paceline.errors import ClusterError, JobError, PacelineError
 from paceline.plan import place
 from paceline.spec import Cluster, Job, parse_mesh
 from paceline.spec.forecast import Forecast, Grow
-from paceline.spec.mesh import AXES
+from paceline.spec.mesh import AXES, num_named
 
 if TYPE_CHECKING:
     from paceline.plan.forecast import Question
@@ -153,18 +152,25 @@ def recommended_plan(
 
 def trace_model(job: Job) -> ModelFacts:
     """What the job's model tells on paper: its layers, with their arithmetic and their memory."""
-    from paceline.data import load
-    from paceline.models import build
-    from paceline.parallel.dry_run import on_paper, trace_layers
+    from paceline.parallel.dry_run import trace_layers
     from paceline.plan.layers import Layer
     from paceline.plan.memory import Activations, ModelFacts
-    from paceline.train.loop import data_facts
 
-    train_set, _ = load(job.data)
-    model, arguments = on_paper(lambda: build(job.model, **data_facts(train_set)), train_set[0][0], _TRACED_SAMPLES)
+    model, arguments = _on_paper(job, _TRACED_SAMPLES)
     layers = tuple(Layer(**dataclasses.asdict(layer)) for layer in trace_layers(model, arguments, _TRACED_SAMPLES))
     num_parameters = round(sum(layer.num_parameters for layer in layers))
     return ModelFacts(num_parameters, Activations(sum(layer.kept_bytes for layer in layers)), layers)
+
+
+def _on_paper(job: Job, num_samples: int) -> tuple[Any, tuple[Any, ...]]:
+    """The job's model without memory, and what it is called with for so many samples."""
+    from paceline.data import load
+    from paceline.models import build
+    from paceline.parallel.dry_run import on_paper
+    from paceline.train.loop import data_facts
+
+    train_set, _ = load(job.data)
+    return on_paper(lambda: build(job.model, **data_facts(train_set)), train_set[0][0], num_samples)
 
 
 def show_dry_run(job: Job, text: str, *, as_json: bool) -> None:
@@ -173,22 +179,17 @@ def show_dry_run(job: Job, text: str, *, as_json: bool) -> None:
     Raises:
         JobError: no mesh, or more shares than the job has virtual shards.
     """
-    degrees = re.findall(r"(?:dp|fsdp|zero[123]|tp|pp):?(\d+)", text)
-    mesh = parse_mesh(text, math.prod(map(int, degrees)))
+    mesh = parse_mesh(text, num_named(text))
     if mesh.num_shares > job.virtual_shards:
         raise JobError(
             f"{mesh} shares the batch {mesh.num_shares} ways, and the job has virtual_shards = {job.virtual_shards}; "
             f"use --set virtual_shards={mesh.num_shares} or more, or fewer replicas."
         )
-    from paceline.data import load
-    from paceline.models import build
-    from paceline.parallel.dry_run import dry_run, on_paper
+    from paceline.parallel.dry_run import dry_run
     from paceline.plan.memory import state_bytes
-    from paceline.train.loop import data_facts
 
-    train_set, _ = load(job.data)
     shard = -(-job.global_batch_size // job.virtual_shards)
-    model, arguments = on_paper(lambda: build(job.model, **data_facts(train_set)), train_set[0][0], shard)
+    model, arguments = _on_paper(job, shard)
     state = state_bytes(job)
     found = dry_run(
         model,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,12 +11,12 @@ from torch import Tensor, nn
 from paceline.comm.tree_exact import TreeSum, tree_all_reduce
 from paceline.parallel.by_shard import ShardByShard
 from paceline.parallel.clock import Clock, Mark
-from paceline.parallel.engine import HoldsAll, StepInput, broadcast
+from paceline.parallel.engine import EqualAfterEveryStep, HoldsAll, StepInput, broadcast
 from paceline.parallel.gradient_norms import GradientNorms, squared_norm
 from paceline.parallel.norm import unknown_buffers
 
 
-class BitwiseDataParallel(HoldsAll):
+class BitwiseDataParallel(EqualAfterEveryStep, HoldsAll):
     """Bit for bit the same on any number of workers.
 
     Each virtual shard becomes one flat vector: its statistics, for each parameter whether it has a gradient at all,
@@ -41,16 +39,6 @@ class BitwiseDataParallel(HoldsAll):
     @property
     def communication(self) -> tuple[Mark, Mark]:
         return self._last_gradient, self._aggregated
-
-    def after_update(self) -> None:
-        """Equal gradients have made equal weights: there is nothing to do."""
-
-    @contextmanager
-    def consensus(self) -> Iterator[None]:
-        self.settle()
-        yield
-
-    apart = False
 
     @property
     def changes_buffers(self) -> bool:

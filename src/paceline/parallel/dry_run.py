@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.errors import JobError
-from paceline.parallel.parts import local_bytes
+from paceline.parallel.parts import device_mesh_of, local_bytes
 from paceline.parallel.pipeline.chain import Chain, trace
 from paceline.parallel.pipeline.cut import LayerCost, best_cut
 from paceline.parallel.pipeline.measure import measure_layers
@@ -38,7 +38,7 @@ from paceline.parallel.tensor import (
     tensor_parallel,
 )
 from paceline.spec import Mesh
-from paceline.spec.mesh import AXES, AxisName
+from paceline.spec.mesh import AxisName
 
 _MOST_TENSOR_WORKERS = 64
 
@@ -393,6 +393,6 @@ def _pretended(mesh: Mesh) -> Iterator[DeviceMesh]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh.num_workers)
     try:
-        yield init_device_mesh("cpu", tuple(mesh.degree(axis) for axis in AXES), mesh_dim_names=AXES)
+        yield device_mesh_of(mesh, "cpu")
     finally:
         dist.destroy_process_group()

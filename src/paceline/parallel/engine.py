@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -168,6 +168,23 @@ class HoldsAll:
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return dict(tensors)
+
+
+class EqualAfterEveryStep:
+    """The part of an `Engine` that is the same wherever equal gradients make equal weights in every step."""
+
+    apart = False
+
+    def settle(self) -> bool:
+        raise NotImplementedError
+
+    def after_update(self) -> None:
+        """The weights are equal again: there is nothing to do."""
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        self.settle()
+        yield
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

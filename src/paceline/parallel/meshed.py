@@ -15,16 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.comm import Aggregator
 from paceline.comm.compressor import Bucket
 from paceline.parallel.aggregation import BUCKET_BYTES, set_up_aggregation
 from paceline.parallel.clock import Clock, Mark
-from paceline.parallel.engine import StepInput, broadcast, check_loss, cut, statistics_dtype
+from paceline.parallel.engine import EqualAfterEveryStep, StepInput, broadcast, check_loss, cut, statistics_dtype
 from paceline.parallel.gradient_norms import GradientNorms, squared_norm
 from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm, standing_in, unknown_buffers
-from paceline.parallel.parts import is_sharded, local, whole
+from paceline.parallel.parts import device_mesh_of, is_sharded, local, whole
 from paceline.parallel.pipeline import MicroBatch, Pipeline
 from paceline.parallel.randomness import generator_states
 from paceline.parallel.sharded import recompute, shard, sharded_modules
@@ -49,8 +49,7 @@ class Axes:
 
 def open_axes(mesh: Mesh, device: torch.device, world: dist.ProcessGroup) -> Axes:
     """A common act of all workers."""
-    shape = (mesh.pp, mesh.dp, mesh.fsdp, mesh.tp)
-    device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "fsdp", "tp"))
+    device_mesh = device_mesh_of(mesh, device.type)
     data = None
     if mesh.num_shares > 1:
         data = device_mesh["dp", "fsdp"]._flatten("data").get_group()
@@ -64,15 +63,13 @@ def open_axes(mesh: Mesh, device: torch.device, world: dist.ProcessGroup) -> Axe
     )
 
 
-class MeshedParallel:
+class MeshedParallel(EqualAfterEveryStep):
     """An `Engine`: the model is spread over a mesh. A step is equal on any mesh up to rounding.
 
     Every pass of a worker goes through the same collectives on all workers of its fsdp axis, so who has fewer shards
     than others lets a stand-in sample pass that counts for nothing. A worker's shards go through the model together
     unless the model draws random numbers: then one by one, on all workers, from the second step on, as in the first.
     """
-
-    apart = False
 
     def __init__(
         self,
@@ -425,14 +422,6 @@ class MeshedParallel:
     @property
     def communication(self) -> tuple[Mark, Mark]:
         return self._last_gradient, self._aggregated
-
-    def after_update(self) -> None:
-        """Equal gradients have made equal weights: there is nothing to do."""
-
-    @contextmanager
-    def consensus(self) -> Iterator[None]:
-        self.settle()
-        yield
 
     @property
     def changes_buffers(self) -> bool:

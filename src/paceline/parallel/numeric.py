@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, cast
 
@@ -18,7 +18,15 @@ from paceline.comm import Aggregator, HookState, aggregate
 from paceline.errors import ModelError
 from paceline.parallel.aggregation import compressor_state, load_compressor_state
 from paceline.parallel.clock import Clock, Mark
-from paceline.parallel.engine import HoldsAll, StepInput, broadcast, check_loss, cut, statistics_dtype
+from paceline.parallel.engine import (
+    EqualAfterEveryStep,
+    HoldsAll,
+    StepInput,
+    broadcast,
+    check_loss,
+    cut,
+    statistics_dtype,
+)
 from paceline.parallel.gradient_norms import GradientNorms, WorkerNorms, squared_norm
 from paceline.parallel.norm import (
     NormStatistics,
@@ -40,7 +48,7 @@ _BROADCAST_BUFFERS = (
 )
 
 
-class NumericDataParallel(HoldsAll):
+class NumericDataParallel(EqualAfterEveryStep, HoldsAll):
     """Equal on any number of workers up to rounding; gradients travel in buckets while backward goes on.
 
     A worker's shards go through the model together. That is only right if the forward pass draws no random numbers
@@ -164,16 +172,6 @@ class NumericDataParallel(HoldsAll):
             "The loss did not go through the prepared model, so no gradient was aggregated; call the model that "
             "run.prepare returned, or the one the loss function is given."
         )
-
-    def after_update(self) -> None:
-        """Equal gradients have made equal weights: there is nothing to do."""
-
-    @contextmanager
-    def consensus(self) -> Iterator[None]:
-        self.settle()
-        yield
-
-    apart = False
 
     @property
     def changes_buffers(self) -> bool:

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from paceline.errors import JobError, ModelError
 from paceline.parallel.clock import Clock, Mark
-from paceline.parallel.engine import HoldsAll, StepInput, check_loss, cut, statistics_dtype
+from paceline.parallel.engine import EqualAfterEveryStep, HoldsAll, StepInput, check_loss, cut, statistics_dtype
 from paceline.parallel.gradient_norms import GradientNorms, squared_norm
 from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm, unknown_buffers
 from paceline.parallel.randomness import generator_states
@@ -61,15 +61,13 @@ def describe_one_process(num_devices: int) -> str:
     )
 
 
-class OneProcessDataParallel(HoldsAll):
+class OneProcessDataParallel(EqualAfterEveryStep, HoldsAll):
     """Equal to one device up to rounding; the first device holds the model itself, the others copies of it.
 
     Masks belong to virtual shards, but threads share the CPU's generator. The very first step therefore goes from
     device to device, its first pass is one shard, and if that is seen to draw random numbers, every step goes shard by
     shard from device to device.
     """
-
-    apart = False
 
     def __init__(self, model: nn.Module, job: Job, plan: Plan, devices: Sequence[torch.device]) -> None:
         """
@@ -170,12 +168,6 @@ class OneProcessDataParallel(HoldsAll):
         means = [sqr.to(first) / weight for sqr, weight in zip(small_sqrs, weights, strict=True)]
         large_sqr = self._replicas[0].squared_norm()
         return GradientNorms(torch.stack(means).sum(), whole.global_size / len(shares), large_sqr, whole.global_size)
-
-    def after_update(self) -> None:
-        """The next step begins with the parameters of the first device: there is nothing to do."""
-
-    def consensus(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     @property
     def changes_buffers(self) -> bool:

@@ -6,8 +6,17 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from paceline.spec import Mesh
+from paceline.spec.mesh import AXES
+
+
+def device_mesh_of(mesh: Mesh, device_kind: str) -> DeviceMesh:
+    """The workers on torch's own mesh, with an axis of each name; a common act of all workers."""
+    return init_device_mesh(device_kind, tuple(mesh.degree(axis) for axis in AXES), mesh_dim_names=AXES)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -62,6 +71,10 @@ def is_sharded(tensor: Tensor, axis: str) -> bool:
 def clip(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scale the gradients down so that the whole model's, whose norm is `norm`, is at most `max_norm` long."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's clip_grad_norm_ has it
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            local(parameter.grad).mul_(factor.to(parameter.grad.device, parameter.grad.dtype))
+            mine = local(parameter.grad)
+            alike.setdefault((mine.device, mine.dtype), []).append(mine)
+    for (device, dtype), gradients in alike.items():
+        torch._foreach_mul_(gradients, factor.to(device, dtype))  # on a GPU one kernel for many

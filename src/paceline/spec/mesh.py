@@ -81,6 +81,11 @@ class Mesh:
 _TERM = re.compile(r"(dp|fsdp|zero[123]|tp|pp):?(\d*)")
 
 
+def num_named(text: str) -> int:
+    """How many workers the degrees make that the text names."""
+    return math.prod(int(degree) for _, degree in _TERM.findall(text) if degree)
+
+
 def parse_mesh(text: str, num_workers: int, num_nodes: int = 1) -> Mesh:
     """The mesh of `num_workers` workers that a strategy's name means: "fsdp", "hsdp", "dp2 x pp2", "fsdp x tp2".
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,16 +35,22 @@ def own_chunks(num_chunks: int, share: int, num_shares: int, *, in_step: bool) -
 
 
 def evaluate(
-    batches: Iterable[tuple[int, Any]], chunks: Sequence[range], model: nn.Module, measure: Measure, world: World
+    batches: Iterable[tuple[int, Any]],
+    chunks: Sequence[range],
+    given: Collection[int],
+    model: nn.Module,
+    measure: Measure,
+    world: World,
 ) -> dict[str, float]:
     """Mean of every metric over all samples.
 
-    Each chunk is summed in float64 by whoever computes it. The sums meet in a table with a row a chunk, to which the
-    first of those who have a chunk gives its row (adding zeros is exact), and the table is added up in order: the
-    result does not depend on who computed what.
+    Each chunk is summed in float64 by whoever computes it. The sums meet in a table with a row a chunk, to which one
+    of those who have a chunk gives its row (adding zeros is exact), and the table is added up in order: the result
+    does not depend on who computed what.
 
     Args:
         batches: chunks and their numbers, as many as this worker computes.
+        given: the numbers of those whose rows it gives; each is one worker's.
 
     Raises:
         ModelError: a metric that is not one value per sample.
@@ -55,23 +61,13 @@ def evaluate(
         sums[number] = {name: _chunk_sum(name, value, len(chunks[number])) for name, value in values.items()}
     names = _agreed_names(list(next(iter(sums.values()), {})), world)
     table = torch.zeros(len(chunks), len(names), dtype=torch.float64, device=world.device)
-    for number, row in _given_by_us(sums, world).items():
-        table[number] = torch.tensor([row[name] for name in names], dtype=torch.float64)
+    for number in given:
+        table[number] = torch.tensor([sums[number][name] for name in names], dtype=torch.float64)
     if world.group is not None:
         dist.all_reduce(table, group=world.group)
     num_samples = sum(len(chunk) for chunk in chunks)
     totals = [sum(column) for column in table.t().tolist()]
     return {name: total / num_samples for name, total in zip(names, totals, strict=True)}
-
-
-def _given_by_us(sums: dict[int, dict[str, float]], world: World) -> dict[int, dict[str, float]]:
-    """What this worker gives to the table: what no worker of a lower rank has."""
-    if world.group is None:
-        return sums
-    numbers: list[Any] = [None] * world.world_size
-    dist.all_gather_object(numbers, list(sums), group=world.group)
-    lower = {number for rank in range(world.rank) for number in numbers[rank]}
-    return {number: row for number, row in sums.items() if number not in lower}
 
 
 def _chunk_sum(name: str, value: Tensor, num_samples: int) -> float:

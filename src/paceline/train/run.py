@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -488,11 +489,12 @@ class Run:
         # A worker that is alone between two meetings may have no sample, hence no gradient and no update. One that has
         # a part of the model may have no parameter, and goes on with those that have.
         has_gradient = not engine.holds_all or any(parameter.grad is not None for parameter in self.model.parameters())
-        has_gradient = has_gradient and self._is_sound(loss, given)
+        norm = functools.cache(engine.gradient_norm)  # found once a step, where anybody asks for it
+        has_gradient = has_gradient and self._is_sound(loss, given, norm)
         self._phase = "update"
         if has_gradient and self.job.optim.clip_norm is not None:
             self._scaler.unscale_(optimizer)
-            clip(self.model.parameters(), self.job.optim.clip_norm, engine.gradient_norm())
+            clip(self.model.parameters(), self.job.optim.clip_norm, norm())
         # Workers that compute other parts of a model have the same samples: they count once.
         idle = not share.sizes or not self.mesh.leads_share(self.rank)
         self._tracer.before_update(self.steps, self.model, engine.whole, loss, batch, idle=idle)
@@ -521,13 +523,13 @@ class Run:
             leave_at_once(EXCLUDED)  # the others notice, save what they have, and are started again without it
         self._agreement.tell(set() if self._checkpoints is None else self._checkpoints.wishes(), self.timer.own_s)
 
-    def _is_sound(self, loss: Tensor, batch: Batch) -> bool:
+    def _is_sound(self, loss: Tensor, batch: Batch, norm: Callable[[], Tensor]) -> bool:
         """Whether there is to be an update; the same answer on all workers that aggregate every step."""
         # Overflow under a loss scale is the scaler's business: it skips the step and scales less.
         looked_at: list[Tensor] = []
         if not self._scaler.is_enabled() and self._guard.is_on:
             held = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-            looked_at = held if self.engine.holds_all else [self.engine.gradient_norm()]
+            looked_at = held if self.engine.holds_all else [norm()]
         wrong = self._guard.look(self.steps, loss, looked_at, self.model, batch.samples, self._names_of_all)
         if wrong is None:
             return True
@@ -599,6 +601,9 @@ class Run:
         model = self.model
         chunks = chunk_ranges(_num_samples(dataset, "evaluation"), self.job.eval_batch_size)
         mine = own_chunks(len(chunks), self._share, self.mesh.num_shares, in_step=not self.engine.holds_all)
+        # Workers that compute other parts of the model have the same chunks: the first of them gives the results.
+        leads = self.mesh.leads_share(self.rank)
+        given = own_chunks(len(chunks), self._share, self.mesh.num_shares, in_step=False) if leads else []
         indices = [np.arange(chunks[n].start, chunks[n].stop) for n in mine]
         numbers = iter(mine)
 
@@ -611,7 +616,7 @@ class Run:
         try:
             with self.consensus(), torch.no_grad(), self._autocast():
                 batches = zip(mine, self.read(dataset, 0, indices, train=False), strict=True)
-                self.metrics = evaluate(batches, chunks, model, seeded, self.world)
+                self.metrics = evaluate(batches, chunks, given, model, seeded, self.world)
                 return self.metrics
         finally:
             for module in was_training:

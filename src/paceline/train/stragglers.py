@@ -46,13 +46,13 @@ class Stragglers:
             self._times_the_others[rank] = own_s / others_s
             if own_s > SLOW * others_s:
                 self._slow[rank] = self._slow.get(rank, 0) + 1
-            if self._slow.get(rank) == 1 and own_s > SLOW * others_s:
-                sentences.append(
-                    f"{self._names[rank]} holds the others up since about step {max(1, step - WINDOW_STEPS + 1)}: its "
-                    f"part of a step takes {1e3 * own_s:.3g} ms, {own_s / others_s:.1f} times the median of the others."
-                )
-            elif own_s <= SLOW * others_s and rank in self._slow:
-                del self._slow[rank]
+                if self._slow[rank] == 1:
+                    since = max(1, step - WINDOW_STEPS + 1)
+                    sentences.append(
+                        f"{self._names[rank]} holds the others up since about step {since}: its part of a step takes "
+                        f"{1e3 * own_s:.3g} ms, {own_s / others_s:.1f} times the median of the others."
+                    )
+            elif self._slow.pop(rank, 0):
                 sentences.append(f"{self._names[rank]} is as fast as the others again at step {step}.")
         return sentences
 

@@ -36,7 +36,7 @@ def test_every_sample_belongs_to_one_chunk_and_every_chunk_to_one_worker(samples
 def run(values: Tensor, chunk_size: int, measure: Measure) -> dict[str, float]:
     chunks = chunk_ranges(len(values), chunk_size)
     batches = ((number, values[chunk.start : chunk.stop]) for number, chunk in enumerate(chunks))
-    return evaluate(batches, chunks, nn.Identity(), measure, ALONE)
+    return evaluate(batches, chunks, range(len(chunks)), nn.Identity(), measure, ALONE)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 7, 100])
