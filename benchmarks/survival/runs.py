@@ -49,9 +49,9 @@ class Worker:
         return read_vitals(self.pulse).step or -1
 
 
-def train_for(folder: Path, settings: Sequence[str] = ()) -> str:
+def train_for(folder: Path, settings: Sequence[str] = (), *words: str) -> str:
     """The fingerprint of the weights of a run on one worker that nobody disturbs."""
-    launcher = OneNode().start(folder, 1, random.Random(0), settings)
+    launcher = OneNode().start(folder, 1, random.Random(0), settings, *words)
     deadline = time.monotonic() + 3600
     while launcher.poll() is None:
         assert time.monotonic() < deadline

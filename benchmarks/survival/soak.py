@@ -1,10 +1,12 @@
 """Training under fire: an elastic run that is struck again and again, and what it leaves behind.
 
-    python -m benchmarks.survival.soak [--minutes 30] [--workers 3] [--seed 0] [--out DIR]
+    python -m benchmarks.survival.soak [--minutes 30] [--workers 3] [--every 20,40] [--seed 0] [--out DIR]
 
-Every 20 to 40 s a worker, or all of them, is killed or stopped, while the launcher brings the run back by itself. The
-weights at the end have to be those of a run that nobody disturbed, bit for bit; the launcher may not keep a process, a
-file handle or memory for it, nor may anything stay in shared memory or in the temporary folder.
+Every so many seconds a worker, or all of them, is killed or stopped, while the launcher brings the run back by itself.
+When the time is over it is asked to end, and started once more for its last steps. The weights then have to be those of
+a run of as many steps that nobody disturbed, bit for bit; the launcher may not keep a process, a file handle or memory
+for a fault, nor may anything stay in shared memory or in the temporary folder. The exit code says whether all that
+holds.
 """
 
 from __future__ import annotations
@@ -15,24 +17,29 @@ import json
 import os
 import random
 import signal
+import statistics
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.checkpoint.load import newest_good
+from paceline.checkpoint.storage import open_storage
 from paceline.spec import RunRecord
 
-from .runs import OneNode, Worker, find_workers, train_for
+from .runs import OneNode, Worker, find_workers, train_for, wait_for_end
 
-FAULT_S = (20.0, 40.0)
-STEPS_PER_MINUTE = 1200
-"""About what a few workers on two cores make of the small job, restarts included; only the length depends on it."""
+LAST_STEPS = 20
+"""Of the run that is started once more when the faults are over."""
+
+ENDLESS = ("epochs=1000000", "eval_every_epochs=1000000", "checkpoint.every_epoch=false")
+"""Settings of a run that ends when it is told to."""
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What the launcher holds."""
+    """What the launcher holds, and what it left where others see it."""
 
     num_files: int
     memory_mb: float
@@ -44,11 +51,40 @@ class Footprint:
     def of(cls, pid: int) -> Footprint:
         status = Path(f"/proc/{pid}/status").read_text()
         memory_kb = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
-        return cls(
-            len(list(Path(f"/proc/{pid}/fd").iterdir())),
-            memory_kb / 1024,
-            len(list(Path("/dev/shm").glob("paceline*"))),
-            len(list(Path(tempfile.gettempdir()).glob("paceline-pulse-*"))),
+        return cls(len(list(Path(f"/proc/{pid}/fd").iterdir())), memory_kb / 1024, *_left_behind())
+
+
+@dataclass(frozen=True)
+class Soaked:
+    """What has become of a run under fire."""
+
+    faults: tuple[str, ...]
+    footprints: tuple[Footprint, ...]
+    """Of the launcher, at every fault."""
+    recoveries_s: tuple[float, ...]
+    """From a failure to the end of the next update."""
+    num_steps: int
+    weights_equal: bool
+    num_processes_left: int
+    num_left_behind: int
+    """Segments of shared memory and temporary folders."""
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether the run was struck, learned what it should have, and left nothing; a line that happens to be open
+        while the launcher talks to a worker is no leak."""
+        first, last = self.footprints[0], self.footprints[-1]
+        has_grown = last.num_files > first.num_files + 2 or last.memory_mb > 1.5 * first.memory_mb
+        return self.weights_equal and not (self.num_processes_left or self.num_left_behind > 0 or has_grown)
+
+    def __str__(self) -> str:
+        recoveries_s = sorted(self.recoveries_s) or [float("nan")]
+        return (
+            f"{len(self.faults)} faults in {self.num_steps} steps; weights equal: {self.weights_equal}\n"
+            f"recovery: median {statistics.median(recoveries_s):.1f} s, most {recoveries_s[-1]:.1f} s, "
+            f"{len(self.recoveries_s)} of them\n"
+            f"left: {self.num_processes_left} processes, {self.num_left_behind} segments and temporary folders\n"
+            f"launcher at the first fault: {self.footprints[0]}; at the last: {self.footprints[-1]}"
         )
 
 
@@ -56,40 +92,64 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--every", default="20,40", help="seconds between two faults: least and most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=None, help="folder of the runs; a temporary one")
     arguments = parser.parse_args()
     out = (arguments.out or Path(tempfile.mkdtemp(prefix="paceline-soak-"))).resolve()
-    epochs = max(1, round(arguments.minutes * STEPS_PER_MINUTE / 23))
-    settings = (f"epochs={epochs}", f"eval_every_epochs={epochs}")
-    undisturbed = train_for(out / "undisturbed", settings)
-    chance = random.Random(arguments.seed)
+    least_s, most_s = map(float, arguments.every.split(","))
+    soaked = soak(out, arguments.minutes * 60, arguments.workers, arguments.seed, (least_s, most_s))
+    print(soaked)
+    raise SystemExit(not soaked.is_clean)
+
+
+def soak(out: Path, duration_s: float, num_workers: int, seed: int, fault_s: tuple[float, float]) -> Soaked:
+    """Strike a run for so long, `fault_s` seconds (least, most) between two faults, and once at least; how it ends."""
+    chance = random.Random(seed)
     folder = out / "struck"
-    launcher = OneNode().start(
-        folder, arguments.workers, chance, settings, "--min-workers", "1", "--max-restarts", "20"
-    )
-    footprints, faults = [], []
-    next_fault = time.monotonic() + chance.uniform(*FAULT_S)
-    while launcher.poll() is None:
+    before = sum(_left_behind())
+    elastic = ("--min-workers", "1", "--max-restarts", "20")
+    launcher = OneNode().start(folder, num_workers, chance, ENDLESS, *elastic)
+    faults: list[str] = []
+    footprints: list[Footprint] = []
+    until = time.monotonic() + duration_s
+    next_fault = time.monotonic() + chance.uniform(*fault_s)
+    while time.monotonic() < until or not faults:
+        if launcher.poll() is not None:
+            raise ChildProcessError(f"The launcher has ended with {launcher.poll()}; see {folder / 'launcher.log'}.")
         time.sleep(0.2)
         workers = find_workers(folder)
-        if time.monotonic() >= next_fault and workers and max(worker.step for worker in workers) > 0:
-            with contextlib.suppress(OSError, StopIteration):
-                footprints.append(Footprint.of(launcher.pid))
+        if time.monotonic() >= next_fault and max((worker.step for worker in workers), default=-1) > 0:
+            footprints.append(Footprint.of(launcher.pid))
             faults.append(_strike(workers, chance))
             print(f"{faults[-1]}; {footprints[-1]}", file=sys.stderr, flush=True)
-            next_fault = time.monotonic() + chance.uniform(*FAULT_S)
-    deadline = time.monotonic() + 10
-    while find_workers(folder) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    record = RunRecord.load(folder / "record.json")
+            next_fault = time.monotonic() + chance.uniform(*fault_s)
+    os.kill(launcher.pid, signal.SIGTERM)
+    wait_for_end(folder, launcher)
     generations = json.loads((folder / "elastic.json").read_text())["generations"]
-    recoveries = sorted(one["recovery_s"] for one in generations if one["recovery_s"] is not None)
-    middle = recoveries[len(recoveries) // 2] if recoveries else float("nan")
-    print(f"faults: {len(faults)}; generations: {len(generations)}; median recovery {middle:.1f} s")
-    print(f"weights equal: {record.weights_sha256 == undisturbed}; processes left: {len(find_workers(folder))}")
-    if footprints:
-        print(f"launcher at first: {footprints[0]}; at last: {footprints[-1]}")
+    found, problems = newest_good(open_storage(folder / "checkpoints"))
+    if found is None or problems:
+        raise FileNotFoundError(f"No good checkpoint in {folder}, or damaged ones: {problems}.")
+    num_steps = found.manifest.step + LAST_STEPS
+    limit = ("--max-steps", str(num_steps))
+    wait_for_end(folder, OneNode().start(folder, num_workers, chance, ENDLESS, *limit))
+    return Soaked(
+        tuple(faults),
+        tuple(footprints),
+        tuple(one["recovery_s"] for one in generations if one["recovery_s"] is not None),
+        num_steps,
+        RunRecord.load(folder / "record.json").weights_sha256 == train_for(out / "undisturbed", ENDLESS, *limit),
+        len(find_workers(folder)),
+        sum(_left_behind()) - before,
+    )
+
+
+def _left_behind() -> tuple[int, int]:
+    """Segments of shared memory, and temporary folders."""
+    return (
+        len(list(Path("/dev/shm").glob("paceline*"))),
+        len(list(Path(tempfile.gettempdir()).glob("paceline-pulse-*"))),
+    )
 
 
 def _strike(workers: list[Worker], chance: random.Random) -> str:

@@ -1,0 +1,21 @@
+"""A short soak: a run that is struck again and again ends with the weights of one that nobody disturbed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_short_soak(tmp_path: Path) -> None:
+    words = ["--minutes", "0.4", "--workers", "2", "--every", "3,6", "--seed", "1", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.survival.soak", *words]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=380)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "weights equal: True" in ended.stdout and "left: 0 processes" in ended.stdout
