@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,9 @@ SETTINGS = (
     f"checkpoint.every_steps={EVERY_STEPS}",
 )
 START_S, END_S = 120.0, 60.0
+
+_PULSE = re.compile(r"(?P<path>/\S*/paceline-pulse-[^/]+/rank(?P<rank>\d+))$", re.MULTILINE)
+"""A line of /proc/PID/maps."""
 
 
 class Process(Protocol):
@@ -77,23 +81,33 @@ def wait_for_steps(folder: Path, launcher: Process) -> int | None:
 
 def wait_for_end(folder: Path, launcher: Process, timeout_s: float = END_S) -> None:
     deadline = time.monotonic() + timeout_s
-    while launcher.poll() is None or find_workers(folder):
+    while launcher.poll() is None or find_processes(folder):
         if time.monotonic() > deadline:
             raise TimeoutError(f"the run in {folder} does not end")
         time.sleep(0.02)
 
 
 def find_workers(folder: Path) -> list[Worker]:
-    """The workers of the run in a folder, wherever they are on this machine; sorted by rank."""
+    """The workers of the run in a folder that have begun, wherever they are on this machine; sorted by rank.
+
+    A worker that was forked shows the environment of the fork server; what it has mapped is its own.
+    """
     found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, KeyError, ValueError):
-            entries = (entry.partition("=") for entry in (process / "environ").read_bytes().decode().split("\0"))
-            variables = {name: value for name, _, value in entries}
-            if variables["PACELINE_RUN_DIR"] != str(folder) or b"paceline" not in (process / "cmdline").read_bytes():
-                continue
-            found.append(Worker(int(variables["RANK"]), int(process.name), Path(variables["PACELINE_PULSE"])))
+    for process in find_processes(folder):
+        with contextlib.suppress(OSError):
+            if pulse := _PULSE.search((process / "maps").read_text()):
+                found.append(Worker(int(pulse["rank"]), int(process.name), Path(pulse["path"])))
     return sorted(found, key=lambda worker: worker.rank)
+
+
+def find_processes(folder: Path) -> list[Path]:
+    """All processes in /proc that were started for the run in a folder."""
+    mark, found = f"PACELINE_RUN_DIR={folder}".encode(), []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                found.append(process)
+    return found
 
 
 def _command(folder: Path, more_settings: Sequence[str], *words: str) -> list[str]:

@@ -65,7 +65,7 @@ def said_in_the_end(stage: Stage, launcher: subprocess.Popen[str]) -> list[str]:
 
 
 def left(stage: Stage) -> list[str]:
-    """Command lines of all processes that were started for the run in this folder, standbys too."""
+    """Command lines of all processes that were started for the run in this folder, the fork server too."""
     mark, found = f"PACELINE_RUN_DIR={stage.run_dir}".encode(), []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -224,7 +224,7 @@ def test_the_launcher_is_asked_to_end(stage: Stage, moment: str) -> None:
 def test_nothing_is_left_of_a_launcher_that_is_killed(stage: Stage) -> None:
     launcher = launch(stage, COUNT_TO_THE_END, "-n", "2", "--min-workers", "1")
     await_training(stage, 0, 2)
-    wait_until(lambda: any("standby" in line for line in left(stage)), START_S)
+    wait_until(lambda: any("fork_server" in line for line in left(stage)), START_S)
     launcher.kill()
     wait_until(lambda: left(stage) == [], 5.0)
 

@@ -90,7 +90,7 @@ class Elastic:
         ),
     ] = None
     standby: Annotated[
-        bool, typer.Option(help="A process for every worker that waits with torch loaded, for quick restarts.")
+        bool, typer.Option(help="A process on every node that has torch loaded, for quick restarts.")
     ] = True
 
     def limits(self, num_workers: int) -> Limits | None:

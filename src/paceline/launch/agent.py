@@ -24,9 +24,9 @@ from paceline.errors import LaunchError
 from paceline.launch import messages
 from paceline.launch.commands import WorkerCommand
 from paceline.launch.events import WorkerExited
+from paceline.launch.forking import ForkServer
 from paceline.launch.messages import Message
 from paceline.launch.network import Door, open_doors, try_doors
-from paceline.launch.standbys import Standbys
 from paceline.launch.supervise import interval_s
 from paceline.launch.team import LocalTeam, Orders, Output, aged
 
@@ -59,7 +59,7 @@ class _Agent:
         self._saying = threading.Lock()
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._team: LocalTeam | None = None
-        self._standbys: Standbys | None = None
+        self._fork_server: ForkServer | None = None
         self._doors: list[tuple[socket.socket, Door]] = []
         self._heard_at = time.monotonic()
         self._silence_s = float("inf")
@@ -93,8 +93,8 @@ class _Agent:
     def close(self) -> None:
         if self._team is not None:
             self._team.close()
-        if self._standbys is not None:
-            self._standbys.close()
+        if self._fork_server is not None:
+            self._fork_server.close()
         self._close_doors()
 
     def _listen(self) -> None:
@@ -150,10 +150,10 @@ class _Agent:
         self._interval_s = interval_s(start.hang_timeout_s)
         output: Output = "all" if start.show_all else "rank0"
         preload = tuple(start.preload)
-        if preload and self._standbys is None:
-            self._standbys = Standbys(preload)
+        if preload and self._fork_server is None:
+            self._fork_server = ForkServer(preload)
         orders = Orders(run_dir, output, start.hang_timeout_s, self._inbox.put, start.restart, preload)
-        self._team = LocalTeam(0, orders, self._standbys)
+        self._team = LocalTeam(0, orders, self._fork_server)
         self._team.start(
             commands,
             store_fd=None if store is None else store.fileno(),

@@ -19,6 +19,7 @@ from typing import Literal
 from paceline.errors import LaunchError, PacelineError
 from paceline.launch.failures import is_consequence, signal_name
 from paceline.launch.fleet import LOOK_S, Fleet, Slot, slots
+from paceline.launch.forking import ForkServer
 from paceline.launch.report import FailureReport, describe_failure, user_mistake
 from paceline.launch.run import (
     Conditions,
@@ -29,7 +30,6 @@ from paceline.launch.run import (
     run_once,
     worker_failed,
 )
-from paceline.launch.standbys import Standbys
 from paceline.launch.supervise import Outcome
 from paceline.spec import Cluster, Plan
 from paceline.spec.plan import EXCLUDED
@@ -177,7 +177,7 @@ def run_elastic(
     chronicle = _Chronicle(conditions.run_dir / "elastic.json")
     tally, restart = Tally(), 0
     newcomers: list[str] = []
-    with catch_signals() as signals, contextlib.closing(Standbys(conditions.preload)) as standbys:
+    with catch_signals() as signals, contextlib.closing(ForkServer(conditions.preload)) as fork_server:
         while True:
             raise_interruption(signals.end_wanted())
             plan = plan_for(fleet.cluster, min(limits.max_workers, fleet.num_slots))
@@ -191,7 +191,7 @@ def run_elastic(
                     conditions,
                     signals=signals,
                     restart=restart,
-                    standbys=standbys if conditions.preload else None,
+                    fork_server=fork_server if conditions.preload else None,
                     could_grow=(lambda: fleet.has_returned) if could_grow else lambda: False,
                 )
             except LaunchError as error:

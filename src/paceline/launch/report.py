@@ -234,7 +234,7 @@ def _of_the_user(stacks: str) -> str:
     threads = [thread for thread in stacks.split("\n\n") if "paceline/launch/beat.py" not in thread]
     lines = (line for thread in threads for line in thread.splitlines())
     return "\n".join(
-        line for line in lines if not re.search(r"paceline/launch/(worker|standby)\.py|<frozen runpy>", line)
+        line for line in lines if not re.search(r"paceline/launch/(worker|fork_server)\.py|<frozen runpy>", line)
     )
 
 

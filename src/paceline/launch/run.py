@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from paceline.errors import LaunchError, PacelineError, WorkerFailed
 from paceline.launch.commands import WorkerCommand, meeting_on_one_node, worker_commands
 from paceline.launch.events import Events, Signalled
+from paceline.launch.forking import ForkServer
 from paceline.launch.remote import RemoteTeam, arrange_meeting
 from paceline.launch.report import FailureReport, clear_report, describe_failure, user_mistake
-from paceline.launch.standbys import Standbys
 from paceline.launch.supervise import Outcome, Supervisor
 from paceline.launch.team import LocalTeam, Orders, Output, Team
 
@@ -99,7 +99,7 @@ class Conditions:
     hang_timeout_s: float = HANG_TIMEOUT_S
     environ: Mapping[str, str] = field(default_factory=dict)
     preload: tuple[str, ...] = ()
-    """Modules that processes load in advance for the next start; none: no such processes."""
+    """As in `Orders`."""
     goes_on: bool = False
     """Whether a failure is followed by another start: then nobody is given time to end."""
 
@@ -112,7 +112,7 @@ def run_once(
     *,
     signals: Signals | None = None,
     restart: int = 0,
-    standbys: Standbys | None = None,
+    fork_server: ForkServer | None = None,
     could_grow: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """Start the workers of `plan` and watch them until the last one has ended; nothing of them is left then.
@@ -120,7 +120,7 @@ def run_once(
     Args:
         signals: those of a caller that has more than this to do; None: they are caught while workers run.
         restart: how often the run has been started before.
-        standbys: of this node; agents have their own.
+        fork_server: of this node; agents have their own.
         could_grow: whether there is a reason to end the run and start it with more workers.
 
     Raises:
@@ -146,7 +146,7 @@ def run_once(
         if remote:
             teams = _start_on(remote, commands, orders, meeting.port, at_end)
         else:
-            teams = [_start_here(commands, orders, standbys, at_end)]
+            teams = [_start_here(commands, orders, fork_server, at_end)]
         supervisor = Supervisor(
             teams,
             events,
@@ -172,9 +172,9 @@ def _chosen(nodes: Sequence[RemoteTeam], plan: Plan) -> list[RemoteTeam]:
 
 
 def _start_here(
-    commands: Sequence[WorkerCommand], orders: Orders, standbys: Standbys | None, at_end: contextlib.ExitStack
+    commands: Sequence[WorkerCommand], orders: Orders, fork_server: ForkServer | None, at_end: contextlib.ExitStack
 ) -> LocalTeam:
-    team = at_end.enter_context(contextlib.closing(LocalTeam(0, orders, standbys)))
+    team = at_end.enter_context(contextlib.closing(LocalTeam(0, orders, fork_server)))
     team.start(commands)
     return team
 

@@ -19,10 +19,10 @@ from paceline.errors import LaunchError
 from paceline.launch.commands import WorkerCommand
 from paceline.launch.events import Event, WorkerExited
 from paceline.launch.failures import Ending, Failure, failure_path, log_path, stack_path
+from paceline.launch.forking import ForkServer, Process
 from paceline.launch.hang import WorkerState
 from paceline.launch.memory import count_oom_kills, kernel_log_names
 from paceline.launch.output import LinePump, Show, show_here
-from paceline.launch.standbys import Standbys
 from paceline.pulse import read_vitals
 
 Output = Literal["rank0", "all"]
@@ -43,7 +43,7 @@ class Orders:
     restart: int = 0
     """How often the run has been started before; its logs go on where they were."""
     preload: tuple[str, ...] = ()
-    """Modules that processes are to load in advance for the next start; none: no such processes."""
+    """Modules that a process of each node loads, to fork the workers of the next start; none: no such process."""
 
 
 class Team(Protocol):
@@ -89,14 +89,14 @@ class LocalTeam:
 
     hostname = ""
 
-    def __init__(self, number: int, orders: Orders, standbys: Standbys | None = None) -> None:
-        """`number` is the team's own in the events it tells; `standbys` are kept as many as workers."""
-        self._standbys = standbys
+    def __init__(self, number: int, orders: Orders, fork_server: ForkServer | None = None) -> None:
+        """`number` is the team's own in the events it tells; `fork_server` is prepared for the next start."""
+        self._fork_server = fork_server
         self._variables: list[dict[str, str]] = []
         self._number = number
         self._orders = orders
         self._run_dir = orders.run_dir
-        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._running: dict[int, Process] = {}
         self._stopped_since: dict[int, float] = {}
         self._oom_kills: dict[int, int | None] = {}
         self._pump: LinePump | None = None
@@ -149,6 +149,7 @@ class LocalTeam:
         # Its children first: until it is reaped, its pid cannot have become another group's.
         _signal_group(process, signal.SIGKILL)
         exit_code = process.wait()
+        _reap_group(process.pid)
         ran_out = exit_code == -signal.SIGKILL and (
             (before is not None and after is not None and after > before) or kernel_log_names(process.pid)
         )
@@ -214,11 +215,11 @@ class LocalTeam:
         return written
 
     def tend(self) -> None:
-        if self._standbys is None or len(self._running) < len(self._variables):
+        if self._fork_server is None or len(self._running) < len(self._variables):
             return
         # Not while workers start: they would get to their first step later.
         if all(state.trained_s is not None for state in self.states()):
-            self._standbys.keep(len(self._variables), self._variables[0])
+            self._fork_server.prepare(self._variables[0])
 
     def ask_to_save(self) -> None:
         for rank, process in self._running.items():
@@ -248,7 +249,7 @@ class LocalTeam:
     def _pulse(self, rank: int) -> Path:
         return Path(self._pulses.name) / f"rank{rank}"
 
-    def _popen(self, command: WorkerCommand, store_fd: int | None, *, inherits: bool) -> subprocess.Popen[bytes]:
+    def _popen(self, command: WorkerCommand, store_fd: int | None, *, inherits: bool) -> Process:
         if inherits:
             return self._spawn(command, store_fd)  # a terminal stays a terminal
         with contextlib.ExitStack() as on_error:
@@ -273,11 +274,11 @@ class LocalTeam:
 
     def _spawn(
         self, command: WorkerCommand, store_fd: int | None, stdout: int | None = None, stderr: int | None = None
-    ) -> subprocess.Popen[bytes]:
+    ) -> Process:
         variables = command.variables | env.node_variables(self._pulse(command.rank), store_fd)
-        if self._standbys is not None:
+        if self._fork_server is not None:
             streams = (self._lifeline_read, 1 if stdout is None else stdout, 2 if stderr is None else stderr)
-            process = self._standbys.take(command.argv, variables, streams, store_fd)
+            process = self._fork_server.fork(command.argv, variables, streams, store_fd)
             if process is not None:
                 return process
         # The kernel ties a worker's life to the thread that starts it: this one, which stays to the end.
@@ -291,7 +292,7 @@ class LocalTeam:
             start_new_session=True,
         )
 
-    def _report_exit(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+    def _report_exit(self, rank: int, process: Process) -> None:
         if hasattr(os, "waitid"):
             try:
                 os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # leaves it to be reaped
@@ -314,14 +315,21 @@ def _pipe(ours: contextlib.ExitStack, theirs: contextlib.ExitStack) -> tuple[IO[
     return ours.enter_context(os.fdopen(read_fd, "rb", buffering=0)), write_fd
 
 
-def _send(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+def _send(process: Process, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, number)  # not yet reaped: the pid is its own
 
 
-def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+def _signal_group(process: Process, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS forbids what Linux does not find
         os.killpg(process.pid, number)
+
+
+def _reap_group(group: int) -> None:
+    """Let go of a dead worker's children, where this process takes in orphans (`fork_server`)."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-group, os.WNOHANG)[0]:
+            pass
 
 
 def _is_stopped(pid: int) -> bool:

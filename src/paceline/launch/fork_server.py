@@ -1,0 +1,138 @@
+"""A process that loads what workers will load, then forks them.
+
+    python -m paceline.launch.fork_server FD module package.module
+
+Over the socket FD it says that it has loaded. Then it gets the descriptors, the environment and the program of one
+worker after the other, and answers with the pid of each. The end of the socket means that nobody needs it any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import resource
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline import env
+from paceline.launch.forking import NUMBER, receive
+from paceline.launch.worker import die_with_launcher
+from paceline.launch.worker import main as work
+
+NICENESS = 5
+"""While it loads: the workers beside it come first."""
+
+_CAP_SYS_NICE = 23
+"""From <linux/capability.h>."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a new process would have been given."""
+
+    program: list[str]
+    environ: dict[str, str]
+    descriptors: list[int]
+    """Standard input, output and error; for rank 0 of several nodes the listening socket of the meeting point too."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Load the named modules, then fork workers until nobody can ask for them any more."""
+    die_with_launcher()
+    may_return = _may_return_from_niceness()
+    if may_return:
+        os.nice(NICENESS)
+    order = None
+    with socket.socket(fileno=int(arguments[0])) as connection:
+        if _is_alone(connection):
+            return
+        for module in arguments[1:]:
+            with contextlib.suppress(ImportError):  # the program itself will say it better
+                importlib.import_module(module)
+        gc.collect()
+        gc.freeze()  # what is never looked at stays shared with the workers
+        with contextlib.suppress(OSError, EOFError):
+            order = serve(connection)
+    if order is not None:
+        if may_return:
+            os.setpriority(os.PRIO_PROCESS, 0, 0)
+        become_worker(order)
+
+
+def serve(connection: socket.socket) -> Order | None:
+    """Fork workers: returns in each of them with what it is to do, and in the server at the end."""
+    connection.sendall(b".")  # ready
+    while True:
+        header, descriptors, _, _ = socket.recv_fds(connection, NUMBER.size, 4)
+        if not header:
+            return None
+        told = json.loads(receive(connection, *NUMBER.unpack(header)))
+        if _fork(connection):
+            return Order(told["program"], told["environ"], descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _fork(connection: socket.socket) -> bool:
+    """Fork an orphan and tell its pid; True in the orphan, once the one who asked has adopted it and knows of it."""
+    (waits, goes), (hears, tells) = os.pipe(), os.pipe()
+    middle = os.fork()
+    if middle == 0:
+        orphan = os.fork()
+        if orphan:
+            os.write(tells, NUMBER.pack(orphan))
+            os._exit(0)
+        os.close(goes)
+        if not os.read(waits, 1):
+            os._exit(1)  # the server died before it could tell
+        for descriptor in (waits, hears, tells):
+            os.close(descriptor)
+        return True
+    os.waitpid(middle, 0)  # from now on the orphan has the parent with which it is to die
+    try:
+        connection.sendall(os.read(hears, NUMBER.size))
+        os.write(goes, b".")
+    finally:
+        for descriptor in (waits, goes, hears, tells):
+            os.close(descriptor)
+    return False
+
+
+def become_worker(order: Order) -> None:
+    """Be to the program what a new process would be."""
+    os.setsid()
+    for target, descriptor in enumerate(order.descriptors[:3]):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    env.become(order.environ, order.descriptors[3] if len(order.descriptors) > 3 else None)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # workers are to draw differently, as new processes do
+    work(order.program)
+
+
+def _is_alone(connection: socket.socket) -> bool:
+    """Whether whoever started this process died before it could ask the kernel to die with it."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+
+
+def _may_return_from_niceness() -> bool:
+    """Whether this process may take back its priority once it has given it up."""
+    try:
+        status = Path("/proc/self/status").read_text()
+        capabilities = next(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapEff"))
+        return bool(capabilities >> _CAP_SYS_NICE & 1) or resource.getrlimit(resource.RLIMIT_NICE)[0] >= 20
+    except (OSError, StopIteration, AttributeError):
+        return False
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
