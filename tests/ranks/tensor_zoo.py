@@ -151,6 +151,40 @@ class Weights(nn.Module):
         return y
 
 
+class Asking(nn.Module):
+    """Blocks in a list, called one by one in a forward that decides by values."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, width)
+        self.blocks = nn.ModuleList(AskingBlock(width, num_heads) for _ in range(2))
+        self.head = nn.Linear(width, WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words)
+        for block in self.blocks:
+            x = block(x)
+        y: Tensor = self.head(x if float(x.detach().sum()) > -1e9 else -x)
+        return y
+
+
+class AskingBlock(nn.Module):
+    """Its attention asks its input how long it is."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.LayerNorm(width, bias=False)
+        self.attention = SeparateHeads(width, num_heads, num_heads)
+        self.gated, self.drop = Gated(width, 2 * width), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is not None:
+            x = x * mask
+        x = x + self.drop(self.attention(self.norm1(x)))
+        y: Tensor = x * 0.5 + self.gated(self.norm2(x))
+        return y
+
+
 def _encoder() -> nn.Module:
     layer = nn.TransformerEncoderLayer(12, 3, 20, dropout=0.2, activation="gelu", batch_first=True)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)

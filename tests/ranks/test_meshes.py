@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paceline
+from paceline.comm import Aggregator
 from paceline.errors import JobError
 from paceline.parallel.parts import local_bytes
 from paceline.spec import Job, Plan, check_mesh, parse_mesh
@@ -325,6 +326,54 @@ def test_replicas_that_are_spread_tell_of_noise_what_whole_ones_do_and_use_what_
     spread = assert_learn_the_same(4, [("never", "dp2 x tp2"), ("never", "dp2 x pp2"), ("skips", "dp2 x tp2")])
     assert whole["noise"]["num_measured"] == 3
     assert all(one["noise"] == pytest.approx(whole["noise"], rel=1e-6) for one in spread[:2])
+
+
+# --- replicas ---
+
+
+def _order_of_sums(strategies: list[str]) -> list[list[str]]:
+    """What happens in the second step: sums that begin, and the gradient of each layer."""
+    return [_order_of_events(strategy) for strategy in strategies]
+
+
+def _order_of_events(strategy: str) -> list[str]:
+    mesh = parse_mesh(strategy, 4)
+    plan = Plan(world_size=4, mesh=mesh, algorithm="all_reduce", micro_batch_size=2, timeout_s=60)
+    job = Job().with_values(global_batch_size=8, virtual_shards=4, epochs=1, measure_noise=False)
+    events: list[str] = []
+    plain = Aggregator.sum_bucket
+
+    def sum_bucket(self: Aggregator, bucket: Any) -> Any:
+        events.append("sum")
+        return plain(self, bucket)
+
+    Aggregator.sum_bucket = sum_bucket  # type: ignore[method-assign]
+    try:
+        with paceline.init(job, plan=plan) as run:
+            # Of every stage the last layers are a bucket of their own: a MiB and more, on each of two workers.
+            model = nn.Sequential(*[nn.Sequential(nn.Linear(768, 768), nn.ReLU()) for _ in range(4)])
+            run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), example=torch.randn(2, 768))
+            for name, parameter in run.engine.module.named_parameters():
+                if name.endswith("weight"):
+                    parameter.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
+            for number, batch in enumerate(run.batches(_vectors(16, 768))):
+                if number == 1:
+                    events.clear()
+                run.step(batch, _loss)
+        return events
+    finally:
+        Aggregator.sum_bucket = plain  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+def test_replicas_add_up_while_backward_goes_on() -> None:
+    """In the last of a step's passes, and never in one before it."""
+    strategies = ["dp2 x fsdp2", "dp2 x tp2", "dp2 x pp2"]
+    for strategy, events in zip(strategies, run_ranks(_order_of_sums, 4, strategies, timeout_s=120)[0], strict=True):
+        first = events.index("sum")
+        last_gradient = max(place for place, event in enumerate(events) if event != "sum")
+        assert first < last_gradient, strategy
+        assert events.count(events[last_gradient]) == events[:first].count(events[0]), strategy
 
 
 # --- refused ---

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,14 +16,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+import paceline
 from paceline.env import worker_facts
 from paceline.models import build
 from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm
-from paceline.parallel.tensor import bytes_per_pass, bytes_per_sample, layer_sizes, tensor_parallel
-from paceline.spec import ModelSpec, Plan
+from paceline.parallel.parts import local
+from paceline.parallel.sharded import recompute
+from paceline.parallel.tensor import bytes_per_pass, bytes_per_sample, find_layout, layer_sizes, tensor_parallel
+from paceline.parallel.tensor.positions import PositionsLayerNorm
+from paceline.spec import Job, ModelSpec, PipelineSpec, Plan, parse_mesh
+from paceline.train.optim import build_optimizer
 from paceline.train.process_group import join
 from tests.ranks.harness import run_ranks
-from tests.ranks.tensor_zoo import WORDS, ZOO
+from tests.ranks.tensor_zoo import WORDS, ZOO, Asking, Language
 
 
 def _mesh(*degrees: int, names: tuple[str, ...] = ("tp",)) -> DeviceMesh:
@@ -66,7 +71,7 @@ def _train(case: Case, dtype: torch.dtype, num_steps: int) -> dict[str, Any]:
     whole = case.make_model().to(dtype)
     inputs, targets = case.make_batch(dtype)
     model = copy.deepcopy(whole)
-    tensor_parallel(model, mesh, large=case.large)
+    tensor_parallel(model, mesh, large=case.large, sequence_parallel=case.sequence_parallel)
     models = (whole, model)
     norms = [NormStatistics(m) for m in models]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.002, momentum=0.9, foreach=False) for m in models]
@@ -125,6 +130,7 @@ class Case:
     make_model: Callable[[], nn.Module]
     make_batch: Callable[[torch.dtype], tuple[Tensor, Tensor]]
     large: int = 0
+    sequence_parallel: bool = False
     num_steps_float32: int = 10
     """A last bit more or less in the weights of a small net with batch norm makes other gradients soon, on one device
     too: measured 5e-6 in the first step of ResNet-18, 3e-3 in the second and 0.2 in the tenth."""
@@ -160,6 +166,26 @@ MODELS = {
 }
 
 
+SEQUENCES = {
+    "gpt": replace(MODELS["gpt"], sequence_parallel=True),  # 7 positions
+    "asks for lengths": Case(
+        lambda: Asking(12, 4), partial(_tokens, 2, 3, WORDS), sequence_parallel=True
+    ),  # in a forward that decides by values, so each block begins and ends by itself
+    "encoder": Case(
+        lambda: Language(
+            nn.TransformerEncoder(
+                nn.TransformerEncoderLayer(12, 4, 20, dropout=0.2, activation="gelu", batch_first=True),
+                num_layers=2,
+                enable_nested_tensor=False,
+            )
+        ),
+        partial(_tokens, 3, 5, WORDS),
+        sequence_parallel=True,
+    ),
+    "one position": replace(MODELS["gpt"], make_batch=partial(_tokens, 3, 1, 33), sequence_parallel=True),
+}
+
+
 def _both_precisions(name: str) -> list[dict[str, Any]]:
     case = MODELS[name]
     return [_train(case, torch.float64, 10), _train(case, torch.float32, case.num_steps_float32)]
@@ -189,6 +215,113 @@ def test_losses_and_gradients_are_those_of_one_worker(name: str, degree: int) ->
         assert rounded["errors"]["gradient"] < (1e-5 if name == "resnet18" else 1e-6), (rank, rounded["errors"])
         assert exact["spread"] == rounded["spread"] == 0.0
         assert exact["part"] < 1.2 / degree
+
+
+def _by_positions() -> list[dict[str, Any]]:
+    cases = [(case, 10 if name == "gpt" else 1) for name, case in SEQUENCES.items()]
+    return [_train(case, torch.float64, num_steps) for case, num_steps in cases]
+
+
+def test_parts_of_the_positions_give_the_losses_and_gradients_of_one_worker() -> None:
+    found = {name: find_layout(case.make_model(), 2, sequence_parallel=True) for name, case in SEQUENCES.items()}
+    assert [len(layout.stretches) for layout in found.values()] == [1, 2, 1, 1]
+    assert found["asks for lengths"].stretches[0].doors == ("blocks.0.attention",)
+    for results in run_ranks(_by_positions, 2, timeout_s=100):
+        for name, exact in zip(SEQUENCES, results, strict=True):
+            assert max(exact["errors"].values()) < 1e-10, (name, exact["errors"])
+            assert exact["spread"] == 0.0, name
+
+
+def _kept_bytes(model: nn.Module, inputs: Tensor) -> int:
+    """What autograd keeps from forward for backward, each tensor's memory once, and no parameter."""
+    parameters = {local(parameter).untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(inputs)
+    found = sum(tensor.untyped_storage().nbytes() for at, tensor in kept.items() if at not in parameters)
+    output.sum().backward()
+    return found
+
+
+def _recomputed_by_positions() -> tuple[float, float, float]:
+    """Bytes kept with positions parted, by those without; with activations computed again; and the largest error of
+    gradients where two passes of other lengths are under way at once."""
+    mesh = _mesh()
+    torch.manual_seed(0)
+    options = {"vocab_size": 33, "context": 64, "width": 32, "num_heads": 4, "num_layers": 4, "dropout": 0.2}
+    whole = build(ModelSpec("gpt", options)).double()
+    inputs = torch.randint(33, (2, 63))
+    ratios, gradients = [], []
+    for recomputes in (False, True):
+        num_bytes = []
+        for parted in (False, True):
+            model = copy.deepcopy(whole)
+            tensor_parallel(model, mesh, sequence_parallel=parted)
+            if recomputes:
+                recompute(model)
+            num_bytes.append(_kept_bytes(model, inputs))
+            model.zero_grad()
+            torch.manual_seed(1)
+            losses = [_loss(model, inputs[:, :length], inputs[:, :length]) for length in (7, 4)]
+            for loss in losses:
+                loss.backward()
+            gradients.append([local(p.grad) for p in model.parameters() if p.grad is not None])
+        ratios.append(num_bytes[1] / num_bytes[0])
+    error = max(
+        _error(ours, theirs) for other in gradients[1:] for ours, theirs in zip(other, gradients[0], strict=True)
+    )
+    return ratios[0], ratios[1], error
+
+
+def test_parts_of_the_positions_are_kept_for_backward() -> None:
+    for kept, kept_of_blocks, error in run_ranks(_recomputed_by_positions, 2, timeout_s=60):
+        # In units of a position's width a block keeps 13 / 2 of shared layers, 2 of what columns have gathered, and 4
+        # that are now parted: 10.5 instead of 12.5.
+        assert 10.5 / 12.5 < kept < 0.9
+        assert kept_of_blocks < 0.8  # its input in parts; but what lies outside of blocks is kept as it was
+        assert error < 1e-12
+
+
+def _learned(runs: list[tuple[str, bool]]) -> list[tuple[list[float], dict[str, Tensor]]]:
+    """Losses and weights of a GPT after three steps, by strategy and whether activations are computed again."""
+    num_workers = worker_facts().world_size
+    optim = {"name": "sgd", "lr": 0.1, "clip_norm": 0.1}
+    job = Job().with_values(global_batch_size=12, virtual_shards=4, epochs=1, precision="float64", optim=optim)
+    draw = torch.Generator().manual_seed(0)
+    tokens, targets = (torch.randint(33, (36, 7), generator=draw) for _ in range(2))
+    found = []
+    for strategy, recomputes in runs:
+        plan = Plan(
+            world_size=num_workers,
+            mesh=parse_mesh(strategy, num_workers),
+            algorithm="all_reduce",
+            recompute=recomputes,
+            sequence_parallel=True,
+            pipeline=PipelineSpec(cuts=("blocks.1",) if "pp" in strategy else ()),
+            timeout_s=60,
+        )
+        with paceline.init(job, plan=plan) as run:
+            model = MODELS["gpt"].make_model()
+            run.prepare(model, build_optimizer(job.optim, model), example=tokens[:2])
+            assert num_workers == 1 or any(isinstance(m, PositionsLayerNorm) for m in run.model.modules())
+            data = torch.utils.data.TensorDataset(tokens, targets)
+            losses = [float(run.step(batch, lambda model, batch: _loss(model, *batch))) for batch in run.batches(data)]
+            found.append((losses, {name: value.detach().clone() for name, value in run.whole_state().items()}))
+    return found
+
+
+@pytest.mark.slow
+def test_parts_of_the_positions_on_meshes() -> None:
+    (losses, weights), *_ = run_ranks(_learned, 1, [("dp", False)])[0]
+    for other_losses, other in run_ranks(_learned, 4, [("pp2 x tp2", True), ("fsdp2 x tp2", False)], timeout_s=200)[0]:
+        assert len(losses) == 3 and other_losses == pytest.approx(losses, rel=1e-12)
+        assert weights.keys() == other.keys()
+        assert max(_error(other[name], weight) for name, weight in weights.items()) < 1e-10
 
 
 def _sharded_and_tensor(name: str) -> list[float]:
@@ -239,6 +372,7 @@ class _Counted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, world_size: int, rank: int) -> None:
         self.num_bytes = 0.0
         all_reduce, all_gather, all_to_all = dist.all_reduce, dist.all_gather, dist.all_to_all_single
+        reduce_scatter = dist.reduce_scatter
 
         def count_all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             self.num_bytes += 2 * (world_size - 1) / world_size * tensor.nbytes
@@ -254,22 +388,26 @@ class _Counted:
             self.num_bytes += (sum(sent) - sent[rank]) * source[0].nbytes
             return all_to_all(to, source, received, sent, *args, **kwargs)
 
+        def count_reduce_scatter(own: Tensor, parts: list[Tensor], *args: Any, **kwargs: Any) -> Any:
+            self.num_bytes += (world_size - 1) * own.nbytes  # as a ring does; Gloo sums all, which is twice that
+            return reduce_scatter(own, parts, *args, **kwargs)
+
+        monkeypatch.setattr(dist, "reduce_scatter", count_reduce_scatter)
         monkeypatch.setattr(dist, "all_reduce", count_all_reduce)
         monkeypatch.setattr(dist, "all_gather", count_all_gather)
         monkeypatch.setattr(dist, "all_to_all_single", count_all_to_all)
 
 
-def _count(names: tuple[str, ...]) -> dict[str, tuple[float, float]]:
+def _count(cases: dict[str, Case]) -> dict[str, tuple[float, float]]:
     """By model: bytes counted and bytes foretold, of one forward and backward."""
     mesh = _mesh()
     found = {}
-    for name in names:
-        case = MODELS[name]
+    for name, case in cases.items():
         torch.manual_seed(0)
         model = case.make_model()
         inputs, targets = case.make_batch(torch.float32)
         sizes = layer_sizes(model, partial(_call, inputs), len(inputs))
-        layout = tensor_parallel(model, mesh, large=case.large)
+        layout = tensor_parallel(model, mesh, large=case.large, sequence_parallel=case.sequence_parallel)
         with pytest.MonkeyPatch.context() as monkeypatch:
             counted = _Counted(monkeypatch, mesh.size(), mesh.get_local_rank())
             _loss(model, inputs, targets).backward()
@@ -278,8 +416,15 @@ def _count(names: tuple[str, ...]) -> dict[str, tuple[float, float]]:
     return found
 
 
+def _counted_models() -> dict[str, tuple[float, float]]:
+    names = ("mlp", "lenet", "two columns", "gpt")
+    return _count(
+        {name: MODELS[name] for name in names} | {f"{name} by positions": SEQUENCES[name] for name in SEQUENCES}
+    )
+
+
 def test_workers_send_the_bytes_of_the_formula() -> None:
-    for found in run_ranks(_count, 4, ("mlp", "lenet", "two columns", "gpt"), timeout_s=60):
+    for found in run_ranks(_counted_models, 4, timeout_s=60):
         for name, (counted, foretold) in found.items():
             assert counted > 0 and counted == pytest.approx(foretold, rel=1e-12), name
 

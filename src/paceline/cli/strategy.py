@@ -46,6 +46,12 @@ class Strategy:
     recompute: Annotated[
         bool, typer.Option("--recompute", help="Compute activations again in backward instead of keeping them.")
     ] = False
+    sequence_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--sequence-parallel", help="Between layers shared by tp, keep a part of the positions on each worker."
+        ),
+    ] = False
     cpu_offload: Annotated[
         bool, typer.Option("--cpu-offload", help="Keep sharded parameters in host memory while they are not used.")
     ] = False
@@ -63,7 +69,8 @@ class Strategy:
         if self.strategy == ONE_PROCESS:
             return dataclasses.replace(place(job, cluster, 1, **wishes), devices_in_process=num_devices)
         if self.strategy == "auto":
-            return self._chosen(job, cluster, num_devices, wishes)
+            chosen = self._chosen(job, cluster, num_devices, wishes)
+            return dataclasses.replace(chosen, sequence_parallel=self.sequence_parallel)
         if self.strategy is None and planned is not None and planned.mesh is not None:
             if planned.mesh.num_workers != num_devices:
                 raise JobError(
@@ -71,7 +78,12 @@ class Strategy:
                     "--workers out, or name another --strategy."
                 )
             plan = place(job, cluster, num_devices, mesh=planned.mesh, **wishes)
-            return dataclasses.replace(plan, pipeline=planned.pipeline, recompute=planned.recompute)
+            return dataclasses.replace(
+                plan,
+                pipeline=planned.pipeline,
+                recompute=planned.recompute,
+                sequence_parallel=self.sequence_parallel or planned.sequence_parallel,
+            )
         mesh = None
         if self.strategy not in (None, "dp"):
             mesh = parse_mesh(self.strategy, num_devices, len(cluster.nodes))
@@ -83,6 +95,7 @@ class Strategy:
             plan,
             pipeline=PipelineSpec(self.schedule, self.stages_per_worker, tuple(self.cut or ())),
             recompute=self.recompute,
+            sequence_parallel=self.sequence_parallel,
             cpu_offload=self.cpu_offload,
         )
 
@@ -108,11 +121,13 @@ class Strategy:
     def _check_options(self, mesh: Mesh | None) -> None:
         if mesh is None or mesh.num_workers > 1:  # one worker shares nothing, whatever is said of it
             has_pp, has_fsdp = mesh is not None and mesh.pp > 1, mesh is not None and mesh.fsdp > 1
+            has_tp = mesh is not None and mesh.tp > 1
             needs = (
                 ("--schedule", "a pipeline, such as --strategy pp", self.schedule != "1f1b", has_pp),
                 ("--stages-per-worker", "a pipeline, such as --strategy pp", self.stages_per_worker > 1, has_pp),
                 ("--cut", "a pipeline, such as --strategy pp", bool(self.cut), has_pp),
                 ("--cpu-offload", "sharded parameters, such as --strategy fsdp", self.cpu_offload, has_fsdp),
+                ("--sequence-parallel", "shared layers, such as --strategy tp", self.sequence_parallel, has_tp),
                 ("--recompute", "a mesh, such as --strategy fsdp", self.recompute, mesh is not None),
             )
             for option, what, is_set, is_there in needs:

@@ -22,7 +22,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.errors import JobError
-from paceline.parallel.parts import device_mesh_of, local_bytes
+from paceline.parallel.parts import device_mesh_of, local, local_bytes
+from paceline.parallel.pipeline.calls import generator_state
 from paceline.parallel.pipeline.chain import Chain, trace
 from paceline.parallel.pipeline.cut import LayerCost, best_cut
 from paceline.parallel.pipeline.measure import measure_layers
@@ -58,7 +59,11 @@ class StageFacts:
     sent_bytes: Mapping[AxisName, float]
     """Along fsdp, tp and pp."""
     whole_parameter_bytes: int
-    """Of the stage's parameters before they are sharded along fsdp."""
+    """Of the stage's parameters before they are sharded along fsdp, rows filled up as there."""
+    gradient_bytes: int
+    """Of the worker's own part: of what is trained."""
+    tied_bytes: int
+    """Gradients of parameters that other stages have too: sent to each of them, once a step."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,8 @@ class DryRun:
         time, comes on top."""
         keeps_gathered = self.mesh.fsdp > 1 and self.mesh.zero_stage < 3
         return tuple(
-            stage.parameter_bytes * (2 + self.optimizer_copies)
+            stage.parameter_bytes
+            + stage.gradient_bytes * (1 + self.optimizer_copies)
             + stage.whole_parameter_bytes * keeps_gathered
             + stage.activation_bytes * min(self.mesh.pp - place, self.num_micro_batches)
             for place, stage in enumerate(self.stages)
@@ -87,14 +93,18 @@ class DryRun:
     def sent_bytes(self, axis: AxisName) -> float:
         """What the worker that sends most sends along an axis in a step.
 
-        An all_reduce of S bytes makes each of n workers send 2 (n - 1)/n S; a gather or a scatter half of that.
+        An all_reduce of S bytes makes each of n workers send 2 (n - 1)/n S; a gather or a scatter half of that. A loss
+        and some more numbers, one for each parameter at most, travel besides.
         """
+        return max(self.sent_bytes_of(stage, axis) for stage in self.stages)
+
+    def sent_bytes_of(self, stage: StageFacts, axis: AxisName) -> float:
+        """What a worker of one stage sends along an axis in a step."""
         if axis == "dp":
-            n = self.mesh.dp
-            return max(2 * (n - 1) / n * stage.parameter_bytes for stage in self.stages)
+            return 2 * (self.mesh.dp - 1) / self.mesh.dp * stage.gradient_bytes
         # The first stage of ZeRO gathers and scatters once a step, not for every micro-batch.
         times = 1 if axis == "fsdp" and self.mesh.zero_stage == 1 else self.num_micro_batches
-        return max(times * stage.sent_bytes.get(axis, 0.0) for stage in self.stages)
+        return times * stage.sent_bytes.get(axis, 0.0) + stage.tied_bytes * (axis == "pp")
 
     @property
     def bubble(self) -> float:
@@ -142,13 +152,29 @@ def dry_run(
     starts = best_cut(costs, mesh.pp) if mesh.pp > 1 else (0,)
     runs = list(zip(starts, (*starts[1:], len(costs)), strict=True))
     # All of them first: what stages share would else be shared out twice.
-    stages = [Stage(chain, start, stop).train() for start, stop in runs]
+    stages = _stages(chain, runs)
+    holders = Counter(parameter for stage in stages for parameter in stage.parameters())
+    others = [{name: holders[parameter] - 1 for name, parameter in stage.named_parameters()} for stage in stages]
+    found: list[StageFacts] = []
+    message = _Message()
     with _pretended(mesh) as device_mesh:
-        found = [
-            _try_stage(stage, chain, costs, run, device_mesh, mesh, arguments, recomputes)
-            for stage, run in zip(stages, runs, strict=True)
-        ]
+        for stage, run, num_others in zip(stages, runs, others, strict=True):
+            facts, message = _try_stage(
+                stage, chain, costs, run, message, num_others, device_mesh, mesh, arguments, recomputes
+            )
+            found.append(facts)
     return DryRun(mesh, num_micro_batches, tuple(found), optimizer_copies)
+
+
+def _stages(chain: Chain, runs: Sequence[tuple[int, int]]) -> list[nn.Module]:
+    if len(runs) == 1:  # layers that follow each other are found in the model, and not where each stands alone
+        return [chain.model.train()]
+    stages = [Stage(chain, start, stop) for start, stop in runs]
+    used = {name for stage in stages for name, _ in stage.named_parameters(remove_duplicate=False)}
+    for name, _ in chain.model.named_parameters(remove_duplicate=False):
+        if name not in used:
+            stages[0].keep(chain.model, name)
+    return [stage.train() for stage in stages]
 
 
 def traced(model: nn.Module, arguments: Sequence[Any]) -> tuple[Chain, list[LayerCost]]:
@@ -233,68 +259,104 @@ def _is_in(name: str, module: str) -> bool:
     return name == module or name.startswith(f"{module}.")
 
 
+@dataclass(frozen=True)
+class _Message:
+    """What one stage sends to the next."""
+
+    has_gradient: tuple[bool, ...] = ()
+    """Of every tensor in it."""
+    carries_generators: bool = False
+    """Whether random numbers have been drawn: the next stage goes on drawing where this one has stopped."""
+
+
 def _try_stage(
     stage: nn.Module,
     chain: Chain,
     costs: Sequence[LayerCost],
     run: tuple[int, int],
+    message: _Message,
+    num_others: Mapping[str, int],
     device_mesh: DeviceMesh,
     mesh: Mesh,
     arguments: Sequence[Any],
     recomputes: bool,
-) -> StageFacts:
+) -> tuple[StageFacts, _Message]:
+    """A pass of one stage.
+
+    Args:
+        message: what arrives there.
+        num_others: of every parameter, in how many other stages it is.
+
+    Returns:
+        And what it sends on.
+    """
     start, stop = run
+    generator_bytes = generator_state(torch.device("cpu")).nbytes
     # As with every model that is built on the meta device: shared out first, then given its memory, here pretended.
     if mesh.tp > 1:
         tensor_parallel(stage, device_mesh["tp"])
-    whole_bytes = local_bytes(stage.parameters())
+    whole_bytes = sum(_padded_bytes(local(one), mesh.fsdp) for one in stage.parameters())
     if recomputes:
         recompute(stage)
     if mesh.fsdp > 1:
         shard(stage, device_mesh["fsdp"], mesh.zero_stage, cpu_offload=False)
     with FakeTensorMode(allow_non_fake_inputs=True):
         allocate(stage, torch.device("cpu"))
-        arriving = [_fake(chain.values[node], with_gradient=True) for node in chain.crossing(start)]
-        names = _argument_names(chain)
-        given = dict(zip(names, map(_fake, arguments), strict=False)) | chain.fixed
+        arriving = _with_gradients([_fake(chain.values[node]) for node in chain.crossing(start)], message.has_gradient)
+        given = [_fake(argument) for argument in arguments]
+        if isinstance(stage, Stage):
+            given = [dict(zip(_argument_names(chain), given, strict=False)) | chain.fixed, *arriving]
         kept = _Kept({id(p) for p in stage.parameters()})
         counter = CommBytes({device_mesh[axis].get_group().group_name: axis for axis in ("fsdp", "tp")})
-        with _Answers(), counter:
+        with _Answers() as answers, counter:
             with torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda tensor: tensor):
-                leaving = stage(given, *arriving)
+                leaving = stage(*given)
             _backward(leaving)
+        leaving_tensors = [leaf for leaf in pytree.tree_leaves(leaving) if isinstance(leaf, Tensor)]
+        following = _Message(
+            tuple(leaf.requires_grad for leaf in leaving_tensors), message.carries_generators or answers.has_drawn
+        )
         sent: dict[AxisName, float] = dict(counter.sent_bytes)
-        sent["pp"] = 0.0
-        if start:  # gradients of what arrived go back
-            sent["pp"] += _bytes_of(leaf for leaf in pytree.tree_leaves(arriving) if _is_real(leaf))
+        # Gradients of what arrived go back.
+        sent["pp"] = _bytes_of(
+            leaf for leaf in pytree.tree_leaves(arriving) if isinstance(leaf, Tensor) and leaf.requires_grad
+        )
         if stop < len(costs):
-            sent["pp"] += _bytes_of(leaf for leaf in pytree.tree_leaves(leaving) if isinstance(leaf, Tensor))
-    return StageFacts(
+            sent["pp"] += _bytes_of(leaving_tensors) + generator_bytes * following.carries_generators
+    trained = {name: local_bytes([one]) for name, one in stage.named_parameters() if one.requires_grad}
+    facts = StageFacts(
         layers=(chain.name(start), chain.name(stop - 1)),
         time=sum(cost.time_s for cost in costs[start:stop]),
         parameter_bytes=local_bytes(stage.parameters()),
         activation_bytes=kept.num_bytes,
         sent_bytes=sent,
         whole_parameter_bytes=whole_bytes,
+        gradient_bytes=sum(trained.values()),
+        tied_bytes=sum(num_others[name] * size for name, size in trained.items()),
     )
+    return facts, following
+
+
+def _padded_bytes(parameter: Tensor, num_workers: int) -> int:
+    """Of one parameter as fully_shard gathers it: rows filled up to a multiple of the workers."""
+    rows = parameter.shape[0] if parameter.dim() else 1
+    return -(-rows // num_workers) * num_workers * (parameter.nbytes // max(rows, 1))
+
+
+def _with_gradients(values: Sequence[Any], has_gradient: Sequence[bool]) -> list[Any]:
+    """The values, whose tensors have gradients or have none."""
+    flags = iter(has_gradient)
+    found: list[Any] = pytree.tree_map_only(Tensor, lambda tensor: tensor.requires_grad_(next(flags)), list(values))
+    return found
 
 
 def _argument_names(chain: Chain) -> list[str]:
     return [str(node.target).lstrip("*") for node in chain.graph.nodes if node.op == "placeholder"]
 
 
-def _fake(value: Any, with_gradient: bool = False) -> Any:
+def _fake(value: Any) -> Any:
     """Tensors as those of `value`, in the host memory that fake tensors pretend to have."""
-
-    def make(tensor: Tensor) -> Tensor:
-        fake = torch.empty_like(tensor, device="cpu")
-        return fake.requires_grad_() if with_gradient and _is_real(tensor) else fake
-
-    return pytree.tree_map_only(Tensor, make, value)
-
-
-def _is_real(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+    return pytree.tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="cpu"), value)
 
 
 def _backward(leaving: Any) -> None:
@@ -326,19 +388,34 @@ class _Kept:
 
 
 class _Answers(TorchDispatchMode):
-    """Who reads a number out of a tensor without values gets 1: checks of values pass."""
+    """Who reads a number out of a tensor without values gets 1: checks of values pass. Notices who draws numbers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.has_drawn = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return True if args[0].dtype == torch.bool else 1
+        self.has_drawn |= _draws(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
+def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    arguments = func._schema.arguments
+    given = {one.name: one.default_value for one in arguments}
+    given |= {one.name: value for one, value in zip(arguments, args, strict=False)}
+    # Attention is tagged as well, and draws only where it drops something.
+    return (given | dict(kwargs)).get("dropout_p") != 0.0
+
+
 class CommBytes(TorchDispatchMode):
-    """Counts what this worker sends by the collectives of some groups while it is active, as a ring sends it."""
+    """Counts what this worker sends in some groups while it is active, in collectives as a ring sends it.
+
+    It sees the calls of its own thread only.
+    """
 
     def __init__(self, axis_of_group: Mapping[str, AxisName]) -> None:
         """
@@ -348,7 +425,8 @@ class CommBytes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._axis_of_group = axis_of_group
         self.sent_bytes: defaultdict[AxisName, float] = defaultdict(float)
-        self.num_calls: Counter[str] = Counter()
+        self.bytes_of_calls: defaultdict[str, float] = defaultdict(float)
+        """By axis and kind: "fsdp allreduce_"."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
@@ -370,12 +448,15 @@ class CommBytes(TorchDispatchMode):
             "_reduce_scatter_base_": (1.0, tensors[1]),  # the input
             "reduce_scatter_": (1.0, tensors[1]),
         }.get(name, (0.0, []))
-        self.sent_bytes[axis] += factor * (n - 1) / n * _bytes_of(counted)
-        if name == "alltoall_base_":
+        num_bytes = factor * (n - 1) / n * _bytes_of(counted)
+        if name == "send":
+            num_bytes = _bytes_of(tensors[0])
+        elif name == "alltoall_base_":
             # Rows for each worker, of which a worker sends all but its own; none named: equal parts.
             rows = args[4] or [1] * n
-            self.sent_bytes[axis] += (1 - rows[group.rank()] / sum(rows)) * _bytes_of(tensors[1])
-        self.num_calls[f"{axis} {name}"] += 1
+            num_bytes = (1 - rows[group.rank()] / sum(rows)) * _bytes_of(tensors[1])
+        self.sent_bytes[axis] += num_bytes
+        self.bytes_of_calls[f"{axis} {name}"] += num_bytes
 
 
 def _group_of(value: Any) -> dist.ProcessGroup | None:

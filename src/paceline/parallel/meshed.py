@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.comm import Aggregator
-from paceline.comm.compressor import Bucket
-from paceline.parallel.aggregation import BUCKET_BYTES, set_up_aggregation
+from paceline.errors import JobError
+from paceline.parallel.aggregation import set_up_aggregation
 from paceline.parallel.clock import Clock, Mark
 from paceline.parallel.engine import EqualAfterEveryStep, StepInput, broadcast, check_loss, cut, statistics_dtype
 from paceline.parallel.gradient_norms import GradientNorms, squared_norm
@@ -27,6 +27,7 @@ from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch
 from paceline.parallel.parts import device_mesh_of, is_sharded, local, whole
 from paceline.parallel.pipeline import MicroBatch, Pipeline
 from paceline.parallel.randomness import generator_states
+from paceline.parallel.replicas import ReplicaSums
 from paceline.parallel.sharded import recompute, shard, sharded_modules
 from paceline.parallel.shards import Piece, Share
 from paceline.parallel.start import start_weights
@@ -106,7 +107,7 @@ class MeshedParallel(EqualAfterEveryStep):
                 device,
                 agreement=axes.world,
                 timeout_s=plan.timeout_s,
-                before_last_backward=lambda stage: self._sync_gradients(stage, True),
+                before_last_backward=self._before_last_backward,
             )
             model = self._pipeline.module
         self.notes: list[str] = [] if self._pipeline is None else list(self._pipeline.notes)
@@ -120,6 +121,7 @@ class MeshedParallel(EqualAfterEveryStep):
         self._has_drawn = False
         self._last_gradient = self._aggregated = self._clock.mark()
         self._aggregator: Aggregator | None = None
+        self._replica_sums: ReplicaSums | None = None
         self.algorithm: AlgorithmName = plan.algorithm
         if axes.dp is not None:
             mine = [local(parameter) for parameter in model.parameters() if parameter.requires_grad]
@@ -127,6 +129,8 @@ class MeshedParallel(EqualAfterEveryStep):
             aggregation = set_up_aggregation(job, of_axis, device, axes.dp, mine)
             self._aggregator, self.algorithm = aggregation.aggregator, aggregation.algorithm
             self.notes += aggregation.notes
+            shared = () if self._pipeline is None else self._pipeline.shared_parameters
+            self._replica_sums = ReplicaSums(model, stages, shared, aggregation.aggregator, device)
         if job.measure_noise and not (self._adds_up_replicas or self._adds_up_every_pass):
             self.notes.append(f"the gradient noise scale is not measured under the strategy {axes.mesh}")
         model.register_forward_hook(self._after_evaluation)
@@ -134,8 +138,14 @@ class MeshedParallel(EqualAfterEveryStep):
     def _spread(self, stage: nn.Module) -> None:
         """Share out a stage's layers, then its parameters."""
         mesh, device_mesh, plan = self._axes.mesh, self._axes.device_mesh, self._plan
+        is_twice_again = plan.recompute and self._pipeline is not None and plan.pipeline.schedule == "zero_bubble"
+        if mesh.tp > 1 and plan.sequence_parallel and is_twice_again:
+            raise JobError(
+                "With zero_bubble and recompute, activations are computed again when backward has left the "
+                "layers that share positions; leave out sequence_parallel or recompute, or take another schedule."
+            )
         if mesh.tp > 1:
-            self.notes += tensor_parallel(stage, device_mesh["tp"]).notes
+            self.notes += tensor_parallel(stage, device_mesh["tp"], sequence_parallel=plan.sequence_parallel).notes
         if plan.recompute:
             recompute(stage)
         if mesh.fsdp > 1:
@@ -156,6 +166,8 @@ class MeshedParallel(EqualAfterEveryStep):
     def gradients(self, step: StepInput) -> Tensor:
         if self._aggregator is not None:
             self._aggregator.scheduler.begin_step()
+        if self._replica_sums is not None:
+            self._replica_sums.begin_step()
         self._norm.shards.all = step.share.all_sizes
         losses = self._passes(step) if self._pipeline is None else self._piped(self._pipeline, step)
         self._norm.shards.current = None
@@ -165,7 +177,8 @@ class MeshedParallel(EqualAfterEveryStep):
         # One part alone tells nothing of noise.
         take = step.take_norms if self._adds_up_replicas and num_parts > 1 else None
         parts_sqr = None if take is None else self._squared_norm_of_parts(step.share)
-        self._sum_over_replicas()
+        if self._replica_sums is not None:
+            self._replica_sums.finish()
         if take is not None and parts_sqr is not None:
             size = step.share.global_size
             take(GradientNorms(parts_sqr, size / num_parts, self._squared_norm(), size))
@@ -240,7 +253,9 @@ class MeshedParallel(EqualAfterEveryStep):
         wants_norms = step.take_norms is not None and num_passes > 1 and self._adds_up_every_pass
         first_sqr: Tensor | None = None
         for number in range(num_passes):
-            self._sync_gradients(self.module, number == num_passes - 1)
+            self._sync_gradients(self.module, False)
+            if number == num_passes - 1:
+                self._before_last_backward(self.module)
             if number < len(pieces):
                 losses += self._pass(step, pieces[number])
             else:
@@ -293,6 +308,11 @@ class MeshedParallel(EqualAfterEveryStep):
                 sharded.set_requires_gradient_sync(is_last, recurse=False)
                 sharded.set_reshard_after_backward(is_last, recurse=False)
 
+    def _before_last_backward(self, stage: nn.Module) -> None:
+        self._sync_gradients(stage, True)
+        if self._replica_sums is not None:
+            self._replica_sums.await_last(stage)
+
     def _piped(self, pipeline: Pipeline, step: StepInput) -> Tensor:
         """This worker's pieces through the stages, as many as those have whom it gathers parameters with."""
         share = step.share
@@ -336,39 +356,6 @@ class MeshedParallel(EqualAfterEveryStep):
             weight=0.0,
             scale=step.scale,
         )
-
-    def _sum_over_replicas(self) -> None:
-        """Add the gradients up along the dp axis."""
-        if self._aggregator is None:
-            return
-        under_way = []
-        for names, gradients in self._buckets():
-            values = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(self._device)
-            parts = tuple(zip(names, values.split([gradient.numel() for gradient in gradients]), strict=True))
-            under_way.append((self._aggregator.sum_bucket(Bucket(values, parts)), parts, gradients))
-        for arrived, parts, gradients in under_way:
-            arrived.wait()
-            self._aggregator.scheduler.raise_error()
-            for (_, total), gradient in zip(parts, gradients, strict=True):
-                gradient.copy_(total.view(gradient.shape))
-
-    def _buckets(self) -> Iterator[tuple[list[str], list[Tensor]]]:
-        """This worker's parts of the gradients, those computed first in front."""
-        names: list[str] = []
-        gradients: list[Tensor] = []
-        size_bytes = 0
-        for name, parameter in reversed(list(self.module.named_parameters())):
-            if parameter.grad is None:
-                continue
-            mine = local(parameter.grad)
-            if gradients and (size_bytes >= BUCKET_BYTES or mine.dtype != gradients[0].dtype):
-                yield names, gradients
-                names, gradients, size_bytes = [], [], 0
-            names.append(name)
-            gradients.append(mine)
-            size_bytes += mine.numel() * mine.element_size()
-        if gradients:
-            yield names, gradients
 
     # --- the whole model ---
 

@@ -70,17 +70,23 @@ def sent_bytes(
     message_bytes: float,
     num_passes: int,
     backend: Backend = "nccl",
+    *,
+    stages_per_worker: int = 1,
+    tied_bytes: float = 0.0,
 ) -> dict[AxisName, float]:
     """Of the worker that sends most.
 
     Args:
-        parameter_bytes: of a worker's tensor part of its stage, before it is sharded.
+        parameter_bytes: of a worker's tensor part of its stages, before it is sharded: `padded_bytes`.
         tensor_sum_bytes: what a tensor group sums in one pass through a stage, forward and backward.
         message_bytes: of a micro-batch between two stages, in one direction; an inner stage sends it both ways.
+        tied_bytes: of gradients that the first stage and the last exchange when backward is over.
     """
-    ends = (mesh.pp > 1) + (mesh.pp > 2)
+    # The first stage and the last have one neighbour each, all others two.
+    inner = 2 * stages_per_worker * message_bytes * num_passes * (mesh.pp > 2)
+    outer = ((2 * stages_per_worker - 1) * message_bytes * num_passes + tied_bytes) * (mesh.pp > 1)
     return {
-        "pp": ends * message_bytes * num_passes,
+        "pp": max(inner, outer),
         "dp": sum_bytes(parameter_bytes / mesh.fsdp, mesh.dp),
         "fsdp": sharding_bytes(parameter_bytes, mesh, num_passes, backend),
         "tp": num_passes * sum_bytes(tensor_sum_bytes, mesh.tp),

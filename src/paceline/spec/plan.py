@@ -71,6 +71,8 @@ class Plan:
     pipeline: PipelineSpec = PipelineSpec()
     recompute: bool = False
     """Activation checkpointing: backward computes a block's activations again instead of keeping them."""
+    sequence_parallel: bool = False
+    """Between the layers that a tensor axis shares, its workers keep a part each of the positions."""
     cpu_offload: bool = False
     """Sharded parameters and optimizer state wait in host memory while they are not computed with."""
     devices_in_process: int = at_least(1, 1)

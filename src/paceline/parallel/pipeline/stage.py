@@ -51,6 +51,16 @@ class Stage(nn.Module):
             needed.update(dropped[layer])
         return dropped
 
+    def as_fx_graph(self) -> fx.Graph:
+        """What the stage computes, as torch.fx has it; for those who look for layers that follow each other."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in self._arriving}
+        for node in (*self._arguments, *self._attributes, *self._layers):
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        leaving = self._output if self._is_last else tuple(self._leaving)
+        graph.output(fx.node.map_arg(leaving, copies.__getitem__))
+        return graph
+
     def _attach(self, model: nn.Module, name: str) -> None:
         """Hold a module, parameter or buffer of `model` under its name."""
         *path, last = name.split(".")

@@ -6,10 +6,11 @@ its path depends on values, has no chains as far as we know, and each of its lay
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +33,7 @@ _ELEMENTWISE_FUNCTIONS: set[Any] = {
     torch.relu, torch.sigmoid, torch.tanh,
 }  # fmt: skip
 _ELEMENTWISE_METHODS = {"relu", "sigmoid", "tanh"}
-_PRODUCTS_AND_SUMS: set[Any] = {operator.mul, operator.add, torch.mul, torch.add}
+PRODUCTS_AND_SUMS: set[Any] = {operator.mul, operator.add, torch.mul, torch.add}
 
 
 @dataclass(frozen=True)
@@ -65,18 +66,24 @@ class _OwnForward(fx.Tracer):
         return True
 
 
-def trace(module: nn.Module) -> fx.Graph | None:
+def trace(module: nn.Module, *, only_input: bool = False) -> fx.Graph | None:
     """The graph of the module's own forward; None if it cannot be traced, or is another one in evaluation.
 
     A forward that draws random numbers without its input (layers skipped at random) might be another one each time.
+    A module that was made from a graph gives that itself, by its method `as_fx_graph`.
+
+    Args:
+        only_input: as it is with what has a default left at that.
     """
+    if callable(as_fx_graph := getattr(module, "as_fx_graph", None)):
+        return cast(fx.Graph, as_fx_graph())
     before = dict(vars(module))
     generators = generator_states(torch.device("cpu"))
     graphs = []
     try:
         for training in (True, False):
             module.training = training
-            graphs.append(_OwnForward().trace(module))
+            graphs.append(_OwnForward().trace(module, _defaults(module) if only_input else None))
     except Exception:  # whatever a forward does that a proxy cannot
         return None
     finally:
@@ -84,6 +91,11 @@ def trace(module: nn.Module) -> fx.Graph | None:
         vars(module).update(before)
     is_always_so = str(graphs[0]) == str(graphs[1]) and generators == generator_states(torch.device("cpu"))
     return graphs[0] if is_always_so else None
+
+
+def _defaults(module: nn.Module) -> dict[str, Any] | None:
+    parameters = inspect.signature(module.forward).parameters.values()
+    return {one.name: one.default for one in parameters if one.default is not one.empty} or None
 
 
 class Chains:
@@ -94,16 +106,23 @@ class Chains:
         names: dict[nn.Module, list[str]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
             names.setdefault(module, []).append(name)
-        self._occurs_once = {module for module, found in names.items() if len(found) == 1}
+        self.occurs_once = {module for module, found in names.items() if len(found) == 1}
+        self.holders = _holders(model)
+        """The modules that hold each parameter themselves."""
+        graph = trace(model) if hasattr(model, "as_fx_graph") else None
+        called = [] if graph is None else [str(node.target) for node in graph.nodes if node.op == "call_module"]
+        self._shells = {name for name in self._modules if name and any(one.startswith(f"{name}.") for one in called)}
 
     def of(self, name: str) -> tuple[list[Pair], list[Run]]:
         """Pairs and runs in the forward of the module `name`."""
         module = self._modules[name]
+        if name in self._shells:  # it lists what the model calls one by one
+            return [], []
         has_layers = any(isinstance(child, nn.Linear | _ConvNd) for child in module.modules() if child is not module)
         graph = trace(module) if has_layers and next(module.children(), None) is not None else None
         if graph is None:
             return [], []
-        reader = _Reader(graph, lambda target: self._child(f"{name}.{target}" if name else target), self._occurs_once)
+        reader = _Reader(graph, lambda target: self._child(f"{name}.{target}" if name else target), self.occurs_once)
         prefix = f"{name}." if name else ""
         return list(reader.pairs(prefix)), list(reader.runs(prefix))
 
@@ -163,9 +182,9 @@ class _Reader:
         if type(layer) is nn.Linear and layer.out_features == width:
             columns.append(node)
             return True
-        if _is_elementwise(node, layer) or type(layer) is nn.Dropout:
+        if is_elementwise(node, layer) or type(layer) is nn.Dropout:
             return self._is_part(node.args[0], width, columns, visited)
-        if node.op == "call_function" and node.target in _PRODUCTS_AND_SUMS and not node.kwargs:
+        if node.op == "call_function" and node.target in PRODUCTS_AND_SUMS and not node.kwargs:
             return len(node.args) == 2 and all(self._is_part(arg, width, columns, visited) for arg in node.args)
         return False
 
@@ -183,12 +202,21 @@ class _Reader:
                 elif isinstance(layer, _ConvNd):
                     next_conv = prefix + str(current.target)
                     break
-                elif not _is_elementwise(current, layer):
+                elif not is_elementwise(current, layer):
                     break
             yield Run(prefix + str(node.target), prefix + str(last.target), next_conv)
 
 
-def _is_elementwise(node: fx.Node, layer: nn.Module | None) -> bool:
+def _holders(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    holders: dict[nn.Parameter, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                holders.setdefault(parameter, []).append(name)
+    return holders
+
+
+def is_elementwise(node: fx.Node, layer: nn.Module | None) -> bool:
     """Whether the node does the same to every value of its first argument, and has no other tensor."""
     if sum(isinstance(arg, fx.Node) for arg in (*node.args, *node.kwargs.values())) != 1:
         return False

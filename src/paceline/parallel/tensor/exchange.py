@@ -8,6 +8,7 @@ laid side by side and every worker takes its own slice of the gradient.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,6 +37,32 @@ def gather(own: Tensor, dim: int, length: int, axis: Axis) -> Tensor:
     """All workers' parts side by side along `dim`, `length` in all."""
     gathered: Tensor = _Gather.apply(own, dim % own.dim(), length, axis)  # type: ignore[no-untyped-call]
     return gathered
+
+
+def sum_gradients(parameters: Sequence[Tensor], axis: Axis) -> tuple[Tensor, ...]:
+    """Parameters with which this worker goes on to treat its part of the positions; their gradients are summed."""
+    if not (torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)):
+        return tuple(parameters)
+    summed: tuple[Tensor, ...] = _SumGradients.apply(axis, *parameters)  # type: ignore[no-untyped-call]
+    return summed
+
+
+def enter_from_parts(own: Tensor, dim: int, length: int, axis: Axis) -> Tensor:
+    """All workers' parts side by side along `dim`, of which this worker goes on to compute a part of something.
+
+    The gradients of the whole, of which each worker has one part's, are summed, and every worker gets its slice.
+    """
+    entered: Tensor = _EnterFromParts.apply(own, dim % own.dim(), length, axis)  # type: ignore[no-untyped-call]
+    return entered
+
+
+def total_in_parts(term: Tensor, bias: Tensor | None, dim: int, axis: Axis) -> Tensor:
+    """This worker's slice along `dim` of the sum of every worker's term, plus the bias; the gradient is gathered.
+
+    `bias` is whole and runs along the last dimension; so is its gradient, because the term's is gathered anyway.
+    """
+    own: Tensor = _TotalInParts.apply(term, bias, dim % term.dim(), axis)  # type: ignore[no-untyped-call]
+    return own
 
 
 def take_own(whole: Tensor, dim: int, axis: Axis) -> Tensor:
@@ -107,6 +134,20 @@ def _all_gather(own: Tensor, dim: int, length: int, axis: Axis) -> Tensor:
     return whole.contiguous().permute(back)
 
 
+def _reduce_scatter(term: Tensor, dim: int, axis: Axis) -> Tensor:
+    order, back = memory_order(term)
+    term, dim = term.permute(order), order.index(dim)
+    length, size = term.shape[dim], part_size(term.shape[dim], axis.degree)
+    missing = size * axis.degree - length
+    if missing:  # collectives want equal parts
+        term = F.pad(term, (*(0, 0) * (term.dim() - 1 - dim), 0, missing))
+    parts = torch.stack(term.split(size, dim))
+    own = torch.empty_like(parts[0])
+    dist.reduce_scatter(own, list(parts.unbind()), group=axis.group)
+    start, stop = part(length, axis.degree, axis.rank)
+    return own.narrow(dim, 0, stop - start).contiguous().permute(back)
+
+
 def _own_slice(whole: Tensor, dim: int, axis: Axis) -> Tensor:
     start, stop = part(whole.shape[dim], axis.degree, axis.rank)
     own = whole.narrow(dim, start, stop - start)
@@ -144,6 +185,49 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _own_slice(grad, ctx.dim, ctx.axis), None, None, None
+
+
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis = axis
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        trained = [grad for grad, needed in zip(grads, ctx.needs_input_grad[1:], strict=True) if needed]
+        flat = _all_reduce(torch.cat([grad.reshape(-1) for grad in trained]), ctx.axis)
+        parts = iter(flat.split([grad.numel() for grad in trained]))
+        summed = (
+            next(parts).view(grad.shape) if needed else None
+            for grad, needed in zip(grads, ctx.needs_input_grad[1:], strict=True)
+        )
+        return None, *summed
+
+
+class _EnterFromParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, dim: int, length: int, axis: Axis) -> Tensor:
+        ctx.dim, ctx.axis = dim, axis
+        return _all_gather(own, dim, length, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _reduce_scatter(grad, ctx.dim, ctx.axis), None, None, None
+
+
+class _TotalInParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, term: Tensor, bias: Tensor | None, dim: int, axis: Axis) -> Tensor:
+        ctx.dim, ctx.axis, ctx.length = dim, axis, term.shape[dim]
+        own = _reduce_scatter(term, dim, axis)
+        return own if bias is None else own + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        whole = _all_gather(grad, ctx.dim, ctx.length, ctx.axis)
+        bias_grad = whole.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        return whole, bias_grad, None, None
 
 
 class _TakeOwn(torch.autograd.Function):

@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.errors import ModelError
 from paceline.parallel.tensor.axis import Axis, part
-from paceline.parallel.tensor.exchange import enter, gather, memory_order, total, trade_rows
+from paceline.parallel.tensor.exchange import enter, gather, total, trade_rows
+from paceline.parallel.tensor.positions import Positions, drop_own
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -28,17 +29,17 @@ def local(parameter: Tensor) -> Tensor:
 
 
 class Entrance:
-    """The door by which several layers take the same input, so that its gradient is summed once for all of them."""
+    """The door by which several layers take the same input, so that it is gathered, or its gradient summed, once."""
 
-    def __init__(self, axis: Axis, num_layers: int = 1) -> None:
-        self._axis = axis
+    def __init__(self, enter: Callable[[Tensor], Tensor], num_layers: int = 1) -> None:
+        self._enter = enter
         self._num_layers = num_layers
         self._held: tuple[Tensor, Tensor] | None = None
         self._num_to_come = 0
 
-    def __call__(self, whole: Tensor) -> Tensor:
-        if self._held is None or self._held[0] is not whole:
-            self._held, self._num_to_come = (whole, enter(whole, self._axis)), self._num_layers
+    def __call__(self, given: Tensor) -> Tensor:
+        if self._held is None or self._held[0] is not given:
+            self._held, self._num_to_come = (given, self._enter(given)), self._num_layers
         entered = self._held[1]
         self._num_to_come -= 1
         if not self._num_to_come:  # what is held would keep the step's activations alive
@@ -65,9 +66,13 @@ class ColumnLinear(nn.Linear):
 
 
 class RowLinear(nn.Linear):
-    """Every worker multiplies the input features it has: (..., own part of in) -> (..., out), summed, plus the bias."""
+    """Every worker multiplies the input features it has: (..., own part of in) -> (..., out), summed, plus the bias.
+
+    Of a stretch of positions it returns the worker's own: (..., own part of positions, out).
+    """
 
     axis: Axis
+    positions: Positions | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         weight = local(self.weight)
@@ -77,6 +82,8 @@ class RowLinear(nn.Linear):
                 f"got {input.shape[-1]} of them instead of its own {weight.shape[1]}: the model calls it in another "
                 "way than its module's forward does; name it in `whole`."
             )
+        if self.positions is not None:
+            return self.positions.total(F.linear(input, weight), self.bias)
         output = total(F.linear(input, weight), self.axis)
         return output if self.bias is None else output + self.bias
 
@@ -88,13 +95,7 @@ class PartDropout(nn.Dropout):
     length: int
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training or self.p == 0:
-            return input
-        start, stop = part(self.length, self.axis.degree, self.axis.rank)
-        order, back = memory_order(input)
-        shape = (*input.shape[:-1], self.length)
-        mask = F.dropout(input.new_ones([shape[dim] for dim in order]).permute(back), self.p)
-        return input * mask[..., start:stop]
+        return drop_own(input, -1, self.length, self.p, self.axis) if self.training else input
 
 
 class VocabularyEmbedding(nn.Embedding):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from paceline.parallel.tensor.axis import Axis, part
 from paceline.parallel.tensor.exchange import enter, gather, total, trade_rows
 from paceline.parallel.tensor.layers import local
+from paceline.parallel.tensor.positions import Positions
 
 
 class HeadsAttention(nn.MultiheadAttention):
@@ -18,6 +19,8 @@ class HeadsAttention(nn.MultiheadAttention):
     """
 
     axis: Axis
+    positions: Positions | None = None
+    """Where it stands in a stretch of them: then query, key and value are this worker's own, and so is the output."""
 
     def forward(
         self,
@@ -35,7 +38,7 @@ class HeadsAttention(nn.MultiheadAttention):
             bias = trade_rows(local(self.in_proj_bias), 3, self.axis)
         biases = (None,) * 3 if bias is None else bias.chunk(3)
         # What is the same tensor has one gradient to be summed.
-        entered = {id(tensor): enter(tensor, self.axis) for tensor in (query, key, value)}
+        entered = {id(tensor): self._enter(tensor) for tensor in {id(one): one for one in (query, key, value)}.values()}
         own = [
             self._heads(F.linear(entered[id(tensor)], matrix, vector))
             for tensor, matrix, vector in zip((query, key, value), weight.chunk(3), biases, strict=True)
@@ -52,17 +55,26 @@ class HeadsAttention(nn.MultiheadAttention):
             seen = F.scaled_dot_product_attention(own[0], own[1], own[2], mask)
         # Length before batch, as torch lets it lie in memory: a dropout behind it draws in that order.
         seen = seen.permute(2, 0, 1, 3).flatten(-2)
-        output = total(F.linear(seen, local(self.out_proj.weight)), self.axis)
-        output = output if self.out_proj.bias is None else output + self.out_proj.bias
+        output = F.linear(seen, local(self.out_proj.weight))
         if query.dim() == 2:
             output = output.squeeze(1)
         elif self.batch_first:
             output = output.transpose(0, 1)
+        output = self._total(output, self.out_proj.bias)
         if not need_weights or weights is None:
             return output, None
         weights = gather(weights, 1, self.num_heads, self.axis)
         weights = weights.mean(1) if average_attn_weights else weights
         return output, weights.squeeze(0) if query.dim() == 2 else weights
+
+    def _enter(self, tensor: Tensor) -> Tensor:
+        return enter(tensor, self.axis) if self.positions is None else self.positions.gather(tensor)
+
+    def _total(self, term: Tensor, bias: Tensor | None) -> Tensor:
+        if self.positions is not None:
+            return self.positions.total(term, bias)
+        output = total(term, self.axis)
+        return output if bias is None else output + bias
 
     def _heads(self, x: Tensor) -> Tensor:
         """(b, L, own width), (L, b, own width) or (L, own width) -> (b, own heads, L, head_dim)."""

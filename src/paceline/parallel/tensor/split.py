@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -18,7 +18,7 @@ from paceline.parallel.tensor.attention import Heads, check_heads, find_heads
 from paceline.parallel.tensor.axis import Axis, degrees_that_fit, everybody_has_some
 from paceline.parallel.tensor.chains import ELEMENTWISE, Chains, Pair, Run
 from paceline.parallel.tensor.conv import CHANNEL_CONVS, entry_of, why_whole
-from paceline.parallel.tensor.exchange import gather
+from paceline.parallel.tensor.exchange import enter, gather
 from paceline.parallel.tensor.layers import (
     ColumnLinear,
     Entrance,
@@ -27,15 +27,22 @@ from paceline.parallel.tensor.layers import (
     TiedClassifier,
     VocabularyEmbedding,
 )
-from paceline.parallel.tensor.layout import Adjusted, SplitLayer, TensorLayout
+from paceline.parallel.tensor.layout import Adjusted, SplitLayer, Stretch, TensorLayout
 from paceline.parallel.tensor.multihead import HeadsAttention, can_divide
+from paceline.parallel.tensor.positions import NORMS, Positions, PositionsDropout
+from paceline.parallel.tensor.sequence import find_stretches
 
 LARGE = 1 << 15
 """Weights from which a linear layer that stands alone, or an embedding, is worth an exchange of its own."""
 
 
 def tensor_parallel(
-    model: nn.Module, mesh: DeviceMesh, *, whole: Collection[str] = (), large: int = LARGE
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    whole: Collection[str] = (),
+    large: int = LARGE,
+    sequence_parallel: bool = False,
 ) -> TensorLayout:
     """Let the workers of `mesh`, one axis, compute a part each of the layers of `model`; a common act of them.
 
@@ -48,17 +55,25 @@ def tensor_parallel(
     Args:
         whole: names of modules that are left alone, with all that is in them.
         large: weights from which a single linear layer or an embedding is shared.
+        sequence_parallel: whether workers keep a part each of the positions of what passes between such layers.
 
     Raises:
         ModelError: the heads of an attention do not divide by the degree, or `whole` names what is not there.
     """
     axis = Axis(mesh)
-    layout = find_layout(model, axis.degree, whole=whole, large=large)
+    layout = find_layout(model, axis.degree, whole=whole, large=large, sequence_parallel=sequence_parallel)
     _apply(model, axis, layout)
     return layout
 
 
-def find_layout(model: nn.Module, degree: int, *, whole: Collection[str] = (), large: int = LARGE) -> TensorLayout:
+def find_layout(
+    model: nn.Module,
+    degree: int,
+    *,
+    whole: Collection[str] = (),
+    large: int = LARGE,
+    sequence_parallel: bool = False,
+) -> TensorLayout:
     """What `tensor_parallel` would do on `degree` workers; changes nothing and needs no workers."""
     if degree == 1:
         return TensorLayout(1, ())
@@ -69,8 +84,15 @@ def find_layout(model: nn.Module, degree: int, *, whole: Collection[str] = (), l
     finder.convolutions()
     finder.embeddings()
     finder.large_layers()
+    if sequence_parallel:
+        finder.stretches_of_positions()
     return TensorLayout(
-        degree, tuple(finder.layers.values()), tuple(finder.notes), tuple(finder.dropouts), tuple(finder.adjusted)
+        degree,
+        tuple(finder.layers.values()),
+        tuple(finder.notes),
+        tuple(finder.dropouts),
+        tuple(finder.adjusted),
+        finder.stretches,
     )
 
 
@@ -82,6 +104,8 @@ class _Finder:
         self.notes: list[str] = []
         self.dropouts: list[tuple[str, int]] = []
         self.adjusted: list[Adjusted] = []
+        self.stretches: tuple[Stretch, ...] = ()
+        self._model = model
         self._degree = degree
         self._large = large
         names = [name for name, _ in model.named_modules(remove_duplicate=False)]
@@ -96,8 +120,8 @@ class _Finder:
             for name, module in model.named_modules()
             if not any(name == other or name.startswith(f"{other}.") or not other for other in whole)
         }
-        self._holders = _holders(model)
-        chains = Chains(model)
+        self._chains = chains = Chains(model)
+        self._holders = chains.holders
         found = [chains.of(name) for name in self._modules]
         self._pairs: list[Pair] = [pair for pairs, _ in found for pair in pairs]
         self._runs: dict[str, Run] = {run.conv: run for _, runs in found for run in runs}
@@ -255,21 +279,33 @@ class _Finder:
                     f"on each; use {degrees_that_fit(length)}."
                 )
 
-
-def _holders(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """The modules that hold each parameter themselves."""
-    holders: dict[nn.Parameter, list[str]] = {}
-    for name, module in model.named_modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                holders.setdefault(parameter, []).append(name)
-    return holders
+    def stretches_of_positions(self) -> None:
+        attentions = {adjusted.name for adjusted in self.adjusted}
+        self.stretches = find_stretches(self._model, self._modules, self.layers, attentions, self._chains)
+        num_pairs = sum(layer.style in ("rows", "attention") for layer in self.layers.values())
+        num_found = sum(len(stretch.rows) for stretch in self.stretches)
+        if num_found < num_pairs or not num_found:
+            self.notes.append(
+                f"Sequence parallelism: {num_found} of {num_pairs} pairs of layers follow each other with nothing but "
+                "norms, dropout and sums between them; what passes between others stays whole on each worker."
+            )
+        for stretch in self.stretches:
+            entered: set[str] = set()
+            for name in dict.fromkeys((*stretch.columns, *stretch.rows)):
+                layer = self.layers[name]
+                # A door gathers once for all.
+                door = next((door for door in stretch.doors if name.startswith(f"{door}.")), "")
+                if name in stretch.columns and layer.entry == "whole" and door not in entered:
+                    layer = replace(layer, entry="positions")
+                    entered |= {door} - {""}
+                self.layers[name] = replace(layer, exit="positions") if name in stretch.rows else layer
 
 
 def _apply(model: nn.Module, axis: Axis, layout: TensorLayout) -> None:
     modules = dict(model.named_modules())
     entrances: dict[str, Entrance] = {}
     parts: dict[Tensor, nn.Parameter] = {}
+    inside = _apply_stretches(modules, axis, layout)
     for layer in layout.layers:
         module: Any = modules[layer.name]
         module.axis = axis
@@ -278,7 +314,7 @@ def _apply(model: nn.Module, axis: Axis, layout: TensorLayout) -> None:
             door = layer.entrance or layer.name
             if door not in entrances:
                 num_layers = sum((other.entrance or other.name) == door for other in layout.layers)
-                entrances[door] = Entrance(axis, num_layers)
+                entrances[door] = Entrance(inside.get(layer.name, lambda whole: enter(whole, axis)), num_layers)
             module.__class__ = ColumnLinear
             module.entrance, module.gathers, module.num_blocks = entrances[door], gathers, layer.num_blocks
         elif layer.style == "rows":
@@ -306,6 +342,33 @@ def _apply(model: nn.Module, axis: Axis, layout: TensorLayout) -> None:
         hooks = _TiedClassifierAround(axis)
         model.register_forward_pre_hook(hooks.before)
         model.register_forward_hook(hooks.after, always_call=True)
+
+
+def _apply_stretches(
+    modules: Mapping[str, Any], axis: Axis, layout: TensorLayout
+) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Let positions be parted and gathered; returns what the entrances of column layers there have to do."""
+    entering: dict[str, Callable[[Tensor], Tensor]] = {}
+    for stretch in layout.stretches:
+        positions = Positions(axis)
+        for name, _ in stretch.norms:
+            modules[name].__class__ = NORMS[type(modules[name])]
+        for name in stretch.dropouts:
+            modules[name].__class__ = PositionsDropout
+        for name in (*(name for name, _ in stretch.norms), *stretch.dropouts, *stretch.rows):
+            modules[name].positions = positions
+        modules[stretch.first].register_forward_pre_hook(_Replace(positions.begin), with_kwargs=True)
+        for name in stretch.doors:
+            modules[name].register_forward_pre_hook(_Replace(positions.gather), with_kwargs=True)
+        for name in stretch.columns:
+            has_door = any(name.startswith(f"{door}.") for door in stretch.doors)
+            entering[name] = _as_it_is if has_door else positions.gather
+        modules[stretch.last].register_forward_hook(lambda _, __, own, positions=positions: positions.end(own))
+    return entering
+
+
+def _as_it_is(whole: Tensor) -> Tensor:
+    return whole
 
 
 def _shard(module: nn.Module, dim: int, axis: Axis, parts: dict[Tensor, nn.Parameter]) -> None:
@@ -337,6 +400,23 @@ def _leave_fast_paths(model: nn.Module, layout: TensorLayout) -> None:
             cast(Any, module).activation_relu_or_gelu = 0
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
+
+
+@dataclass(frozen=True)
+class _Replace:
+    """A forward pre-hook: a module takes something else in place of its one input."""
+
+    act: Callable[[Tensor], Tensor]
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        more = [value for value in (*args[1:], *kwargs.values()) if value is not None]
+        # torch's own layer may have masks, which are the attention's.
+        if not args or (more and type(module) is not nn.TransformerEncoderLayer):
+            raise ModelError(
+                f"A module ({type(module).__name__}) before which workers share out positions has to be called with "
+                "one tensor and nothing else: leave sequence parallelism out, or call it so."
+            )
+        return (self.act(args[0]), *args[1:]), kwargs
 
 
 @dataclass(frozen=True)

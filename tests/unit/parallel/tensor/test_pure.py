@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,10 +13,13 @@ from torch import Tensor, nn
 
 from paceline.errors import ModelError
 from paceline.models import build
+from paceline.parallel.pipeline.chain import trace as trace_chain
+from paceline.parallel.pipeline.stage import Stage
 from paceline.parallel.tensor import LayerSize, SplitLayer, TensorLayout, bytes_per_sample, find_layout
 from paceline.parallel.tensor.axis import degrees_that_fit, everybody_has_some, part
 from paceline.parallel.tensor.chains import trace
 from paceline.parallel.tensor.exchange import block_runs, memory_order, rows_to_trade
+from paceline.parallel.tensor.positions import Positions, PositionsLayerNorm
 from paceline.spec import ModelSpec
 
 DEGREES = st.integers(1, 9)
@@ -139,6 +143,86 @@ def test_layouts_need_no_memory_for_weights() -> None:
     with torch.device("meta"):
         model = build(ModelSpec("gpt", {"width": 32, "num_heads": 4, "num_layers": 1}))
     assert _styles(model, 2)["blocks.0.attention.query_key_value"][0] == "heads"
+
+
+class _Residual(nn.Module):
+    """A pair, a norm, and something in between them."""
+
+    def __init__(self, between: str = "") -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(8), nn.Dropout(0.1)
+        self.pair = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.scale = nn.Parameter(torch.ones(8))
+        self.between = between
+
+    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        if shift is not None:
+            x = x + shift
+        normed = self.norm(x)
+        if self.between == "length":
+            normed = normed / x.shape[1]
+        elif self.between == "parameter":
+            normed = normed * self.scale
+        elif self.between == "all":
+            normed = normed.cumsum(1)
+        y: Tensor = x + self.drop(self.pair(normed)) * 0.5
+        return y
+
+
+def _stretches(*blocks: nn.Module) -> list[tuple[str, str]]:
+    layout = find_layout(nn.Sequential(nn.Linear(4, 8), *blocks, nn.Linear(8, 3)), 2, sequence_parallel=True)
+    return [(stretch.first, stretch.last) for stretch in layout.stretches]
+
+
+def test_positions_are_parted_where_each_is_treated_by_itself() -> None:
+    assert _stretches(*[_Residual() for _ in range(3)]) == [("1", "3")]
+    assert _stretches(_Residual(), _Residual(), nn.BatchNorm1d(5), _Residual(), _Residual()) == [("1", "2"), ("4", "5")]
+    assert _stretches(_Residual()) == []  # nothing is gained
+    assert _stretches(nn.Sequential(nn.Tanh(), _Residual(), nn.Dropout(0.5), _Residual())) == [("1", "1")]
+
+
+@pytest.mark.parametrize("between", ["length", "parameter", "all"])
+def test_positions_stay_together_where_something_needs_all_of_them(between: str) -> None:
+    assert _stretches(_Residual(), _Residual(), _Residual(between), _Residual()) == [("1", "2")]
+    assert _stretches(nn.Sequential(*[_Residual(between) for _ in range(3)])) == []
+
+
+def test_what_sequence_parallelism_does_not_find_is_said() -> None:
+    model = nn.Sequential(*[_Residual("all") for _ in range(2)])
+    (note,) = find_layout(model, 2, sequence_parallel=True).notes
+    assert "0 of 2 pairs" in note
+    assert not find_layout(model, 2).notes
+
+
+def test_a_norm_of_positions_refuses_to_be_called_outside_of_its_stretch() -> None:
+    norm = PositionsLayerNorm(4)
+    norm.positions = Positions(cast(Any, None))
+    with pytest.raises(ModelError, match="leave sequence parallelism out"):
+        norm(torch.ones(2, 3, 4))
+
+
+def test_layers_of_a_stage_of_a_pipeline_follow_each_other_as_in_the_model() -> None:
+    with torch.device("meta"):
+        model = build(ModelSpec("lenet"))
+        chain = trace_chain(model, (torch.zeros(2, 1, 28, 28),))
+    assert _styles(Stage(chain, 0, len(chain.layers)), 2) == _styles(model, 2)
+    with_fc1 = next(number for number in range(len(chain.layers)) if chain.name(number) == "fc1")
+    assert (
+        _styles(Stage(chain, with_fc1 + 1, len(chain.layers)), 2)["fc2"][0] == "columns"
+    )  # the other half is elsewhere
+    assert _styles(Stage(chain, with_fc1, len(chain.layers)), 2)["fc2"][0] == "rows"
+
+
+def test_blocks_of_a_stage_share_positions_though_nobody_calls_their_list() -> None:
+    with torch.device("meta"):
+        model = build(ModelSpec("gpt", {"width": 16, "num_heads": 2, "num_layers": 3}))
+        chain = trace_chain(model, (torch.zeros(2, 5, dtype=torch.long),))
+    start = next(number for number in range(len(chain.layers)) if chain.name(number) == "blocks.1")
+    stage = Stage(chain, start, len(chain.layers))
+    (stretch,) = find_layout(stage, 2, sequence_parallel=True).stretches
+    assert (stretch.first, stretch.last, len(stretch.rows)) == ("blocks.1", "norm", 4)
+    (stretch,) = find_layout(model, 2, sequence_parallel=True).stretches
+    assert (stretch.first, stretch.last, len(stretch.rows)) == ("blocks", "blocks", 6)
 
 
 def test_a_transformer_layer_sends_what_megatron_says() -> None:

@@ -1,0 +1,116 @@
+"""The dp axis of a mesh: replicas add their gradients up in buckets, while backward computes the next ones.
+
+What DistributedDataParallel does for plain replicas it cannot do here, where parameters are DTensors.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from paceline.comm import Aggregator
+from paceline.comm.compressor import Bucket
+from paceline.parallel.aggregation import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from paceline.parallel.parts import local
+
+
+class ReplicaSums:
+    """The sums of one worker's gradients over the replicas.
+
+    All replicas have the same buckets and begin them in the same order, so a bucket also waits for those before it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stages: Sequence[nn.Module],
+        shared: Iterable[str],
+        aggregator: Aggregator,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            module: all that this worker holds.
+            stages: the parts of it whose backward passes end at different times.
+            shared: the names of parameters that change after backward, because other stages have them too.
+        """
+        self._module = module
+        self._aggregator = aggregator
+        self._device = device
+        uses = Counter(parameter for stage in stages for parameter in stage.parameters())
+        named = dict(module.named_parameters(remove_duplicate=False))
+        self._late = {named[name] for name in shared} | {parameter for parameter, num in uses.items() if num > 1}
+        self._trained: list[tuple[str, nn.Parameter]] = []
+        self._hooks: list[RemovableHandle] = []
+
+    def begin_step(self) -> None:
+        trained = [(name, p) for name, p in self._module.named_parameters() if p.requires_grad]
+        if [name for name, _ in trained] != [name for name, _ in self._trained]:
+            self._arrange(trained)
+        self._awaited: set[Tensor] = set()
+        self._num_missing = [len(bucket) for bucket in self._buckets]
+        self._under_way: list[tuple[torch.futures.Future[Tensor], tuple[tuple[str, Tensor], ...]]] = []
+
+    def _arrange(self, trained: list[tuple[str, nn.Parameter]]) -> None:
+        """Again where a user has frozen parameters, or thawed them."""
+        self._trained = trained
+        # Backward comes to the last ones first; what is late holds nobody else up.
+        early = [(name, p) for name, p in reversed(trained) if p not in self._late]
+        self._buckets = list(_buckets([*early, *((name, p) for name, p in trained if p in self._late)]))
+        self._bucket_of: dict[Tensor, int] = {p: place for place, bucket in enumerate(self._buckets) for _, p in bucket}
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for _, p in early]
+
+    def await_last(self, stage: nn.Module) -> None:
+        """The next gradients of this stage's parameters are the step's last ones."""
+        self._awaited.update(stage.parameters())
+
+    def finish(self) -> None:
+        """Leave the sums in `.grad` of every parameter that has one."""
+        while len(self._under_way) < len(self._buckets):
+            self._begin_next()
+        for bucket, (arrived, parts) in zip(self._buckets, self._under_way, strict=True):
+            arrived.wait()
+            self._aggregator.scheduler.raise_error()
+            for (_, parameter), (_, total) in zip(bucket, parts, strict=True):
+                if parameter.grad is not None:
+                    mine = local(parameter.grad)
+                    mine.copy_(total.view(mine.shape))
+                if total.is_cuda:  # of another stream's memory, where fully_shard has called from its own
+                    total.record_stream(torch.cuda.current_stream(self._device))
+        self._under_way = []
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if parameter in self._awaited:
+            self._awaited.remove(parameter)
+            self._num_missing[self._bucket_of[parameter]] -= 1
+            while len(self._under_way) < len(self._buckets) and not self._num_missing[len(self._under_way)]:
+                self._begin_next()
+
+    def _begin_next(self) -> None:
+        bucket = self._buckets[len(self._under_way)]
+        # Of one that this replica did not use, zeros; `.grad` itself may be read until all is summed.
+        gradients = [local(p).new_zeros(local(p).shape) if p.grad is None else local(p.grad) for _, p in bucket]
+        values = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(self._device)
+        names = [name for name, _ in bucket]
+        parts = tuple(zip(names, values.split([gradient.numel() for gradient in gradients]), strict=True))
+        self._under_way.append((self._aggregator.sum_bucket(Bucket(values, parts)), parts))
+
+
+def _buckets(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """Neighbours of one dtype together; the first bucket is small, so that the first message leaves early."""
+    bucket: list[tuple[str, nn.Parameter]] = []
+    size_bytes, limit_bytes = 0, FIRST_BUCKET_BYTES
+    for name, parameter in named:
+        if bucket and (size_bytes >= limit_bytes or parameter.dtype != bucket[0][1].dtype):
+            yield bucket
+            bucket, size_bytes, limit_bytes = [], 0, BUCKET_BYTES
+        bucket.append((name, parameter))
+        size_bytes += local(parameter).nbytes
+    if bucket:
+        yield bucket
