@@ -24,7 +24,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.checkpoint.load import newest_good
+from paceline.checkpoint.load import list_checkpoints, newest_good
 from paceline.checkpoint.storage import open_storage
 from paceline.spec import RunRecord
 
@@ -104,9 +104,14 @@ def main() -> None:
 
 
 def soak(out: Path, duration_s: float, num_workers: int, seed: int, fault_s: tuple[float, float]) -> Soaked:
-    """Strike a run for so long, `fault_s` seconds (least, most) between two faults, and once at least; how it ends."""
+    """Strike a run for so long, and until there is a checkpoint after a fault; see how it ends.
+
+    Args:
+        fault_s: seconds between two faults, least and most.
+    """
     chance = random.Random(seed)
     folder = out / "struck"
+    storage = open_storage(folder / "checkpoints")
     before = sum(_left_behind())
     elastic = ("--min-workers", "1", "--max-restarts", "20")
     launcher = OneNode().start(folder, num_workers, chance, ENDLESS, *elastic)
@@ -114,7 +119,7 @@ def soak(out: Path, duration_s: float, num_workers: int, seed: int, fault_s: tup
     footprints: list[Footprint] = []
     until = time.monotonic() + duration_s
     next_fault = time.monotonic() + chance.uniform(*fault_s)
-    while time.monotonic() < until or not faults:
+    while time.monotonic() < until or not (faults and list_checkpoints(storage)):
         if launcher.poll() is not None:
             raise ChildProcessError(f"The launcher has ended with {launcher.poll()}; see {folder / 'launcher.log'}.")
         time.sleep(0.2)
@@ -127,7 +132,7 @@ def soak(out: Path, duration_s: float, num_workers: int, seed: int, fault_s: tup
     os.kill(launcher.pid, signal.SIGTERM)
     wait_for_end(folder, launcher)
     generations = json.loads((folder / "elastic.json").read_text())["generations"]
-    found, problems = newest_good(open_storage(folder / "checkpoints"))
+    found, problems = newest_good(storage)
     if found is None or problems:
         raise FileNotFoundError(f"No good checkpoint in {folder}, or damaged ones: {problems}.")
     num_steps = found.manifest.step + LAST_STEPS

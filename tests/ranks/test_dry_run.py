@@ -141,6 +141,7 @@ def _layers() -> Any:
     return trace_layers(model, arguments, 2)
 
 
+@pytest.mark.slow
 def test_a_convolutional_net_has_layers_that_stages_and_tensor_groups_share() -> None:
     (layers,) = run_ranks(_layers, 1)
     assert sum(layer.time for layer in layers) == pytest.approx(1)

@@ -33,7 +33,7 @@ from tests.ranks.tensor_zoo import WORDS, ZOO, Asking, Language
 
 def _mesh(*degrees: int, names: tuple[str, ...] = ("tp",)) -> DeviceMesh:
     facts = worker_facts()
-    join(facts, Plan(world_size=facts.world_size, timeout_s=30))
+    join(facts, Plan(world_size=facts.world_size, timeout_s=150))
     return init_device_mesh("cpu", degrees or (facts.world_size,), mesh_dim_names=names)
 
 
@@ -222,6 +222,7 @@ def _by_positions() -> list[dict[str, Any]]:
     return [_train(case, torch.float64, num_steps) for case, num_steps in cases]
 
 
+@pytest.mark.slow
 def test_parts_of_the_positions_give_the_losses_and_gradients_of_one_worker() -> None:
     found = {name: find_layout(case.make_model(), 2, sequence_parallel=True) for name, case in SEQUENCES.items()}
     assert [len(layout.stretches) for layout in found.values()] == [1, 2, 1, 1]
@@ -278,6 +279,7 @@ def _recomputed_by_positions() -> tuple[float, float, float]:
     return ratios[0], ratios[1], error
 
 
+@pytest.mark.slow
 def test_parts_of_the_positions_are_kept_for_backward() -> None:
     for kept, kept_of_blocks, error in run_ranks(_recomputed_by_positions, 2, timeout_s=60):
         # In units of a position's width a block keeps 13 / 2 of shared layers, 2 of what columns have gathered, and 4
