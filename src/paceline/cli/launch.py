@@ -12,10 +12,11 @@ from paceline import env
 from paceline.cli.execute import new_run_dir
 from paceline.cli.options import DebugComm, DryRun, Threads
 from paceline.cli.site import ANYWHERE, RIGID, Elastic, Site, Where, dry_run, open_site, says_where, site_on_paper
+from paceline.cli.strategy import check_may_shrink, largest_that_fits
 from paceline.errors import LaunchError
 from paceline.launch.run import SAVE_S
 from paceline.plan import spread
-from paceline.spec import Cluster, Job, Plan
+from paceline.spec import Cluster, Job, Plan, parse_mesh
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
@@ -42,7 +43,11 @@ def launch(
     program = [str(script), *context.args]
 
     def plan_for(cluster: Cluster, num_workers: int) -> Plan:
-        return dataclasses.replace(spread(cluster, num_workers, threads), debug_comm=debug_comm)
+        plan = spread(cluster, num_workers, threads)
+        if strategy is not None and num_workers > 1:  # as the script will read it
+            mesh = parse_mesh(strategy, num_workers, len(plan.shares))
+            plan = spread(cluster, num_workers, threads, mesh)
+        return dataclasses.replace(plan, debug_comm=debug_comm)
 
     def num_workers_on(site: Site) -> int:
         return workers or (1 if site.where.launcher == "debug" else len(site.cluster.devices))
@@ -50,7 +55,7 @@ def launch(
     if show:
         site = site_on_paper(where)
         plan = plan_for(site.cluster, num_workers_on(site))
-        print(dry_run(plan, program, out or Path("runs") / script.stem, site.where))
+        print(dry_run(plan, program, out or Path("runs") / script.stem, site.where, env.strategy_note(strategy)))
         return
     run_dir = out or new_run_dir(None, Job(name=script.stem))
     with open_site(where, run_dir) as site:
@@ -60,9 +65,11 @@ def launch(
             plan = plan_for(site.cluster, num_workers)
             site.run(plan, program, run_dir=run_dir, output="all", environ=env.strategy_note(strategy), save_s=SAVE_S)
         else:
+            plan_within = largest_that_fits(plan_for, limits.min_workers)
+            check_may_shrink(plan_within, site.cluster, limits.min_workers, limits.max_workers)
             site.run_elastic(
                 limits,
-                plan_for,
+                plan_within,
                 lambda _plan: program,
                 run_dir=run_dir,
                 output="all",

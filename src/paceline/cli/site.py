@@ -349,7 +349,9 @@ def _on_paper(here: Node, slots: HostSlots) -> Node:
     return dataclasses.replace(here, hostname=slots.host, is_remote=True, devices=devices, links=())
 
 
-def dry_run(plan: Plan, program: Sequence[str], run_dir: Path, where: Where) -> str:
+def dry_run(
+    plan: Plan, program: Sequence[str], run_dir: Path, where: Where, environ: Mapping[str, str] | None = None
+) -> str:
     """The commands of every worker as a person would type them; starts nothing and connects to nobody."""
     lines = [f"# {plan.world_size} workers, launcher {where.launcher}, backend {plan.backend}"]
     if first := plan.shares[0].hostname:
@@ -357,7 +359,7 @@ def dry_run(plan: Plan, program: Sequence[str], run_dir: Path, where: Where) -> 
         meeting = Meeting(place, tuple(where.interface or "INTERFACE_THAT_REACHES_IT" for _ in plan.nodes))
     else:
         meeting = meeting_on_one_node(Path("NEW_FOLDER"))
-    commands = worker_commands(plan, program, run_dir=run_dir, meeting=meeting, launched_at=0.0)
+    commands = worker_commands(plan, program, run_dir=run_dir, meeting=meeting, launched_at=0.0, environ=environ)
     for number, share in enumerate(plan.shares):
         if share.hostname:
             way = reach(where, share.hostname)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.comm import Aggregator
-from paceline.errors import JobError
 from paceline.parallel.aggregation import set_up_aggregation
 from paceline.parallel.clock import Clock, Mark
 from paceline.parallel.engine import EqualAfterEveryStep, StepInput, broadcast, check_loss, cut, statistics_dtype
@@ -138,12 +137,6 @@ class MeshedParallel(EqualAfterEveryStep):
     def _spread(self, stage: nn.Module) -> None:
         """Share out a stage's layers, then its parameters."""
         mesh, device_mesh, plan = self._axes.mesh, self._axes.device_mesh, self._plan
-        is_twice_again = plan.recompute and self._pipeline is not None and plan.pipeline.schedule == "zero_bubble"
-        if mesh.tp > 1 and plan.sequence_parallel and is_twice_again:
-            raise JobError(
-                "With zero_bubble and recompute, activations are computed again when backward has left the "
-                "layers that share positions; leave out sequence_parallel or recompute, or take another schedule."
-            )
         if mesh.tp > 1:
             self.notes += tensor_parallel(stage, device_mesh["tp"], sequence_parallel=plan.sequence_parallel).notes
         if plan.recompute:

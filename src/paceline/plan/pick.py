@@ -123,10 +123,10 @@ class _Graph:
         return cls(
             devices=tuple(device.index for device in devices),
             links=tuple(map(tuple, links)),
-            weights=tuple(tuple(map(_weight, row)) for row in links),
+            weights=tuple(tuple(map(weight, row)) for row in links),
             crossing=tuple(sum(1 << place for place, link in enumerate(row) if _crosses(link)) for row in links),
             numa_nodes=tuple(device.numa_node for device in devices),
-            nic_nearness=tuple(max(((_nearness(way), _weight(way)) for way in row), default=(0, 0.0)) for row in ways),
+            nic_nearness=tuple(max(((_nearness(way), weight(way)) for way in row), default=(0, 0.0)) for row in ways),
         )
 
     @property
@@ -174,7 +174,7 @@ def _nearness(link: Link | None) -> int:
     return 0 if link is None else _NEARNESS.get(link.label, 0)
 
 
-def _weight(link: Link | None) -> float:
+def weight(link: Link | None) -> float:
     """Bytes/s; where they are unknown, fewer than any link has: the number of NVLinks, or the label's nearness."""
     if link is None:
         return 0.0

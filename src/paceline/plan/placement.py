@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 
 from paceline.errors import JobError
+from paceline.plan.mesh_order import mesh_order
 from paceline.plan.pick import pick
 from paceline.spec import AlgorithmName, Cluster, DeviceKind, Job, Mesh, Node, NodeShare, Plan, check_mesh
 
 
-def spread(cluster: Cluster, num_workers: int, threads_per_worker: int | None = None) -> Plan:
+def spread(cluster: Cluster, num_workers: int, threads_per_worker: int | None = None, mesh: Mesh | None = None) -> Plan:
     """A plan for `num_workers` workers, one a device, on as few nodes as hold them, the first ones first.
 
     Args:
+        mesh: the axes that the devices of a node are put in order for; None: they make one ring.
         threads_per_worker: None: an even part of the cores of the node with the most workers.
 
     Raises:
@@ -34,7 +36,7 @@ def spread(cluster: Cluster, num_workers: int, threads_per_worker: int | None = 
     plan = Plan(world_size=num_workers, device_kind=kind, threads_per_worker=threads_per_worker or threads)
     if kind == "cpu" and not any(node.is_remote for node, _ in spread_out):
         return plan
-    return dataclasses.replace(plan, nodes=tuple(_share(node, count, kind) for node, count in spread_out))
+    return dataclasses.replace(plan, nodes=tuple(_share(node, count, kind, mesh) for node, count in spread_out))
 
 
 def _free(node: Node) -> list[int]:
@@ -42,12 +44,14 @@ def _free(node: Node) -> list[int]:
     return [device.index for device in node.devices if not device.busy]
 
 
-def _share(node: Node, num_workers: int, kind: DeviceKind) -> NodeShare:
+def _share(node: Node, num_workers: int, kind: DeviceKind, mesh: Mesh | None) -> NodeShare:
     """The GPUs with the best ring among those that nobody else uses, each worker near its GPU; on CPU, no pinning."""
     hostname = node.hostname if node.is_remote else ""
     if kind == "cpu":
         return NodeShare(hostname, num_workers)
     devices = pick(node, num_workers, _free(node)).ring.devices
+    if mesh is not None:
+        devices = mesh_order(node, devices, mesh)
     by_index = {device.index: device for device in node.devices}
     return NodeShare(hostname, num_workers, devices, tuple(by_index[index].cpus for index in devices))
 
@@ -86,8 +90,8 @@ def place(
         JobError: no worker, more workers than GPUs or than virtual shards, more servers than workers, micro-batches
             smaller than a shard, or an algorithm that bitwise parity cannot use.
     """
-    plan = spread(cluster, num_workers, threads_per_worker)
     check_mesh(job, mesh)
+    plan = spread(cluster, num_workers, threads_per_worker, mesh)
     num_shares = num_workers if mesh is None else mesh.num_shares
     if num_shares > job.virtual_shards:
         raise JobError(

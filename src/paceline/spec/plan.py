@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from paceline.errors import JobError
 from paceline.spec.cluster import DeviceKind
 from paceline.spec.codec import at_least, from_mapping, to_mapping
 from paceline.spec.mesh import Mesh, ScheduleName
@@ -88,6 +89,13 @@ class Plan:
 
     forecast_samples_per_s: float | None = None
     """What the planner expected of this run; None: nobody asked it."""
+
+    def __post_init__(self) -> None:
+        if self.sequence_parallel and self.recompute and self.pipeline.schedule == "zero_bubble":
+            raise JobError(
+                "The schedule zero_bubble computes activations again when backward has left the layers that share "
+                "positions; leave out sequence_parallel or recompute, or take the schedule 1f1b."
+            )
 
     @property
     def backend(self) -> str:

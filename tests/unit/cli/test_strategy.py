@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from paceline.cli import app
 from paceline.cli.strategy import Strategy, check_may_shrink, largest_that_fits, worker_memory_bytes
 from paceline.errors import JobError
 from paceline.plan.memory import Activations, ModelFacts
@@ -65,12 +68,20 @@ def test_one_process_drives_all_devices() -> None:
         ({"stages_per_worker": 2}, "--stages-per-worker"),
         ({"cpu_offload": True, "strategy": "pp"}, "--cpu-offload"),
         ({"recompute": True}, "--recompute"),
+        ({"sequence_parallel": True, "strategy": "fsdp"}, "--sequence-parallel"),
     ],
 )
 def test_an_option_needs_its_axis(options: dict[str, Any], option: str) -> None:
     with pytest.raises(JobError, match=option) as caught:
         placed(4, **options)
     assert str(caught.value).count(".") == 1 or str(caught.value).endswith(".")
+
+
+def test_options_that_exclude_each_other() -> None:
+    alone = {"strategy": "tp2 x pp2", "schedule": "zero_bubble", "sequence_parallel": True}
+    assert placed(4, **alone).sequence_parallel
+    with pytest.raises(JobError, match="leave out sequence_parallel or recompute"):
+        placed(4, **alone, recompute=True)
 
 
 def test_a_plan_of_other_workers_is_refused_and_a_named_strategy_wins() -> None:
@@ -95,3 +106,14 @@ def test_a_mesh_that_can_never_shrink_is_refused_at_the_start() -> None:
     check_may_shrink(plan_within, MACHINE, 4, 4)
     with pytest.raises(JobError, match=r"--min-workers 2 .* never could"):
         check_may_shrink(plan_within, MACHINE, 2, 4)
+
+
+def test_a_script_is_launched_on_the_workers_of_its_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_DEVICE", "cpu")
+    script = tmp_path / "train.py"
+    script.touch()
+    words = ["launch", "--dry-run", "--strategy", "dp2 x pp2", "-n"]
+    shown = CliRunner().invoke(app, [*words, "4", str(script)], catch_exceptions=False).stdout
+    assert shown.count("PACELINE_STRATEGY='dp2 x pp2'") == 4
+    with pytest.raises(JobError, match="does not make 3 workers"):
+        CliRunner().invoke(app, [*words, "3", str(script)], catch_exceptions=False)

@@ -1,0 +1,121 @@
+"""In which order a mesh takes the devices of a node: the axis that talks most gets the fastest links.
+
+Ranks are laid out with the tensor axis innermost, then fsdp, dp and pp (`spec.mesh.AXES`), so a tensor group has
+neighbouring ranks, and with them neighbouring places in this order. Groups are made from the inside out: of all ways to
+part the devices into groups, that in which the slowest group's ring is fastest, then the sum over groups; groups of the
+next axis are made of whole groups of the one before, by the same rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+from paceline.plan.pick import Ring, pick, weight
+from paceline.spec import Mesh, Node
+from paceline.spec.mesh import AXES
+
+_MOST_EXACT = 8
+"""Groups or devices up to which every way to part them is tried; beyond, the fastest group is taken first."""
+
+Group = tuple[int, ...]
+"""Devices in the order of their ranks."""
+
+
+def mesh_order(node: Node, ring: Sequence[int], mesh: Mesh) -> Group:
+    """The devices of `ring`, which work on this node, in the order of their ranks.
+
+    Where no axis parts them into groups, that is the ring as it is.
+    """
+    sizes = _group_sizes(len(ring), mesh)
+    return _Arranger(node).arranged([(device,) for device in ring], [1, *sizes])[1] if sizes else tuple(ring)
+
+
+def _group_sizes(num_devices: int, mesh: Mesh) -> list[int]:
+    """Devices in a group of each axis that parts the node's, innermost first."""
+    sizes, size = [], 1
+    for axis in reversed(AXES):
+        degree = mesh.degree(axis)
+        size *= degree
+        if degree > 1 and size < num_devices and num_devices % size == 0:
+            sizes.append(size)
+    return sizes
+
+
+class _Arranger:
+    """One node, and the best rings over some of its devices as far as they were asked for."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._rings: dict[frozenset[int], Ring] = {}
+
+    def arranged(self, groups: Sequence[Group], sizes: Sequence[int]) -> tuple[list[tuple[float, float]], Group]:
+        """What the best way to part `groups` is worth, axis by axis, and the devices in its order.
+
+        Args:
+            sizes: of what the groups are made of, but for single devices of the groups themselves, then of those that
+                are to be made.
+        """
+        step, *wanted = sizes
+        if not wanted:
+            return [], self._joined(groups, step)
+        found = []
+        for parting in self._partings(groups, wanted[0] // len(groups[0])):
+            merged = [self._joined(part, step) for part in parting]
+            speeds = [weight(self._ring(one).bottleneck) for one in merged]
+            worth, order = self.arranged(merged, [len(groups[0]), *wanted[1:]])
+            found.append(([(min(speeds), sum(speeds)), *worth], order))
+        return max(found, key=lambda pair: pair[0])  # the first of those that are worth the same
+
+    def _partings(self, groups: Sequence[Group], num_each: int) -> Iterator[list[tuple[Group, ...]]]:
+        """Ways to part the groups into sets of `num_each`."""
+        if len(groups) > _MOST_EXACT:
+            yield self._greedy(groups, num_each)
+        elif not groups:
+            yield []
+        else:
+            first, *others = groups
+            for rest in combinations(others, num_each - 1):
+                left = [group for group in others if group not in rest]
+                for parting in self._partings(left, num_each):
+                    yield [(first, *rest), *parting]
+
+    def _greedy(self, groups: Sequence[Group], num_each: int) -> list[tuple[Group, ...]]:
+        """The first group that is left with those that are fastest with it, one after the other."""
+        left, found = list(groups), []
+        while left:
+            part = [left.pop(0)]
+            while len(part) < num_each:
+                near = max(left, key=lambda group: self._slowest_link(part[0], group))
+                left.remove(near)
+                part.append(near)
+            found.append(tuple(part))
+        return found
+
+    def _joined(self, groups: Sequence[Group], step: int) -> Group:
+        """The groups one after the other; single devices as their ring goes, groups each turned towards the first."""
+        first, *others = groups
+        if others and len(first) == 1:
+            return self._ring([device for group in groups for device in group]).devices
+        return first + tuple(device for group in others for device in self._turned(group, first, step))
+
+    def _turned(self, group: Group, first: Group, step: int) -> Group:
+        """The same group from another one of its parts, or a ring the other way round.
+
+        Members of the same place in both groups talk to each other as well.
+        """
+        ways = (group, group[::-1]) if step == 1 else (group,)
+        turns = [way[place:] + way[:place] for way in ways for place in range(0, len(group), step)]
+        return max(turns, key=lambda turn: min(map(self._rate, turn, first)))
+
+    def _slowest_link(self, one: Group, other: Group) -> float:
+        return min(self._rate(a, b) for a in one for b in other)
+
+    def _rate(self, one: int, other: int) -> float:
+        return weight(self._ring((one, other)).bottleneck)
+
+    def _ring(self, devices: Sequence[int]) -> Ring:
+        members = frozenset(devices)
+        if members not in self._rings:
+            self._rings[members] = pick(self._node, len(members), devices).ring
+        return self._rings[members]
