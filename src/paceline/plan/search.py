@@ -1,8 +1,8 @@
 """Which way to share out a model over so many devices: data, sharded, pipeline, tensor, and their meshes.
 
 All meshes are listed, those that do not fit into memory are pruned, the rest are priced, and the winner and the
-runner-up are explained. Prices are those of `parallel`: gradients of plain replicas travel while backward computes,
-those of the replicas of a mesh when it is over; a pipeline's micro-batches are the virtual shards.
+runner-up are explained. Prices are those of `parallel`: gradients of replicas travel while backward computes,
+and a pipeline's micro-batches are the virtual shards.
 """
 
 from __future__ import annotations
@@ -310,14 +310,14 @@ def _data_s(
 ) -> float:
     """What is not hidden of gathering parameters and adding gradients up.
 
-    Over the fsdp axis a gather is half an all_reduce, and so is a scatter where the backend has one. Its parts are then
-    summed over the replicas, after backward; plain replicas sum while the last micro-batch is computed.
+    Over the fsdp axis a gather is half an all_reduce, and so is a scatter where the backend has one. Its parts are
+    summed over the replicas while the last micro-batch is computed; both axes have links of their own.
     """
-    replicas_s = _axis_s(
-        own_bytes / mesh.fsdp, mesh.dp, mesh.tp * mesh.fsdp, mesh, devices_per_node, network, cheapest_s
-    )
+    part_bytes = own_bytes / mesh.fsdp
+    all_s = _axis_s(part_bytes, mesh.dp, mesh.tp * mesh.fsdp, mesh, devices_per_node, network, cheapest_s)
+    replicas_s = exposed_s(last_s, part_bytes, all_s)
     if mesh.is_plain:
-        return exposed_s(last_s, own_bytes, replicas_s)
+        return replicas_s
     # Nothing but a ring gathers and scatters.
     all_reduce_s = _axis_s(own_bytes, mesh.fsdp, mesh.tp, mesh, devices_per_node, network, ring)
     is_gloo = workload.backend == "gloo"

@@ -78,7 +78,7 @@ def test_an_option_needs_its_axis(options: dict[str, Any], option: str) -> None:
 
 
 def test_options_that_exclude_each_other() -> None:
-    alone = {"strategy": "tp2 x pp2", "schedule": "zero_bubble", "sequence_parallel": True}
+    alone: dict[str, Any] = {"strategy": "tp2 x pp2", "schedule": "zero_bubble", "sequence_parallel": True}
     assert placed(4, **alone).sequence_parallel
     with pytest.raises(JobError, match="leave out sequence_parallel or recompute"):
         placed(4, **alone, recompute=True)
