@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from paceline.cli.options import resolve_job
 from paceline.cli.plan import trace_model
 from paceline.parallel.dry_run import StageFacts, dry_run, on_paper
-from paceline.parallel.tensor import bytes_per_sample, find_layout, layer_sizes
 from paceline.plan.choose import choose_mesh
 from paceline.plan.forecast import Known, Question
 from paceline.plan.search import Candidate, best_of
@@ -183,12 +182,6 @@ def formula_bytes(job: Job, candidate: Candidate) -> float:
         for stage in stages
     ]
     messages = _message_bytes(tried(Mesh(pp=mesh.pp * candidate.pipeline.stages_per_worker)))
-    if mesh.pp == 1 and mesh.tp > 1:  # the dry run knows of stages only, in which layers do not follow each other
-        model, arguments = on_paper(lambda: build(job.model), torch.zeros(1, 28, 28), 1)
-        sizes = layer_sizes(model, lambda one: one(*arguments), 1)
-        sent[0]["tp"] = (
-            bytes_per_sample(find_layout(model, mesh.tp), sizes, 4) * job.global_batch_size / mesh.num_shares
-        )
     return node_bytes(mesh, sent, [num_passes * size for size in messages], ON_A_NODE)
 
 

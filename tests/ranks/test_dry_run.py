@@ -106,6 +106,22 @@ def test_the_tp_axis_sends_what_its_formula_says() -> None:
     assert counted == expected > 0
 
 
+def _positions() -> Any:
+    found = []
+    for sequence_parallel in (False, True):
+        model, arguments = on_paper(_gpt, _TOKENS, 2)
+        found.append(dry_run(model, arguments, Mesh(tp=4), 1, sequence_parallel=sequence_parallel))
+    return found
+
+
+@pytest.mark.slow
+def test_parts_of_the_positions_keep_less() -> None:
+    ((whole, parts),) = run_ranks(_positions, 1)
+    assert parts.stages[0].activation_bytes < 0.9 * whole.stages[0].activation_bytes
+    assert parts.stages[0].parameter_bytes == whole.stages[0].parameter_bytes
+    assert whole.sent_bytes("tp") < parts.sent_bytes("tp") < 1.2 * whole.sent_bytes("tp")
+
+
 def _large_meshes() -> list[Any]:
     found = []
     for mesh in (Mesh(dp=128, tp=4, pp=2), Mesh(dp=1024), Mesh(dp=8, fsdp=16, tp=4, pp=2)):

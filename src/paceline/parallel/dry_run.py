@@ -138,11 +138,13 @@ def dry_run(
     *,
     optimizer_copies: int = 1,
     recomputes: bool = False,
+    sequence_parallel: bool = False,
 ) -> DryRun:
     """Try `mesh` with a model on the meta device, which is used up.
 
     Args:
         arguments: What the model is called with for one micro-batch, on the meta device.
+        recomputes, sequence_parallel: as a plan's.
 
     Raises:
         JobError: this process trains already.
@@ -159,9 +161,13 @@ def dry_run(
     message = _Message()
     with _pretended(mesh) as device_mesh:
         for stage, run, num_others in zip(stages, runs, others, strict=True):
-            facts, message = _try_stage(
-                stage, chain, costs, run, message, num_others, device_mesh, mesh, arguments, recomputes
-            )
+            # As with every model that is built on the meta device: shared out first, then given its memory, here
+            # pretended.
+            if mesh.tp > 1:
+                tensor_parallel(stage, device_mesh["tp"], sequence_parallel=sequence_parallel)
+            if recomputes:
+                recompute(stage)
+            facts, message = _try_stage(stage, chain, costs, run, message, num_others, device_mesh, mesh, arguments)
             found.append(facts)
     return DryRun(mesh, num_micro_batches, tuple(found), optimizer_copies)
 
@@ -279,9 +285,8 @@ def _try_stage(
     device_mesh: DeviceMesh,
     mesh: Mesh,
     arguments: Sequence[Any],
-    recomputes: bool,
 ) -> tuple[StageFacts, _Message]:
-    """A pass of one stage.
+    """A pass of one stage, whose layers have been shared out.
 
     Args:
         message: what arrives there.
@@ -292,12 +297,7 @@ def _try_stage(
     """
     start, stop = run
     generator_bytes = generator_state(torch.device("cpu")).nbytes
-    # As with every model that is built on the meta device: shared out first, then given its memory, here pretended.
-    if mesh.tp > 1:
-        tensor_parallel(stage, device_mesh["tp"])
     whole_bytes = sum(_padded_bytes(local(one), mesh.fsdp) for one in stage.parameters())
-    if recomputes:
-        recompute(stage)
     if mesh.fsdp > 1:
         shard(stage, device_mesh["fsdp"], mesh.zero_stage, cpu_offload=False)
     with FakeTensorMode(allow_non_fake_inputs=True):
