@@ -37,6 +37,9 @@ PASSED_ON = (DATA_DIR, DEVICE, "PYTHONPATH")
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Where Gloo, the RPC layer and NCCL look for the interface to use."""
 
+CUDA_BY_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Has torch ask NVML whether there are GPUs: who asks CUDA itself can fork nobody that uses one."""
+
 READ_LATE = frozenset(
     {
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),

@@ -183,15 +183,17 @@ def run_elastic(
             plan = plan_for(fleet.cluster, min(limits.max_workers, fleet.num_slots))
             chronicle.begin(plan)
             could_grow = plan.world_size < limits.max_workers
+            # After a start that came to nothing, the next one owes nothing to what was loaded before.
+            preload = conditions.preload if tally.num_in_vain < 2 else ()
             try:
                 outcome = run_once(
                     plan,
                     program_for(plan),
                     fleet.teams,
-                    conditions,
+                    replace(conditions, preload=preload),
                     signals=signals,
                     restart=restart,
-                    fork_server=fork_server if conditions.preload else None,
+                    fork_server=fork_server if preload else None,
                     could_grow=(lambda: fleet.has_returned) if could_grow else lambda: False,
                 )
             except LaunchError as error:

@@ -88,7 +88,7 @@ class ForkServer:
             try:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", "paceline.launch.fork_server", str(theirs.fileno()), *self._preload],
-                    env=env.everything() | early,
+                    env=env.everything() | early | env.CUDA_BY_NVML,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
