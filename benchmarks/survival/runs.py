@@ -16,6 +16,7 @@ from typing import Protocol
 
 from tests.hosts import cluster as namespaces
 from tests.hosts.sshd import ssh_between, start_sshd
+from tests.ranks.launching import processes_of
 
 from paceline.pulse import read_vitals
 from paceline.spec import RunRecord
@@ -81,7 +82,7 @@ def wait_for_steps(folder: Path, launcher: Process) -> int | None:
 
 def wait_for_end(folder: Path, launcher: Process, timeout_s: float = END_S) -> None:
     deadline = time.monotonic() + timeout_s
-    while launcher.poll() is None or find_processes(folder):
+    while launcher.poll() is None or processes_of(folder):
         if time.monotonic() > deadline:
             raise TimeoutError(f"the run in {folder} does not end")
         time.sleep(0.02)
@@ -93,21 +94,11 @@ def find_workers(folder: Path) -> list[Worker]:
     A worker that was forked shows the environment of the fork server; what it has mapped is its own.
     """
     found = []
-    for process in find_processes(folder):
+    for process in processes_of(folder):
         with contextlib.suppress(OSError):
             if pulse := _PULSE.search((process / "maps").read_text()):
                 found.append(Worker(int(pulse["rank"]), int(process.name), Path(pulse["path"])))
     return sorted(found, key=lambda worker: worker.rank)
-
-
-def find_processes(folder: Path) -> list[Path]:
-    """All processes in /proc that were started for the run in a folder."""
-    mark, found = f"PACELINE_RUN_DIR={folder}".encode(), []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if mark in (process / "environ").read_bytes().split(b"\0"):
-                found.append(process)
-    return found
 
 
 def _command(folder: Path, more_settings: Sequence[str], *words: str) -> list[str]:

@@ -24,11 +24,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.ranks.launching import processes_of
+
 from paceline.checkpoint.load import list_checkpoints, newest_good
 from paceline.checkpoint.storage import open_storage
 from paceline.spec import RunRecord
 
-from .runs import OneNode, Worker, find_processes, find_workers, train_for, wait_for_end
+from .runs import OneNode, Worker, find_workers, train_for, wait_for_end
 
 LAST_STEPS = 20
 """Of the run that is started once more when the faults are over."""
@@ -144,7 +146,7 @@ def soak(out: Path, duration_s: float, num_workers: int, seed: int, fault_s: tup
         tuple(one["recovery_s"] for one in generations if one["recovery_s"] is not None),
         num_steps,
         RunRecord.load(folder / "record.json").weights_sha256 == train_for(out / "undisturbed", ENDLESS, *limit),
-        len(find_processes(folder)),
+        len(processes_of(folder)),
         sum(_left_behind()) - before,
     )
 

@@ -145,6 +145,16 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> 
         time.sleep(0.01)
 
 
+def processes_of(run_dir: Path) -> list[Path]:
+    """All processes in /proc that were started for the run in a folder, the fork server too."""
+    mark, found = f"PACELINE_RUN_DIR={run_dir}".encode(), []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                found.append(process)
+    return found
+
+
 def is_alive(pid: int) -> bool:
     """Whether the process runs; one that has ended and waits to be reaped does not."""
     try:

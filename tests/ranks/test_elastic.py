@@ -21,7 +21,16 @@ from paceline.launch.messages import Hello
 from paceline.launch.remote import Reach, open_nodes
 from paceline.spec import Cluster, Node
 from paceline.spec.codec import from_mapping
-from tests.ranks.launching import COUNT_TO_THE_END, COUNTING, GENERATION, PATIENCE_S, Stage, open_stage, wait_until
+from tests.ranks.launching import (
+    COUNT_TO_THE_END,
+    COUNTING,
+    GENERATION,
+    PATIENCE_S,
+    Stage,
+    open_stage,
+    processes_of,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -66,13 +75,10 @@ def said_in_the_end(stage: Stage, launcher: subprocess.Popen[str]) -> list[str]:
 
 def left(stage: Stage) -> list[str]:
     """Command lines of all processes that were started for the run in this folder, the fork server too."""
-    mark, found = f"PACELINE_RUN_DIR={stage.run_dir}".encode(), []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark in (process / "environ").read_bytes().split(b"\0"):
-                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-        except OSError:
-            continue  # it has ended, or is somebody else's
+    found = []
+    for process in processes_of(stage.run_dir):
+        with contextlib.suppress(OSError):  # it has ended since
+            found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
     return found
 
 

@@ -153,7 +153,7 @@ class _Agent:
         if preload and self._fork_server is None:
             self._fork_server = ForkServer(preload)
         orders = Orders(run_dir, output, start.hang_timeout_s, self._inbox.put, start.restart, preload)
-        self._team = LocalTeam(0, orders, self._fork_server if preload else None)
+        self._team = LocalTeam(0, orders, self._fork_server)
         self._team.start(
             commands,
             store_fd=None if store is None else store.fileno(),

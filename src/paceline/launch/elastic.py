@@ -193,7 +193,7 @@ def run_elastic(
                     replace(conditions, preload=preload),
                     signals=signals,
                     restart=restart,
-                    fork_server=fork_server if preload else None,
+                    fork_server=fork_server,
                     could_grow=(lambda: fleet.has_returned) if could_grow else lambda: False,
                 )
             except LaunchError as error:

@@ -90,8 +90,9 @@ class LocalTeam:
     hostname = ""
 
     def __init__(self, number: int, orders: Orders, fork_server: ForkServer | None = None) -> None:
-        """`number` is the team's own in the events it tells; `fork_server` is prepared for the next start."""
-        self._fork_server = fork_server
+        """`number` is the team's own in the events it tells; `fork_server` forks them if it can, and is prepared
+        for the next start, unless the orders name nothing to load."""
+        self._fork_server = fork_server if orders.preload else None
         self._variables: list[dict[str, str]] = []
         self._number = number
         self._orders = orders

@@ -316,8 +316,6 @@ def _data_s(
     part_bytes = own_bytes / mesh.fsdp
     all_s = _axis_s(part_bytes, mesh.dp, mesh.tp * mesh.fsdp, mesh, devices_per_node, network, cheapest_s)
     replicas_s = exposed_s(last_s, part_bytes, all_s)
-    if mesh.is_plain:
-        return replicas_s
     # Nothing but a ring gathers and scatters.
     all_reduce_s = _axis_s(own_bytes, mesh.fsdp, mesh.tp, mesh, devices_per_node, network, ring)
     is_gloo = workload.backend == "gloo"

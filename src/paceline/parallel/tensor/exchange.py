@@ -8,7 +8,7 @@ laid side by side and every worker takes its own slice of the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ def total(term: Tensor, axis: Axis) -> Tensor:
 
 def gather(own: Tensor, dim: int, length: int, axis: Axis) -> Tensor:
     """All workers' parts side by side along `dim`, `length` in all."""
-    gathered: Tensor = _Gather.apply(own, dim % own.dim(), length, axis)  # type: ignore[no-untyped-call]
+    gathered: Tensor = _Gather.apply(own, dim % own.dim(), length, axis, _own_slice)  # type: ignore[no-untyped-call]
     return gathered
 
 
@@ -52,7 +52,7 @@ def enter_from_parts(own: Tensor, dim: int, length: int, axis: Axis) -> Tensor:
 
     The gradients of the whole, of which each worker has one part's, are summed, and every worker gets its slice.
     """
-    entered: Tensor = _EnterFromParts.apply(own, dim % own.dim(), length, axis)  # type: ignore[no-untyped-call]
+    entered: Tensor = _Gather.apply(own, dim % own.dim(), length, axis, _reduce_scatter)  # type: ignore[no-untyped-call]
     return entered
 
 
@@ -120,14 +120,16 @@ def _all_reduce(term: Tensor, axis: Axis) -> Tensor:
     return summed.permute(back)
 
 
+def _filled(tensor: Tensor, dim: int, length: int) -> Tensor:
+    """As long as that along `dim`, with zeros behind: collectives want equal parts."""
+    missing = length - tensor.shape[dim]
+    return F.pad(tensor, (*(0, 0) * (tensor.dim() - 1 - dim), 0, missing)) if missing else tensor
+
+
 def _all_gather(own: Tensor, dim: int, length: int, axis: Axis) -> Tensor:
     order, back = memory_order(own)
     own, dim = own.permute(order), order.index(dim)
-    size = part_size(length, axis.degree)
-    missing = size - own.shape[dim]
-    if missing:  # collectives want equal parts
-        own = F.pad(own, (*(0, 0) * (own.dim() - 1 - dim), 0, missing))
-    own = own.contiguous()
+    own = _filled(own, dim, part_size(length, axis.degree)).contiguous()
     parts = own.new_empty(axis.degree, *own.shape)
     dist.all_gather(list(parts.unbind()), own, group=axis.group)
     whole = torch.cat(parts.unbind(), dim).narrow(dim, 0, length)
@@ -138,10 +140,7 @@ def _reduce_scatter(term: Tensor, dim: int, axis: Axis) -> Tensor:
     order, back = memory_order(term)
     term, dim = term.permute(order), order.index(dim)
     length, size = term.shape[dim], part_size(term.shape[dim], axis.degree)
-    missing = size * axis.degree - length
-    if missing:  # collectives want equal parts
-        term = F.pad(term, (*(0, 0) * (term.dim() - 1 - dim), 0, missing))
-    parts = torch.stack(term.split(size, dim))
+    parts = torch.stack(_filled(term, dim, size * axis.degree).split(size, dim))
     own = torch.empty_like(parts[0])
     dist.reduce_scatter(own, list(parts.unbind()), group=axis.group)
     start, stop = part(length, axis.degree, axis.rank)
@@ -177,14 +176,18 @@ class _Total(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
+    """`back` makes the part's gradient of the whole's: (gradient, dim, axis) -> this worker's slice."""
+
     @staticmethod
-    def forward(ctx: Any, own: Tensor, dim: int, length: int, axis: Axis) -> Tensor:
-        ctx.dim, ctx.axis = dim, axis
+    def forward(
+        ctx: Any, own: Tensor, dim: int, length: int, axis: Axis, back: Callable[[Tensor, int, Axis], Tensor]
+    ) -> Tensor:
+        ctx.dim, ctx.axis, ctx.back = dim, axis, back
         return _all_gather(own, dim, length, axis)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _own_slice(grad, ctx.dim, ctx.axis), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.back(grad, ctx.dim, ctx.axis), None, None, None, None
 
 
 class _SumGradients(torch.autograd.Function):
@@ -203,17 +206,6 @@ class _SumGradients(torch.autograd.Function):
             for grad, needed in zip(grads, ctx.needs_input_grad[1:], strict=True)
         )
         return None, *summed
-
-
-class _EnterFromParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, dim: int, length: int, axis: Axis) -> Tensor:
-        ctx.dim, ctx.axis = dim, axis
-        return _all_gather(own, dim, length, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _reduce_scatter(grad, ctx.dim, ctx.axis), None, None, None
 
 
 class _TotalInParts(torch.autograd.Function):

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from paceline.errors import ModelError
 from paceline.parallel.tensor.axis import Axis, part
 from paceline.parallel.tensor.exchange import enter, gather, total, trade_rows
-from paceline.parallel.tensor.positions import Positions, drop_own
+from paceline.parallel.tensor.positions import Positions, drop_own, total_with_bias
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -82,10 +82,7 @@ class RowLinear(nn.Linear):
                 f"got {input.shape[-1]} of them instead of its own {weight.shape[1]}: the model calls it in another "
                 "way than its module's forward does; name it in `whole`."
             )
-        if self.positions is not None:
-            return self.positions.total(F.linear(input, weight), self.bias)
-        output = total(F.linear(input, weight), self.axis)
-        return output if self.bias is None else output + self.bias
+        return total_with_bias(F.linear(input, weight), self.bias, self.axis, self.positions)
 
 
 class PartDropout(nn.Dropout):

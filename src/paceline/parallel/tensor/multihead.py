@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.parallel.tensor.axis import Axis, part
-from paceline.parallel.tensor.exchange import enter, gather, total, trade_rows
+from paceline.parallel.tensor.exchange import enter, gather, trade_rows
 from paceline.parallel.tensor.layers import local
-from paceline.parallel.tensor.positions import Positions
+from paceline.parallel.tensor.positions import Positions, drop_own, total_with_bias
 
 
 class HeadsAttention(nn.MultiheadAttention):
@@ -49,7 +49,9 @@ class HeadsAttention(nn.MultiheadAttention):
         weights = None
         if need_weights or (self.training and self.dropout > 0):
             scores = own[0] @ own[1].transpose(-2, -1) * self.head_dim**-0.5
-            weights = self._drop(torch.softmax(scores if mask is None else scores + mask, -1))
+            weights = torch.softmax(scores if mask is None else scores + mask, -1)
+            if self.training:
+                weights = drop_own(weights, 1, self.num_heads, self.dropout, self.axis)
             seen = weights @ own[2]
         else:
             seen = F.scaled_dot_product_attention(own[0], own[1], own[2], mask)
@@ -60,7 +62,7 @@ class HeadsAttention(nn.MultiheadAttention):
             output = output.squeeze(1)
         elif self.batch_first:
             output = output.transpose(0, 1)
-        output = self._total(output, self.out_proj.bias)
+        output = total_with_bias(output, self.out_proj.bias, self.axis, self.positions)
         if not need_weights or weights is None:
             return output, None
         weights = gather(weights, 1, self.num_heads, self.axis)
@@ -69,12 +71,6 @@ class HeadsAttention(nn.MultiheadAttention):
 
     def _enter(self, tensor: Tensor) -> Tensor:
         return enter(tensor, self.axis) if self.positions is None else self.positions.gather(tensor)
-
-    def _total(self, term: Tensor, bias: Tensor | None) -> Tensor:
-        if self.positions is not None:
-            return self.positions.total(term, bias)
-        output = total(term, self.axis)
-        return output if bias is None else output + bias
 
     def _heads(self, x: Tensor) -> Tensor:
         """(b, L, own width), (L, b, own width) or (L, own width) -> (b, own heads, L, head_dim)."""
@@ -98,14 +94,6 @@ class HeadsAttention(nn.MultiheadAttention):
             padding = (padding if padding.dim() == 2 else padding.unsqueeze(0))[:, None, None]
             found = padding if found is None else found + padding
         return found
-
-    def _drop(self, weights: Tensor) -> Tensor:
-        if not self.training or self.dropout == 0:
-            return weights
-        start, stop = part(self.num_heads, self.axis.degree, self.axis.rank)
-        mask = F.dropout(weights.new_ones(weights.shape[0], self.num_heads, *weights.shape[2:]), self.dropout)
-        dropped: Tensor = weights * mask[:, start:stop]
-        return dropped
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -20,6 +20,7 @@ from paceline.parallel.tensor.exchange import (
     memory_order,
     sum_gradients,
     take_own,
+    total,
     total_in_parts,
 )
 
@@ -72,6 +73,14 @@ class Positions:
                 f"{term.shape[_DIM]}: leave sequence parallelism out for this model."
             )
         return total_in_parts(term, bias, _DIM, self.axis)
+
+
+def total_with_bias(term: Tensor, bias: Tensor | None, axis: Axis, positions: Positions | None) -> Tensor:
+    """The sum of every worker's term, plus the bias: whole on all of them, or in a stretch the worker's positions."""
+    if positions is not None:
+        return positions.total(term, bias)
+    summed = total(term, axis)
+    return summed if bias is None else summed + bias
 
 
 def _set_in_backward(tensor: Tensor, positions: Positions, length: int | None) -> Tensor:
