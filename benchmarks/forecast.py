@@ -1,7 +1,7 @@
 """Forecast beside measurement: what `paceline probe` alone lets the planner say, and what runs then do.
 
     python -m benchmarks.forecast --data DIR [--out DIR] [--only mnist|cifar10|perceptron] [--rates 200e6,1e9]
-        [--one-node no] [--steps 25]
+        [--one-node no] [--steps 25] [--rounds 1]
 
 DIR holds mnist/ and cifar10/. One node with 1 and 2 workers; two nodes of two workers, built from network namespaces
 (needs root and sshd), on links of every rate, under each algorithm that Paceline would consider. The planner sees
@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from tests.hosts import cluster as namespaces
 from tests.hosts.sshd import ssh_between
@@ -28,7 +29,7 @@ from paceline.spec.codec import to_mapping
 
 ON_ONE_NODE: tuple[AlgorithmName, ...] = ("all_reduce", "hierarchical")
 BETWEEN_NODES: tuple[AlgorithmName, ...] = ("all_reduce", "hierarchical", "halving_doubling", "ring")
-PROBE_BUDGET_S = 60
+PROBE_BUDGET_S = 120
 TIMEOUT_S = 900.0
 
 
@@ -47,9 +48,15 @@ class Case:
 
 
 CASES = {
-    "mnist": Case("mnist-lenet", "mnist", ("global_batch_size=256", "virtual_shards=4", "data.train_limit=12800")),
+    "mnist": Case(
+        "mnist-lenet",
+        "mnist",
+        ("global_batch_size=256", "virtual_shards=4", "data.train_limit=12800", "data.test_limit=256"),
+    ),
     "cifar10": Case(
-        "cifar10-resnet18", "cifar10", ("global_batch_size=64", "virtual_shards=4", "data.train_limit=3200")
+        "cifar10-resnet18",
+        "cifar10",
+        ("global_batch_size=64", "virtual_shards=4", "data.train_limit=3200", "data.test_limit=64"),
     ),
     "perceptron": Case(
         "mnist-lenet",
@@ -60,6 +67,7 @@ CASES = {
             "global_batch_size=128",
             "virtual_shards=4",
             "data.train_limit=6400",
+            "data.test_limit=128",
             "optim.lr=0.02",
         ),
     ),
@@ -81,6 +89,8 @@ class Row:
     """Computing with the optimizer, waiting for gradients, and data."""
     is_choice: bool
     """Whether the planner would have taken this algorithm."""
+    stolen: tuple[float, float]
+    """Of the processors' time during the probe and during the run, what other virtual machines took."""
 
     @property
     def ratio(self) -> float:
@@ -94,16 +104,18 @@ def main() -> None:
     parser.add_argument("--only", choices=tuple(CASES), default=None)
     parser.add_argument("--rates", default="200e6,1e9", help="bits/s of the links between nodes; empty: one node alone")
     parser.add_argument("--one-node", choices=("yes", "no"), default="yes", help="also without a network")
+    parser.add_argument("--rounds", type=int, default=1, help="of probe and runs; medians count")
     parser.add_argument("--steps", type=int, default=25, help="of every run; the median without the first three counts")
     arguments = parser.parse_args()
     rates = [float(rate) for rate in arguments.rates.split(",") if rate]
     out = (arguments.out or Path(tempfile.mkdtemp(prefix="paceline-forecast-"))).resolve()
     rows = []
     for name in [arguments.only] if arguments.only else CASES:
-        bench = Bench(CASES[name], arguments.data.resolve(), out / name, arguments.steps)
-        for row in bench.measure(rates, on_one_node=arguments.one_node == "yes"):
-            print(_line(row), _parts(row), file=sys.stderr, flush=True)
-            rows.append(row)
+        for round_number in range(arguments.rounds):
+            bench = Bench(CASES[name], arguments.data.resolve(), out / f"{name}-{round_number}", arguments.steps)
+            for row in bench.measure(rates, on_one_node=arguments.one_node == "yes"):
+                print(_line(row), _parts(row), file=sys.stderr, flush=True)
+                rows.append(row)
     print(markdown(rows))
 
 
@@ -142,7 +154,8 @@ class Bench:
         out.mkdir(parents=True)
         job = resolve_job(self.case.recipe, list(self.case.settings), None)
         words = [*self.case.words, "--data", str(self.data / self.case.data), *hosts]
-        _paceline(nodes, ["probe", *words, "--out", str(out / "cluster.json"), "--budget", str(PROBE_BUDGET_S)])
+        probe = ["probe", *words, "--out", str(out / "cluster.json"), "--budget", str(PROBE_BUDGET_S)]
+        stolen_from_probe = _paceline(nodes, probe)
         found = forecast(job, Cluster.load(out / "cluster.json"), sorted({1, *algorithms}), Question())
         (out / "forecast.json").write_text(json.dumps(to_mapping(found), indent=1) + "\n", encoding="utf-8")
         for row in (row for row in found.rows if row.devices in algorithms):
@@ -150,7 +163,7 @@ class Bench:
                 run_dir = out / f"{row.devices}-{algorithm}"
                 run = ["train", *words, "-n", str(row.devices), "--threads", "1", "--algorithm", algorithm, "--quiet"]
                 limits = ["--max-steps", str(self.num_steps), "--out", str(run_dir), "--cluster", str(out / "none")]
-                _paceline(nodes, [*run, *limits])
+                stolen_from_run = _paceline(nodes, [*run, *limits])
                 measured = RunRecord.load(run_dir / "record.json").step_time
                 yield Row(
                     job.name,
@@ -161,30 +174,49 @@ class Bench:
                     (row.compute_s, row.exposed_s, row.step_s - row.compute_s - row.exposed_s),
                     (measured.compute_s, measured.exposed_comm_s, measured.data_s),
                     row.devices == 1 or row.algorithm == algorithm,
+                    (stolen_from_probe, stolen_from_run),
                 )
 
 
-def _paceline(nodes: namespaces.Cluster, words: Sequence[str]) -> None:
+def _paceline(nodes: namespaces.Cluster, words: Sequence[str]) -> float:
+    """Run a command on the first node; returns the part of the processors' time that was stolen meanwhile."""
+    stolen, total = _processor_ticks()
     process = nodes.nodes[0].exec([sys.executable, "-m", "paceline", *words], env={"PACELINE_DEVICE": "cpu"})
     if process.wait(TIMEOUT_S) != 0:
         raise SystemExit(f"paceline {' '.join(words)} failed:\n{process.output}")
+    stolen_since, total_since = _processor_ticks()
+    return (stolen_since - stolen) / (total_since - total)
+
+
+def _processor_ticks() -> tuple[int, int]:
+    """Ticks of all processors that other virtual machines took, and all ticks (proc(5), /proc/stat)."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return ticks[7], sum(ticks)
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A table, then the rows as a line of JSON."""
-    head = "| job | place | algorithm | forecast, ms | measured, ms | ratio | planner's choice | fastest |\n"
-    lines = []
+    """A table of medians over rounds, then all rows as a line of JSON."""
+    head = "| job | place | algorithm | forecast, ms | measured, ms | ratio | ratios | planner's choice | fastest |\n"
+    of_rounds: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        rivals = [other.measured_s for other in rows if (other.case, other.place) == (row.case, row.place)]
-        chosen = "yes" if row.is_choice else ""
-        fastest = "yes" if row.measured_s == min(rivals) else f"{row.measured_s / min(rivals):.2f}x"
-        lines.append(f"| {_line(row, ' | ')} | {chosen} | {fastest} |\n")
-    return head + "|---|---|---|---|---|---|---|---|\n" + "".join(lines) + json.dumps([vars(row) for row in rows])
+        of_rounds.setdefault((row.case, row.place, row.algorithm), []).append(row)
+    measured_s = {key: median(row.measured_s for row in found) for key, found in of_rounds.items()}
+    lines = []
+    for key, found in of_rounds.items():
+        best_s = min(seconds for other, seconds in measured_s.items() if other[:2] == key[:2])
+        forecast_ms = f"{1e3 * median(row.forecast_s for row in found):.1f}"
+        ratios = sorted(row.ratio for row in found)
+        chosen = f"{sum(row.is_choice for row in found)} of {len(found)}"
+        fastest = "yes" if measured_s[key] == best_s else f"{measured_s[key] / best_s:.2f}x"
+        cells = [*key, forecast_ms, f"{1e3 * measured_s[key]:.1f}", f"{median(ratios):.2f}"]
+        cells += [", ".join(f"{ratio:.2f}" for ratio in ratios), chosen, fastest]
+        lines.append(f"| {' | '.join(cells)} |\n")
+    return head + "|---|---|---|---|---|---|---|---|---|\n" + "".join(lines) + json.dumps([vars(row) for row in rows])
 
 
-def _line(row: Row, between: str = "  ") -> str:
+def _line(row: Row) -> str:
     times = f"{1e3 * row.forecast_s:.1f}", f"{1e3 * row.measured_s:.1f}", f"{row.ratio:.2f}"
-    return between.join([row.case, row.place, row.algorithm, *times])
+    return "  ".join([row.case, row.place, row.algorithm, *times])
 
 
 def _parts(row: Row) -> str:
@@ -194,7 +226,8 @@ def _parts(row: Row) -> str:
         )
         for parts in (row.forecast_parts_s, row.measured_parts_s)
     )
-    return f"(forecast {forecast}; measured {measured})"
+    stolen = " and ".join(f"{share:.0%}" for share in row.stolen)
+    return f"(forecast {forecast}; measured {measured}; stolen {stolen})"
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ from paceline.report.comm_bench import (
     size_text,
 )
 from paceline.report.comm_files import load_timings, write_comm_bench
-from paceline.spec.comm_timing import CommCase, CommRequest, algorithm_names, message_sizes
+from paceline.spec.algorithm import algorithm_names
+from paceline.spec.comm_timing import CommCase, CommRequest, message_sizes
 
 WORKERS_PER_NODE = (2, 2)
 SMALLEST_BYTES = 64 << 10

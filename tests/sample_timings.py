@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.spec.algorithm import algorithm_names
 from paceline.spec.comm_timing import (
     CommCase,
     CommFit,
@@ -11,7 +12,6 @@ from paceline.spec.comm_timing import (
     CommTiming,
     CommTimings,
     LeftOut,
-    algorithm_names,
 )
 
 ALL_REDUCE, HIERARCHICAL = CommCase("all_reduce"), CommCase("hierarchical")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import paceline
 from paceline import env
+from paceline.models.lenet import lenet
 from paceline.spec import Job, Plan, RunRecord
 from paceline.train.loop import Output, train
 from tests.ranks.harness import run_ranks
@@ -32,7 +36,7 @@ def _job(**values: Any) -> Job:
     )
 
 
-def _train(job: Job, run_dir: Path, num_servers: int = 1) -> RunRecord:
+def _train(job: Job, run_dir: Path, num_servers: int = 1, max_steps: int | None = None) -> RunRecord:
     run_dir.mkdir(exist_ok=True)
     plan = Plan(
         world_size=env.worker_facts().world_size,
@@ -40,7 +44,7 @@ def _train(job: Job, run_dir: Path, num_servers: int = 1) -> RunRecord:
         num_servers=num_servers,
         timeout_s=30,
     )
-    return train(job, plan, Output(run_dir, None))
+    return train(job, plan, Output(run_dir, None), max_steps)
 
 
 @pytest.mark.parametrize(("world_size", "num_servers"), [(2, 1), (3, 2)])
@@ -67,6 +71,58 @@ def test_a_stale_run_uses_every_sample_once_and_learns(tmp_path: Path) -> None:
     assert first.accuracy is not None
     assert first.accuracy > 0.9
     assert "up to 4 updates late" in first.notes[0]
+
+
+@pytest.mark.parametrize("sync_inside_nodes", [False, True])
+def test_a_run_that_was_cut_off_goes_on_bit_for_bit(sync_inside_nodes: bool, tmp_path: Path) -> None:
+    (alone,) = run_ranks(_train, 1, _job(parity="bitwise"), tmp_path / "alone")
+    aggregation = {"method": "parameter_server_async", "staleness": 0, "sync_inside_nodes": sync_inside_nodes}
+    job = _job(aggregation=aggregation, checkpoint={"every_steps": 3})
+    cut = run_ranks(_train, 3, job, tmp_path / "cut", 1 if sync_inside_nodes else 2, 6)
+    assert {record.steps for record in cut} == {6}
+    records = run_ranks(_train, 2, job, tmp_path / "cut")
+    assert {record.weights_sha256 for record in records} == {alone.weights_sha256}
+    for record in records:
+        assert (record.steps, record.samples_seen) == (8, 660)
+        assert record.epochs[0].train_loss == alone.epochs[0].train_loss
+        assert record.epochs[-1].metrics == alone.epochs[-1].metrics
+        assert record.epochs[-1].lr == pytest.approx(alone.epochs[-1].lr)
+        assert any(note.startswith("resumed at step 6 ") for note in record.notes)
+
+
+class _Signalling(nn.Module):
+    """A model that sends its own process SIGUSR1 in one of its forward passes."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.inner = lenet(**options)
+        self.num_passes = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.num_passes += 1
+            if self.num_passes == 3:
+                os.kill(os.getpid(), signal.SIGUSR1)
+        output: Tensor = self.inner(inputs)
+        return output
+
+
+def test_all_rest_to_save_when_one_wishes_it_and_go_on(tmp_path: Path) -> None:
+    values: dict[str, Any] = {
+        "model": f"{__name__}:_Signalling",
+        "data": "digits",
+        "epochs": 1,
+        "global_batch_size": 64,
+    }
+    never = {"every_minutes": None, "every_epoch": False, "save_final": False}
+    (alone,) = run_ranks(_train, 1, _job(**values, parity="bitwise", checkpoint=never), tmp_path / "alone")
+    aggregation = {"method": "parameter_server_async", "staleness": 0}
+    job = _job(**values, aggregation=aggregation, checkpoint=never)
+    records = run_ranks(_train, 2, job, tmp_path / "run")
+    assert {record.weights_sha256 for record in records} == {alone.weights_sha256}
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    at_wish, at_end = (int(name.removeprefix("step-")) for name in names)
+    assert 0 < at_wish < at_end == alone.steps
 
 
 def _own_loop() -> None:

@@ -22,7 +22,8 @@ from paceline.comm.shared_memory import SharedMemory
 from paceline.errors import PacelineError
 from paceline.report.comm_files import load_timings
 from paceline.spec import Plan
-from paceline.spec.comm_timing import CommCase, CommRequest, CommTiming, LeftOut, algorithm_names
+from paceline.spec.algorithm import algorithm_names
+from paceline.spec.comm_timing import CommCase, CommRequest, CommTiming, LeftOut
 from paceline.train import bench_comm
 from paceline.train.bench_comm import _num_rounds, fit, in_turn, time_cases
 from paceline.train.process_group import join, leave

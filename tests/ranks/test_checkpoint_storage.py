@@ -27,11 +27,21 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import paceline
 from paceline import env, models
-from paceline.checkpoint import Saver, Snapshot, newest_good, open_storage, read_checkpoint, verify_checkpoint
+from paceline.checkpoint import (
+    Loaded,
+    Saver,
+    Snapshot,
+    newest_good,
+    open_storage,
+    read_checkpoint,
+    read_together,
+    verify_checkpoint,
+)
 from paceline.checkpoint import save as saving
 from paceline.checkpoint.load import list_checkpoints
 from paceline.checkpoint.storage import Folder
 from paceline.env import worker_facts
+from paceline.parallel.parts import box_of, local, whole
 from paceline.spec import Job, Plan
 from paceline.spec.job import CheckpointSpec
 from paceline.train.optim import build_optimizer
@@ -93,14 +103,23 @@ def _save_sharded(folder: str) -> None:
         assert not saver.failed
 
 
-def _fill_sharded(folder: str) -> dict[str, list[Any]]:
+def _read_sharded(folder: str) -> dict[str, Any]:
+    """What a worker reads for shards of as many workers as there are now, made whole again."""
     group = _world()
-    checkpoint = read_checkpoint(open_storage(folder), "step-00000003")
     state = _sharded(dist.get_world_size(group), blank=True)
-    named = {name: value for name, value in state.items() if name != "model"}
-    named |= {f"model/{name}": value for name, value in state["model"].items()}
-    checkpoint.fill(named)
-    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().tolist() for name, t in named.items()}
+    like = {**state.pop("model"), **state}
+
+    def want(shared: dict[str, Any]) -> dict[str, Any]:
+        stored = {**shared.pop("model"), **shared}
+        spread = {name: box_of(tensor) for name, tensor in like.items() if isinstance(tensor, DTensor)}
+        return {name: one.part(*spread[name]) if name in spread else one for name, one in stored.items()}
+
+    _, found = read_together(open_storage(folder), "step-00000003", group, want)
+    for name, one in found.items():
+        if isinstance(one, Loaded):
+            local(like[name]).copy_(one.values)
+            found[name] = whole(like[name])
+    return {name: tensor.tolist() for name, tensor in found.items()}
 
 
 @pytest.mark.slow
@@ -133,8 +152,8 @@ def test_sharded_state_at_any_number_of_workers(tmp_path: Path) -> None:
     assert written == sum(t.nbytes for t in (*whole.values(), *model.values())) + 2 * 8
 
     expected = {name: value.tolist() for name, value in whole.items()}
-    expected |= {f"model/{name}": value.tolist() for name, value in model.items()}
-    assert run_ranks(_fill_sharded, 3, str(tmp_path), timeout_s=100) == [expected] * 3
+    expected |= {name: value.tolist() for name, value in model.items()}
+    assert run_ranks(_read_sharded, 3, str(tmp_path), timeout_s=100) == [expected] * 3
 
 
 # Storages that fail under a real training run.

@@ -100,7 +100,8 @@ def test_two_workers_are_killed_in_turn(stage: Stage) -> None:
     first, second, third = generations(stage)
     assert [one["world_size"] for one in (first, second, third)] == [3, 3, 3]
     assert (first["why"], third["why"]) == (lines[0].removeprefix("paceline: ").partition(";")[0], "done")
-    assert 0 < first["step"] <= third["step"]
+    assert first["step"] > 0
+    assert third["step"] >= max(1, (first["step"] - 1) // 10 * 10)  # it saves every ten steps, and may die before that
     assert first["recovery_s"] > 0 and second["recovery_s"] > 0 and third["recovery_s"] is None
     reports = [json.loads((stage.run_dir / f"failure-{n}.json").read_text()) for n in (1, 2)]
     assert [(report["cause"], report["ranks"]) for report in reports] == [("signal", [2]), ("signal", [0])]

@@ -23,6 +23,7 @@ from paceline.models import MODELS
 from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm
 from paceline.parallel.pipeline import MicroBatch, Pipeline
 from paceline.spec import PipelineSpec
+from paceline.spec.stages import Limits
 from tests.ranks.harness import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -317,6 +318,21 @@ def what_is_said(loss: str) -> str:
         except Exception as error:
             return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def cut_within(memory_bytes: float) -> tuple[tuple[str, ...], bool]:
+    """In one worker: before which layer a model with a large layer in front is cut, and whether that may not fit."""
+    with joined() as group:
+        model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8), *[nn.Linear(8, 8) for _ in range(2)])
+        limits = Limits(memory_bytes=memory_bytes, copies_of_parameters=4.0, micro_batches_kept=(0.0, 0.0))
+        pipeline = Pipeline(model, group, PipelineSpec(), (torch.ones(2, 8),), torch.device("cpu"), limits=limits)
+        return pipeline.cuts, "No cut of this model into 2 stages fits into 0.00 GiB" in pipeline.table
+
+
+def test_a_model_is_cut_where_its_stages_fit() -> None:
+    """Its two large layers, 2,304 and 2,080 bytes of parameters, are too large for one stage; then one of them is."""
+    assert run_ranks(cut_within, 2, 4 * 3000.0) == [(("1",), False)] * 2
+    assert [doubts for _, doubts in run_ranks(cut_within, 2, 4 * 2000.0)] == [True] * 2
 
 
 @pytest.mark.parametrize(("loss", "said"), [("twice", "calls the model twice"), ("never", "did not call the model")])

@@ -18,18 +18,10 @@ from paceline.hardware.probe import time_loopback, time_shared_memory
 from paceline.launch import run_workers
 from paceline.spec import Cluster, MicroBatchTiming, Plan
 from paceline.train import probe as job_probe
-from paceline.train.probe import (
-    ProbeRequest,
-    StepTiming,
-    Subject,
-    Together,
-    _is_enough,
-    _time_step,
-    _what_fits,
-    sizes_to_time,
-    time_micro_batches,
-)
+from paceline.train.probe import ProbeRequest, _time_step, _what_fits, sizes_to_time, time_micro_batches
 from paceline.train.probe_network import NetworkProbe
+from paceline.train.probe_steps import StepTiming, Subject, is_enough
+from paceline.train.probe_together import Together
 from tests.ranks.command_line import TRACEBACK, paceline, succeeded
 
 
@@ -84,6 +76,9 @@ def test_the_command_measures_a_recipe_and_its_file_loads_back(tmp_path: Path) -
     assert (timing.workers_together, timing.workers_together_on_node) == (2, 2)
     # Neighbours cost something at most; on one core they would take twice as long.
     assert 0.5 < timing.together_slowdown < 4
+    # What training would choose from, and no sum costs as much as seconds.
+    assert [timed.algorithm for timed in timing.sums] == ["all_reduce", "hierarchical"]
+    assert all(timed.wire == "float32" and 0 <= timed.waiting_s < 10 * max(seconds) for timed in timing.sums)
     assert list((tmp_path / "runs").iterdir()) == []
 
     # A second look, at the links alone, keeps what is known of the job.
@@ -127,6 +122,7 @@ def test_a_worker_alone_has_no_neighbours_to_be_timed_with(tmp_path: Path) -> No
     succeeded(paceline("probe", "digits-lenet", *options, cwd=tmp_path))
     (timing,) = Cluster.load(tmp_path / "cluster.json").timings
     assert (timing.workers_together, timing.workers_together_on_node, timing.together_slowdown) == (1, 1, 1.0)
+    assert timing.sums == ()
     assert timing.update_s is not None
 
 
@@ -142,14 +138,14 @@ def test_sizes_double_up_to_the_largest_and_meet_the_share(largest: int, share: 
 @given(st.integers(0, 80), st.floats(0, 100), st.floats(-10, 100))
 def test_passes_are_at_least_three_and_never_endless(num_passes: int, spent_s: float, budget_s: float) -> None:
     counted = num_passes - 2
-    is_enough = _is_enough([0.1] * num_passes, spent_s, budget_s)
-    assert not is_enough if counted < 3 else is_enough or counted < 50
+    enough = is_enough([0.1] * num_passes, spent_s, budget_s)
+    assert not enough if counted < 3 else enough or counted < 50
 
 
 def test_of_passes_that_take_seconds_fewer_are_enough() -> None:
-    assert not _is_enough([9.0, 5.0], 14.0, 60.0)
-    assert _is_enough([9.0, 5.0, 5.0], 19.0, 60.0)
-    assert not _is_enough([9.0, 0.1, 0.1], 9.2, 60.0)  # the first one took its time once
+    assert not is_enough([9.0, 5.0], 14.0, 60.0)
+    assert is_enough([9.0, 5.0, 5.0], 19.0, 60.0)
+    assert not is_enough([9.0, 0.1, 0.1], 9.2, 60.0)  # the first one took its time once
 
 
 class _Timer:
@@ -226,9 +222,7 @@ def test_workers_together_have_to_fit_into_memory_and_budget(monkeypatch: pytest
     request, four = ProbeRequest(workers_on_node=4, budget_s=60.0), env.WorkerFacts(world_size=4, local_world_size=4)
     reasons: list[str] = []
     alone = StepTiming(32, 0.5, 0.1)
-    assert _what_fits(alone, 3 * 2.0**30, request, four, 5.0, reasons) == Together(32, 5)  # the least
-    quick = StepTiming(32, 0.125, 0.125)
-    assert _what_fits(quick, 0.0, request, four, 60.0, reasons) == Together(32, 12)  # three seconds of them
+    assert _what_fits(alone, 3 * 2.0**30, request, four, 5.0, reasons) == Together(32, 5.0)
     assert reasons == []
     assert _what_fits(alone, 4 * 2.0**30, request, four, 5.0, reasons) == Together()
     assert _what_fits(alone, 0.0, request, four, 2.5, reasons) == Together()

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from paceline.checkpoint.box import Box
 from paceline.errors import CheckpointError, JobError
 from paceline.spec.codec import from_mapping, to_mapping
 
@@ -52,6 +53,10 @@ class Chunk:
     file: str
     key: str
     """Its name in that file."""
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offsets, self.sizes)
 
 
 @dataclass(frozen=True)

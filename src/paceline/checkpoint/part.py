@@ -112,11 +112,11 @@ def verify_part(pieces: Iterable[bytes], file: PartFile) -> dict[str, Tensor]:
     """
     beginning = bytearray()
     for piece in _checked(pieces, file):
-        if len(beginning) < _header_bytes(beginning):
+        if len(beginning) < header_bytes(beginning):
             beginning += piece
     return {
         key: torch.empty(place.shape, dtype=place.dtype, device="meta")
-        for key, place in _read_header(beginning, file).items()
+        for key, place in read_header(beginning, file).items()
     }
 
 
@@ -129,7 +129,7 @@ def read_part(pieces: Iterable[bytes], file: PartFile) -> dict[str, Tensor]:
     content = bytearray()
     for piece in _checked(pieces, file):
         content += piece
-    return {key: place.tensor_in(content) for key, place in _read_header(content, file).items()}
+    return {key: place.tensor_in(content) for key, place in read_header(content, file).items()}
 
 
 def _checked(pieces: Iterable[bytes], file: PartFile) -> Iterator[bytes | memoryview]:
@@ -146,8 +146,8 @@ def _checked(pieces: Iterable[bytes], file: PartFile) -> Iterator[bytes | memory
 
 
 @dataclass(frozen=True)
-class _Place:
-    """A tensor in a part."""
+class Position:
+    """Where a tensor is in a part."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -161,21 +161,23 @@ class _Place:
         return torch.frombuffer(content, dtype=self.dtype, count=count, offset=self.start).reshape(self.shape)
 
 
-def _header_bytes(beginning: bytes | bytearray) -> int:
+def header_bytes(beginning: bytes | bytearray) -> int:
     """How much of a file is its header, by its first eight bytes."""
     return 8 + int.from_bytes(beginning[:8], "little")
 
 
-def _read_header(content: bytearray, file: PartFile) -> dict[str, _Place]:
+def read_header(content: bytes | bytearray, file: PartFile) -> dict[str, Position]:
     """Where the tensors of a part are, by their names there. `content`: at least the header.
 
-    Its checksum was right, so this finds what somebody wrote on purpose: nothing is taken for granted.
+    Where its checksum was right, this finds what somebody wrote on purpose: nothing is taken for granted.
+
+    Raises:
+        CheckpointError: it is no header of such a file.
     """
     try:
-        header_bytes = _header_bytes(content)
-        entries = json.loads(content[8:header_bytes])
-        places = {key: _place(entry, header_bytes) for key, entry in entries.items() if key != "__metadata__"}
-        end = header_bytes
+        end = header_bytes(content)
+        entries = json.loads(content[8:end])
+        places = {key: _position(entry, end) for key, entry in entries.items() if key != "__metadata__"}
         for place in sorted(places.values(), key=lambda place: (place.start, math.prod(place.shape))):
             if place.start != end:
                 raise ValueError("its tensors overlap, or there is something between them")
@@ -187,9 +189,9 @@ def _read_header(content: bytearray, file: PartFile) -> dict[str, _Place]:
     return places
 
 
-def _place(entry: Any, header_bytes: int) -> _Place:
+def _position(entry: Any, header_end: int) -> Position:
     shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
-    place = _Place(DTYPES[entry["dtype"]], shape, header_bytes + start)
+    place = Position(DTYPES[entry["dtype"]], shape, header_end + start)
     if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
         raise ValueError("a shape or an offset is no whole number")
     if math.prod(shape) * place.dtype.itemsize != end - start or not is_possible(shape):

@@ -17,19 +17,13 @@ PIECE_BYTES = 8 << 20
 """Read, written and summed at a time: the sum is taken of what is still in the processor's cache."""
 
 
-class Storage(Protocol):
+class Catalogue(Protocol):
     """Named files in named folders, one level deep ("step-00000012/manifest.json"), and files beside them.
 
     Whatever goes wrong raises `OSError`, as it does for plain files.
     """
 
     address: str
-
-    def write(self, name: str, pieces: Iterable[Piece]) -> None:
-        """Make or replace a file. It has its name only once it is complete and would survive a power cut."""
-
-    def pieces(self, name: str) -> Iterator[bytes]:
-        """The content, a little at a time. Raises `FileNotFoundError` where there is no such file."""
 
     def read(self, name: str) -> bytes:
         """The whole content. Raises `FileNotFoundError` where there is no such file."""
@@ -39,6 +33,19 @@ class Storage(Protocol):
 
     def folders(self) -> list[str]:
         """Which of `names()` are folders."""
+
+
+class Storage(Catalogue, Protocol):
+    """The same, with contents that are too large for one look, and can be changed."""
+
+    def write(self, name: str, pieces: Iterable[Piece]) -> None:
+        """Make or replace a file. It has its name only once it is complete and would survive a power cut."""
+
+    def pieces(self, name: str) -> Iterator[bytes]:
+        """The content, a little at a time. Raises `FileNotFoundError` where there is no such file."""
+
+    def stretch(self, name: str, start: int, stop: int) -> bytearray:
+        """Bytes start … stop - 1 of the content, or as many of them as there are."""
 
     def remove(self, name: str) -> None:
         """Delete a file, or a folder with all that is in it; nothing happens where there is none."""
@@ -75,6 +82,14 @@ class Folder:
     def pieces(self, name: str) -> Iterator[bytes]:
         with open(self._path / name, "rb", buffering=0) as file:
             yield from iter(lambda: file.read(PIECE_BYTES), b"")
+
+    def stretch(self, name: str, start: int, stop: int) -> bytearray:
+        content = bytearray()
+        with open(self._path / name, "rb", buffering=0) as file:
+            file.seek(start)
+            while piece := file.read(min(PIECE_BYTES, stop - start - len(content))):
+                content += piece
+        return content
 
     def read(self, name: str) -> bytes:
         return (self._path / name).read_bytes()
@@ -125,6 +140,10 @@ class Remote:
     def pieces(self, name: str) -> Iterator[bytes]:
         with self._as_os_error(), self._files.open(self._path(name), "rb") as file:
             yield from iter(lambda: file.read(PIECE_BYTES), b"")
+
+    def stretch(self, name: str, start: int, stop: int) -> bytearray:
+        with self._as_os_error():
+            return bytearray(self._files.cat_file(self._path(name), start=start, end=stop))
 
     def read(self, name: str) -> bytes:
         with self._as_os_error():

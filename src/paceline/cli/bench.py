@@ -21,6 +21,7 @@ from paceline.cli.site import ANYWHERE, Site, Where, open_site, says_where
 from paceline.errors import JobError, PacelineError
 from paceline.plan import spread
 from paceline.spec import Cluster, Job, Plan
+from paceline.spec.algorithm import algorithm_names
 from paceline.spec.checkpoint_timing import CheckpointRequest, CheckpointTimings
 from paceline.spec.comm_timing import (
     TIMINGS_FILE,
@@ -28,7 +29,6 @@ from paceline.spec.comm_timing import (
     CommRequest,
     CommTimings,
     WireName,
-    algorithm_names,
     message_sizes,
 )
 

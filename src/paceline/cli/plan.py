@@ -72,10 +72,15 @@ def plan(
     ] = False,
     dry_run_mesh: Annotated[
         str | None,
-        typer.Option(metavar="MESH", help="Instead: try a mesh such as 'dp128 x tp8' on paper, without its devices."),
+        typer.Option(metavar="MESH", help="Instead: try a mesh such as 'dp128 x tp8' on paper, without its devices …"),
     ] = None,
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="… whose workers along tp keep a part of the positions each.")
+    ] = False,
 ) -> None:
     """Forecast step time, throughput, speed-up, time to a target and cost for 1…N devices, and recommend one."""
+    if sequence_parallel and (dry_run_mesh is None or parse_mesh(dry_run_mesh, num_named(dry_run_mesh)).tp == 1):
+        raise JobError("--sequence-parallel needs --dry-run-mesh with an axis tp, such as 'dp2 x tp2'.")
     if fit is not None or predict is not None or suggest is not None:
         _calibrate(job, fit, predict, suggest, budget, as_json=as_json)
         return
@@ -83,7 +88,7 @@ def plan(
         raise JobError("Name the job to plan for, such as paceline plan job.toml; or give --fit, or --suggest.")
     resolved = resolve_job(job, settings, data)
     if dry_run_mesh is not None:
-        show_dry_run(resolved, dry_run_mesh, as_json=as_json)
+        show_dry_run(resolved, dry_run_mesh, sequence_parallel=sequence_parallel, as_json=as_json)
         return
     _check_probed(job, cluster)
     known = Cluster.load(cluster)
@@ -173,7 +178,7 @@ def _on_paper(job: Job, num_samples: int) -> tuple[Any, tuple[Any, ...]]:
     return on_paper(lambda: build(job.model, **data_facts(train_set)), train_set[0][0], num_samples)
 
 
-def show_dry_run(job: Job, text: str, *, as_json: bool) -> None:
+def show_dry_run(job: Job, text: str, *, sequence_parallel: bool = False, as_json: bool) -> None:
     """Try a mesh on paper, with as many workers as its degrees make, and print what each would hold and send.
 
     Raises:
@@ -186,17 +191,16 @@ def show_dry_run(job: Job, text: str, *, as_json: bool) -> None:
             f"use --set virtual_shards={mesh.num_shares} or more, or fewer replicas."
         )
     from paceline.parallel.dry_run import dry_run
-    from paceline.plan.memory import state_bytes
 
     shard = -(-job.global_batch_size // job.virtual_shards)
     model, arguments = _on_paper(job, shard)
-    state = state_bytes(job)
     found = dry_run(
         model,
         arguments,
         mesh,
         num_micro_batches=-(-job.virtual_shards // mesh.num_shares),
-        optimizer_copies=round(state.optimizer / state.parameter),
+        optimizer_copies=job.optim.copies_of_parameters,
+        sequence_parallel=sequence_parallel,
     )
     sent_bytes = {axis: round(found.sent_bytes(axis)) for axis in AXES if mesh.degree(axis) > 1}
     if as_json:

@@ -9,12 +9,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.cli.console import table_console
 from paceline.errors import JobError
 from paceline.plan.model import Layout, StepForecast
 from paceline.spec import AlgorithmName
+from paceline.spec.algorithm import algorithm_names
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -212,10 +213,10 @@ def _row(cells: _Cells) -> _Row:
     if step_time_s is not None and sync_time_s is not None and sync_time_s > step_time_s:
         raise cells.mistake("sync_time_s", f"{sync_time_s:g} s is longer than the step of {step_time_s:g} s")
     algorithm = _text(cells.values.get("algorithm")) or "all_reduce"
-    known = [name for name in get_args(AlgorithmName) if name != "auto"]
+    known = algorithm_names()
     if algorithm not in known:
         raise cells.mistake("algorithm", f"{algorithm} is not known; there are {', '.join(known)}")
-    name: AlgorithmName = algorithm  # type: ignore[assignment]
+    name: AlgorithmName = algorithm
     placement = Placement(
         _layout(cells),
         cells.needed_count("micro_batch_size"),

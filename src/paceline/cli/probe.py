@@ -199,7 +199,7 @@ def _measure_job(
     if job.parity == "bitwise":  # a pass for each virtual shard
         share = whole = shard
     workers_on_node = max(node_share.num_workers for node_share in plan.shares)
-    if workers_on_node == 1 or site.where.launcher == "debug":
+    if site.where.launcher == "debug":
         plan = _first_alone(plan)
     node = site.cluster.nodes[0]
     device = node.devices[0]
@@ -267,6 +267,8 @@ def _show(measured: Cluster, reasons: Sequence[str], out: Path, *, as_json: bool
                 f"{timing.workers_together} workers at the same time, {timing.workers_together_on_node} on a node: "
                 f"a step takes {timing.together_slowdown:.2f} times as long"
             )
+        for timed in timing.sums:
+            print(f"summing gradients by {timed.algorithm} in {timed.wire}: {timed.waiting_s * 1e3:.1f} ms more")
         if timing.loader_samples_per_s is not None:
             print(f"loader: {timing.loader_samples_per_s:,.0f} samples/s")
         if timing.checkpoint_bytes_per_s is not None:

@@ -60,7 +60,7 @@ def set_up_aggregation(
     chosen = Candidate(plan.algorithm, WIRE_FORMATS.get(wanted, FLOAT32))
     notes = []
     if plan.algorithm == "auto" or wanted == "auto-lossy":
-        choice = choose(_candidates(plan, wanted, links), ALGORITHMS, links, _bucket_bytes(parameters))
+        choice = choose(candidates(plan, wanted, links), ALGORITHMS, links, _bucket_bytes(parameters))
         chosen = choice.chosen
         notes += [said] if (said := choice.sentence()) else []
     if wanted in _LOSSES or not chosen.wire.is_exact:
@@ -72,7 +72,7 @@ def set_up_aggregation(
     return Aggregation(aggregator, chosen.algorithm, tuple(notes))
 
 
-def _candidates(plan: Plan, wanted: str, links: Links) -> list[Candidate]:
+def candidates(plan: Plan, wanted: str, links: Links) -> list[Candidate]:
     """What may be chosen from: lossy formats only where the user allows them, one algorithm if they named it."""
     fixed = WIRE_FORMATS.get(wanted, FLOAT32)
     allowed = LOSSY if wanted == "auto-lossy" else () if fixed.is_exact else (fixed,)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ class AsynchronousDataParallel(HoldsAll):
         self.shards = ShardByShard(model)
         self.module = self.shards.module
         self._group = group
+        self._collect: Callable[[], object] | None = None
         now = Clock(device).mark()
         self.communication: tuple[Mark, Mark] = now, now
         broadcast([*self.module.parameters(), *self.module.buffers()], group)
@@ -39,12 +40,28 @@ class AsynchronousDataParallel(HoldsAll):
 
     def after_update(self) -> None: ...
 
-    apart = True
     changes_buffers = True
 
+    @property
+    def apart(self) -> bool:
+        """Optimizers live on the servers, and gradients are under way, but for the moments of rest."""
+        return self._collect is None
+
+    @contextmanager
+    def at_rest(self, collect: Callable[[], object]) -> Iterator[None]:
+        """Inside, no gradient is under way; `collect`, a common act, brings the optimizer's state to every worker."""
+        self._collect = collect
+        try:
+            yield
+        finally:
+            self._collect = None
+
     def settle(self) -> bool:
-        """Optimizers live on the servers, and gradients are always under way: there is no moment to save."""
-        return False
+        if self._collect is None:
+            return False
+        self._collect()
+        broadcast(self.module.buffers(), self._group)
+        return True
 
     def shared_state(self) -> dict[str, Any]:
         return {}

@@ -7,6 +7,7 @@ over virtual shards, and no number of workers appears in any formula.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
 
 from paceline.comm import Aggregator
 from paceline.parallel.aggregation import set_up_aggregation
@@ -24,7 +26,7 @@ from paceline.parallel.engine import EqualAfterEveryStep, StepInput, broadcast, 
 from paceline.parallel.gradient_norms import GradientNorms, squared_norm
 from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm, standing_in, unknown_buffers
 from paceline.parallel.parts import device_mesh_of, is_sharded, local, whole
-from paceline.parallel.pipeline import MicroBatch, Pipeline
+from paceline.parallel.pipeline import MicroBatch, Pipeline, stage_limits
 from paceline.parallel.randomness import generator_states
 from paceline.parallel.replicas import ReplicaSums
 from paceline.parallel.sharded import recompute, shard, sharded_modules
@@ -32,6 +34,7 @@ from paceline.parallel.shards import Piece, Share
 from paceline.parallel.start import start_weights
 from paceline.parallel.tensor import tensor_parallel
 from paceline.spec import AlgorithmName, Job, Mesh, Plan
+from paceline.spec.stages import Limits
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,21 @@ def open_axes(mesh: Mesh, device: torch.device, world: dist.ProcessGroup) -> Axe
         data,
         device_mesh.get_group("dp") if mesh.dp > 1 else None,
         device_mesh.get_group("pp") if mesh.pp > 1 else None,
+    )
+
+
+def _limits(job: Job, plan: Plan, mesh: Mesh, device: torch.device, example: tuple[Any, ...] | None) -> Limits:
+    """Of a stage on a GPU; what of a node's memory is a CPU worker's, nobody tells it."""
+    memory_bytes = math.inf if device.type != "cuda" else float(torch.cuda.mem_get_info(device)[1])
+    sizes = [len(leaf) for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor) and leaf.dim()]
+    return stage_limits(
+        mesh,
+        plan.pipeline,
+        -(-job.virtual_shards // mesh.num_shares),
+        memory_bytes,
+        optimizer_copies=job.optim.copies_of_parameters,
+        micro_batch_share=-(-job.global_batch_size // job.virtual_shards) / max(sizes, default=1),
+        recomputes=plan.recompute,
     )
 
 
@@ -104,6 +122,7 @@ class MeshedParallel(EqualAfterEveryStep):
                 plan.pipeline,
                 example,
                 device,
+                limits=_limits(job, plan, axes.mesh, device, example),
                 agreement=axes.world,
                 timeout_s=plan.timeout_s,
                 before_last_backward=self._before_last_backward,

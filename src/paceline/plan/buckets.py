@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from paceline.plan.step_time import queue_s
-
 BUCKET_BYTES = 25 * 2**20
 """What DistributedDataParallel collects before it sends (Li et al. 2020, "PyTorch Distributed", section 4.2)."""
 BACKWARD_SHARE = 2 / 3
@@ -26,9 +24,20 @@ def sums_s(size_bytes: float, sum_s: Callable[[float], float]) -> float:
 def exposed_s(compute_s: float, size_bytes: float, all_sums_s: float) -> float:
     """What of `all_sums_s` lies behind the end of a pass of `compute_s`.
 
-    Bucket j of n is ready after forward and j / n of backward, and travels when those before it have arrived. The last
-    one is never hidden, and nothing travels during forward: no smooth maximum says that.
+    Bucket j of n is ready after forward and j / n of backward, and travels when those before it have arrived (Zhang et
+    al. 2017, "Poseidon", wait-free backpropagation). Nothing travels during forward, and the last one is never hidden:
+    buckets of equal size become ready at equal distances, so the queue either is empty whenever one comes, and one
+    transfer is left in the end, or never, and all of them lie behind the first bucket.
     """
+    return max(all_sums_s / num_buckets(size_bytes), all_sums_s - _behind_first_s(compute_s, size_bytes))
+
+
+def sums_of_exposed_s(compute_s: float, size_bytes: float, waiting_s: float) -> float:
+    """How long all sums take, if so much of them lies behind the end of a pass: the inverse of `exposed_s`."""
+    return min(waiting_s * num_buckets(size_bytes), waiting_s + _behind_first_s(compute_s, size_bytes))
+
+
+def _behind_first_s(compute_s: float, size_bytes: float) -> float:
+    """What is left of a pass when its first bucket is ready."""
     count = num_buckets(size_bytes)
-    ready_s = [compute_s * (1 - BACKWARD_SHARE * (count - bucket) / count) for bucket in range(1, count + 1)]
-    return queue_s(ready_s, [all_sums_s / count] * count) - compute_s
+    return compute_s * BACKWARD_SHARE * (count - 1) / count

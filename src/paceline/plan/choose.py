@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 
 from paceline.errors import ClusterError, JobError
@@ -111,7 +112,7 @@ def check_fits(job: Job, facts: ModelFacts, mesh: Mesh, memory_bytes: float, *, 
     Raises:
         JobError: it does not; the message has what is needed and what is there.
     """
-    needed = _replica(job, facts, mesh, recompute)
+    needed = _replica(job, facts, mesh, recompute, memory_bytes)
     if needed.fits(memory_bytes):
         return
     what = "whole replicas need" if mesh.is_plain else f"{mesh} needs"
@@ -135,8 +136,10 @@ def worker_memory_bytes(cluster: Cluster, num_workers: int) -> float:
     return min(node.memory_bytes for node in cluster.nodes) / fullest
 
 
-def _replica(job: Job, facts: ModelFacts, mesh: Mesh, recompute: bool = False) -> DeviceMemory:
-    """With one virtual shard in memory at a time."""
+def _replica(
+    job: Job, facts: ModelFacts, mesh: Mesh, recompute: bool = False, memory_bytes: float = math.inf
+) -> DeviceMemory:
+    """With one virtual shard in memory at a time; stages are cut so that they fit, if they can."""
     num_shards = -(-job.virtual_shards // mesh.num_shares)
     return device_memory(
         facts.num_parameters,
@@ -147,6 +150,7 @@ def _replica(job: Job, facts: ModelFacts, mesh: Mesh, recompute: bool = False) -
         num_micro_batches=num_shards,
         layers=facts.layers,
         recompute=recompute,
+        memory_bytes=memory_bytes,
     )
 
 

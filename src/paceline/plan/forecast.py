@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from paceline.errors import ClusterError, JobError
 from paceline.plan.advice import about_batch, bend, gib, recommend, words
-from paceline.plan.buckets import exposed_s, num_buckets, sums_s
+from paceline.plan.buckets import exposed_s, num_buckets, sums_of_exposed_s, sums_s
 from paceline.plan.collectives import COSTS, WIRE_FACTORS, cost_s
 from paceline.plan.layers import Layers
 from paceline.plan.memory import (
@@ -56,6 +56,8 @@ DEVICE_MTBF_S = 50_000 * 3600.0
 RESTART_S = 300.0
 """Noticing a failure, starting workers, loading a checkpoint."""
 STRAGGLER_SPREAD = 0.02
+_LEAST_SUM_FACTOR = 0.25
+"""No step is believed that shows a sum to cost less than this part of its price: links cannot be that wrong."""
 STEP_OVERHEAD_S = 3e-4
 """Around the optimizer: launching it, counting samples, schedules."""
 _MOST_BUCKETS = 8
@@ -390,7 +392,13 @@ class Known:
         """Which algorithm sums a step's gradients, and in how many seconds, by the rules of `algorithm = "auto"`."""
         if layout.num_workers == 1:
             return "all_reduce", 0.0
-        prices = {name: self._sum_s(name, job, layout) for name in self._candidates(job, layout)}
+        candidates, factors = self._candidates(job, layout), self._sum_factors(layout)
+        # What was timed is not beaten by what nobody has seen.
+        names = [name for name in candidates if name in factors] or candidates
+        # Workers that meet every k-th step pay the k-th part.
+        every = job.aggregation.sync_every if job.aggregation.method in ("local_sgd", "diloco") else 1
+        wire = job.aggregation.wire
+        prices = {name: self._sum_s(name, layout, wire) * factors.get(name, 1.0) / every for name in names}
         best = min(prices, key=lambda name: prices[name])
         plain = prices.get("all_reduce")
         if plain is not None and prices[best] > (1 - ALGORITHM_MARGIN) * plain:
@@ -406,19 +414,35 @@ class Known:
         return [
             name
             for name in COSTS
-            if name in ("all_reduce", "halving_doubling") or (name == "hierarchical" and has_levels)
+            if name in ("all_reduce", "ring", "halving_doubling") or (name == "hierarchical" and has_levels)
         ]
 
-    def _sum_s(self, name: AlgorithmName, job: Job, layout: Layout) -> float:
-        """Seconds a step; workers that meet every k-th step pay the k-th part."""
-        wire = job.aggregation.wire if job.aggregation.wire in WIRE_FACTORS else "float32"
+    def _sum_s(self, name: AlgorithmName, layout: Layout, wire: str) -> float:
+        """What links make of it, in seconds; a wire format without a price is taken for float32."""
         # The two-level sum moves data inside a CPU node through memory that its workers share.
         label = SHARED_MEMORY if name == "hierarchical" and self.cluster.device_kind == "cpu" else None
         network = self.network(layout, label)
-        seconds = sums_s(
-            4.0 * self.timing.num_parameters, lambda size_bytes: cost_s(name, size_bytes, layout, network, wire=wire)
+        priced = wire if wire in WIRE_FACTORS else "float32"
+        return sums_s(
+            4.0 * self.timing.num_parameters, lambda size_bytes: cost_s(name, size_bytes, layout, network, wire=priced)
         )
-        return seconds / (job.aggregation.sync_every if job.aggregation.method in ("local_sgd", "diloco") else 1)
+
+    def _sum_factors(self, layout: Layout) -> dict[AlgorithmName, float]:
+        """How many times its price a sum has cost in steps of all workers, on one node or several as here.
+
+        Of the algorithms that were timed so.
+        """
+        together = self.layout(self.timing.workers_together)
+        if (together.num_nodes == 1) != (layout.num_nodes == 1):
+            return {}
+        beside_s = self._neighbours_factor(together) * pass_s(self.timing, self.timing.together_micro_batch_size)
+        factors: dict[AlgorithmName, float] = {}
+        for timed in self.timing.sums:
+            took_s = self._all_sums_s(beside_s, timed.waiting_s, together)
+            # A compressor may send far less than its price says.
+            least = _LEAST_SUM_FACTOR if timed.wire in WIRE_FACTORS else 0.0
+            factors[timed.algorithm] = max(least, took_s / self._sum_s(timed.algorithm, together, timed.wire))
+        return factors
 
     @property
     def _neighbour_slowdown(self) -> float:
@@ -431,14 +455,24 @@ class Known:
         return float(neighbours_factor(self._neighbour_slowdown, max(layout.workers_per_node)))
 
     def _exposed_s(self, pass_s: float, communication_s: float, layout: Layout) -> float:
-        """What of the sums a step waits for; on CPU, cores that all compute cannot add up on their node meanwhile."""
+        """What of the sums a step waits for."""
         if layout.num_workers == 1:
             return 0.0
-        num_busy = max(layout.workers_per_node) * self.timing.threads_per_worker
-        is_on_cores = self.cluster.device_kind == "cpu" and num_busy >= self.cluster.nodes[0].num_cores
-        if is_on_cores and layout.num_nodes == 1:
+        if self._sums_on_busy_cores(layout):
             return communication_s
         return exposed_s(pass_s, 4.0 * self.timing.num_parameters, communication_s)
+
+    def _all_sums_s(self, pass_s: float, waiting_s: float, layout: Layout) -> float:
+        """How long the sums take for which a step waits so long."""
+        if self._sums_on_busy_cores(layout):
+            return waiting_s
+        return sums_of_exposed_s(pass_s, 4.0 * self.timing.num_parameters, waiting_s)
+
+    def _sums_on_busy_cores(self, layout: Layout) -> bool:
+        """On CPU, cores that all compute cannot add up on their node meanwhile."""
+        num_busy = max(layout.workers_per_node) * self.timing.threads_per_worker
+        is_full = self.cluster.device_kind == "cpu" and num_busy >= self.cluster.nodes[0].num_cores
+        return is_full and layout.num_nodes == 1
 
     def _overhead_s(self, job: Job, layout: Layout) -> float:
         busy_s = self._update_s(job)
@@ -558,6 +592,8 @@ class Known:
             said.append(f"The optimizer moves {_MEMORY_RATE[self.cluster.device_kind] / 1e9:.0f} GB/s.")
         if self.timing.workers_together == 1 and any(row.devices > row.nodes for row in rows):
             said.append("Workers of a node do not slow each other; nobody timed them together.")
+        if not self.timing.sums and any(row.devices > 1 for row in rows):
+            said.append("Sums of gradients cost in a step what links alone make of them; nobody timed them in steps.")
         if not self.cluster.network and any(row.nodes > 1 for row in rows):
             rate = self.question.link_bytes_per_s or 0.0
             said.append(

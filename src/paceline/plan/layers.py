@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
+from paceline.spec.stages import LayerCost, Limits, best_cut
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -39,39 +41,30 @@ Layers = tuple[Layer, ...]
 
 @lru_cache(maxsize=256)
 def cut(layers: Layers, num_stages: int) -> tuple[Layers, ...]:
-    """Neighbouring layers in `num_stages` stages, none empty, the slowest of which is as fast as can be.
-
-    The smallest bound that stages can keep when each takes as many layers as it bears, by halving the interval in
-    which it lies (the linear partition problem; parametric search).
-    """
+    """Neighbouring layers in `num_stages` stages, none empty, the slowest of which is as fast as can be."""
     if not 1 <= num_stages <= len(layers):
         raise ValueError(f"{len(layers)} layers cannot make {num_stages} stages")
-    times = [layer.time for layer in layers]
-    low, high = max(times), sum(times)
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if _num_stages(times, middle) <= num_stages else (middle, high)
-    starts = [0]
-    spent = 0.0
-    for place, seconds in enumerate(times):
-        is_full = spent > 0 and spent + seconds > high * (1 + 1e-12)
-        # The layers that are left have to do for the stages that are left, one each at least.
-        is_needed = len(layers) - place == num_stages - len(starts)
-        if place and len(starts) < num_stages and (is_full or is_needed):
-            starts.append(place)
-            spent = 0.0
-        spent += seconds
+    return cut_within(layers, num_stages, [0.0] * len(layers), [0.0] * len(layers), Limits())
+
+
+def cut_within(
+    layers: Layers, num_stages: int, state_bytes: Sequence[float], kept_bytes: Sequence[float], limits: Limits
+) -> tuple[Layers, ...]:
+    """The same among those whose stages keep the limits.
+
+    Args:
+        state_bytes, kept_bytes: of every layer on a worker, parameters with what belongs to them, and activations.
+
+    Raises:
+        ModelError: there is none.
+    """
+    arriving = [0.0, *(layer.output_bytes for layer in layers[:-1])]
+    costs = [
+        LayerCost(str(place), layer.time, held, kept, sent)
+        for place, (layer, held, kept, sent) in enumerate(zip(layers, state_bytes, kept_bytes, arriving, strict=True))
+    ]
+    starts = best_cut(costs, num_stages, limits)
     return tuple(layers[start:stop] for start, stop in pairwise((*starts, len(layers))))
-
-
-def _num_stages(times: Sequence[float], bound: float) -> int:
-    """How many stages there are if each takes layers up to `bound` seconds."""
-    count, spent = 1, 0.0
-    for seconds in times:
-        if spent and spent + seconds > bound:
-            count, spent = count + 1, 0.0
-        spent += seconds
-    return count
 
 
 def slowest_share(stages: Sequence[Layers]) -> float:

@@ -8,12 +8,16 @@ Recomputation in Large Transformer Models", section 4).
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.plan.layers import Layer, Layers, cut
+from paceline.errors import ModelError
+from paceline.plan.layers import Layer, Layers, cut, cut_within
 from paceline.spec import Job, Mesh, MicroBatchTiming
+from paceline.spec.stages import Limits
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -47,8 +51,7 @@ MIXED_ADAM = StateBytes(2.0, 2.0, 12.0)
 def state_bytes(job: Job) -> StateBytes:
     """What the job's optimizer keeps. 16-bit precisions compute in 16 bits; parameters stay float32."""
     width = 8.0 if job.precision == "float64" else 4.0
-    num_copies = 2 if job.optim.name in ("adam", "adamw") else int(job.optim.momentum > 0)
-    return StateBytes(width, width, width * num_copies)
+    return StateBytes(width, width, width * job.optim.copies_of_parameters)
 
 
 @dataclass(frozen=True)
@@ -180,8 +183,36 @@ def device_memory(
     num_micro_batches: int = 1,
     layers: Layers = (),
     recompute: bool = False,
+    memory_bytes: float = math.inf,
 ) -> DeviceMemory:
-    """The fullest device of `mesh`.
+    """The fullest device of `mesh`; see `stages_and_memory`."""
+    return stages_and_memory(
+        num_parameters,
+        state,
+        mesh,
+        activations,
+        micro_batch_size,
+        num_micro_batches=num_micro_batches,
+        layers=layers,
+        recompute=recompute,
+        memory_bytes=memory_bytes,
+    )[1]
+
+
+def stages_and_memory(
+    num_parameters: float,
+    state: StateBytes,
+    mesh: Mesh,
+    activations: Activations,
+    micro_batch_size: int,
+    *,
+    num_micro_batches: int = 1,
+    layers: Layers = (),
+    recompute: bool = False,
+    memory_bytes: float = math.inf,
+) -> tuple[tuple[Layers, ...], DeviceMemory]:
+    """The fastest cut into stages, or where a device cannot hold it the fastest one that it can, if there is any; and
+    the fullest device of `mesh`.
 
     Rajbhandari et al. 2020, figure 1, for psi parameters: stage 1 shards the optimizer state, 2 the gradients, 3 the
     parameters, each by 1/fsdp; replicas shard nothing. Stage 3 gathers a layer and fetches the next one meanwhile;
@@ -193,32 +224,58 @@ def device_memory(
         micro_batch_size: Samples of one forward pass of one share of the batch.
         num_micro_batches: Of one share in one step.
         layers: Empty: as many equal ones as there are stages, which tensor groups share out as transformers'.
+        memory_bytes: Of one device.
     """
     layers = layers or (Layer(1.0, 1.0, 1.0, 0.0, mesh.tp, whole_share=_WHOLE_SHARE),) * mesh.pp
     per_parameter = num_parameters / (sum(layer.num_parameters for layer in layers) or 1.0)
     per_kept = activations.bytes_per_sample / (sum(layer.kept_bytes for layer in layers) or 1.0)
-    found = []
-    for place, stage in enumerate(cut(layers, mesh.pp)):
-        held = [
-            per_parameter * layer.num_parameters / (mesh.tp if layer.is_shared_by(mesh.tp) else 1) for layer in stage
-        ]
-        kept = [per_kept * layer.kept_bytes * _kept_share(layer, mesh.tp) for layer in stage]
-        sample_bytes = sum(kept)
+    shards = mesh.fsdp
+    under_way = [micro_batch_size * min(mesh.pp - place, num_micro_batches) for place in range(mesh.pp)]
+
+    def held(layer: Layer) -> float:
+        return per_parameter * layer.num_parameters / (mesh.tp if layer.is_shared_by(mesh.tp) else 1)
+
+    def kept(layer: Layer) -> float:
+        return per_kept * layer.kept_bytes * _kept_share(layer, mesh.tp)
+
+    def of_stage(place: int, stage: Layers) -> DeviceMemory:
+        own, largest = sum(map(held, stage)), max(map(held, stage))
+        sample_bytes = sum(map(kept, stage))
         if recompute:
-            sample_bytes = min(sample_bytes, sum(layer.output_bytes for layer in stage) + max(kept))
-        own, shards = sum(held), mesh.fsdp
-        gathered = min(own, 2 * max(held)) if mesh.zero_stage == 3 else own / shards
-        found.append(
-            DeviceMemory(
-                parameter_bytes=own * state.parameter / (shards if mesh.zero_stage == 3 else 1),
-                gradient_bytes=own * state.gradient / (shards if mesh.zero_stage >= 2 else 1),
-                optimizer_bytes=own * state.optimizer / shards,
-                activation_bytes=activations.fixed_bytes
-                + sample_bytes * micro_batch_size * min(mesh.pp - place, num_micro_batches),
-                gathered_bytes=gathered * state.parameter if shards > 1 else 0.0,
-            )
+            sample_bytes = min(sample_bytes, sum(layer.output_bytes for layer in stage) + max(map(kept, stage)))
+        gathered = min(own, 2 * largest) if mesh.zero_stage == 3 else own / shards
+        return DeviceMemory(
+            parameter_bytes=own * state.parameter / (shards if mesh.zero_stage == 3 else 1),
+            gradient_bytes=own * state.gradient / (shards if mesh.zero_stage >= 2 else 1),
+            optimizer_bytes=own * state.optimizer / shards,
+            activation_bytes=activations.fixed_bytes + sample_bytes * under_way[place],
+            gathered_bytes=gathered * state.parameter if shards > 1 else 0.0,
         )
-    return max(found, key=lambda memory: memory.total_bytes)
+
+    def fullest(stages: tuple[Layers, ...]) -> DeviceMemory:
+        found = [of_stage(place, stage) for place, stage in enumerate(stages)]
+        return max(found, key=lambda memory: memory.total_bytes)
+
+    stages = cut(layers, mesh.pp)
+    memory = fullest(stages)
+    if mesh.pp == 1 or memory.fits(memory_bytes):
+        return stages, memory
+    # What grows layer by layer, and beside it the most that one layer's own needs can add to any stage.
+    alone = [of_stage(0, (layer,)) for layer in layers]
+    grows = [one.total_bytes - one.activation_bytes - (mesh.zero_stage == 3) * one.gathered_bytes for one in alone]
+    gathered = 2 * max(one.gathered_bytes for one in alone) if mesh.zero_stage == 3 else 0.0
+    again = under_way[0] * max(map(kept, layers)) if recompute else 0.0
+    limits = Limits(
+        memory_bytes=USABLE_SHARE * memory_bytes - activations.fixed_bytes - gathered - again,
+        copies_of_parameters=1.0,
+        micro_batches_kept=tuple(under_way),
+    )
+    keeps = [layer.output_bytes if recompute else kept(layer) for layer in layers]
+    # Most meshes of a model that is far too large need no closer look.
+    if sum(grows) <= mesh.pp * limits.memory_bytes:
+        with contextlib.suppress(ModelError):
+            stages = cut_within(layers, mesh.pp, grows, keeps, limits)
+    return stages, fullest(stages)
 
 
 def _kept_share(layer: Layer, tp: int) -> float:

@@ -8,7 +8,7 @@ and a pipeline's micro-batches are the virtual shards.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,7 +17,7 @@ from paceline.plan.advice import duration
 from paceline.plan.buckets import exposed_s, sums_s
 from paceline.plan.collectives import COSTS, ring
 from paceline.plan.layers import Layers, cut
-from paceline.plan.memory import USABLE_SHARE, Activations, DeviceMemory, StateBytes, device_memory
+from paceline.plan.memory import USABLE_SHARE, Activations, DeviceMemory, StateBytes, stages_and_memory
 from paceline.plan.model import Layout, Level, Network
 from paceline.plan.traffic import Backend, num_gathers_and_scatters
 from paceline.spec import Mesh, PipelineSpec
@@ -131,20 +131,31 @@ def best_of(workload: Workload, mesh: Mesh, devices_per_node: int, network: Netw
 
     Activations are computed again only where nothing fits without.
     """
-    least: DeviceMemory | None = None
+    needed: list[DeviceMemory] = []
     for recompute in (False, True) if workload.layers else (False,):
-        tried = [
-            _priced(workload, mesh, size, devices_per_node, network, pipeline, recompute)
-            for size in _micro_batch_sizes(workload, mesh)
-            for pipeline in _pipelines(workload, mesh)
-        ]
-        fitting = [candidate for candidate in tried if candidate.memory.fits(workload.memory_bytes)]
+        fitting: list[Candidate] = []
+        for micro_batch_size in _micro_batch_sizes(workload, mesh):
+            stages, memory = stages_and_memory(
+                workload.num_parameters,
+                workload.state,
+                mesh,
+                workload.activations,
+                micro_batch_size,
+                num_micro_batches=-(-workload.share(mesh) // micro_batch_size),
+                layers=workload.layers,
+                recompute=recompute,
+                memory_bytes=workload.memory_bytes,
+            )
+            needed.append(memory)
+            if not memory.fits(workload.memory_bytes):
+                break  # nor does a larger one
+            fitting += [
+                _priced(workload, mesh, micro_batch_size, stages, memory, devices_per_node, network, one, recompute)
+                for one in _pipelines(workload, mesh)
+            ]
         if fitting:
             return min(fitting, key=lambda candidate: (candidate.step_s, candidate.num_micro_batches))
-        needed = [one.memory for one in tried] + ([least] if least else [])
-        least = min(needed, key=lambda memory: memory.total_bytes)
-    assert least is not None
-    return least
+    return min(needed, key=lambda memory: memory.total_bytes)
 
 
 def meshes(num_workers: int, devices_per_node: int, layers: Layers) -> Iterator[Mesh]:
@@ -172,7 +183,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _micro_batch_sizes(workload: Workload, mesh: Mesh) -> list[int]:
-    """A worker's whole share, and every power of two of shards below it; a pipeline's are the shards."""
+    """Every power of two of shards below a worker's whole share, and that, in order; a pipeline's are the shards."""
     shard, share = workload.shard_size, workload.share(mesh)
     if mesh.pp > 1:
         return [shard]
@@ -196,6 +207,8 @@ def _priced(
     workload: Workload,
     mesh: Mesh,
     micro_batch_size: int,
+    stages: Sequence[Layers],
+    memory: DeviceMemory,
     devices_per_node: int,
     network: Network,
     pipeline: PipelineSpec,
@@ -209,67 +222,56 @@ def _priced(
     share = workload.share(mesh)
     m = -(-share // micro_batch_size)
     last = share - (m - 1) * micro_batch_size
-    busiest = _busiest(workload.layers, mesh, pipeline.stages_per_worker) * (_RECOMPUTE_FACTOR if recompute else 1.0)
+    # With several stages a worker, each worker's are together about as large as the one of another cut.
+    v = pipeline.stages_per_worker
+    turns = cut(workload.layers, mesh.pp * v) if v > 1 else stages
+    busiest = _busiest(turns, mesh) * (_RECOMPUTE_FACTOR if recompute else 1.0)
     turn_s, last_s = workload.compute_s(micro_batch_size) * busiest, workload.compute_s(last) * busiest
     compute_s = (m - 1) * turn_s + last_s
-    own_bytes = workload.num_parameters * workload.state.gradient * _largest_part(workload.layers, mesh)
-    turns = m + (mesh.pp - 1) / pipeline.stages_per_worker
+    own_bytes = workload.num_parameters * workload.state.gradient * _largest_part(stages, mesh)
+    num_turns = m + (mesh.pp - 1) / pipeline.stages_per_worker
     return Candidate(
         mesh,
         micro_batch_size,
         m,
-        device_memory(
-            workload.num_parameters,
-            workload.state,
-            mesh,
-            workload.activations,
-            micro_batch_size,
-            num_micro_batches=m,
-            layers=workload.layers,
-            recompute=recompute,
-        ),
+        memory,
         compute_s=compute_s,
         bubble_s=(mesh.pp - 1) * turn_s / pipeline.stages_per_worker,
-        tensor_s=turns * _inside_model_s(workload, mesh, micro_batch_size, devices_per_node, network, pipeline),
+        tensor_s=num_turns * _inside_model_s(workload, stages, mesh, micro_batch_size, devices_per_node, network, v),
         exposed_s=_data_s(workload, mesh, own_bytes, m, last_s, compute_s, devices_per_node, network),
-        optimizer_s=workload.optimizer_s * _largest_part(workload.layers, mesh) / mesh.fsdp,
+        optimizer_s=workload.optimizer_s * _largest_part(stages, mesh) / mesh.fsdp,
         pipeline=pipeline,
         recompute=recompute,
     )
 
 
-def _busiest(layers: Layers, mesh: Mesh, stages_per_worker: int) -> float:
-    """What the busiest worker computes of a pass, as a part of the whole model's."""
-    if not layers:
-        return 1 / (mesh.tp * mesh.pp)
-    times = [
-        sum(layer.time / (mesh.tp if layer.is_shared_by(mesh.tp) else 1) for layer in stage)
-        for stage in cut(layers, mesh.pp * stages_per_worker)
-    ]
-    return max(sum(times[place :: mesh.pp]) for place in range(mesh.pp)) / sum(layer.time for layer in layers)
+def _busiest(stages: Sequence[Layers], mesh: Mesh) -> float:
+    """What the busiest worker computes of a pass, as a part of the whole model's; every pp-th stage is a worker's."""
+    times = [sum(layer.time / (mesh.tp if layer.is_shared_by(mesh.tp) else 1) for layer in stage) for stage in stages]
+    return max(sum(times[place :: mesh.pp]) for place in range(mesh.pp)) / sum(
+        layer.time for stage in stages for layer in stage
+    )
 
 
-def _largest_part(layers: Layers, mesh: Mesh) -> float:
+def _largest_part(stages: Sequence[Layers], mesh: Mesh) -> float:
     """Of the parameters, what the stage with the most of them holds on one worker, before they are sharded."""
-    if not layers:
-        return 1 / (mesh.tp * mesh.pp)
     held = [
         sum(layer.num_parameters / (mesh.tp if layer.is_shared_by(mesh.tp) else 1) for layer in stage)
-        for stage in cut(layers, mesh.pp)
+        for stage in stages
     ]
-    return max(held) / (sum(layer.num_parameters for layer in layers) or 1.0)
+    return max(held) / (sum(layer.num_parameters for stage in stages for layer in stage) or 1.0)
 
 
 def _inside_model_s(
     workload: Workload,
+    stages: Sequence[Layers],
     mesh: Mesh,
     micro_batch_size: int,
     devices_per_node: int,
     network: Network,
-    pipeline: PipelineSpec,
+    stages_per_worker: int,
 ) -> float:
     """What one micro-batch's sums inside of layers and messages to the next stage take, forward and backward."""
-    stages = cut(workload.layers, mesh.pp) if workload.layers else ()
     seconds = 0.0
     if mesh.tp > 1:
         layout, shared = _group(mesh.tp, 1, mesh, devices_per_node, network)
@@ -290,7 +292,7 @@ def _inside_model_s(
             # Stages are farthest apart: the slowest of their links is one between nodes, which a node's workers share.
             level = network.between
             message_bytes *= min(devices_per_node, mesh.tp * mesh.num_shares)
-        seconds += 2 * pipeline.stages_per_worker * _send_s(level, message_bytes, network)
+        seconds += 2 * stages_per_worker * _send_s(level, message_bytes, network)
     return seconds
 
 

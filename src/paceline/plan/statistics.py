@@ -6,7 +6,8 @@ Training", 2018, arXiv 1812.06162, section 2.3)
     S(B) = S_min (1 + B_noise / B) steps,    so B S(B) = E_min (1 + B / B_noise) samples, E_min = S_min B_noise
 
 with the gradient noise scale B_noise of `NoiseScale`. It grows while a model learns, often a hundredfold, so what holds
-for a whole run is an average; `steps_to_progress` takes its whole course.
+for a whole run is an average; `steps_to_progress` takes its whole course, and `noise_scale_of_gain` reads it from a run
+that counted its own progress.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ __all__ = [
     "efficiency",
     "goodput",
     "lr_gain",
+    "noise_scale_of_gain",
     "recommend_batch",
     "samples_to_target",
     "steps_to_progress",
@@ -134,6 +136,30 @@ def lr_gain(rule: LrRule, batch_size: float, base_batch_size: float, noise_scale
     return ratio * efficiency(batch_size, noise_scale, base_batch_size)
 
 
+def noise_scale_of_gain(gain: float, batch_size: float, base_batch_size: float) -> float:
+    """The inverse of `lr_gain("adascale", ...)`: the noise scale, in samples, at which a step was worth `gain` steps.
+
+    For a run that counts its progress in steps of the base batch (Johnson et al. 2020; Pollux): `gain` is progress over
+    steps in an interval. With k = B / B_0 a step of progress takes
+
+        1 / gain = 1 / k + (1 - 1 / k) / (1 + B_noise / B_0)    steps
+
+    where the last factor knows the noise and no k. Its mean over the interval therefore stands for the whole course:
+    `steps_to_progress` of what is returned here is right at any other batch, however the noise scale changed meanwhile;
+    of a value measured at the end of the interval it is not. 0 for a gain of at most 1 and infinite for one of at least
+    k: counting whole steps can lead to either.
+
+    Raises:
+        ValueError: the batch is not larger than the base, where every gain is 1.
+    """
+    ratio = batch_size / base_batch_size
+    if ratio <= 1:
+        raise ValueError(f"a batch of {batch_size} is not larger than the base of {base_batch_size}")
+    if gain >= ratio:
+        return math.inf
+    return max(0.0, batch_size * (gain - 1) / (ratio - gain))
+
+
 def warmup_epochs(gain: float, epochs: float) -> float:
     """Epochs over which a rate that grew by `gain` should rise: one for each doubling, at most a fifth of all.
 
@@ -153,7 +179,7 @@ def steps_to_progress(
 
     Args:
         progress: in ascending order; the first interval begins at 0.
-        noise_scales: B_noise during the interval that ends at each point, in samples.
+        noise_scales: B_noise during the interval that ends at each point, in samples; may be 0 or infinite.
     """
     steps, total = [], 0.0
     for (begin, end), noise_scale in zip(pairwise([0.0, *progress]), noise_scales, strict=True):

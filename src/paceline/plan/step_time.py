@@ -91,17 +91,6 @@ def overlapped_s(compute: Any, communication: Any, exponent: float, tail_fractio
     return smooth_max(compute, (1 - tail_fraction) * communication, exponent) + tail_fraction * communication
 
 
-def queue_s(ready_s: Sequence[float], transfer_s: Sequence[float]) -> float:
-    """When the last bucket is summed: the link takes one at a time, in the order in which they become ready.
-
-    end_k = max(ready_k, end_(k - 1)) + transfer_k (Zhang et al. 2017, "Poseidon", wait-free backpropagation).
-    """
-    end_s = 0.0
-    for ready, transfer in zip(ready_s, transfer_s, strict=True):
-        end_s = max(ready, end_s) + transfer
-    return end_s
-
-
 @lru_cache(maxsize=4096)
 def expected_maximum(num_workers: int) -> float:
     """Of so many independent standard normal numbers: 0 for one, 0.564 for two, about sqrt(2 ln n) for many.

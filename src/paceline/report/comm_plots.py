@@ -21,7 +21,8 @@ from paceline.report.comm_bench import (
     time_text,
 )
 from paceline.report.plots import INK, NUM_SERIES, SYMBOLS, Figure, Plot, axis_style, base_layout, series_color
-from paceline.spec.comm_timing import CommCase, CommTimings, algorithm_names
+from paceline.spec.algorithm import algorithm_names
+from paceline.spec.comm_timing import CommCase, CommTimings
 
 _DASH_OF_WIRE = {"float32": "solid", "bfloat16": "dash", "float16": "dashdot", "int8": "dot"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paceline.spec.algorithm import AlgorithmName
 from paceline.spec.cluster import (
     Cluster,
     Device,
@@ -13,6 +14,7 @@ from paceline.spec.cluster import (
     NetworkLink,
     Node,
     Peripheral,
+    SumTiming,
 )
 from paceline.spec.job import (
     AggregationSpec,
@@ -24,7 +26,7 @@ from paceline.spec.job import (
     load_job,
 )
 from paceline.spec.mesh import Mesh, check_mesh, parse_mesh
-from paceline.spec.plan import AlgorithmName, NodeShare, PipelineSpec, Plan
+from paceline.spec.plan import NodeShare, PipelineSpec, Plan
 from paceline.spec.record import EpochRecord, RunRecord, StepTime
 
 __all__ = [
@@ -52,6 +54,7 @@ __all__ = [
     "Plan",
     "RunRecord",
     "StepTime",
+    "SumTiming",
     "check_mesh",
     "load_job",
     "parse_mesh",

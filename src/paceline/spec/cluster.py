@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import ClusterError, JobError
+from paceline.spec.algorithm import AlgorithmName
 from paceline.spec.codec import from_mapping, to_mapping
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -121,6 +122,16 @@ class MicroBatchTiming:
 
 
 @dataclass(frozen=True)
+class SumTiming:
+    """What a step takes longer because its gradients are added up by one algorithm, with all workers of a plan."""
+
+    algorithm: AlgorithmName
+    wire: str
+    """As the job has it."""
+    waiting_s: float
+
+
+@dataclass(frozen=True)
 class JobTiming:
     """What one job's model, data and checkpoint take on one device of this cluster; None: not measured."""
 
@@ -141,8 +152,12 @@ class JobTiming:
     """All of a plan, which computed at the same time."""
     workers_together_on_node: int = 1
     """Of these the fullest node had so many."""
+    together_micro_batch_size: int = 0
+    """Samples of each worker's pass then."""
     together_slowdown: float = 1.0
     """Seconds until the slowest of them had made a pass and an update, over those of a worker alone."""
+    sums: tuple[SumTiming, ...] = ()
+    """Of all workers together, in the job's wire format; empty where nobody timed it."""
 
 
 @dataclass(frozen=True)

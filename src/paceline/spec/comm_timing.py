@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from paceline.errors import JobError
+from paceline.spec.algorithm import AlgorithmName, algorithm_names
 from paceline.spec.cluster import DeviceKind
 from paceline.spec.codec import above, at_least, from_mapping, to_mapping
 from paceline.spec.job import Precision
-from paceline.spec.plan import AlgorithmName
 
 TIMINGS_FILE = "timings.json"
 """What `CommTimings` are called in a benchmark's folder."""
@@ -45,11 +45,6 @@ def message_sizes(min_bytes: int = SMALLEST_BYTES, max_bytes: int = LARGEST_BYTE
     while sizes[-1] * GROWTH * 2 <= max_bytes:
         sizes.append(sizes[-1] * GROWTH)
     return (*sizes, max_bytes) if sizes[-1] < max_bytes else tuple(sizes)
-
-
-def algorithm_names() -> tuple[AlgorithmName, ...]:
-    """Every algorithm there is; "auto" is a choice among them."""
-    return tuple(name for name in get_args(AlgorithmName) if name != "auto")
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from paceline.spec.algorithm import AlgorithmName
 from paceline.spec.codec import to_mapping
-from paceline.spec.plan import AlgorithmName
 
 BoundBy = Literal["compute", "communication", "loader", "overhead"]
 Grow = Literal["none", "batch"]

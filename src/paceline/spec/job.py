@@ -82,6 +82,11 @@ class OptimSpec:
         if list(self.step_epochs) != sorted(self.step_epochs):
             raise JobError(f"optim.step_epochs = {list(self.step_epochs)} should be in ascending order.")
 
+    @property
+    def copies_of_parameters(self) -> int:
+        """How many numbers it keeps for each parameter."""
+        return 2 if self.name in ("adam", "adamw") else int(self.momentum > 0)
+
 
 @dataclass(frozen=True)
 class AggregationSpec:

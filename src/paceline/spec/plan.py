@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from paceline.errors import JobError
+from paceline.spec.algorithm import AlgorithmName
 from paceline.spec.cluster import DeviceKind
 from paceline.spec.codec import at_least, from_mapping, to_mapping
 from paceline.spec.mesh import Mesh, ScheduleName
-
-AlgorithmName = Literal[
-    "auto",
-    "all_reduce",
-    "all_to_one",
-    "parameter_server",
-    "parameter_server_two_level",
-    "ring",
-    "halving_doubling",
-    "hierarchical",
-    "tree_exact",
-]
-
 
 EXCLUDED = 75
 """The exit code of a worker that leaves because it held the others up."""

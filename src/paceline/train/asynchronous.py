@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Self
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from paceline.comm.parameter_server_async import Course
 from paceline.data.order import EpochOrder, epoch_order
+from paceline.errors import JobError
 from paceline.parallel import AsynchronousDataParallel, Share, StepInput, open_servers
 from paceline.parallel.shards import shard_sizes
 from paceline.train.run import LossFn, Run
@@ -19,7 +21,7 @@ from paceline.train.seeding import seed_shard
 
 
 class AsynchronousSteps:
-    """The steps of a run, update by update, as the servers make them; a context manager that all workers enter.
+    """The steps of a run, update by update, as the servers make them.
 
     Batch k of the run is batch k mod n of epoch k // n, for n batches an epoch: which samples it has, and what its
     shards look like, is the same function as in synchronous training.
@@ -28,31 +30,47 @@ class AsynchronousSteps:
     def __init__(self, run: Run, engine: AsynchronousDataParallel, train_set: Any, loss_fn: LossFn) -> None:
         assert run.world.group is not None
         self._run = run
+        self._engine = engine
         self._shards = engine.shards
         self._train_set = train_set
         self._loss_fn = loss_fn
         self._orders: dict[int, EpochOrder] = {}
         self._num_batches = self._order(0).num_batches
-        course = Course(self._num_shards, self._lr_factor)
+        run.set_lr_factor(1.0)  # servers scale the rates that they find
+        course = Course(self._num_shards, self._lr_factor, run.steps)
         self._servers = open_servers(run.job, run.plan, run.rank, run.world.group, run.optimizer, course)
 
-    def __enter__(self) -> Self:
-        self._servers.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._servers.__exit__(*error)
+    @contextmanager
+    def opened(self) -> Iterator[Callable[[int], Iterator[Tensor]]]:
+        """Inside, `epoch` works; at the end the run is saved. A common act of all workers."""
+        with self._servers:
+            yield self.epoch
+            with self._engine.at_rest(self._servers.collect):
+                self._run.save_end()
 
     def epoch(self, epoch: int) -> Iterator[Tensor]:
-        """Work until the epoch's updates are made; the mean loss of every batch, in order, on every worker."""
+        """Work until the epoch's updates are made; the mean loss of every batch, in order, on every worker.
+
+        All rest where a checkpoint is due, at a step's number or because somebody wishes it, and go on.
+        """
         run = self._run
+        batches = {epoch * self._num_batches + batch.number: batch for batch in run.enter_epoch(self._train_set, epoch)}
+        if batches and run.steps != min(batches):
+            raise JobError(
+                f"This run has made {run.steps} updates by another global batch than {run.job.global_batch_size}, and "
+                "asynchronous servers count by updates; set it back, or begin in another folder."
+            )
         run.timer.resume()
-        until = min((epoch + 1) * self._num_batches, run.total_steps(len(self._train_set)))
-        for batch, statistics in self._servers.work(self._compute, until):
-            loss = self._shards.apply(statistics.to(run.device))
-            run.schedule_lr(len(self._train_set))  # for the record: the servers have rates of their own
-            run.count_step(len(self._samples(batch)))
-            yield loss
+        until = run.steps + len(batches)
+        while run.steps < until:
+            if run.steps:
+                with self._engine.at_rest(self._servers.collect):
+                    run.confer_at_rest()
+            for number, statistics in self._servers.work(self._compute, run.next_save(until), run.wants_save):
+                loss = self._shards.apply(statistics.to(run.device))
+                run.schedule_lr(len(self._train_set))  # for the record: the servers have rates of their own
+                run.count_step(batches[number])
+                yield loss
 
     def _compute(self, batch: int, shard: int) -> Tensor:
         run = self._run

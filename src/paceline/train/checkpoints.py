@@ -6,12 +6,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Set
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
-from paceline.checkpoint import Saver, Snapshot, newest_good, open_storage
+from paceline.checkpoint import SameCatalogue, Saver, Snapshot, newest_good, newest_that, open_storage, read_together
+from paceline.checkpoint.manifest import Manifest
 from paceline.errors import CheckpointError
 from paceline.spec.job import CheckpointSpec
 from paceline.train.agreement import Wish
@@ -19,6 +21,17 @@ from paceline.train.state import broadcast_tree, hand_out, scatter_trees
 
 _FAREWELL_S = 5.0
 """After an error, other workers have so long to write their parts of a checkpoint that was begun before it."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint, as far as this worker needs it."""
+
+    name: str
+    shared: dict[str, Any]
+    """What all workers had alike, and the job."""
+    own: dict[str, Any]
+    """What this one had for itself."""
 
 
 class Checkpoints:
@@ -31,6 +44,7 @@ class Checkpoints:
         group: dist.ProcessGroup | None,
         take: Callable[[bool], Snapshot | None],
         say: Callable[[str], None],
+        parts: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     ) -> None:
         """A common act of all workers of `group`, which lives in host memory.
 
@@ -38,31 +52,43 @@ class Checkpoints:
             take: the run's state now; None where workers' weights differ until they meet again. A common act if its
                 argument is true.
             say: told what a user should know, on rank 0.
+            parts: what this worker needs of what all had alike, before it is read (`Trained.parts`), where none holds
+                all of it; None: every worker holds all.
         """
         self._spec = spec
         self._take = take
         self._say = say
         self._group = group
+        self._parts = parts
         self._rank = 0 if group is None else dist.get_rank(group)
         self._storage = open_storage(address)
         self._wishes: set[Wish] = set()
         self._is_due = False
         self._saved_at = time.monotonic()
         self._handlers: dict[int, Any] = {}
-        self.resumed_from, self.shared, self.own = self.read()
+        self._found = self.read()
         self._saver = Saver(self._storage, spec, group, say)
-        if self.shared is not None:
-            self._saver.last_step = self.shared["progress"]["steps"]
+        if self._found is not None:
+            self._saver.last_step = self._found.shared["progress"]["steps"]
         self._heed_signals()
 
-    def read(self) -> tuple[str | None, dict[str, Any] | None, dict[str, Any]]:
-        """The newest good one's name, and what all workers and this one had; a common act.
+    def take_found(self) -> Found | None:
+        """What there was to resume from, once: it is as large as what it is put into, and not kept."""
+        found, self._found = self._found, None
+        return found
 
-        Rank 0 reads and checks it; all others hear from it.
+    def read(self) -> Found | None:
+        """The newest good one; a common act.
 
         Raises:
             CheckpointError: there are some, and none is good.
         """
+        if self._group is None or self._parts is None:
+            return self._read_whole()
+        return self._read_parts(self._group, self._parts)
+
+    def _read_whole(self) -> Found | None:
+        """Rank 0 reads and checks it; all others hear from it."""
         found: list[Any] = [None, None]
         shared: Any = None
         owns: list[dict[str, Any]] = []
@@ -72,11 +98,7 @@ class Checkpoints:
                 for problem in problems:
                     self._say(problem)
                 if checkpoint is not None:
-                    if "progress" not in checkpoint.manifest.values:
-                        raise CheckpointError(
-                            f"{checkpoint.name} in {self._storage.address} was not saved by a run; begin in another "
-                            "folder."
-                        )
+                    self._check_is_run(checkpoint.name, checkpoint.manifest)
                     found = [checkpoint.name, None]
                     shared = {"job": checkpoint.manifest.job, **checkpoint.shared}
                     owns = [checkpoint.own(rank) for rank in range(checkpoint.manifest.world_size)]
@@ -88,13 +110,43 @@ class Checkpoints:
         if why_not is not None:
             raise CheckpointError(why_not)
         if name is None:
-            return None, None, {}
+            return None
         shared = broadcast_tree(shared, self._group)
         num_workers = 1 if self._group is None else dist.get_world_size(self._group)
         own = scatter_trees(hand_out(owns, num_workers), self._group)
-        return name, shared, own
+        return Found(name, shared, own)
 
-    def read_again(self) -> tuple[str | None, dict[str, Any] | None, dict[str, Any]]:
+    def _read_parts(self, group: dist.ProcessGroup, parts: Callable[[dict[str, Any]], dict[str, Any]]) -> Found | None:
+        """Every worker reads what it will hold; together they check all of it. None of them has a state of its own."""
+
+        def want(shared: dict[str, Any]) -> dict[str, Any]:
+            return parts(shared) if _is_run(shared) else {}
+
+        def read(name: str) -> tuple[str, Manifest, dict[str, Any]]:
+            return name, *read_together(self._storage, name, group, want)
+
+        try:
+            found, problems = newest_that(read, SameCatalogue(self._storage, group))
+        except OSError as failure:
+            raise CheckpointError(str(failure)) from None
+        for problem in problems:
+            self._say(problem)
+        if found is None:
+            return None
+        name, manifest, shared = found
+        self._check_is_run(name, manifest)
+        if any(manifest.workers):
+            raise CheckpointError(
+                f"{name} in {self._storage.address} has what each worker had for itself (means of weights that were "
+                "apart, or gradients owed), which a spread model cannot go on with; resume it with --strategy dp."
+            )
+        return Found(name, {"job": manifest.job, **shared}, {})
+
+    def _check_is_run(self, name: str, manifest: Manifest) -> None:
+        if not _is_run(manifest.values):
+            raise CheckpointError(f"{name} in {self._storage.address} was not saved by a run; begin in another folder.")
+
+    def read_again(self) -> Found | None:
         """The same, with what has been saved meanwhile."""
         self._saver.wait()
         return self.read()
@@ -158,6 +210,12 @@ class Checkpoints:
         if snapshot.step != self._saver.last_step:
             self._saver.begin(snapshot)
 
+    @property
+    def wants_save(self) -> bool:
+        """Whether one is due or wished here, and could be begun."""
+        wishes = self.wishes()
+        return Wish.BUSY not in wishes and (self._is_due or bool(wishes & {Wish.SAVE, Wish.LEAVE}))
+
     def wishes(self) -> set[Wish]:
         """This worker's, to be told to all."""
         wishes = set(self._wishes)
@@ -184,3 +242,7 @@ class Checkpoints:
 
         for number, handler in ((signal.SIGUSR1, save), (signal.SIGTERM, leave)):
             self._handlers[number] = signal.signal(number, handler)
+
+
+def _is_run(shared: dict[str, Any]) -> bool:
+    return "progress" in shared

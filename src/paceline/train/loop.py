@@ -89,8 +89,8 @@ def train(
 def _steps(run: Run, train_set: Any, loss_fn: LossFn) -> Iterator[Callable[[int], Iterator[torch.Tensor]]]:
     """The updates of an epoch, one loss each: made together by all workers, or by servers as shards arrive."""
     if isinstance(run.engine, AsynchronousDataParallel):
-        with AsynchronousSteps(run, run.engine, train_set, loss_fn) as steps:
-            yield steps.epoch
+        with AsynchronousSteps(run, run.engine, train_set, loss_fn).opened() as epoch_steps:
+            yield epoch_steps
     else:
         yield lambda epoch: (run.step(batch, loss_fn) for batch in run.batches(train_set, epoch))
 

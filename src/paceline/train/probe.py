@@ -18,46 +18,36 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.optim import Optimizer
 
 from paceline import data, env, models
 from paceline.checkpoint import save_weights
 from paceline.data import ArraySet
 from paceline.data.order import epoch_order
-from paceline.parallel import Share, StepInput
-from paceline.spec import DeviceKind, Job, JobTiming, MicroBatchTiming, Plan
+from paceline.spec import DeviceKind, Job, JobTiming, MicroBatchTiming, Plan, SumTiming
 from paceline.spec.codec import above, at_least, from_mapping, to_mapping
 from paceline.train.loop import data_facts
 from paceline.train.objective import training_loss
 from paceline.train.optim import build_optimizer
-from paceline.train.process_group import World, join
+from paceline.train.probe_steps import StepTiming, Subject, num_passes, time_steps
+from paceline.train.probe_together import Together, time_together
+from paceline.train.process_group import join
 from paceline.train.progress import Report, bar
-from paceline.train.run import LossFn, Run
-from paceline.train.seeding import seed_shard
+from paceline.train.run import Run
 from paceline.train.timing import settle
 
 JOB_FILE, REQUEST_FILE, RESULT_FILE = "job.json", "request.json", "probe.json"
 TOGETHER_FILE = "together.json"
-"""Tells the workers that wait how many samples all of them are to compute, and how often."""
+"""Tells the workers that wait how many samples all of them are to compute, and for how long."""
 
-_WARMUP_PASSES, _MIN_PASSES = 2, 3
-_LONG_WARMUP_PASSES, _LONG_MIN_PASSES = 1, 2
-"""Of passes that take more than `_SIZE_S`."""
-_MAX_PASSES = 50
-_SIZE_S = 1.0
-"""Enough passes of one size to take so long: medians settle."""
-_LOADER_SHARE, _CHECKPOINT_SHARE, _TOGETHER_SHARE = 0.1, 0.1, 0.3
+_LOADER_SHARE, _CHECKPOINT_SHARE, _TOGETHER_SHARE = 0.1, 0.1, 0.4
 """Parts of the budget; the rest is for passes on one worker."""
-_LOADER_S, _TOGETHER_S = 5.0, 3.0
+_LOADER_S = 5.0
 _NUM_CHECKPOINTS = 3
 _LOOK_S = 0.05
 """How often a worker that waits looks for the file."""
@@ -97,38 +87,6 @@ class JobProbe:
         return from_mapping(cls, json.loads(path.read_text(encoding="utf-8")))
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What is timed: a job's model and optimizer on this process's device, and its data."""
-
-    run: Run
-    train_set: Any
-    loss_fn: LossFn
-    optimizer: Optimizer
-    shard_size: int = 1
-
-
-@dataclass(frozen=True)
-class StepTiming:
-    """Median seconds of a pass, and of the update after it: clipping, the optimizer, freeing gradients."""
-
-    micro_batch_size: int
-    pass_s: float
-    update_s: float
-
-    @property
-    def seconds(self) -> float:
-        return self.pass_s + self.update_s
-
-
-@dataclass(frozen=True)
-class Together:
-    """What all workers are asked to time at once; no samples: nothing, they may go."""
-
-    micro_batch_size: int = at_least(0, 0)
-    num_steps: int = at_least(0, 0)
-
-
 def probe(
     job: Job, request: ProbeRequest, folder: Path, report: Report = lambda _doing, _done: None
 ) -> JobProbe | None:
@@ -153,13 +111,19 @@ def probe(
         if facts.rank > 0:
             wanted = _wait_for_orders(folder / TOGETHER_FILE)
             if wanted.micro_batch_size:
-                time_together(subject, join(facts, plan), wanted)
+                time_together(subject, join(facts, plan), job, plan, wanted)
             return None
-        return _probe_first(subject, request, facts, plan, folder, report)
+        return _probe_first(subject, job, request, facts, plan, folder, report)
 
 
 def _probe_first(
-    subject: Subject, request: ProbeRequest, facts: env.WorkerFacts, plan: Plan, folder: Path, report: Report
+    subject: Subject,
+    job: Job,
+    request: ProbeRequest,
+    facts: env.WorkerFacts,
+    plan: Plan,
+    folder: Path,
+    report: Report,
 ) -> JobProbe:
     """On the first worker: all that it does alone, then what it does beside the others."""
     run, train_set = subject.run, subject.train_set
@@ -184,9 +148,11 @@ def _probe_first(
         together = _what_fits(step, peaks[step.micro_batch_size], request, facts, left_s, reasons)
     _give_orders(together, folder / TOGETHER_FILE)
     slowdown = 1.0
+    sums: tuple[SumTiming, ...] = ()
     if step is not None and together.micro_batch_size:
-        report(f"{facts.world_size} workers at the same time", 1.0 - _TOGETHER_SHARE / 2)
-        slowdown = time_together(subject, join(facts, plan), together) / step.seconds
+        report(f"{facts.world_size} workers at the same time", 1.0 - _TOGETHER_SHARE)
+        timed = time_together(subject, join(facts, plan), job, plan, together)
+        slowdown, sums = timed.step_s / step.seconds, timed.sums
     timing = JobTiming(
         job=run.job.name,
         device=request.device,
@@ -200,7 +166,9 @@ def _probe_first(
         update_s=None if step is None else step.update_s,
         workers_together=facts.world_size if together.micro_batch_size else 1,
         workers_together_on_node=request.workers_on_node if together.micro_batch_size else 1,
+        together_micro_batch_size=together.micro_batch_size,
         together_slowdown=slowdown,
+        sums=sums,
     )
     return JobProbe(timing, tuple(reasons))
 
@@ -240,7 +208,7 @@ def time_micro_batches(
         if timings:
             last = timings[-1]
             forecast_s = last.seconds * size / last.micro_batch_size
-            if spent_s + forecast_s * sum(_num_passes(forecast_s)) > budget_s:
+            if spent_s + forecast_s * sum(num_passes(forecast_s)) > budget_s:
                 reasons.append(f"{what}: at about {forecast_s:.2g} s a pass they exceed {request.budget_s:g} s for all")
                 break
             growth = size / last.micro_batch_size
@@ -296,51 +264,6 @@ def _time_size(subject: Subject, size: int, budget_s: float) -> MicroBatchTiming
     return MicroBatchTiming(size, seconds, torch.cuda.max_memory_allocated(device) if on_gpu else None)
 
 
-def time_steps(subject: Subject, size: int, budget_s: float, *, with_updates: bool = False) -> StepTiming:
-    """Median seconds of a forward and backward pass over `size` samples, and of the update after it if there is one."""
-    step = _step_of(subject, size, with_updates=with_updates)
-    passes: list[float] = []
-    updates: list[float] = []
-    began = time.perf_counter()
-    while not _is_enough(passes, time.perf_counter() - began, budget_s):
-        pass_s, update_s = step()
-        passes.append(pass_s)
-        updates.append(update_s)
-    first, _ = _num_passes(min(passes))
-    return StepTiming(size, statistics.median(passes[first:]), statistics.median(updates[first:]))
-
-
-def _step_of(subject: Subject, size: int, *, with_updates: bool) -> Callable[[], tuple[float, float]]:
-    """What makes a pass over `size` samples, and an update if it is to; returns the seconds of both."""
-    run, optimizer = subject.run, subject.optimizer
-    clip_norm = run.job.optim.clip_norm
-    (batch,) = run.read(subject.train_set, 0, [_first_samples(subject.train_set, size)], train=True)
-    whole = StepInput(
-        share=Share.of(size, max(1, size // subject.shard_size), 0, 1),
-        batch=batch,
-        loss_of=lambda model, part: run.loss_of(model, part, subject.loss_fn),
-        seed_shard=lambda shard: seed_shard(run.job.seed, 0, shard, run.device),
-        scale=lambda loss: loss,
-    )
-
-    def step() -> tuple[float, float]:
-        optimizer.zero_grad(set_to_none=True)
-        settle(run.device)
-        pass_began = time.perf_counter()
-        run.engine.gradients(whole)
-        settle(run.device)
-        pass_ended = time.perf_counter()
-        if with_updates:
-            if clip_norm is not None:
-                nn.utils.clip_grad_norm_(run.model.parameters(), clip_norm)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            settle(run.device)
-        return pass_ended - pass_began, time.perf_counter() - pass_ended
-
-    return step
-
-
 def _time_step(
     subject: Subject,
     request: ProbeRequest,
@@ -352,52 +275,13 @@ def _time_step(
     timed = [timing for timing in timings if timing.micro_batch_size <= request.micro_batch_size]
     if not timed:
         return None
-    if timed[-1].seconds * sum(_num_passes(timed[-1].seconds)) > left_s:
+    if timed[-1].seconds * sum(num_passes(timed[-1].seconds)) > left_s:
         reasons.append(f"the optimizer: at {timed[-1].seconds:.2g} s a pass it exceeds {request.budget_s:g} s for all")
         return None
     return time_steps(subject, timed[-1].micro_batch_size, left_s, with_updates=True)
 
 
-def _num_passes(pass_s: float) -> tuple[int, int]:
-    """How many warm up, and how many are timed at least."""
-    if pass_s > _SIZE_S:
-        return _LONG_WARMUP_PASSES, _LONG_MIN_PASSES
-    return _WARMUP_PASSES, _MIN_PASSES
-
-
-def _is_enough(times: Sequence[float], spent_s: float, budget_s: float) -> bool:
-    """Whether medians over these passes, without those that warm up, are good enough."""
-    if not times:
-        return False
-    num_warmup, num_timed = _num_passes(min(times))
-    counted = len(times) - num_warmup
-    return counted >= num_timed and (counted >= _MAX_PASSES or spent_s > min(_SIZE_S, budget_s))
-
-
-def _first_samples(train_set: Any, size: int) -> Any:
-    """The numbers of `size` samples; a set with fewer gives some twice."""
-    return np.resize(epoch_order(len(train_set), len(train_set), 0, 0).indices, size)
-
-
 # --- beside other workers ---
-
-
-def time_together(subject: Subject, world: World, wanted: Together) -> float:
-    """Median seconds from one meeting of all workers to the next, a pass and an update later; a common act of all.
-
-    They meet as often as in training, since then, too, all wait for the slowest in every step.
-    """
-    step = _step_of(subject, wanted.micro_batch_size, with_updates=True)
-    number = torch.zeros(1, device=world.device)
-    met: list[float] = []
-    for _ in range(wanted.num_steps + 1):
-        dist.all_reduce(number, group=world.group)
-        settle(world.device)
-        met.append(time.perf_counter())
-        step()
-    periods = [later - earlier for earlier, later in itertools.pairwise(met)]
-    first, _ = _num_passes(min(periods))
-    return statistics.median(periods[first:])
 
 
 def _what_fits(
@@ -414,16 +298,14 @@ def _what_fits(
         peak_bytes: what the worker alone has held.
     """
     what = f"{facts.world_size} workers at the same time"
-    if alone.seconds * sum(_num_passes(alone.seconds)) > left_s:
+    if alone.seconds * sum(num_passes(alone.seconds)) > left_s:
         reasons.append(f"{what}: at {alone.seconds:.2g} s a step they exceed {request.budget_s:g} s for all")
         return Together()
-    num_warmup, num_timed = _num_passes(alone.seconds)
     more_bytes = (facts.local_world_size - 1) * peak_bytes
     if request.device_kind == "cpu" and (missing := _missing_bytes(more_bytes)) > 0:
         reasons.append(f"{what}: memory lacks about {missing / 2**30:.1f} GiB")
         return Together()
-    num_timed = max(num_timed, min(_MAX_PASSES, int(min(_TOGETHER_S, left_s / 2) / alone.seconds) - num_warmup))
-    return Together(alone.micro_batch_size, num_warmup + num_timed)
+    return Together(alone.micro_batch_size, left_s)
 
 
 def _give_orders(together: Together, path: Path) -> None:

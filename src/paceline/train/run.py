@@ -25,7 +25,6 @@ from paceline.checkpoint import Snapshot
 from paceline.data import ArrayReader, ArraySet, stream_batches
 from paceline.errors import DataError, JobError, ModelError
 from paceline.parallel import (
-    AsynchronousDataParallel,
     Engine,
     Share,
     StepInput,
@@ -213,10 +212,7 @@ class Run:
                 self._pulse.save()  # whoever would end this worker waits for it
                 checkpoints.rescue()
         else:
-            self._agreement.heard()  # nothing stays under way
-            if checkpoints is not None:
-                self._course.leave_epoch()
-                checkpoints.run_ended(self.steps)
+            self.save_end()
         self.close()
 
     def close(self) -> None:
@@ -341,10 +337,6 @@ class Run:
             thing.load_state_dict(self._restored.pop(name))
 
     def _open_agreement(self) -> None:
-        if isinstance(self.engine, AsynchronousDataParallel):
-            if self._checkpoint_address is not None:
-                self.notes.append("no checkpoints are kept: with servers that never wait there is no moment for it")
-            return
         # Of its own, and in host memory whatever the others use: it speaks at moments of its own.
         timeout = timedelta(seconds=self.plan.timeout_s)
         group = None if self.world.group is None else dist.new_group(backend="gloo", timeout=timeout)
@@ -353,11 +345,15 @@ class Run:
             self._open_checkpoints(self._checkpoint_address, group)
 
     def _open_checkpoints(self, address: str, group: dist.ProcessGroup | None) -> None:
-        checkpoints = Checkpoints(address, self.job.checkpoint, group, self._snapshot, lambda text: self.say(text))
+        parts = None if self.engine.holds_all else self._trained.parts
+        checkpoints = Checkpoints(
+            address, self.job.checkpoint, group, self._snapshot, lambda text: self.say(text), parts
+        )
         self._at_close.callback(checkpoints.close)
-        if checkpoints.shared is not None:
-            self._restore(checkpoints.shared, checkpoints.own)
-            self.notes.append(f"resumed at step {self.steps} from {checkpoints.resumed_from} in {address}")
+        found = checkpoints.take_found()
+        if found is not None:
+            self._restore(found.shared, found.own)
+            self.notes.append(f"resumed at step {self.steps} from {found.name} in {address}")
         self._checkpoints = checkpoints
 
     @property
@@ -365,7 +361,7 @@ class Run:
         return Trained(self.model, self.optimizer, self._names, self.engine, self._scaler)
 
     def _snapshot(self, together: bool) -> Snapshot | None:
-        if not (self.engine.settle() if together else self.engine.holds_all):
+        if not (self.engine.settle() if together else self.engine.holds_all and not self.engine.apart):
             return None
         shared, own = self._trained.take()
         shared |= {
@@ -402,7 +398,6 @@ class Run:
         stopped: what was trained before does not come again. Each batch must be given to `step` before the next is
         taken. A worker with no sample in a short batch gets one stand-in sample, counted as zero.
         """
-        self._course.set_out(_num_samples(dataset, "training"))
         for number in self.epochs() if epoch is None else [epoch]:
             yield from self._epoch_batches(dataset, number)
 
@@ -410,11 +405,16 @@ class Run:
         """The numbers of the epochs that are not over: all of the job's, or those left of a run that was resumed."""
         return self._course.epochs()
 
-    def _epoch_batches(self, dataset: Any, epoch: int) -> Iterator[Any]:
-        most = None if self._max_steps is None else self._max_steps - self.steps
-        batches = self._course.enter(epoch, most)
+    def enter_epoch(self, dataset: Any, epoch: int) -> list[Batch]:
+        """What is left of an epoch; where all of it is, the one before has ended."""
+        self._course.set_out(_num_samples(dataset, "training"))
+        batches = self._course.enter(epoch, None if self._max_steps is None else self._max_steps - self.steps)
         if self._checkpoints is not None and self.steps and self._course.at_epoch_start:
             self._checkpoints.epoch_ended()
+        return batches
+
+    def _epoch_batches(self, dataset: Any, epoch: int) -> Iterator[Any]:
+        batches = self.enter_epoch(dataset, epoch)
         if not batches:
             return
         self.timer.resume()
@@ -504,8 +504,7 @@ class Run:
         engine.after_update()
         self._tracer.after_update(self.model, engine.whole)
 
-        self.count_step(share.global_size)
-        self._course.passed(given)
+        self.count_step(given)
         self._phase = "between"
         if not engine.apart or engine.settle():
             self._confer()
@@ -523,6 +522,30 @@ class Run:
             leave_at_once(EXCLUDED)  # the others notice, save what they have, and are started again without it
         self._agreement.tell(set() if self._checkpoints is None else self._checkpoints.wishes(), self.timer.own_s)
 
+    def wants_save(self) -> bool:
+        """Whether this worker wishes a checkpoint, now that it could be written."""
+        return self._checkpoints is not None and self._checkpoints.wants_save
+
+    def next_save(self, until: int) -> int:
+        """The number of the next step, up to `until`, at which all workers have to save."""
+        every = self.job.checkpoint.every_steps
+        if self._checkpoints is None or every is None:
+            return until
+        return min(until, (self.steps // every + 1) * every)
+
+    def confer_at_rest(self) -> None:
+        """Tell and hear at once, where updates are made elsewhere and rest; saves if that is due. A common act."""
+        if self._checkpoints is not None:
+            self._agreement.tell(self._checkpoints.wishes(), 0.0)
+            self._checkpoints.step_ended(self.steps, self._agreement.heard().wishes)
+
+    def save_end(self) -> None:
+        """The training is over: save what is not saved yet. A common act."""
+        self._agreement.heard()  # nothing stays under way
+        if self._checkpoints is not None:
+            self._course.leave_epoch()
+            self._checkpoints.run_ended(self.steps)
+
     def _is_sound(self, loss: Tensor, batch: Batch, norm: Callable[[], Tensor]) -> bool:
         """Whether there is to be an update; the same answer on all workers that aggregate every step."""
         # Overflow under a loss scale is the scaler's business: it skips the step and scales less.
@@ -536,11 +559,11 @@ class Run:
         if self.job.nonfinite == "skip":
             self.say(f"{wrong}. The step is skipped.")
             return False
-        name, shared, own = (None, None, {}) if self._checkpoints is None else self._checkpoints.read_again()
-        if shared is None:
+        found = None if self._checkpoints is None else self._checkpoints.read_again()
+        if found is None:
             raise ModelError(f"{wrong}. There is no checkpoint yet to go back to; lower optim.lr or look at the data.")
-        self._trained.put(shared, own, hyper=True)
-        self.say(f"{wrong}. Weights and optimizer are again those of {name}; the data goes on.")
+        self._trained.put(found.shared, found.own, hyper=True)
+        self.say(f"{wrong}. Weights and optimizer are again those of {found.name}; the data goes on.")
         return False
 
     def _names_of_all(self, names: list[str]) -> list[str]:
@@ -572,11 +595,12 @@ class Run:
         mean = self.noise.mean
         return None if mean is None or not math.isfinite(mean.samples) else mean.samples
 
-    def count_step(self, num_samples: int) -> None:
-        """An update by this many samples has been made, here or elsewhere."""
+    def count_step(self, batch: Batch) -> None:
+        """An update by this batch has been made, here or elsewhere."""
         self.steps += 1
         self._pulse.step(self.steps)
-        self.samples_seen += num_samples
+        self.samples_seen += batch.share.global_size
+        self._course.passed(batch)
         seed_between_steps(self.job.seed, self.steps, self.device)
         self.timer.step_ended(self.engine.communication)
 
@@ -639,7 +663,11 @@ class Run:
         optim = self.job.optim
         if optim.schedule == "constant" and not optim.warmup_epochs and optim.base_batch_size is None:
             return  # the rate is the user's own business
-        self.lr_factor = lr_factor(self.job, self.samples_seen, samples_per_epoch)
+        self.set_lr_factor(lr_factor(self.job, self.samples_seen, samples_per_epoch))
+
+    def set_lr_factor(self, factor: float) -> None:
+        """On the rates that the optimizer had when it was given to `prepare`."""
+        self.lr_factor = factor
         for group, base_lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base_lr * self.lr_factor
 

@@ -13,12 +13,13 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from paceline.checkpoint import put_together, take_apart
+from paceline.checkpoint import Loaded, Stored, put_together, take_apart
 from paceline.errors import CheckpointError, ModelError
 from paceline.parallel import Engine
-from paceline.parallel.parts import local, part_like
+from paceline.parallel.parts import box_of, local, part_like
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,21 @@ class Trained:
         }
         return shared, own
 
+    def parts(self, shared: dict[str, Any]) -> dict[str, Any]:
+        """Of what all workers had alike, and nobody has read yet, what this one needs to go on.
+
+        What does not fit is left whole or left out: `put` will say so.
+        """
+        parameters = dict(zip(self.names.held(self.optimizer, self.model), _parameters(self.optimizer), strict=True))
+        model, optimizer = shared["model"], shared["optimizer"]
+        mine = {name: _part(model[name], value) for name, value in self.model.state_dict().items() if name in model}
+        state = {
+            name: {key: _part(value, parameters[name]) for key, value in entries.items()}
+            for name, entries in optimizer["state"].items()
+            if name in parameters
+        }
+        return shared | {"model": mine, "optimizer": optimizer | {"state": state}}
+
     def put(self, shared: dict[str, Any], own: dict[str, Any], *, hyper: bool) -> None:
         """Go back to what `take` told; with the learning rates and the like of then if `hyper` is set.
 
@@ -57,8 +73,9 @@ class Trained:
         except RuntimeError as problem:
             raise CheckpointError(f"The checkpoint is of another model: {' '.join(str(problem).split())}") from None
         optimizer = shared["optimizer"]
-        if self.engine.apart:
-            optimizer = optimizer | {"state": own.get("means", {}).get("optimizer", {})}
+        means = own.get("means", {})
+        if "optimizer" in means:  # workers were apart
+            optimizer = optimizer | {"state": means["optimizer"]}
         load_optimizer_state(self.optimizer, self.names, self.model, optimizer, hyper=hyper)
         self.engine.load_state(shared["engine"], own)
         self.scaler.load_state_dict(shared["scaler"])
@@ -89,7 +106,7 @@ class Names:
     def held(self, optimizer: Optimizer, model: nn.Module) -> list[str]:
         """Of the parameters that the optimizer has on this worker, by their numbers in its state."""
         known = {id(parameter): self.first[name] for name, parameter in model.named_parameters()}
-        return [known[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+        return [known[id(parameter)] for parameter in _parameters(optimizer)]
 
 
 def rebind(optimizer: Optimizer, names: Names, model: nn.Module) -> None:
@@ -100,7 +117,7 @@ def rebind(optimizer: Optimizer, names: Names, model: nn.Module) -> None:
     """
     mine = {names.first[name]: parameter for name, parameter in model.named_parameters()}
     held = [[mine[name] for name in group if name in mine] for group in names.groups]
-    before = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    before = [id(parameter) for parameter in _parameters(optimizer)]
     if before == [id(parameter) for group in held for parameter in group]:
         return
     if optimizer.state:
@@ -132,7 +149,7 @@ def load_optimizer_state(
         )
     numbers = {name: number for number, name in enumerate(names.held(optimizer, model))}
     fresh = optimizer.state_dict()
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = _parameters(optimizer)
     groups = []
     for own, kept in zip(fresh["param_groups"], state["groups"], strict=True):
         groups.append((own | kept if hyper else own) | {"params": own["params"]})
@@ -154,14 +171,31 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], *, holds_all: b
     if missing:
         raise RuntimeError(f"it lacks '{missing[0]}'")
     for name, value in mine.items():
-        if isinstance(value, Tensor):
-            if value.shape != state[name].shape:
-                raise RuntimeError(f"'{name}' has the shape {tuple(state[name].shape)}, not {tuple(value.shape)}")
-            local(value).copy_(local(part_like(state[name], value)))
+        kept = state[name]
+        if isinstance(kept, Loaded):
+            local(value).copy_(kept.values)
+        elif isinstance(value, Tensor):
+            if value.shape != kept.shape:
+                raise RuntimeError(f"'{name}' has the shape {tuple(kept.shape)}, not {tuple(value.shape)}")
+            local(value).copy_(local(part_like(kept, value)))
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _part(stored: Any, like: Any) -> Any:
+    """Of a tensor of the shape of `like`, the box that this worker holds of `like`."""
+    is_spread = isinstance(stored, Stored) and isinstance(like, DTensor) and stored.shape == tuple(like.shape)
+    return stored.part(*box_of(like)) if is_spread else stored
 
 
 def _like(parameter: Tensor, value: Any) -> Any:
     """Of a tensor of the parameter's shape, this worker's part, in the memory layout an optimizer would have made."""
+    if isinstance(value, Loaded):
+        found = torch.empty_like(parameter, dtype=value.values.dtype)
+        local(found).copy_(value.values)
+        return found
     if isinstance(value, Tensor) and value.shape == parameter.shape:
         part = part_like(value.to(parameter.device), parameter)
         return torch.empty_like(parameter, dtype=value.dtype).copy_(part)

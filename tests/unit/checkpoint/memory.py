@@ -29,6 +29,9 @@ class Memory:
     def pieces(self, name: str) -> Iterator[bytes]:
         yield self.read(name)
 
+    def stretch(self, name: str, start: int, stop: int) -> bytearray:
+        return bytearray(self.read(name)[start:stop])
+
     def read(self, name: str) -> bytes:
         if name not in self.files:
             raise FileNotFoundError(name)

@@ -193,3 +193,6 @@ def test_a_mesh_with_more_shares_than_shards_or_without_degrees_is_one_sentence(
         ask("digits-lenet", "--dry-run-mesh", "dp128")
     with pytest.raises(JobError, match="There is no strategy 'dq2'"):
         ask("digits-lenet", "--dry-run-mesh", "dq2")
+    for others in ((), ("--dry-run-mesh", "dp2 x pp2")):
+        with pytest.raises(JobError, match="--sequence-parallel needs --dry-run-mesh with an axis tp"):
+            ask("digits-lenet", "--sequence-parallel", *others)

@@ -173,14 +173,13 @@ def test_a_job_is_timed_on_all_workers_with_the_passes_that_they_will_make(tmp_p
     assert bitwise.request["largest_micro_batch_size"] == bitwise.request["micro_batch_size"] == 17
 
 
-@pytest.mark.parametrize(
-    ("plan", "where"),
-    [
-        (Plan(2, "cuda", (NodeShare("a", 1, (2,), ((7,),)), NodeShare("b", 1, (0,), ((3,),)))), ANYWHERE),
-        (Plan(2, "cuda", (NodeShare("a", 2, (2, 3), ((7,), (8,))),)), Where(launcher="debug")),
-    ],
-)
-def test_who_has_no_neighbours_is_timed_alone(plan: Plan, where: Where, tmp_path: Path) -> None:
-    site = _measured(JOB, plan, tmp_path, where)
+def test_workers_on_nodes_of_their_own_are_timed_together_too(tmp_path: Path) -> None:
+    apart = Plan(2, "cuda", (NodeShare("a", 1, (2,), ((7,),)), NodeShare("b", 1, (0,), ((3,),))))
+    assert _measured(JOB, apart, tmp_path).plan == apart  # sums of gradients go between them
+
+
+def test_a_worker_started_to_be_debugged_is_timed_alone(tmp_path: Path) -> None:
+    pair = Plan(2, "cuda", (NodeShare("a", 2, (2, 3), ((7,), (8,))),))
+    site = _measured(JOB, pair, tmp_path, Where(launcher="debug"))
     assert site.plan == Plan(1, "cuda", (NodeShare("a", 1, (2,), ((7,),)),))
     assert site.request["micro_batch_size"] == 51  # the share of one of two all the same

@@ -21,7 +21,7 @@ from paceline.plan.forecast import (
 from paceline.plan.model import Layout, Level, Network
 from paceline.plan.network import PER_MESSAGE_S
 from paceline.plan.step_time import expected_maximum, slowest_s
-from paceline.spec import Cluster, Job, JobTiming, MicroBatchTiming, OptimSpec
+from paceline.spec import Cluster, Job, JobTiming, MicroBatchTiming, OptimSpec, SumTiming
 from tests.sample_clusters import GIB, cpu_cluster, gpu_cluster
 
 JOB = Job(global_batch_size=4096, virtual_shards=4096)
@@ -148,6 +148,30 @@ def test_cores_that_compute_do_not_add_up_meanwhile() -> None:
     assert hidden.exposed_s < hidden.communication_s
     both = forecast(job, busy, [4]).rows[0]
     assert both.exposed_s < both.communication_s  # the link between nodes needs no core
+
+
+def test_sums_cost_what_steps_of_all_workers_have_shown() -> None:
+    job = Job(global_batch_size=512, virtual_shards=8)
+    cluster = cpu_cluster(2, num_parameters=25_000_000)
+    priced = forecast(job, cluster, [2, 4]).rows
+    shown = (SumTiming("all_reduce", "float32", 9.0), SumTiming("ring", "float32", 7.0))
+    here = {"workers_together": 4, "workers_together_on_node": 2, "together_micro_batch_size": 128}
+    both = _with_timing(cluster, **here, sums=shown)
+    two, four = forecast(job, both, [2, 4]).rows
+    assert two.communication_s == priced[0].communication_s  # nobody timed two on one node
+    assert four.exposed_s == pytest.approx(7.0)
+    assert four.algorithm == "ring"  # others were not timed
+    assert "nobody timed them in steps" in " ".join(forecast(job, cluster, [2]).assumptions)
+    assert "nobody timed them in steps" not in " ".join(forecast(job, both, [4]).assumptions)
+
+    # More nodes than were timed, and another wire: the price grows or falls by what the links say.
+    job_of_eight = dataclasses.replace(job, global_batch_size=1024)
+    eight = forecast(job_of_eight, both, [8], Question(devices_per_node=2)).rows[0]
+    assert eight.communication_s > four.communication_s
+    light = forecast(job.with_values(aggregation={"wire": "bfloat16"}), both, [4]).rows[0]
+    assert 0.4 < light.communication_s / four.communication_s < 0.6
+    rare = forecast(job.with_values(aggregation={"method": "local_sgd", "sync_every": 16}), both, [4]).rows[0]
+    assert rare.communication_s == pytest.approx(four.communication_s / 16)
 
 
 def test_gradient_norms_are_read_where_there_are_several_workers() -> None:

@@ -1,20 +1,25 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.plan.layers import Layer
+from paceline.plan.layers import Layer, Layers
 from paceline.plan.memory import (
     MIXED_ADAM,
+    USABLE_SHARE,
     Activations,
+    DeviceMemory,
     StateBytes,
     TransformerShape,
     device_memory,
     largest_micro_batch,
     measured_activations,
+    stages_and_memory,
     state_bytes,
     transformer_activation_bytes,
 )
@@ -162,3 +167,73 @@ def test_the_largest_micro_batch_fits_and_the_next_one_does_not(
 def test_the_optimizer_decides_what_a_parameter_takes(optim: dict[str, object], num_bytes: int) -> None:
     assert state_bytes(Job().with_values(optim=optim)).total == num_bytes
     assert state_bytes(Job().with_values(optim=optim, precision="float64")).total == 2 * num_bytes
+
+
+_rows = st.lists(
+    st.builds(
+        Layer,
+        num_parameters=st.integers(0, 100).map(float),
+        time=st.integers(1, 10).map(float),
+        kept_bytes=st.integers(0, 100).map(float),
+        output_bytes=st.just(1.0),
+    ),
+    min_size=3,
+    max_size=7,
+).map(tuple)
+
+
+@given(_rows, st.integers(2, 3), st.integers(1, 4), st.sampled_from([1500.0, 2500.0, 4000.0]))
+def test_stages_are_the_fastest_that_fit(layers: Layers, pp: int, num_micro_batches: int, room: float) -> None:
+    """Against every cut there is; where none fits, the fastest of all says what would be needed."""
+    num_parameters = sum(layer.num_parameters for layer in layers)
+    activations = Activations(sum(layer.kept_bytes for layer in layers))
+
+    def needed(stages: tuple[Layers, ...]) -> float:
+        return max(
+            12 * sum(layer.num_parameters for layer in stage)
+            + 2 * min(pp - place, num_micro_batches) * sum(layer.kept_bytes for layer in stage)
+            for place, stage in enumerate(stages)
+        )
+
+    def slowest(stages: tuple[Layers, ...]) -> float:
+        return max(sum(layer.time for layer in stage) for stage in stages)
+
+    every = [
+        tuple(layers[start:stop] for start, stop in pairwise((0, *inner, len(layers))))
+        for inner in combinations(range(1, len(layers)), pp - 1)
+    ]
+    fitting = [stages for stages in every if needed(stages) <= USABLE_SHARE * room]
+    stages, memory = stages_and_memory(
+        num_parameters,
+        StateBytes(),
+        Mesh(pp=pp),
+        activations,
+        2,
+        num_micro_batches=num_micro_batches,
+        layers=layers,
+        memory_bytes=room,
+    )
+    assert memory.total_bytes == pytest.approx(needed(stages))
+    assert memory.fits(room) == bool(fitting)
+    assert slowest(stages) == min(map(slowest, fitting or every))
+
+
+@pytest.mark.parametrize("mesh", [Mesh(pp=2, fsdp=2), Mesh(pp=2, fsdp=2, zero_stage=1), Mesh(pp=2, tp=2)])
+def test_stages_that_are_shared_out_fit_too(mesh: Mesh) -> None:
+    """Time alone would put half of the layers into the first stage, which keeps the most micro-batches."""
+    layers = tuple(Layer(10.0, 1.0, 100.0, 20.0, num_parts=2) for _ in range(8))
+
+    def found(memory_bytes: float) -> DeviceMemory:
+        return device_memory(
+            80.0,
+            StateBytes(),
+            mesh,
+            Activations(800.0),
+            1,
+            num_micro_batches=8,
+            layers=layers,
+            memory_bytes=memory_bytes,
+        )
+
+    fastest = found(math.inf)
+    assert found(0.9 * fastest.total_bytes / USABLE_SHARE).total_bytes <= 0.9 * fastest.total_bytes

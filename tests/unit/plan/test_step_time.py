@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.plan.buckets import BACKWARD_SHARE, exposed_s, num_buckets, sums_of_exposed_s
 from paceline.plan.model import Layout
 from paceline.plan.step_time import (
     ComputeTime,
@@ -20,7 +21,6 @@ from paceline.plan.step_time import (
     neighbour_slowdown,
     neighbours_factor,
     overlapped_s,
-    queue_s,
     smooth_max,
 )
 
@@ -46,17 +46,21 @@ def test_a_higher_exponent_hides_more(one: float, other: float, exponent: float,
     assert smooth_max(one, other, exponent * factor) <= smooth_max(one, other, exponent) * (1 + 1e-9)
 
 
-@given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=20))
-def test_a_queue_takes_no_less_than_either_and_no_more_than_both(buckets: list[tuple[float, float]]) -> None:
-    ready, transfer = sorted(one for one, _ in buckets), [other for _, other in buckets]
-    end = queue_s(ready, transfer)
-    assert end >= max(ready[-1] + transfer[-1], sum(transfer)) * (1 - 1e-9)
-    assert end <= (ready[-1] + sum(transfer)) * (1 + 1e-9)
+@given(seconds, st.floats(1e3, 1e9), seconds)
+def test_buckets_queue_for_the_link(compute_s: float, size_bytes: float, sums_s: float) -> None:
+    """The link takes one at a time, in the order in which they become ready."""
+    count = num_buckets(size_bytes)
+    end_s = 0.0
+    for bucket in range(1, count + 1):
+        ready_s = compute_s * (1 - BACKWARD_SHARE * (count - bucket) / count)
+        end_s = max(end_s, ready_s) + sums_s / count
+    assert exposed_s(compute_s, size_bytes, sums_s) == pytest.approx(end_s - compute_s, rel=1e-6, abs=1e-9)
 
 
-def test_a_queue_waits_for_buckets_and_for_the_link() -> None:
-    assert queue_s([1.0, 2.0, 10.0], [3.0, 1.0, 2.0]) == 12.0  # 1..4, 4..5, 10..12
-    assert queue_s([], []) == 0.0
+@given(seconds, st.floats(1e3, 1e9), seconds)
+def test_what_is_waited_for_tells_how_long_all_sums_take(compute_s: float, size_bytes: float, waiting_s: float) -> None:
+    found_s = sums_of_exposed_s(compute_s, size_bytes, waiting_s)
+    assert exposed_s(compute_s, size_bytes, found_s) == pytest.approx(waiting_s, rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize(

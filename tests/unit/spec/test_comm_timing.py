@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.comm import ALGORITHMS, WIRE_FORMATS
 from paceline.errors import JobError
+from paceline.spec.algorithm import algorithm_names
 from paceline.spec.codec import to_mapping
 from paceline.spec.comm_timing import (
     CommCase,
@@ -18,7 +19,6 @@ from paceline.spec.comm_timing import (
     CommTiming,
     CommTimings,
     WireName,
-    algorithm_names,
     message_sizes,
 )
 from tests.sample_timings import sample_timings

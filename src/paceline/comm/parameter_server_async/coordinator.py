@@ -36,6 +36,8 @@ class Request:
     """It can take so many at once."""
     seen: int
     """It knows of all batches before this one that they are finished."""
+    wants_rest: bool = False
+    """All should meet as soon as what is begun is done."""
     report: Report | None = None
 
 
@@ -57,6 +59,8 @@ class Reply:
 
     finished: int
     """All batches before this one are in the parameters, on every server."""
+    rest_at: int | None = None
+    """With all batches before this one finished, all meet: somebody wanted it."""
     statistics: tuple[Tensor, ...] = ()
     """Of every batch from `Request.seen` to `finished` - 1: the sum over its shards."""
     task: Task | None = None
@@ -107,6 +111,7 @@ class Coordinator:
         self._statistics: dict[int, Tensor] = {}
         self._arrived: dict[int, set[int]] = defaultdict(set)
         self._held: dict[int, Meeting] = {}
+        self._rest_at: int | None = None
         self._pings: dict[int, torch.futures.Future[Any]] = {}
         self._stopped = threading.Event()
         self._watch = threading.Thread(target=self._keep_watch, name="coordinator", daemon=True)
@@ -126,6 +131,8 @@ class Coordinator:
         with self._changed:
             if request.report is not None:
                 self._take_report(request.report)
+            if request.wants_rest and self._rest_at is None:
+                self._rest_at = max(self._ledger.next_batch, request.seen + 1)  # nobody rests without having worked
             self._seen[request.rank] = request.seen
             known_to_all = min((self._seen[rank] for rank in self._present), default=request.seen)
             self._statistics = {batch: total for batch, total in self._statistics.items() if batch >= known_to_all}
@@ -164,17 +171,20 @@ class Coordinator:
         lost_servers = [rank for rank in self._lost if rank in self._servers]
         if lost_servers:
             return Reply(self._ledger.finished, lost_server=lost_servers[0])
-        task = self._ledger.take(request.rank, request.most, request.until, time.monotonic())
-        return self._reply(request, task) if task or self._ledger.finished >= request.until else None
+        until = request.until if self._rest_at is None else min(request.until, self._rest_at)
+        task = self._ledger.take(request.rank, request.most, until, time.monotonic())
+        return self._reply(request, task) if task or self._ledger.finished >= until else None
 
     def _reply(self, request: Request, task: Task | None = None) -> Reply:
         finished = self._ledger.finished
-        return Reply(finished, tuple(self._statistics[batch] for batch in range(request.seen, finished)), task)
+        statistics = tuple(self._statistics[batch] for batch in range(request.seen, finished))
+        return Reply(finished, self._rest_at, statistics, task)
 
     def _held_meeting(self, number: int) -> Meeting | None:
         if number not in self._held and not self._missing(number):
             # Who is lost is written down once, so that all who came hear the same.
             self._held[number] = Meeting(frozenset(), frozenset(self._lost))
+            self._rest_at = None
         return self._held.get(number)
 
     def _missing(self, number: int) -> frozenset[int]:

@@ -50,7 +50,8 @@ class Ledger:
         self._num_shards = num_shards
         self._staleness = staleness
         self._lease_s = lease_s
-        self._next_batch = first_batch
+        self.next_batch = first_batch
+        """No shard of this batch or of any behind it has been given out."""
         self._next_lease = 0
         self._missing: dict[int, set[int]] = {}
         self._waiting: dict[int, set[int]] = {}
@@ -60,11 +61,11 @@ class Ledger:
 
     def take(self, worker: int, most: int, until: int, now_s: float) -> Task | None:
         """Up to `most` neighbouring shards of the first batch before `until` that has any; None: not now."""
-        while self._next_batch < min(until, self.finished + self._staleness + 1):
-            shards = range(self._num_shards(self._next_batch))
-            self._missing[self._next_batch] = set(shards)
-            self._waiting[self._next_batch] = set(shards)
-            self._next_batch += 1
+        while self.next_batch < min(until, self.finished + self._staleness + 1):
+            shards = range(self._num_shards(self.next_batch))
+            self._missing[self.next_batch] = set(shards)
+            self._waiting[self.next_batch] = set(shards)
+            self.next_batch += 1
         batch = min((b for b, shards in self._waiting.items() if shards and b < until), default=None)
         if batch is None:
             return None

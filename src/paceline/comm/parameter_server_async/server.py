@@ -123,11 +123,11 @@ class Slice:
         self._version += 1
         self._snapshots = self._snapshots | {self._version: self._values.clone()}
 
-    def state(self) -> tuple[int, list[tuple[Piece, dict[str, Any]]]]:
-        """The number of updates made, and the optimizer's state of every piece."""
+    def state(self) -> list[tuple[Piece, dict[str, Any]]]:
+        """The optimizer's state of every piece."""
         with self._lock:
             state = self._optimizer.state
-            return self._version, [
+            return [
                 (piece, copy.deepcopy(state.get(parameter, {})))
                 for piece, parameter in zip(self._pieces, self._parameters, strict=True)
             ]
@@ -174,7 +174,7 @@ def push(batch: int, finished: int, blocks: Sequence[Block], sums: Sequence[Tens
     return _slice().push(batch, finished, blocks, sums, used)
 
 
-def state() -> tuple[int, list[tuple[Piece, dict[str, Any]]]]:
+def state() -> list[tuple[Piece, dict[str, Any]]]:
     """`Slice.state` of this process, to be called from others."""
     return _slice().state()
 

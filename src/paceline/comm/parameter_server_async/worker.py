@@ -125,18 +125,27 @@ class ParameterServerAsync:
                 self._coordinator.wait_until_alone(self._terms.timeout_s)
             self._leave()
 
-    def work(self, compute: ShardGradient, until: int) -> Iterator[tuple[int, Tensor]]:
-        """Take part until `until` updates have been made in all.
+    def work(
+        self, compute: ShardGradient, until: int, wants_rest: Callable[[], bool] = lambda: False
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Take part until `until` updates have been made in all, or until somebody wants a rest.
+
+        Args:
+            wants_rest: asked between two shards, on workers that lead their nodes; if it says so anywhere, all stop
+                as soon as the batches that are begun are finished, but not without having finished one.
 
         Yields, on every worker, for every batch in order as it is finished, its number and the sum of its statistics.
-        At the end (so take them all) every worker has the parameters after `until` updates; all wait for one another.
+        At the end (so take them all) every worker has the parameters after the updates that were made, as many
+        everywhere; all wait for one another.
 
         Raises:
             PeerLost: a server is lost (says which), or this worker was given up by the others.
         """
         result: tuple[Task, RunResult | None, int] | None = None
         while True:
-            reply = self._node.on_leader(partial(self._ask, until, result))
+            reply = self._node.on_leader(partial(self._ask, until, wants_rest, result))
+            if reply.rest_at is not None:
+                until = min(until, reply.rest_at)
             for statistics in reply.statistics:
                 self._seen += 1
                 yield self._seen - 1, statistics
@@ -156,22 +165,21 @@ class ParameterServerAsync:
         """
         self._meet()
 
-    def collect(self) -> int:
-        """Bring the optimizer's whole state to this worker: with the parameters, what one worker alone would have now.
+    def collect(self) -> None:
+        """Bring the optimizer's whole state to every worker: with the parameters, what one worker alone would have now.
 
-        Between two calls of `work`, on a worker that leads its node; the others wait in `barrier` meanwhile. To go on
-        from it, on any number of servers, open with that optimizer on every worker.
-
-        Returns:
-            The number of updates made: the `Course.first_batch` of whoever goes on.
+        A common act between two calls of `work`. To go on from it, on any number of servers, open with that optimizer
+        on every worker, and the number of updates made as `Course.first_batch`.
         """
-        answers = [call(rank, server.state, timeout_s=self._terms.timeout_s) for rank in self._servers]
-        version = self._seen
-        for rank, future in zip(self._servers, answers, strict=True):
-            version, parts = answer(future, rank, _SERVER)
+        for parts in self._node.on_leader(self._states):
             for piece, values in parts:
                 self._put_back(piece, values)
-        return version
+        self.barrier()
+
+    def _states(self) -> list[list[tuple[Piece, dict[str, Any]]]]:
+        """The optimizer's state on every server."""
+        answers = [call(rank, server.state, timeout_s=self._terms.timeout_s) for rank in self._servers]
+        return [answer(future, rank, _SERVER) for rank, future in zip(self._servers, answers, strict=True)]
 
     def close(self) -> None:
         """Part, once everybody has come to do so."""
@@ -216,14 +224,16 @@ class ParameterServerAsync:
         rank = self._servers[0]
         return answer(call(rank, function, *arguments, timeout_s=self._terms.timeout_s), rank, _COORDINATOR)
 
-    def _ask(self, until: int, result: tuple[Task, RunResult | None, int] | None) -> Reply:
+    def _ask(
+        self, until: int, wants_rest: Callable[[], bool], result: tuple[Task, RunResult | None, int] | None
+    ) -> Reply:
         """Deliver what was computed, if anything, and ask for more."""
         report = None
         if result is not None:
             task, sums, finished = result
             assert sums is not None  # this is the leader
             report = Report(task, self._push(task.batch, finished, sums), sums.blocks, sums.statistics)
-        request = Request(self._rank, until, len(self._node.ranks), self._seen, report)
+        request = Request(self._rank, until, len(self._node.ranks), self._seen, wants_rest(), report)
         reply = cast(Reply, self._tell_coordinator(coordinator.ask, request))
         if reply.lost_server is not None:
             raise lost(reply.lost_server, _SERVER, "it gives no sign of life")

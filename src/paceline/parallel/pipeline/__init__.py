@@ -1,23 +1,21 @@
 """Pipeline parallelism: a model cut into stages, each on a worker of its own, and micro-batches that pass through.
 
-`Pipeline` is what an engine holds; `best_cut` and the schedules are pure and know nothing of torch's processes.
+`Pipeline` is what an engine holds; limits and schedules are pure and know nothing of torch's processes.
 """
 
 from paceline.parallel.pipeline.calls import MicroBatch
-from paceline.parallel.pipeline.cut import LayerCost, Limits, best_cut, cut_table
+from paceline.parallel.pipeline.cut import cut_table, stage_limits
 from paceline.parallel.pipeline.pipeline import Pipeline
 from paceline.parallel.pipeline.schedules import Action, Schedule, Simulation, make_schedule, simulate
 
 __all__ = [
     "Action",
-    "LayerCost",
-    "Limits",
     "MicroBatch",
     "Pipeline",
     "Schedule",
     "Simulation",
-    "best_cut",
     "cut_table",
     "make_schedule",
     "simulate",
+    "stage_limits",
 ]

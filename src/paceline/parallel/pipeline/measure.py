@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.parallel.clock import Clock
 from paceline.parallel.pipeline.chain import Chain, untouched
-from paceline.parallel.pipeline.cut import LayerCost
+from paceline.spec.stages import LayerCost
 
 # A model without values has no times: its layers are compared by their arithmetic, on a device of this speed.
 _FLOPS_PER_S = 1e12

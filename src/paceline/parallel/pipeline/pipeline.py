@@ -14,13 +14,14 @@ from paceline.errors import JobError, ModelError
 from paceline.parallel.engine import statistics_dtype
 from paceline.parallel.pipeline.calls import Calls, MicroBatch, generator_state, set_generator_state
 from paceline.parallel.pipeline.chain import Chain, trace
-from paceline.parallel.pipeline.cut import best_cut, cut_table
+from paceline.parallel.pipeline.cut import cut_table
 from paceline.parallel.pipeline.execute import Step
 from paceline.parallel.pipeline.links import Arrival, Links, Outbox, TensorForm
 from paceline.parallel.pipeline.measure import measure_layers
 from paceline.parallel.pipeline.schedules import Schedule, make_schedule
 from paceline.parallel.pipeline.stage import Stage, Stages
 from paceline.spec import PipelineSpec
+from paceline.spec.stages import Limits, best_cut
 
 
 class Pipeline:
@@ -34,6 +35,7 @@ class Pipeline:
         example: Sequence[Any] | None,
         device: torch.device,
         *,
+        limits: Limits | None = None,
         agreement: dist.ProcessGroup | None = None,
         timeout_s: float = 600.0,
         before_last_backward: Callable[[nn.Module], None] = lambda _stage: None,
@@ -45,6 +47,8 @@ class Pipeline:
                 stages is not kept.
             example: the arguments the model is called with, for a few samples; None: layers count by their parameters,
                 and the model must not ask for the sizes of its inputs.
+            limits: what a stage should hold; where the user cuts, nothing limits it. Where no cut keeps them the
+                fastest is taken, and the table says so.
             agreement: workers that all have to cut alike, such as those of all replicas; None: those of `group`.
             timeout_s: how long NCCL waits for a message; Gloo waits as long as `group` says.
             before_last_backward: told a stage just before its last backward pass of a step.
@@ -65,7 +69,7 @@ class Pipeline:
         self._links = links = Links(group, spec.stages_per_worker, device, timeout_s)
         chain = trace(model, example)
         self._calls = Calls(model, chain.fixed, device)
-        starts, self._draws, self.table = _agreed_cut(chain, spec, links, agreement or group)
+        starts, self._draws, self.table = _agreed_cut(chain, spec, limits or Limits(), links, agreement or group)
         """The cut for people, with the times it was made by."""
         self.cuts = tuple(chain.name(start) for start in starts[1:])
         """The layers that begin a stage, all but the first's."""
@@ -174,7 +178,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _agreed_cut(
-    chain: Chain, spec: PipelineSpec, links: Links, agreement: dist.ProcessGroup
+    chain: Chain, spec: PipelineSpec, limits: Limits, links: Links, agreement: dist.ProcessGroup
 ) -> tuple[tuple[int, ...], tuple[bool, ...], str]:
     """The first layer of every stage, which stages may draw random numbers, and the cut as a table.
 
@@ -183,7 +187,7 @@ def _agreed_cut(
     answer: list[Any] = [None]
     if dist.get_rank(agreement) == 0:
         try:
-            answer = [_cut(chain, spec, links)]
+            answer = [_cut(chain, spec, limits, links)]
         except (ModelError, JobError) as problem:
             answer = [problem]
     dist.broadcast_object_list(answer, group_src=0, group=agreement, device=links.device)
@@ -193,14 +197,24 @@ def _agreed_cut(
     return starts, draws, table
 
 
-def _cut(chain: Chain, spec: PipelineSpec, links: Links) -> tuple[tuple[int, ...], tuple[bool, ...], str]:
+def _cut(
+    chain: Chain, spec: PipelineSpec, limits: Limits, links: Links
+) -> tuple[tuple[int, ...], tuple[bool, ...], str]:
     # Where the user cuts, times are only for the table.
     costs = measure_layers(chain, links.device, num_repeats=1 if spec.cuts else 3)
-    starts = chain.starts(spec.cuts, links.num_stages) if spec.cuts else best_cut(costs, links.num_stages)
+    doubt = ""
+    if spec.cuts:
+        starts = chain.starts(spec.cuts, links.num_stages)
+    else:
+        try:
+            starts = best_cut(costs, links.num_stages, limits)
+        except ModelError as problem:  # what layers keep is an upper bound: what does not fit by it may fit
+            starts = best_cut(costs, links.num_stages)
+            doubt = f"\n{problem}"
     stops = [*starts[1:], len(chain.layers)]
     draws = [True] * len(chain.layers) if chain.draws is None else chain.draws
     by_stage = tuple(any(draws[start:stop]) for start, stop in zip(starts, stops, strict=True))
-    return starts, by_stage, cut_table(costs, starts, links.num_workers)
+    return starts, by_stage, cut_table(costs, starts, links.num_workers) + doubt
 
 
 def _shared_parameters(model: nn.Module, stages: Sequence[Stage], links: Links) -> dict[str, tuple[int, ...]]:

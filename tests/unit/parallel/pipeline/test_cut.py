@@ -5,13 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import ModelError
-from paceline.parallel.pipeline import LayerCost, Limits, best_cut, cut_table
+from paceline.parallel.pipeline import cut_table, stage_limits
+from paceline.spec import Mesh, PipelineSpec
+from paceline.spec.mesh import ScheduleName
+from paceline.spec.stages import LayerCost, Limits, best_cut
 
 layers = st.lists(
     st.builds(
@@ -69,3 +73,41 @@ def test_the_table_says_where_stages_begin_and_how_long_they_take() -> None:
     assert len(lines) == 3
     assert "stem" in lines[1] and "25.0%" in lines[1]
     assert "block" in lines[2] and "head" in lines[2] and "75.0%" in lines[2]
+
+
+MIB = 2.0**20
+
+
+@pytest.mark.parametrize(
+    ("schedule", "kept"), [("gpipe", (8, 8, 8, 8)), ("1f1b", (4, 3, 2, 1)), ("zero_bubble", (4, 4, 4, 4))]
+)
+def test_a_stage_keeps_what_its_schedule_has_under_way(schedule: ScheduleName, kept: tuple[int, ...]) -> None:
+    limits = stage_limits(Mesh(pp=4), PipelineSpec(schedule=schedule), 8, 64 * MIB, optimizer_copies=2)
+    assert limits == Limits(64 * MIB, 4.0, kept)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "copies"),
+    [(Mesh(pp=2, fsdp=4), 1.0), (Mesh(pp=2, fsdp=4, zero_stage=2), 2.0), (Mesh(pp=2, fsdp=2, tp=2), 1.0)],
+)
+def test_a_stage_holds_its_part_of_parameters(mesh: Mesh, copies: float) -> None:
+    """With ZeRO 2 the gathered parameters besides."""
+    limits = stage_limits(mesh, PipelineSpec(), 2, MIB, optimizer_copies=2, micro_batch_share=3.0)
+    assert limits.copies_of_parameters == copies
+    assert limits.micro_batches_kept == (6.0 / mesh.tp, 3.0 / mesh.tp)
+
+
+def test_where_nobody_knows_the_memory_nothing_is_limited() -> None:
+    assert stage_limits(Mesh(pp=2), PipelineSpec(), 2, math.inf, optimizer_copies=2) == Limits()
+    two = PipelineSpec(schedule="interleaved", stages_per_worker=2)
+    assert stage_limits(Mesh(pp=2), two, 2, MIB, optimizer_copies=2) == Limits()
+
+
+def test_activations_of_many_micro_batches_push_layers_to_later_stages() -> None:
+    """Four equal layers would be cut in the middle; the first stage keeps two micro-batches, and the last one one."""
+    costs = [LayerCost(str(number), 1.0, 0, 10) for number in range(4)]
+    limits = stage_limits(Mesh(pp=2), PipelineSpec(schedule="1f1b"), 8, 30.0, optimizer_copies=0)
+    assert limits.micro_batches_kept == (2.0, 1.0)
+    assert best_cut(costs, 2, limits) == (0, 1)
+    with pytest.raises(ModelError, match=r"No cut of this model into 2 stages fits into .* more stages, smaller micro"):
+        best_cut(costs, 2, replace(limits, memory_bytes=19.0))

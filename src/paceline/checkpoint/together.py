@@ -1,0 +1,231 @@
+"""Reading a checkpoint together: each worker reads what it will hold, and all of them every byte.
+
+Files are summed block by block. Workers tell each other the sums of the blocks that they have read, and share out the
+blocks that nobody needs. The sums of all its blocks make that of a file, which the manifest knows; and who reads a
+block that others have read has to find the same sum. So whatever a worker has read is part of a file whose sum is
+right, or nobody uses the checkpoint; and all workers come to the same end, because all know the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from paceline.checkpoint.blocks import BlockReader, num_blocks, sum_of_blocks
+from paceline.checkpoint.box import Box
+from paceline.checkpoint.load import check_chunk, check_cover, check_manifest, read_manifest, readable
+from paceline.checkpoint.manifest import Chunk, Manifest, TensorEntry
+from paceline.checkpoint.part import DTYPES, Position, header_bytes, read_header
+from paceline.checkpoint.storage import Catalogue, Storage
+from paceline.checkpoint.tree import put_together
+from paceline.errors import CheckpointError
+
+_Answer = TypeVar("_Answer")
+
+Sums = dict[str, dict[int, int]]
+"""CRC-32 of blocks, by file and number."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor that was not read yet, or a box of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole."""
+    box: Box
+
+    @property
+    def is_whole(self) -> bool:
+        return self.box.sizes == self.shape
+
+    def part(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Stored:
+        return replace(self, box=Box(offsets, sizes))
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A box of a tensor, after it was read."""
+
+    values: Tensor
+
+
+class SameCatalogue:
+    """A catalogue as rank 0 sees it: every look is a common act of a group, and all workers see the same."""
+
+    def __init__(self, catalogue: Catalogue, group: dist.ProcessGroup) -> None:
+        self.address = catalogue.address
+        self._catalogue = catalogue
+        self._group = group
+
+    def read(self, name: str) -> bytes:
+        return self._told(lambda: self._catalogue.read(name))
+
+    def names(self, folder: str = "") -> list[str]:
+        return self._told(lambda: self._catalogue.names(folder))
+
+    def folders(self) -> list[str]:
+        return self._told(self._catalogue.folders)
+
+    def _told(self, look: Callable[[], _Answer]) -> _Answer:
+        message: list[Any] = [None, None]
+        if dist.get_rank(self._group) == 0:
+            try:
+                message[0] = look()
+            except OSError as problem:  # of any kind: not every one of them can be sent
+                message[1] = isinstance(problem, FileNotFoundError), str(problem)
+        dist.broadcast_object_list(message, group_src=0, group=self._group)
+        if message[1] is not None:
+            is_missing, words = message[1]
+            raise (FileNotFoundError if is_missing else OSError)(words)
+        answer: _Answer = message[0]
+        return answer
+
+
+def read_together(
+    storage: Storage, name: str, group: dist.ProcessGroup, want: Callable[[dict[str, Any]], Any]
+) -> tuple[Manifest, Any]:
+    """What a worker wants of the checkpoint in a folder, every byte of it checked; a common act of `group`.
+
+    Args:
+        want: what this worker needs of the state that all workers had alike, in which each tensor is a `Stored`.
+
+    Returns:
+        The manifest, and what `want` returned with tensors in their place: a box of one as a `Loaded`.
+
+    Raises:
+        CheckpointError: what is wrong with it, on all workers alike; the message does not name the checkpoint.
+    """
+    manifest = read_manifest(SameCatalogue(storage, group), name)
+    check_manifest(manifest)
+
+    def stored(tensor: str) -> Any:
+        shape = manifest.tensors[tensor].shape
+        return Stored(tensor, shape, Box.whole(shape))
+
+    tree = want(put_together(manifest.values, stored))
+    wanted = {leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Stored)}
+    rank, num_workers = dist.get_rank(group), dist.get_world_size(group)
+    reading = _Reading(storage, name, manifest)
+    tensors: dict[Stored, Tensor] = {}
+
+    def read_own() -> None:
+        tensors.update(reading.tensors(wanted))
+        for file in manifest.files[rank::num_workers]:
+            reading.positions(file.name)
+
+    sums = _tell(read_own, reading, group)
+    left = [
+        (file.name, number)
+        for file in manifest.files
+        for number in range(num_blocks(file.num_bytes))
+        if number not in sums.get(file.name, ())
+    ]
+    if left:
+        sums = _tell(lambda: reading.sum_up(left[rank::num_workers]), reading, group)
+    for file in manifest.files:
+        if f"{sum_of_blocks(sums[file.name], file.num_bytes):08x}" != file.crc32:
+            raise CheckpointError(f"{file.name} is damaged: its checksum is wrong")
+
+    def in_place(leaf: Any) -> Any:
+        if not isinstance(leaf, Stored):
+            return leaf
+        return tensors[leaf] if leaf.is_whole else Loaded(tensors[leaf])
+
+    return manifest, pytree.tree_map(in_place, tree)
+
+
+class _Reading:
+    """One worker's way through the files of a checkpoint."""
+
+    def __init__(self, storage: Storage, name: str, manifest: Manifest) -> None:
+        self._storage = storage
+        self._name = name
+        self._entries = manifest.tensors
+        self._files = {file.name: file for file in manifest.files}
+        self._chunks: dict[str, list[tuple[str, TensorEntry, Chunk]]] = {file: [] for file in self._files}
+        for tensor, entry in manifest.tensors.items():
+            for chunk in entry.chunks:
+                self._chunks[chunk.file].append((tensor, entry, chunk))
+        self._readers: dict[str, BlockReader] = {}
+        self._positions: dict[str, dict[str, Position]] = {}
+
+    @property
+    def sums(self) -> Sums:
+        """Of all that was read."""
+        return {file: reader.sums for file, reader in self._readers.items()}
+
+    def positions(self, file: str) -> dict[str, Position]:
+        """Where its tensors are, which are those that the manifest says."""
+        if file not in self._positions:
+            with readable(file):
+                reader = self._reader(file)
+                length = header_bytes(bytes(reader.read(0, 8)))
+                found = read_header(bytes(reader.read(0, length)), self._files[file])
+            for tensor, entry, chunk in self._chunks[file]:
+                check_chunk(tensor, entry, chunk, found.get(chunk.key))
+            self._positions[file] = found
+        return self._positions[file]
+
+    def tensors(self, wanted: Collection[Stored]) -> dict[Stored, Tensor]:
+        """Each box by itself, in the order in which files hold them."""
+        pieces: list[tuple[str, int, Stored, Chunk, Box]] = []
+        for stored in wanted:
+            boxes = []
+            for chunk in self._entries[stored.name].chunks:
+                box = stored.box.overlap(chunk.box)
+                if box is not None:
+                    boxes.append(box)
+                    start = self.positions(chunk.file)[chunk.key].start
+                    pieces.append((chunk.file, start, stored, chunk, box))
+            check_cover(stored.name, stored.box, boxes)
+        found = {one: torch.empty(one.box.sizes, dtype=DTYPES[self._entries[one.name].dtype]) for one in wanted}
+        for file, start, stored, chunk, box in sorted(pieces, key=lambda piece: piece[:2]):
+            with readable(file):
+                found[stored][box.slices_in(stored.box)] = self._numbers(file, start, chunk, box, found[stored].dtype)
+        return found
+
+    def _numbers(self, file: str, start: int, chunk: Chunk, box: Box, dtype: torch.dtype) -> Tensor:
+        """A box inside of a chunk that begins at `start`; read from its first number to its last one."""
+        strides = torch.empty(chunk.sizes, device="meta").stride()
+        cut = box.slices_in(chunk.box)
+        first = sum(one.start * stride for one, stride in zip(cut, strides, strict=True))
+        behind = 1 + sum((one.stop - 1) * stride for one, stride in zip(cut, strides, strict=True))
+        content = self._reader(file).read(start + first * dtype.itemsize, start + behind * dtype.itemsize)
+        return torch.frombuffer(content, dtype=dtype).as_strided(box.sizes, strides)
+
+    def sum_up(self, blocks: Collection[tuple[str, int]]) -> None:
+        for file, number in blocks:
+            with readable(file):
+                self._reader(file).read_block(number)
+
+    def _reader(self, file: str) -> BlockReader:
+        if file not in self._readers:
+            self._readers[file] = BlockReader(self._storage, f"{self._name}/{file}", self._files[file])
+        return self._readers[file]
+
+
+def _tell(act: Callable[[], None], reading: _Reading, group: dist.ProcessGroup) -> Sums:
+    """What all workers know when each has done its `act`. Raises the first one's `CheckpointError` on all of them."""
+    problem = None
+    try:
+        act()
+    except CheckpointError as found:
+        problem = str(found)
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, (problem, reading.sums), group=group)
+    known: Sums = {}
+    for problem, sums in told:
+        if problem is not None:
+            raise CheckpointError(problem)
+        for file, blocks in sums.items():
+            before = known.setdefault(file, {})
+            if any(before.setdefault(number, crc) != crc for number, crc in blocks.items()):
+                raise CheckpointError(f"{file} is not the same for all workers")
+    return known
