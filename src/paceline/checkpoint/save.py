@@ -258,12 +258,12 @@ class Saver:
                 self._told = None
                 self._tidy(writing)
         except Exception as problem:
-            self._lament(writing, problem)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # first: once this worker has failed, rank 0 does not wait for why
                 if writing.manifest is None:
                     self._hand_in(writing.folder, _Receipt(writing.attempt, {}, None, str(problem)))
                 else:
                     self._discard(writing.folder)
+            self._lament(writing, problem)
             if not isinstance(problem, OSError | PacelineError):
                 raise
         finally:
@@ -290,7 +290,9 @@ class Saver:
         self._storage.write(f"{writing.folder}/{MANIFEST_FILE}", [complete.dump()])
 
     def _receipt(self, writing: _Writing, rank: int) -> _Receipt:
-        while not writing.given_up.wait(_LOOK_S):
+        given_up = False
+        while not given_up:
+            given_up = writing.given_up.wait(_LOOK_S)  # a last look follows: the other may have said why
             try:
                 content = self._storage.read(f"{writing.folder}/{_receipt_name(rank)}")
                 receipt = from_mapping(_Receipt, json.loads(content))
