@@ -199,7 +199,7 @@ def show_dry_run(job: Job, text: str, *, sequence_parallel: bool = False, as_jso
         arguments,
         mesh,
         num_micro_batches=-(-job.virtual_shards // mesh.num_shares),
-        optimizer_copies=job.optim.copies_of_parameters,
+        optimizer_copies=job.optim.state_copies,
         sequence_parallel=sequence_parallel,
     )
     sent_bytes = {axis: round(found.sent_bytes(axis)) for axis in AXES if mesh.degree(axis) > 1}

@@ -7,7 +7,6 @@ of every stage is made, and all that would be sent and kept is counted.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,6 @@ from paceline.errors import JobError
 from paceline.parallel.parts import device_mesh_of, local, local_bytes
 from paceline.parallel.pipeline.calls import generator_state
 from paceline.parallel.pipeline.chain import Chain, trace
-from paceline.parallel.pipeline.cut import stage_limits
 from paceline.parallel.pipeline.measure import measure_layers
 from paceline.parallel.pipeline.stage import Stage
 from paceline.parallel.sharded import recompute, shard
@@ -39,7 +37,7 @@ from paceline.parallel.tensor import (
     layer_sizes,
     tensor_parallel,
 )
-from paceline.spec import Mesh, PipelineSpec
+from paceline.spec import Mesh
 from paceline.spec.mesh import AxisName
 from paceline.spec.stages import LayerCost, best_cut
 
@@ -141,29 +139,19 @@ def dry_run(
     optimizer_copies: int = 1,
     recomputes: bool = False,
     sequence_parallel: bool = False,
-    memory_bytes: float = math.inf,
 ) -> DryRun:
     """Try `mesh` with a model on the meta device, which is used up.
 
     Args:
         arguments: What the model is called with for one micro-batch, on the meta device.
         recomputes, sequence_parallel: as a plan's.
-        memory_bytes: of one worker, into which stages should fit.
 
     Raises:
         JobError: this process trains already.
-        ModelError: the model cannot be cut or shared out like that, or no cut fits.
+        ModelError: the model cannot be cut or shared out like that.
     """
     chain, costs = traced(model, arguments)
-    limits = stage_limits(
-        mesh,
-        PipelineSpec(),
-        num_micro_batches,
-        memory_bytes,
-        optimizer_copies=optimizer_copies,
-        recomputes=recomputes,
-    )
-    starts = best_cut(costs, mesh.pp, limits) if mesh.pp > 1 else (0,)
+    starts = best_cut(costs, mesh.pp) if mesh.pp > 1 else (0,)
     runs = list(zip(starts, (*starts[1:], len(costs)), strict=True))
     # All of them first: what stages share would else be shared out twice.
     stages = _stages(chain, runs)

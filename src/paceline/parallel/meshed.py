@@ -75,7 +75,7 @@ def _limits(job: Job, plan: Plan, mesh: Mesh, device: torch.device, example: tup
         plan.pipeline,
         -(-job.virtual_shards // mesh.num_shares),
         memory_bytes,
-        optimizer_copies=job.optim.copies_of_parameters,
+        optimizer_copies=job.optim.state_copies,
         micro_batch_share=-(-job.global_batch_size // job.virtual_shards) / max(sizes, default=1),
         recomputes=plan.recompute,
     )

@@ -9,6 +9,7 @@ Recomputation in Large Transformer Models", section 4).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ MIXED_ADAM = StateBytes(2.0, 2.0, 12.0)
 def state_bytes(job: Job) -> StateBytes:
     """What the job's optimizer keeps. 16-bit precisions compute in 16 bits; parameters stay float32."""
     width = 8.0 if job.precision == "float64" else 4.0
-    return StateBytes(width, width, width * job.optim.copies_of_parameters)
+    return StateBytes(width, width, width * job.optim.state_copies)
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,8 @@ class DeviceMemory:
     activation_bytes: float
     gathered_bytes: float = 0.0
     """Parameters of others, beside the device's own part, while layers of a sharded model are computed."""
+    stages: tuple[Layers, ...] = ()
+    """The cut that it holds a stage of."""
 
     @property
     def state_bytes(self) -> float:
@@ -185,34 +188,8 @@ def device_memory(
     recompute: bool = False,
     memory_bytes: float = math.inf,
 ) -> DeviceMemory:
-    """The fullest device of `mesh`; see `stages_and_memory`."""
-    return stages_and_memory(
-        num_parameters,
-        state,
-        mesh,
-        activations,
-        micro_batch_size,
-        num_micro_batches=num_micro_batches,
-        layers=layers,
-        recompute=recompute,
-        memory_bytes=memory_bytes,
-    )[1]
-
-
-def stages_and_memory(
-    num_parameters: float,
-    state: StateBytes,
-    mesh: Mesh,
-    activations: Activations,
-    micro_batch_size: int,
-    *,
-    num_micro_batches: int = 1,
-    layers: Layers = (),
-    recompute: bool = False,
-    memory_bytes: float = math.inf,
-) -> tuple[tuple[Layers, ...], DeviceMemory]:
-    """The fastest cut into stages, or where a device cannot hold it the fastest one that it can, if there is any; and
-    the fullest device of `mesh`.
+    """The fullest device of `mesh`, with the fastest cut into stages; where a device cannot hold that one, with the
+    fastest that it can, if there is any.
 
     Rajbhandari et al. 2020, figure 1, for psi parameters: stage 1 shards the optimizer state, 2 the gradients, 3 the
     parameters, each by 1/fsdp; replicas shard nothing. Stage 3 gathers a layer and fetches the next one meanwhile;
@@ -254,12 +231,11 @@ def stages_and_memory(
 
     def fullest(stages: tuple[Layers, ...]) -> DeviceMemory:
         found = [of_stage(place, stage) for place, stage in enumerate(stages)]
-        return max(found, key=lambda memory: memory.total_bytes)
+        return dataclasses.replace(max(found, key=lambda memory: memory.total_bytes), stages=stages)
 
-    stages = cut(layers, mesh.pp)
-    memory = fullest(stages)
+    memory = fullest(cut(layers, mesh.pp))
     if mesh.pp == 1 or memory.fits(memory_bytes):
-        return stages, memory
+        return memory
     # What grows layer by layer, and beside it the most that one layer's own needs can add to any stage.
     alone = [of_stage(0, (layer,)) for layer in layers]
     grows = [one.total_bytes - one.activation_bytes - (mesh.zero_stage == 3) * one.gathered_bytes for one in alone]
@@ -274,8 +250,8 @@ def stages_and_memory(
     # Most meshes of a model that is far too large need no closer look.
     if sum(grows) <= mesh.pp * limits.memory_bytes:
         with contextlib.suppress(ModelError):
-            stages = cut_within(layers, mesh.pp, grows, keeps, limits)
-    return stages, fullest(stages)
+            return fullest(cut_within(layers, mesh.pp, grows, keeps, limits))
+    return memory
 
 
 def _kept_share(layer: Layer, tp: int) -> float:

@@ -17,7 +17,7 @@ from paceline.plan.advice import duration
 from paceline.plan.buckets import exposed_s, sums_s
 from paceline.plan.collectives import COSTS, ring
 from paceline.plan.layers import Layers, cut
-from paceline.plan.memory import USABLE_SHARE, Activations, DeviceMemory, StateBytes, stages_and_memory
+from paceline.plan.memory import USABLE_SHARE, Activations, DeviceMemory, StateBytes, device_memory
 from paceline.plan.model import Layout, Level, Network
 from paceline.plan.traffic import Backend, num_gathers_and_scatters
 from paceline.spec import Mesh, PipelineSpec
@@ -135,7 +135,7 @@ def best_of(workload: Workload, mesh: Mesh, devices_per_node: int, network: Netw
     for recompute in (False, True) if workload.layers else (False,):
         fitting: list[Candidate] = []
         for micro_batch_size in _micro_batch_sizes(workload, mesh):
-            stages, memory = stages_and_memory(
+            memory = device_memory(
                 workload.num_parameters,
                 workload.state,
                 mesh,
@@ -150,7 +150,7 @@ def best_of(workload: Workload, mesh: Mesh, devices_per_node: int, network: Netw
             if not memory.fits(workload.memory_bytes):
                 break  # nor does a larger one
             fitting += [
-                _priced(workload, mesh, micro_batch_size, stages, memory, devices_per_node, network, one, recompute)
+                _priced(workload, mesh, micro_batch_size, memory, devices_per_node, network, one, recompute)
                 for one in _pipelines(workload, mesh)
             ]
         if fitting:
@@ -207,7 +207,6 @@ def _priced(
     workload: Workload,
     mesh: Mesh,
     micro_batch_size: int,
-    stages: Sequence[Layers],
     memory: DeviceMemory,
     devices_per_node: int,
     network: Network,
@@ -219,6 +218,7 @@ def _priced(
     A pipeline of p stages takes m + p - 1 turns for m micro-batches (Huang et al. 2019, GPipe); with v stages a worker
     it waits 1/v as long and sends v times as much (Narayanan et al. 2021, section 2.2.2).
     """
+    stages = memory.stages
     share = workload.share(mesh)
     m = -(-share // micro_batch_size)
     last = share - (m - 1) * micro_batch_size

@@ -83,7 +83,7 @@ class OptimSpec:
             raise JobError(f"optim.step_epochs = {list(self.step_epochs)} should be in ascending order.")
 
     @property
-    def copies_of_parameters(self) -> int:
+    def state_copies(self) -> int:
         """How many numbers it keeps for each parameter."""
         return 2 if self.name in ("adam", "adamw") else int(self.momentum > 0)
 

@@ -31,7 +31,6 @@ class AsynchronousSteps:
         assert run.world.group is not None
         self._run = run
         self._engine = engine
-        self._shards = engine.shards
         self._train_set = train_set
         self._loss_fn = loss_fn
         self._orders: dict[int, EpochOrder] = {}
@@ -67,7 +66,7 @@ class AsynchronousSteps:
                 with self._engine.at_rest(self._servers.collect):
                     run.confer_at_rest()
             for number, statistics in self._servers.work(self._compute, run.next_save(until), run.wants_save):
-                loss = self._shards.apply(statistics.to(run.device))
+                loss = self._engine.shards.apply(statistics.to(run.device))
                 run.schedule_lr(len(self._train_set))  # for the record: the servers have rates of their own
                 run.count_step(batches[number])
                 yield loss
@@ -85,7 +84,7 @@ class AsynchronousSteps:
             seed_shard=lambda one: seed_shard(run.job.seed, batch, one, run.device),
             scale=lambda loss: loss,
         )
-        return self._shards.compute(step, shard)
+        return self._engine.shards.compute(step, shard)
 
     def _samples(self, batch: int) -> NDArray[np.int64]:
         epoch, number = divmod(batch, self._num_batches)

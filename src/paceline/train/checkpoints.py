@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -162,13 +163,17 @@ class Checkpoints:
         """
         if Wish.FAILED in heard:
             self._saver.give_up()
-        every = self._spec.every_steps
-        self._is_due |= Wish.SAVE in heard or Wish.LEAVE in heard or (every is not None and step % every == 0)
+        self._is_due |= Wish.SAVE in heard or Wish.LEAVE in heard or step == self.next_save(step - 1)
         if self._is_due and Wish.BUSY not in heard:
             self._save()
         if Wish.LEAVE in heard and not self._is_due:
             self._saver.wait()
             raise SystemExit(128 + signal.SIGTERM)
+
+    def next_save(self, step: int) -> float:
+        """The number of the next step after `step` that is saved in any case; infinite if none is."""
+        every = self._spec.every_steps
+        return math.inf if every is None else (step // every + 1) * every
 
     def epoch_ended(self) -> None:
         """An epoch and what follows it is over: the next chance is taken to save it."""

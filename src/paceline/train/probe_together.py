@@ -51,7 +51,7 @@ class TogetherTiming:
     sums: tuple[SumTiming, ...]
 
 
-def sums_every_step(job: Job) -> bool:
+def _sums_every_step(job: Job) -> bool:
     """Whether the job's gradients are added up in every step, while backward goes on."""
     return job.parity == "numeric" and job.aggregation.method == "every_step"
 
@@ -87,7 +87,7 @@ class _Switch:
 @contextmanager
 def _ways(subject: Subject, world: World, job: Job, plan: Plan, size: int) -> Iterator[Ways]:
     """A step without sums, and one for each algorithm that training would consider."""
-    if world.group is None or not sums_every_step(job):
+    if world.group is None or not _sums_every_step(job):
         yield {None: step_of(subject, subject.run.engine, size, with_updates=True)}
         return
     model = subject.run.model

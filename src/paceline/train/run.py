@@ -528,10 +528,7 @@ class Run:
 
     def next_save(self, until: int) -> int:
         """The number of the next step, up to `until`, at which all workers have to save."""
-        every = self.job.checkpoint.every_steps
-        if self._checkpoints is None or every is None:
-            return until
-        return min(until, (self.steps // every + 1) * every)
+        return until if self._checkpoints is None else int(min(until, self._checkpoints.next_save(self.steps)))
 
     def confer_at_rest(self) -> None:
         """Tell and hear at once, where updates are made elsewhere and rest; saves if that is due. A common act."""

@@ -19,7 +19,6 @@ from paceline.plan.memory import (
     device_memory,
     largest_micro_batch,
     measured_activations,
-    stages_and_memory,
     state_bytes,
     transformer_activation_bytes,
 )
@@ -203,7 +202,7 @@ def test_stages_are_the_fastest_that_fit(layers: Layers, pp: int, num_micro_batc
         for inner in combinations(range(1, len(layers)), pp - 1)
     ]
     fitting = [stages for stages in every if needed(stages) <= USABLE_SHARE * room]
-    stages, memory = stages_and_memory(
+    memory = device_memory(
         num_parameters,
         StateBytes(),
         Mesh(pp=pp),
@@ -213,9 +212,9 @@ def test_stages_are_the_fastest_that_fit(layers: Layers, pp: int, num_micro_batc
         layers=layers,
         memory_bytes=room,
     )
-    assert memory.total_bytes == pytest.approx(needed(stages))
+    assert memory.total_bytes == pytest.approx(needed(memory.stages))
     assert memory.fits(room) == bool(fitting)
-    assert slowest(stages) == min(map(slowest, fitting or every))
+    assert slowest(memory.stages) == min(map(slowest, fitting or every))
 
 
 @pytest.mark.parametrize("mesh", [Mesh(pp=2, fsdp=2), Mesh(pp=2, fsdp=2, zero_stage=1), Mesh(pp=2, tp=2)])

@@ -171,15 +171,10 @@ class ParameterServerAsync:
         A common act between two calls of `work`. To go on from it, on any number of servers, open with that optimizer
         on every worker, and the number of updates made as `Course.first_batch`.
         """
-        for parts in self._node.on_leader(self._states):
+        for parts in self._node.on_leader(partial(self._ask_servers, server.state)):
             for piece, values in parts:
                 self._put_back(piece, values)
         self.barrier()
-
-    def _states(self) -> list[list[tuple[Piece, dict[str, Any]]]]:
-        """The optimizer's state on every server."""
-        answers = [call(rank, server.state, timeout_s=self._terms.timeout_s) for rank in self._servers]
-        return [answer(future, rank, _SERVER) for rank, future in zip(self._servers, answers, strict=True)]
 
     def close(self) -> None:
         """Part, once everybody has come to do so."""
@@ -223,6 +218,11 @@ class ParameterServerAsync:
     def _tell_coordinator(self, function: Callable[..., Any], *arguments: Any) -> Any:
         rank = self._servers[0]
         return answer(call(rank, function, *arguments, timeout_s=self._terms.timeout_s), rank, _COORDINATOR)
+
+    def _ask_servers(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call all servers at once; what each of them answered."""
+        futures = [call(rank, function, *arguments, timeout_s=self._terms.timeout_s) for rank in self._servers]
+        return [answer(future, rank, _SERVER) for rank, future in zip(self._servers, futures, strict=True)]
 
     def _ask(
         self, until: int, wants_rest: Callable[[], bool], result: tuple[Task, RunResult | None, int] | None
@@ -278,8 +278,7 @@ class ParameterServerAsync:
         return True
 
     def _download(self, batch: int, values: Tensor) -> bool:
-        answers = [call(rank, server.pull, batch, timeout_s=self._terms.timeout_s) for rank in self._servers]
-        parts = [answer(future, rank, _SERVER) for rank, future in zip(self._servers, answers, strict=True)]
+        parts = self._ask_servers(server.pull, batch)
         for part, (start, stop) in zip(parts, self._spans, strict=True):
             if part is None:
                 return False
