@@ -7,25 +7,26 @@ both sides of a cut. What must not be cut apart is what changes in place, and ca
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
-import inspect
 import operator
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from paceline.errors import JobError, ModelError, PacelineError
-from paceline.parallel.pipeline.calls import generator_state
+from paceline.parallel.pipeline.tracer import Mode, Tracer
 
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 # What a question about sizes is answered with: nothing is lost where nobody uses it.
 _ANSWERS = (bool, int, float, torch.Size, torch.device, torch.dtype)
-# Functions that make a tensor from numbers: torch.fx looks into none of them by itself.
-_FACTORIES = (torch.arange, torch.zeros, torch.ones, torch.full, torch.empty, torch.tensor)
+# What no message can carry from one stage to the next.
+_NOT_SENT = (torch.finfo, torch.iinfo)
+_SAME = 1e-3
+"""Two runs of the same operations differ by less, relative to the largest number."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,10 @@ class Chain:
     """Which layers drew random numbers in training; None where nobody knows."""
     fixed: dict[str, Any]
     """Arguments of the model that the example left at their defaults: they have to stay so."""
+    in_evaluation: dict[fx.Node, tuple[Any, Any]] = field(default_factory=dict)
+    """Positional and named arguments of layers that are called with others in evaluation."""
+    modes: dict[fx.Node, Mode] = field(default_factory=dict)
+    """Of layers that the forward pass computes without gradients, or with another autocast than is around it."""
 
     def name(self, layer: int) -> str:
         """A module's name in the model, or what torch.fx calls an operation: "blocks.0", "add_1"."""
@@ -69,6 +74,7 @@ class Chain:
                 module = self.model.get_submodule(str(node.target))
                 if next(module.buffers(), None) is not None:
                     together.append(first_call.setdefault(module, number))
+            together += [place[one] for one in node.all_input_nodes if isinstance(self.values.get(one), _NOT_SENT)]
             for earlier in together:
                 allowed[earlier + 1 : number + 1] = [False] * (number - earlier)
         return allowed
@@ -115,156 +121,114 @@ def trace(model: nn.Module, example: Sequence[Any] | None) -> Chain:
             the sizes of its inputs, it decides as for these. None: such models cannot be traced.
 
     Raises:
-        ModelError: the forward pass decides by the values of tensors, or does something else that hides from tracing.
+        ModelError: the forward pass decides by the values of tensors or by the number of samples, does something else
+            that hides from tracing, or does other things in training than in evaluation.
     """
     training = {module: module.training for module in model.modules()}
     try:
-        with untouched(model), torch.no_grad():
-            evaluated = _trace(model.eval(), example)
-            trained = _trace(model.train(), example)
+        evaluated = _trace(model.eval(), example)
+        if example is not None and not _is_on_paper(model):
+            _check_output(evaluated, example)
+        trained = _trace(model.train(), example)
     finally:
         for module, was_training in training.items():
             module.training = was_training
-    if str(evaluated.graph) != str(trained.graph):
-        raise ModelError(
-            f"The forward pass of {type(model).__name__} cannot be cut into stages: it does not do the same in "
-            "training and in evaluation; leave the difference to modules such as nn.Dropout."
-        )
-    return trained
+    return dataclasses.replace(trained, in_evaluation=_in_evaluation(trained, evaluated))
 
 
 def _trace(model: nn.Module, example: Sequence[Any] | None) -> Chain:
     problem: Exception | None = None
     # First as deep as repeated blocks lie; torch's own modules may decide too much by themselves for that.
     for opens_own in (True, False):
-        tracer = _Tracer(model, example, opens_own)
+        tracer = Tracer(model, example, opens_own)
         try:
-            graph = tracer.trace(model, tracer.fixed_arguments)
+            with untouched(model):
+                graph = tracer.trace(model, tracer.fixed_arguments)
+            if tracer.took_numbers and example is not None:
+                _check_numbers(model, example, graph, opens_own)
         except PacelineError:
             raise
         except Exception as error:
             problem = problem or error
             continue
         return _chain(model, graph, tracer)
-    reason = str(problem).strip().split("\n")[0]
-    raise ModelError(
+    raise _uncut(model, str(problem).strip().split("\n")[0]) from problem
+
+
+def _check_numbers(model: nn.Module, example: Sequence[Any], graph: fx.Graph, opens_own: bool) -> None:
+    """Numbers that the graph has taken from the example's sizes have to be the same for twice as many samples."""
+    twice = pytree.tree_map_only(Tensor, lambda one: torch.cat([one, one]) if one.dim() else one, tuple(example))
+    tracer = Tracer(model, twice, opens_own)
+    with untouched(model):
+        again = tracer.trace(model, tracer.fixed_arguments)
+    if str(again) != str(graph):
+        raise fx.proxy.TraceError("it makes a Python number of the number of samples, by len, int or range")
+
+
+def _check_output(chain: Chain, example: Sequence[Any]) -> None:
+    """What was traced has to be what the model computes: a forward pass may ask for what no trace answers rightly."""
+    (output,) = chain.graph.output_node().args
+    traced = pytree.tree_leaves(fx.node.map_arg(output, chain.values.__getitem__))
+    with untouched(chain.model), torch.no_grad():
+        computed = pytree.tree_leaves(chain.model(*example))
+    if len(traced) != len(computed) or not all(map(_is_same, traced, computed)):
+        raise _uncut(chain.model, "what torch.fx sees of it computes something else, as where it asks isinstance")
+
+
+def _is_on_paper(model: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def _is_same(traced: Any, computed: Any) -> bool:
+    if not isinstance(traced, Tensor) or not isinstance(computed, Tensor):
+        return isinstance(traced, Tensor) == isinstance(computed, Tensor)
+    if traced.shape != computed.shape or traced.dtype != computed.dtype:
+        return False
+    scale = computed.abs().max() if computed.numel() and not computed.dtype.is_complex else 1
+    return torch.allclose(traced, computed, rtol=_SAME, atol=_SAME * float(scale), equal_nan=True)
+
+
+def _in_evaluation(trained: Chain, evaluated: Chain) -> dict[fx.Node, tuple[Any, Any]]:
+    """Of layers that differ in training and evaluation by what they are called with, as F.dropout does."""
+    here, there = list(trained.graph.nodes), list(evaluated.graph.nodes)
+
+    def steps(chain: Chain) -> list[tuple[str, str, Mode | None]]:
+        return [(node.op, _name(node.target), chain.modes.get(node)) for node in chain.graph.nodes]
+
+    if steps(trained) != steps(evaluated):
+        raise _uncut(
+            trained.model,
+            "it does not do the same in training and in evaluation; leave the difference to modules such as nn.Dropout",
+        )
+    twins = dict(zip(there, here, strict=True))
+    differing = {}
+    for node, other in zip(here, there, strict=True):
+        args, kwargs = fx.node.map_arg((other.args, other.kwargs), twins.__getitem__)
+        if str((args, kwargs)) != str((node.args, node.kwargs)):
+            differing[node] = args, kwargs
+    return differing
+
+
+def _name(target: Any) -> str:
+    return target if isinstance(target, str) else str(getattr(target, "__name__", target))
+
+
+def _uncut(model: nn.Module, reason: str) -> ModelError:
+    return ModelError(
         f"The forward pass of {type(model).__name__} cannot be cut into stages ({reason}); build the model as an "
         "nn.Sequential of its blocks, move what decides by values into one of them, or choose another strategy."
-    ) from problem
+    )
 
 
-def _chain(model: nn.Module, graph: fx.Graph, tracer: _Tracer) -> Chain:
+def _chain(model: nn.Module, graph: fx.Graph, tracer: Tracer) -> Chain:
     for node in list(graph.nodes):  # a call with other arguments is refused before it gets here
         if node.target is fx._symbolic_trace._assert_is_none:
             graph.erase_node(node)
     graph.eliminate_dead_code(lambda node: not isinstance(tracer.values.get(node), _ANSWERS))
     layers = tuple(node for node in graph.nodes if node.op.startswith("call_"))
     draws = None if tracer.draws is None else tuple(node in tracer.draws for node in layers)
-    return Chain(model, graph, layers, tracer.values, draws, tracer.fixed_arguments or {})
-
-
-class _Tracer(fx.Tracer):
-    """Runs the model on the example while it writes down what it does, so that questions about sizes have answers."""
-
-    def __init__(self, model: nn.Module, example: Sequence[Any] | None, opens_own: bool) -> None:
-        super().__init__(autowrap_functions=_FACTORIES)
-        self.values: dict[fx.Node, Any] = {}
-        self.draws: set[fx.Node] | None = None
-        self.fixed_arguments: dict[str, Any] | None = None
-        self._arguments: dict[str, Any] | None = None
-        self._opens_own = opens_own
-        self._is_computing = False
-        if example is None:
-            return
-        signature = inspect.signature(model.forward)
-        bound = signature.bind(*example)
-        left_out = [
-            name for name, parameter in signature.parameters.items() if _is_left_out(parameter, bound.arguments)
-        ]
-        bound.apply_defaults()
-        self._arguments = dict(bound.arguments)
-        self.fixed_arguments = {name: bound.arguments[name] for name in left_out} or None
-        self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        if self._device.type == "meta":
-            self._arguments = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), self._arguments)
-        else:
-            self.draws = set()
-
-    def is_leaf_module(self, m: nn.Module, _module_qualified_name: str) -> bool:
-        if isinstance(m, _CONTAINERS):
-            return False
-        is_own = type(m).__module__.startswith("torch.nn")
-        return (is_own and not self._opens_own) or not _has_repeated_blocks(m)
-
-    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any, **options: Any) -> fx.Proxy:
-        proxy = super().create_proxy(kind, target, args, kwargs, *more, **options)
-        if self._arguments is not None and not self._is_computing and kind != "output":
-            self._is_computing = True
-            try:
-                self._compute(proxy.node)
-            finally:
-                self._is_computing = False
-        return proxy
-
-    def _compute(self, node: fx.Node) -> None:
-        assert self._arguments is not None
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda before: self.values[before])
-        target: Any = node.target
-        before = None if self.draws is None else generator_state(self._device)
-        if node.op == "placeholder":
-            value = self._arguments[argument_of(node, self._arguments)]
-        elif node.op == "get_attr":
-            value = operator.attrgetter(target)(self.root)
-        elif node.op == "call_module":
-            value = self.root.get_submodule(target)(*args, **kwargs)
-        elif node.op == "call_method":
-            value = getattr(args[0], target)(*args[1:], **kwargs)
-        else:
-            value = target(*args, **kwargs)
-        self.values[node] = value
-        if self.draws is not None and before is not None and not torch.equal(before, generator_state(self._device)):
-            self.draws.add(node)
-
-    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        return forward(*args, **kwargs) if self._is_computing else super().call_module(m, forward, args, kwargs)
-
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        return attr_val if self._is_computing else super().getattr(attr, attr_val, parameter_proxy_cache)
-
-    def to_bool(self, obj: fx.proxy.Proxy) -> bool:
-        value = self.values.get(obj.node)
-        # The value of a tensor is another one for every batch.
-        return super().to_bool(obj) if value is None or isinstance(value, Tensor) else bool(value)
-
-    def iter(self, obj: fx.proxy.Proxy) -> Iterator[Any]:
-        value, whole = self.values.get(obj.node), cast(Any, obj)
-        if isinstance(value, tuple | list):
-            return iter([whole[place] for place in range(len(value))])
-        return super().iter(obj)
-
-
-def argument_of(placeholder: fx.Node, names: Collection[str]) -> str:
-    """The argument of the model's forward that a placeholder stands for."""
-    name = str(placeholder.target).lstrip("*")
-    # torch.fx numbers those whose value it has fixed.
-    return name if name in names else name.rpartition("_")[0]
-
-
-def _is_left_out(parameter: inspect.Parameter, given: Collection[str]) -> bool:
-    is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    return parameter.name not in given and not is_variadic
-
-
-def _has_repeated_blocks(module: nn.Module) -> bool:
-    """Whether somewhere in it several modules of one composite kind follow each other, as the layers of a net do."""
-    for part in module.modules():
-        if isinstance(part, _CONTAINERS):
-            kinds = [
-                type(child) for child in part.children() if not isinstance(child, _CONTAINERS) and any(child.children())
-            ]
-            if len(kinds) > len(set(kinds)):
-                return True
-    return False
+    modes = {node: mode for node, mode in tracer.modes.items() if node in layers}
+    return Chain(model, graph, layers, tracer.values, draws, tracer.fixed_arguments or {}, modes=modes)
 
 
 def _changed_in_place(model: nn.Module, node: fx.Node) -> Iterator[fx.Node]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, fx, nn
 
-from paceline.parallel.pipeline.chain import Chain, argument_of
+from paceline.parallel.pipeline.chain import Chain
+from paceline.parallel.pipeline.tracer import argument_of
 
 
 class Stage(nn.Module):
@@ -21,6 +23,8 @@ class Stage(nn.Module):
         super().__init__()
         self._arriving = chain.crossing(start)
         self._layers = chain.layers[start:stop]
+        self._in_evaluation = chain.in_evaluation
+        self._modes = chain.modes
         self._is_last = stop == len(chain.layers)
         self._leaving = [] if self._is_last else chain.crossing(stop)
         output = chain.graph.output_node()
@@ -88,20 +92,26 @@ class Stage(nn.Module):
         values: dict[fx.Node, Any] = dict(zip(self._arriving, arriving, strict=True))
         values |= {node: arguments[argument_of(node, arguments)] for node in self._arguments}
         values |= {node: operator.attrgetter(name)(self) for node, name in self._attributes.items()}
+        differing = {} if self.training else self._in_evaluation
         for layer in self._layers:
-            args, kwargs = fx.node.map_arg((layer.args, layer.kwargs), values.__getitem__)
-            target: Any = layer.target
-            if layer.op == "call_module":
-                values[layer] = self.get_submodule(target)(*args, **kwargs)
-            elif layer.op == "call_method":
-                values[layer] = getattr(args[0], target)(*args[1:], **kwargs)
-            else:
-                values[layer] = target(*args, **kwargs)
+            called_with = differing.get(layer, (layer.args, layer.kwargs))
+            args, kwargs = fx.node.map_arg(called_with, values.__getitem__)
+            mode = self._modes.get(layer)
+            with nullcontext() if mode is None else mode.applied():
+                values[layer] = self._compute(layer, args, kwargs)
             for node in self._dropped[layer]:
                 values.pop(node, None)
         if self._is_last:
             return (fx.node.map_arg(self._output, values.__getitem__),)
         return tuple(values[node] for node in self._leaving)
+
+    def _compute(self, layer: fx.Node, args: Any, kwargs: Any) -> Any:
+        target: Any = layer.target
+        if layer.op == "call_module":
+            return self.get_submodule(target)(*args, **kwargs)
+        if layer.op == "call_method":
+            return getattr(args[0], target)(*args[1:], **kwargs)
+        return target(*args, **kwargs)
 
 
 class Stages(nn.Module):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from paceline.errors import JobError, ModelError
 from paceline.models import MODELS
@@ -23,13 +25,13 @@ def names(chain: Chain) -> list[str]:
     return [chain.name(number) for number in range(len(chain.layers))]
 
 
-def run_in_stages(chain: Chain, starts: list[int], *args: Any) -> Any:
+def run_in_stages(chain: Chain, starts: list[int], *args: Any, training: bool = True) -> Any:
     """The model's output, stage after stage."""
     arguments = inspect.signature(chain.model.forward).bind(*args)
     arguments.apply_defaults()
     values: tuple[Any, ...] = ()
     for start, stop in zip(starts, [*starts[1:], len(chain.layers)], strict=True):
-        values = Stage(chain, start, stop)(arguments.arguments, *values)
+        values = Stage(chain, start, stop).train(training)(arguments.arguments, *values)
     return values[0]
 
 
@@ -115,17 +117,135 @@ def test_what_changes_in_place_and_what_has_buffers_stays_together() -> None:
     assert chain.may_begin() == [True, False, False, True, False, False, True]
 
 
+class Blocks(nn.Module):
+    """Four blocks and a head; what lies between them is the business of those below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)])
+        self.head = nn.Linear(8, 3)
+        self.register_buffer("places", torch.linspace(0, 1, 32).view(4, 8))
+
+
+class BySize(Blocks):
+    """Needs Python's own numbers, none of which is the number of samples."""
+
+    def forward(self, x: Tensor) -> Any:
+        half = int(x.shape[1] * 0.5)
+        for number in range(x.shape[1] // 2):
+            x = torch.cat([self.blocks[number](x)[:, :half], x[:, half:]], 1) * float(x.shape[-1]) ** -0.5
+        return self.head(x.view(*x.shape[:-1], 2, -1).flatten(1) / max(x.size(1), 3) + len(x.shape))
+
+
+class WithConstants(Blocks):
+    """Makes tensors, and takes a piece of a buffer."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = x.masked_fill(x < 0, torch.finfo(x.dtype).min * 1e-38) + torch.zeros(x.shape[0], 8)
+        x = x * torch.tensor(0.5) + self.get_buffer("places")[: x.shape[1] // 4].sum(0)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Tensor) -> Tensor:
+        return -gradients[0]
+
+
+class WithGradientsOfItsOwn(Blocks):
+    def forward(self, x: Tensor) -> Any:
+        first = self.blocks[0](x)
+        with torch.no_grad():
+            mean = first.mean(1, keepdim=True)
+        reverse: Any = Reversed.apply
+        return self.head(reverse(self.blocks[1](first - mean)))
+
+
+class WithAutocast(Blocks):
+    def forward(self, x: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.blocks[0](x)
+        return self.head(x.float())
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+class WithDropout(Blocks):
+    """Asks whether it is being trained, as functions are told; has a named tuple for its output."""
+
+    def forward(self, x: Tensor) -> Pair:
+        for block in self.blocks:
+            x = F.dropout(block(x), 0.5, self.training) + torch.rand(x.shape[0], 1)
+        return Pair(self.head(x), x)
+
+
+@pytest.mark.parametrize("kind", [BySize, WithConstants, WithGradientsOfItsOwn, WithAutocast, WithDropout])
+@pytest.mark.parametrize("training", [True, False])
+def test_in_stages_a_model_computes_and_learns_the_same(kind: type[nn.Module], training: bool) -> None:
+    torch.manual_seed(0)
+    model = kind().train(training)
+    chain = trace(model, (torch.randn(4, 8),))
+    assert [module.training for module in model.modules()] == [training] * len(list(model.modules()))
+    starts = [number for number, allowed in enumerate(chain.may_begin()) if allowed]
+    batch = torch.randn(6, 8)  # another number of samples
+
+    def outcome(call: Callable[[Tensor], Any]) -> list[Tensor]:
+        torch.manual_seed(1)
+        model.zero_grad()
+        outputs = pytree.tree_leaves(call(batch))
+        sum(output.square().sum() for output in outputs).backward()
+        return [*outputs, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    whole = outcome(model)
+    in_stages = outcome(lambda x: run_in_stages(chain, starts, x, training=training))
+    assert len(whole) == len(in_stages) > 1
+    assert all(map(torch.equal, whole, in_stages))
+
+
 class ByValue(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * 2 if x.sum() > 0 else x
 
 
+class ByNumber(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * float(x.sum())
+
+
+class ByNumberOfSamples(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(len(x), 2) * 2
+
+
 class ByMode(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(x, 0.5, self.training)
+        return x + torch.randn_like(x) if self.training else x
 
 
-@pytest.mark.parametrize(("model", "said"), [(ByValue(), "control flow"), (ByMode(), "training and in evaluation")])
+class ByType(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x * 2 if isinstance(x, Tensor) else x
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (ByValue(), "control flow"),
+        (ByNumber(), "of a tensor's values"),
+        (ByNumberOfSamples(), "the number of samples"),
+        (ByMode(), "training and in evaluation"),
+        (ByType(), "computes something else"),
+    ],
+)
 def test_a_model_that_cannot_be_traced_gets_a_sentence(model: nn.Module, said: str) -> None:
     with pytest.raises(ModelError, match=f"{type(model).__name__} cannot be cut into stages.*{said}"):
         trace(model, (torch.ones(2, 2),))
