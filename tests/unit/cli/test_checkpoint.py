@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,27 +10,11 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from paceline import cli
 from paceline.checkpoint import Saver, Snapshot, save_weights
 from paceline.checkpoint.storage import Folder
 from paceline.spec.job import CheckpointSpec
 from tests.fixtures.checkpoint import FOLDER, Tied
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`paceline` in this process: exit code, standard output, standard error."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["paceline", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        printed = capsys.readouterr()
-        return int(ended.value.code or 0), printed.out, printed.err
-
-    return run
+from tests.unit.cli.conftest import Run
 
 
 def _model(step: int) -> nn.Module:

@@ -14,7 +14,8 @@ from paceline.cli.doctor import exit_code
 from paceline.hardware.checks import Finding, Survey, check_node, check_nodes, survey
 from tests.hosts.cluster import Cluster, why_not
 from tests.hosts.sshd import ssh_between, why_not_ssh
-from tests.ranks.command_line import TRACEBACK, clean_environ, paceline, succeeded
+from tests.ranks.command_line import TRACEBACK, clean_environ
+from tests.unit.cli.conftest import Run
 
 OK, WARNING, ERROR = (Finding(level, "x", "X.", "fix") for level in ("ok", "warning", "error"))
 DOCTOR = (sys.executable, "-m", "paceline", "doctor")
@@ -35,17 +36,21 @@ def test_exit_codes(findings: list[Finding], strict: bool, code: int) -> None:
     assert exit_code(findings, strict=strict) == code
 
 
-def test_what_needs_action_comes_first_each_with_its_fix(tmp_path: Path) -> None:
-    result = paceline("doctor", cwd=tmp_path, NCCL_SOCKET_IFNAME="nosuch0")
-    assert result.returncode == 2, result.stderr
-    first, fix = result.stdout.splitlines()[:2]
+def test_what_needs_action_comes_first_each_with_its_fix(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "nosuch0")
+    code, out, err = run("doctor")
+    assert code == 2, err
+    first, fix = out.splitlines()[:2]
     assert first.startswith("error")
     assert "NCCL_SOCKET_IFNAME=nosuch0 names no interface" in " ".join((first, fix))
-    assert "→ unset NCCL_SOCKET_IFNAME" in result.stdout
-    assert "checks fine, " in result.stdout.splitlines()[-1]
-    assert max(map(len, result.stdout.splitlines())) <= 100
+    assert "→ unset NCCL_SOCKET_IFNAME" in out
+    assert "checks fine, " in out.splitlines()[-1]
+    assert max(map(len, out.splitlines())) <= 100
 
-    listed = json.loads(paceline("doctor", "--json", cwd=tmp_path, NCCL_SOCKET_IFNAME="nosuch0").stdout)
+    listed = json.loads(run("doctor", "--json")[1])
     order = [finding["level"] for finding in listed["findings"]]
     assert order == sorted(order, key=["error", "warning", "ok"].index)
     assert [listed[f"num_{level}"] for level in ("error", "warning", "ok")] == [
@@ -54,28 +59,29 @@ def test_what_needs_action_comes_first_each_with_its_fix(tmp_path: Path) -> None
     assert listed["findings"][0]["check"] == "NCCL_SOCKET_IFNAME"
 
 
-def test_hosts_that_cannot_be_meant_are_one_sentence(tmp_path: Path) -> None:
+def test_hosts_that_cannot_be_meant_are_one_sentence(run: Run) -> None:
     for wrong in ("a:0", "a,a", "-oProxyCommand=x"):
-        result = paceline("doctor", f"--hosts={wrong}", cwd=tmp_path)
-        assert (result.returncode, result.stdout) == (2, "")
-        assert result.stderr.startswith("paceline: --hosts, entry")
-        assert TRACEBACK not in result.stderr
+        code, out, err = run("doctor", f"--hosts={wrong}")
+        assert (code, out) == (2, "")
+        assert err.startswith("paceline: --hosts, entry")
+        assert TRACEBACK not in err
 
 
-def test_the_door_of_a_node_and_a_knock_at_it(tmp_path: Path) -> None:
+def test_the_door_of_a_node_and_a_knock_at_it(run: Run) -> None:
     process = _start_here("anywhere", [*DOCTOR, "--listen", "127.0.0.1"])
     assert process.stdout is not None
     assert process.stdout.readline() == "Welcome\n"
     port = json.loads(process.stdout.readline())["port"]
-    knocked = succeeded(paceline("doctor", "--connect", f"a=127.0.0.1:{port},b=127.0.0.1:1", cwd=tmp_path))
-    there, nowhere = json.loads(knocked.stdout)
+    code, knocked, _ = run("doctor", "--connect", f"a=127.0.0.1:{port},b=127.0.0.1:1")
+    assert code == 0
+    there, nowhere = json.loads(knocked)
     assert (there["target"], there["problem"]) == ("a", "")
     assert "refused" in nowhere["problem"]
     assert process.communicate(timeout=20) == ("", "")  # its input ends, and so does it
     assert process.returncode == 0
-    mistake = paceline("doctor", "--listen", "203.0.113.1", cwd=tmp_path)
-    assert (mistake.returncode, mistake.stdout) == (2, "")
-    assert mistake.stderr.startswith("paceline: Nothing can listen on 203.0.113.1 here")
+    code, out, err = run("doctor", "--listen", "203.0.113.1")
+    assert (code, out) == (2, "")
+    assert err.startswith("paceline: Nothing can listen on 203.0.113.1 here")
 
 
 def _start_here(_host: str, program: Sequence[str]) -> subprocess.Popen[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -13,40 +14,54 @@ COMMANDS = [
     *("checkpoint", "export", "report", "doctor"),
 ]
 
+MISTAKE = ("train", "digits-lenett")
+
 ASK = f"""
-import sys
-sys.argv = ["paceline", *sys.argv[1:]]
+import contextlib, io, json, sys
 from paceline.cli import main
-try:
-    main()
-except SystemExit as end:
-    code = end.code
-loaded = [name for name in {HEAVY!r} if name in sys.modules]
-print(f"exit {{code or 0}} loaded {{loaded}}", file=sys.stderr)
+
+def ask(arguments):
+    sys.argv = ["paceline", *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+    return text.getvalue(), code, [name for name in {HEAVY!r} if name in sys.modules]
+
+print(json.dumps([ask(arguments) for arguments in json.loads(sys.argv[1])]))
 """
 
 
-def ask(*arguments: str) -> tuple[str, str]:
-    """Standard output of `paceline` and, in a line, its exit code and the heavy modules it loaded."""
+Answer = tuple[str, int, list[str]]
+"""What `paceline` printed on standard output, its exit code, and the heavy modules that are loaded by then."""
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[tuple[str, ...], Answer]:
+    """One process is asked everything, one after the other: what it has not loaded in the end, nothing loads."""
+    asked = [("--help",), *((command, "--help") for command in COMMANDS), MISTAKE]
     result = subprocess.run(
-        [sys.executable, "-c", ASK, *arguments], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", ASK, json.dumps(asked)], capture_output=True, text=True, timeout=30, check=True
     )
-    return result.stdout, result.stderr.splitlines()[-1]
+    return {arguments: tuple(answer) for arguments, answer in zip(asked, json.loads(result.stdout), strict=True)}
 
 
-def test_help_lists_the_commands_in_the_order_of_the_pipeline() -> None:
-    text, ending = ask("--help")
-    assert ending == "exit 0 loaded []"
+def test_help_lists_the_commands_in_the_order_of_the_pipeline(answers: dict[tuple[str, ...], Answer]) -> None:
+    text, code, loaded = answers["--help",]
+    assert (code, loaded) == (0, [])
     names = [line.split()[0] for line in text.partition("Commands:")[2].splitlines() if line.strip()]
     assert names == COMMANDS
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_a_command(command: str) -> None:
-    text, ending = ask(command, "--help")
-    assert ending == "exit 0 loaded []"
+def test_help_of_a_command(command: str, answers: dict[tuple[str, ...], Answer]) -> None:
+    text, code, loaded = answers[command, "--help"]
+    assert (code, loaded) == (0, [])
     assert text.startswith(f"Usage: paceline {command}")
 
 
-def test_a_mistake_is_answered_without_torch() -> None:
-    assert ask("train", "digits-lenett")[1] == "exit 2 loaded []"
+def test_a_mistake_is_answered_without_torch(answers: dict[tuple[str, ...], Answer]) -> None:
+    _, code, loaded = answers[MISTAKE]
+    assert (code, loaded) == (2, [])

@@ -7,35 +7,25 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline import cli
 from paceline.cli import topo
 from paceline.errors import ClusterError
 from paceline.spec import Cluster, Device, Link, Node
 from tests import topologies
+from tests.unit.cli.conftest import Run
 
 DGX1 = str(topologies.path_of("dgx1"))
 
-Run = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`paceline topo` in this process: exit code, standard output, standard error."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["paceline", "topo", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        printed = capsys.readouterr()
-        return int(ended.value.code or 0), printed.out, printed.err
-
-    return run
+def run(run: Run) -> Run:
+    """`paceline topo` in this process."""
+    return partial(run, "topo")
 
 
 def here(monkeypatch: pytest.MonkeyPatch, node: Node) -> None:
