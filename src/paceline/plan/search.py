@@ -135,17 +135,7 @@ def best_of(workload: Workload, mesh: Mesh, devices_per_node: int, network: Netw
     for recompute in (False, True) if workload.layers else (False,):
         fitting: list[Candidate] = []
         for micro_batch_size in _micro_batch_sizes(workload, mesh):
-            memory = device_memory(
-                workload.num_parameters,
-                workload.state,
-                mesh,
-                workload.activations,
-                micro_batch_size,
-                num_micro_batches=-(-workload.share(mesh) // micro_batch_size),
-                layers=workload.layers,
-                recompute=recompute,
-                memory_bytes=workload.memory_bytes,
-            )
+            memory = _memory(workload, mesh, micro_batch_size, recompute)
             needed.append(memory)
             if not memory.fits(workload.memory_bytes):
                 break  # nor does a larger one
@@ -156,6 +146,25 @@ def best_of(workload: Workload, mesh: Mesh, devices_per_node: int, network: Netw
         if fitting:
             return min(fitting, key=lambda candidate: (candidate.step_s, candidate.num_micro_batches))
     return min(needed, key=lambda memory: memory.total_bytes)
+
+
+_fullest = lru_cache(maxsize=2**14)(device_memory)
+
+
+def _memory(workload: Workload, mesh: Mesh, micro_batch_size: int, recompute: bool) -> DeviceMemory:
+    """Replicas change nothing of what a device holds, nor do micro-batches beyond those that are under way at once: few
+    meshes of many differ."""
+    return _fullest(
+        workload.num_parameters,
+        workload.state,
+        dataclasses.replace(mesh, dp=1),
+        workload.activations,
+        micro_batch_size,
+        num_micro_batches=min(mesh.pp, -(-workload.share(mesh) // micro_batch_size)),
+        layers=workload.layers,
+        recompute=recompute,
+        memory_bytes=workload.memory_bytes,
+    )
 
 
 def meshes(num_workers: int, devices_per_node: int, layers: Layers) -> Iterator[Mesh]:
@@ -276,15 +285,13 @@ def _inside_model_s(
     if mesh.tp > 1:
         layout, shared = _group(mesh.tp, 1, mesh, devices_per_node, network)
         sum_s = _ring_s if workload.backend == "gloo" else cheapest_s
-        seconds += max(
-            sum(
-                layer.num_sums * sum_s(layer.sum_bytes * micro_batch_size, layout, shared)
-                + sum_s(layer.gathered_bytes * micro_batch_size, layout, shared) / 2
-                for layer in stage
-                if layer.is_shared_by(mesh.tp)
-            )
-            for stage in stages
-        )
+        layer_s = {  # most layers of a model are alike
+            layer: layer.num_sums * sum_s(layer.sum_bytes * micro_batch_size, layout, shared)
+            + sum_s(layer.gathered_bytes * micro_batch_size, layout, shared) / 2
+            for layer in set(workload.layers)
+            if layer.is_shared_by(mesh.tp)
+        }
+        seconds += max(sum(layer_s.get(layer, 0.0) for layer in stage) for stage in stages)
     if mesh.pp > 1:
         message_bytes = max(stage[-1].output_bytes for stage in stages[:-1]) * micro_batch_size
         level = network.inside
@@ -360,7 +367,7 @@ def _ring_s(size_bytes: float, layout: Layout, network: Network) -> float:
     return ring(size_bytes, layout, network) if size_bytes else 0.0
 
 
-@lru_cache(maxsize=8192)  # most layers of a model are alike
+@lru_cache(maxsize=8192)
 def cheapest_s(size_bytes: float, layout: Layout, network: Network) -> float:
     """Of one sum over `layout`, by the algorithms that stand for what tuned libraries do."""
     if layout.num_workers == 1 or not size_bytes:
