@@ -1,4 +1,5 @@
-"""Real worker processes for tests: forked from a server that has loaded torch once, met through a file, on loopback."""
+"""Real worker processes for tests: forked from a server that has loaded once what they need, met through a file, on
+loopback."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo"])
+_CONTEXT.set_forkserver_preload(["torch._dynamo", "pytest", "paceline.train.loop", "tests.ranks.training"])
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
