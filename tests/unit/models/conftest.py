@@ -5,13 +5,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.unit.threads import one_thread
+
+__all__ = ["one_thread"]
+
 
 @pytest.fixture(autouse=True)
-def one_thread_and_a_seed() -> Iterator[None]:
-    """Every test computes on one thread from the same draws, and leaves the process as it found it."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def a_seed() -> Iterator[None]:
+    """Every test computes from the same draws, and leaves the process as it found it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
-    torch.set_num_threads(num_threads)

@@ -30,14 +30,6 @@ Batch = tuple[Tensor, Tensor]
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
-@pytest.fixture(autouse=True)
-def one_thread_a_device() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
     inputs, targets = batch
     return F.cross_entropy(model(inputs), targets)
