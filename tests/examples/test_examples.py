@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
+import runpy
 from pathlib import Path
 
 import pytest
 
-from tests.ranks.command_line import paceline, python, succeeded
+from tests.ranks.command_line import paceline, succeeded
+from tests.ranks.harness import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -16,22 +20,23 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 AS_RUNG_1 = ("03_sharded.py", "04_pipeline.py", "05_tensor.py", "07_mesh.py")
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What every example prints on one worker."""
-    folder = tmp_path_factory.mktemp("examples")
-    said = {
-        path.name: succeeded(python(str(path), cwd=folder, OMP_NUM_THREADS="1")).stdout
-        for path in EXAMPLES
-        if path.name not in AS_RUNG_1
-    }
-    return said | dict.fromkeys(AS_RUNG_1, said["01_many_devices.py"])
-
-
-def launched(name: str, folder: Path, num_workers: int = 2) -> str:
-    """What the example prints on so many workers, without the marks of the launcher."""
+def said_by(name: str, num_workers: int) -> str:
+    """What the example prints on so many workers, forked from one process instead of each loading torch anew."""
     (path,) = (path for path in EXAMPLES if path.name == name)
-    return succeeded(paceline("launch", "-n", str(num_workers), "--threads", "1", str(path), cwd=folder)).stdout
+    return "".join(run_ranks(_said, num_workers, str(path)))
+
+
+def _said(path: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        runpy.run_path(path, run_name="__main__")
+    return said.getvalue()
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, str]:
+    """What every example prints on one worker."""
+    said = {path.name: said_by(path.name, 1) for path in EXAMPLES if path.name not in AS_RUNG_1}
+    return said | dict.fromkeys(AS_RUNG_1, said["01_many_devices.py"])
 
 
 def accuracy(output: str) -> float:
@@ -57,8 +62,8 @@ def test_every_rung_runs_and_learns(alone: dict[str, str]) -> None:
         ("07_mesh.py", 4),
     ],
 )
-def test_every_strategy_comes_to_the_same(name: str, num_workers: int, alone: dict[str, str], tmp_path: Path) -> None:
-    output = launched(name, tmp_path, num_workers)
+def test_every_strategy_comes_to_the_same(name: str, num_workers: int, alone: dict[str, str]) -> None:
+    output = said_by(name, num_workers)
     assert f"on {num_workers} workers" in output
     # Up to rounding, which grows from step to step: a few test images of 359 may tip over.
     assert accuracy(output) == pytest.approx(accuracy(alone[name]), abs=0.02)
@@ -66,4 +71,6 @@ def test_every_strategy_comes_to_the_same(name: str, num_workers: int, alone: di
 
 def test_02_prints_the_same_on_two_workers(alone: dict[str, str], tmp_path: Path) -> None:
     assert re.search(r"weights [0-9a-f]{64}\n$", alone["02_bit_for_bit.py"])
-    assert launched("02_bit_for_bit.py", tmp_path) == alone["02_bit_for_bit.py"]
+    (path,) = (path for path in EXAMPLES if path.name == "02_bit_for_bit.py")
+    launch = ("launch", "-n", "2", "--threads", "1", str(path))  # as its reader would
+    assert succeeded(paceline(*launch, cwd=tmp_path)).stdout == alone["02_bit_for_bit.py"]

@@ -29,7 +29,12 @@ def _job(**values: Any) -> Job:
             "virtual_shards": 4,
             "epochs": 2,
             "model": {"name": "resnet20"},
-            "data": {"name": "synthetic", "train_limit": 330, "test_limit": 50},
+            "data": {
+                "name": "synthetic",
+                "train_limit": 330,
+                "test_limit": 50,
+                "options": {"shape": [3, 16, 16]},
+            },
             "optim": {"lr": 0.05, "momentum": 0.9, "schedule": "cosine", "warmup_epochs": 0.5},
         }
         | values
@@ -47,9 +52,17 @@ def _train(job: Job, run_dir: Path, num_servers: int = 1, max_steps: int | None 
     return train(job, plan, Output(run_dir, None), max_steps)
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
+    """What one worker comes to, bit for bit."""
+    record: RunRecord = run_ranks(_train, 1, _job(parity="bitwise"), tmp_path_factory.mktemp("alone"))[0]
+    return record
+
+
 @pytest.mark.parametrize(("world_size", "num_servers"), [(2, 1), (3, 2)])
-def test_staleness_0_is_synchronous_training_bit_for_bit(world_size: int, num_servers: int, tmp_path: Path) -> None:
-    (alone,) = run_ranks(_train, 1, _job(parity="bitwise"), tmp_path / "alone")
+def test_staleness_0_is_synchronous_training_bit_for_bit(
+    world_size: int, num_servers: int, alone: RunRecord, tmp_path: Path
+) -> None:
     job = _job(aggregation={"method": "parameter_server_async", "staleness": 0})
     records = run_ranks(_train, world_size, job, tmp_path / "spread", num_servers)
     assert {record.weights_sha256 for record in records} == {alone.weights_sha256}
@@ -74,8 +87,7 @@ def test_a_stale_run_uses_every_sample_once_and_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sync_inside_nodes", [False, True])
-def test_a_run_that_was_cut_off_goes_on_bit_for_bit(sync_inside_nodes: bool, tmp_path: Path) -> None:
-    (alone,) = run_ranks(_train, 1, _job(parity="bitwise"), tmp_path / "alone")
+def test_a_run_that_was_cut_off_goes_on_bit_for_bit(sync_inside_nodes: bool, alone: RunRecord, tmp_path: Path) -> None:
     aggregation = {"method": "parameter_server_async", "staleness": 0, "sync_inside_nodes": sync_inside_nodes}
     job = _job(aggregation=aggregation, checkpoint={"every_steps": 3})
     cut = run_ranks(_train, 3, job, tmp_path / "cut", 1 if sync_inside_nodes else 2, 6)
