@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,15 @@ SUMMARY_KEYS = {
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, subprocess.CompletedProcess[str]]]:
     """`paceline train` on 1 and on 2 workers: the folder it was started in, and how it ended."""
-    results = {}
-    for workers in (1, 2):
-        folder = tmp_path_factory.mktemp(f"workers{workers}")
+
+    def train(workers: int, folder: Path) -> subprocess.CompletedProcess[str]:
         options = ("--workers", str(workers), "--max-steps", "3", "--json", *(("--quiet",) if workers == 1 else ()))
-        results[workers] = folder, succeeded(paceline("train", "digits-lenet", *options, cwd=folder))
-    return results
+        return succeeded(paceline("train", "digits-lenet", *options, cwd=folder))
+
+    folders = {workers: tmp_path_factory.mktemp(f"workers{workers}") for workers in (1, 2)}
+    with ThreadPoolExecutor() as beside:
+        results = beside.map(train, folders.keys(), folders.values())
+    return {workers: (folder, result) for (workers, folder), result in zip(folders.items(), results, strict=True)}
 
 
 def test_train_ends_with_one_line_of_json_and_nothing_else(trained: Any) -> None:
@@ -385,7 +389,7 @@ def verify_script(folder: Path, buffer: str = "", update: str = "", weight: str 
     """The verdict on two workers; the command must end as it says."""
     text = UNLIKE_SCRIPT.format(buffer=buffer or "pass", update=update or "pass", weight=weight)
     (folder / "mine.py").write_text(text)
-    result = paceline("verify", "mine.py", "--workers", "1,2", "--steps", "2", "--json", cwd=folder)
+    result = paceline("verify", "mine.py", "--workers", "1,2", "--steps", "2", "--json", cwd=folder, timeout_s=170)
     assert TRACEBACK not in result.stderr
     verdicts = json.loads(result.stdout)
     assert [(verdict["workers"], verdict["passed"]) for verdict in verdicts[:1]] == [(1, True)]
@@ -402,23 +406,38 @@ def test_verify_passes_what_is_right(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # it leaves nothing behind
 
 
-def test_verify_passes_a_script_that_is_right(tmp_path: Path) -> None:
-    assert verify_script(tmp_path)["passed"]
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """On scripts that are verified at the same time."""
+    scripts: dict[str, dict[str, str]] = {
+        "right": {},
+        "buffer": {
+            "buffer": 'self.register_buffer("level", torch.zeros(()))',
+            "update": "self.level.mul_(0.9).add_(0.1 * x.detach().square().mean())",
+        },
+        "weights": {"weight": ", weight=CLASS_WEIGHTS"},
+    }
+    with ThreadPoolExecutor() as beside:
+        verifying = {
+            name: beside.submit(verify_script, tmp_path_factory.mktemp(name), **parts)
+            for name, parts in scripts.items()
+        }
+    return {name: verdict.result() for name, verdict in verifying.items()}
 
 
-def test_verify_finds_a_buffer_that_is_not_synchronised(tmp_path: Path) -> None:
-    verdict = verify_script(
-        tmp_path,
-        buffer='self.register_buffer("level", torch.zeros(()))',
-        update="self.level.mul_(0.9).add_(0.1 * x.detach().square().mean())",
-    )
+def test_verify_passes_a_script_that_is_right(verdicts: dict[str, Any]) -> None:
+    assert verdicts["right"]["passed"]
+
+
+def test_verify_finds_a_buffer_that_is_not_synchronised(verdicts: dict[str, Any]) -> None:
+    verdict = verdicts["buffer"]
     assert not verdict["passed"]
     assert "buffer 'level'" in verdict["tensor"]
     assert "synchronised" in verdict["cause"]
 
 
-def test_verify_finds_a_weighted_mean(tmp_path: Path) -> None:
-    verdict = verify_script(tmp_path, weight=", weight=CLASS_WEIGHTS")
+def test_verify_finds_a_weighted_mean(verdicts: dict[str, Any]) -> None:
+    verdict = verdicts["weights"]
     assert not verdict["passed"]
     assert verdict["step"] == 0
     assert "gradient 'inner." in verdict["tensor"]

@@ -21,10 +21,8 @@ pytestmark = [
     pytest.mark.skipif(_DATA is None, reason="PACELINE_TEST_DATA names no folder with mnist/ and cifar10/"),
 ]
 
-STEPS = 20
 
-
-def _job(name: str, model: Any, augment: list[str], **values: Any) -> Job:
+def _job(name: str, model: Any, augment: list[str], train_limit: int = 100, **values: Any) -> Job:
     assert _DATA is not None
     return Job.from_mapping(
         {
@@ -33,11 +31,10 @@ def _job(name: str, model: Any, augment: list[str], **values: Any) -> Job:
             "epochs": 4,
             "parity": "bitwise",
             "model": model,
-            # 100 divides neither by the batch nor by the shards, and ends an epoch in the middle of the run.
             "data": {
                 "name": name,
                 "dir": str(Path(_DATA) / name),
-                "train_limit": 100,
+                "train_limit": train_limit,
                 "test_limit": 31,
                 "augment": augment,
             },
@@ -49,27 +46,32 @@ def _job(name: str, model: Any, augment: list[str], **values: Any) -> Job:
     )
 
 
-def _train(job: Job) -> Outcome:
-    return train(job, *data.load(job.data), STEPS)
+def _train(job: Job, num_steps: int) -> Outcome:
+    return train(job, *data.load(job.data), num_steps)
 
 
-def _check(job: Job, *world_sizes: int) -> None:
-    (alone,) = run_ranks(_train, 1, job, timeout_s=300)
-    assert len(alone.losses) == STEPS
+def _check(job: Job, num_steps: int, *world_sizes: int) -> None:
+    (alone,) = run_ranks(_train, 1, job, num_steps, timeout_s=300)
+    assert len(alone.losses) == num_steps
     assert alone.losses[-1] != alone.losses[0]
     for world_size in world_sizes:
-        for outcome in run_ranks(_train, world_size, job, timeout_s=300):
+        for outcome in run_ranks(_train, world_size, job, num_steps, timeout_s=300):
             assert outcome.sha == alone.sha
             assert outcome.losses == alone.losses
             assert outcome.metrics == alone.metrics
 
 
+# The samples divide neither by the batch nor by the shards, and an epoch ends in the middle of the run.
+
+
 def test_lenet_on_mnist() -> None:
-    _check(_job("mnist", "lenet", [], global_batch_size=24), 2, 3, 4)
+    _check(_job("mnist", "lenet", [], global_batch_size=24), 20, 2, 3, 4)
 
 
 @pytest.mark.parametrize(
-    "model", [{"name": "resnet20"}, {"name": "resnet18", "options": {"stem": "cifar"}}], ids=["resnet20", "resnet18"]
+    ("model", "train_limit", "num_steps"),
+    [({"name": "resnet20"}, 100, 20), ({"name": "resnet18", "options": {"stem": "cifar"}}, 40, 6)],
+    ids=["resnet20", "resnet18"],
 )
-def test_resnets_on_cifar10(model: Any) -> None:
-    _check(_job("cifar10", model, ["crop", "flip", "cutout"]), 2)
+def test_resnets_on_cifar10(model: Any, train_limit: int, num_steps: int) -> None:
+    _check(_job("cifar10", model, ["crop", "flip", "cutout"], train_limit), num_steps, 2)
