@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_short_soak(tmp_path: Path) -> None:
-    words = ["--minutes", "0.4", "--workers", "2", "--every", "3,6", "--seed", "1", "--out", str(tmp_path)]
+    words = ["--minutes", "0.25", "--workers", "2", "--every", "3,6", "--seed", "1", "--out", str(tmp_path)]
     command = [sys.executable, "-m", "benchmarks.survival.soak", *words]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=380)
     assert ended.returncode == 0, ended.stdout + ended.stderr
