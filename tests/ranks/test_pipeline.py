@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 Batch = tuple[Tensor, Tensor]
 SIZES = {"lenet": (3, 3, 2, 2, 1), "gpt": (3, 3, 2, 2, 1), "resnet18": (2, 2, 1), "resnet50": (2, 2, 1)}
 """Ragged, and no multiple of the number of workers."""
-NUM_STEPS = 10
+NUM_STEPS = {"lenet": 10, "gpt": 10, "resnet18": 4, "resnet50": 3}
 
 
 def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
@@ -54,11 +54,12 @@ def batches(name: str, dtype: torch.dtype) -> list[Batch]:
     generator = torch.Generator().manual_seed(2)
     num_samples = sum(SIZES[name])
     if name == "gpt":
-        tokens = torch.randint(17, (NUM_STEPS, num_samples, 9), generator=generator)
+        tokens = torch.randint(17, (NUM_STEPS[name], num_samples, 9), generator=generator)
         return [(step[:, :-1], step[:, 1:]) for step in tokens]
     shape = (1, 16, 16) if name == "lenet" else (3, 8, 8)
-    images = torch.randn(NUM_STEPS, num_samples, *shape, generator=generator, dtype=torch.float64).to(dtype)
-    return list(zip(images, torch.randint(10, (NUM_STEPS, num_samples), generator=generator), strict=True))
+    num_steps = NUM_STEPS[name]
+    images = torch.randn(num_steps, num_samples, *shape, generator=generator, dtype=torch.float64).to(dtype)
+    return list(zip(images, torch.randint(10, (num_steps, num_samples), generator=generator), strict=True))
 
 
 def micro_batches(batch: Batch, step: int, norm: NormStatistics, sizes: Sequence[int]) -> Iterator[MicroBatch]:
