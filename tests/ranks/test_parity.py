@@ -87,16 +87,18 @@ def test_numeric_parity_in_float64_after_50_steps(name: str, norm: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_samples", "batch", "shards", "world_size"),
+    ("model", "num_samples", "batch", "shards", "world_size"),
     [
-        (5, 4, 4, 3),  # a last batch of one: two workers idle
-        (2, 8, 6, 4),  # fewer samples than workers
-        (13, 6, 6, 4),  # more shards than fit evenly, then a batch of one
-        (1, 1, 1, 1),
+        ("resnet20", 5, 4, 4, 3),  # a last batch of one: two workers idle
+        (f"{__name__}:norms", 2, 8, 6, 4),  # fewer samples than workers
+        (f"{__name__}:norms", 13, 6, 6, 4),  # more shards than fit evenly, then a batch of one
+        (f"{__name__}:norms", 1, 1, 1, 1),
     ],
 )
 @pytest.mark.parametrize(("parity", "norm"), [("bitwise", "shard"), ("numeric", "shard"), ("numeric", "sync")])
-def test_ragged_ends(num_samples: int, batch: int, shards: int, world_size: int, parity: str, norm: str) -> None:
+def test_ragged_ends(
+    model: str, num_samples: int, batch: int, shards: int, world_size: int, parity: str, norm: str
+) -> None:
     job = _job(
         parity=parity,
         norm=norm,
@@ -105,7 +107,7 @@ def test_ragged_ends(num_samples: int, batch: int, shards: int, world_size: int,
         virtual_shards=shards,
         epochs=3,
         eval_batch_size=2,
-        model={"name": "resnet20"},
+        model=model,
     )
     sets = images(num_samples), images(3)
     (alone,) = run_ranks(train, 1, job, *sets)
@@ -116,6 +118,18 @@ def test_ragged_ends(num_samples: int, batch: int, shards: int, world_size: int,
     else:
         assert largest_difference(alone, spread) < 1e-9
         assert spread.metrics == pytest.approx(alone.metrics, rel=1e-9)
+
+
+def norms(in_channels: int, num_classes: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(in_channels, 8, 3, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.Flatten(),
+        nn.Linear(32, num_classes),
+    )
 
 
 def test_the_gradient_is_the_mean_over_the_samples_of_the_global_batch() -> None:

@@ -16,7 +16,7 @@ import paceline
 from paceline import env
 from paceline.checkpoint import Loaded, SameCatalogue, blocks, newest_that, read_together
 from paceline.checkpoint.storage import Folder
-from paceline.spec import Job, Plan, parse_mesh
+from paceline.spec import Job, PipelineSpec, Plan, parse_mesh
 from paceline.train import checkpoints
 from paceline.train.process_group import join
 from tests.ranks.harness import run_ranks
@@ -140,7 +140,11 @@ def _train(strategy: str, num_workers: int, folder: str) -> tuple[int, int, int,
     storage = _Counting(Path(folder))
     checkpoints.open_storage = lambda _address: storage  # type: ignore[attr-defined,assignment]
     mesh = parse_mesh(strategy, num_workers)
-    plan = Plan(world_size=num_workers, mesh=mesh, algorithm="all_reduce", timeout_s=60)
+    # Given, so that no measuring on a busy machine makes parts of different sizes.
+    cuts = tuple(str(LAYERS * stage // mesh.pp) for stage in range(1, mesh.pp))
+    plan = Plan(
+        world_size=num_workers, mesh=mesh, pipeline=PipelineSpec(cuts=cuts), algorithm="all_reduce", timeout_s=60
+    )
     job = Job().with_values(global_batch_size=4, virtual_shards=4, epochs=1, measure_noise=False)
     with paceline.init(job, plan=plan, max_steps=1, checkpoint_dir=folder) as run:
         torch.manual_seed(1)
