@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -43,11 +45,28 @@ def _paceline(cluster: Cluster, *arguments: str, cwd: Path) -> NodeProcess:
     return process
 
 
-def test_the_network_is_measured_as_it_was_made(cluster: Cluster, tmp_path: Path) -> None:
+@dataclass(frozen=True)
+class Probed:
+    """What `paceline probe` left in its folder, printed, and sent from each node."""
+
+    folder: Path
+    stdout: str
+    sent_bytes: tuple[int, ...]
+
+
+@pytest.fixture(scope="module")
+def probed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Probed:
+    """The first two nodes."""
+    folder = tmp_path_factory.mktemp("probed")
     before = [node.bytes_sent() for node in cluster.nodes]
-    process = _paceline(cluster, "probe", "--hosts", "node0:2,node1:2", "--json", cwd=tmp_path)
-    shown = json.loads(process.stdout.splitlines()[-1])
-    loaded = ClusterFile.load(tmp_path / "cluster.json")
+    process = _paceline(cluster, "probe", "--hosts", "node0:2,node1:2", "--json", cwd=folder)
+    sent = (node.bytes_sent() - then for node, then in zip(cluster.nodes, before, strict=True))
+    return Probed(folder, process.stdout, tuple(sent))
+
+
+def test_the_network_is_measured_as_it_was_made(probed: Probed) -> None:
+    shown = json.loads(probed.stdout.splitlines()[-1])
+    loaded = ClusterFile.load(probed.folder / "cluster.json")
     assert [node.hostname for node in loaded.nodes] == ["node0", "node1"]
     assert all(node.is_remote and len(node.devices) == 2 for node in loaded.nodes)
 
@@ -60,14 +79,13 @@ def test_the_network_is_measured_as_it_was_made(cluster: Cluster, tmp_path: Path
     assert 0 < link.latency_s < 1
     # Both ways were measured: each carried three transfers at least, by one stream and by several.
     least_bytes = 2 * 3 * 0.3 * 0.6 * RATE_BYTES_PER_S
-    sent = [node.bytes_sent() - then for node, then in zip(cluster.nodes, before, strict=True)]
-    assert min(sent[:2]) > least_bytes, sent
+    assert min(probed.sent_bytes[:2]) > least_bytes, probed.sent_bytes
 
     for node in loaded.nodes:
         assert "TCP" in {link.label for link in node.links if link.source == "measured"}
     inside = [one["node"] for one in shown["links"] if one["label"] == "TCP"]
     assert inside == ["node0", "node1"]
-    assert list((tmp_path / "runs").iterdir()) == []
+    assert list((probed.folder / "runs").iterdir()) == []
 
 
 def test_what_one_connection_may_not_have_several_get(tmp_path: Path) -> None:
@@ -102,8 +120,8 @@ def _cap_flows(node: Node, bytes_per_s: float, folder: Path) -> None:
     assert process.wait(20) == 0, process.output
 
 
-def test_a_third_node_and_a_job_add_to_what_is_known(cluster: Cluster, tmp_path: Path) -> None:
-    _paceline(cluster, "probe", "--hosts", "node0:1,node1:1", "--quiet", cwd=tmp_path)
+def test_a_third_node_and_a_job_add_to_what_is_known(cluster: Cluster, probed: Probed, tmp_path: Path) -> None:
+    shutil.copy(probed.folder / "cluster.json", tmp_path)
     first = ClusterFile.load(tmp_path / "cluster.json")
     # The nodes that only look on while two others are timed are not taken for hung.
     hosts = ("--hosts", "node0:1,node1:1,node2:1", "--hang-timeout", "8")
