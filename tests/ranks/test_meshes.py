@@ -16,7 +16,7 @@ import paceline
 from paceline.comm import Aggregator
 from paceline.errors import JobError
 from paceline.parallel.parts import local_bytes
-from paceline.spec import Job, Plan, check_mesh, parse_mesh
+from paceline.spec import Job, PipelineSpec, Plan, check_mesh, parse_mesh
 from paceline.spec.codec import to_mapping
 from tests.ranks.harness import run_ranks
 from tests.ranks.training import Outcome, images, largest_difference, train
@@ -88,7 +88,9 @@ def test_batch_norm_on_four_workers(strategy: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2 x pp2"])
 def test_single_precision_and_recomputed_activations(strategy: str) -> None:
-    assert_same("resnet20", strategy, 4, "float32", recompute=True)
+    # Where stages begin, norms are added up; in 32 bits that shows. So it is not left to a measurement.
+    pipeline = PipelineSpec(cuts=("stage2",) if "pp" in strategy else ())
+    assert_same("resnet20", strategy, 4, "float32", recompute=True, pipeline=pipeline)
 
 
 @pytest.mark.slow
