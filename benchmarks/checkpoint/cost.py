@@ -195,8 +195,9 @@ def stall(num_parameters: float, rounds: int, scratch: Path) -> dict[str, Any]:
         times = run_ranks(stalls_in_turn, 1, num_parameters, rounds, folder, timeout_s=1800)[0]
     first, stalls = times["stall"][0], times["stall"][1:]
     row: dict[str, Any] = {"first_stall": _rounded(first.clock_s), "first_stall_processor": _rounded(first.processor_s)}
+    typical_s = {name: statistics.median(one.clock_s for one in seconds[1:]) for name, seconds in times.items()}
     for name, seconds in times.items():
-        row[name] = _rounded(statistics.median(one.clock_s for one in seconds[1:]))
+        row[name] = _rounded(typical_s[name])
         row[f"{name}_processor"] = _rounded(statistics.median(one.processor_s for one in seconds[1:]))
     for name in ("copy", "torch_save"):
         pairs = list(zip(stalls, times[name][1:], strict=True))
@@ -206,7 +207,7 @@ def stall(num_parameters: float, rounds: int, scratch: Path) -> dict[str, Any]:
             statistics.median(mine.processor_s / other.processor_s for mine, other in pairs)
         )
         row[f"over_{name}_rounds"] = [_rounded(ratio) for ratio in ratios]
-        row[f"first_over_{name}"] = _rounded(first.clock_s / row[name])
+        row[f"first_over_{name}"] = _rounded(first.clock_s / typical_s[name])
     return row
 
 

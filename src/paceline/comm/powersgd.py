@@ -52,7 +52,9 @@ class PowerSGD:
             return
         whole = [part for _, part in bucket.parts if not self._pays(part)]
         self._owed.add_to(compressed)
-        matrices = [part.reshape(len(part), -1) for _, part in compressed]
+        # Copies, because a product's last bits depend on where in memory its factors begin: a bucket's parts lie
+        # elsewhere after a resume.
+        matrices = [part.reshape(len(part), -1).clone() for _, part in compressed]
 
         first = [
             *whole,
@@ -75,7 +77,7 @@ class PowerSGD:
         for (name, part), m, p, own, q in zip(compressed, matrices, left, mine, right, strict=True):
             self._owed.remember(name, torch.addmm(m, p, own.T, alpha=-1).view(part.shape))
             self._factors[name] = q.clone()
-            part.copy_((p @ q.T).view(part.shape))
+            part.copy_((p @ self._factors[name].T).view(part.shape))
 
     def _pays(self, part: Tensor) -> bool:
         """Whether two factors are smaller than the whole."""
