@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+FAST := not slow and not browser and not hosts
 
 .PHONY: demo check test test-fast bench bench-hosts clean
 
@@ -14,11 +15,14 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Tests of one process run two at a time; those that start workers have the machine for themselves.
 test: $(READY)
-	$(BIN)/python -m pytest --durations=15
+	$(BIN)/python -m pytest -n 2 tests/unit
+	$(BIN)/python -m pytest --ignore tests/unit --durations=15
 
 test-fast: $(READY)
-	$(BIN)/python -m pytest -m "not slow and not browser and not hosts"
+	$(BIN)/python -m pytest -n 2 -m "$(FAST)" tests/unit
+	$(BIN)/python -m pytest -m "$(FAST)" --ignore tests/unit
 
 # Needs DATA=DIR with mnist/ and cifar10/ in it.
 bench: $(READY)

@@ -44,6 +44,7 @@ _CLONE_NEWUTS = 0x04000000
 _CLONE_NEWIPC = 0x08000000
 _CLONE_NEWPID = 0x20000000
 _CLONE_NEWNET = 0x40000000
+_PR_SET_PDEATHSIG = 1
 
 # A name that no hosts file knows would otherwise be asked of name servers that nobody reaches, 5 s a time.
 # Sockets that outlive a node powered off would keep its namespace for minutes if they tried on as by default.
@@ -444,6 +445,34 @@ class FirstProcess:
         os.close(self._pidfd)
 
 
+def places_of(cluster: Cluster, workers_per_node: Sequence[int]) -> list[tuple[Node, dict[str, str]]]:
+    """Each rank's node and variables, where node i has `workers_per_node[i]` workers.
+
+    Ranks count through the nodes in order and meet on the first node that has a worker by `env://`.
+    """
+    assert len(workers_per_node) <= len(cluster.nodes)
+    shares = list(zip(cluster.nodes, workers_per_node, strict=False))
+    places = [(node, local, num) for node, num in shares for local in range(num)]
+    return [
+        (
+            node,
+            {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(places)),
+                "LOCAL_RANK": str(local_rank),
+                "LOCAL_WORLD_SIZE": str(num_local),
+                "MASTER_ADDR": places[0][0].hostname,
+                "MASTER_PORT": str(MASTER_PORT),
+                "GLOO_SOCKET_IFNAME": INTERFACE,
+                "TP_SOCKET_IFNAME": INTERFACE,
+                "OMP_NUM_THREADS": "1",
+                "PACELINE_DEVICE": "cpu",
+            },
+        )
+        for rank, (node, local_rank, num_local) in enumerate(places)
+    ]
+
+
 def run_on_nodes(
     cluster: Cluster,
     workers_per_node: Sequence[int],
@@ -455,34 +484,18 @@ def run_on_nodes(
 ) -> list[str]:
     """Run `python *program` as one group of workers, and return what each rank wrote to standard output.
 
-    Node i runs `workers_per_node[i]` workers; ranks count through the nodes in order. They meet on the first node that
-    has a worker by `env://`; `env` wins over every variable that is set here.
+    They are placed as `places_of` says; `env` wins over every variable that is set there.
 
     Raises:
         AssertionError: workers failed; the text is the standard error of those that did first. The others are killed.
         TimeoutError: workers still ran after `timeout_s`, and were killed.
     """
-    assert len(workers_per_node) <= len(cluster.nodes)
-    places = [(node, local) for node, num in zip(cluster.nodes, workers_per_node, strict=False) for local in range(num)]
-    num_local = dict(zip(cluster.nodes, workers_per_node, strict=False))
+    places = places_of(cluster, workers_per_node)
     deadline = time.monotonic() + timeout_s
     workers: list[NodeProcess] = []
     try:
-        for rank, (node, local_rank) in enumerate(places):
-            variables = {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(len(places)),
-                "LOCAL_RANK": str(local_rank),
-                "LOCAL_WORLD_SIZE": str(num_local[node]),
-                "MASTER_ADDR": places[0][0].hostname,
-                "MASTER_PORT": str(MASTER_PORT),
-                "GLOO_SOCKET_IFNAME": INTERFACE,
-                "TP_SOCKET_IFNAME": INTERFACE,
-                "OMP_NUM_THREADS": "1",
-                "PACELINE_DEVICE": "cpu",
-                **(env or {}),
-            }
-            workers.append(node.exec([sys.executable, *program], env=variables, cwd=cwd))
+        for node, variables in places:
+            workers.append(node.exec([sys.executable, *program], env={**variables, **(env or {})}, cwd=cwd))
         _wait_for_all(workers, [node.hostname for node, _ in places], deadline)
         return [worker.stdout for worker in workers]
     finally:
@@ -512,6 +525,20 @@ def _wait_for_all(workers: Sequence[NodeProcess], hostnames: Sequence[str], dead
     finally:
         for pidfd in running:
             os.close(pidfd)
+
+
+def fork_on(init_pid: int) -> int:
+    """os.fork() whose child lives on the node with this first process; the parent, of one thread, stands there too.
+
+    Only of the node's process ids has the parent none.
+    """
+    pidfd = os.pidfd_open(init_pid)
+    _join(pidfd, _CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWUTS | _CLONE_NEWIPC | _CLONE_NEWNS)
+    os.close(pidfd)
+    child = os.fork()
+    if child == 0 and _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        os._exit(1)
+    return child
 
 
 def _join(pidfd: int, namespaces: int) -> None:

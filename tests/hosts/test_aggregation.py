@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.hosts.cluster import Cluster, run_on_nodes
+from tests.hosts.cluster import Cluster
+from tests.hosts.forked import fork_on_nodes
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -26,7 +27,7 @@ def cluster() -> Iterator[Cluster]:
 
 def _run(cluster: Cluster, workers: list[int], calls: list[tuple[str, str]], **request: Any) -> dict[str, Any]:
     request = {"num_bytes": NUM_BYTES, "calls": calls, "rounds": 2} | request
-    outputs = run_on_nodes(cluster, workers, ["-m", "tests.hosts.summing", json.dumps(request)], timeout_s=120)
+    outputs = fork_on_nodes(cluster, workers, ["-m", "tests.hosts.summing", json.dumps(request)], timeout_s=120)
     answer: dict[str, Any] = json.loads(outputs[0].strip().splitlines()[-1])
     assert all(one["is_right"] for results in answer["results"].values() for one in results)
     return answer

@@ -118,19 +118,19 @@ def test_mpirun(cluster: Cluster, weights_alone: str | None, tmp_path: Path) -> 
 @needs_mpirun
 def test_mpirun_that_does_not_say_where_to_meet(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "ssh").mkdir()
-    program = _program(tmp_path / "run", world_size=4)
+    program = _program(tmp_path / "run", world_size=2)
     with ssh_between(cluster.nodes, tmp_path / "ssh"):
-        job = _start(cluster.nodes[0], _mpirun([], program))
+        job = _start(cluster.nodes[0], _mpirun([], program, per_node=1))
         assert job.wait(TIMEOUT_S) != 0
-    assert "LaunchError: mpirun started 4 workers on several nodes" in job.output
+    assert "LaunchError: mpirun started 2 workers on several nodes" in job.output
     assert "mpirun -x MASTER_ADDR=NODE" in job.output
     assert not any("paceline.train" in command for node in cluster.nodes for command in commands_on(node))
 
 
-def _mpirun(variables: Sequence[str], program: Sequence[str]) -> list[str]:
+def _mpirun(variables: Sequence[str], program: Sequence[str], per_node: int = 2) -> list[str]:
     exported = [word for variable in (*VARIABLES, *variables) for word in ("-x", variable)]
     network = ["--mca", "oob_tcp_if_include", INTERFACE]
-    where = ["--host", "node0:2,node1:2", "--bind-to", "none"]
+    where = ["--host", f"node0:{per_node},node1:{per_node}", "--bind-to", "none"]
     return ["mpirun", "--allow-run-as-root", *where, *network, *exported, sys.executable, *program]
 
 

@@ -40,7 +40,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @dataclass
 class Training:
-    """A run in full swing: ranks 0 and 1 on the second node, 2 and 3 on the third."""
+    """A run in full swing: rank 0 on the second node, 1 and 2 on the third."""
 
     site: Site
     stage: Path
@@ -56,7 +56,7 @@ class Training:
 
 
 def _begin(site: Site, stage: Path, culprit: int, way: str) -> Training:
-    hosts = ",".join(f"{node.hostname}:2" for node in site.workers)
+    hosts = ",".join(f"{node.hostname}:{num}" for node, num in zip(site.workers, (1, 2), strict=True))
     launcher = site.launcher.exec(
         [
             *(sys.executable, "-m", "paceline", "launch", "--hosts", hosts, "--hang-timeout", str(BOUND_S)),
@@ -66,7 +66,7 @@ def _begin(site: Site, stage: Path, culprit: int, way: str) -> Training:
 
     def all_are_training() -> bool:
         assert launcher.is_running, launcher.output
-        return all((stage / f"{rank}.steps").exists() for rank in range(4))
+        return all((stage / f"{rank}.steps").exists() for rank in range(3))
 
     wait_until(all_are_training, START_S)
     return Training(site, stage, launcher)
@@ -80,23 +80,23 @@ def _tell_it(training: Training) -> None:
 
 
 def _signal_rank(number: str) -> Fault:
-    return lambda training: run_on(training.site.workers[1], "kill", f"-{number}", str(training.pid(3)))
+    return lambda training: run_on(training.site.workers[1], "kill", f"-{number}", str(training.pid(2)))
 
 
 CASES: dict[str, tuple[str, Fault, str, tuple[int, ...]]] = {
-    # name: what rank 3 does when told, what happens from outside, the cause in the report, the ranks to blame
-    "worker killed": ("none", _signal_rank("KILL"), "signal", (3,)),
-    "worker raises": ("raise", _tell_it, "exception", (3,)),
-    "worker hangs in Python": ("hang", _tell_it, "hung", (3,)),
-    "worker stopped": ("none", _signal_rank("STOP"), "stopped", (3,)),
-    "node crash": ("none", lambda training: training.site.workers[1].crash(), "node_down", (2, 3)),
-    "power off": ("none", lambda training: training.site.workers[1].power_off(), "node_silent", (2, 3)),
-    "link cut": ("none", lambda training: training.site.workers[1].link_down(), "node_silent", (2, 3)),
+    # name: what rank 2 does when told, what happens from outside, the cause in the report, the ranks to blame
+    "worker killed": ("none", _signal_rank("KILL"), "signal", (2,)),
+    "worker raises": ("raise", _tell_it, "exception", (2,)),
+    "worker hangs in Python": ("hang", _tell_it, "hung", (2,)),
+    "worker stopped": ("none", _signal_rank("STOP"), "stopped", (2,)),
+    "node crash": ("none", lambda training: training.site.workers[1].crash(), "node_down", (1, 2)),
+    "power off": ("none", lambda training: training.site.workers[1].power_off(), "node_silent", (1, 2)),
+    "link cut": ("none", lambda training: training.site.workers[1].link_down(), "node_silent", (1, 2)),
     "agent killed": (
         "none",
         lambda training: kill_agent(training.site.workers[1]),
         "agent_lost",
-        (2, 3),
+        (1, 2),
     ),
 }
 
@@ -105,7 +105,7 @@ CASES: dict[str, tuple[str, Fault, str, tuple[int, ...]]] = {
 def test_a_fault_is_named_in_time_and_nobody_is_left(site: Site, case: str, tmp_path: Path) -> None:
     way, fault, cause, ranks = CASES[case]
     try:
-        training = _begin(site, tmp_path, 3, way)
+        training = _begin(site, tmp_path, 2, way)
         fault(training)
         happened_at = time.time()  # to start a `kill` on a node takes a good part of a second on a busy machine
         exit_code = training.launcher.wait(BOUND_S + GRACE_S + 15)
@@ -124,8 +124,8 @@ def test_a_fault_is_named_in_time_and_nobody_is_left(site: Site, case: str, tmp_
         if cause == "hung":
             assert "in fail" in report["evidence"] and "faulty.py" in report["evidence"]
         if cause in ("hung", "stopped"):
-            waiting = [line for line in report["workers"] if "rank 3" not in line]
-            assert len(waiting) == 3 and all("gradients" in line or "in " in line for line in waiting), waiting
+            waiting = [line for line in report["workers"] if "rank 2" not in line]
+            assert len(waiting) == 2 and all("gradients" in line or "in " in line for line in waiting), waiting
         site.workers[1].link_up() if case == "link cut" else None
         site.assert_nobody_left(GRACE_S + BOUND_S, "faulty")
     finally:
@@ -136,7 +136,7 @@ def test_a_fault_is_named_in_time_and_nobody_is_left(site: Site, case: str, tmp_
 def test_nobody_outlives_the_launcher(site: Site, number: signal.Signals, tmp_path: Path) -> None:
     if number == signal.SIGINT and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         pytest.skip("a test run in the background ignores SIGINT, and so does all that it starts")
-    training = _begin(site, tmp_path, 3, "none")
+    training = _begin(site, tmp_path, 2, "none")
     training.launcher.signal(number)
     exit_code = training.launcher.wait(BOUND_S + GRACE_S)
     assert exit_code == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number]

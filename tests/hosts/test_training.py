@@ -12,7 +12,8 @@ from safetensors.numpy import load_file
 
 from paceline.cli.execute import write_run
 from paceline.spec import Job, Plan, RunRecord
-from tests.hosts.cluster import Cluster, run_on_nodes
+from tests.hosts.cluster import Cluster
+from tests.hosts.forked import fork_on_nodes
 from tests.ranks.harness import run_ranks
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -45,7 +46,7 @@ def _train_alone(job: Job, run_dir: Path) -> None:
 def _spread(cluster: Cluster, workers: list[int], job: Job, run_dir: Path, **plan: Any) -> RunRecord:
     spread = Plan(world_size=sum(workers), timeout_s=60, **plan)
     program = write_run(job, spread, run_dir, max_steps=MAX_STEPS, quiet=True)
-    run_on_nodes(cluster, workers, program, timeout_s=90)
+    fork_on_nodes(cluster, workers, program, timeout_s=90)
     return RunRecord.load(run_dir / "record.json")
 
 

@@ -122,7 +122,9 @@ from paceline.errors import PacelineError
 from paceline.launch import run_workers
 from paceline.spec import Plan
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it
+# A test run in the background ignores them.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 script, run_dir, world_size, grace_s = sys.argv[1:]
 before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
 try:

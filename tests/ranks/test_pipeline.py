@@ -352,7 +352,7 @@ def test_an_error_in_one_stage_ends_the_others_too() -> None:
 def test_workers_wait_as_little_as_the_simulation_says() -> None:
     command = [sys.executable, "-m", "benchmarks.pipeline", "--workers", "2", "--micro-batches", "4", "--rounds", "1"]
     ended = subprocess.run(
-        [*command, "--wait-ms", "60"], cwd=ROOT, capture_output=True, text=True, timeout=130, check=True
+        [*command, "--wait-ms", "40"], cwd=ROOT, capture_output=True, text=True, timeout=130, check=True
     )
     rows = {row["schedule"]: row for row in map(json.loads, ended.stdout.splitlines())}
     assert rows["gpipe"]["formula"] == rows["gpipe"]["simulated"] == 0.8

@@ -70,7 +70,7 @@ def test_lenet_on_mnist() -> None:
 
 @pytest.mark.parametrize(
     ("model", "train_limit", "num_steps"),
-    [({"name": "resnet20"}, 100, 20), ({"name": "resnet18", "options": {"stem": "cifar"}}, 40, 6)],
+    [({"name": "resnet20"}, 100, 11), ({"name": "resnet18", "options": {"stem": "cifar"}}, 40, 6)],
     ids=["resnet20", "resnet18"],
 )
 def test_resnets_on_cifar10(model: Any, train_limit: int, num_steps: int) -> None:

@@ -1,0 +1,57 @@
+"""Workers on nodes that are forked from a process that has loaded torch, for tests of what they do and not of how they
+are started."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from typing import IO
+
+from tests.hosts.cluster import Cluster, fork_on, places_of
+from tests.ranks.harness import run_ranks
+
+
+def fork_on_nodes(
+    cluster: Cluster, workers_per_node: Sequence[int], program: Sequence[str], *, timeout_s: float
+) -> list[str]:
+    """`run_on_nodes` of a program that is a module: `-m MODULE ARGUMENTS`."""
+    flag, module, *arguments = program
+    assert flag == "-m"
+    places = [(node.init_pid, variables) for node, variables in places_of(cluster, workers_per_node)]
+    return run_ranks(_said_on_node, len(places), places, module, arguments, timeout_s=timeout_s)
+
+
+def _said_on_node(places: list[tuple[int, dict[str, str]]], module: str, arguments: list[str]) -> str:
+    init_pid, variables = places[int(os.environ["RANK"])]
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        child = fork_on(init_pid)
+        if child == 0:
+            _run(module, arguments, variables, stdout, stderr)
+        _, status = os.waitpid(child, 0)
+        stdout.seek(0)
+        stderr.seek(0)
+        assert status == 0, f"exited with {os.waitstatus_to_exitcode(status)}\n{stderr.read()}"
+        return stdout.read()
+
+
+def _run(module: str, arguments: list[str], variables: dict[str, str], stdout: IO[str], stderr: IO[str]) -> None:
+    """Be that program, to its end."""
+    exit_code = 1
+    try:
+        os.dup2(stdout.fileno(), 1)
+        os.dup2(stderr.fileno(), 2)
+        del os.environ["PACELINE_RENDEZVOUS"]
+        os.environ.update(variables)
+        sys.argv = [module, *arguments]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        exit_code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
