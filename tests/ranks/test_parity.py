@@ -67,6 +67,17 @@ def test_bitwise_parity_on_1_2_3_and_4_workers(name: str, num_steps: int) -> Non
         assert spread.metrics == alone.metrics
 
 
+def test_bits_do_not_depend_on_where_in_memory_a_sample_lies() -> None:
+    """75 numbers a sample: in a worker's batch every shard begins at another distance from where vectors begin."""
+    model = {"name": "mlp", "options": {"in_features": 75, "hidden": 33}}
+    job = _job(parity="bitwise", model=model, global_batch_size=7, virtual_shards=7)
+    sets = images(29, (3, 5, 5), augment=False), images(13, (3, 5, 5))
+    (alone,) = run_ranks(train, 1, job, *sets, 12)
+    for world_size in (2, 3):
+        spread = _agree(run_ranks(train, world_size, job, *sets, 12))
+        assert (spread.sha, spread.losses, spread.metrics) == (alone.sha, alone.losses, alone.metrics)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from paceline.parallel.engine import StepInput, check_loss, cut, statistics_dtype
 from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm
@@ -30,7 +31,10 @@ class ShardByShard:
         step.seed_shard(shard)
         for parameter in self.parameters:
             parameter.grad = None
-        loss = check_loss(step.loss_of(self.module, cut(step.batch, piece.start, piece.stop)))
+        # Copies, because a product's last bits depend on where in memory its factors begin, and a shard lies elsewhere
+        # in the batch of another worker.
+        batch = pytree.tree_map_only(Tensor, torch.clone, cut(step.batch, piece.start, piece.stop))
+        loss = check_loss(step.loss_of(self.module, batch))
         with self._norm.backward():
             step.scale(loss * piece.weight).backward()
         self._norm.shards.current = None
