@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import time
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
@@ -19,6 +21,10 @@ from paceline.errors import LaunchError
 from paceline.pulse import MEETING, Pulse
 from paceline.spec import Plan
 from paceline.train.allocator import give_back_freed_memory, keep_freed_memory
+
+GLOO_THREAD = "pt_gloo_runloop"
+_REST_S = 2.0
+"""So long the end of a process waits for such threads at most."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,34 @@ def leave() -> None:
     """Take the process group down, if it is still there; the end of the process does it too."""
     if dist.is_initialized():
         dist.destroy_process_group()
+        await_rest()
+
+
+def await_rest() -> None:
+    """Until no thread of Gloo's has anything left to do.
+
+    When a collective is over for everybody else, such a thread still lets go of its tensors, for which it needs
+    Python; if the interpreter is being taken down by then, the whole process aborts (pytorch/pytorch#190489). As long
+    as a run's groups are held somewhere, destroying them ends no thread.
+    """
+    deadline = time.monotonic() + _REST_S
+    num_looks = 0
+    while num_looks < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)  # meanwhile one that waits for Python gets it
+        num_looks = 0 if _gloo_works() else num_looks + 1
+
+
+def _gloo_works() -> bool:
+    """Whether some thread of Gloo's in this process computes or would if it had a core; no where /proc is missing."""
+    for thread in Path("/proc/self/task").glob("*"):
+        try:
+            if (thread / "comm").read_text().strip() == GLOO_THREAD:
+                state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
+                if state == "R":
+                    return True
+        except OSError:
+            continue  # it has ended
+    return False
 
 
 def abandon() -> None:
