@@ -72,8 +72,14 @@ class OneProcessDataParallel(EqualAfterEveryStep, HoldsAll):
     def __init__(self, model: nn.Module, job: Job, plan: Plan, devices: Sequence[torch.device]) -> None:
         """
         Raises:
-            JobError: norm = "sync", whose statistics would have to meet in the middle of all forward passes.
+            JobError: parity = "bitwise", as devices' gradients are added in an order of their own; norm = "sync", whose
+                statistics would have to meet in the middle of all forward passes.
         """
+        if job.parity == "bitwise":
+            raise JobError(
+                "parity = 'bitwise' needs the strategy dp: dp_one_process is equal up to rounding only; use "
+                "parity = 'numeric'."
+            )
         if job.norm == "sync":
             raise JobError(
                 "norm = 'sync' needs the strategy dp: with dp_one_process no layer sees more than its own device's "

@@ -171,8 +171,11 @@ def test_a_loss_that_bypasses_the_replicas_is_one_sentence() -> None:
 
 
 def test_what_one_process_cannot_do_is_refused() -> None:
-    with pytest.raises(JobError, match=r"norm = 'sync' needs the strategy dp"):
-        OneProcessDataParallel(norm_net(), JOB.with_values(norm="sync"), Plan(devices_in_process=2), (CPU, CPU))
+    for setting, value in (("norm", "sync"), ("parity", "bitwise")):
+        with pytest.raises(JobError, match=f"{setting} = '{value}' needs the strategy dp"):
+            OneProcessDataParallel(
+                norm_net(), JOB.with_values(**{setting: value}), Plan(devices_in_process=2), (CPU, CPU)
+            )
     if torch.cuda.device_count() < 64:
         with pytest.raises(JobError, match="should drive 64 GPUs from GPU 0 on"):
             devices_of_process(Plan(devices_in_process=64, device_kind="cuda"), torch.device("cuda", 0))
