@@ -173,7 +173,7 @@ def test_the_gradient_is_the_mean_over_the_samples_of_the_global_batch() -> None
     targets = torch.tensor([data[i][1] for i in range(10)])
     for expected in spread.losses:
         loss = torch.nn.functional.cross_entropy(model(inputs), targets)
-        assert float(loss) == pytest.approx(expected, rel=1e-6)  # images were normalised in float32 here
+        assert loss.item() == pytest.approx(expected, rel=1e-6)  # images were normalised in float32 here
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
