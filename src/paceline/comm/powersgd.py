@@ -75,7 +75,7 @@ class PowerSGD:
         for part, summed in zip(whole, sums, strict=False):
             part.copy_(summed)
         for (name, part), m, p, own, q in zip(compressed, matrices, left, mine, right, strict=True):
-            self._owed.remember(name, torch.addmm(m, p, own.T, alpha=-1).view(part.shape))
+            self._owed.remember(name, m.addmm_(p, own.T, alpha=-1).view(part.shape))
             self._factors[name] = q.clone()
             part.copy_((p @ self._factors[name].T).view(part.shape))
 

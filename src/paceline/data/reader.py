@@ -68,8 +68,7 @@ class ArrayReader:
         inputs, targets = self._gather(indices)
         targets = targets.to(torch.int64)
         if self._affine is None:
-            # A copy: NumPy's memory begins anywhere, and where it does a product's last bits may depend on.
-            return inputs.to(self._dtype if inputs.is_floating_point() else torch.int64, copy=True), targets
+            return inputs.to(self._dtype if inputs.is_floating_point() else torch.int64), targets
         if train and self._augmentation is not None:
             inputs = augment(inputs, self._augmentation, self._seed, epoch, indices)
         return self._normalise(inputs), targets

@@ -132,12 +132,11 @@ def _gloo_works() -> bool:
     """Whether some thread of Gloo's in this process computes or would if it had a core; no where /proc is missing."""
     for thread in Path("/proc/self/task").glob("*"):
         try:
-            if (thread / "comm").read_text().strip() == GLOO_THREAD:
-                state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
-                if state == "R":
-                    return True
+            name, _, figures = (thread / "stat").read_text().partition("(")[2].rpartition(")")
         except OSError:
             continue  # it has ended
+        if name == GLOO_THREAD and figures.split()[0] == "R":
+            return True
     return False
 
 
