@@ -5,37 +5,37 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-import runpy
 from pathlib import Path
 
 import pytest
 
+from paceline.launch.worker import run_program
 from tests.ranks.command_line import paceline, succeeded
 from tests.ranks.harness import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+FOLDER = Path(__file__).parents[2] / "examples"
+EXAMPLES = sorted(path.name for path in FOLDER.glob("*.py"))
 # On one worker these are rung 1: there is nobody to share the model with.
 AS_RUNG_1 = ("03_sharded.py", "04_pipeline.py", "05_tensor.py", "07_mesh.py")
 
 
 def said_by(name: str, num_workers: int) -> str:
     """What the example prints on so many workers, forked from one process instead of each loading torch anew."""
-    (path,) = (path for path in EXAMPLES if path.name == name)
-    return "".join(run_ranks(_said, num_workers, str(path)))
+    return "".join(run_ranks(_said, num_workers, str(FOLDER / name)))
 
 
 def _said(path: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        runpy.run_path(path, run_name="__main__")
+        run_program([path])
     return said.getvalue()
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, str]:
     """What every example prints on one worker."""
-    said = {path.name: said_by(path.name, 1) for path in EXAMPLES if path.name not in AS_RUNG_1}
+    said = {name: said_by(name, 1) for name in EXAMPLES if name not in AS_RUNG_1}
     return said | dict.fromkeys(AS_RUNG_1, said["01_many_devices.py"])
 
 
@@ -46,7 +46,7 @@ def accuracy(output: str) -> float:
 
 
 def test_every_rung_runs_and_learns(alone: dict[str, str]) -> None:
-    assert alone.keys() == {path.name for path in EXAMPLES}
+    assert alone.keys() == set(EXAMPLES)
     for name, output in alone.items():
         assert accuracy(output) > 0.5, (name, output)
 
@@ -71,6 +71,5 @@ def test_every_strategy_comes_to_the_same(name: str, num_workers: int, alone: di
 
 def test_02_prints_the_same_on_two_workers(alone: dict[str, str], tmp_path: Path) -> None:
     assert re.search(r"weights [0-9a-f]{64}\n$", alone["02_bit_for_bit.py"])
-    (path,) = (path for path in EXAMPLES if path.name == "02_bit_for_bit.py")
-    launch = ("launch", "-n", "2", "--threads", "1", str(path))  # as its reader would
+    launch = ("launch", "-n", "2", "--threads", "1", str(FOLDER / "02_bit_for_bit.py"))  # as its reader would
     assert succeeded(paceline(*launch, cwd=tmp_path)).stdout == alone["02_bit_for_bit.py"]

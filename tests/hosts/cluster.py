@@ -28,6 +28,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from paceline.launch.worker import PR_SET_PDEATHSIG
+
 INTERFACE = "eth0"
 """What a node calls its end of its link."""
 
@@ -44,7 +46,7 @@ _CLONE_NEWUTS = 0x04000000
 _CLONE_NEWIPC = 0x08000000
 _CLONE_NEWPID = 0x20000000
 _CLONE_NEWNET = 0x40000000
-_PR_SET_PDEATHSIG = 1
+_CLONE_ALL_BUT_PID = _CLONE_NEWNET | _CLONE_NEWUTS | _CLONE_NEWIPC | _CLONE_NEWNS
 
 # A name that no hosts file knows would otherwise be asked of name servers that nobody reaches, 5 s a time.
 # Sockets that outlive a node powered off would keep its namespace for minutes if they tried on as by default.
@@ -416,7 +418,7 @@ class FirstProcess:
         """A child of this process that lives in the namespaces of the first process."""
 
         def enter() -> None:
-            _join(self._pidfd, _CLONE_NEWNET | _CLONE_NEWUTS | _CLONE_NEWIPC | _CLONE_NEWNS)
+            _join(self._pidfd, _CLONE_ALL_BUT_PID)
             os.chdir(cwd)
 
         # A process never moves to another pid namespace: this thread's next children are born there.
@@ -533,10 +535,10 @@ def fork_on(init_pid: int) -> int:
     Only of the node's process ids has the parent none.
     """
     pidfd = os.pidfd_open(init_pid)
-    _join(pidfd, _CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWUTS | _CLONE_NEWIPC | _CLONE_NEWNS)
+    _join(pidfd, _CLONE_NEWPID | _CLONE_ALL_BUT_PID)
     os.close(pidfd)
     child = os.fork()
-    if child == 0 and _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+    if child == 0 and _libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         os._exit(1)
     return child
 

@@ -4,13 +4,13 @@ are started."""
 from __future__ import annotations
 
 import os
-import runpy
 import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from typing import IO
+from typing import IO, NoReturn
 
+from paceline.launch.worker import run_program
 from tests.hosts.cluster import Cluster, fork_on, places_of
 from tests.ranks.harness import run_ranks
 
@@ -18,19 +18,17 @@ from tests.ranks.harness import run_ranks
 def fork_on_nodes(
     cluster: Cluster, workers_per_node: Sequence[int], program: Sequence[str], *, timeout_s: float
 ) -> list[str]:
-    """`run_on_nodes` of a program that is a module: `-m MODULE ARGUMENTS`."""
-    flag, module, *arguments = program
-    assert flag == "-m"
+    """As `run_on_nodes`."""
     places = [(node.init_pid, variables) for node, variables in places_of(cluster, workers_per_node)]
-    return run_ranks(_said_on_node, len(places), places, module, arguments, timeout_s=timeout_s)
+    return run_ranks(_said_on_node, len(places), places, program, timeout_s=timeout_s)
 
 
-def _said_on_node(places: list[tuple[int, dict[str, str]]], module: str, arguments: list[str]) -> str:
+def _said_on_node(places: list[tuple[int, dict[str, str]]], program: Sequence[str]) -> str:
     init_pid, variables = places[int(os.environ["RANK"])]
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         child = fork_on(init_pid)
         if child == 0:
-            _run(module, arguments, variables, stdout, stderr)
+            _run(program, variables, stdout, stderr)
         _, status = os.waitpid(child, 0)
         stdout.seek(0)
         stderr.seek(0)
@@ -38,7 +36,7 @@ def _said_on_node(places: list[tuple[int, dict[str, str]]], module: str, argumen
         return stdout.read()
 
 
-def _run(module: str, arguments: list[str], variables: dict[str, str], stdout: IO[str], stderr: IO[str]) -> None:
+def _run(program: Sequence[str], variables: dict[str, str], stdout: IO[str], stderr: IO[str]) -> NoReturn:
     """Be that program, to its end."""
     exit_code = 1
     try:
@@ -46,8 +44,7 @@ def _run(module: str, arguments: list[str], variables: dict[str, str], stdout: I
         os.dup2(stderr.fileno(), 2)
         del os.environ["PACELINE_RENDEZVOUS"]
         os.environ.update(variables)
-        sys.argv = [module, *arguments]
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        run_program(program)
         exit_code = 0
     except BaseException:
         traceback.print_exc()

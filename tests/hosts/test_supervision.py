@@ -30,6 +30,10 @@ GRACE_S = 5.0
 """After it was noticed, everybody has ended within this time."""
 START_S = 90.0
 PROGRAM = Path(__file__).with_name("faulty.py")
+WORKERS = (1, 2)
+"""On the second node and on the third."""
+CULPRIT = 2
+"""The rank that something happens to, one of the third node's."""
 
 
 @pytest.fixture(scope="module")
@@ -55,18 +59,18 @@ class Training:
         return report
 
 
-def _begin(site: Site, stage: Path, culprit: int, way: str) -> Training:
-    hosts = ",".join(f"{node.hostname}:{num}" for node, num in zip(site.workers, (1, 2), strict=True))
+def _begin(site: Site, stage: Path, way: str) -> Training:
+    hosts = ",".join(f"{node.hostname}:{num}" for node, num in zip(site.workers, WORKERS, strict=True))
     launcher = site.launcher.exec(
         [
             *(sys.executable, "-m", "paceline", "launch", "--hosts", hosts, "--hang-timeout", str(BOUND_S)),
-            *("--out", str(stage / "run"), str(PROGRAM), str(stage), str(culprit), way),
+            *("--out", str(stage / "run"), str(PROGRAM), str(stage), str(CULPRIT), way),
         ]
     )
 
     def all_are_training() -> bool:
         assert launcher.is_running, launcher.output
-        return all((stage / f"{rank}.steps").exists() for rank in range(3))
+        return all((stage / f"{rank}.steps").exists() for rank in range(sum(WORKERS)))
 
     wait_until(all_are_training, START_S)
     return Training(site, stage, launcher)
@@ -80,11 +84,11 @@ def _tell_it(training: Training) -> None:
 
 
 def _signal_rank(number: str) -> Fault:
-    return lambda training: run_on(training.site.workers[1], "kill", f"-{number}", str(training.pid(2)))
+    return lambda training: run_on(training.site.workers[1], "kill", f"-{number}", str(training.pid(CULPRIT)))
 
 
 CASES: dict[str, tuple[str, Fault, str, tuple[int, ...]]] = {
-    # name: what rank 2 does when told, what happens from outside, the cause in the report, the ranks to blame
+    # name: what the culprit does when told, what happens from outside, the cause in the report, the ranks to blame
     "worker killed": ("none", _signal_rank("KILL"), "signal", (2,)),
     "worker raises": ("raise", _tell_it, "exception", (2,)),
     "worker hangs in Python": ("hang", _tell_it, "hung", (2,)),
@@ -105,7 +109,7 @@ CASES: dict[str, tuple[str, Fault, str, tuple[int, ...]]] = {
 def test_a_fault_is_named_in_time_and_nobody_is_left(site: Site, case: str, tmp_path: Path) -> None:
     way, fault, cause, ranks = CASES[case]
     try:
-        training = _begin(site, tmp_path, 2, way)
+        training = _begin(site, tmp_path, way)
         fault(training)
         happened_at = time.time()  # to start a `kill` on a node takes a good part of a second on a busy machine
         exit_code = training.launcher.wait(BOUND_S + GRACE_S + 15)
@@ -136,7 +140,7 @@ def test_a_fault_is_named_in_time_and_nobody_is_left(site: Site, case: str, tmp_
 def test_nobody_outlives_the_launcher(site: Site, number: signal.Signals, tmp_path: Path) -> None:
     if number == signal.SIGINT and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         pytest.skip("a test run in the background ignores SIGINT, and so does all that it starts")
-    training = _begin(site, tmp_path, 2, "none")
+    training = _begin(site, tmp_path, "none")
     training.launcher.signal(number)
     exit_code = training.launcher.wait(BOUND_S + GRACE_S)
     assert exit_code == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
