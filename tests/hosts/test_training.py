@@ -37,10 +37,10 @@ def _alone(job: Job, run_dir: Path) -> RunRecord:
 
 
 def _train_alone(job: Job, run_dir: Path) -> None:
-    from paceline.train.loop import Output, train
+    from paceline.train.loop import RunOutput, train
 
     run_dir.mkdir()
-    train(job, Plan(), Output(run_dir, None), max_steps=MAX_STEPS)
+    train(job, Plan(), RunOutput(run_dir, None), max_steps=MAX_STEPS)
 
 
 def _spread(cluster: Cluster, workers: list[int], job: Job, run_dir: Path, **plan: Any) -> RunRecord:

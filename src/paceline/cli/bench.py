@@ -129,7 +129,7 @@ def checkpoint(
         plan = _plan(site.cluster, workers)
         request = CheckpointRequest(address, int(parameters), rounds, plan.device_kind)
         _save_request(request, folder)
-        _run("paceline.train.bench_checkpoint", site, plan, folder, quiet)
+        _run("paceline.measure.checkpoints", site, plan, folder, quiet)
     timings = CheckpointTimings.from_mapping(json.loads((folder / TIMINGS_FILE).read_text(encoding="utf-8")))
     if as_json:
         print(json.dumps(checkpoint_mapping(timings)))
@@ -146,10 +146,10 @@ def _plan(cluster: Cluster, workers: int | None) -> Plan:
 def _measure(request: CommRequest, site: Site, plan: Plan, folder: Path, quiet: bool) -> None:
     """Let the workers of `plan` time what is asked for; they leave it in the folder."""
     # Bytes are counted on an interface that every node has under one name; only the user can say that.
-    counted = site.where.interface if len(plan.shares) > 1 else None
+    counted = site.where.interface if len(plan.placements) > 1 else None
     request = dataclasses.replace(request, device_kind=plan.device_kind, interface=counted)
     _save_request(request, folder)
-    _run("paceline.train.bench_comm", site, plan, folder, quiet)
+    _run("paceline.measure.collectives", site, plan, folder, quiet)
 
 
 def _save_request(request: CommRequest | CheckpointRequest, folder: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.cli.site import Site
 from paceline.errors import PacelineError
-from paceline.launch.run import SAVE_S
+from paceline.launch.run_workers import SAVE_S
 from paceline.spec import Job, Plan, RunRecord
 
 RunProgram = Callable[[Callable[[Plan], Sequence[str]]], None]

@@ -14,7 +14,7 @@ from paceline.cli.options import DebugComm, DryRun, Threads
 from paceline.cli.site import ANYWHERE, RIGID, Elastic, Site, Where, dry_run, open_site, says_where, site_on_paper
 from paceline.cli.strategy import check_may_shrink, largest_that_fits
 from paceline.errors import LaunchError
-from paceline.launch.run import SAVE_S
+from paceline.launch.run_workers import SAVE_S
 from paceline.plan import spread
 from paceline.spec import Cluster, Job, Plan, parse_mesh
 
@@ -45,7 +45,7 @@ def launch(
     def plan_for(cluster: Cluster, num_workers: int) -> Plan:
         plan = spread(cluster, num_workers, threads)
         if strategy is not None and num_workers > 1:  # as the script will read it
-            mesh = parse_mesh(strategy, num_workers, len(plan.shares))
+            mesh = parse_mesh(strategy, num_workers, len(plan.placements))
             plan = spread(cluster, num_workers, threads, mesh)
         return dataclasses.replace(plan, debug_comm=debug_comm)
 

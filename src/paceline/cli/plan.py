@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.console import table_console
-from paceline.cli.foretold import CLUSTER_FILE
+from paceline.cli.forecasts import CLUSTER_FILE
 from paceline.cli.options import AsJson, DataDir, Settings, resolve_job
 from paceline.errors import ClusterError, JobError, PacelineError
 from paceline.plan import place
@@ -133,7 +133,7 @@ def recommended_plan(
 
     Its workers are laid out on a mesh where replicas do not fit or a mesh is clearly faster.
     """
-    from paceline.plan.choose import choose_mesh, timed_facts
+    from paceline.plan.mesh_selection import choose_mesh, timed_facts
 
     row = forecast.recommended
     if row.devices > len(cluster.devices):
@@ -158,7 +158,7 @@ def recommended_plan(
 def trace_model(job: Job) -> ModelFacts:
     """What the job's model tells on paper: its layers, with their arithmetic and their memory."""
     from paceline.parallel.dry_run import trace_layers
-    from paceline.plan.layers import Layer
+    from paceline.plan.layer_partition import Layer
     from paceline.plan.memory import Activations, ModelFacts
 
     model, arguments = _on_paper(job, _TRACED_SAMPLES)
@@ -185,10 +185,11 @@ def show_dry_run(job: Job, text: str, *, sequence_parallel: bool = False, as_jso
         JobError: no mesh, or more shares than the job has virtual shards.
     """
     mesh = parse_mesh(text, num_named(text))
-    if mesh.num_shares > job.virtual_shards:
+    if mesh.num_assignments > job.virtual_shards:
         raise JobError(
-            f"{mesh} shares the batch {mesh.num_shares} ways, and the job has virtual_shards = {job.virtual_shards}; "
-            f"use --set virtual_shards={mesh.num_shares} or more, or fewer replicas."
+            f"{mesh} divides the batch {mesh.num_assignments} ways, and the job has virtual_shards = "
+            f"{job.virtual_shards}; "
+            f"use --set virtual_shards={mesh.num_assignments} or more, or fewer replicas."
         )
     from paceline.parallel.dry_run import dry_run
 
@@ -198,7 +199,7 @@ def show_dry_run(job: Job, text: str, *, sequence_parallel: bool = False, as_jso
         model,
         arguments,
         mesh,
-        num_micro_batches=-(-job.virtual_shards // mesh.num_shares),
+        num_micro_batches=-(-job.virtual_shards // mesh.num_assignments),
         optimizer_copies=job.optim.state_copies,
         sequence_parallel=sequence_parallel,
     )

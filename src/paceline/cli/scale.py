@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli.execute import begun_with, execute, new_run_dir
-from paceline.cli.foretold import CLUSTER_FILE, ClusterFile, feed_back, foretold, unforetold
+from paceline.cli.forecasts import CLUSTER_FILE, ClusterFile, feed_back, with_forecasts, without_forecasts
 from paceline.cli.options import (
     Algorithm,
     AsJson,
@@ -78,7 +78,7 @@ def scale(
             for one, count in zip(jobs, counts, strict=True)
         ]
         if grow == "none":
-            plans = foretold(base, plans, cluster)
+            plans = with_forecasts(base, plans, cluster)
         todo = [
             (f"devices{count}-seed{seed}", dataclasses.replace(one, seed=seed), plan)
             for seed in range(base.seed, base.seed + seeds)
@@ -116,7 +116,7 @@ def _record_of(
     path = run_dir / "record.json"
     if path.exists():
         begun_job, begun_plan, begun_steps = begun_with(run_dir)
-        if (begun_job, unforetold(begun_plan), begun_steps) == (job, unforetold(plan), max_steps):
+        if (begun_job, without_forecasts(begun_plan), begun_steps) == (job, without_forecasts(plan), max_steps):
             return RunRecord.load(path)
         raise JobError(f"{run_dir} holds a run of another job; choose another --out for this study.")
     record = execute(job, plan, run_dir, site, max_steps=max_steps, quiet=quiet)

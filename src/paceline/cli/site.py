@@ -21,15 +21,15 @@ from paceline.cli.strategy import Strategy
 from paceline.errors import LaunchError
 from paceline.hardware import detect
 from paceline.launch import run_workers, worker_commands
-from paceline.launch.commands import Meeting, meeting_on_one_node
+from paceline.launch.commands import Rendezvous, rendezvous_on_one_node
 from paceline.launch.contained import contained
-from paceline.launch.elastic import Limits, run_elastic
+from paceline.launch.elastic import ElasticLimits, run_elastic
 from paceline.launch.fleet import Describe, Fleet
 from paceline.launch.hosts import HostSlots, parse_hosts, read_hosts_file
 from paceline.launch.messages import Hello
 from paceline.launch.ray import ray_argv, ray_nodes
-from paceline.launch.remote import Reach, RemoteTeam, open_nodes
-from paceline.launch.run import HANG_TIMEOUT_S, SAVE_S, Conditions
+from paceline.launch.remote_team import NodeAccess, RemoteTeam, open_nodes
+from paceline.launch.run_workers import HANG_TIMEOUT_S, SAVE_S, Conditions
 from paceline.launch.slurm import allocation, srun_argv
 from paceline.launch.ssh import explain_ssh_failure, ssh_argv
 from paceline.launch.team import Output
@@ -93,7 +93,7 @@ class Elastic:
         bool, typer.Option(help="A process on every node that has torch loaded, for quick restarts.")
     ] = True
 
-    def limits(self, num_workers: int) -> Limits | None:
+    def limits(self, num_workers: int) -> ElasticLimits | None:
         """For a run of so many workers; None where a failure is to end it.
 
         Raises:
@@ -112,7 +112,7 @@ class Elastic:
         most = min(num_workers, self.max_workers or num_workers)
         if self.min_workers > most:
             raise LaunchError(f"--min-workers {self.min_workers} is more than the {most} workers of this run.")
-        return Limits(self.min_workers, most, 3 if self.max_restarts is None else self.max_restarts)
+        return ElasticLimits(self.min_workers, most, 3 if self.max_restarts is None else self.max_restarts)
 
 
 RIGID = Elastic()
@@ -189,7 +189,7 @@ class Site:
 
     def run_elastic(
         self,
-        limits: Limits,
+        limits: ElasticLimits,
         plan_for: Callable[[Cluster, int], Plan],
         program_for: Callable[[Plan], Sequence[str]],
         *,
@@ -288,28 +288,28 @@ def given_nodes(launcher: LauncherName) -> tuple[HostSlots, ...]:
     return ray_nodes() if launcher == "ray" else (HostSlots(socket.gethostname()),)
 
 
-def reach(where: Where, node: str, num_gpus: int = 0) -> Reach:
+def reach(where: Where, node: str, num_gpus: int = 0) -> NodeAccess:
     """How the launcher runs a program on a node, in this working directory; only Ray asks how many GPUs it needs."""
     cwd, environ = Path.cwd(), env.passed_on()
     python = where.python or sys.executable
     match where.launcher:
         case "slurm":
-            return Reach(node, lambda program: srun_argv(node, program, cwd=cwd, environ=environ), python=python)
+            return NodeAccess(node, lambda program: srun_argv(node, program, cwd=cwd, environ=environ), python=python)
         case "ray":
-            return Reach(
+            return NodeAccess(
                 node,
                 lambda program: ray_argv(node, program, cwd=cwd, environ=environ, num_gpus=num_gpus),
                 python=python,
             )
         case "ssh":
-            return Reach(
+            return NodeAccess(
                 node,
                 lambda program: ssh_argv(node, program, cwd=cwd, environ=environ),
                 lambda exit_code, stderr: explain_ssh_failure(exit_code, stderr, node),
                 python,
             )
         case _:
-            return Reach(node, lambda program: program, python=python)
+            return NodeAccess(node, lambda program: program, python=python)
 
 
 def shared_out(node: Node, slots: HostSlots) -> Node:
@@ -333,7 +333,7 @@ def shared_out(node: Node, slots: HostSlots) -> Node:
 
 def with_room(cluster: Cluster, plan: Plan) -> Cluster:
     """The cluster with a device for every worker of the plan: on CPU they may outnumber cores."""
-    counts = {share.hostname: share.num_workers for share in plan.shares}
+    counts = {share.hostname: share.num_workers for share in plan.placements}
     nodes = []
     for node in cluster.nodes:
         count = counts.get(node.hostname if node.is_remote else "", 0)
@@ -354,13 +354,13 @@ def dry_run(
 ) -> str:
     """The commands of every worker as a person would type them; starts nothing and connects to nobody."""
     lines = [f"# {plan.world_size} workers, launcher {where.launcher}, backend {plan.backend}"]
-    if first := plan.shares[0].hostname:
+    if first := plan.placements[0].hostname:
         place = f"tcp://ADDRESS_OF_{first}:PORT_BOUND_THERE"
-        meeting = Meeting(place, tuple(where.interface or "INTERFACE_THAT_REACHES_IT" for _ in plan.nodes))
+        rendezvous = Rendezvous(place, tuple(where.interface or "INTERFACE_THAT_REACHES_IT" for _ in plan.nodes))
     else:
-        meeting = meeting_on_one_node(Path("NEW_FOLDER"))
-    commands = worker_commands(plan, program, run_dir=run_dir, meeting=meeting, launched_at=0.0, environ=environ)
-    for number, share in enumerate(plan.shares):
+        rendezvous = rendezvous_on_one_node(Path("NEW_FOLDER"))
+    commands = worker_commands(plan, program, run_dir=run_dir, rendezvous=rendezvous, launched_at=0.0, environ=environ)
+    for number, share in enumerate(plan.placements):
         if share.hostname:
             way = reach(where, share.hostname)
             lines += ["", f"# node {share.hostname}: {shlex.join(way.argv([way.python, '-m', 'paceline', 'agent']))}"]

@@ -101,7 +101,7 @@ class Strategy:
 
     def _chosen(self, job: Job, cluster: Cluster, num_devices: int, wishes: dict[str, Any]) -> Plan:
         """What the planner takes for the best."""
-        from paceline.plan.choose import choose_mesh
+        from paceline.plan.mesh_selection import choose_mesh
 
         choice = choose_mesh(
             job, facts_of(job), cluster, num_devices, memory_bytes=worker_memory_bytes(cluster, num_devices)
@@ -114,7 +114,7 @@ class Strategy:
 
     @staticmethod
     def _check_replicas_fit(job: Job, cluster: Cluster, num_devices: int) -> None:
-        from paceline.plan.choose import check_fits
+        from paceline.plan.mesh_selection import check_fits
 
         check_fits(job, facts_of(job), Mesh(dp=num_devices), worker_memory_bytes(cluster, num_devices))
 
@@ -175,7 +175,7 @@ def facts_of(job: Job) -> ModelFacts:
 
 def worker_memory_bytes(cluster: Cluster, num_workers: int) -> float:
     """What one worker may use: its part of the hardware, or less where this process is limited."""
-    from paceline.plan.choose import worker_memory_bytes as of_hardware
+    from paceline.plan.mesh_selection import worker_memory_bytes as of_hardware
 
     limits = [of_hardware(cluster, num_workers)]
     if cluster.device_kind == "cpu":

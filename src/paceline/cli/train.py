@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli.execute import execute, new_run_dir, training_program
-from paceline.cli.foretold import CLUSTER_FILE, ClusterFile, feed_back, foretold
+from paceline.cli.forecasts import CLUSTER_FILE, ClusterFile, feed_back, with_forecasts
 from paceline.cli.options import (
     Algorithm,
     AsJson,
@@ -80,7 +80,7 @@ def train(
         )
         can_spare = elastic.min_workers is not None and num_workers > elastic.min_workers
         exclude_slower = elastic.exclude_slower if can_spare else None
-        return foretold(
+        return with_forecasts(
             resolved, [dataclasses.replace(plan, debug_comm=debug_comm, exclude_slower=exclude_slower)], cluster_file
         )[0]
 
@@ -112,9 +112,9 @@ def train(
         return
     accuracy = "" if record.accuracy is None else f"accuracy {record.accuracy:.2%}, "
     expected = plan.forecast_samples_per_s
-    foretold_words = "" if expected is None else f" (forecast {expected:,.0f})"
+    forecast_words = "" if expected is None else f" (forecast {expected:,.0f})"
     print(
-        f"{accuracy}{record.samples_per_s:,.0f} samples/s{foretold_words} on {record.world_size} x {plan.device_kind}, "
+        f"{accuracy}{record.samples_per_s:,.0f} samples/s{forecast_words} on {record.world_size} x {plan.device_kind}, "
         f"{record.steps} steps in {record.train_s:.1f} s ({record.wall_s:.1f} s in all)\n"
         f"weights_sha256 {record.weights_sha256}\n{run_dir}/record.json"
     )

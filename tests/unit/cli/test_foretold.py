@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.foretold import feed_back, foretold, unforetold
+from paceline.cli.forecasts import feed_back, with_forecasts, without_forecasts
 from paceline.errors import ClusterError
 from paceline.spec import Cluster, Device, ForecastCheck, Job, JobTiming, Link, MicroBatchTiming, Node, Plan
 from paceline.spec.cluster import MOST_CHECKS
@@ -32,28 +32,28 @@ def cluster_file(tmp_path: Path) -> Path:
 
 
 def test_without_a_probe_plans_stay_as_they_are(tmp_path: Path, cluster_file: Path) -> None:
-    assert foretold(JOB, [Plan()], tmp_path / "none.json") == [Plan()]
+    assert with_forecasts(JOB, [Plan()], tmp_path / "none.json") == [Plan()]
     other = dataclasses.replace(JOB, name="other")
-    assert foretold(other, [Plan()], cluster_file) == [Plan()]
+    assert with_forecasts(other, [Plan()], cluster_file) == [Plan()]
 
 
 def test_a_broken_file_is_said_to_be_one(tmp_path: Path) -> None:
     (tmp_path / "cluster.json").write_text("{")
     with pytest.raises(ClusterError, match="cannot be read as a cluster"):
-        foretold(JOB, [Plan()], tmp_path / "cluster.json")
+        with_forecasts(JOB, [Plan()], tmp_path / "cluster.json")
 
 
 def test_a_plan_carries_what_is_expected_of_it(cluster_file: Path) -> None:
-    alone, two = foretold(JOB, [Plan(), Plan(world_size=2)], cluster_file)
+    alone, two = with_forecasts(JOB, [Plan(), Plan(world_size=2)], cluster_file)
     assert alone.forecast_samples_per_s == pytest.approx(64 / (0.001 + 0.0005 * 64), rel=0.1)
     assert two.forecast_samples_per_s is not None and two.world_size == 2
-    assert unforetold(two) == Plan(world_size=2)
+    assert without_forecasts(two) == Plan(world_size=2)
 
 
 def test_experience_is_kept_with_the_cluster(cluster_file: Path) -> None:
     assert Cluster.load(cluster_file).past_error() == ""
     done = sample_record(1)
-    plain = dataclasses.replace(done, plan=unforetold(done.plan))
+    plain = dataclasses.replace(done, plan=without_forecasts(done.plan))
     right = dataclasses.replace(done, plan=dataclasses.replace(done.plan, forecast_samples_per_s=done.samples_per_s))
     wrong = dataclasses.replace(
         done, plan=dataclasses.replace(done.plan, forecast_samples_per_s=1.2 * done.samples_per_s)

@@ -24,10 +24,10 @@ from paceline.cli.site import (
     with_room,
 )
 from paceline.errors import LaunchError
-from paceline.launch.elastic import Limits
+from paceline.launch.elastic import ElasticLimits
 from paceline.launch.hosts import HostSlots
 from paceline.plan.placement import spread
-from paceline.spec import Cluster, Device, Node, NodeShare, Plan
+from paceline.spec import Cluster, Device, Node, NodePlacement, Plan
 from paceline.spec.cluster import DeviceKind
 
 SLOTS = (HostSlots("a", 2), HostSlots("b", 2))
@@ -160,7 +160,7 @@ def test_a_dry_run_on_this_node_can_be_typed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("launcher", ["ssh", "slurm", "ray"])
 def test_a_dry_run_on_several_nodes_names_what_only_a_run_can_know(launcher: LauncherName, tmp_path: Path) -> None:
-    shares = (NodeShare("a", 2, devices=(3, 0)), NodeShare("b", 1, devices=(5,)))
+    shares = (NodePlacement("a", 2, devices=(3, 0)), NodePlacement("b", 1, devices=(5,)))
     plan = Plan(world_size=3, device_kind="cuda", nodes=shares)
     text = dry_run(plan, PROGRAM, tmp_path, Where(launcher))
     assert text.splitlines()[0] == f"# 3 workers, launcher {launcher}, backend nccl"
@@ -201,9 +201,9 @@ def test_what_is_busy_here_is_not_busy_on_paper(monkeypatch: pytest.MonkeyPatch)
 
 def test_how_far_a_run_may_shrink_and_grow() -> None:
     assert Elastic().limits(4) is None
-    assert Elastic(min_workers=2).limits(4) == Limits(2, 4, 3)
-    assert Elastic(min_workers=2, max_workers=3, max_restarts=0).limits(4) == Limits(2, 3, 0)
-    assert Elastic(min_workers=2, max_workers=8).limits(4) == Limits(2, 4, 3)
+    assert Elastic(min_workers=2).limits(4) == ElasticLimits(2, 4, 3)
+    assert Elastic(min_workers=2, max_workers=3, max_restarts=0).limits(4) == ElasticLimits(2, 3, 0)
+    assert Elastic(min_workers=2, max_workers=8).limits(4) == ElasticLimits(2, 4, 3)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_limits_that_cannot_be_meant(elastic: Elastic, words: str) -> None:
 
 def test_cpu_workers_may_outnumber_the_cores_of_a_run_that_goes_on() -> None:
     cluster = Cluster((node(), replace(node(hostname="b"), is_remote=True)))
-    plan = Plan(world_size=8, nodes=(NodeShare("", 6), NodeShare("b", 2)))
+    plan = Plan(world_size=8, nodes=(NodePlacement("", 6), NodePlacement("b", 2)))
     assert [len(one.devices) for one in with_room(cluster, plan).nodes] == [6, 4]
     assert with_room(cluster, Plan(world_size=2)) == cluster
 
@@ -232,5 +232,5 @@ def test_one_worker_alone_can_be_debugged(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="--launcher debug runs one worker in this process, not 2; add -n 1"):
         here.run(Plan(world_size=2), PROGRAM, run_dir=tmp_path / "run")
     with pytest.raises(LaunchError, match="leave --min-workers out"):
-        here.run_elastic(Limits(1, 1), spread, lambda _plan: PROGRAM, run_dir=tmp_path / "run")
+        here.run_elastic(ElasticLimits(1, 1), spread, lambda _plan: PROGRAM, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()

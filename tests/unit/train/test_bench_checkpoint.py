@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import CheckpointError
+from paceline.measure.checkpoints import LARGEST_LAYER, time_saves, trained_state
 from paceline.spec.checkpoint_timing import CheckpointRequest
-from paceline.train.bench_checkpoint import LARGEST_LAYER, time_saves, trained_state
 
 CPU = torch.device("cpu")
 
