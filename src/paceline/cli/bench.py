@@ -129,7 +129,7 @@ def checkpoint(
         plan = _plan(site.cluster, workers)
         request = CheckpointRequest(address, int(parameters), rounds, plan.device_kind)
         _save_request(request, folder)
-        _run("paceline.measure.checkpoints", site, plan, folder, quiet)
+        _run("paceline.measure.checkpoint_bench", site, plan, folder, quiet)
     timings = CheckpointTimings.from_mapping(json.loads((folder / TIMINGS_FILE).read_text(encoding="utf-8")))
     if as_json:
         print(json.dumps(checkpoint_mapping(timings)))
@@ -149,7 +149,7 @@ def _measure(request: CommRequest, site: Allocation, plan: Plan, folder: Path, q
     counted = site.where.interface if len(plan.placements) > 1 else None
     request = dataclasses.replace(request, device_kind=plan.device_kind, interface=counted)
     _save_request(request, folder)
-    _run("paceline.measure.collectives", site, plan, folder, quiet)
+    _run("paceline.measure.collective_bench", site, plan, folder, quiet)
 
 
 def _save_request(request: CommRequest | CheckpointRequest, folder: Path) -> None:

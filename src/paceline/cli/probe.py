@@ -119,13 +119,13 @@ def _measure_links(site: Allocation, scratch: Path, *, quiet: bool) -> tuple[tup
     with Console(stderr=True, quiet=quiet).status("links inside " + _count(len(nodes), "node")):
         site.run(
             _one_worker_a_node(site.cluster),
-            ["-m", "paceline.measure.links", str(scratch)],
+            ["-m", "paceline.measure.link_probe", str(scratch)],
             run_dir=scratch,
             environ=_PCI_ORDER,
         )
 
     # Not before: with --launcher debug the program above is this very module, which Python wants to be new.
-    from paceline.measure.links import LINKS_FILE, LinkProbe, with_measured
+    from paceline.measure.link_probe import LINKS_FILE, LinkProbe, with_measured
 
     results = [LinkProbe.load(scratch / LINKS_FILE.format(rank=rank)) for rank in range(len(nodes))]
     measured = tuple(with_measured(node, result.links) for node, result in zip(nodes, results, strict=True))
@@ -150,7 +150,7 @@ def _reasons_of_nodes(by_node: Mapping[str, Sequence[str]]) -> list[str]:
 
 def _measure_network(site: Allocation, scratch: Path, *, quiet: bool) -> tuple[tuple[NetworkLink, ...], list[str]]:
     """What pairs of nodes reach, and which pairs were left out."""
-    from paceline.measure.links import MOST_NODES_IN_FULL, node_pairs
+    from paceline.measure.link_probe import MOST_NODES_IN_FULL, node_pairs
 
     num_nodes = len(site.cluster.nodes)
     if num_nodes == 1:
@@ -164,7 +164,7 @@ def _measure_network(site: Allocation, scratch: Path, *, quiet: bool) -> tuple[t
             "device_kind": site.cluster.device_kind,
         },
     )
-    program = ["-m", "paceline.measure.network", str(scratch), *(["--quiet"] if quiet else [])]
+    program = ["-m", "paceline.measure.network_probe", str(scratch), *(["--quiet"] if quiet else [])]
     site.run(_one_worker_a_node(site.cluster), program, run_dir=scratch, environ=_PCI_ORDER | env.terminal())
     result = json.loads((scratch / "network.json").read_text(encoding="utf-8"))
     links = tuple(from_mapping(NetworkLink, link) for link in result["links"])
@@ -218,7 +218,7 @@ def _measure_job(
             "budget_s": budget_s,
         },
     )
-    program = ["-m", "paceline.measure.job", str(scratch), *(["--quiet"] if quiet else [])]
+    program = ["-m", "paceline.measure.job_probe", str(scratch), *(["--quiet"] if quiet else [])]
     site.run(plan, program, run_dir=scratch, environ=_PCI_ORDER | env.terminal())
     result = json.loads((scratch / "probe.json").read_text(encoding="utf-8"))
     return from_mapping(JobTiming, result["timing"]), list(result["not_measured"])

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.cli.probe import _measure_job, _reasons_of_nodes, merge
-from paceline.measure import links as link_probe
-from paceline.measure.job import JobProbe
-from paceline.measure.links import (
+from paceline.measure import link_probe
+from paceline.measure.job_probe import JobProbe
+from paceline.measure.link_probe import (
     LinkProbe,
     LinkTimes,
     measure_links,
