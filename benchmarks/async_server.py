@@ -31,7 +31,7 @@ from paceline import data, models
 from paceline.comm.parameter_server_async import Course, ParameterServerAsync, Terms
 from paceline.data import ArrayReader, ArraySet
 from paceline.data.order import epoch_order
-from paceline.parallel.shards import shard_sizes
+from paceline.parallel.assignment import shard_sizes
 from paceline.spec import DataSpec, Job, ModelSpec, OptimSpec
 from paceline.train.schedule import lr_factor
 

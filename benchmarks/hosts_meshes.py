@@ -29,14 +29,14 @@ from tests.hosts.cluster import run_on_nodes, why_not
 from tests.hosts.sshd import ssh_between
 from torch import Tensor, nn
 
-from paceline.cli.options import resolve_job
-from paceline.cli.plan import trace_model
 from paceline.parallel.dry_run import StageFacts, dry_run, on_paper
-from paceline.plan.choose import choose_mesh
-from paceline.plan.forecast import Known, Question
-from paceline.plan.search import Candidate, best_of
+from paceline.plan.forecast import ForecastInputs, Question
+from paceline.plan.mesh_selection import choose_mesh
+from paceline.plan.search import MeshCandidate, best_of
 from paceline.plan.traffic import node_bytes, sent_bytes, sum_bytes
 from paceline.spec import Cluster, Job, Mesh, Plan, parse_mesh
+from paceline.workflows.jobs import resolve_job
+from paceline.workflows.traced_model import trace_model
 
 NUM_WORKERS, ON_A_NODE = 4, 2
 MESHES = (
@@ -102,7 +102,7 @@ class Row:
     """One mesh."""
 
     mesh: Mesh
-    forecast: Candidate
+    forecast: MeshCandidate
     formula_mb: float
     """Sent by the node that sends more in a step."""
     steps_s: list[list[float]]
@@ -151,7 +151,7 @@ def train(request: dict[str, Any]) -> None:
 # --- the planner ---
 
 
-def planned_rows(job: Job, known: Known, names: Sequence[str]) -> list[Row]:
+def planned_rows(job: Job, known: ForecastInputs, names: Sequence[str]) -> list[Row]:
     """Meshes with their prices, without measurements."""
     workload = replace(known.workload(NUM_WORKERS), memory_bytes=float("inf"))
     network = known.network(known.layout(NUM_WORKERS))
@@ -159,12 +159,12 @@ def planned_rows(job: Job, known: Known, names: Sequence[str]) -> list[Row]:
     for name in names:
         mesh = parse_mesh(name, NUM_WORKERS, NUM_WORKERS // ON_A_NODE)
         found = best_of(workload, mesh, ON_A_NODE, network)
-        assert isinstance(found, Candidate)
+        assert isinstance(found, MeshCandidate)
         rows.append(Row(mesh, found, formula_bytes(job, found) / 1e6, []))
     return rows
 
 
-def formula_bytes(job: Job, candidate: Candidate) -> float:
+def formula_bytes(job: Job, candidate: MeshCandidate) -> float:
     """What the node that sends more sends in a step, by `plan/traffic.py`."""
     from paceline.models import build
 
@@ -247,7 +247,7 @@ def main() -> None:
         ssh_between(nodes.nodes, Path(keys)),
     ):
         cluster = Cluster.load(asked.cluster or _probe(nodes, words, asked.data, out / "cluster.json"))
-        known = Known.of(job, cluster, Question(), NUM_WORKERS, facts := trace_model(job))
+        known = ForecastInputs.of(job, cluster, Question(), NUM_WORKERS, facts := trace_model(job))
         rows = planned_rows(job, known, [name.strip() for name in asked.meshes.split(",")])
         choice = choose_mesh(job, facts, cluster, NUM_WORKERS)
         for _ in range(asked.rounds):

@@ -19,9 +19,9 @@ from paceline import models
 from paceline.data import ArraySet
 from paceline.env import worker_facts
 from paceline.spec import Job, ModelSpec, Plan
-from paceline.train.agreement import Agreement
 from paceline.train.optim import build_optimizer
 from paceline.train.process_group import join
+from paceline.train.status_exchange import StatusExchange
 
 from .cost import Seconds
 
@@ -77,14 +77,14 @@ def calls_alone() -> float:
     """In each of two workers: processor seconds of one agreement, all threads of a worker, nothing being computed."""
     facts = worker_facts()
     join(facts, Plan(world_size=facts.world_size, timeout_s=60))
-    agreement = Agreement(dist.group.WORLD)
+    exchange = StatusExchange(dist.group.WORLD)
     began = 0.0
     for number in range(-100, CALLS):
         if number == 0:
             began = time.process_time()
-        agreement.heard()
-        agreement.tell(set(), 0.1)
-    agreement.heard()
+        exchange.received()
+        exchange.send(set(), 0.1)
+    exchange.received()
     return (time.process_time() - began) / CALLS
 
 

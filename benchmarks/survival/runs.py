@@ -18,7 +18,7 @@ from tests.hosts import cluster as namespaces
 from tests.hosts.sshd import ssh_between, start_sshd
 from tests.ranks.launching import processes_of
 
-from paceline.pulse import read_vitals
+from paceline.heartbeat import read_vitals
 from paceline.spec import RunRecord
 
 EVERY_STEPS = 10
@@ -31,7 +31,7 @@ SETTINGS = (
 )
 START_S, END_S = 120.0, 60.0
 
-_PULSE = re.compile(r"(?P<path>/\S*/paceline-pulse-[^/]+/rank(?P<rank>\d+))$", re.MULTILINE)
+_PULSE = re.compile(r"(?P<path>/\S*/paceline-heartbeat-[^/]+/rank(?P<rank>\d+))$", re.MULTILINE)
 """A line of /proc/PID/maps."""
 
 
@@ -47,11 +47,11 @@ class Process(Protocol):
 class Worker:
     rank: int
     pid: int
-    pulse: Path
+    heartbeat: Path
 
     @property
     def step(self) -> int:
-        return read_vitals(self.pulse).step or -1
+        return read_vitals(self.heartbeat).step or -1
 
 
 def train_for(folder: Path, settings: Sequence[str] = (), *words: str) -> str:
@@ -96,8 +96,8 @@ def find_workers(folder: Path) -> list[Worker]:
     found = []
     for process in processes_of(folder):
         with contextlib.suppress(OSError):
-            if pulse := _PULSE.search((process / "maps").read_text()):
-                found.append(Worker(int(pulse["rank"]), int(process.name), Path(pulse["path"])))
+            if heartbeat := _PULSE.search((process / "maps").read_text()):
+                found.append(Worker(int(heartbeat["rank"]), int(process.name), Path(heartbeat["path"])))
     return sorted(found, key=lambda worker: worker.rank)
 
 

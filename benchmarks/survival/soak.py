@@ -155,7 +155,7 @@ def _left_behind() -> tuple[int, int]:
     """Segments of shared memory, and temporary folders."""
     return (
         len(list(Path("/dev/shm").glob("paceline*"))),
-        len(list(Path(tempfile.gettempdir()).glob("paceline-pulse-*"))),
+        len(list(Path(tempfile.gettempdir()).glob("paceline-heartbeat-*"))),
     )
 
 

@@ -25,7 +25,7 @@ DATA_DIR = "PACELINE_DATA"
 TRACE_DIR = "PACELINE_TRACE_DIR"
 MAX_STEPS = "PACELINE_MAX_STEPS"
 DEVICE = "PACELINE_DEVICE"
-PULSE = "PACELINE_PULSE"
+HEARTBEAT = "PACELINE_PULSE"
 STORE_FD = "PACELINE_STORE_FD"
 CPUS = "PACELINE_CPUS"
 CONTAINER = "PACELINE_CONTAINER"
@@ -43,7 +43,7 @@ CUDA_BY_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 READ_LATE = frozenset(
     {
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-        *(RENDEZVOUS, LAUNCHED_AT, PULSE, STORE_FD, CPUS, *INTERFACE_VARIABLES),
+        *(RENDEZVOUS, LAUNCHED_AT, HEARTBEAT, STORE_FD, CPUS, *INTERFACE_VARIABLES),
     }
 )
 """What nobody reads before a worker joins the others; whatever asks CUDA for its devices fixes what it may see."""
@@ -210,9 +210,9 @@ def worker_variables(
     return variables
 
 
-def node_variables(pulse: Path, store_fd: int | None) -> dict[str, str]:
-    """What only the node itself can say to a worker: where to show its pulse, and the socket of the meeting point."""
-    return {PULSE: str(pulse)} | ({} if store_fd is None else {STORE_FD: str(store_fd)})
+def node_variables(heartbeat: Path, store_fd: int | None) -> dict[str, str]:
+    """What only the node can tell a worker: its heartbeat file, and the socket of the rendezvous."""
+    return {HEARTBEAT: str(heartbeat)} | ({} if store_fd is None else {STORE_FD: str(store_fd)})
 
 
 def everything() -> dict[str, str]:
@@ -265,9 +265,9 @@ def socket_interfaces() -> dict[str, str]:
     return {name: os.environ[name] for name in INTERFACE_VARIABLES if os.environ.get(name)}
 
 
-def pulse_path() -> Path | None:
-    """Where the launcher looks at this worker's pulse, if one does."""
-    text = os.environ.get(PULSE)
+def heartbeat_path() -> Path | None:
+    """Where the launcher looks at this worker's heartbeat, if one does."""
+    text = os.environ.get(HEARTBEAT)
     return Path(text) if text else None
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.execute import write_run
 from paceline.launch.kubernetes import Pods, job_manifest
 from paceline.spec import Job, Plan, RunRecord
+from paceline.workflows.run_folder import write_run
 from tests.hosts.cluster import INTERFACE, MASTER_PORT, Cluster, Node, NodeProcess
 from tests.hosts.slurm import slurm_on, why_not_slurm
 from tests.hosts.sshd import ssh_between, why_not_ssh
@@ -54,8 +54,8 @@ def weights_alone(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) ->
 
 def test_torchrun(cluster: Cluster, weights_alone: str | None, tmp_path: Path) -> None:
     program = _program(tmp_path / "run", world_size=4)
-    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=node0:{MASTER_PORT}", "--rdzv-id=test"]
-    agents = [_start(node, _torchrun(meeting, program)) for node in cluster.nodes]
+    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=node0:{MASTER_PORT}", "--rdzv-id=test"]
+    agents = [_start(node, _torchrun(rendezvous, program)) for node in cluster.nodes]
     for agent in agents:
         assert agent.wait(TIMEOUT_S) == 0, agent.output
     _check(tmp_path / "run", weights_alone)
@@ -134,9 +134,9 @@ def _mpirun(variables: Sequence[str], program: Sequence[str], per_node: int = 2)
     return ["mpirun", "--allow-run-as-root", *where, *network, *exported, sys.executable, *program]
 
 
-def _torchrun(meeting: Sequence[str], program: Sequence[str]) -> list[str]:
+def _torchrun(rendezvous: Sequence[str], program: Sequence[str]) -> list[str]:
     size = ["--nnodes=2", "--nproc-per-node=2"]
-    return [sys.executable, "-m", "torch.distributed.run", *size, *meeting, *program]
+    return [sys.executable, "-m", "torch.distributed.run", *size, *rendezvous, *program]
 
 
 def _program(run_dir: Path, *, world_size: int) -> list[str]:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from paceline.cli.execute import write_run
 from paceline.spec import Job, Plan, RunRecord
+from paceline.workflows.run_folder import write_run
 from tests.hosts.cluster import Cluster
 from tests.hosts.forked import fork_on_nodes
 from tests.ranks.harness import run_ranks
@@ -37,10 +37,10 @@ def _alone(job: Job, run_dir: Path) -> RunRecord:
 
 
 def _train_alone(job: Job, run_dir: Path) -> None:
-    from paceline.train.loop import Output, train
+    from paceline.train.loop import RunOutput, train
 
     run_dir.mkdir()
-    train(job, Plan(), Output(run_dir, None), max_steps=MAX_STEPS)
+    train(job, Plan(), RunOutput(run_dir, None), max_steps=MAX_STEPS)
 
 
 def _spread(cluster: Cluster, workers: list[int], job: Job, run_dir: Path, **plan: Any) -> RunRecord:

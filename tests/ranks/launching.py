@@ -52,10 +52,10 @@ tell(f"{{RANK}}.pid", str(os.getpid()))
 GENERATION = """\
 import json
 from paceline import env
-from paceline.pulse import Pulse
+from paceline.heartbeat import Heartbeat
 
 GENERATION = len(json.loads((Path(os.environ["PACELINE_RUN_DIR"]) / "elastic.json").read_text())["generations"]) - 1
-pulse = Pulse(env.pulse_path())
+heartbeat = Heartbeat(env.heartbeat_path())
 tell(f"{GENERATION}-{RANK}.pid", str(os.getpid()))
 """
 """For behind the prologue, in an elastic run."""
@@ -73,7 +73,7 @@ signal.signal(signal.SIGUSR1, lambda *_: tell(f"asked-to-save.{RANK}"))
 world = join(env.worker_facts(), Plan(world_size=WORLD_SIZE, timeout_s=60))
 saved = STAGE / "counter.pt"
 counter = torch.load(saved) if saved.exists() else {"step": 0, "sum": 0.0}
-pulse.step(counter["step"])
+heartbeat.step(counter["step"])
 
 def save():
     if RANK == 0:
@@ -88,7 +88,7 @@ def step():
         dist.all_reduce(values)
     counter["step"] += 1
     counter["sum"] += float(values[0])
-    pulse.step(counter["step"])
+    heartbeat.step(counter["step"])
     if values[1]:
         save()
         tell(f"saved.{GENERATION}", str(counter["step"]))

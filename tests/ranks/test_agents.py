@@ -16,14 +16,14 @@ import pytest
 
 from paceline.errors import LaunchError, PacelineError, WorkerFailed
 from paceline.launch import messages, run_workers
-from paceline.launch.remote import Reach, RemoteTeam, open_nodes
+from paceline.launch.remote_team import NodeAccess, RemoteTeam, open_nodes
 from paceline.launch.team import Orders
-from paceline.spec import NodeShare, Plan
+from paceline.spec import NodePlacement, Plan
 from tests.ranks.launching import Stage, open_stage
 
 pytestmark = pytest.mark.timeout(120)
 
-TWO_NODES = Plan(world_size=3, nodes=(NodeShare("a", 2), NodeShare("b", 1)))
+TWO_NODES = Plan(world_size=3, nodes=(NodePlacement("a", 2), NodePlacement("b", 1)))
 
 MEET = """
 import socket
@@ -51,14 +51,14 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
         yield stage
 
 
-def _here(hostname: str) -> Reach:
-    return Reach(hostname, lambda program: program)
+def _here(hostname: str) -> NodeAccess:
+    return NodeAccess(hostname, lambda program: program)
 
 
-def _answering(*lines: bytes, exit_code: int = 0) -> Reach:
+def _answering(*lines: bytes, exit_code: int = 0) -> NodeAccess:
     """A node whose agent says these lines and ends."""
     script = f"import sys; sys.stdout.buffer.write({b''.join(lines)!r}); sys.stderr.write('the reason'); "
-    return Reach("odd", lambda _program: [sys.executable, "-c", script + f"sys.exit({exit_code})"])
+    return NodeAccess("odd", lambda _program: [sys.executable, "-c", script + f"sys.exit({exit_code})"])
 
 
 def _hello(**versions: str) -> bytes:
@@ -135,15 +135,15 @@ def test_a_mistake_of_the_user_stays_one_sentence(stage: Stage) -> None:
         (_answering(b"Welcome to the login node!\n"), "got 'Welcome to the login node!"),
         (_answering(exit_code=3), "No agent runs on odd (exit code 3): the reason"),
         (_answering(_hello(paceline="0.0.1")), "odd has paceline 0.0.1, but a has"),
-        (Reach("odd", lambda _program: ["/nowhere/ssh"]), "/nowhere/ssh cannot be started to reach odd"),
+        (NodeAccess("odd", lambda _program: ["/nowhere/ssh"]), "/nowhere/ssh cannot be started to reach odd"),
         (
-            Reach("odd", lambda _program: ["false"], lambda code, _stderr: f"odd is unreachable ({code})."),
+            NodeAccess("odd", lambda _program: ["false"], lambda code, _stderr: f"odd is unreachable ({code})."),
             "odd is unreachable (1).",
         ),
     ],
     ids=["chatty", "ends", "version", "no client", "explained"],
 )
-def test_a_node_that_cannot_take_part_is_one_sentence(odd: Reach, sentence: str) -> None:
+def test_a_node_that_cannot_take_part_is_one_sentence(odd: NodeAccess, sentence: str) -> None:
     with pytest.raises(LaunchError) as caught, open_nodes([_here("a"), odd]):
         pytest.fail("it took part")
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
@@ -177,12 +177,12 @@ class _Bare:
             [sys.executable, "-m", "paceline", "agent"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
 
-    def say(self, message: messages.Message) -> None:
+    def say(self, message: messages.AgentMessage) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(message.encode())
         self.process.stdin.flush()
 
-    def hear(self, kind: type[messages.Message]) -> messages.Message:
+    def hear(self, kind: type[messages.AgentMessage]) -> messages.AgentMessage:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             message = messages.decode(line)

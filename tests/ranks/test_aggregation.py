@@ -13,9 +13,9 @@ from torch import nn
 import paceline
 from paceline import env
 from paceline.comm import ALGORITHMS, Aggregator, Bucket, Scheduler, open_links
-from paceline.comm.choose import choose, sensible
+from paceline.comm.selection import choose, sensible
 from paceline.spec import Job, Plan
-from paceline.train.loop import Output
+from paceline.train.loop import RunOutput
 from paceline.train.loop import train as train_job
 from paceline.train.process_group import join, leave
 from tests.ranks.harness import run_ranks
@@ -124,7 +124,7 @@ def _lossy_record(tmp: str) -> tuple[str, str, tuple[str, ...]]:
     from pathlib import Path
 
     job = _job(model="lenet", data="digits", aggregation={"wire": "bfloat16"}, global_batch_size=64)
-    record = train_job(job, None, Output(Path(tmp), None), max_steps=3)
+    record = train_job(job, None, RunOutput(Path(tmp), None), max_steps=3)
     return record.plan.algorithm, record.weights_sha256, record.notes
 
 

@@ -15,7 +15,7 @@ import paceline
 from paceline import env
 from paceline.models.lenet import lenet
 from paceline.spec import Job, Plan, RunRecord
-from paceline.train.loop import Output, train
+from paceline.train.loop import RunOutput, train
 from tests.ranks.harness import run_ranks
 from tests.ranks.training import images, loss_fn
 
@@ -49,7 +49,7 @@ def _train(job: Job, run_dir: Path, num_servers: int = 1, max_steps: int | None 
         num_servers=num_servers,
         timeout_s=30,
     )
-    return train(job, plan, Output(run_dir, None), max_steps)
+    return train(job, plan, RunOutput(run_dir, None), max_steps)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.models.gpt import GPT
 from paceline.parallel.dry_run import CommBytes, DryRun, dry_run, on_paper
-from paceline.parallel.meshed import MeshedParallel
+from paceline.parallel.mesh import MeshParallel
 from paceline.parallel.tensor import bytes_per_pass, bytes_per_sample, find_layout, layer_sizes
 from paceline.plan.traffic import padded_bytes, sent_bytes, sum_bytes
 from paceline.spec import Job, Mesh, PipelineSpec, Plan, parse_mesh
@@ -114,7 +114,7 @@ def _dry_run(model: str, mesh: Mesh, num_passes: int) -> DryRun:
 
 def _foretold(case: Case) -> Foretold:
     mesh = parse_mesh(case.strategy, WORKERS)
-    num_passes = SHARDS // mesh.num_shares
+    num_passes = SHARDS // mesh.num_assignments
     more = case.pipeline.stages_per_worker
     model, arguments = on_paper(MODELS[case.model], _sample(case.model), SHARD)
     layout, sizes = find_layout(model, mesh.tp), layer_sizes(model, lambda one: one(*arguments), SHARD)
@@ -174,7 +174,7 @@ def _counted(case: Case, cuts: tuple[str, ...]) -> dict[AxisName, float]:
         model = MODELS[case.model]()
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), example=inputs[:2])
         engine = run.engine
-        assert isinstance(engine, MeshedParallel)
+        assert isinstance(engine, MeshParallel)
         groups: dict[str, AxisName] = {engine._axes.device_mesh.get_group(axis).group_name: axis for axis in AXES}
         assert len(groups) == len(AXES)
         here, there = CommBytes(groups), CommBytes(groups)
@@ -206,10 +206,10 @@ def _counted(case: Case, cuts: tuple[str, ...]) -> dict[AxisName, float]:
 
 @pytest.mark.slow
 def test_every_axis_sends_what_the_dry_run_and_the_formula_say() -> None:
-    (foretold,) = run_ranks(_foretell, 1, CASES, timeout_s=120)
-    cases = [(case, one.cuts) for case, one in zip(CASES, foretold, strict=True)]
+    (with_forecasts,) = run_ranks(_foretell, 1, CASES, timeout_s=120)
+    cases = [(case, one.cuts) for case, one in zip(CASES, with_forecasts, strict=True)]
     counted = run_ranks(_count, WORKERS, cases, timeout_s=240)
-    for number, (case, expected) in enumerate(zip(CASES, foretold, strict=True)):
+    for number, (case, expected) in enumerate(zip(CASES, with_forecasts, strict=True)):
         mesh = parse_mesh(case.strategy, WORKERS)
         for rank in range(WORKERS):
             place, sent = mesh.place(rank), counted[rank][number]

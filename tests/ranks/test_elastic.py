@@ -18,7 +18,7 @@ import pytest
 
 from paceline.launch.fleet import Fleet
 from paceline.launch.messages import Hello
-from paceline.launch.remote import Reach, open_nodes
+from paceline.launch.remote_team import NodeAccess, open_nodes
 from paceline.spec import Cluster, Node
 from paceline.spec.codec import from_mapping
 from tests.ranks.launching import (
@@ -125,7 +125,7 @@ FAILS_IN_ITS_THIRD_PLACE = (
     GENERATION
     + """
 for number in range(5):
-    pulse.step(number)
+    heartbeat.step(number)
 tell(f"begun.{GENERATION}.{RANK}", str(WORLD_SIZE))
 for rank in range(WORLD_SIZE):
     await_mark(f"begun.{GENERATION}.{rank}")
@@ -161,15 +161,15 @@ def test_fewer_workers_than_wanted_are_the_end(stage: Stage) -> None:
 SAVES_WHEN_THE_OTHER_IS_GONE = (
     GENERATION
     + """
-pulse.step(0)
-pulse.step(1)
+heartbeat.step(0)
+heartbeat.step(1)
 tell(f"begun.{GENERATION}.{RANK}", str(WORLD_SIZE))
 for rank in range(WORLD_SIZE):
     await_mark(f"begun.{GENERATION}.{rank}")
 if GENERATION == 0 and RANK == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 if GENERATION == 0:
-    pulse.save()
+    heartbeat.save()
     time.sleep(1.5)
     tell("saved")
     sys.exit(1)
@@ -240,7 +240,7 @@ def test_an_agent_that_ended_is_reached_again(stage: Stage) -> None:
     def describe(hostname: str, hello: Hello) -> Node:
         return replace(from_mapping(Node, hello.node), hostname=hostname, is_remote=True)
 
-    reaches = [Reach(hostname, lambda program: program) for hostname in "ab"]
+    reaches = [NodeAccess(hostname, lambda program: program) for hostname in "ab"]
     with open_nodes(reaches) as (teams, hellos):
         nodes = tuple(describe(team.hostname, hello) for team, hello in zip(teams, hellos, strict=True))
         with contextlib.closing(Fleet(Cluster(nodes), teams, describe)) as fleet:
@@ -262,7 +262,7 @@ def test_a_node_that_is_gone_for_good_is_tried_until_the_end(stage: Stage) -> No
     once = (
         f"if [ -e {attempts} ]; then echo again >> {attempts}; exit 1; fi; touch {attempts}; exec {shlex.join(agent)}"
     )
-    with open_nodes([Reach("a", lambda _program: ["sh", "-c", once])]) as (teams, hellos):
+    with open_nodes([NodeAccess("a", lambda _program: ["sh", "-c", once])]) as (teams, hellos):
         node = replace(from_mapping(Node, hellos[0].node), hostname="a", is_remote=True)
         with contextlib.closing(Fleet(Cluster((node,)), teams, lambda _hostname, _hello: node)) as fleet:
             fleet.lose("a")

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 import paceline
 from paceline.env import worker_facts
 from paceline.errors import JobError
-from paceline.parallel import InfrequentDataParallel
+from paceline.parallel import LocalSGD
 from paceline.spec import Job, Plan, RunRecord
 from paceline.train import Run
 from paceline.train.digest import weights_sha256
-from paceline.train.loop import Output
+from paceline.train.loop import RunOutput
 from paceline.train.loop import train as train_job
 from tests.ranks.harness import run_ranks
 from tests.ranks.training import images, loss_fn, measure
@@ -79,9 +79,9 @@ def _weights(run: Run) -> Weights:
     return {name: value.numpy().copy() for name, value in run.model.state_dict().items()}
 
 
-def _engine(run: Run) -> InfrequentDataParallel:
+def _engine(run: Run) -> LocalSGD:
     engine = run.engine
-    assert isinstance(engine, InfrequentDataParallel)
+    assert isinstance(engine, LocalSGD)
     return engine
 
 
@@ -339,7 +339,7 @@ def test_an_idle_worker_has_no_gradient_to_unscale() -> None:
 
 def _train_digits(job: Job, folder: Path) -> RunRecord:
     spread = Plan(world_size=worker_facts().world_size, algorithm="ring", timeout_s=30)
-    return train_job(job, spread, Output(folder, progress=None), max_steps=6)
+    return train_job(job, spread, RunOutput(folder, progress=None), max_steps=6)
 
 
 def test_a_run_by_the_loop_saves_what_all_workers_agree_on(tmp_path: Path) -> None:

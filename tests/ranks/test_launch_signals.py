@@ -118,7 +118,7 @@ def test_a_wish_to_save_reaches_those_who_can_and_harms_nobody(stage: Stage) -> 
     )
     stage.await_marks("0.ready", "1.ready")
     deadline = time.monotonic() + PATIENCE_S
-    while not (stage.folder / "saved").exists():  # who has not shown a pulse yet is spared
+    while not (stage.folder / "saved").exists():  # who has not shown a heartbeat yet is spared
         launcher.send_signal(signal.SIGUSR1)
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -22,7 +22,7 @@ from paceline.parallel.gradient_norms import GradientNorms
 from paceline.spec import Job, Plan, RunRecord
 from paceline.spec.noise_scale import NoiseScale
 from paceline.train import loop
-from paceline.train.loop import Output
+from paceline.train.loop import RunOutput
 from paceline.train.optim import build_optimizer
 from tests.ranks.harness import run_ranks
 from tests.ranks.training import images, loss_fn
@@ -207,7 +207,7 @@ def test_ragged_batches_and_idle_workers() -> None:
 def _train(job: Job, run_dir: Path) -> tuple[RunRecord, str]:
     words = io.StringIO()
     plan = Plan(world_size=1, algorithm="tree_exact", timeout_s=60)
-    return loop.train(job, plan, Output(run_dir, words)), words.getvalue()
+    return loop.train(job, plan, RunOutput(run_dir, words)), words.getvalue()
 
 
 @pytest.mark.slow

@@ -22,8 +22,8 @@ from paceline import env
 from paceline.models import MODELS
 from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm
 from paceline.parallel.pipeline import MicroBatch, Pipeline
+from paceline.partition import StageLimits
 from paceline.spec import PipelineSpec
-from paceline.spec.stages import Limits
 from tests.ranks.harness import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -325,7 +325,7 @@ def cut_within(memory_bytes: float) -> tuple[tuple[str, ...], bool]:
     """In one worker: before which layer a model with a large layer in front is cut, and whether that may not fit."""
     with joined() as group:
         model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8), *[nn.Linear(8, 8) for _ in range(2)])
-        limits = Limits(memory_bytes=memory_bytes, copies_of_parameters=4.0, micro_batches_kept=(0.0, 0.0))
+        limits = StageLimits(memory_bytes=memory_bytes, copies_of_parameters=4.0, micro_batches_kept=(0.0, 0.0))
         pipeline = Pipeline(model, group, PipelineSpec(), (torch.ones(2, 8),), torch.device("cpu"), limits=limits)
         return pipeline.cuts, "No cut of this model into 2 stages fits into 0.00 GiB" in pipeline.table
 

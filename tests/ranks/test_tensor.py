@@ -406,7 +406,7 @@ class _Counted:
 
 
 def _count(cases: dict[str, Case]) -> dict[str, tuple[float, float]]:
-    """By model: bytes counted and bytes foretold, of one forward and backward."""
+    """By model: bytes counted and bytes with_forecasts, of one forward and backward."""
     mesh = _mesh()
     found = {}
     for name, case in cases.items():
@@ -418,8 +418,10 @@ def _count(cases: dict[str, Case]) -> dict[str, tuple[float, float]]:
         with pytest.MonkeyPatch.context() as monkeypatch:
             counted = _Counted(monkeypatch, mesh.size(), mesh.get_local_rank())
             _loss(model, inputs, targets).backward()
-        foretold = bytes_per_sample(layout, sizes, 4) * len(inputs) + bytes_per_pass(layout, mesh.get_local_rank(), 4)
-        found[name] = counted.num_bytes, foretold
+        with_forecasts = bytes_per_sample(layout, sizes, 4) * len(inputs) + bytes_per_pass(
+            layout, mesh.get_local_rank(), 4
+        )
+        found[name] = counted.num_bytes, with_forecasts
     return found
 
 
@@ -432,8 +434,8 @@ def _counted_models() -> dict[str, tuple[float, float]]:
 
 def test_workers_send_the_bytes_of_the_formula() -> None:
     for found in run_ranks(_counted_models, 4, timeout_s=60):
-        for name, (counted, foretold) in found.items():
-            assert counted > 0 and counted == pytest.approx(foretold, rel=1e-12), name
+        for name, (counted, with_forecasts) in found.items():
+            assert counted > 0 and counted == pytest.approx(with_forecasts, rel=1e-12), name
 
 
 def _zoo() -> dict[str, tuple[float, str]]:

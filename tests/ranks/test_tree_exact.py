@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from paceline import env
 from paceline.comm.tree_exact import TreeSum, tree_all_reduce
-from paceline.parallel.shards import shard_run
+from paceline.parallel.assignment import shard_run
 from paceline.spec import Plan
 from paceline.train.process_group import join, leave
 from tests.ranks.harness import run_ranks

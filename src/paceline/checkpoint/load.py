@@ -11,9 +11,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.box import Box
 from paceline.checkpoint.manifest import MANIFEST_FILE, Chunk, Manifest, PartFile, TensorEntry
 from paceline.checkpoint.part import DTYPES, read_part, verify_part
+from paceline.checkpoint.slice import Slice
 from paceline.checkpoint.storage import Catalogue, Storage
 from paceline.checkpoint.tree import put_together, tensor_names
 from paceline.errors import CheckpointError, PacelineError
@@ -58,9 +58,9 @@ class Checkpoint:
         return {name: self._tensor(entry) for name, entry in self.manifest.tensors.items() if wanted(name)}
 
     def _tensor(self, entry: TensorEntry) -> Tensor:
-        tensor, whole = torch.empty(entry.shape, dtype=DTYPES[entry.dtype]), Box.whole(entry.shape)
+        tensor, whole = torch.empty(entry.shape, dtype=DTYPES[entry.dtype]), Slice.whole(entry.shape)
         for chunk in entry.chunks:
-            tensor[chunk.box.slices_in(whole)] = self.parts[chunk.file][chunk.key]
+            tensor[chunk.slice.slices_in(whole)] = self.parts[chunk.file][chunk.key]
         return tensor
 
     def _whole(self, plain: Any) -> Any:
@@ -144,7 +144,7 @@ def _parts(
     for tensor, entry in manifest.tensors.items():
         for chunk in entry.chunks:
             check_chunk(tensor, entry, chunk, parts[chunk.file].get(chunk.key))
-        check_cover(tensor, Box.whole(entry.shape), [chunk.box for chunk in entry.chunks])
+        check_cover(tensor, Slice.whole(entry.shape), [chunk.slice for chunk in entry.chunks])
     check_manifest(manifest)
     return parts
 
@@ -174,8 +174,8 @@ def check_chunk(name: str, entry: TensorEntry, chunk: Chunk, held: _Held | None)
         raise CheckpointError(f"{chunk.file} does not hold what the manifest says of '{name}'")
 
 
-def check_cover(name: str, whole: Box, boxes: Sequence[Box]) -> None:
-    """That boxes inside of it make up a tensor, or a box of one; the manifest has seen to it that they can.
+def check_cover(name: str, whole: Slice, boxes: Sequence[Slice]) -> None:
+    """That boxes inside of it make up a tensor, or a slice of one; the manifest has seen to it that they can.
 
     Raises:
         CheckpointError: some of it lies in none of them.
@@ -185,8 +185,8 @@ def check_cover(name: str, whole: Box, boxes: Sequence[Box]) -> None:
     # There are as many numbers as it needs, so one that is missing lies under another.
     if all(whole.sizes):
         covered = torch.zeros(whole.sizes, dtype=torch.bool)
-        for box in boxes:
-            covered[box.slices_in(whole)] = True
+        for slice in boxes:
+            covered[slice.slices_in(whole)] = True
         if not covered.all():
             raise CheckpointError(f"parts of '{name}' are missing")
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from paceline.checkpoint.box import Box
+from paceline.checkpoint.slice import Slice
 from paceline.errors import CheckpointError, JobError
 from paceline.spec.codec import from_mapping, to_mapping
 
@@ -46,7 +46,7 @@ class PartFile:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor: where it begins and how large it is along each dimension, and where it is kept."""
+    """A slice of a tensor: where it begins and how large it is along each dimension, and where it is kept."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -55,8 +55,8 @@ class Chunk:
     """Its name in that file."""
 
     @property
-    def box(self) -> Box:
-        return Box(self.offsets, self.sizes)
+    def slice(self) -> Slice:
+        return Slice(self.offsets, self.sizes)
 
 
 @dataclass(frozen=True)
@@ -174,8 +174,8 @@ def _is_whole(entry: TensorEntry) -> bool:
     for chunk in entry.chunks:
         if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
             return False
-        box = zip(chunk.offsets, chunk.sizes, shape, strict=True)
-        if any(offset < 0 or size < 0 or offset + size > length for offset, size, length in box):
+        slice = zip(chunk.offsets, chunk.sizes, shape, strict=True)
+        if any(offset < 0 or size < 0 or offset + size > length for offset, size, length in slice):
             return False
     return is_possible(shape) and sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(shape)
 

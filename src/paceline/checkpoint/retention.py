@@ -13,7 +13,7 @@ from paceline.spec.job import CheckpointSpec
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownCheckpoint:
     """What the rules ask of a checkpoint."""
 
     name: str
@@ -22,7 +22,7 @@ class Known:
     metrics: dict[str, float]
 
 
-def wanted(known: Sequence[Known], spec: CheckpointSpec) -> set[str]:
+def wanted(known: Sequence[KnownCheckpoint], spec: CheckpointSpec) -> set[str]:
     """The names of those that the rules keep.
 
     The last `keep_last`; of every span of `keep_every_hours` hours the first; the best by `keep_best`.
@@ -64,7 +64,7 @@ def sort_out(storage: Storage, spec: CheckpointSpec, trusted: Collection[str] = 
     Args:
         trusted: found good before, by this process; they are read again only until one was found good now.
     """
-    known: list[Known] = []
+    known: list[KnownCheckpoint] = []
     damaged: dict[str, str] = {}
     for name in list_checkpoints(storage):
         try:
@@ -72,7 +72,7 @@ def sort_out(storage: Storage, spec: CheckpointSpec, trusted: Collection[str] = 
         except PacelineError as problem:
             damaged[name] = str(problem)
         else:
-            known.append(Known(name, manifest.saved_at_s, manifest.metrics))
+            known.append(KnownCheckpoint(name, manifest.saved_at_s, manifest.metrics))
     good: set[str] = set()
     while True:
         keep = wanted(known, spec)

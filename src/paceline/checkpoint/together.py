@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from paceline.checkpoint.blocks import BlockReader, num_blocks, sum_of_blocks
-from paceline.checkpoint.box import Box
 from paceline.checkpoint.load import check_chunk, check_cover, check_manifest, read_manifest, readable
 from paceline.checkpoint.manifest import Chunk, Manifest, TensorEntry
 from paceline.checkpoint.part import DTYPES, Position, header_bytes, read_header
+from paceline.checkpoint.slice import Slice
 from paceline.checkpoint.storage import Catalogue, Storage
 from paceline.checkpoint.tree import put_together
 from paceline.errors import CheckpointError
@@ -34,24 +34,24 @@ Sums = dict[str, dict[int, int]]
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor that was not read yet, or a box of it."""
+    """A tensor that was not read yet, or a slice of it."""
 
     name: str
     shape: tuple[int, ...]
     """Of the whole."""
-    box: Box
+    slice: Slice
 
     @property
     def is_whole(self) -> bool:
-        return self.box.sizes == self.shape
+        return self.slice.sizes == self.shape
 
     def part(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Stored:
-        return replace(self, box=Box(offsets, sizes))
+        return replace(self, slice=Slice(offsets, sizes))
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A box of a tensor, after it was read."""
+    """A slice of a tensor, after it was read."""
 
     values: Tensor
 
@@ -97,7 +97,7 @@ def read_together(
         want: what this worker needs of the state that all workers had alike, in which each tensor is a `Stored`.
 
     Returns:
-        The manifest, and what `want` returned with tensors in their place: a box of one as a `Loaded`.
+        The manifest, and what `want` returned with tensors in their place: a slice of one as a `Loaded`.
 
     Raises:
         CheckpointError: what is wrong with it, on all workers alike; the message does not name the checkpoint.
@@ -107,7 +107,7 @@ def read_together(
 
     def stored(tensor: str) -> Any:
         shape = manifest.tensors[tensor].shape
-        return Stored(tensor, shape, Box.whole(shape))
+        return Stored(tensor, shape, Slice.whole(shape))
 
     tree = want(put_together(manifest.values, stored))
     wanted = {leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Stored)}
@@ -174,31 +174,33 @@ class _Reading:
         return self._positions[file]
 
     def tensors(self, wanted: Collection[Stored]) -> dict[Stored, Tensor]:
-        """Each box by itself, in the order in which files hold them."""
-        pieces: list[tuple[str, int, Stored, Chunk, Box]] = []
+        """Each slice by itself, in the order in which files hold them."""
+        pieces: list[tuple[str, int, Stored, Chunk, Slice]] = []
         for stored in wanted:
             boxes = []
             for chunk in self._entries[stored.name].chunks:
-                box = stored.box.overlap(chunk.box)
-                if box is not None:
-                    boxes.append(box)
+                slice = stored.slice.overlap(chunk.slice)
+                if slice is not None:
+                    boxes.append(slice)
                     start = self.positions(chunk.file)[chunk.key].start
-                    pieces.append((chunk.file, start, stored, chunk, box))
-            check_cover(stored.name, stored.box, boxes)
-        found = {one: torch.empty(one.box.sizes, dtype=DTYPES[self._entries[one.name].dtype]) for one in wanted}
-        for file, start, stored, chunk, box in sorted(pieces, key=lambda piece: piece[:2]):
+                    pieces.append((chunk.file, start, stored, chunk, slice))
+            check_cover(stored.name, stored.slice, boxes)
+        found = {one: torch.empty(one.slice.sizes, dtype=DTYPES[self._entries[one.name].dtype]) for one in wanted}
+        for file, start, stored, chunk, slice in sorted(pieces, key=lambda piece: piece[:2]):
             with readable(file):
-                found[stored][box.slices_in(stored.box)] = self._numbers(file, start, chunk, box, found[stored].dtype)
+                found[stored][slice.slices_in(stored.slice)] = self._numbers(
+                    file, start, chunk, slice, found[stored].dtype
+                )
         return found
 
-    def _numbers(self, file: str, start: int, chunk: Chunk, box: Box, dtype: torch.dtype) -> Tensor:
-        """A box inside of a chunk that begins at `start`; read from its first number to its last one."""
+    def _numbers(self, file: str, start: int, chunk: Chunk, slice: Slice, dtype: torch.dtype) -> Tensor:
+        """A slice inside of a chunk that begins at `start`; read from its first number to its last one."""
         strides = torch.empty(chunk.sizes, device="meta").stride()
-        cut = box.slices_in(chunk.box)
+        cut = slice.slices_in(chunk.slice)
         first = sum(one.start * stride for one, stride in zip(cut, strides, strict=True))
         behind = 1 + sum((one.stop - 1) * stride for one, stride in zip(cut, strides, strict=True))
         content = self._reader(file).read(start + first * dtype.itemsize, start + behind * dtype.itemsize)
-        return torch.frombuffer(content, dtype=dtype).as_strided(box.sizes, strides)
+        return torch.frombuffer(content, dtype=dtype).as_strided(slice.sizes, strides)
 
     def sum_up(self, blocks: Collection[tuple[str, int]]) -> None:
         for file, number in blocks:

@@ -110,7 +110,7 @@ def _assumed_range(measured: Sequence[Placement]) -> list[Placement]:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _FitRow:
     """One row of a file."""
 
     line: int
@@ -132,7 +132,7 @@ def _read_observations(path: Path) -> tuple[list[tuple[int, Observation]], list[
     return measured, [row.placement for row in rows if row.step_time_s is None]
 
 
-def _read(path: Path) -> list[_Row]:
+def _read(path: Path) -> list[_FitRow]:
     """The rows of a file of placements; empty lines are skipped, columns of other names are not looked at.
 
     Raises:
@@ -205,7 +205,7 @@ def _whole(text: str) -> int:
 _TINY = 1e-12
 
 
-def _row(cells: _Cells) -> _Row:
+def _row(cells: _Cells) -> _FitRow:
     from paceline.plan.calibrate import Placement
 
     step_time_s = cells.number("step_time_s", float, _TINY, "time above zero, in seconds")
@@ -224,7 +224,7 @@ def _row(cells: _Cells) -> _Row:
         cells.number("gradient_bytes", float, 1, "number of bytes"),
         cells.number("link_bytes_per_s", float, 1, "number of bytes a second"),
     )
-    return _Row(cells.line, placement, step_time_s, sync_time_s)
+    return _FitRow(cells.line, placement, step_time_s, sync_time_s)
 
 
 def _layout(cells: _Cells) -> Layout:

@@ -14,7 +14,7 @@ import typer
 from paceline.cli.console import table_console
 from paceline.errors import ClusterError, PacelineError
 from paceline.hardware import detect, read_topology
-from paceline.plan.pick import Choice
+from paceline.plan.pick import DeviceChoice
 from paceline.plan.pick import pick as pick_devices
 from paceline.spec import Cluster, Node
 
@@ -149,7 +149,7 @@ def ends_of(node: Node, pair: str) -> tuple[str, str]:
     return one, other
 
 
-def _show(machine: Node, choice: Choice | None) -> None:
+def _show(machine: Node, choice: DeviceChoice | None) -> None:
     from paceline.report.topology import choice_lines, node_view
 
     console = table_console(pipe_columns=200)  # 16 GPUs and 10 network cards fit

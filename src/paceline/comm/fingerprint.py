@@ -15,7 +15,7 @@ from paceline.errors import DivergenceError
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """What one worker is about to do together with the others."""
 
     sequence: int
@@ -35,7 +35,7 @@ class Call:
         return [self.sequence, self.step, zlib.crc32(text.encode())]
 
 
-def check_agreement(call: Call, group: dist.ProcessGroup, device: torch.device) -> None:
+def check_agreement(call: CollectiveCall, group: dist.ProcessGroup, device: torch.device) -> None:
     """Compare `call` with what the other workers are about to do; one small all-gather.
 
     Raises:
@@ -46,12 +46,12 @@ def check_agreement(call: Call, group: dist.ProcessGroup, device: torch.device) 
     dist.all_gather(gathered, mine, group=group)
     if all(torch.equal(theirs, mine) for theirs in gathered):
         return
-    calls: list[Call] = [call] * len(gathered)
+    calls: list[CollectiveCall] = [call] * len(gathered)
     dist.all_gather_object(calls, call, group=group)
     raise DivergenceError(describe_divergence(calls))
 
 
-def describe_divergence(calls: Sequence[Call]) -> str:
+def describe_divergence(calls: Sequence[CollectiveCall]) -> str:
     """One sentence: who differs from the most common call, and how; of two equal parties, those without rank 0."""
     counts = Counter(calls)
     common = max(counts, key=lambda call: (counts[call], call == calls[0]))

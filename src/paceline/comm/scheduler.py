@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline import env
-from paceline.comm.fingerprint import Call, check_agreement
-from paceline.pulse import Pulse
+from paceline.comm.fingerprint import CollectiveCall, check_agreement
+from paceline.heartbeat import Heartbeat
 
 CLOSE_S = 1.0
 
@@ -28,7 +28,7 @@ CHECKED_STEPS = 3
 
 @dataclass(frozen=True)
 class _Task:
-    call: Call
+    call: CollectiveCall
     values: Tensor
     work: Callable[[], None]
     done: torch.futures.Future[Tensor]
@@ -52,7 +52,7 @@ class Scheduler:
         self._error: BaseException | None = None
         self._step = 0
         self._sequence = 0
-        self._pulse = Pulse(env.pulse_path())
+        self._heartbeat = Heartbeat(env.heartbeat_path())
         # A daemon: a collective that waits for a dead peer must not keep this process alive.
         self._thread = threading.Thread(target=self._run, name="paceline-communication", daemon=True)
         self._thread.start()
@@ -73,7 +73,7 @@ class Scheduler:
             A future of `values`. It is fulfilled after an error too, because DDP cannot pass one on: see `raise_error`.
         """
         self._sequence += 1
-        call = Call(self._sequence, self._step, operation, name, str(values.dtype), tuple(values.shape))
+        call = CollectiveCall(self._sequence, self._step, operation, name, str(values.dtype), tuple(values.shape))
         on_cuda = self._stream is not None
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self._device] if on_cuda else None)
         ready = torch.cuda.current_stream(self._device).record_event() if on_cuda else None
@@ -107,11 +107,11 @@ class Scheduler:
     def _do(self, task: _Task) -> None:
         if self._stream is not None and task.ready is not None:
             self._stream.wait_event(task.ready)
-        self._pulse.enter("paceline", str(task.call))
+        self._heartbeat.enter("paceline", str(task.call))
         if task.is_checked:
             check_agreement(task.call, self._group, self._device)
         task.work()
-        self._pulse.leave("paceline")
+        self._heartbeat.leave("paceline")
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

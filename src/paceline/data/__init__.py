@@ -19,7 +19,7 @@ from paceline.data.folder import FolderImages, load_folder
 from paceline.data.mnist import load_fashion_mnist, load_mnist
 from paceline.data.reader import ArrayReader, MapDataset, stream_batches
 from paceline.data.synthetic import load_synthetic
-from paceline.data.text import load_text
+from paceline.data.text_corpus import load_text
 from paceline.errors import DataError
 from paceline.spec import DataSpec
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.data import streams
-from paceline.data.randomness import integers, uniform
+from paceline.data.counter_random import integers, uniform
 from paceline.spec import DataSpec
 
 

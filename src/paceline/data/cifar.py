@@ -26,7 +26,7 @@ from paceline.data.cache import decoded
 from paceline.data.download import directory_of
 from paceline.data.extras import import_extra
 from paceline.data.labels import checked_labels
-from paceline.data.options import no_options
+from paceline.data.source_options import no_options
 from paceline.errors import DataError
 from paceline.spec import DataSpec
 

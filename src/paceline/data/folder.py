@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.data.augment import Augmentation
 from paceline.data.extras import import_extra
-from paceline.data.options import read_options
+from paceline.data.source_options import read_options
 from paceline.errors import DataError
 from paceline.spec import DataSpec
 from paceline.spec.codec import at_least

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data import streams
-from paceline.data.randomness import hash_keys
+from paceline.data.counter_random import hash_keys
 
 
 @dataclass(frozen=True)

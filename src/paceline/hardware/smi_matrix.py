@@ -35,7 +35,7 @@ _NIC_LEGEND = re.compile(r"(NIC\d{1,4}):\s+(\S+)", re.ASCII)
 
 
 @dataclass(frozen=True)
-class _Row:
+class _MatrixRow:
     labels: tuple[str, ...]
     """One a column of the header."""
     cpus: tuple[int, ...] = ()
@@ -85,9 +85,9 @@ def _header(line: str) -> tuple[list[str], list[str]]:
 
 def _rows(
     lines: Sequence[str], columns: Sequence[str], affinities: Sequence[str]
-) -> tuple[dict[str, _Row], dict[str, str]]:
+) -> tuple[dict[str, _MatrixRow], dict[str, str]]:
     """The rows of the matrix by name, and the names that a legend gives to NICs."""
-    rows: dict[str, _Row] = {}
+    rows: dict[str, _MatrixRow] = {}
     legend: dict[str, str] = {}
     in_legend = False
     for line in lines:
@@ -107,7 +107,7 @@ def _rows(
     return rows, legend
 
 
-def _row(name: str, cells: Sequence[str], columns: Sequence[str], affinities: Sequence[str]) -> _Row:
+def _row(name: str, cells: Sequence[str], columns: Sequence[str], affinities: Sequence[str]) -> _MatrixRow:
     if len(cells) < len(columns):
         raise ClusterError(
             f"Row {name} of the topology matrix has {len(cells)} labels for {len(columns)} columns: "
@@ -132,7 +132,9 @@ def _row(name: str, cells: Sequence[str], columns: Sequence[str], affinities: Se
             f"{(affinities or columns)[-1]}."
         )
     told = dict(zip(affinities, rest, strict=False))
-    return _Row(labels, _cores(name, told.get("CPU Affinity", "")), _numa_node(name, told.get("NUMA Affinity", "")))
+    return _MatrixRow(
+        labels, _cores(name, told.get("CPU Affinity", "")), _numa_node(name, told.get("NUMA Affinity", ""))
+    )
 
 
 def _cores(name: str, text: str) -> tuple[int, ...]:
@@ -155,7 +157,7 @@ def _numa_node(name: str, text: str) -> int | None:
     return numa_nodes[0] if len(numa_nodes) == 1 else None
 
 
-def _check_square(rows: Mapping[str, _Row], columns: Sequence[str]) -> None:
+def _check_square(rows: Mapping[str, _MatrixRow], columns: Sequence[str]) -> None:
     for column in columns:
         if column not in rows:
             raise ClusterError(f"The topology matrix has a column {column} but no row of that name.")
@@ -197,7 +199,7 @@ def _listing(lines: Sequence[str]) -> dict[int, _Listed]:
 
 def _node(
     columns: Sequence[str],
-    rows: Mapping[str, _Row],
+    rows: Mapping[str, _MatrixRow],
     legend: Mapping[str, str],
     listed: Mapping[int, _Listed],
     hostname: str,

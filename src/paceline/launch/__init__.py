@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from paceline.launch.commands import WorkerCommand, worker_commands
-from paceline.launch.run import run_workers
+from paceline.launch.run_workers import run_workers
 
 __all__ = ["WorkerCommand", "run_workers", "worker_commands"]

@@ -23,10 +23,10 @@ from typing import IO, Any
 from paceline.errors import LaunchError
 from paceline.launch import messages
 from paceline.launch.commands import WorkerCommand
+from paceline.launch.doors import Door, open_doors, try_doors
 from paceline.launch.events import WorkerExited
 from paceline.launch.forking import ForkServer
-from paceline.launch.messages import Message
-from paceline.launch.network import Door, open_doors, try_doors
+from paceline.launch.messages import AgentMessage
 from paceline.launch.supervise import interval_s
 from paceline.launch.team import LocalTeam, Orders, Output, aged
 
@@ -66,7 +66,7 @@ class _Agent:
         self._interval_s = interval_s(60.0)
         threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
-    def say(self, message: Message) -> None:
+    def say(self, message: AgentMessage) -> None:
         with self._saying, contextlib.suppress(OSError):  # the launcher is gone: the inbox will say so
             self._channel.write(message.encode())
             self._channel.flush()
@@ -106,13 +106,13 @@ class _Agent:
                     self._inbox.put(message)
         self._inbox.put(None)
 
-    def _do(self, item: Message | WorkerExited) -> None:
+    def _do(self, item: AgentMessage | WorkerExited) -> None:
         match item:
             case messages.Listen(interface):
                 self._close_doors()
                 self._doors = open_doors(interface)
                 self.say(messages.Listening([asdict(door) for _, door in self._doors]))
-            case messages.Reach(doors, interface):
+            case messages.TryDoors(doors, interface):
                 found = try_doors([Door(**door) for door in doors], interface)
                 self.say(messages.Reached([name for name, _ in found], [problem for _, problem in found]))
             case messages.Start():
@@ -157,7 +157,7 @@ class _Agent:
         self._team.start(
             commands,
             store_fd=None if store is None else store.fileno(),
-            show=lambda fd, lines: self.say(messages.Output(fd, lines.decode(errors="replace"))),
+            show=lambda fd, lines: self.say(messages.OutputText(fd, lines.decode(errors="replace"))),
         )
         self._close_doors()  # rank 0 has its own hold on the one that matters
         self.say(messages.Started(list(self._team.running)))

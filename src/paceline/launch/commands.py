@@ -32,7 +32,7 @@ class WorkerCommand:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """How the workers of a run find each other."""
 
     init_method: str
@@ -43,10 +43,10 @@ class Meeting:
     """Of the socket that listens on the first node."""
 
 
-def meeting_on_one_node(rendezvous_dir: Path) -> Meeting:
+def rendezvous_on_one_node(rendezvous_dir: Path) -> Rendezvous:
     """In a file of a new and empty folder: nothing listens on a port, so jobs that start in the same instant cannot
     meet each other, and nothing of a run leaves the loopback interface unless the user named another."""
-    return Meeting(f"file://{rendezvous_dir.absolute()}/store", (env.own_interface() or "lo",))
+    return Rendezvous(f"file://{rendezvous_dir.absolute()}/store", (env.own_interface() or "lo",))
 
 
 def worker_commands(
@@ -54,7 +54,7 @@ def worker_commands(
     program: Sequence[str],
     *,
     run_dir: Path,
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     launched_at: float,
     environ: Mapping[str, str] | None = None,
 ) -> list[WorkerCommand]:
@@ -70,7 +70,7 @@ def worker_commands(
         raise LaunchError("There is nothing to launch: name a script (train.py) or a module (-m package.module).")
     argv = (*WORKER, *program)
     commands: list[WorkerCommand] = []
-    for node, (share, interface) in enumerate(zip(plan.shares, meeting.interfaces, strict=True)):
+    for node, (share, interface) in enumerate(zip(plan.placements, rendezvous.interfaces, strict=True)):
         if share.devices and len(share.devices) < share.num_workers:
             raise LaunchError(
                 f"{share.num_workers} workers cannot share {len(share.devices)} GPUs "
@@ -82,7 +82,7 @@ def worker_commands(
                 world_size=plan.world_size,
                 local_rank=local_rank,
                 local_world_size=share.num_workers,
-                init_method=meeting.init_method,
+                init_method=rendezvous.init_method,
                 started_by="paceline",
             )
             variables = env.worker_variables(

@@ -10,15 +10,15 @@ from pathlib import Path
 
 from paceline.errors import LaunchError
 from paceline.launch.containers import DIGEST_TIMEOUT_S, image_digest, in_container
-from paceline.launch.remote import Reach
+from paceline.launch.remote_team import NodeAccess
 
 NVIDIA_DRIVER = "/dev/nvidiactl"
 """Is there where NVIDIA's driver is loaded."""
 
 
 def contained(
-    reaches: Sequence[Reach], image: str, *, cwd: Path, binds: Sequence[Path], python: str
-) -> tuple[list[Reach], str]:
+    reaches: Sequence[NodeAccess], image: str, *, cwd: Path, binds: Sequence[Path], python: str
+) -> tuple[list[NodeAccess], str]:
     """Ways to the same nodes that run a program in `image`, which sees `cwd` and `binds`; and the image's digest.
 
     Args:
@@ -37,7 +37,7 @@ def contained(
                 "to all nodes, or keep it on a file system that they share."
             )
 
-    def inside(reach: Reach, gpus: bool) -> Reach:
+    def inside(reach: NodeAccess, gpus: bool) -> NodeAccess:
         def argv(program: Sequence[str]) -> Sequence[str]:
             return reach.argv(in_container(program, image, cwd=cwd, binds=binds, gpus=gpus))
 
@@ -46,7 +46,7 @@ def contained(
     return [inside(reach, gpus) for reach, gpus in zip(reaches, have_gpus, strict=True)], digests[0]
 
 
-def _output_on(reach: Reach, argv: Sequence[str]) -> str:
+def _output_on(reach: NodeAccess, argv: Sequence[str]) -> str:
     try:
         done = subprocess.run(
             reach.argv(argv), capture_output=True, text=True, timeout=DIGEST_TIMEOUT_S, stdin=subprocess.DEVNULL
@@ -59,7 +59,7 @@ def _output_on(reach: Reach, argv: Sequence[str]) -> str:
     return done.stdout
 
 
-def _succeeds_on(reach: Reach, argv: Sequence[str]) -> bool:
+def _succeeds_on(reach: NodeAccess, argv: Sequence[str]) -> bool:
     try:
         _output_on(reach, argv)
     except LaunchError:

@@ -1,6 +1,6 @@
 """A run that goes on: after a failure it starts again on what is left, and with more workers when nodes return.
 
-Every start is a *generation*: a plan of its own, a new meeting point, new processes. What carries the training from one
+Every start is a *generation*: a plan of its own, a new rendezvous, new processes. What carries the training from one
 to the next is its checkpoint, which any number of workers can read; the launcher knows nothing of it.
 """
 
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Literal
 
 from paceline.errors import LaunchError, PacelineError
+from paceline.launch.failure_report import FailureReport, describe_failure, user_mistake
 from paceline.launch.failures import is_consequence, signal_name
 from paceline.launch.fleet import LOOK_S, Fleet, Slot, slots
 from paceline.launch.forking import ForkServer
-from paceline.launch.report import FailureReport, describe_failure, user_mistake
-from paceline.launch.run import (
+from paceline.launch.run_workers import (
     Conditions,
     Signals,
     catch_signals,
@@ -41,7 +41,7 @@ ENDED_BY_SIGTERM = 128 + signal.SIGTERM
 
 
 @dataclass(frozen=True)
-class Limits:
+class ElasticLimits:
     """How far a run may shrink and grow, and how often it may fail."""
 
     min_workers: int
@@ -74,7 +74,7 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class EndVerdict:
     """What the end of a generation means."""
 
     kind: Literal["done", "to grow", "failed", "hopeless"]
@@ -100,7 +100,7 @@ class Generation:
     why: str = ""
     """Why it ended."""
     step: int | None = None
-    """As in `Verdict`."""
+    """As in `EndVerdict`."""
     noticed_at: float | None = None
     recovery_s: float | None = None
     """From `noticed_at` to the end of the next generation's first update."""
@@ -114,11 +114,11 @@ class _Chronicle:
     generations: list[Generation] = field(default_factory=list)
 
     def begin(self, plan: Plan) -> None:
-        nodes = {share.hostname: share.num_workers for share in plan.shares}
+        nodes = {share.hostname: share.num_workers for share in plan.placements}
         self.generations.append(Generation(time.time(), plan.world_size, nodes))
         self._write()
 
-    def end(self, verdict: Verdict, trained_at: float | None = None) -> None:
+    def end(self, verdict: EndVerdict, trained_at: float | None = None) -> None:
         """`trained_at`: seconds since the epoch when the first update was done, if one was."""
         *before, last = self.generations
         if trained_at is not None and before and before[-1].noticed_at is not None:
@@ -141,7 +141,7 @@ def tell(line: str) -> None:
 
 def run_elastic(
     fleet: Fleet,
-    limits: Limits,
+    limits: ElasticLimits,
     plan_for: Callable[[Cluster, int], Plan],
     program_for: Callable[[Plan], Sequence[str]],
     conditions: Conditions,
@@ -202,7 +202,7 @@ def run_elastic(
                 if not gone:
                     raise
                 what = f"node {', '.join(gone)} was lost while workers were started ({error})"
-                verdict = Verdict("failed", what, noticed_at=time.time())
+                verdict = EndVerdict("failed", what, noticed_at=time.time())
                 chronicle.end(verdict)
             else:
                 verdict = judge_end(outcome, plan, conditions.run_dir)
@@ -231,23 +231,23 @@ def run_elastic(
             say(f"{verdict.why}; going on with {num_workers} workers from the last checkpoint (restart {restart})")
 
 
-def judge_end(outcome: Outcome, plan: Plan, run_dir: Path) -> Verdict:
+def judge_end(outcome: Outcome, plan: Plan, run_dir: Path) -> EndVerdict:
     """What the end of a generation that ran as `plan` means; reads what its workers left in the run folder."""
     steps = [ending.step for ending in outcome.endings] + [state.step for state in outcome.states]
     step = max((step for step in steps if step is not None), default=0)
     if outcome.signalled is not None:
-        return Verdict("done", f"ended by {signal_name(outcome.signalled)}", step)
+        return EndVerdict("done", f"ended by {signal_name(outcome.signalled)}", step)
     failed_before = any(ending.failed and ending.time <= outcome.stopped_at for ending in outcome.endings)
     lost_before = any(loss.ranks and not loss.was_stopping for loss in outcome.losses)
     if outcome.made_room and any(ending.failed for ending in outcome.endings) and not (failed_before or lost_before):
-        return Verdict("to grow", f"a node is back at step {step}", step, outcome.stopped_at)
+        return EndVerdict("to grow", f"a node is back at step {step}", step, outcome.stopped_at)
     report = describe_failure(outcome, plan.world_size, run_dir)
     if report is None:
-        return Verdict("done", "done", step)
+        return EndVerdict("done", "done", step)
     mistake = user_mistake(outcome)
     hopeless = mistake is not None or _is_everybodys(outcome, plan)
     culprits = tuple(slots(plan)[rank] for rank in report.ranks) if _is_to_blame(report) else ()
-    return Verdict(
+    return EndVerdict(
         "hopeless" if hopeless else "failed",
         mistake or in_words(report, step),
         step,
@@ -268,7 +268,7 @@ def _is_everybodys(outcome: Outcome, plan: Plan) -> bool:
     return len(kinds) == 1 and kinds != {(ENDED_BY_SIGTERM, None)}  # a node that shuts down asks its workers to leave
 
 
-def _left_as_straggler(verdict: Verdict) -> bool:
+def _left_as_straggler(verdict: EndVerdict) -> bool:
     """Whether a worker left because it held the others up."""
     return verdict.report is not None and verdict.report.exit_code == EXCLUDED
 
@@ -280,7 +280,7 @@ def _is_to_blame(report: FailureReport) -> bool:
     return report.cause in ("exception", "exit", "signal", "out_of_memory", "hung", "stopped")
 
 
-def _regrouped(fleet: Fleet, limits: Limits, signals: Signals) -> list[str]:
+def _regrouped(fleet: Fleet, limits: ElasticLimits, signals: Signals) -> list[str]:
     """Take back the nodes that have returned; their names.
 
     Where the run cannot do without one that was lost just now, waits for it to be tried: it may be there after all,
@@ -293,7 +293,7 @@ def _regrouped(fleet: Fleet, limits: Limits, signals: Signals) -> list[str]:
     return names
 
 
-def _objection(fleet: Fleet, limits: Limits, tally: Tally) -> str | None:
+def _objection(fleet: Fleet, limits: ElasticLimits, tally: Tally) -> str | None:
     """Why the run cannot go on, in a sentence; None where it can."""
     if tally.num_in_vain > limits.max_restarts:
         return f"The run was started again {limits.max_restarts} times without getting beyond step {tally.furthest}."
@@ -305,7 +305,7 @@ def _objection(fleet: Fleet, limits: Limits, tally: Tally) -> str | None:
     return None
 
 
-def _last_error(verdict: Verdict, run_dir: Path, objection: str = "") -> PacelineError:
+def _last_error(verdict: EndVerdict, run_dir: Path, objection: str = "") -> PacelineError:
     if verdict.report is None:
         return PacelineError(f"{verdict.why[0].upper()}{verdict.why[1:]}. {objection}" if objection else verdict.why)
     verdict.report.save(run_dir)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from paceline.errors import LaunchError
 from paceline.launch.messages import Hello
-from paceline.launch.remote import RemoteTeam, check_versions
+from paceline.launch.remote_team import RemoteTeam, check_versions
 from paceline.spec import Cluster, Node, Plan
 
 RETRY_S = 3.0
@@ -38,7 +38,7 @@ def slots(plan: Plan) -> list[Slot]:
     """The place of every rank."""
     return [
         Slot(share.hostname, share.devices[number] if share.devices else number)
-        for share in plan.shares
+        for share in plan.placements
         for number in range(share.num_workers)
     ]
 

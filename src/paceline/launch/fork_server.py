@@ -39,7 +39,7 @@ class Order:
     program: list[str]
     environ: dict[str, str]
     descriptors: list[int]
-    """Standard input, output and error; for rank 0 of several nodes the listening socket of the meeting point too."""
+    """Standard input, output and error; for rank 0 of several nodes the listening socket of the rendezvous too."""
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -111,7 +111,7 @@ class ForkServer:
 
         Args:
             streams: descriptors for its standard input, output and error.
-            store_fd: the listening socket of the meeting point, for rank 0.
+            store_fd: the listening socket of the rendezvous point, for rank 0.
         """
         is_worker = tuple(argv[: len(WORKER)]) == WORKER
         if not (is_worker and self.has_loaded and self._early == env.read_early(variables)):

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.pulse import MEETING
+from paceline.heartbeat import RENDEZVOUS
 
 STALE_S = 2.0
 """A worker whose interpreter has not run for so long is stuck outside Python, whatever it said last."""
 
 
 MEETING_PATIENCE_S = 120.0
-"""How long workers may wait at the first meeting at least: the others may be loading torch from a slow disk."""
+"""How long workers may wait at the first rendezvous at least: the others may be loading torch from a slow disk."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class WorkerState:
     """The one it is in, else the last it was in."""
     inside_s: float | None = None
     """How long it has been in there; None: it is in none."""
-    beat_age_s: float | None = None
+    heartbeat_age_s: float | None = None
     stopped_s: float | None = None
     """How long the process has been stopped (SIGSTOP); None: it is not."""
     trained_s: float | None = None
@@ -81,8 +81,8 @@ def judge(states: Sequence[WorkerState], bound_s: float) -> Hang | None:
 
 def _waits(state: WorkerState, bound_s: float) -> bool:
     """Whether the worker has been in a collective for that long, and its interpreter can still say so."""
-    if bound_s and state.collective == MEETING:
+    if bound_s and state.collective == RENDEZVOUS:
         bound_s = max(bound_s, MEETING_PATIENCE_S)
     if state.inside_s is None or state.inside_s < bound_s:
         return False
-    return state.beat_age_s is None or state.beat_age_s < STALE_S
+    return state.heartbeat_age_s is None or state.heartbeat_age_s < STALE_S

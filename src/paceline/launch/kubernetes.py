@@ -72,11 +72,11 @@ def job_manifest(name: str, program: Sequence[str], pods: Pods) -> str:
             "ports": [{"name": "rendezvous", "port": PORT}],
         },
     }
-    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={name}-0.{name}:{PORT}", f"--rdzv-id={name}"]
+    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={name}-0.{name}:{PORT}", f"--rdzv-id={name}"]
     container = {
         "name": "workers",
         "image": pods.image,
-        "command": _torchrun([f"--nnodes={pods.num_pods}", *_workers(pods), *meeting], program),
+        "command": _torchrun([f"--nnodes={pods.num_pods}", *_workers(pods), *rendezvous], program),
         "workingDir": str(pods.mount),
         "env": _variables(pods),
         "ports": [{"containerPort": PORT}],

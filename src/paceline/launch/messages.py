@@ -11,19 +11,19 @@ from paceline.errors import LaunchError
 
 
 @dataclass(frozen=True)
-class Message:
+class AgentMessage:
     """Anything said; subclasses are found by their names."""
 
-    kinds: ClassVar[dict[str, type[Message]]] = {}
+    kinds: ClassVar[dict[str, type[AgentMessage]]] = {}
 
     def __init_subclass__(cls) -> None:
-        Message.kinds[cls.__name__] = cls
+        AgentMessage.kinds[cls.__name__] = cls
 
     def encode(self) -> bytes:
         return json.dumps({"is": type(self).__name__} | dataclasses.asdict(self)).encode() + b"\n"
 
 
-def decode(line: bytes) -> Message:
+def decode(line: bytes) -> AgentMessage:
     """The message in a line.
 
     Raises:
@@ -31,7 +31,7 @@ def decode(line: bytes) -> Message:
     """
     try:
         mapping = json.loads(line)
-        return Message.kinds[mapping.pop("is")](**mapping)
+        return AgentMessage.kinds[mapping.pop("is")](**mapping)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise LaunchError(
             f"Expected a message of a Paceline agent, got {line[:200].decode(errors='replace')!r}; look for a shell "
@@ -43,7 +43,7 @@ def decode(line: bytes) -> Message:
 
 
 @dataclass(frozen=True)
-class Hello(Message):
+class Hello(AgentMessage):
     """The first line of an agent."""
 
     hostname: str
@@ -55,7 +55,7 @@ class Hello(Message):
 
 
 @dataclass(frozen=True)
-class Listening(Message):
+class Listening(AgentMessage):
     """The answer to `Listen`: one open socket an address."""
 
     doors: list[dict[str, Any]]
@@ -63,29 +63,29 @@ class Listening(Message):
 
 
 @dataclass(frozen=True)
-class Reached(Message):
-    """The answer to `Reach`: for every door, the own interface from which it opened, or the reason why it did not."""
+class Reached(AgentMessage):
+    """The answer to `TryDoors`: for every door, the own interface from which it opened, or why it did not."""
 
     interfaces: list[str | None]
     problems: list[str]
 
 
 @dataclass(frozen=True)
-class Refused(Message):
+class Refused(AgentMessage):
     """The agent cannot do what it was told; one sentence for the user."""
 
     sentence: str
 
 
 @dataclass(frozen=True)
-class Started(Message):
+class Started(AgentMessage):
     """The workers run."""
 
     ranks: list[int]
 
 
 @dataclass(frozen=True)
-class Beat(Message):
+class Beat(AgentMessage):
     """Everything is as it should be with the agent; how the workers are."""
 
     workers: list[dict[str, Any]]
@@ -93,7 +93,7 @@ class Beat(Message):
 
 
 @dataclass(frozen=True)
-class Output(Message):
+class OutputText(AgentMessage):
     """Lines of a worker for the launcher's terminal."""
 
     target_fd: int
@@ -101,7 +101,7 @@ class Output(Message):
 
 
 @dataclass(frozen=True)
-class Exited(Message):
+class Exited(AgentMessage):
     """A worker has ended."""
 
     ending: dict[str, Any]
@@ -109,12 +109,12 @@ class Exited(Message):
 
 
 @dataclass(frozen=True)
-class RunEnded(Message):
+class RunEnded(AgentMessage):
     """All workers have ended and all they wrote has been said."""
 
 
 @dataclass(frozen=True)
-class Stacks(Message):
+class Stacks(AgentMessage):
     """The answer to `ShowStacks`."""
 
     by_rank: dict[str, str]
@@ -124,19 +124,19 @@ class Stacks(Message):
 
 
 @dataclass(frozen=True)
-class Ping(Message):
+class Ping(AgentMessage):
     """The launcher is there."""
 
 
 @dataclass(frozen=True)
-class Listen(Message):
+class Listen(AgentMessage):
     """Open a socket on every address of the node; answered by `Listening`."""
 
     interface: str | None
 
 
 @dataclass(frozen=True)
-class Reach(Message):
+class TryDoors(AgentMessage):
     """Try to connect to every door; answered by `Reached`."""
 
     doors: list[dict[str, Any]]
@@ -144,7 +144,7 @@ class Reach(Message):
 
 
 @dataclass(frozen=True)
-class Start(Message):
+class Start(AgentMessage):
     """Start workers; answered by `Started` or `Refused`."""
 
     commands: list[dict[str, Any]]
@@ -163,17 +163,17 @@ class Start(Message):
 
 
 @dataclass(frozen=True)
-class AskToSave(Message):
+class AskToSave(AgentMessage):
     """SIGUSR1 to all workers."""
 
 
 @dataclass(frozen=True)
-class AskToEnd(Message):
+class AskToEnd(AgentMessage):
     """SIGTERM to all workers."""
 
 
 @dataclass(frozen=True)
-class Kill(Message):
+class Kill(AgentMessage):
     """SIGKILL to workers."""
 
     ranks: list[int] | None
@@ -181,7 +181,7 @@ class Kill(Message):
 
 
 @dataclass(frozen=True)
-class ShowStacks(Message):
+class ShowStacks(AgentMessage):
     """Have workers write down where their threads are."""
 
     ranks: list[int]

@@ -16,14 +16,14 @@ from typing import IO, Literal, Protocol
 
 from paceline import env
 from paceline.errors import LaunchError
+from paceline.heartbeat import read_vitals
 from paceline.launch.commands import WorkerCommand
 from paceline.launch.events import Event, WorkerExited
 from paceline.launch.failures import Ending, Failure, failure_path, log_path, stack_path
 from paceline.launch.forking import ForkServer, Process
 from paceline.launch.hang import WorkerState
-from paceline.launch.memory import count_oom_kills, kernel_log_names
+from paceline.launch.out_of_memory import count_oom_kills, kernel_log_names
 from paceline.launch.output import LinePump, Show, show_here
-from paceline.pulse import read_vitals
 
 Output = Literal["rank0", "all"]
 
@@ -101,7 +101,7 @@ class LocalTeam:
         self._stopped_since: dict[int, float] = {}
         self._oom_kills: dict[int, int | None] = {}
         self._pump: LinePump | None = None
-        self._pulses = tempfile.TemporaryDirectory(prefix="paceline-pulse-", ignore_cleanup_errors=True)
+        self._pulses = tempfile.TemporaryDirectory(prefix="paceline-heartbeat-", ignore_cleanup_errors=True)
         # A worker that finds this pipe without a writer knows that this process died before it could be told.
         self._lifeline_read, self._lifeline_write = os.pipe()
 
@@ -115,7 +115,7 @@ class LocalTeam:
         """Start every worker, each in a session of its own, so that Ctrl-C reaches this process alone.
 
         Args:
-            store_fd: the listening socket for the meeting point, which rank 0 gets.
+            store_fd: the listening socket for the rendezvous point, which rank 0 gets.
             show: who shows the workers' lines; None: this process, whose terminal rank 0 then has for itself.
 
         Raises:
@@ -157,7 +157,7 @@ class LocalTeam:
         failure = Failure.read(failure_path(self._run_dir, rank)) if exit_code else None
         if failure is not None and failure.pid != process.pid:
             failure = None  # of an earlier worker of that rank
-        vitals = read_vitals(self._pulse(rank))
+        vitals = read_vitals(self._heartbeat(rank))
         return Ending(
             rank=rank,
             pid=process.pid,
@@ -174,7 +174,7 @@ class LocalTeam:
         now = time.monotonic()
         found = []
         for rank, process in self._running.items():
-            vitals = read_vitals(self._pulse(rank))
+            vitals = read_vitals(self._heartbeat(rank))
             if _is_stopped(process.pid):
                 self._stopped_since.setdefault(rank, now)
             else:
@@ -187,7 +187,7 @@ class LocalTeam:
                     step=vitals.step,
                     collective=vitals.collective,
                     inside_s=vitals.inside_s,
-                    beat_age_s=vitals.beat_age_s,
+                    heartbeat_age_s=vitals.heartbeat_age_s,
                     stopped_s=None if since is None else now - since,
                     trained_s=vitals.trained_s,
                     is_saving=vitals.is_saving,
@@ -224,7 +224,7 @@ class LocalTeam:
 
     def ask_to_save(self) -> None:
         for rank, process in self._running.items():
-            if read_vitals(self._pulse(rank)).beat_age_s is not None:  # before that it would die of the signal
+            if read_vitals(self._heartbeat(rank)).heartbeat_age_s is not None:  # before that it would die of the signal
                 _send(process, signal.SIGUSR1)
 
     def ask_to_end(self) -> None:
@@ -247,7 +247,7 @@ class LocalTeam:
         os.close(self._lifeline_write)
         self._pulses.cleanup()
 
-    def _pulse(self, rank: int) -> Path:
+    def _heartbeat(self, rank: int) -> Path:
         return Path(self._pulses.name) / f"rank{rank}"
 
     def _popen(self, command: WorkerCommand, store_fd: int | None, *, inherits: bool) -> Process:
@@ -276,7 +276,7 @@ class LocalTeam:
     def _spawn(
         self, command: WorkerCommand, store_fd: int | None, stdout: int | None = None, stderr: int | None = None
     ) -> Process:
-        variables = command.variables | env.node_variables(self._pulse(command.rank), store_fd)
+        variables = command.variables | env.node_variables(self._heartbeat(command.rank), store_fd)
         if self._fork_server is not None:
             streams = (self._lifeline_read, 1 if stdout is None else stdout, 2 if stderr is None else stderr)
             process = self._fork_server.fork(command.argv, variables, streams, store_fd)

@@ -30,8 +30,8 @@ from typing import NoReturn
 
 from paceline import env
 from paceline.errors import LaunchError, PacelineError
-from paceline.launch.beat import start_beating
 from paceline.launch.failures import Failure, failure_path, stack_path
+from paceline.launch.heartbeats import start_heartbeats
 
 PR_SET_PDEATHSIG = 1
 """From <linux/prctl.h>."""
@@ -52,8 +52,8 @@ def main(program: Sequence[str]) -> None:
         os.sched_setaffinity(0, cpus)
     if run_dir is not None:
         _write_stacks_to(stack_path(run_dir, rank))
-    if (pulse := env.pulse_path()) is not None:
-        start_beating(pulse)
+    if (heartbeat := env.heartbeat_path()) is not None:
+        start_heartbeats(heartbeat)
     try:
         run_program(program)
     except Terminated:

@@ -40,7 +40,7 @@ VARIANTS: Final = {
 
 
 @dataclass(frozen=True)
-class Stage:
+class BlockGroup:
     """A row of the paper's table 1, at the scale of B0."""
 
     expansion: int
@@ -51,13 +51,13 @@ class Stage:
 
 
 STAGES: Final = (
-    Stage(expansion=1, kernel_size=3, stride=1, out_channels=16, num_blocks=1),
-    Stage(expansion=6, kernel_size=3, stride=2, out_channels=24, num_blocks=2),
-    Stage(expansion=6, kernel_size=5, stride=2, out_channels=40, num_blocks=2),
-    Stage(expansion=6, kernel_size=3, stride=2, out_channels=80, num_blocks=3),
-    Stage(expansion=6, kernel_size=5, stride=1, out_channels=112, num_blocks=3),
-    Stage(expansion=6, kernel_size=5, stride=2, out_channels=192, num_blocks=4),
-    Stage(expansion=6, kernel_size=3, stride=1, out_channels=320, num_blocks=1),
+    BlockGroup(expansion=1, kernel_size=3, stride=1, out_channels=16, num_blocks=1),
+    BlockGroup(expansion=6, kernel_size=3, stride=2, out_channels=24, num_blocks=2),
+    BlockGroup(expansion=6, kernel_size=5, stride=2, out_channels=40, num_blocks=2),
+    BlockGroup(expansion=6, kernel_size=3, stride=2, out_channels=80, num_blocks=3),
+    BlockGroup(expansion=6, kernel_size=5, stride=1, out_channels=112, num_blocks=3),
+    BlockGroup(expansion=6, kernel_size=5, stride=2, out_channels=192, num_blocks=4),
+    BlockGroup(expansion=6, kernel_size=3, stride=1, out_channels=320, num_blocks=1),
 )
 STEM_CHANNELS: Final = 32
 HEAD_CHANNELS: Final = 1280

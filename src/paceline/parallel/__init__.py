@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from paceline.parallel.asynchronous import AsynchronousDataParallel, open_servers
+from paceline.parallel.assignment import Assignment, check_shards
+from paceline.parallel.async_servers import AsyncServers, open_servers
 from paceline.parallel.bitwise import BitwiseDataParallel
 from paceline.parallel.clock import Clock, Mark
+from paceline.parallel.dp import DataParallel
 from paceline.parallel.engine import Engine, StepInput, check_batch, unwrapped
-from paceline.parallel.infrequent import InfrequentDataParallel
-from paceline.parallel.numeric import NumericDataParallel
+from paceline.parallel.local_sgd import LocalSGD
 from paceline.parallel.parallelize import Parallelized, parallelize
-from paceline.parallel.shards import Share, check_shards
 
 __all__ = [
-    "AsynchronousDataParallel",
+    "Assignment",
+    "AsyncServers",
     "BitwiseDataParallel",
     "Clock",
+    "DataParallel",
     "Engine",
-    "InfrequentDataParallel",
+    "LocalSGD",
     "Mark",
-    "NumericDataParallel",
     "Parallelized",
-    "Share",
     "StepInput",
     "check_batch",
     "check_shards",

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm import ALGORITHMS, WIRE_FORMATS, Aggregator, Compressor, Links, Scheduler, open_links
-from paceline.comm.choose import Candidate, choose, sensible
 from paceline.comm.error_feedback import OWED
 from paceline.comm.powersgd import PowerSGD
 from paceline.comm.randomk import RandomK
+from paceline.comm.selection import AlgorithmCandidate, choose, sensible
 from paceline.comm.topk import TopK
 from paceline.comm.wire import FLOAT32
 from paceline.spec import AlgorithmName, Job, Plan
@@ -54,10 +54,10 @@ class Aggregation:
 def set_up_aggregation(
     job: Job, plan: Plan, device: torch.device, group: dist.ProcessGroup, parameters: Sequence[Tensor]
 ) -> Aggregation:
-    """Open the links between the workers and settle how they sum these parameters' gradients; a common act."""
+    """Open the links between the workers and sync_buffers how they sum these parameters' gradients; a common act."""
     links = replace(open_links(group, device, plan.timeout_s), num_servers=min(plan.num_servers, plan.world_size))
     wanted = job.aggregation.wire
-    chosen = Candidate(plan.algorithm, WIRE_FORMATS.get(wanted, FLOAT32))
+    chosen = AlgorithmCandidate(plan.algorithm, WIRE_FORMATS.get(wanted, FLOAT32))
     notes = []
     if plan.algorithm == "auto" or wanted == "auto-lossy":
         choice = choose(candidates(plan, wanted, links), ALGORITHMS, links, _bucket_bytes(parameters))
@@ -72,14 +72,16 @@ def set_up_aggregation(
     return Aggregation(aggregator, chosen.algorithm, tuple(notes))
 
 
-def candidates(plan: Plan, wanted: str, links: Links) -> list[Candidate]:
+def candidates(plan: Plan, wanted: str, links: Links) -> list[AlgorithmCandidate]:
     """What may be chosen from: lossy formats only where the user allows them, one algorithm if they named it."""
     fixed = WIRE_FORMATS.get(wanted, FLOAT32)
     allowed = LOSSY if wanted == "auto-lossy" else () if fixed.is_exact else (fixed,)
     found = sensible(links, allowed)
     if plan.algorithm != "auto":
-        found = [Candidate(plan.algorithm, wire) for wire in (FLOAT32, *allowed)]
-    return [one for one in found if wanted == "auto-lossy" or one.wire == fixed] or [Candidate("all_reduce", fixed)]
+        found = [AlgorithmCandidate(plan.algorithm, wire) for wire in (FLOAT32, *allowed)]
+    return [one for one in found if wanted == "auto-lossy" or one.wire == fixed] or [
+        AlgorithmCandidate("all_reduce", fixed)
+    ]
 
 
 def compressor_state(aggregator: Aggregator | None) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class BitwiseDataParallel(EqualAfterEveryStep, HoldsAll):
     def changes_buffers(self) -> bool:
         return bool(unknown_buffers(self.module))
 
-    def settle(self) -> bool:
+    def sync_buffers(self) -> bool:
         broadcast(self.module.buffers(), self._group)
         return True
 

@@ -25,7 +25,7 @@ from paceline.errors import JobError
 from paceline.parallel.parts import device_mesh_of, local, local_bytes
 from paceline.parallel.pipeline.calls import generator_state
 from paceline.parallel.pipeline.chain import Chain, trace
-from paceline.parallel.pipeline.measure import measure_layers
+from paceline.parallel.pipeline.layer_costs import measure_layers
 from paceline.parallel.pipeline.stage import Stage
 from paceline.parallel.sharded import recompute, shard
 from paceline.parallel.start import allocate
@@ -37,9 +37,9 @@ from paceline.parallel.tensor import (
     layer_sizes,
     tensor_parallel,
 )
+from paceline.partition import LayerCost, best_cut
 from paceline.spec import Mesh
 from paceline.spec.mesh import AxisName
-from paceline.spec.stages import LayerCost, best_cut
 
 _MOST_TENSOR_WORKERS = 64
 

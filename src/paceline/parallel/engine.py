@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from paceline.errors import ModelError
+from paceline.parallel.assignment import Assignment
 from paceline.parallel.clock import Mark
 from paceline.parallel.gradient_norms import TakeNorms
-from paceline.parallel.shards import Share
 
 
 @dataclass(frozen=True)
 class StepInput:
     """One worker's part of one training step."""
 
-    share: Share
+    share: Assignment
     batch: Any
     """This worker's samples in order; one stand-in sample if its share is empty."""
     loss_of: Callable[[nn.Module, Any], Tensor]
@@ -63,7 +63,7 @@ class Engine(Protocol):
         ...
 
     @property
-    def apart(self) -> bool:
+    def weights_diverge(self) -> bool:
         """Whether workers' weights and optimizers differ between two meetings."""
         ...
 
@@ -88,7 +88,7 @@ class Engine(Protocol):
         """Whether a forward pass may change buffers, so that a step which fails in the middle leaves a mixture."""
         ...
 
-    def settle(self) -> bool:
+    def sync_buffers(self) -> bool:
         """Make rank 0's buffers everybody's, where workers do not keep them equal; whether all weights are equal now.
 
         A common act of all workers, after a step: what is saved then is the same whoever saves it.
@@ -173,9 +173,9 @@ class HoldsAll:
 class EqualAfterEveryStep:
     """The part of an `Engine` that is the same wherever equal gradients make equal weights in every step."""
 
-    apart = False
+    weights_diverge = False
 
-    def settle(self) -> bool:
+    def sync_buffers(self) -> bool:
         raise NotImplementedError
 
     def after_update(self) -> None:
@@ -183,7 +183,7 @@ class EqualAfterEveryStep:
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        self.settle()
+        self.sync_buffers()
         yield
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from paceline.parallel.shards import Share
+from paceline.parallel.assignment import Assignment
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class WorkerNorms:
             zero: a scalar of the dtype and on the device in which the norms are added.
         """
         self._zero = zero
-        self._share: Share | None = None
+        self._share: Assignment | None = None
         self._take: TakeNorms | None = None
         self._own_sqr = zero
         self._buckets: list[Tensor] = []
         self._last: tuple[GradientNorms, TakeNorms] | None = None
         """Of the last step; `small_sqr` is this worker's part of the mean alone."""
 
-    def begin(self, share: Share, take: TakeNorms | None) -> None:
+    def begin(self, share: Assignment, take: TakeNorms | None) -> None:
         """A step begins whose norms `take` wants to know."""
         self._share = share
         # One part alone tells nothing of noise.
@@ -96,5 +96,5 @@ class WorkerNorms:
         self._buckets = []
 
 
-def _num_parts(share: Share) -> int:
+def _num_parts(share: Assignment) -> int:
     return sum(start < stop for start, stop in share.runs)

@@ -26,12 +26,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from paceline.errors import JobError, ModelError
+from paceline.parallel.assignment import Assignment, shard_run
 from paceline.parallel.clock import Clock, Mark
 from paceline.parallel.engine import EqualAfterEveryStep, HoldsAll, StepInput, check_loss, cut, statistics_dtype
+from paceline.parallel.generators import generator_states
 from paceline.parallel.gradient_norms import GradientNorms, squared_norm
 from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm, unknown_buffers
-from paceline.parallel.randomness import generator_states
-from paceline.parallel.shards import Share, shard_run
 from paceline.spec import Job, Plan
 
 
@@ -133,7 +133,7 @@ class OneProcessDataParallel(EqualAfterEveryStep, HoldsAll):
             wait(others)
         return [mine, *(other.result() for other in others)]
 
-    def _compute(self, replica: _Replica, step: StepInput, share: Share) -> Tensor:
+    def _compute(self, replica: _Replica, step: StepInput, share: Assignment) -> Tensor:
         """One device's part of a step: returns [loss, norm statistics], leaves gradients with the replica."""
         with torch.cuda.device(replica.device) if replica.device.type == "cuda" else nullcontext():
             batch = _to(cut(step.batch, *_within(step.share, share)), replica.device)
@@ -167,7 +167,7 @@ class OneProcessDataParallel(EqualAfterEveryStep, HoldsAll):
             self._draws_randomness = before != generator_states(replica.device)
         return loss
 
-    def _norms(self, whole: Share, shares: Sequence[Share], small_sqrs: Sequence[Tensor]) -> GradientNorms:
+    def _norms(self, whole: Assignment, shares: Sequence[Assignment], small_sqrs: Sequence[Tensor]) -> GradientNorms:
         """Gradients of the devices' parts and of the batch; the replicas held weight * gradient."""
         weights = [sum(share.sizes) / whole.global_size for share in shares]
         first = small_sqrs[0].device
@@ -179,7 +179,7 @@ class OneProcessDataParallel(EqualAfterEveryStep, HoldsAll):
     def changes_buffers(self) -> bool:
         return bool(unknown_buffers(self.module))
 
-    def settle(self) -> bool:
+    def sync_buffers(self) -> bool:
         return True
 
     def shared_state(self) -> dict[str, Any]:
@@ -229,7 +229,7 @@ class _Replica:
         return squared_norm(p.grad for p in self.module.parameters() if p.grad is not None)
 
 
-def _spread(share: Share, num_devices: int) -> list[Share]:
+def _spread(share: Assignment, num_devices: int) -> list[Assignment]:
     """The worker's shards over its devices, neighbours together; fewer parts where there are fewer shards."""
     start, stop = share.runs[share.rank]
     num_parts = min(num_devices, stop - start)
@@ -238,7 +238,7 @@ def _spread(share: Share, num_devices: int) -> list[Share]:
     return [dataclasses.replace(share, runs=runs, rank=part) for part in range(num_parts)]
 
 
-def _within(whole: Share, part: Share) -> tuple[int, int]:
+def _within(whole: Assignment, part: Assignment) -> tuple[int, int]:
     """Positions of a device's samples in the worker's batch."""
     start, _ = whole.span
     first, last = part.span

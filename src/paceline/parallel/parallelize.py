@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.parallel.aggregation import set_up_aggregation
-from paceline.parallel.asynchronous import AsynchronousDataParallel, describe_asynchrony
+from paceline.parallel.async_servers import AsyncServers, describe_asynchrony
 from paceline.parallel.bitwise import BitwiseDataParallel
+from paceline.parallel.dp import DataParallel
 from paceline.parallel.engine import Engine
-from paceline.parallel.infrequent import InfrequentDataParallel, aggregator_inside_node, describe_meetings
-from paceline.parallel.numeric import NumericDataParallel
+from paceline.parallel.local_sgd import LocalSGD, aggregator_inside_node, describe_meetings
 from paceline.parallel.one_process import OneProcessDataParallel, describe_one_process, devices_of_process
 from paceline.parallel.start import is_on_meta, start_weights
 from paceline.spec import AlgorithmName, Job, Plan, check_mesh
@@ -55,11 +55,11 @@ def parallelize(
     """
     if plan.mesh is not None and not plan.mesh.is_plain and group is not None:
         # Torch's parts for it take long to load, and most runs need none of them.
-        from paceline.parallel.meshed import MeshedParallel, open_axes
+        from paceline.parallel.mesh import MeshParallel, open_axes
 
         check_mesh(job, plan.mesh)
         axes = open_axes(plan.mesh, device, group)
-        meshed = MeshedParallel(model, job, plan, device, axes, example, may_skip=find_unused_parameters)
+        meshed = MeshParallel(model, job, plan, device, axes, example, may_skip=find_unused_parameters)
         return Parallelized(meshed, meshed.algorithm, tuple(meshed.notes), meshed.close)
     if is_on_meta(model):
         start_weights(model, group)(model, device)
@@ -70,7 +70,7 @@ def parallelize(
     if job.parity == "bitwise":
         return Parallelized(BitwiseDataParallel(model, device, group), plan.algorithm, (), lambda: None)
     if spec.method == "parameter_server_async" and group is not None:
-        asynchronous = AsynchronousDataParallel(model, device, group)
+        asynchronous = AsyncServers(model, device, group)
         return Parallelized(asynchronous, plan.algorithm, (describe_asynchrony(spec, plan),), lambda: None)
     with contextlib.ExitStack() as on_error:
         algorithm, aggregator = plan.algorithm, None
@@ -83,7 +83,7 @@ def parallelize(
         engine: Engine
         # One worker alone is its own server: there is nothing asynchronous about it.
         if spec.method in ("every_step", "parameter_server_async"):
-            engine = NumericDataParallel(model, job, plan, device, group, aggregator, find_unused_parameters)
+            engine = DataParallel(model, job, plan, device, group, aggregator, find_unused_parameters)
         else:
             inside = None
             if spec.sync_inside_nodes and aggregator is not None:
@@ -91,5 +91,5 @@ def parallelize(
             if inside is not None:
                 on_error.callback(inside.scheduler.close)
             notes.append(describe_meetings(spec))
-            engine = InfrequentDataParallel(model, job, plan, device, aggregator, inside, find_unused_parameters)
+            engine = LocalSGD(model, job, plan, device, aggregator, inside, find_unused_parameters)
         return Parallelized(engine, algorithm, tuple(notes), on_error.pop_all().close)

@@ -37,7 +37,7 @@ def whole(tensor: Tensor) -> Tensor:
     return gathered.to_local().detach()
 
 
-def box_of(like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def slice_of(like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Where in the whole tensor a worker's part of it begins, and how long it is, along each dimension."""
     sizes, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     return tuple(offsets), tuple(sizes)
@@ -47,7 +47,7 @@ def part_like(tensor: Tensor, like: Tensor) -> Tensor:
     """Of a whole `tensor`, the part that a worker holds of `like`, in its manner; nothing travels."""
     if not isinstance(like, DTensor):
         return tensor
-    offsets, sizes = box_of(like)
+    offsets, sizes = slice_of(like)
     mine = tensor[tuple(slice(start, start + length) for start, length in zip(offsets, sizes, strict=True))]
     # A copy: a view would keep the whole in memory.
     own = mine.to(like.device, copy=True)

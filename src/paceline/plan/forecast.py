@@ -16,7 +16,7 @@ from paceline.errors import ClusterError, JobError
 from paceline.plan.advice import about_batch, bend, gib, recommend, words
 from paceline.plan.buckets import exposed_s, num_buckets, sums_of_exposed_s, sums_s
 from paceline.plan.collectives import COSTS, WIRE_FACTORS, cost_s
-from paceline.plan.layers import Layers
+from paceline.plan.layer_partition import Layers
 from paceline.plan.memory import (
     Activations,
     ModelFacts,
@@ -29,7 +29,7 @@ from paceline.plan.memory import (
     transformer_layers,
 )
 from paceline.plan.model import Layout, Level, Network
-from paceline.plan.network import BETWEEN_ALPHA_S, PER_MESSAGE_S, SHARED_MEMORY, between_level, inside_level
+from paceline.plan.network_costs import BETWEEN_ALPHA_S, PER_MESSAGE_S, SHARED_MEMORY, between_level, inside_level
 from paceline.plan.search import SearchResult, Workload, explain, search
 from paceline.plan.simulate import Faults, Jitter, Machine, Pattern, availability, exchange_s, simulate_steps
 from paceline.plan.statistics import efficiency as statistical_efficiency
@@ -113,7 +113,7 @@ def forecast(
         JobError: no count can run the job.
     """
     question = question or Question()
-    known = Known.of(job, cluster, question, max(devices), facts)
+    known = ForecastInputs.of(job, cluster, question, max(devices), facts)
     base_per_s, base_goodput_per_s = known.row(1).samples_per_s, known.best_batch(1)[1]
     rows = tuple(known.compared(known.row(count), base_per_s, base_goodput_per_s) for count in sorted(set(devices)))
     chosen = recommend(rows, question.efficiency_floor)
@@ -142,7 +142,7 @@ def forecast(
 
 
 @dataclass(frozen=True)
-class Known:
+class ForecastInputs:
     """Job, cluster and question, with what follows from them for every count."""
 
     job: Job
@@ -163,7 +163,7 @@ class Known:
     @classmethod
     def of(
         cls, job: Job, cluster: Cluster, question: Question, most_devices: int, facts: ModelFacts | None = None
-    ) -> Known:
+    ) -> ForecastInputs:
         if not cluster.nodes or not cluster.devices:
             raise ClusterError("This cluster has no devices; write one with paceline probe.")
         timing = _timing_of(job, cluster)

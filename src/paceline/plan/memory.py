@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paceline.errors import ModelError
-from paceline.plan.layers import Layer, Layers, cut, cut_within
+from paceline.partition import StageLimits
+from paceline.plan.layer_partition import Layer, Layers, cut, cut_within
 from paceline.spec import Job, Mesh, MicroBatchTiming
-from paceline.spec.stages import Limits
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -241,7 +241,7 @@ def device_memory(
     grows = [one.total_bytes - one.activation_bytes - (mesh.zero_stage == 3) * one.gathered_bytes for one in alone]
     gathered = 2 * max(one.gathered_bytes for one in alone) if mesh.zero_stage == 3 else 0.0
     again = under_way[0] * max(map(kept, layers)) if recompute else 0.0
-    limits = Limits(
+    limits = StageLimits(
         memory_bytes=USABLE_SHARE * memory_bytes - activations.fixed_bytes - gathered - again,
         copies_of_parameters=1.0,
         micro_batches_kept=tuple(under_way),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
-from paceline.plan.pick import Ring, pick, weight
+from paceline.plan.pick import DeviceRing, pick, weight
 from paceline.spec import Mesh, Node
 from paceline.spec.mesh import AXES
 
@@ -47,7 +47,7 @@ class _Arranger:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._rings: dict[frozenset[int], Ring] = {}
+        self._rings: dict[frozenset[int], DeviceRing] = {}
 
     def arranged(self, groups: Sequence[Group], sizes: Sequence[int]) -> tuple[list[tuple[float, float]], Group]:
         """What the best way to part `groups` is worth, axis by axis, and the devices in its order.
@@ -114,7 +114,7 @@ class _Arranger:
     def _rate(self, one: int, other: int) -> float:
         return weight(self._ring((one, other)).bottleneck)
 
-    def _ring(self, devices: Sequence[int]) -> Ring:
+    def _ring(self, devices: Sequence[int]) -> DeviceRing:
         members = frozenset(devices)
         if members not in self._rings:
             self._rings[members] = pick(self._node, len(members), devices).ring

@@ -38,7 +38,7 @@ _NEARNESS = {ACROSS_SOCKETS: 1, "NODE": 2, "PHB": 3, "PXB": 4, "PIX": 5}
 
 
 @dataclass(frozen=True)
-class Ring:
+class DeviceRing:
     """Devices in the order in which they pass data on; the last passes it to the first."""
 
     devices: tuple[int, ...]
@@ -56,11 +56,11 @@ class Ring:
 
 
 @dataclass(frozen=True)
-class Choice:
+class DeviceChoice:
     """The devices to use, beside those that somebody would take who does not look."""
 
-    ring: Ring
-    naive: Ring
+    ring: DeviceRing
+    naive: DeviceRing
     """The first ones, in the order of their ids."""
     is_exact: bool
     """False: a good choice, found by improving step by step; a better one may exist."""
@@ -71,7 +71,7 @@ class Choice:
         return tuple(sorted(self.ring.devices))
 
 
-def pick(node: Node, num_devices: int, allowed: Sequence[int] | None = None) -> Choice:
+def pick(node: Node, num_devices: int, allowed: Sequence[int] | None = None) -> DeviceChoice:
     """The `num_devices` devices of a node with the best ring, by the order at the top of this module.
 
     Args:
@@ -95,7 +95,7 @@ def pick(node: Node, num_devices: int, allowed: Sequence[int] | None = None) -> 
     else:
         is_exact = False
         ring = ring_climb.good_ring(graph.weights, num_devices, graph.rank)
-    return Choice(graph.ring(ring), graph.ring(range(num_devices)), is_exact)
+    return DeviceChoice(graph.ring(ring), graph.ring(range(num_devices)), is_exact)
 
 
 @dataclass(frozen=True)
@@ -156,11 +156,11 @@ class _Graph:
             *self.place_rank(ring),
         )
 
-    def ring(self, vertices: Sequence[int]) -> Ring:
+    def ring(self, vertices: Sequence[int]) -> DeviceRing:
         hops = [(one, other) for one, other in zip(vertices, [*vertices[1:], *vertices[:1]], strict=True)]
         slowest = min(hops, key=lambda hop: (self.weights[hop[0]][hop[1]], not self.crosses(*hop)))
         is_alone = len(vertices) == 1
-        return Ring(
+        return DeviceRing(
             tuple(self.devices[vertex] for vertex in vertices),
             None if is_alone else self.links[slowest[0]][slowest[1]],
         )

@@ -7,7 +7,7 @@ import dataclasses
 from paceline.errors import JobError
 from paceline.plan.mesh_order import mesh_order
 from paceline.plan.pick import pick
-from paceline.spec import AlgorithmName, Cluster, DeviceKind, Job, Mesh, Node, NodeShare, Plan, check_mesh
+from paceline.spec import AlgorithmName, Cluster, DeviceKind, Job, Mesh, Node, NodePlacement, Plan, check_mesh
 
 
 def spread(cluster: Cluster, num_workers: int, threads_per_worker: int | None = None, mesh: Mesh | None = None) -> Plan:
@@ -44,16 +44,16 @@ def _free(node: Node) -> list[int]:
     return [device.index for device in node.devices if not device.busy]
 
 
-def _share(node: Node, num_workers: int, kind: DeviceKind, mesh: Mesh | None) -> NodeShare:
+def _share(node: Node, num_workers: int, kind: DeviceKind, mesh: Mesh | None) -> NodePlacement:
     """The GPUs with the best ring among those that nobody else uses, each worker near its GPU; on CPU, no pinning."""
     hostname = node.hostname if node.is_remote else ""
     if kind == "cpu":
-        return NodeShare(hostname, num_workers)
+        return NodePlacement(hostname, num_workers)
     devices = pick(node, num_workers, _free(node)).ring.devices
     if mesh is not None:
         devices = mesh_order(node, devices, mesh)
     by_index = {device.index: device for device in node.devices}
-    return NodeShare(hostname, num_workers, devices, tuple(by_index[index].cpus for index in devices))
+    return NodePlacement(hostname, num_workers, devices, tuple(by_index[index].cpus for index in devices))
 
 
 def _spread_out(cluster: Cluster, num_workers: int) -> list[tuple[Node, int]]:
@@ -92,12 +92,12 @@ def place(
     """
     check_mesh(job, mesh)
     plan = spread(cluster, num_workers, threads_per_worker, mesh)
-    num_shares = num_workers if mesh is None else mesh.num_shares
-    if num_shares > job.virtual_shards:
+    num_assignments = num_workers if mesh is None else mesh.num_assignments
+    if num_assignments > job.virtual_shards:
         raise JobError(
-            f"{num_shares} workers cannot share virtual_shards = {job.virtual_shards}; use at most "
-            f"{job.virtual_shards} workers, or --set virtual_shards={num_shares} (it is part of the job: the same for "
-            "every worker count)."
+            f"{num_assignments} workers cannot share virtual_shards = {job.virtual_shards}; use at most "
+            f"{job.virtual_shards} workers, or --set virtual_shards={num_assignments} (it is part of the job: the same "
+            "for every worker count)."
         )
     shard_size = -(-job.global_batch_size // job.virtual_shards)
     if micro_batch_size is not None and micro_batch_size < shard_size:

@@ -16,7 +16,7 @@ from paceline.errors import JobError
 from paceline.plan.advice import duration
 from paceline.plan.buckets import exposed_s, sums_s
 from paceline.plan.collectives import COSTS, ring
-from paceline.plan.layers import Layers, cut
+from paceline.plan.layer_partition import Layers, cut
 from paceline.plan.memory import USABLE_SHARE, Activations, DeviceMemory, StateBytes, device_memory
 from paceline.plan.model import Layout, Level, Network
 from paceline.plan.traffic import Backend, num_gathers_and_scatters
@@ -58,11 +58,11 @@ class Workload:
 
     def share(self, mesh: Mesh) -> int:
         """Samples of the worker with the most to do."""
-        return min(self.global_batch_size, -(-self.num_shards // mesh.num_shares) * self.shard_size)
+        return min(self.global_batch_size, -(-self.num_shards // mesh.num_assignments) * self.shard_size)
 
 
 @dataclass(frozen=True)
-class Candidate:
+class MeshCandidate:
     """One mesh that fits, with its best micro-batch; the parts of a step add up to it."""
 
     mesh: Mesh
@@ -90,15 +90,15 @@ class Candidate:
 class SearchResult:
     """Those that fit, the best one first, and those that do not, with what they would need."""
 
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[MeshCandidate, ...]
     too_large: tuple[tuple[Mesh, DeviceMemory], ...]
 
     @property
-    def winner(self) -> Candidate:
+    def winner(self) -> MeshCandidate:
         return self.candidates[0]
 
     @property
-    def runner_up(self) -> Candidate | None:
+    def runner_up(self) -> MeshCandidate | None:
         return self.candidates[1] if len(self.candidates) > 1 else None
 
 
@@ -108,13 +108,13 @@ def search(workload: Workload, num_workers: int, devices_per_node: int, network:
     Raises:
         JobError: none of them fits; the message says how much the thriftiest one would need.
     """
-    candidates: list[Candidate] = []
+    candidates: list[MeshCandidate] = []
     too_large: list[tuple[Mesh, DeviceMemory]] = []
     for mesh in meshes(num_workers, devices_per_node, workload.layers):
-        if mesh.num_shares > workload.num_shards:
+        if mesh.num_assignments > workload.num_shards:
             continue
         found = best_of(workload, mesh, devices_per_node, network)
-        if isinstance(found, Candidate):
+        if isinstance(found, MeshCandidate):
             candidates.append(found)
         else:
             too_large.append((mesh, found))
@@ -126,14 +126,14 @@ def search(workload: Workload, num_workers: int, devices_per_node: int, network:
     return SearchResult((*close, *candidates[len(close) :]), tuple(too_large))
 
 
-def best_of(workload: Workload, mesh: Mesh, devices_per_node: int, network: Network) -> Candidate | DeviceMemory:
+def best_of(workload: Workload, mesh: Mesh, devices_per_node: int, network: Network) -> MeshCandidate | DeviceMemory:
     """The fastest way to use `mesh`; where none fits, the memory that the thriftiest one would need.
 
     Activations are computed again only where nothing fits without.
     """
     needed: list[DeviceMemory] = []
     for recompute in (False, True) if workload.layers else (False,):
-        fitting: list[Candidate] = []
+        fitting: list[MeshCandidate] = []
         for micro_batch_size in _micro_batch_sizes(workload, mesh):
             memory = _memory(workload, mesh, micro_batch_size, recompute)
             needed.append(memory)
@@ -202,7 +202,7 @@ def _micro_batch_sizes(workload: Workload, mesh: Mesh) -> list[int]:
 def _pipelines(workload: Workload, mesh: Mesh) -> list[PipelineSpec]:
     """Schedules worth a price: one stage a worker, or two in turn where there are layers and micro-batches for it."""
     found = [PipelineSpec()]
-    num_turns = -(-workload.num_shards // mesh.num_shares)
+    num_turns = -(-workload.num_shards // mesh.num_assignments)
     if mesh.pp > 1 and 2 * mesh.pp <= len(workload.layers) and num_turns % mesh.pp == 0:
         found.append(PipelineSpec(schedule="interleaved", stages_per_worker=2))
     return found
@@ -221,7 +221,7 @@ def _priced(
     network: Network,
     pipeline: PipelineSpec,
     recompute: bool,
-) -> Candidate:
+) -> MeshCandidate:
     """The seconds of a step.
 
     A pipeline of p stages takes m + p - 1 turns for m micro-batches (Huang et al. 2019, GPipe); with v stages a worker
@@ -239,7 +239,7 @@ def _priced(
     compute_s = (m - 1) * turn_s + last_s
     own_bytes = workload.num_parameters * workload.state.gradient * _largest_part(stages, mesh)
     num_turns = m + (mesh.pp - 1) / pipeline.stages_per_worker
-    return Candidate(
+    return MeshCandidate(
         mesh,
         micro_batch_size,
         m,
@@ -298,7 +298,7 @@ def _inside_model_s(
         if mesh.num_workers > devices_per_node:
             # Stages are farthest apart: the slowest of their links is one between nodes, which a node's workers share.
             level = network.between
-            message_bytes *= min(devices_per_node, mesh.tp * mesh.num_shares)
+            message_bytes *= min(devices_per_node, mesh.tp * mesh.num_assignments)
         seconds += 2 * stages_per_worker * _send_s(level, message_bytes, network)
     return seconds
 
@@ -392,13 +392,13 @@ def explain(result: SearchResult, workload: Workload) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _batches(candidate: Candidate) -> str:
+def _batches(candidate: MeshCandidate) -> str:
     m = candidate.num_micro_batches
     again = ", activations computed again" * candidate.recompute
     return f"{m} micro-batch{'es' * (m > 1)} of {candidate.micro_batch_size}{again}"
 
 
-def _why(result: SearchResult, winner: Candidate, workload: Workload) -> str:
+def _why(result: SearchResult, winner: MeshCandidate, workload: Workload) -> str:
     held = f"It holds {size(winner.memory.total_bytes)} of {size(workload.memory_bytes)}"
     plain = next((memory for mesh, memory in result.too_large if mesh.is_plain), None)
     if plain is not None:
@@ -406,7 +406,7 @@ def _why(result: SearchResult, winner: Candidate, workload: Workload) -> str:
     return f"{held}; {_longest_part(winner)}."
 
 
-def _longest_part(candidate: Candidate) -> str:
+def _longest_part(candidate: MeshCandidate) -> str:
     parts = _parts(candidate)
     name = max(parts, key=lambda key: parts[key])
     if parts[name] < 0.01 * candidate.step_s:
@@ -414,7 +414,7 @@ def _longest_part(candidate: Candidate) -> str:
     return f"beside compute, {name} takes most: {duration(parts[name])}"
 
 
-def _parts(candidate: Candidate) -> dict[str, float]:
+def _parts(candidate: MeshCandidate) -> dict[str, float]:
     return {
         "waiting for gradients": candidate.exposed_s,
         "the pipeline's bubble": candidate.bubble_s,
@@ -423,7 +423,7 @@ def _parts(candidate: Candidate) -> dict[str, float]:
     }
 
 
-def _difference(winner: Candidate, other: Candidate) -> str:
+def _difference(winner: MeshCandidate, other: MeshCandidate) -> str:
     """What the runner-up loses by, or saves."""
     mine, theirs = _parts(winner) | {"compute": winner.compute_s}, _parts(other) | {"compute": other.compute_s}
     name = max(mine, key=lambda key: theirs[key] - mine[key])

@@ -104,7 +104,7 @@ def node_bytes(
     """
     leaving = [0.0] * -(-mesh.num_workers // devices_per_node)
     strides: dict[AxisName, int] = {"tp": 1, "fsdp": mesh.tp, "dp": mesh.tp * mesh.fsdp}
-    stage_size = mesh.tp * mesh.num_shares
+    stage_size = mesh.tp * mesh.num_assignments
     for rank in range(mesh.num_workers):
         place = mesh.place(rank)
         for axis, stride in strides.items():

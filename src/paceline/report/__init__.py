@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.report.files import load_records, write_study
 from paceline.report.study import Recommendation, Study, StudyRow, analyse, detect_grow
-from paceline.report.text import study_table
+from paceline.report.study_table import study_table
 
 __all__ = [
     "Recommendation",

@@ -34,7 +34,7 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ParityVerdict:
     """How one number of workers compares with the smallest one. `step` and `tensor` name the first difference."""
 
     workers: int
@@ -79,7 +79,7 @@ def load_trace(directory: Path, workers: int) -> Trace:
     )
 
 
-def compare(base: Trace, again: Trace, others: Sequence[Trace]) -> list[Verdict]:
+def compare(base: Trace, again: Trace, others: Sequence[Trace]) -> list[ParityVerdict]:
     """A verdict for `again` (the same number of workers as `base`, run once more) and for each of `others`."""
     first = _judge(base, again)
     if not first.passed:
@@ -89,17 +89,17 @@ def compare(base: Trace, again: Trace, others: Sequence[Trace]) -> list[Verdict]
             if data
             else "something in the model or loss draws from a generator of its own, or from the time"
         )
-        return [Verdict(first.workers, first.steps, False, step=first.step, tensor=first.tensor, cause=cause)]
+        return [ParityVerdict(first.workers, first.steps, False, step=first.step, tensor=first.tensor, cause=cause)]
     return [first, *(_judge(base, other) for other in others)]
 
 
-def _judge(base: Trace, other: Trace) -> Verdict:
+def _judge(base: Trace, other: Trace) -> ParityVerdict:
     tolerance = 0.0 if base.parity == "bitwise" else TOLERANCE[base.precision]
     num_steps = min(len(base.steps), len(other.steps))
     largest = 0.0
 
-    def fail(step: int, tensor: str, cause: str) -> Verdict:
-        return Verdict(other.workers, num_steps, False, step=step, tensor=tensor, cause=cause)
+    def fail(step: int, tensor: str, cause: str) -> ParityVerdict:
+        return ParityVerdict(other.workers, num_steps, False, step=step, tensor=tensor, cause=cause)
 
     for step in range(num_steps):
         mine, theirs = base.steps[step][0], other.steps[step][0]
@@ -119,7 +119,7 @@ def _judge(base: Trace, other: Trace) -> Verdict:
     if len(other.steps) != len(base.steps):
         cause = f"{len(other.steps)} steps instead of {len(base.steps)}: the script's loop depends on the worker"
         return fail(num_steps - 1, "the number of steps", cause)
-    return Verdict(other.workers, num_steps, True, largest)
+    return ParityVerdict(other.workers, num_steps, True, largest)
 
 
 def _rank_difference(lines: Sequence[Mapping[str, Any]]) -> tuple[int, str] | None:

@@ -35,7 +35,7 @@ _WORDS = {
 _STYLES = {"NVLink": "bold green", "PCIe": "cyan", "host": "yellow", "sockets": "red", "other": ""}
 
 
-class Ring(Protocol):
+class DeviceRing(Protocol):
     """Devices in the order in which they pass data on, as `paceline.plan.pick` finds it."""
 
     @property
@@ -47,14 +47,14 @@ class Ring(Protocol):
     def all_reduce_s(self, size_bytes: float) -> float | None: ...
 
 
-class Choice(Protocol):
+class DeviceChoice(Protocol):
     """The best ring beside the naive one, as `paceline.plan.pick` gives it."""
 
     @property
-    def ring(self) -> Ring: ...
+    def ring(self) -> DeviceRing: ...
 
     @property
-    def naive(self) -> Ring: ...
+    def naive(self) -> DeviceRing: ...
 
     @property
     def is_exact(self) -> bool: ...
@@ -303,7 +303,7 @@ def _table(*headings: str) -> Table:
 # --- The choice ---
 
 
-def choice_lines(choice: Choice) -> list[str]:
+def choice_lines(choice: DeviceChoice) -> list[str]:
     """What was chosen, why, what a naive choice would cost, and, last, the line that makes a program use it."""
     ring = choice.ring
     count = len(ring.devices)
@@ -330,7 +330,7 @@ def device_words(devices: Sequence[int]) -> str:
     return f"GPU{'s' * (len(devices) != 1)} {listing(list(map(str, devices)))}"
 
 
-def _naive_sentence(choice: Choice) -> str:
+def _naive_sentence(choice: DeviceChoice) -> str:
     """The cost of the first devices in the order of their ids, by the law of the ring, for one gigabyte."""
     if choice.naive.devices == choice.ring.devices:
         return "A naive choice, the first ones in the order of their ids, is the same."
@@ -346,7 +346,7 @@ def _naive_sentence(choice: Choice) -> str:
     )
 
 
-def topology_mapping(node: Node, choice: Choice | None) -> dict[str, Any]:
+def topology_mapping(node: Node, choice: DeviceChoice | None) -> dict[str, Any]:
     """The result of `paceline topo --json`; lists are empty and the rest is null where there is no GPU."""
     devices = sorted(choice.ring.devices) if choice else []
     links = {(one, other): node.link(f"GPU{one}", f"GPU{other}") for one, other in combinations(devices, 2)}
@@ -368,7 +368,7 @@ def _link_mapping(link: Link | None) -> dict[str, Any] | None:
     return None if link is None else {"label": link.label, "bytes_per_s": link.bytes_per_s}
 
 
-def _naive_mapping(ring: Ring) -> dict[str, Any]:
+def _naive_mapping(ring: DeviceRing) -> dict[str, Any]:
     return {
         "ring": list(ring.devices),
         "bottleneck": _link_mapping(ring.bottleneck),

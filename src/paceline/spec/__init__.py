@@ -26,7 +26,7 @@ from paceline.spec.job import (
     load_job,
 )
 from paceline.spec.mesh import Mesh, check_mesh, parse_mesh
-from paceline.spec.plan import NodeShare, PipelineSpec, Plan
+from paceline.spec.plan import NodePlacement, PipelineSpec, Plan
 from paceline.spec.record import EpochRecord, RunRecord, StepTime
 
 __all__ = [
@@ -47,7 +47,7 @@ __all__ = [
     "ModelSpec",
     "NetworkLink",
     "Node",
-    "NodeShare",
+    "NodePlacement",
     "OptimSpec",
     "Peripheral",
     "PipelineSpec",

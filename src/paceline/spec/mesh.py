@@ -43,7 +43,7 @@ class Mesh:
         return self.dp * self.fsdp * self.tp * self.pp
 
     @property
-    def num_shares(self) -> int:
+    def num_assignments(self) -> int:
         """How many ways the global batch is shared."""
         return self.dp * self.fsdp
 
@@ -62,7 +62,7 @@ class Mesh:
         place = self.place(rank)
         return place["dp"] * self.fsdp + place["fsdp"]
 
-    def leads_share(self, rank: int) -> bool:
+    def leads_assignment(self, rank: int) -> bool:
         """Whether a rank is the first of those that compute with the same samples."""
         place = self.place(rank)
         return place["tp"] == place["pp"] == 0

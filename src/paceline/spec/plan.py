@@ -16,7 +16,7 @@ EXCLUDED = 75
 
 
 @dataclass(frozen=True)
-class NodeShare:
+class NodePlacement:
     """The workers of one node."""
 
     hostname: str = ""
@@ -45,7 +45,7 @@ class Plan:
 
     world_size: int = at_least(1, 1)
     device_kind: DeviceKind = "cpu"
-    nodes: tuple[NodeShare, ...] = ()
+    nodes: tuple[NodePlacement, ...] = ()
     """Ranks in this order, a node's together; empty: all workers on this node."""
     threads_per_worker: int = at_least(1, 1)
     """CPU threads a worker computes with. A CPU device is a fixed number of threads."""
@@ -61,7 +61,7 @@ class Plan:
     recompute: bool = False
     """Activation checkpointing: backward computes a block's activations again instead of keeping them."""
     sequence_parallel: bool = False
-    """Between the layers that a tensor axis shares, its workers keep a part each of the positions."""
+    """Between the layers that a tensor axis placements, its workers keep a part each of the positions."""
     cpu_offload: bool = False
     """Sharded parameters and optimizer state wait in host memory while they are not computed with."""
     devices_in_process: int = at_least(1, 1)
@@ -90,9 +90,9 @@ class Plan:
         return "nccl" if self.device_kind == "cuda" else "gloo"
 
     @property
-    def shares(self) -> tuple[NodeShare, ...]:
+    def placements(self) -> tuple[NodePlacement, ...]:
         """The nodes of the run, one at least; their workers add up to the world size."""
-        return self.nodes or (NodeShare(num_workers=self.world_size),)
+        return self.nodes or (NodePlacement(num_workers=self.world_size),)
 
     @classmethod
     def from_mapping(cls, mapping: dict[str, Any]) -> Plan:

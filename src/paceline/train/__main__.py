@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from paceline.spec import Job, Plan
-from paceline.train.loop import Output, train
+from paceline.train.loop import RunOutput, train
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     job = Job.from_mapping(json.loads(arguments.job or (run_dir / "job.json").read_text(encoding="utf-8")))
     plan = Plan.from_mapping(json.loads(arguments.plan or (run_dir / "plan.json").read_text(encoding="utf-8")))
-    output = Output(run_dir, None if arguments.quiet else sys.stderr, arguments.track)
+    output = RunOutput(run_dir, None if arguments.quiet else sys.stderr, arguments.track)
     train(job, plan, output, arguments.max_steps, force=arguments.force)
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from paceline.comm.parameter_server_async import Course
 from paceline.data.order import EpochOrder, epoch_order
 from paceline.errors import JobError
-from paceline.parallel import AsynchronousDataParallel, Share, StepInput, open_servers
-from paceline.parallel.shards import shard_sizes
+from paceline.parallel import Assignment, AsyncServers, StepInput, open_servers
+from paceline.parallel.assignment import shard_sizes
 from paceline.train.run import LossFn, Run
 from paceline.train.schedule import lr_factor
 from paceline.train.seeding import seed_shard
@@ -27,7 +27,7 @@ class AsynchronousSteps:
     shards look like, is the same function as in synchronous training.
     """
 
-    def __init__(self, run: Run, engine: AsynchronousDataParallel, train_set: Any, loss_fn: LossFn) -> None:
+    def __init__(self, run: Run, engine: AsyncServers, train_set: Any, loss_fn: LossFn) -> None:
         assert run.world.group is not None
         self._run = run
         self._engine = engine
@@ -50,7 +50,7 @@ class AsynchronousSteps:
     def epoch(self, epoch: int) -> Iterator[Tensor]:
         """Work until the epoch's updates are made; the mean loss of every batch, in order, on every worker.
 
-        All rest where a checkpoint is due, at a step's number or because somebody wishes it, and go on.
+        All rest where a checkpoint is due, at a step's number or because somebody requests it, and go on.
         """
         run = self._run
         batches = {epoch * self._num_batches + batch.number: batch for batch in run.enter_epoch(self._train_set, epoch)}
@@ -64,7 +64,7 @@ class AsynchronousSteps:
         while run.steps < until:
             if run.steps:
                 with self._engine.at_rest(self._servers.collect):
-                    run.confer_at_rest()
+                    run.exchange_status_at_rest()
             for number, statistics in self._servers.work(self._compute, run.next_save(until), run.wants_save):
                 loss = self._engine.shards.apply(statistics.to(run.device))
                 run.schedule_lr(len(self._train_set))  # for the record: the servers have rates of their own
@@ -75,7 +75,7 @@ class AsynchronousSteps:
         run = self._run
         epoch, _ = divmod(batch, self._num_batches)
         sizes = shard_sizes(len(self._samples(batch)), run.job.virtual_shards)
-        share = Share(sizes, ((shard, shard + 1),), rank=0)  # as if it were all that this worker has
+        share = Assignment(sizes, ((shard, shard + 1),), rank=0)  # as if it were all that this worker has
         (inputs,) = run.read(self._train_set, epoch, [self._samples(batch)[slice(*share.span)]], train=True)
         step = StepInput(
             share=share,

@@ -17,8 +17,8 @@ from paceline.checkpoint import SameCatalogue, Saver, Snapshot, newest_good, new
 from paceline.checkpoint.manifest import Manifest
 from paceline.errors import CheckpointError
 from paceline.spec.job import CheckpointSpec
-from paceline.train.agreement import Wish
 from paceline.train.state import broadcast_tree, hand_out, scatter_trees
+from paceline.train.status_exchange import Request
 
 _FAREWELL_S = 5.0
 """After an error, other workers have so long to write their parts of a checkpoint that was begun before it."""
@@ -63,7 +63,7 @@ class Checkpoints:
         self._parts = parts
         self._rank = 0 if group is None else dist.get_rank(group)
         self._storage = open_storage(address)
-        self._wishes: set[Wish] = set()
+        self._requests: set[Request] = set()
         self._is_due = False
         self._saved_at = time.monotonic()
         self._handlers: dict[int, Any] = {}
@@ -152,21 +152,21 @@ class Checkpoints:
         self._saver.wait()
         return self.read()
 
-    def step_ended(self, step: int, heard: Set[Wish]) -> None:
+    def step_ended(self, step: int, received: Set[Request]) -> None:
         """A common act after every step; saves if that is due, and ends the process if that was asked for.
 
         Args:
-            heard: what any worker wished a step ago.
+            received: what any worker wished a step ago.
 
         Raises:
             SystemExit: SIGTERM came to some worker, and all is saved.
         """
-        if Wish.FAILED in heard:
+        if Request.FAILED in received:
             self._saver.give_up()
-        self._is_due |= Wish.SAVE in heard or Wish.LEAVE in heard or step == self.next_save(step - 1)
-        if self._is_due and Wish.BUSY not in heard:
+        self._is_due |= Request.SAVE in received or Request.LEAVE in received or step == self.next_save(step - 1)
+        if self._is_due and Request.BUSY not in received:
             self._save()
-        if Wish.LEAVE in heard and not self._is_due:
+        if Request.LEAVE in received and not self._is_due:
             self._saver.wait()
             raise SystemExit(128 + signal.SIGTERM)
 
@@ -210,7 +210,7 @@ class Checkpoints:
         if snapshot is None:
             return
         self._is_due = False
-        self._wishes.discard(Wish.SAVE)
+        self._requests.discard(Request.SAVE)
         self._saved_at = time.monotonic()
         if snapshot.step != self._saver.last_step:
             self._saver.begin(snapshot)
@@ -218,20 +218,20 @@ class Checkpoints:
     @property
     def wants_save(self) -> bool:
         """Whether one is due or wished here, and could be begun."""
-        wishes = self.wishes()
-        return Wish.BUSY not in wishes and (self._is_due or bool(wishes & {Wish.SAVE, Wish.LEAVE}))
+        requests = self.requests()
+        return Request.BUSY not in requests and (self._is_due or bool(requests & {Request.SAVE, Request.LEAVE}))
 
-    def wishes(self) -> set[Wish]:
+    def requests(self) -> set[Request]:
         """This worker's, to be told to all."""
-        wishes = set(self._wishes)
+        requests = set(self._requests)
         minutes = self._spec.every_minutes
         if self._rank == 0 and minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes:
-            wishes.add(Wish.SAVE)
+            requests.add(Request.SAVE)
         if self._saver.busy:
-            wishes.add(Wish.BUSY)
+            requests.add(Request.BUSY)
         if self._saver.failed:
-            wishes.add(Wish.FAILED)
-        return wishes
+            requests.add(Request.FAILED)
+        return requests
 
     def _heed_signals(self) -> None:
         """SIGUSR1: save. SIGTERM: save and leave; a second one leaves at once, as the handler before did."""
@@ -239,10 +239,10 @@ class Checkpoints:
             return
 
         def save(_number: int, _frame: FrameType | None) -> None:
-            self._wishes.add(Wish.SAVE)
+            self._requests.add(Request.SAVE)
 
         def leave(number: int, _frame: FrameType | None) -> None:
-            self._wishes.add(Wish.LEAVE)
+            self._requests.add(Request.LEAVE)
             signal.signal(number, self._handlers[number])
 
         for number, handler in ((signal.SIGUSR1, save), (signal.SIGTERM, leave)):

@@ -21,7 +21,7 @@ def chunk_ranges(num_samples: int, chunk_size: int) -> list[range]:
     return [range(start, min(start + chunk_size, num_samples)) for start in range(0, num_samples, chunk_size)]
 
 
-def own_chunks(num_chunks: int, share: int, num_shares: int, *, in_step: bool) -> list[int]:
+def own_chunks(num_chunks: int, share: int, num_assignments: int, *, in_step: bool) -> list[int]:
     """Numbers of the chunks that are evaluated by who has share number `share` of the work; the first one has one if
     anybody has.
 
@@ -29,8 +29,8 @@ def own_chunks(num_chunks: int, share: int, num_shares: int, *, in_step: bool) -
         in_step: everybody has to compute equally many, because others wait in each: who has fewer computes some
             of the next one's again.
     """
-    first, last = (-(-one * num_chunks // num_shares) for one in (share, share + 1))
-    most = -(-num_chunks // num_shares)
+    first, last = (-(-one * num_chunks // num_assignments) for one in (share, share + 1))
+    most = -(-num_chunks // num_assignments)
     return [number % num_chunks for number in range(first, first + most if in_step else last)]
 
 

@@ -15,7 +15,7 @@ import torch
 from paceline import data, env, models
 from paceline.checkpoint import save_weights
 from paceline.data import ArraySet
-from paceline.parallel import AsynchronousDataParallel
+from paceline.parallel import AsyncServers
 from paceline.spec import EpochRecord, Job, Plan, RunRecord
 from paceline.spec.codec import from_mapping, to_mapping
 from paceline.spec.noise_scale import warning_about_batch
@@ -35,7 +35,7 @@ _NOISE_STEPS = 50
 
 
 @dataclass(frozen=True)
-class Output:
+class RunOutput:
     """Where a run's results and words go."""
 
     run_dir: Path
@@ -48,7 +48,7 @@ class Output:
 
 
 def train(
-    job: Job, plan: Plan | None, output: Output, max_steps: int | None = None, *, force: bool = False
+    job: Job, plan: Plan | None, output: RunOutput, max_steps: int | None = None, *, force: bool = False
 ) -> RunRecord:
     """Train `job` and return what happened; rank 0 also writes it into the run folder.
 
@@ -88,7 +88,7 @@ def train(
 @contextmanager
 def _steps(run: Run, train_set: Any, loss_fn: LossFn) -> Iterator[Callable[[int], Iterator[torch.Tensor]]]:
     """The updates of an epoch, one loss each: made together by all workers, or by servers as shards arrive."""
-    if isinstance(run.engine, AsynchronousDataParallel):
+    if isinstance(run.engine, AsyncServers):
         with AsynchronousSteps(run, run.engine, train_set, loss_fn).opened() as epoch_steps:
             yield epoch_steps
     else:
@@ -118,7 +118,7 @@ def data_facts(dataset: Any) -> dict[str, Any]:
 class _Journal:
     """What happened so far; rank 0's also speaks and writes."""
 
-    def __init__(self, run: Run, output: Output, total_steps: int) -> None:
+    def __init__(self, run: Run, output: RunOutput, total_steps: int) -> None:
         speaks = run.rank == 0
         self._run = run
         self._sinks: list[Sink] = open_sinks(output.run_dir, output.trackers, run.steps) if speaks else []

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from paceline import env
 from paceline.errors import LaunchError
-from paceline.pulse import MEETING, Pulse
+from paceline.heartbeat import RENDEZVOUS, Heartbeat
 from paceline.spec import Plan
 from paceline.train.allocator import give_back_freed_memory, keep_freed_memory
 
@@ -70,8 +70,8 @@ def join(facts: env.WorkerFacts, plan: Plan) -> World:
     if facts.world_size == 1:
         return World(facts, device, None)
     timeout = timedelta(seconds=plan.timeout_s)
-    pulse = Pulse(env.pulse_path())
-    pulse.enter("paceline", MEETING)
+    heartbeat = Heartbeat(env.heartbeat_path())
+    heartbeat.enter("paceline", RENDEZVOUS)
     store = _store(facts, timeout)
     dist.init_process_group(
         plan.backend,
@@ -82,7 +82,7 @@ def join(facts: env.WorkerFacts, plan: Plan) -> World:
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-    pulse.leave("paceline")
+    heartbeat.leave("paceline")
     atexit.register(leave)
     return World(facts, device, dist.group.WORLD)
 

@@ -24,9 +24,10 @@ from paceline import env
 from paceline.checkpoint import Snapshot
 from paceline.data import ArrayReader, ArraySet, stream_batches
 from paceline.errors import DataError, JobError, ModelError
+from paceline.heartbeat import Heartbeat
 from paceline.parallel import (
+    Assignment,
     Engine,
-    Share,
     StepInput,
     check_batch,
     check_shards,
@@ -36,26 +37,25 @@ from paceline.parallel import (
 from paceline.parallel.gradient_norms import TakeNorms
 from paceline.parallel.parts import clip
 from paceline.parallel.start import is_on_meta
-from paceline.pulse import Pulse
 from paceline.spec import Job, Mesh, Plan, parse_mesh
 from paceline.spec.codec import from_mapping, to_mapping
 from paceline.spec.job import differences
 from paceline.spec.noise_scale import SmoothedNoise
 from paceline.spec.plan import EXCLUDED
-from paceline.train.agreement import Agreement
 from paceline.train.checkpoints import Checkpoints
-from paceline.train.course import Batch, Course
+from paceline.train.data_progress import Batch, DataProgress
 from paceline.train.digest import weights_sha256
 from paceline.train.evaluate import Measure, chunk_ranges, evaluate, own_chunks
-from paceline.train.noise_scale import NoiseMeter
+from paceline.train.noise_meter import NoiseMeter
 from paceline.train.nonfinite import Guard
 from paceline.train.process_group import abandon, join, leave_at_once
 from paceline.train.schedule import lr_factor
 from paceline.train.seeding import seed_between_steps, seed_evaluation, seed_generators, seed_shard
 from paceline.train.state import Names, Trained, rebind
+from paceline.train.status_exchange import StatusExchange
 from paceline.train.stragglers import Stragglers
 from paceline.train.timing import StepTimer
-from paceline.train.trace import Tracer
+from paceline.train.trace import ParityTracer
 
 
 class Stateful(Protocol):
@@ -153,7 +153,7 @@ class Run:
         force: bool = False,
     ) -> None:
         self.mesh = plan.mesh or Mesh(dp=facts.world_size)
-        check_shards(self.mesh.num_shares, job.virtual_shards)
+        check_shards(self.mesh.num_assignments, job.virtual_shards)
         self.job = job
         self.plan = plan
         self._at_close = ExitStack()
@@ -166,9 +166,9 @@ class Run:
         self._max_steps = max_steps
         self.notes: list[str] = []
         """What a reader of the result must know of how it came about."""
-        self._tracer = Tracer.from_environment(self.world, job)
-        self._pulse = Pulse(env.pulse_path())
-        self._pulse.step(0)
+        self._tracer = ParityTracer.from_environment(self.world, job)
+        self._heartbeat = Heartbeat(env.heartbeat_path())
+        self._heartbeat.step(0)
         self._engine: Engine | None = None
         self._optimizer: Optimizer | None = None
         self._base_lrs: list[float] = []
@@ -176,13 +176,13 @@ class Run:
         self._given: Batch | None = None
         self._share = self.mesh.share(facts.rank)
         """Which share of every global batch is this worker's; with others, who compute another part of the model."""
-        self._course = Course(job, self._share, self.mesh.num_shares)
+        self._progress = DataProgress(job, self._share, self.mesh.num_assignments)
         self.metrics: dict[str, float] = {}
         """Of the last `evaluate`."""
         self._checkpoint_address = checkpoint_address
         self._force = force
         self._checkpoints: Checkpoints | None = None
-        self._agreement = Agreement(None)
+        self._status_exchange = StatusExchange(None)
         self._stragglers = Stragglers(_worker_names(plan))
         self._kept: dict[str, Stateful] = {}
         self._restored: dict[str, Any] = {}
@@ -209,7 +209,7 @@ class Run:
             abandon()
             is_whole = self._phase == "between" or (self._phase == "gradients" and not self.engine.changes_buffers)
             if checkpoints is not None and isinstance(error, Exception | KeyboardInterrupt) and is_whole:
-                self._pulse.save()  # whoever would end this worker waits for it
+                self._heartbeat.save()  # whoever would end this worker waits for it
                 checkpoints.rescue()
         else:
             self.save_end()
@@ -340,7 +340,7 @@ class Run:
         # Of its own, and in host memory whatever the others use: it speaks at moments of its own.
         timeout = timedelta(seconds=self.plan.timeout_s)
         group = None if self.world.group is None else dist.new_group(backend="gloo", timeout=timeout)
-        self._agreement = Agreement(group)
+        self._status_exchange = StatusExchange(group)
         if self._checkpoint_address is not None:
             self._open_checkpoints(self._checkpoint_address, group)
 
@@ -361,11 +361,11 @@ class Run:
         return Trained(self.model, self.optimizer, self._names, self.engine, self._scaler)
 
     def _snapshot(self, together: bool) -> Snapshot | None:
-        if not (self.engine.settle() if together else self.engine.holds_all and not self.engine.apart):
+        if not (self.engine.sync_buffers() if together else self.engine.holds_all and not self.engine.weights_diverge):
             return None
         shared, own = self._trained.take()
         shared |= {
-            "progress": {"steps": self.steps, "samples_seen": self.samples_seen, "course": self._course.state_dict()},
+            "progress": {"steps": self.steps, "samples_seen": self.samples_seen, "course": self._progress.state_dict()},
             "noise": to_mapping(self.noise),
             "metrics": self.metrics,
             "kept": {name: thing.state_dict() for name, thing in self._kept.items()},
@@ -383,12 +383,12 @@ class Run:
         self._trained.put(shared, own, hyper=not changes)
         progress = shared["progress"]
         self.steps, self.samples_seen = progress["steps"], progress["samples_seen"]
-        self._course.load_state_dict(progress["course"])
+        self._progress.load_state_dict(progress["course"])
         if self._noise is not None:
             self._noise = NoiseMeter(from_mapping(SmoothedNoise, shared["noise"]))
         self.metrics = shared["metrics"]
         self._restored = shared["kept"]
-        self._pulse.step(self.steps)
+        self._heartbeat.step(self.steps)
         seed_between_steps(self.job.seed, self.steps, self.device)
 
     def batches(self, dataset: Any, epoch: int | None = None) -> Iterator[Any]:
@@ -403,13 +403,13 @@ class Run:
 
     def epochs(self) -> range:
         """The numbers of the epochs that are not over: all of the job's, or those left of a run that was resumed."""
-        return self._course.epochs()
+        return self._progress.epochs()
 
     def enter_epoch(self, dataset: Any, epoch: int) -> list[Batch]:
         """What is left of an epoch; where all of it is, the one before has ended."""
-        self._course.set_out(_num_samples(dataset, "training"))
-        batches = self._course.enter(epoch, None if self._max_steps is None else self._max_steps - self.steps)
-        if self._checkpoints is not None and self.steps and self._course.at_epoch_start:
+        self._progress.start(_num_samples(dataset, "training"))
+        batches = self._progress.enter(epoch, None if self._max_steps is None else self._max_steps - self.steps)
+        if self._checkpoints is not None and self.steps and self._progress.at_epoch_start:
             self._checkpoints.epoch_ended()
         return batches
 
@@ -460,14 +460,14 @@ class Run:
 
         Returns:
             The mean loss over the global batch, the same on every worker; a detached scalar. Workers that meet only
-            every few steps (aggregation.method = "local_sgd" or "diloco") do not tell each other: theirs is the mean
+            every few steps (aggregation.method = "local_sgd" or "diloco") do not send each other: theirs is the mean
             over the samples of this worker, or of its node where that meets every step, and NaN where there are none.
         """
         engine, optimizer, given = self.engine, self.optimizer, self._given
         if given is None:
             raise JobError("run.step needs a batch that run.batches just yielded; each is used once.")
         share = given.share
-        num_samples = self._course.num_samples
+        num_samples = self._progress.num_samples
         assert num_samples is not None
         self._given = None
         self._phase = "gradients"
@@ -496,7 +496,7 @@ class Run:
             self._scaler.unscale_(optimizer)
             clip(self.model.parameters(), self.job.optim.clip_norm, norm())
         # Workers that compute other parts of a model have the same samples: they count once.
-        idle = not share.sizes or not self.mesh.leads_share(self.rank)
+        idle = not share.sizes or not self.mesh.leads_assignment(self.rank)
         self._tracer.before_update(self.steps, self.model, engine.whole, loss, batch, idle=idle)
         if has_gradient:
             self._scaler.step(optimizer)
@@ -506,41 +506,43 @@ class Run:
 
         self.count_step(given)
         self._phase = "between"
-        if not engine.apart or engine.settle():
-            self._confer()
+        if not engine.weights_diverge or engine.sync_buffers():
+            self._exchange_status()
         return loss
 
-    def _confer(self) -> None:
-        """Hear what all workers told a step ago, do what follows from it, and tell them of this step."""
-        heard = self._agreement.heard()
+    def _exchange_status(self) -> None:
+        """Hear what all workers told a step ago, do what follows from it, and send them of this step."""
+        received = self._status_exchange.received()
         if self._checkpoints is not None:
-            self._checkpoints.step_ended(self.steps, heard.wishes)
-        for sentence in self._stragglers.note(self.steps, heard.own_times_s):
+            self._checkpoints.step_ended(self.steps, received.requests)
+        for sentence in self._stragglers.note(self.steps, received.own_times_s):
             self.notes.append(sentence)
             self.say(sentence)
         if self.plan.exclude_slower is not None and self.rank in self._stragglers.lasting(self.plan.exclude_slower):
             leave_at_once(EXCLUDED)  # the others notice, save what they have, and are started again without it
-        self._agreement.tell(set() if self._checkpoints is None else self._checkpoints.wishes(), self.timer.own_s)
+        self._status_exchange.send(
+            set() if self._checkpoints is None else self._checkpoints.requests(), self.timer.own_s
+        )
 
     def wants_save(self) -> bool:
-        """Whether this worker wishes a checkpoint, now that it could be written."""
+        """Whether this worker requests a checkpoint, now that it could be written."""
         return self._checkpoints is not None and self._checkpoints.wants_save
 
     def next_save(self, until: int) -> int:
         """The number of the next step, up to `until`, at which all workers have to save."""
         return until if self._checkpoints is None else int(min(until, self._checkpoints.next_save(self.steps)))
 
-    def confer_at_rest(self) -> None:
+    def exchange_status_at_rest(self) -> None:
         """Tell and hear at once, where updates are made elsewhere and rest; saves if that is due. A common act."""
         if self._checkpoints is not None:
-            self._agreement.tell(self._checkpoints.wishes(), 0.0)
-            self._checkpoints.step_ended(self.steps, self._agreement.heard().wishes)
+            self._status_exchange.send(self._checkpoints.requests(), 0.0)
+            self._checkpoints.step_ended(self.steps, self._status_exchange.received().requests)
 
     def save_end(self) -> None:
         """The training is over: save what is not saved yet. A common act."""
-        self._agreement.heard()  # nothing stays under way
+        self._status_exchange.received()  # nothing stays under way
         if self._checkpoints is not None:
-            self._course.leave_epoch()
+            self._progress.leave_epoch()
             self._checkpoints.run_ended(self.steps)
 
     def _is_sound(self, loss: Tensor, batch: Batch, norm: Callable[[], Tensor]) -> bool:
@@ -572,7 +574,7 @@ class Run:
         found = {name for of_one in told for name in of_one}
         return [name for name in self._names.first if name in found]  # in the model's order
 
-    def _take_norms(self, share: Share) -> TakeNorms | None:
+    def _take_norms(self, share: Assignment) -> TakeNorms | None:
         """What becomes of a step's gradient norms; those of a short last batch would be too noisy to use."""
         is_short = 2 * share.global_size < self.job.global_batch_size
         if self._noise is None or is_short or self.steps % _NOISE_EVERY_STEPS:
@@ -595,9 +597,9 @@ class Run:
     def count_step(self, batch: Batch) -> None:
         """An update by this batch has been made, here or elsewhere."""
         self.steps += 1
-        self._pulse.step(self.steps)
+        self._heartbeat.step(self.steps)
         self.samples_seen += batch.share.global_size
-        self._course.passed(batch)
+        self._progress.trained_on(batch)
         seed_between_steps(self.job.seed, self.steps, self.device)
         self.timer.step_ended(self.engine.communication)
 
@@ -621,10 +623,10 @@ class Run:
         """
         model = self.model
         chunks = chunk_ranges(_num_samples(dataset, "evaluation"), self.job.eval_batch_size)
-        mine = own_chunks(len(chunks), self._share, self.mesh.num_shares, in_step=not self.engine.holds_all)
+        mine = own_chunks(len(chunks), self._share, self.mesh.num_assignments, in_step=not self.engine.holds_all)
         # Workers that compute other parts of the model have the same chunks: the first of them gives the results.
-        leads = self.mesh.leads_share(self.rank)
-        given = own_chunks(len(chunks), self._share, self.mesh.num_shares, in_step=False) if leads else []
+        leads = self.mesh.leads_assignment(self.rank)
+        given = own_chunks(len(chunks), self._share, self.mesh.num_assignments, in_step=False) if leads else []
         indices = [np.arange(chunks[n].start, chunks[n].stop) for n in mine]
         numbers = iter(mine)
 
@@ -678,7 +680,7 @@ class Run:
 
 def _worker_names(plan: Plan) -> list[str]:
     """What to call each worker, by rank."""
-    hostnames = [share.hostname for share in plan.shares for _ in range(share.num_workers)]
+    hostnames = [share.hostname for share in plan.placements for _ in range(share.num_workers)]
     return [f"Worker {rank}" + (f" on {hostname}" if hostname else "") for rank, hostname in enumerate(hostnames)]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from paceline.data import streams
-from paceline.data.randomness import key
+from paceline.data.counter_random import key
 
 
 def seed_generators(seed: int, device: torch.device) -> None:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from paceline.checkpoint import Loaded, Stored, put_together, take_apart
 from paceline.errors import CheckpointError, ModelError
 from paceline.parallel import Engine
-from paceline.parallel.parts import box_of, local, part_like
+from paceline.parallel.parts import local, part_like, slice_of
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Trained:
         """What all workers have alike, and what this one has for itself; views of what training goes on with."""
         optimizer = optimizer_state(self.optimizer, self.names, self.model)
         own = self.engine.own_state()
-        if self.engine.apart:
+        if self.engine.weights_diverge:
             own = {**own, "means": own.get("means", {}) | {"optimizer": optimizer["state"]}}
             optimizer = optimizer | {"state": {}}
         shared = {
@@ -185,9 +185,9 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _part(stored: Any, like: Any) -> Any:
-    """Of a tensor of the shape of `like`, the box that this worker holds of `like`."""
+    """Of a tensor of the shape of `like`, the slice that this worker holds of `like`."""
     is_spread = isinstance(stored, Stored) and isinstance(like, DTensor) and stored.shape == tuple(like.shape)
-    return stored.part(*box_of(like)) if is_spread else stored
+    return stored.part(*slice_of(like)) if is_spread else stored
 
 
 def _like(parameter: Tensor, value: Any) -> Any:

@@ -27,7 +27,7 @@ Whole = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 """Of tensors that belong to a model, all of the model's and in one piece: an engine's."""
 
 
-class Tracer:
+class ParityTracer:
     """Writes one JSON line a step and worker, where a trace was asked for; else does nothing."""
 
     def __init__(self, file: TextIO | None) -> None:

@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline.checkpoint.blocks import BLOCK_BYTES, BlockReader, num_blocks, sum_of_blocks
-from paceline.checkpoint.box import Box
 from paceline.checkpoint.manifest import PartFile
+from paceline.checkpoint.slice import Slice
 from paceline.errors import CheckpointError
 from tests.unit.checkpoint.memory import Memory
 
@@ -70,16 +70,16 @@ def test_a_file_that_changes_or_ends() -> None:
 
 
 _BOXES = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=2, max_size=2).map(
-    lambda sides: Box(tuple(start for start, _ in sides), tuple(size for _, size in sides))
+    lambda sides: Slice(tuple(start for start, _ in sides), tuple(size for _, size in sides))
 )
 
 
 @given(_BOXES, _BOXES)
-def test_boxes_overlap_where_both_are(one: Box, other: Box) -> None:
-    whole = Box.whole((8, 8))
+def test_boxes_overlap_where_both_are(one: Slice, other: Slice) -> None:
+    whole = Slice.whole((8, 8))
     masks = torch.zeros(2, 8, 8, dtype=torch.bool)
-    for mask, box in zip(masks, (one, other), strict=True):
-        mask[box.slices_in(whole)] = True
+    for mask, slice in zip(masks, (one, other), strict=True):
+        mask[slice.slices_in(whole)] = True
     both = torch.zeros(8, 8, dtype=torch.bool)
     overlap = one.overlap(other)
     if overlap is not None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.checkpoint import newest_good
 from paceline.checkpoint.load import folder_name, list_checkpoints
-from paceline.checkpoint.retention import Known, prune, sort_out, wanted
+from paceline.checkpoint.retention import KnownCheckpoint, prune, sort_out, wanted
 from paceline.errors import CheckpointError
 from paceline.spec.job import CheckpointSpec
 from tests.unit.checkpoint.memory import Memory, write_checkpoint, write_manifest
@@ -18,7 +18,7 @@ from tests.unit.checkpoint.memory import Memory, write_checkpoint, write_manifes
 _METRICS = st.dictionaries(st.sampled_from(["accuracy", "loss"]), st.floats(-5, 5), max_size=2)
 _KNOWN = st.lists(st.tuples(st.integers(0, 40_000), _METRICS), max_size=12).map(
     lambda facts: [
-        Known(folder_name(step), float(at_s), metrics)
+        KnownCheckpoint(folder_name(step), float(at_s), metrics)
         for step, (at_s, metrics) in enumerate(sorted(facts, key=lambda fact: fact[0]))
     ]
 )
@@ -31,7 +31,7 @@ _SPECS = st.builds(
 
 
 @given(_KNOWN, _SPECS)
-def test_laws_of_the_rules(known: list[Known], spec: CheckpointSpec) -> None:
+def test_laws_of_the_rules(known: list[KnownCheckpoint], spec: CheckpointSpec) -> None:
     keep = wanted(known, spec)
     names = [one.name for one in known]
     assert set(names[-spec.keep_last :]) <= keep <= set(names)

@@ -63,7 +63,7 @@ def test_table_page_and_files(folder: Path) -> None:
     assert marked[0].split()[1] == "16"
     plan = Plan.from_mapping(json.loads(Path("plan.json").read_text(encoding="utf-8")))
     assert plan.world_size == 16
-    assert [share.hostname for share in plan.shares] == ["node0", "node1"]
+    assert [share.hostname for share in plan.placements] == ["node0", "node1"]
     assert len(json.loads(Path("forecast.json").read_text(encoding="utf-8"))["rows"]) == 16
     assert "<title>job" in Path("plan.html").read_text(encoding="utf-8")
 
@@ -189,7 +189,7 @@ def test_a_mesh_is_tried_on_paper_for_devices_that_nobody_has() -> None:
 
 
 def test_a_mesh_with_more_shares_than_shards_or_without_degrees_is_one_sentence() -> None:
-    with pytest.raises(JobError, match=r"dp128 shares the batch 128 ways, .* use --set virtual_shards=128 or more"):
+    with pytest.raises(JobError, match=r"dp128 divides the batch 128 ways, .* use --set virtual_shards=128 or more"):
         ask("digits-lenet", "--dry-run-mesh", "dp128")
     with pytest.raises(JobError, match="There is no strategy 'dq2'"):
         ask("digits-lenet", "--dry-run-mesh", "dq2")

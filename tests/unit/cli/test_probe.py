@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.cli.probe import _measure_job, _reasons_of_nodes, merge
-from paceline.cli.site import ANYWHERE, Site, Where
-from paceline.hardware import probe as link_probe
-from paceline.hardware.probe import (
+from paceline.measure import link_probe
+from paceline.measure.job_probe import JobProbe
+from paceline.measure.link_probe import (
     LinkProbe,
     LinkTimes,
     measure_links,
@@ -24,8 +24,8 @@ from paceline.hardware.probe import (
     pairs_to_measure,
     with_measured,
 )
-from paceline.spec import Cluster, Device, ForecastCheck, Job, JobTiming, Link, NetworkLink, Node, NodeShare, Plan
-from paceline.train.probe import JobProbe
+from paceline.spec import Cluster, Device, ForecastCheck, Job, JobTiming, Link, NetworkLink, Node, NodePlacement, Plan
+from paceline.workflows.allocation import ANYWHERE, Allocation, Where
 
 
 def node(hostname: str, *labels: str, num_gpus: int = 4) -> Node:
@@ -153,12 +153,15 @@ class _Site:
 
 def _measured(job: Job, plan: Plan, folder: Path, where: Where = ANYWHERE) -> _Site:
     site = _Site(Cluster((node("a", "NV4"),)), where)
-    assert _measure_job(job, plan, cast(Site, site), folder, 30.0, quiet=True) == (timing("job"), ["nothing"])
+    assert _measure_job(job, plan, cast(Allocation, site), folder, 30.0, quiet=True) == (
+        timing("job"),
+        ["nothing"],
+    )
     return site
 
 
 JOB = Job(global_batch_size=100, virtual_shards=6)
-BOTH = Plan(5, "cuda", (NodeShare("a", 4, (0, 1, 2, 3)), NodeShare("b", 1, (0,))))
+BOTH = Plan(5, "cuda", (NodePlacement("a", 4, (0, 1, 2, 3)), NodePlacement("b", 1, (0,))))
 
 
 def test_a_job_is_timed_on_all_workers_with_the_passes_that_they_will_make(tmp_path: Path) -> None:
@@ -174,12 +177,12 @@ def test_a_job_is_timed_on_all_workers_with_the_passes_that_they_will_make(tmp_p
 
 
 def test_workers_on_nodes_of_their_own_are_timed_together_too(tmp_path: Path) -> None:
-    apart = Plan(2, "cuda", (NodeShare("a", 1, (2,), ((7,),)), NodeShare("b", 1, (0,), ((3,),))))
+    apart = Plan(2, "cuda", (NodePlacement("a", 1, (2,), ((7,),)), NodePlacement("b", 1, (0,), ((3,),))))
     assert _measured(JOB, apart, tmp_path).plan == apart  # sums of gradients go between them
 
 
 def test_a_worker_started_to_be_debugged_is_timed_alone(tmp_path: Path) -> None:
-    pair = Plan(2, "cuda", (NodeShare("a", 2, (2, 3), ((7,), (8,))),))
+    pair = Plan(2, "cuda", (NodePlacement("a", 2, (2, 3), ((7,), (8,))),))
     site = _measured(JOB, pair, tmp_path, Where(launcher="debug"))
-    assert site.plan == Plan(1, "cuda", (NodeShare("a", 1, (2,), ((7,),)),))
+    assert site.plan == Plan(1, "cuda", (NodePlacement("a", 1, (2,), ((7,),)),))
     assert site.request["micro_batch_size"] == 51  # the share of one of two all the same

@@ -7,12 +7,12 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.comm.fingerprint import Call, describe_divergence
+from paceline.comm.fingerprint import CollectiveCall, describe_divergence
 
-CALL = Call(4, 2, "gradients", "head.weight", "torch.float32", (10, 3))
+CALL = CollectiveCall(4, 2, "gradients", "head.weight", "torch.float32", (10, 3))
 
 CALLS = st.builds(
-    Call,
+    CollectiveCall,
     st.integers(1, 10**6),
     st.integers(1, 10**6),
     st.sampled_from(["gradients", "numbers"]),
@@ -23,7 +23,7 @@ CALLS = st.builds(
 
 
 @given(CALLS, CALLS)
-def test_equal_calls_and_only_they_have_equal_fingerprints(one: Call, other: Call) -> None:
+def test_equal_calls_and_only_they_have_equal_fingerprints(one: CollectiveCall, other: CollectiveCall) -> None:
     assert (one.fingerprint() == other.fingerprint()) == (one == other)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.comm.measure import fit_cost
+from paceline.comm.timing import fit_cost
 
 SIZES = [1 << n for n in range(12, 28, 2)]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.data import streams
 from paceline.data.augment import Augmentation, augment
-from paceline.data.randomness import integers, uniform
+from paceline.data.counter_random import integers, uniform
 from paceline.spec import DataSpec
 
 

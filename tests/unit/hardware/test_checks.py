@@ -22,23 +22,23 @@ from hypothesis import strategies as st
 from paceline.hardware.checks import (
     Finding,
     NodeFacts,
-    Reach,
+    ReachTest,
     check_node,
     check_nodes,
-    network,
     node_facts,
     nodes,
     pcie,
-    storage,
     system,
     try_to_reach,
 )
 from paceline.hardware.checks import gpu as gpu_checks
+from paceline.hardware.checks import network_checks as network
+from paceline.hardware.checks import storage_checks as storage
 from paceline.hardware.checks.finding import size_text, words
 from paceline.hardware.checks.gpu import GpuFacts, GpusFacts, collect_gpus
-from paceline.hardware.checks.network import Interface, Lookup, NetworkFacts
-from paceline.hardware.checks.reach import answer_until
-from paceline.hardware.checks.storage import StorageFacts
+from paceline.hardware.checks.network_checks import Interface, Lookup, NetworkFacts
+from paceline.hardware.checks.reachability import answer_until
+from paceline.hardware.checks.storage_checks import StorageFacts
 from paceline.hardware.checks.system import Limit, SystemFacts
 
 CUDA_12 = {"torch": "2.9.0+cu126", "CUDA": "12.6", "paceline": "0.1.0", "python": "3.11.7", "NCCL": "2.27.5"}
@@ -482,7 +482,7 @@ def node(name: str, marker: str = "M", mtu: int = 1500, **versions: str) -> Node
     )
 
 
-REACHES = [Reach("a", "b", rtt_s=0.001, skew_s=0.002), Reach("b", "a", rtt_s=0.001, skew_s=-0.002)]
+REACHES = [ReachTest("a", "b", rtt_s=0.001, skew_s=0.002), ReachTest("b", "a", rtt_s=0.001, skew_s=-0.002)]
 
 
 def test_nodes_alike_are_fine() -> None:
@@ -508,10 +508,14 @@ def test_one_node_that_differs(other: NodeFacts, level: str, check: str, pattern
 
 
 def test_shut_doors_and_wrong_clocks() -> None:
-    shut = Reach("b", "a", problem="timed out")
+    shut = ReachTest("b", "a", problem="timed out")
     only(nodes.check_reaches([REACHES[0], shut]), "error", "b cannot connect to a port of a: timed out", "on a,")
-    only(nodes.check_clocks([Reach("a", "b", rtt_s=0.1, skew_s=-30), shut]), "warning", "b is 30.0 s behind that of a")
-    only(nodes.check_clocks([Reach("a", "b", rtt_s=60, skew_s=29)]), "ok")  # slow lines prove nothing
+    only(
+        nodes.check_clocks([ReachTest("a", "b", rtt_s=0.1, skew_s=-30), shut]),
+        "warning",
+        "b is 30.0 s behind that of a",
+    )
+    only(nodes.check_clocks([ReachTest("a", "b", rtt_s=60, skew_s=29)]), "ok")  # slow lines prove nothing
     assert nodes.check_clocks([shut]) == []
 
 

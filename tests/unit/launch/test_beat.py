@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from paceline.launch.beat import describe
-from paceline.pulse import read_vitals
+from paceline.heartbeat import read_vitals
+from paceline.launch.heartbeats import describe
 
 
 def entry(**changes: Any) -> dict[str, Any]:
@@ -74,21 +74,21 @@ def test_a_collective_in_words(changes: dict[str, Any], words: str) -> None:
 PROGRAM = """
 import sys, threading
 from pathlib import Path
-from paceline.launch.beat import start_beating
-start_beating(Path(sys.argv[1]))
+from paceline.launch.heartbeats import start_heartbeats
+start_heartbeats(Path(sys.argv[1]))
 sys.stdin.read()
 assert "torch" not in sys.modules
 """
 
 
 def test_a_program_beats_while_its_main_thread_waits_and_ends_well(tmp_path: Path) -> None:
-    path = tmp_path / "pulse"
+    path = tmp_path / "heartbeat"
     with subprocess.Popen([sys.executable, "-c", PROGRAM, str(path)], stdin=subprocess.PIPE) as process:
         try:
             deadline = time.monotonic() + 20
             beats: list[float] = []
             while len(beats) < 2 and time.monotonic() < deadline:
-                age_s = read_vitals(path).beat_age_s
+                age_s = read_vitals(path).heartbeat_age_s
                 beat = None if age_s is None else time.monotonic() - age_s
                 if beat is not None and (not beats or beat > beats[-1] + 0.1):  # another one, not the same once more
                     beats.append(beat)

@@ -11,8 +11,8 @@ import pytest
 from paceline import env
 from paceline.errors import LaunchError
 from paceline.launch import WorkerCommand, worker_commands
-from paceline.launch.commands import Meeting, meeting_on_one_node
-from paceline.spec import NodeShare, Plan
+from paceline.launch.commands import Rendezvous, rendezvous_on_one_node
+from paceline.spec import NodePlacement, Plan
 
 
 def commands(world_size: int, *program: str, run_dir: Path = Path("/runs/1")) -> list[WorkerCommand]:
@@ -20,7 +20,7 @@ def commands(world_size: int, *program: str, run_dir: Path = Path("/runs/1")) ->
         Plan(world_size=world_size, threads_per_worker=2),
         program,
         run_dir=run_dir,
-        meeting=meeting_on_one_node(Path("/tmp/meeting")),
+        rendezvous=rendezvous_on_one_node(Path("/tmp/rendezvous")),
         launched_at=12.5,
     )
 
@@ -41,7 +41,7 @@ def test_a_worker_reads_back_who_it_is(world_size: int) -> None:
             world_size=world_size,
             local_rank=rank,
             local_world_size=world_size,
-            init_method="file:///tmp/meeting/store",
+            init_method="file:///tmp/rendezvous/store",
             started_by="paceline",
         )
         assert command.variables["OMP_NUM_THREADS"] == "2"
@@ -54,10 +54,10 @@ def test_a_relative_run_folder_survives_a_change_of_directory() -> None:
 
 
 def test_the_ranks_of_a_node_stand_together_and_know_their_devices() -> None:
-    shares = (NodeShare("a", 2, devices=(3, 0), cpus=((0, 1), (2, 3))), NodeShare("b", 1, devices=(5,)))
+    shares = (NodePlacement("a", 2, devices=(3, 0), cpus=((0, 1), (2, 3))), NodePlacement("b", 1, devices=(5,)))
     plan = Plan(world_size=3, nodes=shares, debug_comm=True)
-    meeting = Meeting("tcp://10.0.0.1:4321", ("eth0", "ib0"))
-    found = worker_commands(plan, ["t.py"], run_dir=Path("/runs/1"), meeting=meeting, launched_at=0.0)
+    rendezvous = Rendezvous("tcp://10.0.0.1:4321", ("eth0", "ib0"))
+    found = worker_commands(plan, ["t.py"], run_dir=Path("/runs/1"), rendezvous=rendezvous, launched_at=0.0)
     assert [(command.node, command.rank) for command in found] == [(0, 0), (0, 1), (1, 2)]
     assert [command.variables["LOCAL_RANK"] for command in found] == ["0", "1", "0"]
     assert [command.variables["LOCAL_WORLD_SIZE"] for command in found] == ["2", "2", "1"]
@@ -69,9 +69,11 @@ def test_the_ranks_of_a_node_stand_together_and_know_their_devices() -> None:
 
 
 def test_more_workers_than_devices_of_a_node_are_refused() -> None:
-    plan = Plan(world_size=2, nodes=(NodeShare("a", 2, devices=(0,)),))
+    plan = Plan(world_size=2, nodes=(NodePlacement("a", 2, devices=(0,)),))
     with pytest.raises(LaunchError, match="2 workers cannot share 1 GPUs of a"):
-        worker_commands(plan, ["t.py"], run_dir=Path("/r"), meeting=Meeting("tcp://a:1", ("eth0",)), launched_at=0.0)
+        worker_commands(
+            plan, ["t.py"], run_dir=Path("/r"), rendezvous=Rendezvous("tcp://a:1", ("eth0",)), launched_at=0.0
+        )
 
 
 def test_one_node_talks_over_loopback_alone() -> None:

@@ -16,12 +16,12 @@ from paceline.launch.failures import Ending, Failure
 from paceline.launch.fleet import Fleet, Slot, slots
 from paceline.launch.hang import Hang, WorkerState
 from paceline.launch.supervise import NodeLoss, Outcome
-from paceline.spec import Cluster, Device, Node, NodeShare, Plan
+from paceline.spec import Cluster, Device, Node, NodePlacement, Plan
 from paceline.spec.cluster import DeviceKind
 
 NOWHERE = Path("/nowhere")
 STOPPED_AT = 10.0
-PLAN = Plan(world_size=3, nodes=(NodeShare("a", 2), NodeShare("b", 1)))
+PLAN = Plan(world_size=3, nodes=(NodePlacement("a", 2), NodePlacement("b", 1)))
 LOST = "[pair.cc:553] Connection closed by peer [127.0.0.1]:18315"
 
 failures = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 3)), max_size=30)
@@ -63,7 +63,7 @@ def test_an_end_that_was_no_failure_counts_as_progress_if_it_was_some() -> None:
 
 def test_the_place_of_a_rank() -> None:
     assert slots(PLAN) == [Slot("a", 0), Slot("a", 1), Slot("b", 0)]
-    assert slots(Plan(world_size=2, nodes=(NodeShare("a", 2, devices=(3, 0)),))) == [Slot("a", 3), Slot("a", 0)]
+    assert slots(Plan(world_size=2, nodes=(NodePlacement("a", 2, devices=(3, 0)),))) == [Slot("a", 3), Slot("a", 0)]
     assert slots(Plan(world_size=2)) == [Slot("", 0), Slot("", 1)]
 
 

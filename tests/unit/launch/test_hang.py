@@ -8,22 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.heartbeat import RENDEZVOUS
 from paceline.launch.hang import MEETING_PATIENCE_S, STALE_S, Hang, WorkerState, judge
-from paceline.pulse import MEETING
 
 BOUND_S = 3.0
 
 
 def waits(rank: int, inside_s: float = 5.0, collective: str = "all_reduce number 4") -> WorkerState:
-    return WorkerState(rank, 100 + rank, step=4, collective=collective, inside_s=inside_s, beat_age_s=0.1)
+    return WorkerState(rank, 100 + rank, step=4, collective=collective, inside_s=inside_s, heartbeat_age_s=0.1)
 
 
 def computes(rank: int) -> WorkerState:
-    return WorkerState(rank, 100 + rank, step=4, collective="all_reduce number 3", beat_age_s=0.1)
+    return WorkerState(rank, 100 + rank, step=4, collective="all_reduce number 3", heartbeat_age_s=0.1)
 
 
 def stopped(rank: int, stopped_s: float = 5.0) -> WorkerState:
-    return dataclasses.replace(waits(rank), stopped_s=stopped_s, beat_age_s=stopped_s)
+    return dataclasses.replace(waits(rank), stopped_s=stopped_s, heartbeat_age_s=stopped_s)
 
 
 def test_the_one_that_is_not_there_holds_up_the_others() -> None:
@@ -31,7 +31,7 @@ def test_the_one_that_is_not_there_holds_up_the_others() -> None:
 
 
 def test_a_worker_stuck_outside_python_is_not_believed_to_wait() -> None:
-    stuck = dataclasses.replace(waits(1), beat_age_s=STALE_S + 0.1)
+    stuck = dataclasses.replace(waits(1), heartbeat_age_s=STALE_S + 0.1)
     assert judge([waits(0), stuck], BOUND_S) == Hang("hung", (1,), (0,), 5.0)
 
 
@@ -56,7 +56,7 @@ def test_a_stopped_worker_is_named_whether_or_not_somebody_waits() -> None:
 
 def test_a_slow_start_is_no_hang_but_one_without_end_is() -> None:
     def states(seconds: float) -> list[WorkerState]:
-        return [waits(0, seconds, MEETING), WorkerState(1, 101)]
+        return [waits(0, seconds, RENDEZVOUS), WorkerState(1, 101)]
 
     assert judge(states(MEETING_PATIENCE_S - 1), BOUND_S) is None
     assert judge(states(MEETING_PATIENCE_S), BOUND_S) == Hang("hung", (1,), (0,), MEETING_PATIENCE_S)
@@ -86,9 +86,9 @@ worker_states = st.lists(
         WorkerState,
         rank=st.integers(0, 9),
         pid=st.integers(1, 9),
-        collective=st.sampled_from(["", "all_reduce", "broadcast", MEETING]),
+        collective=st.sampled_from(["", "all_reduce", "broadcast", RENDEZVOUS]),
         inside_s=st.none() | seconds,
-        beat_age_s=st.none() | seconds,
+        heartbeat_age_s=st.none() | seconds,
         stopped_s=st.none() | seconds,
     ),
     max_size=6,
@@ -98,11 +98,11 @@ bounds = st.floats(0.1, 8, allow_nan=False)
 
 
 def is_stuck(state: WorkerState) -> bool:
-    return state.beat_age_s is not None and state.beat_age_s >= STALE_S
+    return state.heartbeat_age_s is not None and state.heartbeat_age_s >= STALE_S
 
 
 def is_waiting(state: WorkerState, bound_s: float) -> bool:
-    patience_s = MEETING_PATIENCE_S if state.collective == MEETING else 0.0
+    patience_s = MEETING_PATIENCE_S if state.collective == RENDEZVOUS else 0.0
     lasts = state.inside_s is not None and state.inside_s >= max(bound_s, patience_s)
     return lasts and state.stopped_s is None and not is_stuck(state)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.memory import count_oom_kills
+from paceline.launch.out_of_memory import count_oom_kills
 
 PID = 4321
 EVENTS = "low 0\nhigh 0\nmax 12\noom 3\noom_kill {count}\noom_group_kill 7\n"

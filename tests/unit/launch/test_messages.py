@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import LaunchError
 from paceline.launch import messages
-from paceline.launch.messages import Message, Ping, Refused, decode
+from paceline.launch.messages import AgentMessage, Ping, Refused, decode
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -22,7 +22,7 @@ plain = st.recursive(
 mappings = st.dictionaries(st.text(), plain, max_size=3)
 
 
-def any_message(kind: type[Message]) -> st.SearchStrategy[Message]:
+def any_message(kind: type[AgentMessage]) -> st.SearchStrategy[AgentMessage]:
     """With whatever its fields' types allow."""
     by_type = {
         float: st.floats(allow_nan=False),
@@ -39,15 +39,15 @@ def test_every_kind_of_message_is_known() -> None:
     written = {
         name
         for name, value in vars(messages).items()
-        if isinstance(value, type) and issubclass(value, Message) and value is not Message
+        if isinstance(value, type) and issubclass(value, AgentMessage) and value is not AgentMessage
     }
-    assert set(Message.kinds) == written
+    assert set(AgentMessage.kinds) == written
     assert len(written) >= 17
 
 
-@pytest.mark.parametrize("kind", Message.kinds.values(), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", AgentMessage.kinds.values(), ids=lambda kind: kind.__name__)
 @given(data=st.data())
-def test_a_message_is_one_line_and_reads_back_as_written(kind: type[Message], data: st.DataObject) -> None:
+def test_a_message_is_one_line_and_reads_back_as_written(kind: type[AgentMessage], data: st.DataObject) -> None:
     message = data.draw(any_message(kind))
     line = message.encode()
     assert line.count(b"\n") == 1 and line.endswith(b"\n")
@@ -57,7 +57,7 @@ def test_a_message_is_one_line_and_reads_back_as_written(kind: type[Message], da
 
 def assert_refused_or_meant(line: bytes) -> None:
     try:
-        assert isinstance(decode(line), Message)
+        assert isinstance(decode(line), AgentMessage)
     except LaunchError as error:
         assert "\n" not in str(error)
         assert len(str(error)) < 2000
@@ -73,9 +73,9 @@ def test_any_json_is_a_message_or_a_sentence(value: object) -> None:
     assert_refused_or_meant(json.dumps(value).encode())
 
 
-@given(st.sampled_from(sorted(Message.kinds)), st.dictionaries(st.text(max_size=8), plain, max_size=4))
+@given(st.sampled_from(sorted(AgentMessage.kinds)), st.dictionaries(st.text(max_size=8), plain, max_size=4))
 def test_other_fields_are_no_message(kind: str, fields: dict[str, object]) -> None:
-    wanted = {field.name for field in dataclasses.fields(Message.kinds[kind])}
+    wanted = {field.name for field in dataclasses.fields(AgentMessage.kinds[kind])}
     line = json.dumps(fields | {"is": kind}).encode()
     if set(fields) - {"is"} == wanted:
         return
@@ -93,7 +93,7 @@ def test_other_fields_are_no_message(kind: str, fields: dict[str, object]) -> No
         b"[]",
         b"{}",
         b'["is"]',
-        b'{"is": "Message"}',
+        b'{"is": "AgentMessage"}',
         b'{"is": ["Ping"]}',
         b'{"is": "Ping", "self": 1}',
         b'{"is": "Refused"}',

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from paceline.errors import LaunchError
-from paceline.launch import network
-from paceline.launch.network import Door, addresses, open_doors, try_doors
+from paceline.launch import doors as network
+from paceline.launch.doors import Door, addresses, open_doors, try_doors
 
 Opened = list[tuple[socket.socket, Door]]
 

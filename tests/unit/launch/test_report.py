@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.launch.failure_report import FailureReport, clear_report, describe_failure, user_mistake
 from paceline.launch.failures import Ending, Failure, log_path, stack_path
 from paceline.launch.hang import Hang, WorkerState
-from paceline.launch.report import FailureReport, clear_report, describe_failure, user_mistake
 from paceline.launch.supervise import NodeLoss, Outcome
 
 LOST = "[pair.cc:553] Connection closed by peer [127.0.0.1]:18315"
@@ -48,11 +48,11 @@ def asked(rank: int) -> Ending:
 
 
 def waits(rank: int) -> WorkerState:
-    return WorkerState(rank, 100 + rank, step=4, collective="all_reduce number 9", inside_s=3.0, beat_age_s=0.1)
+    return WorkerState(rank, 100 + rank, step=4, collective="all_reduce number 9", inside_s=3.0, heartbeat_age_s=0.1)
 
 
 def computes(rank: int) -> WorkerState:
-    return WorkerState(rank, 100 + rank, step=4, collective="all_reduce number 8", beat_age_s=0.1)
+    return WorkerState(rank, 100 + rank, step=4, collective="all_reduce number 8", heartbeat_age_s=0.1)
 
 
 HUNG = Outcome(

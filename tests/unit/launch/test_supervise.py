@@ -199,7 +199,7 @@ def test_a_consequence_without_a_culprit_ends_the_run_too(events: Events, monkey
 
 def holds_up(culprit: int) -> Callable[[int], WorkerState]:
     """Everybody waits but one."""
-    waiting = WorkerState(0, 0, step=4, collective="all_reduce", inside_s=5.0, beat_age_s=0.1)
+    waiting = WorkerState(0, 0, step=4, collective="all_reduce", inside_s=5.0, heartbeat_age_s=0.1)
     return lambda rank: replace(waiting, rank=rank, pid=100 + rank, inside_s=None if rank == culprit else 5.0)
 
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from paceline.errors import JobError, ModelError
 from paceline.models.lenet import lenet
+from paceline.parallel.assignment import Assignment
+from paceline.parallel.dp import DataParallel
 from paceline.parallel.engine import Engine, StepInput
 from paceline.parallel.gradient_norms import GradientNorms
-from paceline.parallel.numeric import NumericDataParallel
 from paceline.parallel.one_process import OneProcessDataParallel, devices_of_process
-from paceline.parallel.shards import Share
 from paceline.spec import Job, Plan
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def dropout_net() -> nn.Module:
 
 
 def step_input(batch: Batch, loss: Loss = loss_of, take_norms: Any = None, step: int = 0) -> StepInput:
-    share = Share.of(len(batch[1]), NUM_SHARDS, 0, 1)
+    share = Assignment.of(len(batch[1]), NUM_SHARDS, 0, 1)
 
     def seed(shard: int) -> None:
         torch.default_generator.manual_seed(1000 * step + shard)
@@ -95,7 +95,7 @@ def test_many_devices_compute_what_one_does(
     torch.manual_seed(0)
     alone = build().to(dtype)
     together = copy.deepcopy(alone)
-    plain = NumericDataParallel(alone, JOB, Plan(), CPU, None, None, False)
+    plain = DataParallel(alone, JOB, Plan(), CPU, None, None, False)
     losses, gradients = trained(alone, plain, dtype)
     with one_process(together, num_devices) as engine:
         found_losses, found_gradients = trained(together, engine, dtype)

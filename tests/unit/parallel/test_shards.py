@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import JobError
-from paceline.parallel.shards import Share, check_shards, shard_sizes
+from paceline.parallel.assignment import Assignment, check_shards, shard_sizes
 
 BATCHES = st.integers(1, 500)
 SHARDS = st.integers(1, 20)
@@ -26,7 +26,7 @@ def test_shards_are_even_and_complete(num_samples: int, num_shards: int) -> None
 @given(BATCHES, SHARDS, st.data())
 def test_shares_tile_the_batch_in_order(num_samples: int, num_shards: int, data: st.DataObject) -> None:
     world_size = data.draw(st.integers(1, num_shards))
-    shares = [Share.of(num_samples, num_shards, rank, world_size) for rank in range(world_size)]
+    shares = [Assignment.of(num_samples, num_shards, rank, world_size) for rank in range(world_size)]
     spans = [share.span for share in shares]
     assert spans[0][0] == 0
     assert spans[-1][1] == num_samples
@@ -39,7 +39,7 @@ def test_shares_tile_the_batch_in_order(num_samples: int, num_shards: int, data:
 def test_pieces_tile_the_share(num_samples: int, num_shards: int, limit: int | None, data: st.DataObject) -> None:
     world_size = data.draw(st.integers(1, num_shards))
     rank = data.draw(st.integers(0, world_size - 1))
-    share = Share.of(num_samples, num_shards, rank, world_size)
+    share = Assignment.of(num_samples, num_shards, rank, world_size)
     shard, stop = share.runs[rank]
     position, weight = 0, 0.0
     while shard < stop:

@@ -8,9 +8,9 @@ import pytest
 
 from paceline.errors import JobError
 from paceline.plan import place
-from paceline.plan.choose import check_fits, choose_mesh, worker_memory_bytes
-from paceline.plan.layers import Layer
+from paceline.plan.layer_partition import Layer
 from paceline.plan.memory import Activations, ModelFacts
+from paceline.plan.mesh_selection import check_fits, choose_mesh, worker_memory_bytes
 from paceline.spec import Cluster, Job, Mesh, Plan
 from tests.sample_clusters import GIB, cpu_cluster, gpu_cluster
 

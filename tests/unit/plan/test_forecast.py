@@ -19,7 +19,7 @@ from paceline.plan.forecast import (
     transformer_shape,
 )
 from paceline.plan.model import Layout, Level, Network
-from paceline.plan.network import PER_MESSAGE_S
+from paceline.plan.network_costs import PER_MESSAGE_S
 from paceline.plan.step_time import expected_maximum, slowest_s
 from paceline.spec import Cluster, Job, JobTiming, MicroBatchTiming, OptimSpec, SumTiming
 from tests.sample_clusters import GIB, cpu_cluster, gpu_cluster

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.plan.layers import Layer, Layers, cut
+from paceline.plan.layer_partition import Layer, Layers, cut
 
 
 def _row(times: list[float]) -> Layers:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.plan.layers import Layer, Layers
+from paceline.plan.layer_partition import Layer, Layers
 from paceline.plan.memory import (
     MIXED_ADAM,
     USABLE_SHARE,
@@ -86,7 +86,7 @@ def test_more_sharding_never_needs_more_state(mesh: Mesh, size: int) -> None:
         one = dataclasses.replace(mesh, **degrees)
         return device_memory(1e9, MIXED_ADAM, one, Activations(1e6), size).state_bytes
 
-    found = [state(fsdp=1, dp=mesh.num_shares), *(state(zero_stage=stage) for stage in (1, 2, 3))]
+    found = [state(fsdp=1, dp=mesh.num_assignments), *(state(zero_stage=stage) for stage in (1, 2, 3))]
     assert found == sorted(found, reverse=True)
     # Nothing is lost: the workers of a replica hold the whole state.
     assert found[3] * mesh.num_workers / mesh.dp == pytest.approx(16e9)

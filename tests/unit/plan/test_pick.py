@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import ClusterError
-from paceline.plan.pick import MOST_EXACT, Choice, pick
+from paceline.plan.pick import MOST_EXACT, DeviceChoice, pick
 from paceline.spec import Device, Link, Node, Peripheral
 from tests import topologies
 
@@ -280,7 +280,7 @@ def test_beyond_sixteen_the_choice_is_good_and_says_that_it_may_not_be_the_best(
 
 
 def test_beyond_sixteen_a_ring_crosses_as_seldom_as_it_can() -> None:
-    choice: Choice = pick(groups_of_eight(3), 16)
+    choice: DeviceChoice = pick(groups_of_eight(3), 16)
     ring = choice.ring.devices
     assert sum(one // 8 != other // 8 for one, other in hops(ring)) == 2
     assert ring[0] == min(ring) and ring[1] < ring[-1]

@@ -10,7 +10,7 @@ from paceline.errors import JobError
 from paceline.plan import place
 from paceline.plan.pick import pick
 from paceline.plan.placement import spread
-from paceline.spec import Cluster, Device, Job, Link, Node, NodeShare
+from paceline.spec import Cluster, Device, Job, Link, Node, NodePlacement
 from paceline.spec.cluster import DeviceKind
 
 
@@ -133,7 +133,7 @@ def test_the_gpus_are_those_with_the_best_ring() -> None:
     rates = {"SYS": 6e9, "NV1": 25e9, "NV2": 50e9}
     links = tuple(Link((f"GPU{i}", f"GPU{j}"), label, rates[label]) for (i, j), label in wires.items())
     here = Node("here", 8, 2**34, "", devices, links=links)
-    assert spread(Cluster((here,)), 2).nodes == (NodeShare("", 2, (0, 2), ((0,), (2,))),)
+    assert spread(Cluster((here,)), 2).nodes == (NodePlacement("", 2, (0, 2), ((0,), (2,))),)
     taken = Node("here", 8, 2**34, "", (Device("cuda", 0, "", 2**33, busy="in use"), *devices[1:]), links=links)
     (share,) = spread(Cluster((taken,)), 2).nodes
     assert share.devices in ((1, 3), (2, 3))

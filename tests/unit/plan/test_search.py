@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import JobError
-from paceline.plan.layers import Layer
+from paceline.plan.layer_partition import Layer
 from paceline.plan.memory import (
     MIXED_ADAM,
     Activations,
@@ -186,10 +186,10 @@ def test_a_mesh_of_replicas_shards_inside_a_node_where_the_network_is_slow() -> 
 def test_a_pipelines_micro_batches_are_the_virtual_shards_and_shares_are_no_more_than_them() -> None:
     workload = dataclasses.replace(GPT_6B, shard_size=32, memory_bytes=math.inf)  # 8 shards
     result = search(workload, 16, 8, FAST)
-    assert all(one.mesh.num_shares <= 8 for one in result.candidates)
+    assert all(one.mesh.num_assignments <= 8 for one in result.candidates)
     for one in result.candidates:
         assert one.micro_batch_size % 32 == 0
-        assert one.mesh.pp == 1 or (one.micro_batch_size, one.num_micro_batches) == (32, 8 // one.mesh.num_shares)
+        assert one.mesh.pp == 1 or (one.micro_batch_size, one.num_micro_batches) == (32, 8 // one.mesh.num_assignments)
 
 
 def test_gloo_pays_for_sharding_what_nccl_hides() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import PacelineError
-from paceline.report.parity import TOLERANCE, Trace, Verdict, compare, load_trace
+from paceline.report.parity import TOLERANCE, ParityVerdict, Trace, compare, load_trace
 
 Line = dict[str, Any]
 
@@ -56,7 +56,7 @@ def with_batch(trace: Trace, step: int) -> Trace:
     return Trace(trace.workers, trace.parity, trace.precision, trace.norm, steps)
 
 
-def verdict_on(other: Trace, base: Trace | None = None) -> Verdict:
+def verdict_on(other: Trace, base: Trace | None = None) -> ParityVerdict:
     base = base or made_up(1, parity=other.parity, norm=other.norm, precision=other.precision)
     again, verdict = compare(base, base, [other])
     assert again.passed

@@ -6,7 +6,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from paceline.report.study import Study, analyse
-from paceline.report.text import study_table
+from paceline.report.study_table import study_table
 from tests.sample_records import sample_record, sample_study_records
 
 
@@ -58,8 +58,8 @@ def test_same_weights_are_told(bitwise_study: Study) -> None:
 
 def test_forecast_and_measurement_stand_side_by_side() -> None:
     records = sample_study_records(devices=(1, 2), seeds=(0,))
-    foretold = [replace(run, plan=replace(run.plan, forecast_samples_per_s=0.9 * run.samples_per_s)) for run in records]
-    lines = piped(analyse(foretold, grow="none", tolerance=0.01), 120).splitlines()
+    runs = [replace(run, plan=replace(run.plan, forecast_samples_per_s=0.9 * run.samples_per_s)) for run in records]
+    lines = piped(analyse(runs, grow="none", tolerance=0.01), 120).splitlines()
     assert lines[0].split()[5:7] == ["forecast", "error"]
     assert all("\N{MINUS SIGN}10.0 %" in line for line in lines[2:4])
     assert "forecast" not in piped(analyse(records, grow="none", tolerance=0.01), 120)

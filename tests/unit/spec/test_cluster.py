@@ -19,7 +19,7 @@ from paceline.spec import (
     MicroBatchTiming,
     NetworkLink,
     Node,
-    NodeShare,
+    NodePlacement,
     Peripheral,
     Plan,
 )
@@ -155,7 +155,7 @@ def test_cuda_needs_gpus_on_every_node() -> None:
 PLAN = Plan(
     world_size=3,
     device_kind="cuda",
-    nodes=(NodeShare("gpu1", 2, devices=(3, 0), cpus=((0, 1), (2, 3))), NodeShare("kim@gpu2")),
+    nodes=(NodePlacement("gpu1", 2, devices=(3, 0), cpus=((0, 1), (2, 3))), NodePlacement("kim@gpu2")),
     threads_per_worker=2,
     micro_batch_size=16,
     algorithm="hierarchical",
@@ -164,7 +164,7 @@ PLAN = Plan(
 )
 
 shares = st.builds(
-    NodeShare,
+    NodePlacement,
     texts,
     st.integers(1, 64),
     st.lists(st.integers(0, 15), max_size=4).map(tuple),
@@ -173,14 +173,14 @@ shares = st.builds(
 
 
 @given(st.lists(shares, max_size=4).map(tuple))
-def test_the_nodes_of_a_plan_read_back_from_json(nodes: tuple[NodeShare, ...]) -> None:
+def test_the_nodes_of_a_plan_read_back_from_json(nodes: tuple[NodePlacement, ...]) -> None:
     plan = replace(PLAN, nodes=nodes)
     assert Plan.from_mapping(json.loads(json.dumps(plan.to_mapping()))) == plan
 
 
 def test_a_plan_without_nodes_has_one_share() -> None:
-    assert Plan(world_size=3).shares == (NodeShare("", 3),)
-    assert PLAN.shares == PLAN.nodes
+    assert Plan(world_size=3).placements == (NodePlacement("", 3),)
+    assert PLAN.placements == PLAN.nodes
     assert (PLAN.backend, Plan().backend) == ("nccl", "gloo")
 
 

@@ -26,8 +26,10 @@ def test_every_place_is_taken_once(mesh: Mesh) -> None:
 @given(MESHES)
 def test_every_share_is_had_by_one_copy_of_the_model_and_led_by_one_worker(mesh: Mesh) -> None:
     ranks = range(mesh.num_workers)
-    assert Counter(map(mesh.share, ranks)) == dict.fromkeys(range(mesh.num_shares), mesh.tp * mesh.pp)
-    assert sorted(mesh.share(rank) for rank in ranks if mesh.leads_share(rank)) == list(range(mesh.num_shares))
+    assert Counter(map(mesh.share, ranks)) == dict.fromkeys(range(mesh.num_assignments), mesh.tp * mesh.pp)
+    assert sorted(mesh.share(rank) for rank in ranks if mesh.leads_assignment(rank)) == list(
+        range(mesh.num_assignments)
+    )
 
 
 @given(MESHES)

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from paceline.parallel.assignment import Assignment
 from paceline.parallel.gradient_norms import GradientNorms, WorkerNorms, squared_norm
-from paceline.parallel.shards import Share
-from paceline.train.noise_scale import NoiseMeter
+from paceline.train.noise_meter import NoiseMeter
 
 
 def _norms(grad_sqr: float, grad_var: float, small: float = 8, large: float = 32) -> GradientNorms:
@@ -67,7 +67,7 @@ def test_squared_norms_are_exact_enough_for_a_small_difference() -> None:
 
 def test_workers_norms_come_together_in_the_next_step() -> None:
     """Three workers with 3, 3 and 2 of 8 samples, two steps, the sum formed by hand."""
-    shares = [Share.of(8, 3, rank, 3) for rank in range(3)]
+    shares = [Assignment.of(8, 3, rank, 3) for rank in range(3)]
     draw = torch.Generator().manual_seed(1)
     gradients = torch.randn(3, 5, generator=draw, dtype=torch.float64)
     weights = [sum(share.sizes) / 8 for share in shares]

@@ -220,7 +220,7 @@ class ParameterServerAsync:
         return answer(call(rank, function, *arguments, timeout_s=self._terms.timeout_s), rank, _COORDINATOR)
 
     def _ask_servers(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call all servers at once; what each of them answered."""
+        """CollectiveCall all servers at once; what each of them answered."""
         futures = [call(rank, function, *arguments, timeout_s=self._terms.timeout_s) for rank in self._servers]
         return [answer(future, rank, _SERVER) for rank, future in zip(self._servers, futures, strict=True)]
 

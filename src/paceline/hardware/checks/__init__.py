@@ -5,14 +5,14 @@ from __future__ import annotations
 from paceline.hardware.checks.facts import NodeFacts, check_node, node_facts
 from paceline.hardware.checks.finding import Finding, Level
 from paceline.hardware.checks.nodes import check_nodes
-from paceline.hardware.checks.reach import Reach, answer_until, try_to_reach
+from paceline.hardware.checks.reachability import ReachTest, answer_until, try_to_reach
 from paceline.hardware.checks.survey import Survey, survey
 
 __all__ = [
     "Finding",
     "Level",
     "NodeFacts",
-    "Reach",
+    "ReachTest",
     "Survey",
     "answer_until",
     "check_node",

@@ -14,9 +14,9 @@ from typing import Any
 from paceline import env
 from paceline.hardware.checks.finding import Finding
 from paceline.hardware.checks.gpu import GpusFacts, check_gpus, collect_gpus, count_xids, read_kernel_log
-from paceline.hardware.checks.network import NetworkFacts, check_network, collect_network
+from paceline.hardware.checks.network_checks import NetworkFacts, check_network, collect_network
 from paceline.hardware.checks.pcie import PcieFacts, check_pcie, collect_pcie
-from paceline.hardware.checks.storage import StorageFacts, check_storage, collect_storage
+from paceline.hardware.checks.storage_checks import StorageFacts, check_storage, collect_storage
 from paceline.hardware.checks.system import SystemFacts, check_system, collect_system
 from paceline.spec.codec import from_mapping, to_mapping
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 
 from paceline.hardware.checks.facts import NodeFacts
 from paceline.hardware.checks.finding import Finding, error, ok, size_text, warning, words
-from paceline.hardware.checks.reach import Reach
+from paceline.hardware.checks.reachability import ReachTest
 
 MAX_SKEW_S = 1.0
 """Time stamps of logs, heartbeats and files of different nodes stay comparable below it."""
 
 
-def check_nodes(nodes: Mapping[str, NodeFacts], reaches: Sequence[Reach], marker: str) -> list[Finding]:
+def check_nodes(nodes: Mapping[str, NodeFacts], reaches: Sequence[ReachTest], marker: str) -> list[Finding]:
     """Compare the nodes.
 
     Args:
@@ -99,7 +99,7 @@ def check_mtu(nodes: Mapping[str, NodeFacts]) -> list[Finding]:
     return ok(check, "All nodes send packets of the same size.")
 
 
-def check_reaches(reaches: Sequence[Reach]) -> list[Finding]:
+def check_reaches(reaches: Sequence[ReachTest]) -> list[Finding]:
     check = "firewall"
     findings: list[Finding] = []
     for reach in reaches:
@@ -113,7 +113,7 @@ def check_reaches(reaches: Sequence[Reach]) -> list[Finding]:
     return findings or ok(check, f"All {len(reaches)} ways between nodes are open.")
 
 
-def check_clocks(reaches: Sequence[Reach]) -> list[Finding]:
+def check_clocks(reaches: Sequence[ReachTest]) -> list[Finding]:
     check = "clocks"
     reached = [reach for reach in reaches if not reach.problem]
     if not reached:

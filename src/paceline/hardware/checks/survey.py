@@ -14,7 +14,7 @@ from pathlib import Path
 from paceline.errors import JobError
 from paceline.hardware.checks.facts import NodeFacts
 from paceline.hardware.checks.finding import Finding
-from paceline.hardware.checks.reach import Reach
+from paceline.hardware.checks.reachability import ReachTest
 from paceline.spec.codec import from_mapping
 
 StartOn = Callable[[str, Sequence[str]], "subprocess.Popen[str]"]
@@ -33,7 +33,7 @@ class Survey:
     """What was found out on all nodes that answered."""
 
     nodes: dict[str, NodeFacts]
-    reaches: tuple[Reach, ...]
+    reaches: tuple[ReachTest, ...]
     marker: str
     problems: tuple[Finding, ...] = ()
     """Nodes that did not answer, and why."""
@@ -78,9 +78,9 @@ def survey(
 _ONE_ENVIRONMENT = "Use one environment on all nodes: a shared folder, a container, or pip install from one list."
 
 
-def _knock(ask: _Asking, nodes: Mapping[str, NodeFacts]) -> tuple[Reach, ...]:
+def _knock(ask: _Asking, nodes: Mapping[str, NodeFacts]) -> tuple[ReachTest, ...]:
     """Every ordered pair of nodes, as far as they have a way to each other."""
-    addresses = {host: address for host, facts in nodes.items() if (address := meeting_address(facts))}
+    addresses = {host: address for host, facts in nodes.items() if (address := rendezvous_address(facts))}
     with ask.listening(addresses) as ports:
         doors = {host: f"{addresses[host]}:{port}" for host, port in ports.items()}
         questions = {
@@ -92,11 +92,11 @@ def _knock(ask: _Asking, nodes: Mapping[str, NodeFacts]) -> tuple[Reach, ...]:
     reaches = []
     for host, answer in answers.items():
         with suppress(ValueError):
-            reaches += [from_mapping(Reach, {**attempt, "source": host}) for attempt in json.loads(answer)]
+            reaches += [from_mapping(ReachTest, {**attempt, "source": host}) for attempt in json.loads(answer)]
     return tuple(reaches)
 
 
-def meeting_address(facts: NodeFacts) -> str:
+def rendezvous_address(facts: NodeFacts) -> str:
     """The address of a node that faces the others; empty where no interface leads to them."""
     for name in facts.network.routes.values():
         interface = facts.network.interface(name)

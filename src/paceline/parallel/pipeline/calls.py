@@ -34,7 +34,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Call:
+class StageCall:
     """How the model is called for one micro-batch."""
 
     arguments: dict[str, Any]
@@ -57,7 +57,7 @@ class Calls:
         self._fixed = fixed
         self._device = device
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Call:
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> StageCall:
         """A call with these arguments."""
         bound = self._parameters.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -74,12 +74,12 @@ class Calls:
         kind = self._device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         signature = (shapes, repr(structure), training, torch.is_grad_enabled(), autocast)
-        return Call(arguments, signature, generator_state(self._device))
+        return StageCall(arguments, signature, generator_state(self._device))
 
-    def record(self, micro_batch: MicroBatch, training: bool) -> Call:
+    def record(self, micro_batch: MicroBatch, training: bool) -> StageCall:
         """How the loss function calls the model for a micro-batch; it gets no further than that."""
 
-        def stop(call: Call) -> NoReturn:
+        def stop(call: StageCall) -> NoReturn:
             raise _CalledError(call)
 
         micro_batch.before_forward()
@@ -94,7 +94,7 @@ class Calls:
 class StandIn(nn.Module):
     """What a loss function is given in place of the model."""
 
-    def __init__(self, calls: Calls, training: bool, answer: Callable[[Call], Any]) -> None:
+    def __init__(self, calls: Calls, training: bool, answer: Callable[[StageCall], Any]) -> None:
         super().__init__()
         self.training = training
         self._calls = calls
@@ -114,7 +114,7 @@ class StandIn(nn.Module):
 class _CalledError(BaseException):
     """The model was called; not an Exception, which a loss function might catch."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: StageCall) -> None:
         super().__init__()
         self.call = call
 

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from paceline.errors import JobError, ModelError, PacelineError
-from paceline.parallel.pipeline.tracer import Mode, Tracer
+from paceline.parallel.pipeline.tracer import GraphTracer, Mode
 
 # What a question about sizes is answered with: nothing is lost where nobody uses it.
 _ANSWERS = (bool, int, float, torch.Size, torch.device, torch.dtype)
@@ -140,7 +140,7 @@ def _trace(model: nn.Module, example: Sequence[Any] | None) -> Chain:
     problem: Exception | None = None
     # First as deep as repeated blocks lie; torch's own modules may decide too much by themselves for that.
     for opens_own in (True, False):
-        tracer = Tracer(model, example, opens_own)
+        tracer = GraphTracer(model, example, opens_own)
         try:
             with untouched(model):
                 graph = tracer.trace(model, tracer.fixed_arguments)
@@ -158,7 +158,7 @@ def _trace(model: nn.Module, example: Sequence[Any] | None) -> Chain:
 def _check_numbers(model: nn.Module, example: Sequence[Any], graph: fx.Graph, opens_own: bool) -> None:
     """Numbers that the graph has taken from the example's sizes have to be the same for twice as many samples."""
     twice = pytree.tree_map_only(Tensor, lambda one: torch.cat([one, one]) if one.dim() else one, tuple(example))
-    tracer = Tracer(model, twice, opens_own)
+    tracer = GraphTracer(model, twice, opens_own)
     with untouched(model):
         again = tracer.trace(model, tracer.fixed_arguments)
     if str(again) != str(graph):
@@ -220,7 +220,7 @@ def _uncut(model: nn.Module, reason: str) -> ModelError:
     )
 
 
-def _chain(model: nn.Module, graph: fx.Graph, tracer: Tracer) -> Chain:
+def _chain(model: nn.Module, graph: fx.Graph, tracer: GraphTracer) -> Chain:
     for node in list(graph.nodes):  # a call with other arguments is refused before it gets here
         if node.target is fx._symbolic_trace._assert_is_none:
             graph.erase_node(node)

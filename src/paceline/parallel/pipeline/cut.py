@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 from paceline.parallel.pipeline.schedules import make_schedule, simulate
+from paceline.partition import LayerCost, StageLimits
 from paceline.spec import Mesh, PipelineSpec
-from paceline.spec.stages import LayerCost, Limits
 
 
 def stage_limits(
@@ -19,7 +19,7 @@ def stage_limits(
     optimizer_copies: int,
     micro_batch_share: float = 1.0,
     recomputes: bool = False,
-) -> Limits:
+) -> StageLimits:
     """What stages have to respect so that each fits into a worker's memory.
 
     A worker holds parameters, gradients and the optimizer's state in parts along tp and fsdp, below stage 3 of ZeRO the
@@ -33,11 +33,11 @@ def stage_limits(
         micro_batch_share: a micro-batch, in those that the layers were measured with.
     """
     if math.isinf(memory_bytes) or pipeline.stages_per_worker > 1:  # a worker's stages share what there is
-        return Limits()
+        return StageLimits()
     schedule = make_schedule(pipeline.schedule, mesh.pp, num_micro_batches)
     copies = (2 + optimizer_copies) / mesh.fsdp + (mesh.fsdp > 1 and mesh.zero_stage < 3)
     share = 0.0 if recomputes else micro_batch_share / mesh.tp
-    return Limits(
+    return StageLimits(
         memory_bytes=memory_bytes,
         copies_of_parameters=copies / mesh.tp,
         micro_batches_kept=tuple(share * kept for kept in simulate(schedule, lambda _action: 1.0).most_kept),

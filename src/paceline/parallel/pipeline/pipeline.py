@@ -15,13 +15,13 @@ from paceline.parallel.engine import statistics_dtype
 from paceline.parallel.pipeline.calls import Calls, MicroBatch, generator_state, set_generator_state
 from paceline.parallel.pipeline.chain import Chain, trace
 from paceline.parallel.pipeline.cut import cut_table
-from paceline.parallel.pipeline.execute import Step
-from paceline.parallel.pipeline.links import Arrival, Links, Outbox, TensorForm
-from paceline.parallel.pipeline.measure import measure_layers
+from paceline.parallel.pipeline.executor import Step
+from paceline.parallel.pipeline.layer_costs import measure_layers
 from paceline.parallel.pipeline.schedules import Schedule, make_schedule
 from paceline.parallel.pipeline.stage import Stage, Stages
+from paceline.parallel.pipeline.transfers import Arrival, Outbox, StageLinks, TensorForm
+from paceline.partition import StageLimits, best_cut
 from paceline.spec import PipelineSpec
-from paceline.spec.stages import Limits, best_cut
 
 
 class Pipeline:
@@ -35,7 +35,7 @@ class Pipeline:
         example: Sequence[Any] | None,
         device: torch.device,
         *,
-        limits: Limits | None = None,
+        limits: StageLimits | None = None,
         agreement: dist.ProcessGroup | None = None,
         timeout_s: float = 600.0,
         before_last_backward: Callable[[nn.Module], None] = lambda _stage: None,
@@ -66,10 +66,10 @@ class Pipeline:
         self._device = device
         self._before_last_backward = before_last_backward
         self._dtype = statistics_dtype(model)
-        self._links = links = Links(group, spec.stages_per_worker, device, timeout_s)
+        self._links = links = StageLinks(group, spec.stages_per_worker, device, timeout_s)
         chain = trace(model, example)
         self._calls = Calls(model, chain.fixed, device)
-        starts, self._draws, self.table = _agreed_cut(chain, spec, limits or Limits(), links, agreement or group)
+        starts, self._draws, self.table = _agreed_cut(chain, spec, limits or StageLimits(), links, agreement or group)
         """The cut for people, with the times it was made by."""
         self.cuts = tuple(chain.name(start) for start in starts[1:])
         """The layers that begin a stage, all but the first's."""
@@ -178,7 +178,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _agreed_cut(
-    chain: Chain, spec: PipelineSpec, limits: Limits, links: Links, agreement: dist.ProcessGroup
+    chain: Chain, spec: PipelineSpec, limits: StageLimits, links: StageLinks, agreement: dist.ProcessGroup
 ) -> tuple[tuple[int, ...], tuple[bool, ...], str]:
     """The first layer of every stage, which stages may draw random numbers, and the cut as a table.
 
@@ -198,7 +198,7 @@ def _agreed_cut(
 
 
 def _cut(
-    chain: Chain, spec: PipelineSpec, limits: Limits, links: Links
+    chain: Chain, spec: PipelineSpec, limits: StageLimits, links: StageLinks
 ) -> tuple[tuple[int, ...], tuple[bool, ...], str]:
     # Where the user cuts, times are only for the table.
     costs = measure_layers(chain, links.device, num_repeats=1 if spec.cuts else 3)
@@ -217,7 +217,7 @@ def _cut(
     return starts, by_stage, cut_table(costs, starts, links.num_workers) + doubt
 
 
-def _shared_parameters(model: nn.Module, stages: Sequence[Stage], links: Links) -> dict[str, tuple[int, ...]]:
+def _shared_parameters(model: nn.Module, stages: Sequence[Stage], links: StageLinks) -> dict[str, tuple[int, ...]]:
     """Parameters of this worker that others have too.
 
     Two names of one parameter, as where an embedding is tied to a classifier, are one parameter.

@@ -62,7 +62,7 @@ class Mode:
             yield
 
 
-class Tracer(fx.Tracer):
+class GraphTracer(fx.Tracer):
     """One trace of one model."""
 
     proxy_buffer_attributes = True
@@ -235,7 +235,7 @@ def _named(function: Callable[..., Any], like: type) -> Callable[..., Any]:
 class _Value(fx.Proxy):
     """A value of the trace that can be asked for a number, where Python itself needs one."""
 
-    tracer: Tracer
+    tracer: GraphTracer
 
     def __getattr__(self, k: str) -> fx.proxy.Attribute:
         return _Attribute(self, k)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.conv import _ConvNd
 
-from paceline.parallel.randomness import generator_states
+from paceline.parallel.generators import generator_states
 
 ELEMENTWISE: set[type[nn.Module]] = {
     nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Identity, nn.LeakyReLU,
@@ -49,7 +49,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Run:
+class ConvolutionRun:
     """A convolution and the layers behind it that treat every channel by itself."""
 
     conv: str
@@ -113,7 +113,7 @@ class Chains:
         called = [] if graph is None else [str(node.target) for node in graph.nodes if node.op == "call_module"]
         self._shells = {name for name in self._modules if name and any(one.startswith(f"{name}.") for one in called)}
 
-    def of(self, name: str) -> tuple[list[Pair], list[Run]]:
+    def of(self, name: str) -> tuple[list[Pair], list[ConvolutionRun]]:
         """Pairs and runs in the forward of the module `name`."""
         module = self._modules[name]
         if name in self._shells:  # it lists what the model calls one by one
@@ -188,7 +188,7 @@ class _Reader:
             return len(node.args) == 2 and all(self._is_part(arg, width, columns, visited) for arg in node.args)
         return False
 
-    def runs(self, prefix: str) -> Iterator[Run]:
+    def runs(self, prefix: str) -> Iterator[ConvolutionRun]:
         for node in self._graph.nodes:
             if not isinstance(self._layer(node), _ConvNd):
                 continue
@@ -204,7 +204,7 @@ class _Reader:
                     break
                 elif not is_elementwise(current, layer):
                     break
-            yield Run(prefix + str(node.target), prefix + str(last.target), next_conv)
+            yield ConvolutionRun(prefix + str(node.target), prefix + str(last.target), next_conv)
 
 
 def _holders(model: nn.Module) -> dict[nn.Parameter, list[str]]:

@@ -13,7 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from paceline.parallel.tensor.axis import Axis, degrees_that_fit, everybody_has_some
 from paceline.parallel.tensor.exchange import enter, gather, take_own
-from paceline.parallel.tensor.layers import local
+from paceline.parallel.tensor.linear import local
 
 Entry = Literal["whole", "slice", "part"]
 """What a layer takes: the whole input; the own slice of a whole input; or what is the own part already."""

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from paceline.parallel.tensor.axis import part_size
 from paceline.parallel.tensor.conv import Entry
 from paceline.parallel.tensor.exchange import rows_to_trade
-from paceline.parallel.tensor.layers import tied_product
+from paceline.parallel.tensor.linear import tied_product
 
 Style = Literal["columns", "rows", "channels", "vocabulary", "heads", "attention"]
 """By output features, input features, output channels, words, or heads: of a linear layer, or a whole attention."""

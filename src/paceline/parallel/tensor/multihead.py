@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from paceline.parallel.tensor.axis import Axis, part
 from paceline.parallel.tensor.exchange import enter, gather, trade_rows
-from paceline.parallel.tensor.layers import local
+from paceline.parallel.tensor.linear import local
 from paceline.parallel.tensor.positions import Positions, drop_own, total_with_bias
 
 

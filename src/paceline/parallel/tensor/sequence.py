@@ -66,10 +66,10 @@ def find_stretches(
         layers: which of them are shared out, and how.
         attentions: modules of which workers compute some heads each; they may ask for the length of their input.
     """
-    return tuple(_Finder(model, modules, layers, attentions, chains).stretches(""))
+    return tuple(_StretchFinder(model, modules, layers, attentions, chains).stretches(""))
 
 
-class _Finder:
+class _StretchFinder:
     def __init__(
         self,
         model: nn.Module,

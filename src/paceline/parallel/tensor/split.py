@@ -16,10 +16,11 @@ from torch.nn.modules.conv import _ConvNd
 from paceline.errors import ModelError
 from paceline.parallel.tensor.attention import Heads, check_heads, find_heads
 from paceline.parallel.tensor.axis import Axis, degrees_that_fit, everybody_has_some
-from paceline.parallel.tensor.chains import ELEMENTWISE, Chains, Pair, Run
+from paceline.parallel.tensor.chains import ELEMENTWISE, Chains, ConvolutionRun, Pair
 from paceline.parallel.tensor.conv import CHANNEL_CONVS, entry_of, why_whole
 from paceline.parallel.tensor.exchange import enter, gather
-from paceline.parallel.tensor.layers import (
+from paceline.parallel.tensor.layout import Adjusted, SplitLayer, Stretch, TensorLayout
+from paceline.parallel.tensor.linear import (
     ColumnLinear,
     Entrance,
     PartDropout,
@@ -27,7 +28,6 @@ from paceline.parallel.tensor.layers import (
     TiedClassifier,
     VocabularyEmbedding,
 )
-from paceline.parallel.tensor.layout import Adjusted, SplitLayer, Stretch, TensorLayout
 from paceline.parallel.tensor.multihead import HeadsAttention, can_divide
 from paceline.parallel.tensor.positions import NORMS, Positions, PositionsDropout
 from paceline.parallel.tensor.sequence import find_stretches
@@ -77,7 +77,7 @@ def find_layout(
     """What `tensor_parallel` would do on `degree` workers; changes nothing and needs no workers."""
     if degree == 1:
         return TensorLayout(1, ())
-    finder = _Finder(model, degree, whole, large)
+    finder = _LayoutFinder(model, degree, whole, large)
     finder.attention()
     finder.multihead_attention()
     finder.pairs()
@@ -96,7 +96,7 @@ def find_layout(
     )
 
 
-class _Finder:
+class _LayoutFinder:
     """What was found so far; what comes first has the first choice."""
 
     def __init__(self, model: nn.Module, degree: int, whole: Collection[str], large: int) -> None:
@@ -124,7 +124,7 @@ class _Finder:
         self._holders = chains.holders
         found = [chains.of(name) for name in self._modules]
         self._pairs: list[Pair] = [pair for pairs, _ in found for pair in pairs]
-        self._runs: dict[str, Run] = {run.conv: run for _, runs in found for run in runs}
+        self._runs: dict[str, ConvolutionRun] = {run.conv: run for _, runs in found for run in runs}
 
     def _is_free(self, name: str, kind: type[nn.Module]) -> bool:
         """Whether the layer is exactly of this kind, nobody's yet, and the only one that holds its parameters."""
@@ -229,7 +229,7 @@ class _Finder:
                 entries[name] = entry
         for name, entry in entries.items():
             length = cast(_ConvNd, self._modules[name]).out_channels
-            run = self._runs.get(name, Run(name, name, None))
+            run = self._runs.get(name, ConvolutionRun(name, name, None))
             # Whole groups of the next layer lie where this one's channels are, if both are cut evenly.
             if entries.get(run.next_conv or "") == "slice" and length % self._degree == 0:
                 self.layers[name] = SplitLayer(name, "channels", entry, "part", length, name)

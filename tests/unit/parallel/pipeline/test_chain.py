@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from paceline.errors import JobError, ModelError
 from paceline.models import MODELS
 from paceline.parallel.pipeline.chain import Chain, trace
-from paceline.parallel.pipeline.measure import measure_layers
+from paceline.parallel.pipeline.layer_costs import measure_layers
 from paceline.parallel.pipeline.stage import Stage, Stages
 
 CPU = torch.device("cpu")

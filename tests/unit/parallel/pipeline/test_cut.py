@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from paceline.errors import ModelError
 from paceline.parallel.pipeline import cut_table, stage_limits
+from paceline.partition import LayerCost, StageLimits, best_cut
 from paceline.spec import Mesh, PipelineSpec
 from paceline.spec.mesh import ScheduleName
-from paceline.spec.stages import LayerCost, Limits, best_cut
 
 layers = st.lists(
     st.builds(
@@ -32,7 +32,7 @@ layers = st.lists(
 )
 
 
-def slowest_s(costs: Sequence[LayerCost], starts: Sequence[int], limits: Limits) -> float:
+def slowest_s(costs: Sequence[LayerCost], starts: Sequence[int], limits: StageLimits) -> float:
     """What a cut is judged by; infinite where it breaks a limit."""
     slowest = 0.0
     for stage, (start, stop) in enumerate(zip(starts, [*starts[1:], len(costs)], strict=True)):
@@ -51,7 +51,9 @@ def slowest_s(costs: Sequence[LayerCost], starts: Sequence[int], limits: Limits)
 def test_no_other_cut_is_better(
     costs: list[LayerCost], num_stages: int, memory_bytes: float, bytes_per_s: float
 ) -> None:
-    limits = Limits(memory_bytes=memory_bytes, micro_batches_kept=(4, 3, 2, 1)[:num_stages], bytes_per_s=bytes_per_s)
+    limits = StageLimits(
+        memory_bytes=memory_bytes, micro_batches_kept=(4, 3, 2, 1)[:num_stages], bytes_per_s=bytes_per_s
+    )
     every_cut = [(0, *rest) for rest in itertools.combinations(range(1, len(costs)), num_stages - 1)]
     best_s = min((slowest_s(costs, starts, limits) for starts in every_cut), default=math.inf)
     if math.isinf(best_s):
@@ -83,7 +85,7 @@ MIB = 2.0**20
 )
 def test_a_stage_keeps_what_its_schedule_has_under_way(schedule: ScheduleName, kept: tuple[int, ...]) -> None:
     limits = stage_limits(Mesh(pp=4), PipelineSpec(schedule=schedule), 8, 64 * MIB, optimizer_copies=2)
-    assert limits == Limits(64 * MIB, 4.0, kept)
+    assert limits == StageLimits(64 * MIB, 4.0, kept)
 
 
 @pytest.mark.parametrize(
@@ -98,9 +100,9 @@ def test_a_stage_holds_its_part_of_parameters(mesh: Mesh, copies: float) -> None
 
 
 def test_where_nobody_knows_the_memory_nothing_is_limited() -> None:
-    assert stage_limits(Mesh(pp=2), PipelineSpec(), 2, math.inf, optimizer_copies=2) == Limits()
+    assert stage_limits(Mesh(pp=2), PipelineSpec(), 2, math.inf, optimizer_copies=2) == StageLimits()
     two = PipelineSpec(schedule="interleaved", stages_per_worker=2)
-    assert stage_limits(Mesh(pp=2), two, 2, MIB, optimizer_copies=2) == Limits()
+    assert stage_limits(Mesh(pp=2), two, 2, MIB, optimizer_copies=2) == StageLimits()
 
 
 def test_activations_of_many_micro_batches_push_layers_to_later_stages() -> None:

@@ -1,0 +1,68 @@
+"""The thread of a worker that shows its launcher that the interpreter runs, and which collective torch is in."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from paceline.heartbeat import Heartbeat
+
+INTERVAL_S = 0.25
+
+
+def start_heartbeats(path: Path) -> None:
+    """Beat until the program ends."""
+    heartbeat, ended = Heartbeat(path), threading.Event()
+
+    def run() -> None:
+        while not ended.wait(INTERVAL_S):
+            heartbeat.beat()
+            _show_collective(heartbeat)
+
+    thread = threading.Thread(target=run, name="paceline-heartbeat", daemon=True)
+    thread.start()
+
+    # An interpreter that ends while a thread of it is in torch may abort the process.
+    def stop() -> None:
+        ended.set()
+        thread.join(1.0)
+        heartbeat.leave("torch")  # the last thing seen may have been a collective that was almost through
+
+    atexit.register(stop)
+
+
+def _show_collective(heartbeat: Heartbeat) -> None:
+    """What torch's flight recorder says of the last collectives. Point-to-point messages on Gloo are not in it."""
+    torch_distributed = sys.modules.get("torch.distributed")
+    if torch_distributed is None or not getattr(torch_distributed, "is_initialized", bool)():
+        return
+    recorder: Any = sys.modules.get("torch._C._distributed_c10d")
+    dump = getattr(recorder, "_dump_fr_trace_json", None)
+    if dump is None:
+        return
+    entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
+    unfinished = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
+    if unfinished:
+        waited_s = time.time() - unfinished[0]["time_created_ns"] / 1e9
+        heartbeat.enter("torch", describe(unfinished[0]), since=time.monotonic() - max(0.0, waited_s))
+    elif entries:
+        heartbeat.enter("torch", describe(entries[-1]))
+        heartbeat.leave("torch")
+
+
+def describe(entry: dict[str, Any]) -> str:
+    """ "all_reduce number 12 of group default_pg (25600 Float)" from an entry of the flight recorder."""
+    operation = str(entry["profiling_name"]).rpartition(":")[2]
+    shapes = ", ".join(
+        f"{'x'.join(map(str, size)) or 'one'} {dtype}"
+        for size, dtype in zip(entry["input_sizes"], entry["input_dtypes"], strict=False)
+    )
+    number_of_group, description = entry["process_group"]
+    group = description if description not in ("", "undefined") else number_of_group
+    number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+    return f"{operation} number {number} of group {group}" + (f" ({shapes})" if shapes else "")

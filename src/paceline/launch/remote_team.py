@@ -1,0 +1,370 @@
+"""The workers of another node, seen through the agent there: JSON lines over the pipes of whatever reaches the node."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TypeVar
+
+from paceline.errors import LaunchError
+from paceline.launch import messages
+from paceline.launch.commands import Rendezvous, WorkerCommand
+from paceline.launch.doors import REACH_TIMEOUT_S, Door
+from paceline.launch.events import Event, TeamLost, WorkerExited
+from paceline.launch.failures import Ending
+from paceline.launch.hang import WorkerState
+from paceline.launch.messages import AgentMessage
+from paceline.launch.output import show_here
+from paceline.launch.supervise import interval_s
+from paceline.launch.team import STACKS_WAIT_S, Orders, aged
+
+OPEN_TIMEOUT_S = 60.0
+"""For an agent's first word: logging in, starting a container and an interpreter, looking at the hardware."""
+ANSWER_TIMEOUT_S = 20.0
+CLOSE_TIMEOUT_S = 2.0
+STDERR_TAIL_LINES = 20
+
+AnyMessage = TypeVar("AnyMessage", bound=AgentMessage)
+
+
+@dataclass(frozen=True)
+class NodeAccess:
+    """How to run a program on a node: by a local process whose standard streams are the program's."""
+
+    hostname: str
+    argv: Callable[[Sequence[str]], Sequence[str]]
+    """From the program to the local command line."""
+    explain: Callable[[int, str], str | None] = lambda _exit_code, _stderr: None
+    """From its exit code and standard error to a sentence for the user, where it knows one."""
+    python: str = sys.executable
+    """The node's interpreter; Paceline is installed for it."""
+
+
+class RemoteTeam:
+    """One node's agent, from the connection to its end; between them it may serve several runs."""
+
+    def __init__(self, reach: NodeAccess) -> None:
+        """Start the agent."""
+        self.hostname = reach.hostname
+        self.reach = reach
+        self.versions: dict[str, str] = {}
+        """What its first word said of them."""
+        self._number = 0
+        self._notify: Callable[[Event], None] | None = None
+        self._running: set[int] = set()
+        self._endings: dict[int, Ending] = {}
+        self._states: list[WorkerState] = []
+        self._answers: queue.SimpleQueue[AgentMessage | None] = queue.SimpleQueue()
+        self._is_closing = False
+        self._is_cut = False
+        self._has_refused = False
+        self._has_ended = threading.Event()
+        self._heard_at = time.monotonic()
+        self._interval_s = interval_s(60.0)
+        self._sending = threading.Lock()
+        self._complaints: deque[str] = deque(maxlen=STDERR_TAIL_LINES)
+        argv = reach.argv([reach.python, "-m", "paceline", "agent"])
+        try:
+            self._process = subprocess.Popen(
+                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            )
+        except OSError as error:
+            raise LaunchError(f"{argv[0]} cannot be started to reach {self.hostname}: {error}.") from error
+        self._threads = [
+            threading.Thread(target=task, name=f"{self.hostname}-{task.__name__.strip('_')}", daemon=True)
+            for task in (self._read, self._relay_stderr, self._ping)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def hello(self) -> messages.Hello:
+        """The agent's first word; asked for once. Raises as `answer` does."""
+        hello = self.answer(messages.Hello, OPEN_TIMEOUT_S)
+        self.versions = hello.versions
+        return hello
+
+    def tell(self, message: AgentMessage) -> None:
+        """Send it; a connection that has ended swallows it."""
+        assert self._process.stdin is not None
+        with self._sending, contextlib.suppress(OSError, ValueError):
+            self._process.stdin.write(message.encode())
+            self._process.stdin.flush()
+
+    def answer(self, kind: type[AnyMessage], timeout_s: float = ANSWER_TIMEOUT_S) -> AnyMessage:
+        """The agent's next answer of that kind; one of another kind came too late for who had asked.
+
+        Raises:
+            LaunchError: the agent refused, has ended, or did not answer in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                message = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise LaunchError(
+                    f"{self.hostname} has not answered within {timeout_s:.0f} s; is it overloaded?"
+                ) from None
+            if message is None:
+                raise LaunchError(self._why_ended())
+            if isinstance(message, messages.Refused):
+                self._has_refused = True
+                raise LaunchError(f"{self.hostname}: {message.sentence}")
+            if isinstance(message, kind):
+                return message
+
+    def ask(self, question: AgentMessage, kind: type[AnyMessage], timeout_s: float = ANSWER_TIMEOUT_S) -> AnyMessage:
+        """Tell and await the answer; raises as `answer` does."""
+        self.tell(question)
+        return self.answer(kind, timeout_s)
+
+    def begin_run(
+        self,
+        number: int,
+        commands: Sequence[WorkerCommand],
+        orders: Orders,
+        *,
+        marker: str,
+        port: int | None,
+    ) -> None:
+        """Start the node's workers.
+
+        Args:
+            number: the team's own in the events it tells.
+            marker: a file of the run folder, by which the node knows the folder.
+            port: of the door behind which the workers meet, if it is this node's.
+
+        Raises:
+            LaunchError: the agent cannot start them, or does not see the run folder.
+        """
+        self._number = number
+        self._endings.clear()
+        self._states = []
+        self._has_ended.clear()
+        self._interval_s = interval_s(orders.hang_timeout_s)
+        self._notify = orders.notify
+        start = messages.Start(
+            commands=[asdict(command) for command in commands],
+            run_dir=str(orders.run_dir.absolute()),
+            marker=marker,
+            port=port,
+            show_all=orders.output == "all",
+            hang_timeout_s=orders.hang_timeout_s,
+            restart=orders.restart,
+            preload=list(orders.preload),
+        )
+        started = self.ask(start, messages.Started)
+        self._running = set(started.ranks)
+
+    def end_run(self) -> None:
+        """Wait until the agent has let go of the run's workers, killing those that are left."""
+        if self._notify is None:
+            return
+        self.tell(messages.Kill(None))
+        self._has_ended.wait(self._patience_s())
+        self._notify = None
+        self._running.clear()
+
+    @property
+    def running(self) -> Sequence[int]:
+        return tuple(sorted(self._running))
+
+    def collect(self, rank: int) -> Ending:
+        self._running.discard(rank)
+        return self._endings[rank]
+
+    def states(self) -> list[WorkerState]:
+        return [state for state in self._states if state.rank in self._running]
+
+    def silent_s(self) -> float:
+        return time.monotonic() - self._heard_at
+
+    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        wanted = [rank for rank in ranks if rank in self._running]
+        if not wanted:
+            return {}
+        try:
+            answer = self.ask(messages.ShowStacks(wanted), messages.Stacks, STACKS_WAIT_S + 1.0)
+        except LaunchError:
+            return {}
+        return {int(rank): text for rank, text in answer.by_rank.items()}
+
+    def tend(self) -> None:
+        """The agent does."""
+
+    def ask_to_save(self) -> None:
+        self.tell(messages.AskToSave())
+
+    def ask_to_end(self) -> None:
+        self.tell(messages.AskToEnd())
+
+    def kill(self, ranks: Sequence[int] | None = None) -> None:
+        self.tell(messages.Kill(None if ranks is None else list(ranks)))
+
+    def answers(self) -> bool:
+        """Whether the node itself still answers."""
+        try:
+            done = subprocess.run(
+                self.reach.argv(["true"]),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=ANSWER_TIMEOUT_S,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+        return done.returncode == 0
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the connection has ended, nothing has come through it for several beats, or only a refusal."""
+        return self._is_cut or self._has_refused or self.silent_s() >= 4 * self._interval_s
+
+    def close(self) -> None:
+        if self._is_closing:
+            return
+        self._is_closing = True
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()  # which tells the agent, and it its workers, to end
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(self._patience_s())
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for thread in self._threads:
+            thread.join(CLOSE_TIMEOUT_S)
+        for stream in (self._process.stdout, self._process.stderr):
+            assert stream is not None
+            stream.close()
+
+    def _patience_s(self) -> float:
+        """How long to wait for a last word: not at all if the node has been silent for several beats."""
+        return CLOSE_TIMEOUT_S if self.silent_s() < 4 * self._interval_s else 0.0
+
+    def _why_ended(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(CLOSE_TIMEOUT_S)
+        self._threads[1].join(CLOSE_TIMEOUT_S)
+        exit_code, complaints = self._process.returncode, "\n".join(self._complaints)
+        explained = self.reach.explain(exit_code or 0, complaints)
+        if explained:
+            return explained
+        last = f": {self._complaints[-1]}" if self._complaints else ""
+        return f"No agent runs on {self.hostname} (exit code {exit_code}){last}"
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            try:
+                message = messages.decode(line)
+            except LaunchError as error:
+                message = messages.Refused(str(error))
+            self._heard_at = time.monotonic()
+            self._take(message)
+        self._is_cut = True
+        self._has_ended.set()
+        self._answers.put(None)
+        if self._notify is not None and not self._is_closing:
+            self._notify(TeamLost(self._number))
+
+    def _take(self, message: AgentMessage) -> None:
+        match message:
+            case messages.Beat(workers):
+                self._states = [WorkerState(**worker) for worker in workers]
+            case messages.OutputText(target_fd, text):
+                show_here(target_fd, text.encode())
+            case messages.Exited(mapping):
+                ending = aged(Ending.from_mapping(mapping), time.time())
+                self._endings[ending.rank] = ending
+                if self._notify is not None:
+                    self._notify(WorkerExited(self._number, ending.rank))
+            case messages.RunEnded():
+                self._has_ended.set()
+            case _:
+                self._answers.put(message)
+
+    def _relay_stderr(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._complaints.append(line.decode(errors="replace").rstrip())
+
+    def _ping(self) -> None:
+        while not self._is_closing and self._process.poll() is None:
+            self.tell(messages.Ping())
+            time.sleep(self._interval_s)
+
+
+@contextlib.contextmanager
+def open_nodes(reaches: Sequence[NodeAccess]) -> Iterator[tuple[list[RemoteTeam], list[messages.Hello]]]:
+    """Agents on all nodes, and what they said of themselves; they end with the block.
+
+    Raises:
+        LaunchError: a node cannot be reached, or has other versions than the first.
+    """
+    with contextlib.ExitStack() as at_end:
+        teams = []
+        for reach in reaches:
+            teams.append(at_end.enter_context(contextlib.closing(RemoteTeam(reach))))
+        hellos = [team.hello() for team in teams]  # they have all been started
+        for team in teams:
+            check_versions(teams[0], team)
+        yield teams, hellos
+
+
+def check_versions(first: RemoteTeam, other: RemoteTeam) -> None:
+    """Both have said hello. Raises `LaunchError` for a version that differs."""
+    for name, version in first.versions.items():
+        if other.versions.get(name) != version:
+            raise LaunchError(
+                f"{other.hostname} has {name} {other.versions.get(name, '(none)')}, but {first.hostname} has "
+                f"{version}; install the same version on all nodes, or use one container image."
+            )
+
+
+def arrange_rendezvous(teams: Sequence[RemoteTeam], interface: str | None) -> Rendezvous:
+    """An address of the first node that every other one reaches, by trying; the fastest if there are several.
+
+    Raises:
+        LaunchError: there is none.
+    """
+    first, *others = teams
+    alone = None if others else "lo"
+    listening = first.ask(messages.Listen(interface or alone), messages.Listening)
+    doors = [Door(**door) for door in listening.doors]
+    for team in others:
+        team.tell(messages.TryDoors(listening.doors, interface))
+    reached = [team.answer(messages.Reached, ANSWER_TIMEOUT_S + REACH_TIMEOUT_S) for team in others]
+    open_to_all = [n for n in range(len(doors)) if all(answer.interfaces[n] is not None for answer in reached)]
+    if not open_to_all:
+        raise LaunchError(_why_none(first.hostname, doors, [team.hostname for team in others], reached))
+    best = max(open_to_all, key=lambda n: doors[n].bits_per_s)
+    door = doors[best]
+    host = f"[{door.address}]" if ":" in door.address else door.address
+    interfaces = (door.interface, *(answer.interfaces[best] for answer in reached))
+    return Rendezvous(f"tcp://{host}:{door.port}", interfaces, door.port)
+
+
+def _why_none(first: str, doors: Sequence[Door], others: Sequence[str], reached: Sequence[messages.Reached]) -> str:
+    if not doors:
+        return f"{first} has no network address that other nodes could reach; is its interface up?"
+    for name, answer in zip(others, reached, strict=True):
+        if not any(answer.interfaces):
+            tried = ", ".join(
+                f"{door.address} on {door.interface} ({problem})"
+                for door, problem in zip(doors, answer.problems, strict=True)
+            )
+            return (
+                f"{name} reaches no address of {first}: {tried}; open the firewall between the nodes, or name the "
+                "network with --interface."
+            )
+    return f"No address of {first} is reached by all other nodes; name a common network with --interface."

@@ -1,0 +1,308 @@
+"""Running a plan: start its workers on this node or on several, watch them, and let none of them outlive the run."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from paceline.errors import LaunchError, PacelineError, WorkerFailed
+from paceline.launch.commands import WorkerCommand, rendezvous_on_one_node, worker_commands
+from paceline.launch.events import Events, Signalled
+from paceline.launch.failure_report import FailureReport, clear_report, describe_failure, user_mistake
+from paceline.launch.forking import ForkServer
+from paceline.launch.remote_team import RemoteTeam, arrange_rendezvous
+from paceline.launch.supervise import Outcome, Supervisor
+from paceline.launch.team import LocalTeam, Orders, Output, Team
+
+if TYPE_CHECKING:
+    from paceline.spec import Plan
+
+HANG_TIMEOUT_S = 60.0
+GRACE_S = 3.0
+SAVE_S = 30.0
+"""For training to save what it has when it is asked to end: what schedulers leave between SIGTERM and SIGKILL."""
+
+_ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def run_workers(
+    plan: Plan,
+    program: Sequence[str],
+    *,
+    run_dir: Path,
+    nodes: Sequence[RemoteTeam] = (),
+    interface: str | None = None,
+    output: Output = "rank0",
+    grace_s: float = GRACE_S,
+    save_s: float | None = None,
+    hang_timeout_s: float = HANG_TIMEOUT_S,
+    environ: Mapping[str, str] | None = None,
+) -> None:
+    """Run `program` in every worker of `plan` and return when all of them have ended without an error.
+
+    `program` is what would follow `python` on a command line. On this node rank 0 writes to this process's own standard
+    output and error; the others write to `run_dir`/logs/rankK.log and, with `output="all"`, here as well, each line
+    with its rank in front. `environ` holds variables for the workers over those of their node.
+
+    When a worker fails, hangs, or is lost with its node, or when this process gets SIGINT, SIGTERM or SIGHUP, every
+    worker gets SIGTERM, and SIGKILL `grace_s` seconds later; a second signal kills at once. What a worker started is
+    killed when it has ended. SIGUSR1 is passed on: it asks training to save a checkpoint.
+    Signals are handled only where this is called from the main thread, and the handlers found are put back.
+
+    Args:
+        save_s: in place of `grace_s` after SIGTERM or SIGHUP, for workers that have something to save.
+        nodes: the agents on the nodes that the plan names; where it names none the workers run here.
+        interface: the network interface between nodes; None: one on which all nodes reach the first.
+        hang_timeout_s: how long workers may wait for another one, or a node be silent, before the run is ended.
+
+    Raises:
+        LaunchError: a worker cannot be started, or the nodes do not reach each other.
+        PacelineError: a worker met a mistake of the user; carries its sentence.
+        WorkerFailed: a worker ended before its work did, hangs, or is lost; names the first one that did so of its own
+            accord. The report is in `run_dir`/failure.json and failure.txt.
+        KeyboardInterrupt: SIGINT came.
+        SystemExit: SIGTERM or SIGHUP came; the code is 128 + its number.
+    """
+    prepare(run_dir)
+    conditions = Conditions(
+        run_dir,
+        interface=interface,
+        output=output,
+        grace_s=grace_s,
+        save_s=save_s,
+        hang_timeout_s=hang_timeout_s,
+        environ=environ or {},
+    )
+    outcome = run_once(plan, program, nodes, conditions)
+    raise_interruption(outcome.interrupted_by)
+    raise_failure(outcome, plan.world_size, run_dir, still_answers(outcome, nodes))
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What holds for a run however often it is started."""
+
+    run_dir: Path
+    interface: str | None = None
+    output: Output = "rank0"
+    grace_s: float = GRACE_S
+    save_s: float | None = None
+    hang_timeout_s: float = HANG_TIMEOUT_S
+    environ: Mapping[str, str] = field(default_factory=dict)
+    preload: tuple[str, ...] = ()
+    """As in `Orders`."""
+    goes_on: bool = False
+    """Whether a failure is followed by another start: then nobody is given time to end."""
+
+
+def run_once(
+    plan: Plan,
+    program: Sequence[str],
+    nodes: Sequence[RemoteTeam],
+    conditions: Conditions,
+    *,
+    signals: Signals | None = None,
+    restart: int = 0,
+    fork_server: ForkServer | None = None,
+    could_grow: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Start the workers of `plan` and watch them until the last one has ended; nothing of them is left then.
+
+    Args:
+        signals: those of a caller that has more than this to do; None: they are caught while workers run.
+        restart: how often the run has been started before.
+        fork_server: of this node; agents have their own.
+        could_grow: whether there is a reason to end the run and start it with more workers.
+
+    Raises:
+        LaunchError: a worker cannot be started, or the nodes do not reach each other.
+    """
+    run_dir, hang_timeout_s = conditions.run_dir, conditions.hang_timeout_s
+    events: Events = queue.SimpleQueue()
+    orders = Orders(run_dir, conditions.output, hang_timeout_s, events.put, restart, conditions.preload)
+    launched_at = time.time()
+    remote = _chosen(nodes, plan) if any(share.hostname for share in plan.nodes) else []
+    with contextlib.ExitStack() as at_end:
+        if remote:
+            rendezvous = arrange_rendezvous(remote, conditions.interface)
+        else:
+            folder = tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True)
+            rendezvous = rendezvous_on_one_node(Path(at_end.enter_context(folder)))
+        commands = worker_commands(
+            plan, program, run_dir=run_dir, rendezvous=rendezvous, launched_at=launched_at, environ=conditions.environ
+        )
+        signals = signals or at_end.enter_context(catch_signals())
+        at_end.enter_context(signals.into(events))
+        teams: Sequence[Team]
+        if remote:
+            teams = _start_on(remote, commands, orders, rendezvous.port, at_end)
+        else:
+            teams = [_start_here(commands, orders, fork_server, at_end)]
+        supervisor = Supervisor(
+            teams,
+            events,
+            grace_s=conditions.grace_s,
+            save_s=conditions.save_s,
+            hang_timeout_s=hang_timeout_s,
+            goes_on=conditions.goes_on,
+            could_grow=could_grow,
+        )
+        supervisor.wait()
+        at_end.close()
+        supervisor.drain()
+    return supervisor.outcome()
+
+
+def _chosen(nodes: Sequence[RemoteTeam], plan: Plan) -> list[RemoteTeam]:
+    """The nodes that the plan names, in its order."""
+    by_name = {node.hostname: node for node in nodes}
+    unknown = [share.hostname for share in plan.nodes if share.hostname not in by_name]
+    if unknown:
+        raise LaunchError(f"The plan wants node {unknown[0]}, but this run was given {', '.join(by_name) or 'none'}.")
+    return [by_name[share.hostname] for share in plan.nodes]
+
+
+def _start_here(
+    commands: Sequence[WorkerCommand], orders: Orders, fork_server: ForkServer | None, at_end: contextlib.ExitStack
+) -> LocalTeam:
+    team = at_end.enter_context(contextlib.closing(LocalTeam(0, orders, fork_server)))
+    team.start(commands)
+    return team
+
+
+def _start_on(
+    teams: Sequence[RemoteTeam],
+    commands: Sequence[WorkerCommand],
+    orders: Orders,
+    port: int | None,
+    at_end: contextlib.ExitStack,
+) -> Sequence[RemoteTeam]:
+    marker = at_end.enter_context(_marker_in(orders.run_dir))
+    for number, team in enumerate(teams):
+        at_end.callback(team.end_run)
+        mine = [command for command in commands if command.node == number]
+        team.begin_run(number, mine, orders, marker=marker, port=port if number == 0 else None)
+    return teams
+
+
+@contextlib.contextmanager
+def _marker_in(run_dir: Path) -> Iterator[str]:
+    """The name of a file that whoever sees the run folder sees."""
+    with tempfile.NamedTemporaryFile(prefix=".seen-", dir=run_dir) as file:
+        yield Path(file.name).name
+
+
+class Signals:
+    """Signals that ask this process for something, as events of the run that is on; those in between wait for it."""
+
+    def __init__(self) -> None:
+        self._waiting: Events = queue.SimpleQueue()
+        self._events = self._waiting
+
+    def note(self, number: int, _frame: FrameType | None) -> None:
+        """The handler."""
+        self._events.put(Signalled(number))  # SimpleQueue.put may interrupt a get, and itself
+
+    @contextlib.contextmanager
+    def into(self, events: Events) -> Iterator[None]:
+        """While open, they go to `events`."""
+        self._events = events
+        try:
+            while not self._waiting.empty():
+                events.put(self._waiting.get())
+            yield
+        finally:
+            self._events = self._waiting
+
+    @property
+    def are_waiting(self) -> bool:
+        return not self._waiting.empty()
+
+    def end_wanted(self) -> int | None:
+        """The number of a signal that came between two runs and asks for the end; it is not told to the next run."""
+        while not self._waiting.empty():
+            event = self._waiting.get()
+            if isinstance(event, Signalled) and event.number in _ENDINGS:
+                return event.number
+        return None
+
+
+@contextlib.contextmanager
+def catch_signals() -> Iterator[Signals]:
+    """While open, signals do not end this process; outside of the main thread nothing is changed."""
+    signals = Signals()
+    if threading.current_thread() is not threading.main_thread():
+        yield signals
+        return
+    # What the caller ignores (nohup, a shell's background job) stays ignored.
+    wanted = (*_ENDINGS, signal.SIGUSR1)
+    heeded = [number for number in wanted if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    before = {number: signal.signal(number, signals.note) for number in heeded}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def raise_interruption(number: int | None) -> None:
+    """End as a process that was ended by this signal; nothing for none."""
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    if number is not None:
+        raise SystemExit(128 + number)
+
+
+def still_answers(outcome: Outcome, nodes: Sequence[RemoteTeam]) -> bool:
+    """Whether a node whose agent ended still answers: then it was the agent alone."""
+    lost = {loss.hostname for loss in outcome.losses if loss.silent_s is None}
+    return any(node.answers() for node in nodes if node.hostname in lost)
+
+
+def prepare(run_dir: Path) -> None:
+    """Make the folders, readable by the user alone, and clear what an earlier run in the same folder left."""
+    try:
+        for folder in (run_dir, run_dir / "logs", run_dir / "failures"):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for note in (*run_dir.glob("failures/rank*"), *run_dir.glob("logs/rank*")):
+            note.unlink()
+        clear_report(run_dir)
+    except OSError as error:
+        raise LaunchError(f"The run folder {run_dir} cannot be used: {error}.") from error
+
+
+def raise_failure(outcome: Outcome, world_size: int, run_dir: Path, answers: bool) -> None:
+    """Tell the user about a run in which at least one worker failed; nothing where all went well."""
+    mistake = user_mistake(outcome)
+    if mistake is not None:
+        raise PacelineError(mistake)
+    report = describe_failure(outcome, world_size, run_dir, answers=answers)
+    if report is not None:
+        report.save(run_dir)
+        raise worker_failed(report, run_dir)
+
+
+def worker_failed(report: FailureReport, run_dir: Path, more: str = "") -> WorkerFailed:
+    """The error of a run that failed as the report in `run_dir` says; `more` is another sentence for the user."""
+    return WorkerFailed(
+        f"{report.sentence} {more}".rstrip(),
+        rank=report.ranks[0],
+        details=report.evidence,
+        exit_code=_exit_code(report),
+        report=run_dir / "failure.txt",
+    )
+
+
+def _exit_code(report: FailureReport) -> int:
+    if report.exit_code is None:
+        return 1
+    return report.exit_code if report.exit_code > 0 else 128 - report.exit_code

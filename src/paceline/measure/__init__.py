@@ -1,0 +1,1 @@
+"""Measurements of links, passes, loaders, collectives and checkpoints on this hardware."""

@@ -1,0 +1,119 @@
+"""Steps of one worker, timed: passes as training makes them, and the update after them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.data.order import epoch_order
+from paceline.parallel import Assignment, Engine, StepInput
+from paceline.train.run import LossFn, Run
+from paceline.train.seeding import seed_shard
+from paceline.train.timing import settle
+
+_WARMUP_PASSES, _MIN_PASSES = 2, 3
+_LONG_WARMUP_PASSES, _LONG_MIN_PASSES = 1, 2
+"""Of passes that take more than `_SIZE_S`."""
+_MAX_PASSES = 50
+_SIZE_S = 1.0
+"""Enough passes of one size to take so long: medians settle."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is timed: a job's model and optimizer on this process's device, and its data."""
+
+    run: Run
+    train_set: Any
+    loss_fn: LossFn
+    optimizer: Optimizer
+    shard_size: int = 1
+
+
+@dataclass(frozen=True)
+class StepTiming:
+    """Median seconds of a pass, and of the update after it: clipping, the optimizer, freeing gradients."""
+
+    micro_batch_size: int
+    pass_s: float
+    update_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.pass_s + self.update_s
+
+
+def time_steps(subject: Subject, size: int, budget_s: float, *, with_updates: bool = False) -> StepTiming:
+    """Median seconds of a forward and backward pass over `size` samples, and of the update after it if there is one."""
+    step = step_of(subject, subject.run.engine, size, with_updates=with_updates)
+    passes: list[float] = []
+    updates: list[float] = []
+    began = time.perf_counter()
+    while not is_enough(passes, time.perf_counter() - began, budget_s):
+        pass_s, update_s = step()
+        passes.append(pass_s)
+        updates.append(update_s)
+    first, _ = num_passes(min(passes))
+    return StepTiming(size, statistics.median(passes[first:]), statistics.median(updates[first:]))
+
+
+def step_of(
+    subject: Subject, engine: Engine, size: int, rank: int = 0, world_size: int = 1, *, with_updates: bool = False
+) -> Callable[[], tuple[float, float]]:
+    """What makes this worker's pass over `size` samples, and an update if it is to; returns the seconds of both."""
+    run, optimizer = subject.run, subject.optimizer
+    clip_norm = run.job.optim.clip_norm
+    (batch,) = run.read(subject.train_set, 0, [_first_samples(subject.train_set, size)], train=True)
+    num_shards = max(1, size // subject.shard_size)
+    step_input = StepInput(
+        share=Assignment.of(size * world_size, num_shards * world_size, rank, world_size),
+        batch=batch,
+        loss_of=lambda model, part: run.loss_of(model, part, subject.loss_fn),
+        seed_shard=lambda shard: seed_shard(run.job.seed, 0, shard, run.device),
+        scale=lambda loss: loss,
+    )
+
+    def step() -> tuple[float, float]:
+        optimizer.zero_grad(set_to_none=True)
+        settle(run.device)
+        pass_began = time.perf_counter()
+        engine.gradients(step_input)
+        settle(run.device)
+        pass_ended = time.perf_counter()
+        if with_updates:
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(run.model.parameters(), clip_norm)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            settle(run.device)
+        return pass_ended - pass_began, time.perf_counter() - pass_ended
+
+    return step
+
+
+def num_passes(pass_s: float) -> tuple[int, int]:
+    """How many warm up, and how many are timed at least."""
+    if pass_s > _SIZE_S:
+        return _LONG_WARMUP_PASSES, _LONG_MIN_PASSES
+    return _WARMUP_PASSES, _MIN_PASSES
+
+
+def is_enough(times: Sequence[float], spent_s: float, budget_s: float) -> bool:
+    """Whether medians over these passes, without those that warm up, are good enough."""
+    if not times:
+        return False
+    num_warmup, num_timed = num_passes(min(times))
+    counted = len(times) - num_warmup
+    return counted >= num_timed and (counted >= _MAX_PASSES or spent_s > min(_SIZE_S, budget_s))
+
+
+def _first_samples(train_set: Any, size: int) -> Any:
+    """The numbers of `size` samples; a set with fewer gives some twice."""
+    return np.resize(epoch_order(len(train_set), len(train_set), 0, 0).indices, size)

@@ -1,0 +1,366 @@
+"""`aggregation.method = "local_sgd"` and `"diloco"`: workers train by themselves and meet every few steps.
+
+Between two meetings a worker updates its own weights by the gradient of its own samples. At a meeting, with a the
+weights of the last one, x_w those of worker w by now and n_w the samples it has computed in between,
+
+    d = sum over w of n_w / n (x_w - a),    n = sum over w of n_w
+
+is the way from a to the weighted mean of all x_w, and every worker goes on from
+
+    a + d                                       local_sgd
+    a + outer_lr (d + outer_momentum v)         diloco, after v <- outer_momentum v + d
+
+so that local_sgd is diloco with outer_lr = 1 and outer_momentum = 0, and with a meeting after every step of plain SGD
+it is synchronous training: d is then -lr times the mean gradient over all samples. The second line is a step of SGD
+with Nesterov momentum along the pseudo-gradient -d. The optimizer that makes the steps in between keeps its state.
+
+Stich, "Local SGD Converges Fast and Communicates Little", 2018, arXiv 1805.09767; Lin, Stich, Patel, Jaggi, "Don't
+Use Large Mini-Batches, Use Local SGD", 2018, arXiv 1808.07217; Douillard et al., "DiLoCo: Distributed
+Low-Communication Training of Language Models", 2023, arXiv 2311.08105.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.comm import ALGORITHMS, Aggregator, Bucket, Links, Scheduler
+from paceline.comm.links import open_node_group
+from paceline.errors import JobError
+from paceline.parallel.aggregation import BUCKET_BYTES, compressor_state, load_compressor_state
+from paceline.parallel.assignment import Assignment
+from paceline.parallel.clock import Clock, Mark
+from paceline.parallel.dp import DataParallel
+from paceline.parallel.engine import HoldsAll, StepInput, broadcast
+from paceline.spec import AggregationSpec, Job, Plan
+
+
+class LocalSGD(HoldsAll):
+    """Trains alone, or with the workers of its node, and meets all others every `sync_every` steps.
+
+    What travels at a meeting are the weighted moves n_w / n (x_w - a), as gradients would. Running statistics of norm
+    layers, and other floating-point buffers, are averaged like the weights, exactly and without the outer step (an
+    extrapolated variance could be negative); all other buffers become rank 0's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        job: Job,
+        plan: Plan,
+        device: torch.device,
+        aggregator: Aggregator | None,
+        inside: Aggregator | None,
+        find_unused_parameters: bool,
+    ) -> None:
+        """
+        Args:
+            aggregator: over all workers; None for a worker that has no others.
+            inside: over the workers of this node, if they meet every step; see `aggregator_inside_node`.
+        """
+        if job.norm == "sync":
+            raise JobError(
+                "norm = 'sync' needs the other workers in every forward pass, but with aggregation.method = "
+                f"{job.aggregation.method!r} they meet every few steps; use norm = 'shard' or 'local'."
+            )
+        self._spec = job.aggregation
+        self._aggregator = aggregator
+        broadcast([*model.parameters(), *model.buffers()], self._group)
+        self._ranks: tuple[int, ...] | None = None
+        if inside is not None and aggregator is not None:
+            self._ranks = aggregator.links.node
+        group = None if inside is None else inside.links.group
+        self._every_step = DataParallel(model, job, plan, device, group, inside, find_unused_parameters)
+        self.module = self._every_step.module
+        ddp = self.module
+        self._model = ddp.module if isinstance(ddp, nn.parallel.DistributedDataParallel) else ddp
+        is_local_sgd = self._spec.method == "local_sgd"
+        self._outer_lr = 1.0 if is_local_sgd else self._spec.outer_lr
+        self._outer_momentum = 0.0 if is_local_sgd else self._spec.outer_momentum
+        self._weights = [_Weights(part, bool(self._outer_momentum)) for part in _parts(self._model)]
+        self._buffers = _floating_buffers(self._model)
+        self._has_begun = False
+        self._num_steps = 0
+        """Since the last meeting, as the next two."""
+        self._own_samples = 0
+        self._all_samples = 0
+        self._holds_consensus = False
+        self._device = device
+        self._clock = Clock(device)
+        self.communication: tuple[Mark, Mark] = self._every_step.communication
+        """Of a step with a meeting, the meeting; else the inside of the node, if anything."""
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        return None if self._aggregator is None else self._aggregator.links.group
+
+    def gradients(self, step: StepInput) -> Tensor:
+        """As an engine does, but of the mean over the samples of this worker, or of those that meet every step.
+
+        Without any such sample no parameter gets a gradient, and the loss is NaN.
+        """
+        if self._holds_consensus:
+            raise JobError("run.step is of no use inside run.consensus: what it learned would be thrown away.")
+        if not self._has_begun:  # weights may have been loaded since they were prepared
+            self._remember()
+            self._has_begun = True
+        self._num_steps += 1
+        self._own_samples += sum(step.share.sizes)
+        self._all_samples += step.share.global_size
+        mine = _among(step, self._ranks or (step.share.rank,))
+        if not mine.share.all_sizes:
+            now = self._clock.mark()
+            self.communication = now, now
+            return torch.full((), torch.nan, device=self._device)
+        loss = self._every_step.gradients(mine)
+        self.communication = self._every_step.communication
+        return loss
+
+    def after_update(self) -> None:
+        if self._num_steps == self._spec.sync_every:
+            begin = self._clock.mark()
+            self._meet()
+            self.communication = begin, self._clock.mark()
+
+    @torch.no_grad()
+    def _meet(self) -> None:
+        if self._aggregator is not None:
+            # The scheduler's step is a meeting, so that the calls of the first meetings are compared.
+            self._aggregator.scheduler.begin_step()
+        for weights, move in self._moves(lambda one, bucket: one.sum_bucket(bucket)):
+            weights.step(move, self._outer_lr, self._outer_momentum)
+            weights.write(weights.agreed)
+        self._average_buffers()
+        self._buffers = _floating_buffers(self._model)
+        self._num_steps = self._own_samples = self._all_samples = 0
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Inside, the model holds the weighted mean of all workers' weights, the same on each; exact, no outer step.
+
+        Afterwards it is as it was.
+        """
+        if self._holds_consensus:
+            yield
+            return
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        with torch.no_grad():
+            kept = [tensor.detach().clone() for tensor in tensors]
+            for weights, move in self._moves(lambda one, bucket: one.sum_exactly(bucket.values, "weights")):
+                weights.write(weights.agreed + move)
+            self._average_buffers()
+        self._holds_consensus = True
+        try:
+            yield
+        finally:
+            self._holds_consensus = False
+            with torch.no_grad():
+                for tensor, own in zip(tensors, kept, strict=True):
+                    tensor.copy_(own)
+
+    weights_diverge = True
+    changes_buffers = True
+
+    def sync_buffers(self) -> bool:
+        return self._num_steps == 0
+
+    def shared_state(self) -> dict[str, Any]:
+        inside = self._every_step.shared_state()
+        return {"inside": inside, "meetings": self.state_dict() if self._has_begun else None}
+
+    def own_state(self) -> dict[str, Any]:
+        return compressor_state(self._aggregator)
+
+    def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
+        self._every_step.load_state(shared.get("inside", {}), {})
+        if shared.get("meetings") is not None:
+            self.load_state_dict(shared["meetings"])
+            self._buffers = _floating_buffers(self._model)
+        load_compressor_state(self._aggregator, own)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What meetings need besides model and optimizer; between two of them all three differ from worker to worker.
+
+        Values are views of what training goes on with, parameter by parameter. Buffers are not among them: the mean of
+        today's is the same from wherever their moves are counted, so long as that is one place for all workers.
+        """
+        return {
+            "num_steps": self._num_steps,
+            "own_samples": self._own_samples,
+            "all_samples": self._all_samples,
+            "agreed": {name: part for weights in self._weights for name, part in weights.named(weights.agreed)},
+            "momentum": {
+                name: part
+                for weights in self._weights
+                if weights.momentum is not None
+                for name, part in weights.named(weights.momentum)
+            },
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; the model's own weights and buffers are loaded by whoever saved them."""
+        self._num_steps = state["num_steps"]
+        self._own_samples, self._all_samples = state["own_samples"], state["all_samples"]
+        for weights in self._weights:
+            for name, part in weights.named(weights.agreed):
+                part.copy_(state["agreed"][name])
+            for name, part in [] if weights.momentum is None else weights.named(weights.momentum):
+                part.copy_(state["momentum"][name])
+        self._has_begun = True
+
+    @property
+    def _own_part(self) -> float:
+        """This worker's part of the samples since the last meeting; before there are any, all workers count alike."""
+        if self._all_samples:
+            return self._own_samples / self._all_samples
+        return 1.0 if self._group is None else 1 / dist.get_world_size(self._group)
+
+    def _moves(
+        self, begin_sum: Callable[[Aggregator, Bucket], torch.futures.Future[Tensor]]
+    ) -> Iterator[tuple[_Weights, Tensor]]:
+        """What leads from the last meeting's weights to the mean of today's; while one is used, others travel."""
+        sums = []
+        for weights in self._weights:
+            move = (weights.current() - weights.agreed).mul_(self._own_part)
+            future = None
+            if self._aggregator is not None:
+                future = begin_sum(self._aggregator, Bucket(move, tuple(weights.named(move))))
+            sums.append((weights, move, future))
+        for weights, move, future in sums:
+            self._wait(future)
+            yield weights, move
+
+    def _average_buffers(self) -> None:
+        others: list[Tensor] = []
+        floating: list[tuple[Tensor, Tensor]] = []
+        for name, buffer in self._model.named_buffers():
+            if not buffer.is_floating_point():
+                others.append(buffer)
+            else:
+                floating.append((buffer, self._buffers.get(name, torch.zeros_like(buffer))))
+        if floating:
+            # A constant, were it infinite, is not moved at all.
+            moves = [torch.where(now == agreed, 0.0, now.double() - agreed.double()) for now, agreed in floating]
+            flat = torch.cat([move.reshape(-1) for move in moves]).mul_(self._own_part)
+            if self._aggregator is not None:
+                self._wait(self._aggregator.sum_exactly(flat, "buffers"))
+            pieces = flat.split([move.numel() for move in moves])
+            for (buffer, agreed), piece in zip(floating, pieces, strict=True):
+                buffer.copy_(agreed.double() + piece.view(buffer.shape))
+        broadcast(others, self._group)
+
+    def _wait(self, future: torch.futures.Future[Tensor] | None) -> None:
+        if future is not None and self._aggregator is not None:
+            future.wait()
+            self._aggregator.scheduler.raise_error()
+
+    def _remember(self) -> None:
+        for weights in self._weights:
+            weights.agreed.copy_(weights.current())
+        self._buffers = _floating_buffers(self._model)
+
+
+class _Weights:
+    """Some parameters, about as many as travel in one message, and where they stood at the last meeting."""
+
+    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], has_momentum: bool) -> None:
+        self._parameters = parameters
+        self._dtype = _wide(parameters[0][1])
+        self.agreed = self.current()
+        """A flat vector; in float32 where the parameters have less precision, so that small moves add up."""
+        self.momentum = torch.zeros_like(self.agreed) if has_momentum else None
+
+    def current(self) -> Tensor:
+        return torch.cat([parameter.detach().reshape(-1).to(self._dtype) for _, parameter in self._parameters])
+
+    def named(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter's name and its part of a flat vector, in its own shape."""
+        pieces = flat.split([parameter.numel() for _, parameter in self._parameters])
+        for (name, parameter), piece in zip(self._parameters, pieces, strict=True):
+            yield name, piece.view(parameter.shape)
+
+    def write(self, flat: Tensor) -> None:
+        for (_, parameter), (_, piece) in zip(self._parameters, self.named(flat), strict=True):
+            parameter.copy_(piece)
+
+    def step(self, move: Tensor, lr: float, momentum: float) -> None:
+        """SGD with Nesterov momentum on the agreed weights, along the pseudo-gradient -move; changes `move`."""
+        if self.momentum is not None:
+            self.momentum.mul_(momentum).add_(move)
+            move.add_(self.momentum, alpha=momentum)
+        self.agreed.add_(move, alpha=lr)
+
+
+def aggregator_inside_node(links: Links, plan: Plan) -> Aggregator | None:
+    """How the workers of this node add up among themselves, exactly; None for a worker alone on its node.
+
+    A common act of all workers of `links`. Memory that the node's workers share is used by both aggregators, one after
+    the other: a meeting begins when the step's gradients have been added.
+    """
+    group = open_node_group(links.nodes, links.group, plan.timeout_s)
+    if group is None:
+        return None
+    inside = Links(group, (tuple(range(len(links.node))),), links.device, links.timeout_s, links.shared_memory)
+    return Aggregator(ALGORITHMS["hierarchical"], inside, Scheduler(group, links.device, check_always=plan.debug_comm))
+
+
+def describe_meetings(spec: AggregationSpec) -> str:
+    """What a reader of the result must know."""
+    who = "nodes" if spec.sync_inside_nodes else "workers"
+    when = "step" if spec.sync_every == 1 else f"{spec.sync_every} steps"
+    outer = f", outer lr {spec.outer_lr:g}, momentum {spec.outer_momentum:g}" if spec.method == "diloco" else ""
+    return (
+        f"the {who}' weights meet every {when} ({spec.method}{outer}); between meetings each of them trains on its own "
+        "part of every batch, so the result depends on their number, and the training loss is that of rank 0's part"
+    )
+
+
+def _among(step: StepInput, ranks: tuple[int, ...]) -> StepInput:
+    """The step as if these ranks' samples were the whole batch; every shard keeps its own random numbers."""
+    share = step.share
+    shards = [shard for rank in ranks for shard in range(*share.runs[rank])]
+    ends = [0]
+    for rank in ranks:
+        start, stop = share.runs[rank]
+        ends.append(ends[-1] + stop - start)
+    return dataclasses.replace(
+        step,
+        share=Assignment(
+            all_sizes=tuple(share.all_sizes[shard] for shard in shards),
+            runs=tuple(itertools.pairwise(ends)),
+            rank=ranks.index(share.rank),
+        ),
+        seed_shard=lambda shard: step.seed_shard(shards[shard]),
+    )
+
+
+def _parts(model: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
+    """The trained parameters in order, cut into parts of one dtype and about the size of a gradient bucket."""
+    parts: list[list[tuple[str, nn.Parameter]]] = []
+    num_bytes = 0
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if not parts or num_bytes >= BUCKET_BYTES or _wide(parts[-1][0][1]) != _wide(parameter):
+            parts.append([])
+            num_bytes = 0
+        parts[-1].append((name, parameter))
+        num_bytes += parameter.numel() * _wide(parameter).itemsize
+    return parts
+
+
+def _floating_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Copies, by name."""
+    return {name: buffer.detach().clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+
+
+def _wide(parameter: Tensor) -> torch.dtype:
+    return torch.float64 if parameter.dtype == torch.float64 else torch.float32

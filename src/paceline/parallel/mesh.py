@@ -1,0 +1,440 @@
+"""Sharded, pipeline and tensor parallelism and their meshes: one engine for all that plain data parallelism is not.
+
+The axes act on a model one after the other: it is cut into stages, the layers of a stage are shared out, then their
+parameters. What a step computes is what one worker alone would: losses are weighted by samples, gradients are sums
+over virtual shards, and no number of workers appears in any formula.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from paceline.comm import Aggregator
+from paceline.parallel.aggregation import set_up_aggregation
+from paceline.parallel.assignment import Assignment, ShardRange
+from paceline.parallel.clock import Clock, Mark
+from paceline.parallel.engine import EqualAfterEveryStep, StepInput, broadcast, check_loss, cut, statistics_dtype
+from paceline.parallel.generators import generator_states
+from paceline.parallel.gradient_norms import GradientNorms, squared_norm
+from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm, standing_in, unknown_buffers
+from paceline.parallel.parts import device_mesh_of, is_sharded, local, whole
+from paceline.parallel.pipeline import MicroBatch, Pipeline, stage_limits
+from paceline.parallel.replicas import ReplicaSums
+from paceline.parallel.sharded import recompute, shard, sharded_modules
+from paceline.parallel.start import start_weights
+from paceline.parallel.tensor import tensor_parallel
+from paceline.partition import StageLimits
+from paceline.spec import AlgorithmName, Job, Mesh, Plan
+
+
+@dataclass(frozen=True)
+class Axes:
+    """This worker's groups along a mesh; None where it is alone."""
+
+    mesh: Mesh
+    device_mesh: DeviceMesh
+    world: dist.ProcessGroup
+    data: dist.ProcessGroup | None
+    """Workers that hold the same part of the model, or shards of it, and share the batch."""
+    dp: dist.ProcessGroup | None
+    pp: dist.ProcessGroup | None
+
+
+def open_axes(mesh: Mesh, device: torch.device, world: dist.ProcessGroup) -> Axes:
+    """A common act of all workers."""
+    device_mesh = device_mesh_of(mesh, device.type)
+    data = None
+    if mesh.num_assignments > 1:
+        data = device_mesh["dp", "fsdp"]._flatten("data").get_group()
+    return Axes(
+        mesh,
+        device_mesh,
+        world,
+        data,
+        device_mesh.get_group("dp") if mesh.dp > 1 else None,
+        device_mesh.get_group("pp") if mesh.pp > 1 else None,
+    )
+
+
+def _limits(job: Job, plan: Plan, mesh: Mesh, device: torch.device, example: tuple[Any, ...] | None) -> StageLimits:
+    """Of a stage on a GPU; what of a node's memory is a CPU worker's, nobody tells it."""
+    memory_bytes = math.inf if device.type != "cuda" else float(torch.cuda.mem_get_info(device)[1])
+    sizes = [len(leaf) for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor) and leaf.dim()]
+    return stage_limits(
+        mesh,
+        plan.pipeline,
+        -(-job.virtual_shards // mesh.num_assignments),
+        memory_bytes,
+        optimizer_copies=job.optim.state_copies,
+        micro_batch_share=-(-job.global_batch_size // job.virtual_shards) / max(sizes, default=1),
+        recomputes=plan.recompute,
+    )
+
+
+class MeshParallel(EqualAfterEveryStep):
+    """An `Engine`: the model is spread over a mesh. A step is equal on any mesh up to rounding.
+
+    Every pass of a worker goes through the same collectives on all workers of its fsdp axis, so who has fewer shards
+    than others lets a stand-in sample pass that counts for nothing. A worker's shards go through the model together
+    unless the model draws random numbers: then one by one, on all workers, from the second step on, as in the first.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        job: Job,
+        plan: Plan,
+        device: torch.device,
+        axes: Axes,
+        example: tuple[Any, ...] | None,
+        *,
+        may_skip: bool = False,
+    ) -> None:
+        """
+        Args:
+            example: what the model is called with, for a few samples; to cut it into stages.
+            may_skip: whether some parameters get no gradient in some steps, on some workers.
+        """
+        self._axes = axes
+        self._may_skip = may_skip
+        self._plan = plan
+        self._device = device
+        self._clock = Clock(device)
+        if job.norm == "shard":
+            model = replace_batch_norm(model, ShardBatchNorm)
+        self._dtype = statistics_dtype(model)  # of all of it: a stage may have no parameter
+        weights = start_weights(model, axes.world)
+        self._pipeline: Pipeline | None = None
+        if axes.pp is not None:
+            self._pipeline = Pipeline(
+                model,
+                axes.pp,
+                plan.pipeline,
+                example,
+                device,
+                limits=_limits(job, plan, axes.mesh, device, example),
+                agreement=axes.world,
+                timeout_s=plan.timeout_s,
+                before_last_backward=self._before_last_backward,
+            )
+            model = self._pipeline.module
+        self.notes: list[str] = [] if self._pipeline is None else list(self._pipeline.notes)
+        stages = [model] if self._pipeline is None else self._pipeline.stages
+        for stage in stages:
+            self._spread(stage)
+        self.module = model
+        weights(model, device)
+        self._norm = NormStatistics(model)
+        self._draws_randomness: bool | None = None
+        self._has_drawn = False
+        self._last_gradient = self._aggregated = self._clock.mark()
+        self._aggregator: Aggregator | None = None
+        self._replica_sums: ReplicaSums | None = None
+        self.algorithm: AlgorithmName = plan.algorithm
+        if axes.dp is not None:
+            mine = [local(parameter) for parameter in model.parameters() if parameter.requires_grad]
+            of_axis = replace(plan, world_size=axes.mesh.dp)
+            aggregation = set_up_aggregation(job, of_axis, device, axes.dp, mine)
+            self._aggregator, self.algorithm = aggregation.aggregator, aggregation.algorithm
+            self.notes += aggregation.notes
+            shared = () if self._pipeline is None else self._pipeline.shared_parameters
+            self._replica_sums = ReplicaSums(model, stages, shared, aggregation.aggregator, device)
+        if job.measure_noise and not (self._adds_up_replicas or self._adds_up_every_pass):
+            self.notes.append(f"the gradient noise scale is not measured under the strategy {axes.mesh}")
+        model.register_forward_hook(self._after_evaluation)
+
+    def _spread(self, stage: nn.Module) -> None:
+        """Assignment out a stage's layers, then its parameters."""
+        mesh, device_mesh, plan = self._axes.mesh, self._axes.device_mesh, self._plan
+        if mesh.tp > 1:
+            self.notes += tensor_parallel(stage, device_mesh["tp"], sequence_parallel=plan.sequence_parallel).notes
+        if plan.recompute:
+            recompute(stage)
+        if mesh.fsdp > 1:
+            shard(stage, device_mesh["fsdp"], mesh.zero_stage, cpu_offload=plan.cpu_offload, may_skip=self._may_skip)
+
+    def _after_evaluation(self, module: nn.Module, _arguments: Any, _output: Any) -> None:
+        # No backward follows that would give up the gathered parameters, and what comes next reads the parts.
+        if not torch.is_grad_enabled():
+            for sharded in sharded_modules(module):
+                sharded.reshard()
+
+    def close(self) -> None:
+        if self._aggregator is not None:
+            self._aggregator.scheduler.close()
+
+    # --- a step ---
+
+    def gradients(self, step: StepInput) -> Tensor:
+        if self._aggregator is not None:
+            self._aggregator.scheduler.begin_step()
+        if self._replica_sums is not None:
+            self._replica_sums.begin_step()
+        self._norm.shards.all = step.share.all_sizes
+        losses = self._passes(step) if self._pipeline is None else self._piped(self._pipeline, step)
+        self._norm.shards.current = None
+        loss = self._sum_what_is_known(losses)
+        self._last_gradient = self._clock.mark()
+        num_parts = sum(self._samples_of_replica(step.share, one) > 0 for one in range(self._axes.mesh.dp))
+        # One part alone tells nothing of noise.
+        take = step.take_norms if self._adds_up_replicas and num_parts > 1 else None
+        parts_sqr = None if take is None else self._squared_norm_of_parts(step.share)
+        if self._replica_sums is not None:
+            self._replica_sums.finish()
+        if take is not None and parts_sqr is not None:
+            size = step.share.global_size
+            take(GradientNorms(parts_sqr, size / num_parts, self._squared_norm(), size))
+        self._aggregated = self._clock.mark()
+        return loss
+
+    def _sum_what_is_known(self, losses: Tensor) -> Tensor:
+        """The sums over workers that a step needs besides its gradients, in one message; returns the loss."""
+        trained = [p for p in self.module.parameters() if p.requires_grad] if self._tells_of_gradients else []
+        uses = torch.tensor([float(self._has_gradient(p)) for p in trained], dtype=losses.dtype, device=self._device)
+        draws = losses.new_tensor([float(self._has_drawn)])
+        statistics = torch.cat([losses.new_zeros(0), *self._norm.collect(losses)])
+        summed = torch.cat([losses.view(1), draws, uses, statistics])
+        if self._axes.data is not None:
+            dist.all_reduce(summed, group=self._axes.data)
+        loss, draws, uses, statistics = torch.split(summed, [1, 1, len(uses), len(statistics)])
+        if self._axes.pp is not None:
+            # The last stage alone knows the loss; and norm layers of no stage move where those of one must not.
+            known = torch.cat([loss, statistics.sum().view(1) * 0.0])
+            dist.all_reduce(known, group=self._axes.pp)
+            loss, statistics = known[:1], statistics + known[1]
+        elif self._draws_randomness is None:
+            self._draws_randomness = bool(draws > 0)
+        self._norm.apply(statistics)
+        if trained:
+            self._agree_on_gradients(trained, uses)
+        return loss[0]
+
+    def _has_gradient(self, parameter: Tensor) -> bool:
+        if parameter.grad is None:
+            return False
+        # Where a parameter may be unused, it was added up all the same, as zeros.
+        return not self._may_skip or bool(local(parameter.grad).any())
+
+    def _agree_on_gradients(self, trained: Sequence[Tensor], uses: Tensor) -> None:
+        """A parameter that the batch used anywhere has a gradient everywhere, and one that nobody used has none."""
+        if self._axes.mesh.tp > 1:
+            dist.all_reduce(uses, group=self._axes.device_mesh.get_group("tp"))
+        for parameter, num_uses in zip(trained, uses.tolist(), strict=True):
+            if not num_uses:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    @property
+    def _tells_of_gradients(self) -> bool:
+        """Whether workers might have gradients of other parameters than others."""
+        return self._axes.dp is not None or self._may_skip
+
+    @property
+    def _adds_up_replicas(self) -> bool:
+        """Whether replicas' gradients are added up, and nothing is done to them besides."""
+        return self._aggregator is not None and self._aggregator.compressor is None
+
+    def _samples_of_replica(self, share: Assignment, replica: int) -> int:
+        degree = self._axes.mesh.fsdp
+        return sum(sum(share.all_sizes[start:stop]) for start, stop in share.runs[replica * degree :][:degree])
+
+    def _squared_norm_of_parts(self, share: Assignment) -> Tensor:
+        """Of the replicas' gradients, before they are added up: the mean, weighted by samples."""
+        weight = self._samples_of_replica(share, share.rank // self._axes.mesh.fsdp) / share.global_size
+        # A replica holds weight * g, and is one of dp copies in the whole model's norm.
+        return self._squared_norm(self._axes.mesh.dp / weight if weight else 0.0)
+
+    def _passes(self, step: StepInput) -> Tensor:
+        """This worker's pieces forward and backward, one after the other; the sum of their weighted losses."""
+        share = step.share
+        pieces = self._pieces(share, share.rank)
+        # Collectives in forward and backward: everybody has to come by as often.
+        num_passes = max(len(self._pieces(share, rank)) for rank in range(len(share.runs)))
+        losses = torch.zeros((), dtype=self._dtype, device=self._device)
+        wants_norms = step.take_norms is not None and num_passes > 1 and self._adds_up_every_pass
+        first_sqr: Tensor | None = None
+        for number in range(num_passes):
+            self._sync_gradients(self.module, False)
+            if number == num_passes - 1:
+                self._before_last_backward(self.module)
+            if number < len(pieces):
+                losses += self._pass(step, pieces[number])
+            else:
+                self._stand_in(step)
+            if wants_norms and number == 0:
+                first_sqr = self._squared_norm()
+        if first_sqr is not None and step.take_norms is not None:
+            firsts = [found[0] for rank in range(len(share.runs)) if (found := self._pieces(share, rank))]
+            num_first = sum(sum(piece.sizes) for piece in firsts)
+            weight = sum(piece.weight for piece in firsts)
+            norms = GradientNorms(first_sqr / weight**2, num_first, self._squared_norm(), share.global_size)
+            step.take_norms(norms)
+        return losses
+
+    @property
+    def _adds_up_every_pass(self) -> bool:
+        """Whether gradients of all workers are in `.grad` after every pass."""
+        mesh = self._axes.mesh
+        return mesh.dp == mesh.pp == 1 and (mesh.fsdp == 1 or mesh.zero_stage > 1)
+
+    def _pieces(self, share: Assignment, rank: int) -> list[ShardRange]:
+        one_by_one = self._draws_randomness is not False or self._pipeline is not None
+        of_rank = replace(share, rank=rank)
+        first, stop = share.runs[rank]
+        found: list[ShardRange] = []
+        while first < stop:
+            found.append(of_rank.piece(first, 1 if one_by_one else self._plan.micro_batch_size))
+            first += len(found[-1].sizes)
+        return found
+
+    def _pass(self, step: StepInput, piece: ShardRange) -> Tensor:
+        step.seed_shard(piece.first_shard)
+        self._norm.shards.current = piece.sizes
+        before = generator_states(self._device) if self._draws_randomness is None else None
+        loss = check_loss(step.loss_of(self.module, cut(step.batch, piece.start, piece.stop)))
+        self._has_drawn |= before is not None and before != generator_states(self._device)
+        with self._norm.backward():
+            step.scale(loss * piece.weight).backward()
+        return loss.detach() * piece.weight
+
+    def _stand_in(self, step: StepInput) -> None:
+        with standing_in(self.module):
+            loss = check_loss(step.loss_of(self.module, cut(step.batch, 0, 1)))
+            step.scale(loss * 0.0).backward()
+
+    def _sync_gradients(self, module: nn.Module, is_last: bool) -> None:
+        """ZeRO 1 adds gradients up once a step, 2 and 3 after every pass."""
+        if self._axes.mesh.zero_stage == 1:
+            for sharded in sharded_modules(module):
+                sharded.set_requires_gradient_sync(is_last, recurse=False)
+                sharded.set_reshard_after_backward(is_last, recurse=False)
+
+    def _before_last_backward(self, stage: nn.Module) -> None:
+        self._sync_gradients(stage, True)
+        if self._replica_sums is not None:
+            self._replica_sums.await_last(stage)
+
+    def _piped(self, pipeline: Pipeline, step: StepInput) -> Tensor:
+        """This worker's pieces through the stages, as many as those have whom it gathers parameters with."""
+        share = step.share
+        micro_batches = [self._micro_batch(step, piece) for piece in self._pieces(share, share.rank)]
+        if self._axes.mesh.fsdp > 1:
+            most = max(len(self._pieces(share, rank)) for rank in range(len(share.runs)))
+            micro_batches += [self._stand_in_batch(step)] * (most - len(micro_batches))
+        self._sync_gradients(self.module, False)
+        return pipeline.train_step(micro_batches)
+
+    def _micro_batch(self, step: StepInput, piece: ShardRange) -> MicroBatch:
+        def before_forward() -> None:
+            step.seed_shard(piece.first_shard)
+            self._norm.shards.current = piece.sizes
+
+        @contextmanager
+        def backward() -> Iterator[None]:
+            self._norm.shards.current = piece.sizes  # layers may run again, and another piece was here meanwhile
+            with self._norm.backward():
+                yield
+
+        return MicroBatch(
+            loss_of=lambda model: step.loss_of(model, cut(step.batch, piece.start, piece.stop)),
+            before_forward=before_forward,
+            within=step.within,
+            backward=backward,
+            weight=piece.weight,
+            scale=step.scale,
+        )
+
+    def _stand_in_batch(self, step: StepInput) -> MicroBatch:
+        @contextmanager
+        def within() -> Iterator[None]:
+            with step.within(), standing_in(self.module):
+                yield
+
+        return MicroBatch(
+            loss_of=lambda model: step.loss_of(model, cut(step.batch, 0, 1)),
+            within=within,
+            backward=self._norm.backward,
+            weight=0.0,
+            scale=step.scale,
+        )
+
+    # --- the whole model ---
+
+    def gradient_norm(self) -> Tensor:
+        return self._squared_norm().sqrt()
+
+    def _squared_norm(self, factor: float = 1.0) -> Tensor:
+        """Of the whole model's gradient; what several workers hold alike counts once. A common act of all workers.
+
+        Args:
+            factor: this worker's part of the sum counts so many times.
+        """
+        parts: dict[int, list[Tensor]] = {}
+        for name, parameter in self.module.named_parameters():
+            if parameter.grad is not None:
+                parts.setdefault(self._num_copies(name, parameter), []).append(local(parameter.grad))
+        zero = torch.zeros((), dtype=self._dtype, device=self._device)
+        total = sum((squared_norm(tensors).to(zero.dtype) / copies for copies, tensors in parts.items()), zero)
+        total = total * factor
+        dist.all_reduce(total, group=self._axes.world)
+        return total
+
+    def _num_copies(self, name: str, parameter: Tensor) -> int:
+        """How many workers hold just the same part of a parameter."""
+        mesh = self._axes.mesh
+        copies = mesh.dp
+        for axis, degree in (("fsdp", mesh.fsdp), ("tp", mesh.tp)):
+            copies *= 1 if is_sharded(parameter, axis) else degree
+        return copies * (1 if self._pipeline is None else len(self._pipeline.shared_parameters.get(name, (0,))))
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        gathered: dict[Tensor, Tensor] = {}  # tied ones stay tied
+        found: dict[str, Tensor] = {}
+        place = self._axes.mesh.place(dist.get_rank(self._axes.world))
+        keeps = place["dp"] == place["fsdp"] == place["tp"] == 0
+        for name, tensor in tensors.items():
+            if tensor not in gathered:
+                all_of_it = whole(tensor)
+                gathered[tensor] = all_of_it.cpu() if keeps else all_of_it.new_empty(0)
+            found[name] = gathered[tensor]
+        if self._axes.pp is not None:
+            stages: list[Any] | None = [None] * self._axes.mesh.pp if dist.get_rank(self._axes.pp) == 0 else None
+            dist.gather_object(found, stages, group_dst=0, group=self._axes.pp)
+            found = {name: tensor for stage in stages or [] for name, tensor in stage.items()}
+        return found if dist.get_rank(self._axes.world) == 0 else {}
+
+    # --- the rest of the seam ---
+
+    holds_all = False
+
+    @property
+    def communication(self) -> tuple[Mark, Mark]:
+        return self._last_gradient, self._aggregated
+
+    @property
+    def changes_buffers(self) -> bool:
+        return bool(unknown_buffers(self.module))
+
+    def sync_buffers(self) -> bool:
+        broadcast(unknown_buffers(self.module), self._axes.data)
+        return True
+
+    def shared_state(self) -> dict[str, Any]:
+        return {"draws_randomness": self._draws_randomness}
+
+    def own_state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:  # noqa: ARG002 - it is an engine
+        self._draws_randomness = shared.get("draws_randomness")

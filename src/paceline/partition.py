@@ -1,0 +1,103 @@
+"""Where to cut a row of layers into stages: pure arithmetic that whoever plans and whoever trains have in common.
+
+The slowest stage sets the pace of a pipeline, so the best cut is the one whose slowest stage is fastest, among those
+whose stages fit into memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.errors import ModelError
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What one layer takes for one micro-batch."""
+
+    name: str
+    time_s: float
+    """Forward and backward."""
+    parameter_bytes: float = 0
+    activation_bytes: float = 0
+    """What it keeps from its forward for its backward pass."""
+    arriving_bytes: float = 0
+    """What has to be sent if a stage begins here; as much comes back as gradients."""
+    may_begin: bool = True
+    """Whether a stage may begin here."""
+
+
+@dataclass(frozen=True)
+class StageLimits:
+    """What a cut has to respect, and what messages cost."""
+
+    memory_bytes: float = math.inf
+    """Of one stage: its parameters with all that is kept beside them, and activations."""
+    copies_of_parameters: float = 4.0
+    """Parameters, gradients and the optimizer's state, in parameters: 4 for Adam."""
+    micro_batches_kept: tuple[float, ...] = ()
+    """How many micro-batches' activations each stage keeps at once; empty: one."""
+    bytes_per_s: float = math.inf
+    """Of the link between two stages; its time counts as the stage's that receives."""
+
+
+def best_cut(layers: Sequence[LayerCost], num_stages: int, limits: StageLimits = StageLimits()) -> tuple[int, ...]:
+    """The first layer of every stage, such that the slowest stage is as fast as it can be; among equals, the cut that
+    sends least before it is slower anywhere.
+
+    Dynamic programming over (stages, layers): the best cut of the first j layers into k stages ends with a stage
+    i … j - 1 behind the best cut of the first i into k - 1. A stage that is too long or too large only becomes more so
+    with a layer more, so few are looked at: some num_layers^2 in all for layers that take equally long.
+
+    Raises:
+        ModelError: there are too few layers, or no cut keeps the limits.
+    """
+    num_layers = len(layers)
+    num_places = sum(layer.may_begin for layer in layers[1:]) + bool(layers)
+    if num_places < num_stages:
+        raise ModelError(
+            f"A model of {num_layers} layers that can begin {num_places} stages cannot be cut into {num_stages}; use "
+            "fewer workers on the axis pp, or fewer stages per worker."
+        )
+    times_s = _sums([layer.time_s for layer in layers])
+    parameters = _sums([layer.parameter_bytes for layer in layers])
+    activations = _sums([layer.activation_bytes for layer in layers])
+    kept = limits.micro_batches_kept or (1,) * num_stages
+
+    # best[j]: (time of the slowest stage, bytes sent, first layers) of the first j layers.
+    best: list[tuple[float, float, tuple[int, ...]]] = [(math.inf, 0, ())] * (num_layers + 1)
+    best[0] = (0.0, 0, ())
+    for stage in range(num_stages):
+        longer: list[tuple[float, float, tuple[int, ...]]] = [(math.inf, 0, ())] * (num_layers + 1)
+        for stop in range(stage + 1, num_layers + 1):
+            for start in range(stop - 1, stage - 1, -1):
+                time_s = times_s[stop] - times_s[start]
+                held_bytes = limits.copies_of_parameters * (parameters[stop] - parameters[start])
+                held_bytes += kept[stage] * (activations[stop] - activations[start])
+                if time_s > longer[stop][0] or held_bytes > limits.memory_bytes:
+                    break
+                slowest_s, sent_bytes, starts = best[start]
+                layer = layers[start]
+                if math.isinf(slowest_s) or (start and not layer.may_begin):
+                    continue
+                found_s = max(slowest_s, time_s + 2 * layer.arriving_bytes / limits.bytes_per_s)
+                sent = sent_bytes + (layer.arriving_bytes if start else 0)
+                if (found_s, sent) <= longer[stop][:2]:
+                    longer[stop] = (found_s, sent, (*starts, start))
+        best = longer
+    if not math.isfinite(best[num_layers][0]):
+        raise ModelError(
+            f"No cut of this model into {num_stages} stages fits into {limits.memory_bytes / 2**30:.2f} GiB of memory "
+            "per stage; use more stages, smaller micro-batches (virtual_shards), activation checkpointing or sharding."
+        )
+    return best[num_layers][2]
+
+
+def _sums(values: Sequence[float]) -> list[float]:
+    """Of the first 0, 1, 2 … of them."""
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    return sums

@@ -1,0 +1,205 @@
+"""`--strategy auto`: plain replicas where they fit and nothing is clearly faster, else the fastest mesh that fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+
+from paceline.errors import ClusterError, JobError
+from paceline.plan.advice import duration
+from paceline.plan.forecast import ForecastInputs, Question, needs_replicas, shard_size
+from paceline.plan.memory import USABLE_SHARE, Activations, DeviceMemory, ModelFacts, device_memory, state_bytes
+from paceline.plan.model import Level, Network
+from paceline.plan.network_costs import BETWEEN_ALPHA_S, INSIDE_ALPHA_S, PER_MESSAGE_S, between_level, inside_level
+from paceline.plan.search import MeshCandidate, SearchResult, Workload, search, size
+from paceline.spec import Cluster, DeviceKind, Job, Mesh, PipelineSpec, Plan
+
+_CLEARLY_FASTER = 0.9
+"""A mesh has to need at most this part of the replicas' step to be taken in their place."""
+# What is assumed of hardware that nobody measured; it decides only between meshes when replicas do not fit.
+_FLOPS_PER_S: dict[DeviceKind, float] = {"cuda": 50e12, "cpu": 20e9}
+_INSIDE_BYTES_PER_S: dict[DeviceKind, float] = {"cuda": 50e9, "cpu": 2e9}
+_BETWEEN_BYTES_PER_S = 1.25e9
+
+
+@dataclass(frozen=True)
+class MeshChoice:
+    """How to share out a model, and why."""
+
+    mesh: Mesh
+    reason: str
+    """One sentence."""
+    micro_batch_size: int | None = None
+    """None: the whole share of a worker, or a pipeline's virtual shard."""
+    pipeline: PipelineSpec = field(default_factory=PipelineSpec)
+    recompute: bool = False
+    step_s: float | None = None
+    """None: nobody timed enough to tell."""
+
+    def applied(self, plan: Plan) -> Plan:
+        """`plan`, which spreads so many workers, with the model shared out like that."""
+        return dataclasses.replace(
+            plan,
+            mesh=None if self.mesh.is_plain else self.mesh,
+            micro_batch_size=self.micro_batch_size,
+            pipeline=self.pipeline,
+            recompute=self.recompute,
+        )
+
+
+def choose_mesh(
+    job: Job,
+    facts: ModelFacts,
+    cluster: Cluster,
+    num_workers: int,
+    *,
+    memory_bytes: float | None = None,
+    link_bytes_per_s: float | None = None,
+) -> MeshChoice:
+    """How `num_workers` workers best share out the model.
+
+    Replicas fit if one virtual shard does. Where the job was probed, the fastest mesh wins if it is clearly faster;
+    where it was not, replicas do if they fit.
+
+    Args:
+        facts: What a trace of the model told.
+        memory_bytes: Of one worker; None: the smallest device's, on CPU its part of its node's memory.
+        link_bytes_per_s: Between nodes, where no probe measured it.
+
+    Raises:
+        JobError: no mesh fits, or replicas do not and the job needs them.
+    """
+    plain = Mesh(dp=num_workers)
+    room = memory_bytes or worker_memory_bytes(cluster, num_workers)
+    needed = _replica(job, facts, plain)
+    if num_workers == 1 or needs_replicas(job):
+        check_fits(job, facts, plain, room)
+        reason = "one worker has nothing to share out" if num_workers == 1 else "this job needs whole replicas"
+        return MeshChoice(plain, f"{plain}: {reason}.", _micro_batch(job, facts, plain, room))
+    try:
+        found = ForecastInputs.of(job, cluster, Question(link_bytes_per_s=link_bytes_per_s), num_workers, facts).found(
+            num_workers, room
+        )
+        is_timed = True
+    except ClusterError:  # nobody measured enough
+        found, is_timed = _by_assumption(job, facts, cluster, num_workers, room, link_bytes_per_s), False
+    winner = found.winner
+    replicas = next((one for one in found.candidates if one.mesh.is_plain), None)
+    if replicas is not None and (not is_timed or winner.step_s > _CLEARLY_FASTER * replicas.step_s):
+        why = f"a replica needs {size(needed.total_bytes)} of {size(room)}"
+        reason = f"{why}, and no mesh is clearly faster" if is_timed else f"{why}, and no other mesh was timed"
+        return _choice(replicas, f"{plain}: {reason}.", is_timed)
+    if replicas is not None:
+        reason = f"{duration(winner.step_s)} a step, and whole replicas need {duration(replicas.step_s)}"
+    else:
+        reason = (
+            f"it needs {size(winner.memory.total_bytes)} on a worker, where {size(USABLE_SHARE * room)} can be used "
+            f"and a whole replica needs {size(needed.total_bytes)}"
+        )
+    return _choice(winner, f"{winner.mesh}: {reason}.", is_timed)
+
+
+def timed_facts(job: Job, cluster: Cluster) -> ModelFacts:
+    """What the probe's timing of a job tells of its model. Raises `ClusterError` where there is none."""
+    known = ForecastInputs.of(job, cluster, Question(), 1)
+    return ModelFacts(known.timing.num_parameters, known.activations or Activations(0.0), known.layers)
+
+
+def check_fits(job: Job, facts: ModelFacts, mesh: Mesh, memory_bytes: float, *, recompute: bool = False) -> None:
+    """Refuses a mesh on whose workers not even one virtual shard fits.
+
+    Raises:
+        JobError: it does not; the message has what is needed and what is there.
+    """
+    needed = _replica(job, facts, mesh, recompute, memory_bytes)
+    if needed.fits(memory_bytes):
+        return
+    what = "whole replicas need" if mesh.is_plain else f"{mesh} needs"
+    parts = (
+        f"{size(needed.parameter_bytes)} parameters, {size(needed.gradient_bytes)} gradients, "
+        f"{size(needed.optimizer_bytes)} optimizer state, {size(needed.activation_bytes)} activations"
+    )
+    raise JobError(
+        f"This job does not fit: {what} {size(needed.total_bytes)} on each worker ({parts}), where "
+        f"{size(USABLE_SHARE * memory_bytes)} can be used; let --strategy auto choose, name fsdp, pp or a mesh of more "
+        "workers, or set virtual_shards higher."
+    )
+
+
+def worker_memory_bytes(cluster: Cluster, num_workers: int) -> float:
+    """Of the smallest device; on CPU the workers of the fullest node share the memory of the smallest one."""
+    if cluster.device_kind == "cuda":
+        return float(min(device.memory_bytes for device in cluster.devices))
+    on_first = min(num_workers, len(cluster.nodes[0].devices))
+    fullest = max(on_first, -(-num_workers // len(cluster.nodes)))
+    return min(node.memory_bytes for node in cluster.nodes) / fullest
+
+
+def _replica(
+    job: Job, facts: ModelFacts, mesh: Mesh, recompute: bool = False, memory_bytes: float = math.inf
+) -> DeviceMemory:
+    """With one virtual shard in memory at a time; stages are cut so that they fit, if they can."""
+    num_shards = -(-job.virtual_shards // mesh.num_assignments)
+    return device_memory(
+        facts.num_parameters,
+        state_bytes(job),
+        mesh,
+        facts.activations,
+        shard_size(job),
+        num_micro_batches=num_shards,
+        layers=facts.layers,
+        recompute=recompute,
+        memory_bytes=memory_bytes,
+    )
+
+
+def _micro_batch(job: Job, facts: ModelFacts, mesh: Mesh, room: float) -> int | None:
+    """None: a worker's whole share fits."""
+    shard = shard_size(job)
+    num_shards = -(-job.virtual_shards // mesh.num_assignments)
+
+    def fits(count: int) -> bool:
+        return device_memory(
+            facts.num_parameters, state_bytes(job), mesh, facts.activations, count * shard, layers=facts.layers
+        ).fits(room)
+
+    if fits(num_shards):
+        return None
+    return shard * max(count for count in range(1, num_shards + 1) if count == 1 or fits(count))
+
+
+def _by_assumption(
+    job: Job, facts: ModelFacts, cluster: Cluster, num_workers: int, room: float, link_bytes_per_s: float | None
+) -> SearchResult:
+    kind = cluster.device_kind
+    on_node = -(-num_workers // len(cluster.nodes))
+    try:
+        inside = inside_level(cluster.nodes[0], min(on_node, max(1, len(cluster.nodes[0].devices))))
+    except ClusterError:
+        inside = Level(INSIDE_ALPHA_S[kind], 1 / _INSIDE_BYTES_PER_S[kind])
+    between = between_level(cluster, link_bytes_per_s) or Level(BETWEEN_ALPHA_S, 1 / _BETWEEN_BYTES_PER_S)
+    workload = Workload(
+        num_parameters=facts.num_parameters,
+        global_batch_size=job.global_batch_size,
+        state=state_bytes(job),
+        activations=facts.activations,
+        compute_s=lambda samples: samples * facts.flops_per_sample / _FLOPS_PER_S[kind],
+        memory_bytes=room,
+        layers=facts.layers,
+        shard_size=shard_size(job),
+        backend="nccl" if kind == "cuda" else "gloo",
+    )
+    return search(workload, num_workers, on_node, Network(inside, between, PER_MESSAGE_S[kind]))
+
+
+def _choice(candidate: MeshCandidate, reason: str, is_timed: bool) -> MeshChoice:
+    is_whole = candidate.num_micro_batches == 1 or candidate.mesh.pp > 1
+    return MeshChoice(
+        candidate.mesh,
+        reason,
+        None if is_whole else candidate.micro_batch_size,
+        candidate.pipeline,
+        candidate.recompute,
+        candidate.step_s if is_timed else None,
+    )

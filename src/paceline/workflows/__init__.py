@@ -1,0 +1,1 @@
+"""The public Python API: one typed function for each command, values in and values out."""
