@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from paceline.comm.parameter_server_async import peers as module
 from paceline.comm.parameter_server_async.peers import Peers
@@ -48,7 +48,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     if request.param == "two nodes":
         names = iter(["a", "b"])
         monkeypatch.setattr(module, "node_identity", lambda: next(names))
-        monkeypatch.setattr(module.env, "own_interface", lambda: "lo")
+        monkeypatch.setattr("paceline.env.own_interface", lambda: "lo")
     return str(request.param)
 
 
@@ -73,7 +73,7 @@ def test_a_call_runs_there_and_its_answer_arrives() -> None:
 
 @pytest.mark.usefixtures("place")
 def test_who_does_not_know_the_secret_is_cut_off_before_anything_is_read() -> None:
-    called = []
+    called: list[Any] = []
     with two_workers(handlers={"double": called.append}) as (_, second), stranger(second) as connection:
         assert len(connection.recv(32)) == 32  # the challenge
         connection.sendall(b"x" * 32 + (2**40).to_bytes(8, "big"))
