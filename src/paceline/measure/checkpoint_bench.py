@@ -73,7 +73,9 @@ def time_saves(
         complete_s = clock.spent_s
         if largest(saver.failed, group):
             saver.give_up()
-            raise CheckpointError(messages[0].partition(". ")[0] + "." if messages else "Another worker could not write.")
+            raise CheckpointError(
+                messages[0].partition(". ")[0] + "." if messages else "Another worker could not write."
+            )
         completes_s.append(largest(complete_s, group))
 
         read_s = 0.0
@@ -104,7 +106,7 @@ def _copy(tensors: Sequence[Tensor], places: Sequence[Tensor]) -> None:
 
 
 def bench_checkpoints(request: CheckpointRequest, report: Report = unreported) -> CheckpointTimings | None:
-    """Join the other workers and time checkpoints; whatever happens, none is left. None on all workers but the first."""
+    """Join the other workers and time checkpoints, of which none is left; None on all workers but the first."""
     world = join_workers(request.device_kind, request.timeout_s)
     timeout = timedelta(seconds=request.timeout_s)
     group = None if world.group is None else dist.new_group(backend="gloo", timeout=timeout)

@@ -96,6 +96,7 @@ def time_cases(
         num_rounds = 1
         if size in asked:
             num_rounds = _num_rounds(request.num_rounds, left_s, sum(forecast_s.values()), growths, len(missing) - 1)
+
         def report_turn(doing: str, done: float, place: int = place) -> None:
             report(doing, (place + done) / len(sizes))
 

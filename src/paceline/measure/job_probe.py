@@ -53,7 +53,7 @@ _LOOK_S = 0.05
 
 
 def probe_job(request: JobRequest, report: Report = unreported) -> JobProbe | None:
-    """Time the parts of the job on this process's device; None on workers that were there to compute beside the first."""
+    """Time the parts of the job on this process's device; None on all workers but the first."""
     report("the job's data and model", 0.0)
     facts, job = env.worker_facts(), request.job
     # Each computes as if alone, and as one shard or several: peers are what links are timed for.
@@ -181,7 +181,7 @@ class FirstWorker:
         return self.subject.run.device.type != "cpu" or self._fits_memory(what, (growth - 1) * _peak_bytes())
 
     def time_step(self, timings: Sequence[MicroBatchTiming]) -> StepTiming | None:
-        """A pass and an update of one worker among all those of the plan, or of the largest pass below that was timed."""
+        """A pass and an update of one worker among all those of the plan, or of the largest smaller pass timed."""
         timed = [timing for timing in timings if timing.micro_batch_size <= self.request.micro_batch_size]
         if not timed:
             return None
@@ -223,9 +223,7 @@ class FirstWorker:
         return False
 
 
-def _timing(
-    first: FirstWorker, alone: AloneTiming, together: Together, timed: TogetherTiming | None
-) -> JobTiming:
+def _timing(first: FirstWorker, alone: AloneTiming, together: Together, timed: TogetherTiming | None) -> JobTiming:
     run, request = first.subject.run, first.request
     sizes = [timing.micro_batch_size for timing in alone.micro_batches]
     return JobTiming(

@@ -1,4 +1,4 @@
-"""The program that times what nodes send each other, one worker on every node: `python -m paceline.measure.network_probe`.
+"""The program that times messages between nodes, one worker on each: `python -m paceline.measure.network_probe`.
 
 It reads a `NetworkRequest`; the first worker leaves a `NetworkProbe`. Messages travel as in training, through the
 process group.

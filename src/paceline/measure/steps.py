@@ -66,7 +66,7 @@ def time_steps(subject: Subject, size: int, budget_s: float, *, with_updates: bo
 def step_of(
     subject: Subject, engine: Engine, size: int, rank: int = 0, world_size: int = 1, *, with_updates: bool = False
 ) -> Callable[[], tuple[float, float]]:
-    """A function that makes this worker's pass over `size` samples, and an update if asked; it returns both's seconds."""
+    """A function that makes this worker's pass over `size` samples, and an update if asked; returns their seconds."""
     run, optimizer = subject.run, subject.optimizer
     clip_norm = run.job.optim.clip_norm
     (batch,) = run.read(subject.train_set, 0, [_first_samples(subject.train_set, size)], train=True)

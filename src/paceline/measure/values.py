@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -101,4 +103,6 @@ def read_json(cls: type[T], path: Path) -> T:
         plain = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as problem:
         raise JobError(f"The file {path} cannot be read: {problem}.") from None
-    return cls.from_mapping(plain) if hasattr(cls, "from_mapping") else from_mapping(cls, plain)
+    # Some values of `spec` check more than their types.
+    from_plain: Callable[[Mapping[str, Any]], T] = getattr(cls, "from_mapping", partial(from_mapping, cls))
+    return from_plain(plain)

@@ -119,11 +119,16 @@ def _take_turns(steps: Steps, world: World, budget_s: float) -> dict[AlgorithmNa
         for name, step in steps.items():
             if not _all_agree(world, not periods[name] or periods[name][-1] < stopwatch.left_s):
                 continue
-            periods[name].append(seconds_of(lambda step=step: (step(), _all_agree(world, True))))
+            periods[name].append(seconds_of(partial(_finish_together, step, world)))
             num_taken += 1
         if num_taken == 0:
             break
     return periods
+
+
+def _finish_together(step: Callable[[], object], world: World) -> None:
+    step()
+    _all_agree(world, True)
 
 
 def _all_agree(world: World, wanted: bool) -> bool:
