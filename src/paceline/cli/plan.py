@@ -21,8 +21,8 @@ from paceline.spec.mesh import AXES, num_named
 
 if TYPE_CHECKING:
     from paceline.plan.forecast import Question
-    from paceline.plan.memory import ModelFacts
     from paceline.spec import Plan
+    from paceline.spec.model_cost import ModelCost
 
 PLAN_FILE, PAGE_FILE, FORECAST_FILE = "plan.json", "plan.html", "forecast.json"
 
@@ -127,7 +127,7 @@ def device_counts(text: str) -> list[int]:
 
 
 def recommended_plan(
-    job: Job, cluster: Cluster, forecast: Forecast, question: Question | None = None, facts: ModelFacts | None = None
+    job: Job, cluster: Cluster, forecast: Forecast, question: Question | None = None, facts: ModelCost | None = None
 ) -> Plan | None:
     """The plan of the recommended row; None where the cluster has too few devices for it.
 
@@ -155,16 +155,12 @@ def recommended_plan(
     return dataclasses.replace(plan, forecast_samples_per_s=row.samples_per_s)
 
 
-def trace_model(job: Job) -> ModelFacts:
+def trace_model(job: Job) -> ModelCost:
     """What the job's model tells on paper: its layers, with their arithmetic and their memory."""
-    from paceline.parallel.dry_run import trace_layers
-    from paceline.plan.layer_partition import Layer
-    from paceline.plan.memory import Activations, ModelFacts
+    from paceline.parallel import dry_run
 
     model, arguments = _on_paper(job, _TRACED_SAMPLES)
-    layers = tuple(Layer(**dataclasses.asdict(layer)) for layer in trace_layers(model, arguments, _TRACED_SAMPLES))
-    num_parameters = round(sum(layer.num_parameters for layer in layers))
-    return ModelFacts(num_parameters, Activations(sum(layer.kept_bytes for layer in layers)), layers)
+    return dry_run.trace_model(model, arguments, _TRACED_SAMPLES)
 
 
 def _on_paper(job: Job, num_samples: int) -> tuple[Any, tuple[Any, ...]]:
@@ -211,9 +207,9 @@ def show_dry_run(job: Job, text: str, *, sequence_parallel: bool = False, as_jso
                 "last_layer": stage.layers[1],
                 "parameter_bytes": stage.parameter_bytes,
                 "activation_bytes": stage.activation_bytes,
-                "memory_bytes": memory_bytes,
+                "memory_bytes": memory.total_bytes,
             }
-            for stage, memory_bytes in zip(found.stages, found.memory_bytes, strict=True)
+            for stage, memory in zip(found.stages, found.memory, strict=True)
         ]
         facts = {"mesh": str(mesh), "num_workers": mesh.num_workers, "num_micro_batches": found.num_micro_batches}
         print(json.dumps({**facts, "stages": stages, "sent_bytes": sent_bytes, "bubble": found.bubble}))
@@ -226,8 +222,8 @@ def show_dry_run(job: Job, text: str, *, sequence_parallel: bool = False, as_jso
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for heading in ("stage", "layers", "parameters", "activations", "memory"):
         table.add_column(heading, justify="left" if heading == "layers" else "right", overflow="fold")
-    for number, (stage, memory_bytes) in enumerate(zip(found.stages, found.memory_bytes, strict=True)):
-        held = (stage.parameter_bytes, stage.activation_bytes, memory_bytes)
+    for number, (stage, memory) in enumerate(zip(found.stages, found.memory, strict=True)):
+        held = (stage.parameter_bytes, stage.activation_bytes, memory.total_bytes)
         table.add_row(str(number), " … ".join(stage.layers), *map(size, held))
     many = "es" * (found.num_micro_batches > 1)
     print(
