@@ -1,4 +1,4 @@
-"""Timed links inside a node: `python -m paceline.measure.links FOLDER`, one worker on every node.
+"""Timed links inside a node: `python -m paceline.measure.link_probe FOLDER`, one worker on every node.
 
 Started by `paceline probe`. Rank 0 finds its node in FOLDER/node0.json and leaves FOLDER/links0.json: {"links": […],
 "not_measured": ["…"]}; rank 1 has node1.json, and so on. On GPUs copies between two of them are timed, one pair for
@@ -375,7 +375,7 @@ def time_copy(source: int, target: int) -> LinkTimes:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m paceline.measure.links", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m paceline.measure.link_probe", description=__doc__)
     parser.add_argument("folder", type=Path, help="with node0.json …; links0.json … are left there")
     folder: Path = parser.parse_args().folder
     rank = env.worker_facts().rank

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.execute import begun_with, new_run_dir, write_run
 from paceline.errors import PacelineError
 from paceline.spec import Job, Plan
+from paceline.workflows.run_folder import begun_with, new_run_dir, write_run
 
 
 @pytest.fixture(autouse=True)

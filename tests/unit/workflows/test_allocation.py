@@ -10,25 +10,25 @@ from pathlib import Path
 import pytest
 
 from paceline import env
-from paceline.cli import site
-from paceline.cli.site import (
-    Elastic,
-    LauncherName,
-    Where,
-    dry_run,
-    named_hosts,
-    reach,
-    settled,
-    shared_out,
-    site_on_paper,
-    with_room,
-)
 from paceline.errors import LaunchError
 from paceline.launch.elastic import ElasticLimits
 from paceline.launch.hosts import HostSlots
 from paceline.plan.placement import spread
 from paceline.spec import Cluster, Device, Node, NodePlacement, Plan
 from paceline.spec.cluster import DeviceKind
+from paceline.workflows import allocation
+from paceline.workflows.allocation import (
+    Elastic,
+    LauncherName,
+    Where,
+    allocation_on_paper,
+    dry_run,
+    named_hosts,
+    reach,
+    settled,
+    shared_out,
+    with_room,
+)
 
 SLOTS = (HostSlots("a", 2), HostSlots("b", 2))
 PROGRAM = ("train.py", "--name", "two words")
@@ -178,10 +178,10 @@ def test_a_dry_run_on_several_nodes_names_what_only_a_run_can_know(launcher: Lau
 
 
 def test_nodes_on_paper_are_like_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(site, "detect", lambda: Cluster((node(),)))
-    assert site_on_paper(Where()).cluster == Cluster((node(),))
-    assert site_on_paper(Where()).where.launcher == "local"
-    planned = site_on_paper(Where(hosts="a,kim@b:7"))
+    monkeypatch.setattr(allocation, "detect", lambda: Cluster((node(),)))
+    assert allocation_on_paper(Where()).cluster == Cluster((node(),))
+    assert allocation_on_paper(Where()).where.launcher == "local"
+    planned = allocation_on_paper(Where(hosts="a,kim@b:7"))
     assert planned.where.launcher == "ssh" and planned.teams == ()
     assert [(n.hostname, n.is_remote, len(n.devices)) for n in planned.cluster.nodes] == [
         ("a", True, 4),
@@ -194,8 +194,8 @@ def test_nodes_on_paper_are_like_this_one(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_is_busy_here_is_not_busy_on_paper(monkeypatch: pytest.MonkeyPatch) -> None:
     here = node("cuda")
     here = replace(here, devices=(replace(here.devices[0], busy="90 % busy"), *here.devices[1:]))
-    monkeypatch.setattr(site, "detect", lambda: Cluster((here,)))
-    plan = spread(site_on_paper(Where(hosts="a:2,b:2")).cluster, 4)
+    monkeypatch.setattr(allocation, "detect", lambda: Cluster((here,)))
+    plan = spread(allocation_on_paper(Where(hosts="a:2,b:2")).cluster, 4)
     assert [share.num_workers for share in plan.nodes] == [2, 2]
 
 
@@ -228,7 +228,7 @@ def test_cpu_workers_may_outnumber_the_cores_of_a_run_that_goes_on() -> None:
 
 
 def test_one_worker_alone_can_be_debugged(tmp_path: Path) -> None:
-    here = site.Site(Where("debug"), Cluster((node(),)))
+    here = allocation.Allocation(Where("debug"), Cluster((node(),)))
     with pytest.raises(LaunchError, match="--launcher debug runs one worker in this process, not 2; add -n 1"):
         here.run(Plan(world_size=2), PROGRAM, run_dir=tmp_path / "run")
     with pytest.raises(LaunchError, match="leave --min-workers out"):

@@ -168,7 +168,7 @@ PLAIN = Strategy()
 
 def facts_of(job: Job) -> ModelCost:
     """What the job's model tells on paper. Loads torch."""
-    from paceline.cli.plan import trace_model
+    from paceline.workflows.traced_model import trace_model
 
     return trace_model(job)
 

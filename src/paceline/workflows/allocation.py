@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal
 import typer
 
 from paceline import env
-from paceline.cli.strategy import Strategy
 from paceline.errors import LaunchError
 from paceline.hardware import detect
 from paceline.launch import run_workers, worker_commands
@@ -37,6 +36,7 @@ from paceline.launch.worker import run_program
 from paceline.plan import pick
 from paceline.spec import Cluster, Device, Node, Plan
 from paceline.spec.codec import from_mapping
+from paceline.workflows.strategy import Strategy
 
 PRELOAD = ("paceline.train.loop", "torch._dynamo")
 """What takes long to load and every training needs; torch loads the last when it wraps a model or an optimizer."""
@@ -147,7 +147,7 @@ def says_where(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @dataclass(frozen=True)
-class Site:
+class Allocation:
     """The nodes of a command and the way to run workers on them."""
 
     where: Where
@@ -218,7 +218,7 @@ class Site:
 
 
 @contextlib.contextmanager
-def open_site(where: Where, run_dir: Path | None = None) -> Iterator[Site]:
+def open_allocation(where: Where, run_dir: Path | None = None) -> Iterator[Allocation]:
     """The nodes that are meant; agents on other nodes live as long as the block.
 
     Args:
@@ -230,7 +230,7 @@ def open_site(where: Where, run_dir: Path | None = None) -> Iterator[Site]:
     slots = named_hosts(where)
     where = dataclasses.replace(where, launcher=settled(where.launcher, slots))
     if where.launcher == "debug" or (where.launcher == "local" and where.container is None):
-        yield Site(where, detect())
+        yield Allocation(where, detect())
         return
     given = given_nodes(where.launcher)
     # Ray says how many GPUs a node has; where it says nothing, the node has none.
@@ -251,15 +251,15 @@ def open_site(where: Where, run_dir: Path | None = None) -> Iterator[Site]:
 
     with open_nodes(reaches) as (teams, hellos):
         nodes = tuple(describe(team.hostname, hello) for team, hello in zip(teams, hellos, strict=True))
-        yield Site(where, Cluster(nodes), teams, image, describe)
+        yield Allocation(where, Cluster(nodes), teams, image, describe)
 
 
-def site_on_paper(where: Where) -> Site:
+def allocation_on_paper(where: Where) -> Allocation:
     """The same without a connection to anybody: other nodes are taken to be like this one."""
     slots = named_hosts(where)
     where = dataclasses.replace(where, launcher=settled(where.launcher, slots))
     here = detect()
-    return Site(where, Cluster(tuple(_on_paper(here.nodes[0], host) for host in slots)) if slots else here)
+    return Allocation(where, Cluster(tuple(_on_paper(here.nodes[0], host) for host in slots)) if slots else here)
 
 
 def named_hosts(where: Where) -> tuple[HostSlots, ...]:

@@ -10,10 +10,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.site import Site
 from paceline.errors import PacelineError
 from paceline.launch.run_workers import SAVE_S
 from paceline.spec import Job, Plan, RunRecord
+from paceline.workflows.allocation import Allocation
 
 RunProgram = Callable[[Callable[[Plan], Sequence[str]]], None]
 """Runs a program, which it makes for each plan that it runs it by."""
@@ -44,7 +44,7 @@ def execute(
     job: Job,
     plan: Plan,
     run_dir: Path,
-    site: Site,
+    site: Allocation,
     *,
     max_steps: int | None = None,
     quiet: bool = False,

@@ -1,6 +1,6 @@
 """A job's parts on one device, timed: passes through the model as training makes them, the loader, checkpoints.
 
-    python -m paceline.measure.job FOLDER
+    python -m paceline.measure.job_probe FOLDER
 
 FOLDER holds job.json and request.json (a `ProbeRequest`); probe.json (a `JobProbe`) is left there. Checkpoints are
 written into FOLDER. Started by `paceline probe`: the first worker is timed alone, while the others wait for a file in
@@ -364,7 +364,7 @@ def time_checkpoint(run: Run, folder: Path, limit_s: float) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m paceline.measure.job", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m paceline.measure.job_probe", description=__doc__)
     parser.add_argument("folder", type=Path, help="with job.json and request.json; probe.json is left there")
     parser.add_argument("--quiet", action="store_true", help="say nothing")
     arguments = parser.parse_args()

@@ -12,10 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.cli import app
-from paceline.cli.strategy import Strategy, check_may_shrink, largest_that_fits, worker_memory_bytes
 from paceline.errors import JobError
 from paceline.spec import Cluster, Device, Job, Mesh, Node, Plan
 from paceline.spec.model_cost import Activations, ModelCost
+from paceline.workflows.strategy import Strategy, check_may_shrink, largest_that_fits, worker_memory_bytes
 
 MACHINE = Cluster((Node("here", 8, 2**34, "a processor", tuple(Device("cpu", i, "", 2**32) for i in range(8))),))
 JOB = Job()
@@ -41,9 +41,11 @@ def test_a_strategy_lays_out_the_workers(strategy: str | None, mesh: Mesh | None
 
 def test_replicas_that_do_not_fit_are_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     small = ModelCost(10**6, Activations(1e4))
-    monkeypatch.setattr("paceline.cli.strategy.facts_of", lambda _job: small)
+    monkeypatch.setattr("paceline.workflows.strategy.facts_of", lambda _job: small)
     assert placed(4, strategy="dp").mesh is None
-    monkeypatch.setattr("paceline.cli.strategy.facts_of", lambda _job: dataclasses.replace(small, num_parameters=10**9))
+    monkeypatch.setattr(
+        "paceline.workflows.strategy.facts_of", lambda _job: dataclasses.replace(small, num_parameters=10**9)
+    )
     with pytest.raises(JobError, match=r"whole replicas need 11\.2 GiB on each worker .* where 3\.68 GiB can be used"):
         placed(4, strategy="dp")
     assert placed(4).mesh is None  # nobody asked

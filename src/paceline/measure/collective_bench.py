@@ -1,4 +1,4 @@
-"""Times sums over all workers, one process a worker: `python -m paceline.measure.collectives REQUEST.json OUT`.
+"""Times sums over all workers, one process a worker: `python -m paceline.measure.collective_bench REQUEST.json OUT`.
 
 Started by `paceline bench comm`, torchrun, srun or mpirun alike. REQUEST.json holds a `CommRequest`; {} asks for all
 its defaults. Rank 0 writes a `CommTimings` to OUT/timings.json.
@@ -332,7 +332,7 @@ def _group(world: World, plan: Plan) -> dist.ProcessGroup:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m paceline.measure.collectives", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m paceline.measure.collective_bench", description=__doc__)
     parser.add_argument("request", type=Path, help="JSON file with what to time; {} is everything")
     parser.add_argument("out", type=Path, help="folder for timings.json")
     parser.add_argument("--quiet", action="store_true", help="say nothing")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import CheckpointError
-from paceline.measure.checkpoints import LARGEST_LAYER, time_saves, trained_state
+from paceline.measure.checkpoint_bench import LARGEST_LAYER, time_saves, trained_state
 from paceline.spec.checkpoint_timing import CheckpointRequest
 
 CPU = torch.device("cpu")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.forecasts import feed_back, with_forecasts, without_forecasts
 from paceline.errors import ClusterError
 from paceline.spec import Cluster, Device, ForecastCheck, Job, JobTiming, Link, MicroBatchTiming, Node, Plan
 from paceline.spec.cluster import MOST_CHECKS
+from paceline.workflows.forecasts import feed_back, with_forecasts, without_forecasts
 from tests.sample_records import sample_record
 
 JOB = Job.from_mapping({"name": "small", "global_batch_size": 64, "virtual_shards": 4})

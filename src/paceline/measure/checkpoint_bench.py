@@ -1,4 +1,4 @@
-"""The program of one worker that times checkpoints: `python -m paceline.measure.checkpoints REQUEST.json OUT`.
+"""The program of one worker that times checkpoints: `python -m paceline.measure.checkpoint_bench REQUEST.json OUT`.
 
 Started by `paceline bench checkpoint`, torchrun, srun or mpirun alike. REQUEST.json holds a `CheckpointRequest`. Rank 0
 writes a `CheckpointTimings` to OUT/timings.json and removes the checkpoints.
@@ -160,7 +160,7 @@ def _remove(address: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m paceline.measure.checkpoints", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m paceline.measure.checkpoint_bench", description=__doc__)
     parser.add_argument("request", type=Path, help="JSON file with what to save, and where")
     parser.add_argument("out", type=Path, help="folder for timings.json")
     parser.add_argument("--quiet", action="store_true", help="say nothing")

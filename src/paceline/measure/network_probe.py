@@ -1,6 +1,6 @@
 """The ways between nodes, timed: what two workers send each other as training would, through its process group.
 
-    python -m paceline.measure.network FOLDER
+    python -m paceline.measure.network_probe FOLDER
 
 One worker on every node. FOLDER holds network_request.json (a `NetworkRequest`); network.json (a `NetworkProbe`) is
 left there. Started by `paceline probe`.
@@ -159,7 +159,7 @@ def _send(message: Tensor, sender: int, receiver: int, world: World) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m paceline.measure.network", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m paceline.measure.network_probe", description=__doc__)
     parser.add_argument("folder", type=Path, help="with network_request.json; network.json is left there")
     parser.add_argument("--quiet", action="store_true", help="say nothing")
     arguments = parser.parse_args()

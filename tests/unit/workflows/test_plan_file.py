@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.cli import app
-from paceline.cli.plan_file import load_plan
 from paceline.errors import JobError
 from paceline.spec import Plan
+from paceline.workflows.plan_file import load_plan
 
 
 def test_a_plan_comes_back(tmp_path: Path) -> None:
