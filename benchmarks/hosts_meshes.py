@@ -29,14 +29,14 @@ from tests.hosts.cluster import run_on_nodes, why_not
 from tests.hosts.sshd import ssh_between
 from torch import Tensor, nn
 
-from paceline.cli.options import resolve_job
-from paceline.cli.plan import trace_model
 from paceline.parallel.dry_run import StageFacts, dry_run, on_paper
 from paceline.plan.forecast import ForecastInputs, Question
 from paceline.plan.mesh_selection import choose_mesh
 from paceline.plan.search import MeshCandidate, best_of
 from paceline.plan.traffic import node_bytes, sent_bytes, sum_bytes
 from paceline.spec import Cluster, Job, Mesh, Plan, parse_mesh
+from paceline.workflows.jobs import resolve_job
+from paceline.workflows.traced_model import trace_model
 
 NUM_WORKERS, ON_A_NODE = 4, 2
 MESHES = (

@@ -6,18 +6,20 @@ import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.cli.console import table_console
-from paceline.cli.forecasts import CLUSTER_FILE
-from paceline.cli.options import AsJson, DataDir, Settings, resolve_job
+from paceline.cli.options import AsJson, DataDir, Settings
 from paceline.errors import ClusterError, JobError, PacelineError
 from paceline.plan import place
 from paceline.spec import Cluster, Job, parse_mesh
 from paceline.spec.forecast import Forecast, Grow
 from paceline.spec.mesh import AXES, num_named
+from paceline.workflows.forecasts import CLUSTER_FILE
+from paceline.workflows.jobs import resolve_job
+from paceline.workflows.traced_model import model_on_paper, trace_model
 
 if TYPE_CHECKING:
     from paceline.plan.forecast import Question
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
 PLAN_FILE, PAGE_FILE, FORECAST_FILE = "plan.json", "plan.html", "forecast.json"
 
 _MOST_DEVICES = 1_000_000
-_TRACED_SAMPLES = 2
 
 
 def plan(
@@ -155,29 +156,6 @@ def recommended_plan(
     return dataclasses.replace(plan, forecast_samples_per_s=row.samples_per_s)
 
 
-def trace_model(job: Job) -> ModelFacts:
-    """What the job's model tells on paper: its layers, with their arithmetic and their memory."""
-    from paceline.parallel.dry_run import trace_layers
-    from paceline.plan.layer_partition import Layer
-    from paceline.plan.memory import Activations, ModelFacts
-
-    model, arguments = _on_paper(job, _TRACED_SAMPLES)
-    layers = tuple(Layer(**dataclasses.asdict(layer)) for layer in trace_layers(model, arguments, _TRACED_SAMPLES))
-    num_parameters = round(sum(layer.num_parameters for layer in layers))
-    return ModelFacts(num_parameters, Activations(sum(layer.kept_bytes for layer in layers)), layers)
-
-
-def _on_paper(job: Job, num_samples: int) -> tuple[Any, tuple[Any, ...]]:
-    """The job's model without memory, and what it is called with for so many samples."""
-    from paceline.data import load
-    from paceline.models import build
-    from paceline.parallel.dry_run import on_paper
-    from paceline.train.loop import data_facts
-
-    train_set, _ = load(job.data)
-    return on_paper(lambda: build(job.model, **data_facts(train_set)), train_set[0][0], num_samples)
-
-
 def show_dry_run(job: Job, text: str, *, sequence_parallel: bool = False, as_json: bool) -> None:
     """Try a mesh on paper, with as many workers as its degrees make, and print what each would hold and send.
 
@@ -194,7 +172,7 @@ def show_dry_run(job: Job, text: str, *, sequence_parallel: bool = False, as_jso
     from paceline.parallel.dry_run import dry_run
 
     shard = -(-job.global_batch_size // job.virtual_shards)
-    model, arguments = _on_paper(job, shard)
+    model, arguments = model_on_paper(job, shard)
     found = dry_run(
         model,
         arguments,
