@@ -44,9 +44,7 @@ Algorithm = Annotated[
 Servers = Annotated[int, typer.Option(min=1, help="Workers that also serve, with parameter servers.")]
 Tolerance = Annotated[str, typer.Option(help="Accuracy that may be lost, such as 1%.")]
 EfficiencyFloor = Annotated[float, typer.Option(min=0, max=1, help="Least scaling efficiency worth recommending.")]
-GrowOption = Annotated[
-    Grow, typer.Option(help="none: same global batch on every count; batch: same batch per device.")
-]
+GrowOption = Annotated[Grow, typer.Option(help="none: same global batch on every count; batch: same batch per device.")]
 ClusterFile = Annotated[
     Path,
     typer.Option("--cluster", metavar="FILE", help="What paceline probe wrote; adds a forecast to the measurement."),
@@ -80,9 +78,7 @@ GROUPS: dict[type, dict[str, Any]] = {
         "hosts": Annotated[
             str | None, typer.Option(metavar="a:8,b:8", help="Nodes and the number of workers on each.")
         ],
-        "hosts_file": Annotated[
-            Path | None, typer.Option(help="Nodes from a file, one on each line: name slots=8.")
-        ],
+        "hosts_file": Annotated[Path | None, typer.Option(help="Nodes from a file, one on each line: name slots=8.")],
         "interface": Annotated[
             str | None, typer.Option(help="Network interface between nodes (default: found by trying).")
         ],
@@ -90,7 +86,8 @@ GROUPS: dict[type, dict[str, Any]] = {
             str | None, typer.Option(metavar="IMAGE", help="Run in image.sif, docker://NAME@sha256:… or podman://NAME.")
         ],
         "python": Annotated[
-            str | None, typer.Option(metavar="PATH", help="The interpreter on other nodes (default: the path of this one).")
+            str | None,
+            typer.Option(metavar="PATH", help="The interpreter on other nodes (default: as here)."),
         ],
         "hang_timeout_s": Annotated[
             float, typer.Option("--hang-timeout", min=1.0, help="Seconds to wait for a silent worker or node.")
@@ -132,7 +129,8 @@ GROUPS: dict[type, dict[str, Any]] = {
         "sequence_parallel": Annotated[
             bool,
             typer.Option(
-                "--sequence-parallel", help="Between layers divided by tp, keep a slice of the positions on each worker."
+                "--sequence-parallel",
+                help="Between layers divided by tp, each worker keeps a slice of the positions.",
             ),
         ],
         "cpu_offload": Annotated[

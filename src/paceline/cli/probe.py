@@ -25,14 +25,14 @@ def probe(
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option("--workers", "-n", min=1, help="Number of workers that will share a batch (default: all devices)."),
+        typer.Option("--workers", "-n", min=1, help="Number of workers that share a batch (default: all devices)."),
     ] = None,
     out: Annotated[
         Path, typer.Option(help="The file for what was measured; what it holds and is not measured again stays.")
     ] = CLUSTER_FILE,
-    folder: Annotated[
-        Path, typer.Option(metavar="DIR", help="Where runs, and so checkpoints, are written.")
-    ] = Path("runs"),
+    folder: Annotated[Path, typer.Option(metavar="DIR", help="Where runs, and so checkpoints, are written.")] = Path(
+        "runs"
+    ),
     budget: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Time for the job's timings.")] = 60.0,
     data: DataDir = None,
     settings: Settings = None,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.comm.links import node_of_every_rank, open_node_group
-from paceline.comm.parameter_server_async import Course, ParameterServerAsync, Terms
+from paceline.comm.parameter_server_async import ParameterServerAsync, ServerSettings, UpdateSchedule
 from paceline.errors import JobError
 from paceline.parallel.by_shard import ShardByShard
 from paceline.parallel.clock import Clock, Mark
@@ -80,7 +80,7 @@ class AsyncServers(HoldsAll):
 
 
 def open_servers(
-    job: Job, plan: Plan, rank: int, group: dist.ProcessGroup, optimizer: Optimizer, course: Course
+    job: Job, plan: Plan, rank: int, group: dist.ProcessGroup, optimizer: Optimizer, course: UpdateSchedule
 ) -> ParameterServerAsync:
     """The servers of a run, spread over its first workers; a common act of all of them."""
     spec = job.aggregation
@@ -89,7 +89,7 @@ def open_servers(
     if spec.sync_inside_nodes:
         nodes = node_of_every_rank(group)
         node_group = open_node_group(nodes, group, plan.timeout_s)
-    terms = Terms(
+    terms = ServerSettings(
         staleness=spec.staleness, num_servers=plan.num_servers, lease_s=plan.timeout_s, timeout_s=plan.timeout_s
     )
     store = dist.distributed_c10d._get_default_store()

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.comm.parameter_server_async import Course
+from paceline.comm.parameter_server_async import UpdateSchedule
 from paceline.data.order import EpochOrder, epoch_order
 from paceline.errors import JobError
 from paceline.parallel import Assignment, AsyncServers, StepInput, open_servers
@@ -36,7 +36,7 @@ class AsynchronousSteps:
         self._orders: dict[int, EpochOrder] = {}
         self._num_batches = self._order(0).num_batches
         run.set_lr_factor(1.0)  # servers scale the rates that they find
-        course = Course(self._num_shards, self._lr_factor, run.steps)
+        course = UpdateSchedule(self._num_shards, self._lr_factor, run.steps)
         self._servers = open_servers(run.job, run.plan, run.rank, run.world.group, run.optimizer, course)
 
     @contextmanager

@@ -18,8 +18,8 @@ from paceline.data import ArraySet
 from paceline.parallel import AsyncServers
 from paceline.spec import EpochRecord, Job, Plan, RunRecord
 from paceline.spec.codec import from_mapping, to_mapping
-from paceline.spec.noise_scale import warning_about_batch
 from paceline.train.asynchronous import AsynchronousSteps
+from paceline.train.batch_warning import batch_warning
 from paceline.train.environment import describe_environment
 from paceline.train.metrics import Sink, open_sinks
 from paceline.train.objective import accuracy_and_loss, training_loss
@@ -212,7 +212,7 @@ class _Journal:
         run = self._run
         if self._has_warned or noise_scale is None or run.noise.num_measured < _NOISE_STEPS:
             return
-        warning = warning_about_batch(run.job.global_batch_size, noise_scale, run.world_size)
+        warning = batch_warning(run.job.global_batch_size, noise_scale, run.world_size)
         if warning is not None:
             self._has_warned = True
             self._notes.append(warning)

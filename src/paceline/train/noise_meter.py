@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from paceline.noise import NoiseScale, SmoothedNoise
 from paceline.parallel.gradient_norms import GradientNorms, TakeNorms
-from paceline.spec.noise_scale import NoiseScale, SmoothedNoise
 
 # Reading a number makes the host wait for a GPU, so norms are read this many steps at a time.
 _READ_STEPS = 50

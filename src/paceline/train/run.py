@@ -25,6 +25,7 @@ from paceline.checkpoint import Snapshot
 from paceline.data import ArrayReader, ArraySet, stream_batches
 from paceline.errors import DataError, JobError, ModelError
 from paceline.heartbeat import Heartbeat
+from paceline.noise import SmoothedNoise
 from paceline.parallel import (
     Assignment,
     Engine,
@@ -40,7 +41,6 @@ from paceline.parallel.start import is_on_meta
 from paceline.spec import Job, Mesh, Plan, parse_mesh
 from paceline.spec.codec import from_mapping, to_mapping
 from paceline.spec.job import differences
-from paceline.spec.noise_scale import SmoothedNoise
 from paceline.spec.plan import EXCLUDED
 from paceline.train.checkpoints import Checkpoints
 from paceline.train.data_progress import Batch, DataProgress

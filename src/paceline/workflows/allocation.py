@@ -35,6 +35,7 @@ from paceline.workflows.where import Elastic, LauncherName, Where
 PRELOAD = ("paceline.train.loop", "torch._dynamo")
 """What takes long to load and every training needs; torch loads the last when it wraps a model or an optimizer."""
 
+
 @dataclass(frozen=True)
 class Allocation:
     """The nodes of a command and the way to run workers on them."""
@@ -87,7 +88,7 @@ class Allocation:
         environ: Mapping[str, str] | None = None,
         standby: bool = True,
     ) -> None:
-        """Run a program through failures; the arguments, and what it raises, are as for `launch.elastic.run_elastic`."""
+        """Run a program through failures; arguments and errors are those of `launch.elastic.run_elastic`."""
         if self.where.launcher == "debug":
             raise LaunchError(
                 "--launcher debug runs in this process, which cannot outlive a failure; leave --min-workers out."

@@ -50,7 +50,7 @@ def doctor(*, hosts: str = "", folder: Path = Path("runs")) -> tuple[Finding, ..
 def own_facts(folder: Path, marker: Path | None = None, hosts: str = "") -> NodeFacts:
     """The facts of this node, for the doctor on another one; `marker` is a file that both should see."""
     from paceline.hardware.checks import node_facts
-    from paceline.launch.doors import addresses
+    from paceline.network_addresses import addresses
 
     return node_facts(addresses(), env.socket_interfaces(), folder=folder, marker=marker, peers=_names(hosts))
 

@@ -72,9 +72,7 @@ def launch_commands(
     allocation = allocation_on_paper(where)
     plan = launching.plan_for(allocation.cluster, launching.num_workers_on(allocation))
     run_dir = out or Path("runs") / launching.script.stem
-    return dry_run(
-        plan, [str(script), *arguments], run_dir, allocation.where, env.strategy_note(launching.strategy)
-    )
+    return dry_run(plan, [str(script), *arguments], run_dir, allocation.where, env.strategy_note(launching.strategy))
 
 
 @dataclass(frozen=True)

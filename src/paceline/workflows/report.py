@@ -29,9 +29,7 @@ def report(
     from paceline.report import analyse, detect_grow, load_records, write_study
 
     records = load_records(map(Path, runs))
-    study = analyse(
-        records, grow=detect_grow(records), tolerance=tolerance, efficiency_floor=efficiency_floor
-    )
+    study = analyse(records, grow=detect_grow(records), tolerance=tolerance, efficiency_floor=efficiency_floor)
     if out is not None:
         write_study(study, out)
     return study

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from paceline.errors import ClusterError, PacelineError
 from paceline.hardware import detect, read_topology
-from paceline.plan.pick import DeviceChoice
 from paceline.plan.pick import pick as pick_devices
 from paceline.spec import Cluster, Node
+from paceline.spec.device_choice import DeviceChoice
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,7 @@ def choose_node(cluster: Cluster, hostname: str | None) -> Node:
         if not others:
             return first
         names = ", ".join(node.hostname for node in others)
-        return replace(
-            first, notes=(*first.notes, f"This is the first node; --node shows others: {names}.")
-        )
+        return replace(first, notes=(*first.notes, f"This is the first node; --node shows others: {names}."))
     named = [node for node in cluster.nodes if node.hostname == hostname]
     if not named:
         names = ", ".join(node.hostname for node in cluster.nodes)

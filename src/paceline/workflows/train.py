@@ -15,7 +15,7 @@ from paceline.workflows.allocation import Allocation, allocation_on_paper, open_
 from paceline.workflows.dry_run import dry_run
 from paceline.workflows.forecasts import CLUSTER_FILE, feed_back, with_forecasts
 from paceline.workflows.jobs import Say, resolve_job, silent
-from paceline.workflows.plan_file import load_plan
+from paceline.workflows.plan import load_plan
 from paceline.workflows.run_folder import finished_record, new_run_dir, training_program, write_run
 from paceline.workflows.strategy import PLAIN, Strategy
 from paceline.workflows.where import HERE, RIGID, Elastic, Where

@@ -49,7 +49,7 @@ def verify(
         model, data, settings: as for `train`.
 
     Returns:
-        A verdict for each number of workers: whether it passed, else the first tensor that differs and the likely cause.
+        A verdict for each number of workers: whether it passed, or the first tensor that differs and the likely cause.
 
     Raises:
         PacelineError: an invalid argument, a mistake in the job, a script that takes no step.
