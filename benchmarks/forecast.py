@@ -22,10 +22,10 @@ from statistics import median
 from tests.hosts import cluster as namespaces
 from tests.hosts.sshd import ssh_between
 
-from paceline.cli.options import resolve_job
 from paceline.plan.forecast import Question, forecast
 from paceline.spec import AlgorithmName, Cluster, RunRecord
 from paceline.spec.codec import to_mapping
+from paceline.workflows.jobs import resolve_job
 
 ON_ONE_NODE: tuple[AlgorithmName, ...] = ("all_reduce", "hierarchical")
 BETWEEN_NODES: tuple[AlgorithmName, ...] = ("all_reduce", "hierarchical", "halving_doubling", "ring")

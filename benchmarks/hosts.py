@@ -69,7 +69,7 @@ def main() -> None:
     out: Path = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     request.save(out / REQUEST_FILE)
-    program = ["-m", "paceline.measure.collectives", str(out / REQUEST_FILE), str(out)]
+    program = ["-m", "paceline.measure.collective_bench", str(out / REQUEST_FILE), str(out)]
     print(f"at most {arguments.budget + START_S:.0f} s …", file=sys.stderr)
     with Cluster(len(WORKERS_PER_NODE), rate_bits_per_s) as cluster:
         run_on_nodes(cluster, WORKERS_PER_NODE, program, timeout_s=arguments.budget + START_S)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.execute import write_run
 from paceline.launch.kubernetes import Pods, job_manifest
 from paceline.spec import Job, Plan, RunRecord
+from paceline.workflows.run_folder import write_run
 from tests.hosts.cluster import INTERFACE, MASTER_PORT, Cluster, Node, NodeProcess
 from tests.hosts.slurm import slurm_on, why_not_slurm
 from tests.hosts.sshd import ssh_between, why_not_ssh

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from paceline.cli.execute import write_run
 from paceline.spec import Job, Plan, RunRecord
+from paceline.workflows.run_folder import write_run
 from tests.hosts.cluster import Cluster
 from tests.hosts.forked import fork_on_nodes
 from tests.ranks.harness import run_ranks

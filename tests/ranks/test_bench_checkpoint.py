@@ -42,7 +42,7 @@ def test_the_program_runs_under_torchrun_and_reaches_any_address(tmp_path: Path)
     request = {"address": f"file://{place}/bench", "num_parameters": 1000, "num_rounds": 1, "timeout_s": 30}
     (tmp_path / "request.json").write_text(json.dumps(request))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    program = ["-m", "paceline.measure.checkpoints", "request.json", "out"]
+    program = ["-m", "paceline.measure.checkpoint_bench", "request.json", "out"]
     environ = clean_environ(TP_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     done = subprocess.run(
         [*torchrun, *program], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=90, check=False

@@ -20,8 +20,8 @@ from paceline import env
 from paceline.comm import ALGORITHMS, Algorithm, Links
 from paceline.comm.shared_memory import SharedMemory
 from paceline.errors import PacelineError
-from paceline.measure import collectives as bench_comm
-from paceline.measure.collectives import _num_rounds, fit, in_turn, time_cases
+from paceline.measure import collective_bench
+from paceline.measure.collective_bench import _num_rounds, fit, in_turn, time_cases
 from paceline.report.comm_files import load_timings
 from paceline.spec import Plan
 from paceline.spec.algorithm import algorithm_names
@@ -131,7 +131,7 @@ def test_beyond_the_budget_is_left_out_and_said() -> None:
 
 def _timed_in_a_megabyte(request: CommRequest) -> Result:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench_comm, "_free_bytes", lambda _device: 1e6)
+        patch.setattr(collective_bench, "_free_bytes", lambda _device: 1e6)
         return _timed([request], ((0, 1),))[0]
 
 
@@ -206,7 +206,7 @@ def test_one_worker_alone_has_nothing_to_send_and_is_timed_all_the_same(tmp_path
 def test_the_program_runs_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "request.json").write_text('{"sizes_bytes": [4096], "num_rounds": 1, "timeout_s": 30}')
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    program = ["-m", "paceline.measure.collectives", "request.json", "out"]
+    program = ["-m", "paceline.measure.collective_bench", "request.json", "out"]
     environ = clean_environ(TP_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     done = subprocess.run(
         [*torchrun, *program], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=90, check=False

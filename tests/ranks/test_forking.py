@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.site import PRELOAD
 from paceline.launch.commands import WORKER
 from paceline.launch.forking import ForkServer, Process
+from paceline.workflows.allocation import PRELOAD
 from tests.ranks.launching import is_alive, wait_until
 
 pytestmark = pytest.mark.timeout(60)

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from paceline import env
 from paceline.launch import run_workers
-from paceline.measure import job as job_probe
-from paceline.measure.job import ProbeRequest, _time_step, _what_fits, sizes_to_time, time_micro_batches
-from paceline.measure.links import time_loopback, time_shared_memory
-from paceline.measure.network import NetworkProbe
+from paceline.measure import job_probe
+from paceline.measure.job_probe import ProbeRequest, _time_step, _what_fits, sizes_to_time, time_micro_batches
+from paceline.measure.link_probe import time_loopback, time_shared_memory
+from paceline.measure.network_probe import NetworkProbe
 from paceline.measure.steps import StepTiming, Subject, is_enough
 from paceline.measure.workers_together import Together
 from paceline.spec import Cluster, MicroBatchTiming, Plan
@@ -38,7 +38,7 @@ def test_workers_time_what_they_send_each_other(tmp_path: Path) -> None:
     # The one between them looks on.
     request = {"hostnames": ["a", "b", "c"], "pairs": [[0, 2]], "num_streams": 2}
     (tmp_path / "network_request.json").write_text(json.dumps(request))
-    run_workers(Plan(world_size=3), ["-m", "paceline.measure.network", str(tmp_path)], run_dir=tmp_path)
+    run_workers(Plan(world_size=3), ["-m", "paceline.measure.network_probe", str(tmp_path)], run_dir=tmp_path)
     (link,) = NetworkProbe.load(tmp_path / "network.json").links
     assert link.ends == ("a", "c")
     assert link.interface == (env.own_interface() or "lo")

@@ -15,9 +15,7 @@ import typer
 
 from paceline import env
 from paceline.cli.console import table_console
-from paceline.cli.execute import new_run_dir
 from paceline.cli.options import AsJson, Quiet
-from paceline.cli.site import ANYWHERE, Site, Where, open_site, says_where
 from paceline.errors import JobError, PacelineError
 from paceline.plan import spread
 from paceline.spec import Cluster, Job, Plan
@@ -31,6 +29,8 @@ from paceline.spec.comm_timing import (
     WireName,
     message_sizes,
 )
+from paceline.workflows.allocation import ANYWHERE, Allocation, Where, open_allocation, says_where
+from paceline.workflows.run_folder import new_run_dir
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Side-by-side measurements on this hardware.")
 
@@ -94,7 +94,7 @@ def comm(
     folder = new_run_dir(out, Job(name="bench-comm"))
     if (folder / TIMINGS_FILE).exists():
         raise PacelineError(f"{folder} already holds a benchmark; choose another --out or remove the folder.")
-    with open_site(where, folder) as site:
+    with open_allocation(where, folder) as site:
         _measure(request, site, _plan(site.cluster, workers), folder, quiet)
     _show(load_timings(folder), folder, as_json)
 
@@ -125,11 +125,11 @@ def checkpoint(
     # A name of its own: whatever lies there already is left alone.
     place = directory or str(folder.absolute())
     address = f"{place if '://' in place else Path(place).absolute()}/bench-{uuid.uuid4().hex[:8]}"
-    with open_site(where, folder) as site:
+    with open_allocation(where, folder) as site:
         plan = _plan(site.cluster, workers)
         request = CheckpointRequest(address, int(parameters), rounds, plan.device_kind)
         _save_request(request, folder)
-        _run("paceline.measure.checkpoints", site, plan, folder, quiet)
+        _run("paceline.measure.checkpoint_bench", site, plan, folder, quiet)
     timings = CheckpointTimings.from_mapping(json.loads((folder / TIMINGS_FILE).read_text(encoding="utf-8")))
     if as_json:
         print(json.dumps(checkpoint_mapping(timings)))
@@ -143,13 +143,13 @@ def _plan(cluster: Cluster, workers: int | None) -> Plan:
     return spread(cluster, workers or max(len(cluster.devices), 2 if cluster.device_kind == "cpu" else 1))
 
 
-def _measure(request: CommRequest, site: Site, plan: Plan, folder: Path, quiet: bool) -> None:
+def _measure(request: CommRequest, site: Allocation, plan: Plan, folder: Path, quiet: bool) -> None:
     """Let the workers of `plan` time what is asked for; they leave it in the folder."""
     # Bytes are counted on an interface that every node has under one name; only the user can say that.
     counted = site.where.interface if len(plan.placements) > 1 else None
     request = dataclasses.replace(request, device_kind=plan.device_kind, interface=counted)
     _save_request(request, folder)
-    _run("paceline.measure.collectives", site, plan, folder, quiet)
+    _run("paceline.measure.collective_bench", site, plan, folder, quiet)
 
 
 def _save_request(request: CommRequest | CheckpointRequest, folder: Path) -> None:
@@ -160,7 +160,7 @@ def _save_request(request: CommRequest | CheckpointRequest, folder: Path) -> Non
         raise PacelineError(f"The folder {folder} cannot be used: {problem}.") from None
 
 
-def _run(module: str, site: Site, plan: Plan, folder: Path, quiet: bool) -> None:
+def _run(module: str, site: Allocation, plan: Plan, folder: Path, quiet: bool) -> None:
     """The workers of `plan`: each reads the request in the folder, and the first leaves its timings there."""
     # Absolute: on another node the working directory may be another.
     there = folder.absolute()

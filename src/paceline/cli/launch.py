@@ -9,14 +9,24 @@ from typing import Annotated
 import typer
 
 from paceline import env
-from paceline.cli.execute import new_run_dir
 from paceline.cli.options import DebugComm, DryRun, Threads
-from paceline.cli.site import ANYWHERE, RIGID, Elastic, Site, Where, dry_run, open_site, says_where, site_on_paper
-from paceline.cli.strategy import check_may_shrink, largest_that_fits
 from paceline.errors import LaunchError
 from paceline.launch.run_workers import SAVE_S
 from paceline.plan import spread
 from paceline.spec import Cluster, Job, Plan, parse_mesh
+from paceline.workflows.allocation import (
+    ANYWHERE,
+    RIGID,
+    Allocation,
+    Elastic,
+    Where,
+    allocation_on_paper,
+    dry_run,
+    open_allocation,
+    says_where,
+)
+from paceline.workflows.run_folder import new_run_dir
+from paceline.workflows.strategy import check_may_shrink, largest_that_fits
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
@@ -49,16 +59,16 @@ def launch(
             plan = spread(cluster, num_workers, threads, mesh)
         return dataclasses.replace(plan, debug_comm=debug_comm)
 
-    def num_workers_on(site: Site) -> int:
+    def num_workers_on(site: Allocation) -> int:
         return workers or (1 if site.where.launcher == "debug" else len(site.cluster.devices))
 
     if show:
-        site = site_on_paper(where)
+        site = allocation_on_paper(where)
         plan = plan_for(site.cluster, num_workers_on(site))
         print(dry_run(plan, program, out or Path("runs") / script.stem, site.where, env.strategy_note(strategy)))
         return
     run_dir = out or new_run_dir(None, Job(name=script.stem))
-    with open_site(where, run_dir) as site:
+    with open_allocation(where, run_dir) as site:
         num_workers = num_workers_on(site)
         limits = elastic.limits(num_workers)
         if limits is None:

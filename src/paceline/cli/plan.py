@@ -6,28 +6,29 @@ import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.cli.console import table_console
-from paceline.cli.forecasts import CLUSTER_FILE
-from paceline.cli.options import AsJson, DataDir, Settings, resolve_job
+from paceline.cli.options import AsJson, DataDir, Settings
 from paceline.errors import ClusterError, JobError, PacelineError
 from paceline.plan import place
 from paceline.spec import Cluster, Job, parse_mesh
 from paceline.spec.forecast import Forecast, Grow
 from paceline.spec.mesh import AXES, num_named
+from paceline.workflows.forecasts import CLUSTER_FILE
+from paceline.workflows.jobs import resolve_job
+from paceline.workflows.traced_model import model_on_paper, trace_model
 
 if TYPE_CHECKING:
     from paceline.plan.forecast import Question
-    from paceline.plan.memory import ModelFacts
     from paceline.spec import Plan
+    from paceline.spec.model_cost import ModelCost
 
 PLAN_FILE, PAGE_FILE, FORECAST_FILE = "plan.json", "plan.html", "forecast.json"
 
 _MOST_DEVICES = 1_000_000
-_TRACED_SAMPLES = 2
 
 
 def plan(
@@ -127,7 +128,7 @@ def device_counts(text: str) -> list[int]:
 
 
 def recommended_plan(
-    job: Job, cluster: Cluster, forecast: Forecast, question: Question | None = None, facts: ModelFacts | None = None
+    job: Job, cluster: Cluster, forecast: Forecast, question: Question | None = None, facts: ModelCost | None = None
 ) -> Plan | None:
     """The plan of the recommended row; None where the cluster has too few devices for it.
 
@@ -155,29 +156,6 @@ def recommended_plan(
     return dataclasses.replace(plan, forecast_samples_per_s=row.samples_per_s)
 
 
-def trace_model(job: Job) -> ModelFacts:
-    """What the job's model tells on paper: its layers, with their arithmetic and their memory."""
-    from paceline.parallel.dry_run import trace_layers
-    from paceline.plan.layer_partition import Layer
-    from paceline.plan.memory import Activations, ModelFacts
-
-    model, arguments = _on_paper(job, _TRACED_SAMPLES)
-    layers = tuple(Layer(**dataclasses.asdict(layer)) for layer in trace_layers(model, arguments, _TRACED_SAMPLES))
-    num_parameters = round(sum(layer.num_parameters for layer in layers))
-    return ModelFacts(num_parameters, Activations(sum(layer.kept_bytes for layer in layers)), layers)
-
-
-def _on_paper(job: Job, num_samples: int) -> tuple[Any, tuple[Any, ...]]:
-    """The job's model without memory, and what it is called with for so many samples."""
-    from paceline.data import load
-    from paceline.models import build
-    from paceline.parallel.dry_run import on_paper
-    from paceline.train.loop import data_facts
-
-    train_set, _ = load(job.data)
-    return on_paper(lambda: build(job.model, **data_facts(train_set)), train_set[0][0], num_samples)
-
-
 def show_dry_run(job: Job, text: str, *, sequence_parallel: bool = False, as_json: bool) -> None:
     """Try a mesh on paper, with as many workers as its degrees make, and print what each would hold and send.
 
@@ -194,7 +172,7 @@ def show_dry_run(job: Job, text: str, *, sequence_parallel: bool = False, as_jso
     from paceline.parallel.dry_run import dry_run
 
     shard = -(-job.global_batch_size // job.virtual_shards)
-    model, arguments = _on_paper(job, shard)
+    model, arguments = model_on_paper(job, shard)
     found = dry_run(
         model,
         arguments,
@@ -211,9 +189,9 @@ def show_dry_run(job: Job, text: str, *, sequence_parallel: bool = False, as_jso
                 "last_layer": stage.layers[1],
                 "parameter_bytes": stage.parameter_bytes,
                 "activation_bytes": stage.activation_bytes,
-                "memory_bytes": memory_bytes,
+                "memory_bytes": memory.total_bytes,
             }
-            for stage, memory_bytes in zip(found.stages, found.memory_bytes, strict=True)
+            for stage, memory in zip(found.stages, found.memory, strict=True)
         ]
         facts = {"mesh": str(mesh), "num_workers": mesh.num_workers, "num_micro_batches": found.num_micro_batches}
         print(json.dumps({**facts, "stages": stages, "sent_bytes": sent_bytes, "bubble": found.bubble}))
@@ -226,8 +204,8 @@ def show_dry_run(job: Job, text: str, *, sequence_parallel: bool = False, as_jso
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for heading in ("stage", "layers", "parameters", "activations", "memory"):
         table.add_column(heading, justify="left" if heading == "layers" else "right", overflow="fold")
-    for number, (stage, memory_bytes) in enumerate(zip(found.stages, found.memory_bytes, strict=True)):
-        held = (stage.parameter_bytes, stage.activation_bytes, memory_bytes)
+    for number, (stage, memory) in enumerate(zip(found.stages, found.memory, strict=True)):
+        held = (stage.parameter_bytes, stage.activation_bytes, memory.total_bytes)
         table.add_row(str(number), " … ".join(stage.layers), *map(size, held))
     many = "es" * (found.num_micro_batches > 1)
     print(

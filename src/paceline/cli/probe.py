@@ -15,12 +15,13 @@ import typer
 
 from paceline import env
 from paceline.cli.console import table_console
-from paceline.cli.options import AsJson, DataDir, Quiet, Settings, Threads, resolve_job
-from paceline.cli.site import ANYWHERE, Site, Where, open_site, says_where
+from paceline.cli.options import AsJson, DataDir, Quiet, Settings, Threads
 from paceline.errors import ClusterError, PacelineError, WorkerFailed
 from paceline.plan import place
 from paceline.spec import Cluster, Job, JobTiming, Link, NetworkLink, Node, NodePlacement, Plan
 from paceline.spec.codec import from_mapping, to_mapping
+from paceline.workflows.allocation import ANYWHERE, Allocation, Where, open_allocation, says_where
+from paceline.workflows.jobs import resolve_job
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,7 +54,7 @@ def probe(
     resolved = None if job is None else resolve_job(job, settings, data)
     before = Cluster.load(out) if out.exists() else None
     timing = None
-    with _scratch(folder) as scratch, open_site(where, scratch) as site:
+    with _scratch(folder) as scratch, open_allocation(where, scratch) as site:
         plan = None if resolved is None else _plan(resolved, site.cluster, workers, threads)
         nodes, reasons = _measure_links(site, scratch, quiet=quiet)
         network, more = _measure_network(site, scratch, quiet=quiet)
@@ -108,7 +109,7 @@ def _scratch(folder: Path) -> Iterator[Path]:
     shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _measure_links(site: Site, scratch: Path, *, quiet: bool) -> tuple[tuple[Node, ...], list[str]]:
+def _measure_links(site: Allocation, scratch: Path, *, quiet: bool) -> tuple[tuple[Node, ...], list[str]]:
     """The nodes with what two devices of each tell each other, and what could not be measured."""
     from rich.console import Console
 
@@ -118,13 +119,13 @@ def _measure_links(site: Site, scratch: Path, *, quiet: bool) -> tuple[tuple[Nod
     with Console(stderr=True, quiet=quiet).status("links inside " + _count(len(nodes), "node")):
         site.run(
             _one_worker_a_node(site.cluster),
-            ["-m", "paceline.measure.links", str(scratch)],
+            ["-m", "paceline.measure.link_probe", str(scratch)],
             run_dir=scratch,
             environ=_PCI_ORDER,
         )
 
     # Not before: with --launcher debug the program above is this very module, which Python wants to be new.
-    from paceline.measure.links import LINKS_FILE, LinkProbe, with_measured
+    from paceline.measure.link_probe import LINKS_FILE, LinkProbe, with_measured
 
     results = [LinkProbe.load(scratch / LINKS_FILE.format(rank=rank)) for rank in range(len(nodes))]
     measured = tuple(with_measured(node, result.links) for node, result in zip(nodes, results, strict=True))
@@ -147,9 +148,9 @@ def _reasons_of_nodes(by_node: Mapping[str, Sequence[str]]) -> list[str]:
     ]
 
 
-def _measure_network(site: Site, scratch: Path, *, quiet: bool) -> tuple[tuple[NetworkLink, ...], list[str]]:
+def _measure_network(site: Allocation, scratch: Path, *, quiet: bool) -> tuple[tuple[NetworkLink, ...], list[str]]:
     """What pairs of nodes reach, and which pairs were left out."""
-    from paceline.measure.links import MOST_NODES_IN_FULL, node_pairs
+    from paceline.measure.link_probe import MOST_NODES_IN_FULL, node_pairs
 
     num_nodes = len(site.cluster.nodes)
     if num_nodes == 1:
@@ -163,7 +164,7 @@ def _measure_network(site: Site, scratch: Path, *, quiet: bool) -> tuple[tuple[N
             "device_kind": site.cluster.device_kind,
         },
     )
-    program = ["-m", "paceline.measure.network", str(scratch), *(["--quiet"] if quiet else [])]
+    program = ["-m", "paceline.measure.network_probe", str(scratch), *(["--quiet"] if quiet else [])]
     site.run(_one_worker_a_node(site.cluster), program, run_dir=scratch, environ=_PCI_ORDER | env.terminal())
     result = json.loads((scratch / "network.json").read_text(encoding="utf-8"))
     links = tuple(from_mapping(NetworkLink, link) for link in result["links"])
@@ -189,7 +190,7 @@ def _count(number: int, thing: str) -> str:
 
 
 def _measure_job(
-    job: Job, plan: Plan, site: Site, scratch: Path, budget_s: float, *, quiet: bool
+    job: Job, plan: Plan, site: Allocation, scratch: Path, budget_s: float, *, quiet: bool
 ) -> tuple[JobTiming, list[str]]:
     """What the parts of `job` take on the first device of the plan, by itself and beside the plan's other workers."""
     from paceline.plan.forecast import largest_share  # NumPy: not for those who only want help
@@ -217,7 +218,7 @@ def _measure_job(
             "budget_s": budget_s,
         },
     )
-    program = ["-m", "paceline.measure.job", str(scratch), *(["--quiet"] if quiet else [])]
+    program = ["-m", "paceline.measure.job_probe", str(scratch), *(["--quiet"] if quiet else [])]
     site.run(plan, program, run_dir=scratch, environ=_PCI_ORDER | env.terminal())
     result = json.loads((scratch / "probe.json").read_text(encoding="utf-8"))
     return from_mapping(JobTiming, result["timing"]), list(result["not_measured"])

@@ -10,8 +10,6 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.execute import begun_with, execute, new_run_dir
-from paceline.cli.forecasts import CLUSTER_FILE, ClusterFile, feed_back, with_forecasts, without_forecasts
 from paceline.cli.options import (
     Algorithm,
     AsJson,
@@ -23,14 +21,16 @@ from paceline.cli.options import (
     Threads,
     parse_counts,
     parse_tolerance,
-    resolve_job,
 )
-from paceline.cli.site import ANYWHERE, Site, Where, open_site, says_where
-from paceline.cli.strategy import PLAIN, Strategy
 from paceline.errors import JobError, WorkerFailed
 from paceline.plan import spread
 from paceline.spec import Job, Plan, RunRecord
 from paceline.spec.forecast import Grow
+from paceline.workflows.allocation import ANYWHERE, Allocation, Where, open_allocation, says_where
+from paceline.workflows.forecasts import CLUSTER_FILE, ClusterFile, feed_back, with_forecasts, without_forecasts
+from paceline.workflows.jobs import resolve_job
+from paceline.workflows.run_folder import begun_with, execute, new_run_dir
+from paceline.workflows.strategy import PLAIN, Strategy
 
 
 @says_where
@@ -69,7 +69,7 @@ def scale(
     study_dir = out or new_run_dir(None, dataclasses.replace(base, name=f"{base.name}-scaling"))
     records: list[RunRecord] = []
     failures: list[str] = []
-    with open_site(where, study_dir) as site:
+    with open_allocation(where, study_dir) as site:
         # A CPU device is a fixed number of threads, or two devices would be no more than one.
         threads = threads or spread(site.cluster, counts[-1]).threads_per_worker
         jobs = [base.grown(count) if grow == "batch" else base for count in counts]
@@ -110,7 +110,7 @@ def scale(
 
 
 def _record_of(
-    job: Job, plan: Plan, run_dir: Path, site: Site, cluster: Path, max_steps: int | None, quiet: bool
+    job: Job, plan: Plan, run_dir: Path, site: Allocation, cluster: Path, max_steps: int | None, quiet: bool
 ) -> RunRecord:
     """The record of this very run if the study was begun before, else of a new one."""
     path = run_dir / "record.json"

@@ -11,13 +11,14 @@ from typing import Annotated, Literal
 import typer
 
 from paceline.cli.bench import parse_size
-from paceline.cli.execute import new_run_dir
-from paceline.cli.options import DataDir, Settings, resolve_job
+from paceline.cli.options import DataDir, Settings
 from paceline.errors import LaunchError
 from paceline.launch import slurm
 from paceline.launch.kubernetes import Pods, job_manifest, train_job_manifest
 from paceline.plan import place
 from paceline.spec import Cluster, Device, DeviceKind, Job, Node
+from paceline.workflows.jobs import resolve_job
+from paceline.workflows.run_folder import new_run_dir
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Hand a run to Slurm or Kubernetes.")
 

@@ -10,8 +10,6 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.execute import execute, new_run_dir, training_program
-from paceline.cli.forecasts import CLUSTER_FILE, ClusterFile, feed_back, with_forecasts
 from paceline.cli.options import (
     Algorithm,
     AsJson,
@@ -26,12 +24,24 @@ from paceline.cli.options import (
     Settings,
     Threads,
     Trackers,
-    resolve_job,
 )
-from paceline.cli.plan_file import load_plan
-from paceline.cli.site import ANYWHERE, RIGID, Elastic, Site, Where, dry_run, open_site, says_where, site_on_paper
-from paceline.cli.strategy import PLAIN, Strategy, check_may_shrink, largest_that_fits
 from paceline.spec import Cluster, Plan
+from paceline.workflows.allocation import (
+    ANYWHERE,
+    RIGID,
+    Allocation,
+    Elastic,
+    Where,
+    allocation_on_paper,
+    dry_run,
+    open_allocation,
+    says_where,
+)
+from paceline.workflows.forecasts import CLUSTER_FILE, ClusterFile, feed_back, with_forecasts
+from paceline.workflows.jobs import resolve_job
+from paceline.workflows.plan_file import load_plan
+from paceline.workflows.run_folder import execute, new_run_dir, training_program
+from paceline.workflows.strategy import PLAIN, Strategy, check_may_shrink, largest_that_fits
 
 
 @says_where
@@ -84,17 +94,17 @@ def train(
             resolved, [dataclasses.replace(plan, debug_comm=debug_comm, exclude_slower=exclude_slower)], cluster_file
         )[0]
 
-    def num_workers_on(site: Site) -> int:
+    def num_workers_on(site: Allocation) -> int:
         num_devices = 1 if site.where.launcher == "debug" else len(site.cluster.devices)
         return workers or (planned.world_size if planned else min(num_devices, resolved.virtual_shards))
 
     if show:
-        site, run_dir = site_on_paper(where), (out or Path("runs") / resolved.name).absolute()
+        site, run_dir = allocation_on_paper(where), (out or Path("runs") / resolved.name).absolute()
         plan = plan_for(site.cluster, num_workers_on(site))
         print(dry_run(plan, training_program(run_dir, max_steps, quiet, track or [], force), run_dir, site.where))
         return
     run_dir = new_run_dir(out, resolved)
-    with open_site(where, run_dir) as site:
+    with open_allocation(where, run_dir) as site:
         num_workers = num_workers_on(site)
         limits = elastic.limits(num_workers)
         plan = plan_for(site.cluster, num_workers if limits is None else limits.max_workers)
@@ -104,7 +114,15 @@ def train(
             check_may_shrink(plan_within, site.cluster, limits.min_workers, limits.max_workers)
             run = functools.partial(site.run_elastic, limits, plan_within, run_dir=run_dir, standby=elastic.standby)
         record = execute(
-            resolved, plan, run_dir, site, max_steps=max_steps, quiet=quiet, trackers=track or [], force=force, run=run
+            resolved,
+            plan,
+            run_dir,
+            site,
+            max_steps=max_steps,
+            quiet=quiet,
+            trackers=track or [],
+            force=force,
+            run=run,
         )
     feed_back([record], cluster_file)
     if as_json:

@@ -12,14 +12,15 @@ from typing import Annotated
 import typer
 
 from paceline import env
-from paceline.cli.execute import write_run
-from paceline.cli.options import AsJson, DataDir, Settings, parse_counts, resolve_job
-from paceline.cli.strategy import Strategy
+from paceline.cli.options import AsJson, DataDir, Settings, parse_counts
 from paceline.errors import LaunchError
 from paceline.hardware import detect
 from paceline.launch import run_workers
 from paceline.plan import spread
 from paceline.spec import Cluster, Job, Plan
+from paceline.workflows.jobs import resolve_job
+from paceline.workflows.run_folder import write_run
+from paceline.workflows.strategy import Strategy
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 

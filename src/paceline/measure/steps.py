@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.data.order import epoch_order
 from paceline.parallel import Assignment, Engine, StepInput
-from paceline.train.run import LossFn, Run
+from paceline.train.numerics import LossFn
+from paceline.train.run import Run
 from paceline.train.seeding import seed_shard
 from paceline.train.timing import settle
 
@@ -70,12 +71,12 @@ def step_of(
     """What makes this worker's pass over `size` samples, and an update if it is to; returns the seconds of both."""
     run, optimizer = subject.run, subject.optimizer
     clip_norm = run.job.optim.clip_norm
-    (batch,) = run.read(subject.train_set, 0, [_first_samples(subject.train_set, size)], train=True)
+    (batch,) = run.reader.read(subject.train_set, 0, [_first_samples(subject.train_set, size)], train=True)
     num_shards = max(1, size // subject.shard_size)
     step_input = StepInput(
         share=Assignment.of(size * world_size, num_shards * world_size, rank, world_size),
         batch=batch,
-        loss_of=lambda model, part: run.loss_of(model, part, subject.loss_fn),
+        loss_of=run.precision.of(subject.loss_fn),
         seed_shard=lambda shard: seed_shard(run.job.seed, 0, shard, run.device),
         scale=lambda loss: loss,
     )
@@ -84,9 +85,14 @@ def step_of(
         optimizer.zero_grad(set_to_none=True)
         settle(run.device)
         pass_began = time.perf_counter()
-        engine.gradients(step_input)
-        settle(run.device)
-        pass_ended = time.perf_counter()
+        pass_ended = pass_began
+
+        def update(_loss: Tensor) -> None:
+            nonlocal pass_ended
+            settle(run.device)
+            pass_ended = time.perf_counter()
+
+        engine.step(step_input, update)
         if with_updates:
             if clip_norm is not None:
                 nn.utils.clip_grad_norm_(run.model.parameters(), clip_norm)

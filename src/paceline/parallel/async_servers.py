@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.comm.links import node_of_every_rank, open_node_group
-from paceline.comm.parameter_server_async import Course, ParameterServerAsync, Terms
+from paceline.comm.parameter_server_async import ParameterServerAsync, ServerSettings, UpdateSchedule
 from paceline.errors import JobError
 from paceline.parallel.by_shard import ShardByShard
 from paceline.parallel.clock import Clock, Mark
@@ -32,9 +32,7 @@ class AsyncServers(HoldsAll):
     is_synchronised = False  # status is exchanged in `AnyShard.at_rest`
     changes_buffers = True
 
-    def __init__(
-        self, model: nn.Module, job: Job, plan: Plan, device: torch.device, group: dist.ProcessGroup
-    ) -> None:
+    def __init__(self, model: nn.Module, job: Job, plan: Plan, device: torch.device, group: dist.ProcessGroup) -> None:
         self._shards = ShardByShard(model)
         self.module = self._shards.module
         self._spec = job.aggregation
@@ -89,10 +87,10 @@ class AsyncServers(HoldsAll):
         if spec.sync_inside_nodes:
             nodes = node_of_every_rank(self._group)
             node_group = open_node_group(nodes, self._group, plan.timeout_s)
-        terms = Terms(
+        terms = ServerSettings(
             staleness=spec.staleness, num_servers=plan.num_servers, lease_s=plan.timeout_s, timeout_s=plan.timeout_s
         )
-        course = Course(any_shard.num_shards, any_shard.lr_factor, any_shard.batch)
+        course = UpdateSchedule(any_shard.num_shards, any_shard.lr_factor, any_shard.batch)
         store = dist.distributed_c10d._get_default_store()
         with any_shard.at_base_rates() as optimizer:
             return ParameterServerAsync(

@@ -38,8 +38,8 @@ def any_shard(
     if batch.index != progress.steps:
         raise JobError(
             f"This run has made {progress.steps} updates, but {batch.index} global batches of "
-            f"{job.global_batch_size} come before this one, and asynchronous servers count batches by updates; train on "
-            "every batch of every epoch once, with one global_batch_size, or begin in another folder."
+            f"{job.global_batch_size} come before this one, and asynchronous servers count batches by updates; "
+            "train on every batch of every epoch once, with one global_batch_size, or begin in another folder."
         )
 
     def sizes(index: int) -> tuple[int, ...]:

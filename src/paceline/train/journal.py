@@ -13,7 +13,7 @@ import torch
 from paceline import env
 from paceline.spec import EpochRecord, RunRecord
 from paceline.spec.codec import from_mapping, to_mapping
-from paceline.spec.noise_scale import warning_about_batch
+from paceline.train.batch_warning import batch_warning
 from paceline.train.environment import describe_environment
 from paceline.train.metrics import Sink, open_sinks
 from paceline.train.progress import Progress
@@ -136,7 +136,7 @@ class Journal:
         run = self._run
         if self._has_warned or noise_scale is None or run.noise.num_measured < _NOISE_STEPS:
             return
-        warning = warning_about_batch(run.job.global_batch_size, noise_scale, run.world_size)
+        warning = batch_warning(run.job.global_batch_size, noise_scale, run.world_size)
         if warning is not None:
             self._has_warned = True
             self._notes.append(warning)

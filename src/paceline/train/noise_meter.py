@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from paceline.noise import NoiseScale, SmoothedNoise
 from paceline.parallel import Assignment
 from paceline.parallel.gradient_norms import GradientNorms, TakeNorms
 from paceline.spec import Job
 from paceline.spec.codec import from_mapping, to_mapping
-from paceline.spec.noise_scale import NoiseScale, SmoothedNoise
 
 # Gradient noise changes slowly, and a small model's norms every step would cost more than 1 % of its time.
 _EVERY_STEPS = 2

@@ -22,10 +22,10 @@ from torch.optim import Optimizer
 from paceline import env
 from paceline.errors import JobError
 from paceline.heartbeat import Heartbeat
+from paceline.noise import SmoothedNoise
 from paceline.parallel import Engine, check_shards, parallelize
 from paceline.parallel.start import is_on_meta
 from paceline.spec import Job, Mesh, Plan
-from paceline.spec.noise_scale import SmoothedNoise
 from paceline.train.data_progress import DataProgress
 from paceline.train.digest import weights_sha256
 from paceline.train.evaluate import Measure, chunk_ranges, evaluate, evaluation_mode, own_chunks
@@ -37,8 +37,8 @@ from paceline.train.reading import DatasetReader, num_samples
 from paceline.train.schedule import LearningRates
 from paceline.train.seeding import seed_between_steps, seed_evaluation, seed_generators
 from paceline.train.session import Kept, RunState, Session, Stateful
-from paceline.train.step import Pending, Stepper
 from paceline.train.state import Names, Trained, rebind
+from paceline.train.step import Pending, Stepper
 from paceline.train.timing import StepTimer
 from paceline.train.trace import ParityTracer
 
@@ -230,9 +230,12 @@ class Run:
             self.timer.data_arrived()
             self._pending = Pending(batch, content, dataset)
             yield content
-            if self._pending is not None:
-                raise JobError("Every batch from run.batches needs its run.step before the next one is taken.")
+            self._check_stepped()
             self.timer.data_asked()
+
+    def _check_stepped(self) -> None:
+        if self._pending is not None:
+            raise JobError("Every batch from run.batches needs its run.step before the next one is taken.")
 
     def step(self, batch: Any, loss_fn: LossFn) -> Tensor:
         """Forward, backward, aggregate, clip, update.

@@ -25,7 +25,7 @@ class LearningRates:
         )
 
     def set(self, samples_seen: int, samples_per_epoch: int) -> None:
-        """For the step that begins after `samples_seen` samples; a job without a schedule leaves rates to the script."""
+        """For the step after `samples_seen` samples; without a schedule the rates are the script's business."""
         if self._is_scheduled:
             factor = lr_factor(self._job, samples_seen, samples_per_epoch)
             self._write([base * factor for base in self._base])

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.options import parse_counts, parse_tolerance, recipe_names, resolve_job
+from paceline.cli.options import parse_counts, parse_tolerance
 from paceline.errors import JobError
 from paceline.plan import place
 from paceline.spec import Cluster, Device, Job, Node, load_job
+from paceline.workflows.jobs import recipe_names, resolve_job
 
 
 def test_the_recipe_of_the_demo_is_there() -> None:

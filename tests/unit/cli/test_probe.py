@@ -14,10 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.cli.probe import _measure_job, _reasons_of_nodes, merge
-from paceline.cli.site import ANYWHERE, Site, Where
-from paceline.measure import links as link_probe
-from paceline.measure.job import JobProbe
-from paceline.measure.links import (
+from paceline.measure import link_probe
+from paceline.measure.job_probe import JobProbe
+from paceline.measure.link_probe import (
     LinkProbe,
     LinkTimes,
     measure_links,
@@ -26,6 +25,7 @@ from paceline.measure.links import (
     with_measured,
 )
 from paceline.spec import Cluster, Device, ForecastCheck, Job, JobTiming, Link, NetworkLink, Node, NodePlacement, Plan
+from paceline.workflows.allocation import ANYWHERE, Allocation, Where
 
 
 def node(hostname: str, *labels: str, num_gpus: int = 4) -> Node:
@@ -153,7 +153,10 @@ class _Site:
 
 def _measured(job: Job, plan: Plan, folder: Path, where: Where = ANYWHERE) -> _Site:
     site = _Site(Cluster((node("a", "NV4"),)), where)
-    assert _measure_job(job, plan, cast(Site, site), folder, 30.0, quiet=True) == (timing("job"), ["nothing"])
+    assert _measure_job(job, plan, cast(Allocation, site), folder, 30.0, quiet=True) == (
+        timing("job"),
+        ["nothing"],
+    )
     return site
 
 

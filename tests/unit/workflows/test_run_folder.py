@@ -1,0 +1,61 @@
+"""The folder of a run: no run is ever written over another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import PacelineError
+from paceline.spec import Job, Plan
+from paceline.workflows.run_folder import begun_with, new_run_dir, write_run
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_new_folders_differ_even_within_a_second() -> None:
+    folders = [new_run_dir(None, Job(name="digits")) for _ in range(3)]
+    assert len(set(folders)) == 3
+    for folder in folders:
+        assert folder.is_dir()
+        assert folder.parent == Path("runs")
+        assert folder.name.startswith("digits-")
+        assert folder.stat().st_mode & 0o077 == 0  # a run may hold what only its owner should see
+
+
+def test_a_finished_run_is_never_lost(tmp_path: Path) -> None:
+    out = tmp_path / "mine"
+    assert new_run_dir(out, Job()) == out
+    out.mkdir()
+    (out / "job.json").write_text("{}")  # begun and given up: may be begun again
+    assert new_run_dir(out, Job()) == out
+    (out / "record.json").write_text("{}")
+    with pytest.raises(PacelineError, match="already holds a finished run; choose another --out"):
+        new_run_dir(out, Job())
+
+
+def test_a_run_lies_ready_as_files(tmp_path: Path) -> None:
+    job, plan = Job(name="digits", epochs=3), Plan(world_size=2)
+    program = write_run(
+        job, plan, tmp_path / "deep" / "run", max_steps=7, quiet=True, trackers=["tensorboard"], force=True
+    )
+    run_dir = tmp_path / "deep" / "run"
+    assert begun_with(run_dir) == (job, plan, 7)
+    assert program == [
+        *("-m", "paceline.train", str(run_dir)),
+        *("--max-steps", "7", "--quiet", "--force", "--track", "tensorboard"),
+    ]
+
+
+def test_a_run_without_a_limit_says_so(tmp_path: Path) -> None:
+    write_run(Job(), Plan(), tmp_path / "run")
+    assert begun_with(tmp_path / "run") == (Job(), Plan(), None)
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PacelineError, match=r"run folder .*file/run cannot be made"):
+        write_run(Job(), Plan(), tmp_path / "file" / "run")
