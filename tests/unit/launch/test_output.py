@@ -83,7 +83,11 @@ def test_a_pipe_that_nobody_reads_is_behind() -> None:
 
 def test_a_pump_that_cannot_show_is_behind(tmp_path: Path) -> None:
     may_show = threading.Event()
-    pump = LinePump(lambda _fd, _lines: bool(may_show.wait(30)) and None)
+
+    def show(_target_fd: int, _lines: bytes) -> None:
+        may_show.wait(30)
+
+    pump = LinePump(show)
     (out, out_end), (err, err_end) = os.pipe(), os.pipe()
     os.close(err_end)
     pump.add(3, os.fdopen(out, "rb", 0), os.fdopen(err, "rb", 0), prefix=b"", log=(tmp_path / "log").open("wb", 0))
