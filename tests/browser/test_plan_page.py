@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from paceline.plan.forecast import Question, counts_between, forecast
-from paceline.report.plan_page import plan_plots, render_plan_page
+from paceline.report.plan_page import render_plan_page
+from paceline.report.plan_plots import plan_plots
 from paceline.spec import Job
 from tests.browser.chromium import Browser
 from tests.browser.conftest import Scheme, check_colours, check_page, show

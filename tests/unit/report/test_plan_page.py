@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from paceline.plan.forecast import Question, counts_between, forecast
-from paceline.report.plan_page import plan_plots, render_plan_page
+from paceline.report.plan_page import render_plan_page
+from paceline.report.plan_plots import plan_plots
 from paceline.report.plan_table import columns, plan_table, shown_rows
 from paceline.spec import Job
 from paceline.spec.forecast import Forecast
