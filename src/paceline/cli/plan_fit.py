@@ -46,7 +46,7 @@ def fit_and_predict(obs: Path, queries: Path, as_json: bool) -> None:
             "forecast_s": one.forecast_s,
             "sentence": one.sentence(f"{obs}, line {measured[one.row][0]},"),
         }
-        for one in calibration.contradictions
+        for one in calibration.outliers
     ]
     if as_json:
         predictions = [

@@ -193,9 +193,9 @@ def _measure_job(
     job: Job, plan: Plan, site: Allocation, scratch: Path, budget_s: float, *, quiet: bool
 ) -> tuple[JobTiming, list[str]]:
     """What the parts of `job` take on the first device of the plan, by itself and beside the plan's other workers."""
-    from paceline.plan.forecast import largest_share  # NumPy: not for those who only want help
+    from paceline.plan.inputs import largest_assignment  # NumPy: not for those who only want help
 
-    share, shard, _ = largest_share(job, plan.world_size)
+    share, shard, _ = largest_assignment(job, plan.world_size)
     whole = job.global_batch_size
     if job.parity == "bitwise":  # a pass for each virtual shard
         share = whole = shard

@@ -227,7 +227,7 @@ def _interval(forecast: Forecast, rate: Callable[[ForecastRow], float]) -> Trace
         [rate(row) * row.step_s / row.high_s for row in rows],
         [rate(row) * row.step_s / row.low_s for row in rows],
     )
-    return interval([row.devices for row in rows], low, high, series_color(0))
+    return interval([row.devices for row in rows], low, high, series_color(0), name="interval")
 
 
 def _ideal(forecast: Forecast, per_device: float) -> Trace:
