@@ -50,7 +50,7 @@ def all_gather_objects(value: Any, group: dist.ProcessGroup | None, classes: Ite
     device = _device(group)
     text, tensors = encode(value)
     if tensors:
-        raise TypeError("all_gather_objects takes values without tensors; gather those by torch's own collectives.")
+        raise TypeError("all_gather_objects takes values without tensors and bytes; gather those by other collectives.")
     length = torch.tensor([len(text)], device=device)
     lengths = [torch.empty_like(length) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, length, group=group)

@@ -1,7 +1,7 @@
 """Python values as JSON text and raw tensor memory.
 
 What a stranger sends can at worst be a wrong value: unlike a pickle, decoding it runs no code. Values are None,
-booleans, numbers, texts, lists, tuples, sets, dictionaries, tensors, torch dtypes, and the dataclasses that the
+booleans, numbers, texts, bytes, lists, tuples, sets, dictionaries, tensors, torch dtypes, and the dataclasses that the
 receiver names.
 """
 
@@ -89,6 +89,9 @@ def _plain(value: Any, tensors: list[Tensor]) -> Any:
         case Tensor():
             tensors.append(value.detach().cpu().contiguous())
             return {"tensor": len(tensors) - 1}
+        case bytes():
+            tensors.append(torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0).byte())
+            return {"bytes": len(tensors) - 1}
         case torch.dtype():
             return {"dtype": str(value)[6:]}
         case list():
@@ -120,6 +123,8 @@ def _value(plain: Any, tensors: list[Tensor], classes: dict[str, type]) -> Any:
             return float(content)
         case "tensor":
             return tensors[content]
+        case "bytes":
+            return memory(tensors[content]).tobytes()
         case "dtype":
             return _dtype(content)
         case "tuple":

@@ -22,7 +22,7 @@ class Point:
     values: tuple[Any, ...]
 
 
-LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
 VALUES = st.recursive(
     LEAVES,
     lambda inner: (

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from paceline.errors import ModelError
@@ -35,23 +36,60 @@ class StepInput:
     """What a forward pass runs in (autocast), where it is not `loss_of` that runs it."""
     take_norms: TakeNorms | None = None
     """Told the norms of the step's gradients where parts of them are computed one by one: in this step or the next."""
+    any_shard: AnyShard | None = None
+    """For an engine that does not compute this worker's own assignment."""
+
+
+@dataclass(frozen=True)
+class AnyShard:
+    """How to compute any virtual shard of the run, and where all workers rest. Global batches are counted from the
+    beginning of the run."""
+
+    batch: int
+    """The global batch of this step."""
+    num_shards: Callable[[int], int]
+    """Virtual shards of a global batch that are not empty."""
+    lr_factor: Callable[[int], float]
+    """The factor on the optimizer's base learning rates for the update by a global batch."""
+    read: Callable[[int, int], StepInput]
+    """read(batch, shard): the step of a worker whose whole assignment is this shard."""
+    at_base_rates: Callable[[], AbstractContextManager[Optimizer]]
+    """Inside, the optimizer has its base learning rates."""
+    stop: int
+    """All workers rest when this many updates have been made: an epoch ends, or a checkpoint is due."""
+    wants_rest: Callable[[], bool]
+    """Whether this worker asks all to rest now."""
+    at_rest: Callable[[], None]
+    """To be called when all workers rest and before they go on: they exchange their status and may save. A
+    collective."""
+
+
+Update = Callable[[Tensor], None]
+"""Called with the mean loss when the gradient is in `.grad` of every parameter: makes the optimizer's step."""
 
 
 class Engine(Protocol):
-    """Computes the gradient of the mean loss over the global batch, the same on every worker.
-
-    An engine whose workers meet less often says in `gradients` and `after_update` what it does instead.
-    """
+    """Trains a model together with the other workers, one global batch after the other."""
 
     module: nn.Module
     """What the forward pass goes through."""
 
-    def gradients(self, step: StepInput) -> Tensor:
-        """Leave the gradient in `.grad` of every parameter; return the global batch's mean loss, detached."""
+    def step(self, step: StepInput, update: Update) -> Tensor:
+        """Train on one global batch; return its mean loss, a detached scalar, the same on every worker.
+
+        An engine leaves the gradient of that mean loss in `.grad` of every parameter and calls `update` once. One
+        whose workers synchronise less often, or whose updates are made elsewhere, says here what it does instead.
+        """
         ...
 
-    def after_update(self) -> None:
-        """The optimizer has done its step, with whatever gradients there were; called once for each of them."""
+    @property
+    def reads_assignment(self) -> bool:
+        """Whether a worker computes the samples assigned to it. Else nobody has to read them: see `AnyShard`."""
+        ...
+
+    @property
+    def is_synchronised(self) -> bool:
+        """Whether all workers have come to one point after the last step, where they can exchange their status."""
         ...
 
     def consensus(self) -> AbstractContextManager[None]:
@@ -173,13 +211,21 @@ class HoldsAll:
 class EqualAfterEveryStep:
     """The part of an `Engine` that is the same wherever equal gradients make equal weights in every step."""
 
+    reads_assignment = True
+    is_synchronised = True
     weights_diverge = False
+
+    def gradients(self, step: StepInput) -> Tensor:
+        """Leave the gradient in `.grad` of every parameter; return the global batch's mean loss, detached."""
+        raise NotImplementedError
+
+    def step(self, step: StepInput, update: Update) -> Tensor:
+        loss = self.gradients(step)
+        update(loss)
+        return loss
 
     def sync_buffers(self) -> bool:
         raise NotImplementedError
-
-    def after_update(self) -> None:
-        """The weights are equal again: there is nothing to do."""
 
     @contextmanager
     def consensus(self) -> Iterator[None]:

@@ -38,7 +38,7 @@ from paceline.parallel.aggregation import BUCKET_BYTES, compressor_state, load_c
 from paceline.parallel.assignment import Assignment
 from paceline.parallel.clock import Clock, Mark
 from paceline.parallel.dp import DataParallel
-from paceline.parallel.engine import HoldsAll, StepInput, broadcast
+from paceline.parallel.engine import HoldsAll, StepInput, Update, broadcast
 from paceline.spec import AggregationSpec, Job, Plan
 
 
@@ -101,11 +101,20 @@ class LocalSGD(HoldsAll):
     def _group(self) -> dist.ProcessGroup | None:
         return None if self._aggregator is None else self._aggregator.links.group
 
-    def gradients(self, step: StepInput) -> Tensor:
-        """As an engine does, but of the mean over the samples of this worker, or of those that meet every step.
+    def step(self, step: StepInput, update: Update) -> Tensor:
+        """Train on the samples of this worker, or of its node where that synchronises every step.
 
         Without any such sample no parameter gets a gradient, and the loss is NaN.
         """
+        loss = self._gradients(step)
+        update(loss)
+        if self._num_steps == self._spec.sync_every:
+            begin = self._clock.mark()
+            self._meet()
+            self.communication = begin, self._clock.mark()
+        return loss
+
+    def _gradients(self, step: StepInput) -> Tensor:
         if self._holds_consensus:
             raise JobError("run.step is of no use inside run.consensus: what it learned would be thrown away.")
         if not self._has_begun:  # weights may have been loaded since they were prepared
@@ -122,12 +131,6 @@ class LocalSGD(HoldsAll):
         loss = self._every_step.gradients(mine)
         self.communication = self._every_step.communication
         return loss
-
-    def after_update(self) -> None:
-        if self._num_steps == self._spec.sync_every:
-            begin = self._clock.mark()
-            self._meet()
-            self.communication = begin, self._clock.mark()
 
     @torch.no_grad()
     def _meet(self) -> None:
@@ -165,11 +168,16 @@ class LocalSGD(HoldsAll):
                 for tensor, own in zip(tensors, kept, strict=True):
                     tensor.copy_(own)
 
+    reads_assignment = True
     weights_diverge = True
     changes_buffers = True
 
-    def sync_buffers(self) -> bool:
+    @property
+    def is_synchronised(self) -> bool:
         return self._num_steps == 0
+
+    def sync_buffers(self) -> bool:
+        return self.is_synchronised
 
     def shared_state(self) -> dict[str, Any]:
         inside = self._every_step.shared_state()
