@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,22 +13,22 @@ from torch.optim import Optimizer
 from paceline.comm.links import node_of_every_rank, open_node_group
 from paceline.comm.parameter_server_async import Course, ParameterServerAsync, Terms
 from paceline.errors import JobError
-from paceline.parallel.by_shard import ShardByShard
-from paceline.parallel.clock import Clock, Mark
-from paceline.parallel.engine import HoldsAll, StepInput, broadcast
+from paceline.parallel.clock import Clock
+from paceline.parallel.engine import Engine, StepInput, broadcast
+from paceline.parallel.passes import ShardByShard
 from paceline.spec import AggregationSpec, Job, Plan
 
 
-class AsyncServers(HoldsAll):
+class AsyncServers(Engine):
     """Computes shards as they come. An engine for all but the step itself, which no worker makes on its own."""
 
     def __init__(self, model: nn.Module, device: torch.device, group: dist.ProcessGroup | None) -> None:
-        self.shards = ShardByShard(model)
+        self.shards = ShardByShard(model, device)
         self.module = self.shards.module
         self._group = group
         self._collect: Callable[[], object] | None = None
         now = Clock(device).mark()
-        self.communication: tuple[Mark, Mark] = now, now
+        self.communication = now, now
         broadcast([*self.module.parameters(), *self.module.buffers()], group)
 
     def gradients(self, step: StepInput) -> Tensor:  # noqa: ARG002 - it is an engine
@@ -37,8 +36,6 @@ class AsyncServers(HoldsAll):
             "aggregation.method = 'parameter_server_async' has no step that all workers make together, so run.step "
             "cannot do it; train the job with `paceline train`, or use another method."
         )
-
-    def after_update(self) -> None: ...
 
     changes_buffers = True
 
@@ -62,15 +59,6 @@ class AsyncServers(HoldsAll):
         self._collect()
         broadcast(self.module.buffers(), self._group)
         return True
-
-    def shared_state(self) -> dict[str, Any]:
-        return {}
-
-    def own_state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
-        """There is nothing to load."""
 
     @contextmanager
     def consensus(self) -> Iterator[None]:

@@ -34,15 +34,16 @@ from torch import Tensor, nn
 from paceline.comm import ALGORITHMS, Aggregator, Bucket, Links, Scheduler
 from paceline.comm.links import open_node_group
 from paceline.errors import JobError
-from paceline.parallel.aggregation import BUCKET_BYTES, compressor_state, load_compressor_state
+from paceline.parallel.aggregation import compressor_state, load_compressor_state
 from paceline.parallel.assignment import Assignment
+from paceline.parallel.buckets import buckets
 from paceline.parallel.clock import Clock, Mark
 from paceline.parallel.dp import DataParallel
-from paceline.parallel.engine import HoldsAll, StepInput, broadcast
+from paceline.parallel.engine import Engine, StepInput, broadcast
 from paceline.spec import AggregationSpec, Job, Plan
 
 
-class LocalSGD(HoldsAll):
+class LocalSGD(Engine):
     """Trains alone, or with the workers of its node, and meets all others every `sync_every` steps.
 
     What travels at a meeting are the weighted moves n_w / n (x_w - a), as gradients would. Running statistics of norm
@@ -84,7 +85,13 @@ class LocalSGD(HoldsAll):
         is_local_sgd = self._spec.method == "local_sgd"
         self._outer_lr = 1.0 if is_local_sgd else self._spec.outer_lr
         self._outer_momentum = 0.0 if is_local_sgd else self._spec.outer_momentum
-        self._weights = [_Weights(part, bool(self._outer_momentum)) for part in _parts(self._model)]
+        self._weights = [
+            _Weights(bucket, bool(self._outer_momentum))
+            for bucket in buckets(
+                ((name, p) for name, p in self._model.named_parameters() if p.requires_grad),
+                lambda named: (_wide(named[1]), named[1].numel() * _wide(named[1]).itemsize),
+            )
+        ]
         self._buffers = _floating_buffers(self._model)
         self._has_begun = False
         self._num_steps = 0
@@ -112,10 +119,10 @@ class LocalSGD(HoldsAll):
             self._remember()
             self._has_begun = True
         self._num_steps += 1
-        self._own_samples += sum(step.share.sizes)
-        self._all_samples += step.share.global_size
-        mine = _among(step, self._ranks or (step.share.rank,))
-        if not mine.share.all_sizes:
+        self._own_samples += sum(step.assignment.sizes)
+        self._all_samples += step.assignment.global_size
+        mine = _among(step, self._ranks or (step.assignment.rank,))
+        if not mine.assignment.shard_sizes:
             now = self._clock.mark()
             self.communication = now, now
             return torch.full((), torch.nan, device=self._device)
@@ -325,36 +332,21 @@ def describe_meetings(spec: AggregationSpec) -> str:
 
 def _among(step: StepInput, ranks: tuple[int, ...]) -> StepInput:
     """The step as if these ranks' samples were the whole batch; every shard keeps its own random numbers."""
-    share = step.share
-    shards = [shard for rank in ranks for shard in range(*share.runs[rank])]
+    whole = step.assignment
+    shards = [shard for rank in ranks for shard in range(*whole.shards_of_rank[rank])]
     ends = [0]
     for rank in ranks:
-        start, stop = share.runs[rank]
+        start, stop = whole.shards_of_rank[rank]
         ends.append(ends[-1] + stop - start)
     return dataclasses.replace(
         step,
-        share=Assignment(
-            all_sizes=tuple(share.all_sizes[shard] for shard in shards),
-            runs=tuple(itertools.pairwise(ends)),
-            rank=ranks.index(share.rank),
+        assignment=Assignment(
+            shard_sizes=tuple(whole.shard_sizes[shard] for shard in shards),
+            shards_of_rank=tuple(itertools.pairwise(ends)),
+            rank=ranks.index(whole.rank),
         ),
         seed_shard=lambda shard: step.seed_shard(shards[shard]),
     )
-
-
-def _parts(model: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
-    """The trained parameters in order, cut into parts of one dtype and about the size of a gradient bucket."""
-    parts: list[list[tuple[str, nn.Parameter]]] = []
-    num_bytes = 0
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if not parts or num_bytes >= BUCKET_BYTES or _wide(parts[-1][0][1]) != _wide(parameter):
-            parts.append([])
-            num_bytes = 0
-        parts[-1].append((name, parameter))
-        num_bytes += parameter.numel() * _wide(parameter).itemsize
-    return parts
 
 
 def _floating_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -78,7 +78,7 @@ class AsynchronousSteps:
         share = Assignment(sizes, ((shard, shard + 1),), rank=0)  # as if it were all that this worker has
         (inputs,) = run.read(self._train_set, epoch, [self._samples(batch)[slice(*share.span)]], train=True)
         step = StepInput(
-            share=share,
+            assignment=share,
             batch=inputs,
             loss_of=lambda model, part: run.loss_of(model, part, self._loss_fn),
             seed_shard=lambda one: seed_shard(run.job.seed, batch, one, run.device),

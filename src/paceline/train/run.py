@@ -477,7 +477,7 @@ class Run:
 
         loss = engine.gradients(
             StepInput(
-                share=share,
+                assignment=share,
                 batch=batch,
                 loss_of=lambda model, part: self.loss_of(model, part, loss_fn),
                 seed_shard=lambda shard: seed_shard(self.job.seed, self.steps, shard, self.device),
