@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline import data, models
-from paceline.comm.parameter_server_async import Course, ParameterServerAsync, Terms
+from paceline.comm.parameter_server_async import ParameterServerAsync, ServerSettings, UpdateSchedule
 from paceline.data import ArrayReader, ArraySet
 from paceline.data.order import epoch_order
 from paceline.parallel.assignment import shard_sizes
@@ -152,7 +152,7 @@ def lenet() -> nn.Module:
 
 
 def opened(
-    optimizer: torch.optim.Optimizer, rank: int, case: Case, course: Course, staleness: int
+    optimizer: torch.optim.Optimizer, rank: int, case: Case, course: UpdateSchedule, staleness: int
 ) -> ParameterServerAsync:
     groups = [dist.new_group(list(node), timeout=timedelta(seconds=TIMEOUT_S)) for node in NODES[case.nodes]]
     node = next(number for number, ranks in enumerate(NODES[case.nodes]) if rank in ranks)
@@ -160,7 +160,7 @@ def opened(
     return ParameterServerAsync(
         optimizer,
         course,
-        Terms(staleness, case.num_servers, TIMEOUT_S, TIMEOUT_S),
+        ServerSettings(staleness, case.num_servers, TIMEOUT_S, TIMEOUT_S),
         store=store,
         rank=rank,
         nodes=NODES[case.nodes],
@@ -185,7 +185,7 @@ def speed(rank: int, case: Case) -> dict[str, Any]:
         for _ in synchronously(model, optimizer, compute, case.num_batches):
             finished_at_s.append(time.monotonic())
     else:
-        with opened(optimizer, rank, case, Course(lambda _batch: NUM_SHARDS), case.staleness) as server:
+        with opened(optimizer, rank, case, UpdateSchedule(lambda _batch: NUM_SHARDS), case.staleness) as server:
             for _ in server.work(compute, case.num_batches):
                 finished_at_s.append(time.monotonic())
     elapsed_s = finished_at_s[-1] - finished_at_s[0]
@@ -236,7 +236,7 @@ def accuracy(rank: int, case: Case, data_dir: str) -> dict[str, Any]:
             loss.backward()
         return loss.detach().view(1)
 
-    course = Course(
+    course = UpdateSchedule(
         lambda batch: len(shard_sizes(len(batches[batch][1]), NUM_SHARDS)),
         lambda batch: lr_factor(job, sum(len(indices) for _, indices in batches[:batch]), len(train_set)),
     )

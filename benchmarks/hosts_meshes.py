@@ -29,7 +29,7 @@ from tests.hosts.cluster import run_on_nodes, why_not
 from tests.hosts.sshd import ssh_between
 from torch import Tensor, nn
 
-from paceline.parallel.dry_run import StageFacts, dry_run, on_paper
+from paceline.parallel.dry_run import StageCost, dry_run, on_paper
 from paceline.plan.forecast import ForecastInputs, Question
 from paceline.plan.mesh_selection import choose_mesh
 from paceline.plan.search import MeshCandidate, best_of
@@ -168,7 +168,7 @@ def formula_bytes(job: Job, candidate: MeshCandidate) -> float:
     """What the node that sends more sends in a step, by `plan/traffic.py`."""
     from paceline.models import build
 
-    def tried(one: Mesh) -> tuple[StageFacts, ...]:
+    def tried(one: Mesh) -> tuple[StageCost, ...]:
         model, arguments = on_paper(lambda: build(job.model), torch.zeros(1, 28, 28), candidate.micro_batch_size)
         return dry_run(model, arguments, one, num_passes).stages
 
@@ -185,7 +185,7 @@ def formula_bytes(job: Job, candidate: MeshCandidate) -> float:
     return node_bytes(mesh, sent, [num_passes * size for size in messages], ON_A_NODE)
 
 
-def _message_bytes(stages: Sequence[StageFacts]) -> list[float]:
+def _message_bytes(stages: Sequence[StageCost]) -> list[float]:
     """Of one micro-batch, over each boundary; a stage sends what leaves it, and back the gradient of what arrived."""
     found: list[float] = []
     for stage in stages[:-1]:

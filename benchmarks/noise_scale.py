@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 from scipy.optimize import minimize_scalar
-from tests.unit.plan.pollux_runs import Run, errors, from_two, read_runs
+from tests.unit.pollux_runs import Run, errors, from_two, read_runs
 
-from paceline.plan.statistics import steps_to_target
+from paceline.noise import steps_to_target
 
 ASKED = 0.15
 FORMS: dict[str, Callable[[Run], Sequence[float]]] = {

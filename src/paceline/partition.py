@@ -1,4 +1,4 @@
-"""Where to cut a row of layers into stages: pure arithmetic that whoever plans and whoever trains have in common.
+"""Pipeline stages: where to cut a sequence of layers, and how many micro-batches a stage has in flight.
 
 The slowest stage sets the pace of a pipeline, so the best cut is the one whose slowest stage is fastest, among those
 whose stages fit into memory.
@@ -9,24 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from paceline.errors import ModelError
-
-
-@dataclass(frozen=True)
-class LayerCost:
-    """What one layer takes for one micro-batch."""
-
-    name: str
-    time_s: float
-    """Forward and backward."""
-    parameter_bytes: float = 0
-    activation_bytes: float = 0
-    """What it keeps from its forward for its backward pass."""
-    arriving_bytes: float = 0
-    """What has to be sent if a stage begins here; as much comes back as gradients."""
-    may_begin: bool = True
-    """Whether a stage may begin here."""
+from paceline.spec.model_cost import LayerCost, Layers
 
 
 @dataclass(frozen=True)
@@ -41,6 +27,16 @@ class StageLimits:
     """How many micro-batches' activations each stage keeps at once; empty: one."""
     bytes_per_s: float = math.inf
     """Of the link between two stages; its time counts as the stage's that receives."""
+
+
+def micro_batches_in_flight(num_stages: int, stage: int, num_micro_batches: int) -> int:
+    """Micro-batches whose activations a stage keeps at once with 1F1B: min(p - i, m) (Narayanan et al. 2021, 2.2)."""
+    return min(num_stages - stage, num_micro_batches)
+
+
+def split(layers: Sequence[LayerCost], starts: Sequence[int]) -> tuple[Layers, ...]:
+    """The layers of each stage, whose first layers are at `starts`."""
+    return tuple(tuple(layers[start:stop]) for start, stop in pairwise((*starts, len(layers))))
 
 
 def best_cut(layers: Sequence[LayerCost], num_stages: int, limits: StageLimits = StageLimits()) -> tuple[int, ...]:
@@ -61,9 +57,10 @@ def best_cut(layers: Sequence[LayerCost], num_stages: int, limits: StageLimits =
             f"A model of {num_layers} layers that can begin {num_places} stages cannot be cut into {num_stages}; use "
             "fewer workers on the axis pp, or fewer stages per worker."
         )
-    times_s = _sums([layer.time_s for layer in layers])
-    parameters = _sums([layer.parameter_bytes for layer in layers])
-    activations = _sums([layer.activation_bytes for layer in layers])
+    times_s = list(accumulate((layer.time_s for layer in layers), initial=0.0))
+    parameters = list(accumulate((layer.parameter_bytes for layer in layers), initial=0.0))
+    activations = list(accumulate((layer.activation_bytes for layer in layers), initial=0.0))
+    arriving = [0.0, *(layer.output_bytes for layer in layers)]
     kept = limits.micro_batches_kept or (1,) * num_stages
 
     # best[j]: (time of the slowest stage, bytes sent, first layers) of the first j layers.
@@ -79,11 +76,10 @@ def best_cut(layers: Sequence[LayerCost], num_stages: int, limits: StageLimits =
                 if time_s > longer[stop][0] or held_bytes > limits.memory_bytes:
                     break
                 slowest_s, sent_bytes, starts = best[start]
-                layer = layers[start]
-                if math.isinf(slowest_s) or (start and not layer.may_begin):
+                if math.isinf(slowest_s) or (start and not layers[start].may_begin):
                     continue
-                found_s = max(slowest_s, time_s + 2 * layer.arriving_bytes / limits.bytes_per_s)
-                sent = sent_bytes + (layer.arriving_bytes if start else 0)
+                found_s = max(slowest_s, time_s + 2 * arriving[start] / limits.bytes_per_s)
+                sent = sent_bytes + arriving[start]
                 if (found_s, sent) <= longer[stop][:2]:
                     longer[stop] = (found_s, sent, (*starts, start))
         best = longer
@@ -93,11 +89,3 @@ def best_cut(layers: Sequence[LayerCost], num_stages: int, limits: StageLimits =
             "per stage; use more stages, smaller micro-batches (virtual_shards), activation checkpointing or sharding."
         )
     return best[num_layers][2]
-
-
-def _sums(values: Sequence[float]) -> list[float]:
-    """Of the first 0, 1, 2 … of them."""
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    return sums

@@ -57,7 +57,7 @@ def test_two_nodes_of_two_workers(cluster: Cluster) -> None:
     assert _sent(answer, "hierarchical float32") == pytest.approx(1.0, rel=TOLERANCE)
     assert _sent(answer, "hierarchical bfloat16") == pytest.approx(0.5, rel=TOLERANCE)
     assert _sent(answer, "parameter_server_two_level float32") == pytest.approx(1.0, rel=TOLERANCE)
-    # What was measured on a quiet machine is in docs/log.md; these bounds leave room for a busy one.
+    # Measured on a quiet machine: docs/experiments/allreduce-between-nodes.md; these bounds leave room for a busy one.
     flat_s = _best_s(answer, "all_reduce float32")
     assert _best_s(answer, "hierarchical float32") < 0.9 * flat_s
     assert _best_s(answer, "hierarchical bfloat16") < 0.6 * flat_s

@@ -131,7 +131,7 @@ def test_beyond_the_budget_is_left_out_and_said() -> None:
 
 def _timed_in_a_megabyte(request: CommRequest) -> Result:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collective_bench, "_free_bytes", lambda _device: 1e6)
+        patch.setattr(collective_bench, "free_bytes", lambda _device: 1e6)
         return _timed([request], ((0, 1),))[0]
 
 

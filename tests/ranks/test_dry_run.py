@@ -15,7 +15,7 @@ import paceline
 from paceline.env import worker_facts
 from paceline.models.gpt import GPT
 from paceline.models.resnet import resnet18
-from paceline.parallel.dry_run import CommBytes, dry_run, on_paper, trace_layers
+from paceline.parallel.dry_run import CommBytes, dry_run, on_paper, trace_model
 from paceline.parallel.sharded import shard
 from paceline.parallel.tensor import bytes_per_pass, bytes_per_sample, find_layout, layer_sizes
 from paceline.plan.traffic import padded_bytes, sent_bytes, sharding_bytes, sum_bytes
@@ -136,7 +136,7 @@ def test_1024_devices_are_tried_on_one() -> None:
     num_bytes = sum(4 * parameter.numel() for parameter in _gpt().parameters())
     (stage,) = whole.stages
     assert stage.parameter_bytes == num_bytes
-    assert whole.memory_bytes == (4 * num_bytes + stage.activation_bytes,)
+    assert [memory.total_bytes for memory in whole.memory] == [4 * num_bytes + stage.activation_bytes]
     assert whole.sent_bytes("dp") == pytest.approx(2 * 1023 / 1024 * num_bytes)
     assert whole.bubble == 0
     assert len(cut.stages) == 2
@@ -154,15 +154,16 @@ def test_1024_devices_are_tried_on_one() -> None:
 
 def _layers() -> Any:
     model, arguments = on_paper(lambda: resnet18(stem="cifar"), torch.zeros(3, 32, 32), 2)
-    return trace_layers(model, arguments, 2)
+    return trace_model(model, arguments, 2)
 
 
 @pytest.mark.slow
 def test_a_convolutional_net_has_layers_that_stages_and_tensor_groups_share() -> None:
-    (layers,) = run_ranks(_layers, 1)
-    assert sum(layer.time for layer in layers) == pytest.approx(1)
-    assert sum(layer.num_parameters for layer in layers) == sum(p.numel() for p in resnet18(stem="cifar").parameters())
-    convolutions = [layer for layer in layers if layer.num_sums]
-    assert sum(layer.time for layer in convolutions) > 0.9
-    assert all(layer.num_parts >= 4 for layer in convolutions)
+    (model,) = run_ranks(_layers, 1)
+    layers = model.layers
+    assert sum(layer.time_s for layer in layers) == pytest.approx(1)
+    assert model.num_parameters == sum(p.numel() for p in resnet18(stem="cifar").parameters())
+    convolutions = [layer for layer in layers if layer.num_all_reduces]
+    assert sum(layer.time_s for layer in convolutions) > 0.9
+    assert all(layer.num_tensor_slices >= 4 for layer in convolutions)
     assert all(layer.output_bytes > 0 for layer in layers[:-1])

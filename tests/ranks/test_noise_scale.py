@@ -18,9 +18,9 @@ import paceline
 from paceline import models
 from paceline.data import ArraySet
 from paceline.env import worker_facts
+from paceline.noise import NoiseScale
 from paceline.parallel.gradient_norms import GradientNorms
 from paceline.spec import Job, Plan, RunRecord
-from paceline.spec.noise_scale import NoiseScale
 from paceline.train import loop
 from paceline.train.loop import RunOutput
 from paceline.train.optim import build_optimizer
@@ -66,7 +66,6 @@ class _Collector:
 
     def __init__(self, run: paceline.Run) -> None:
         self.norms: list[GradientNorms] = []
-        assert run._noise is not None
         take = run._noise.take
 
         def take_both(norms: GradientNorms) -> None:

@@ -19,7 +19,7 @@ from torch.distributed import FileStore, HashStore, Store  # type: ignore[attr-d
 from torch.optim import SGD, AdamW, Optimizer
 
 from paceline import env
-from paceline.comm.parameter_server_async import Course, ParameterServerAsync, Terms
+from paceline.comm.parameter_server_async import ParameterServerAsync, ServerSettings, UpdateSchedule
 from paceline.comm.tree_exact import TreeSum
 from paceline.errors import JobError, ModelError, PeerLost
 from paceline.spec import Plan
@@ -29,7 +29,7 @@ from tests.ranks.harness import run_ranks
 pytestmark = pytest.mark.slow
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
-TERMS = Terms(staleness=0, num_servers=1, lease_s=30, timeout_s=20)
+TERMS = ServerSettings(staleness=0, num_servers=1, lease_s=30, timeout_s=20)
 NUM_BATCHES = 6
 
 
@@ -70,7 +70,7 @@ def num_shards(batch: int) -> int:
     return 5 if batch % 3 else 4
 
 
-COURSE = Course(num_shards, lr_factor=lambda batch: 1 / (1 + batch))
+COURSE = UpdateSchedule(num_shards, lr_factor=lambda batch: 1 / (1 + batch))
 
 
 def compute_with(model: nn.Module) -> Callable[[int, int], Tensor]:
@@ -296,7 +296,7 @@ def _stop_and_go_on(make: MakeOptimizer, stop_at: int) -> Any:
     optimizer = make(model)
     store = own_store("resume")
 
-    def opened(course: Course, num_servers: int) -> ParameterServerAsync:
+    def opened(course: UpdateSchedule, num_servers: int) -> ParameterServerAsync:
         return ParameterServerAsync(
             optimizer,
             course,
@@ -339,7 +339,7 @@ def test_what_one_run_leaves_another_goes_on_with_on_other_servers(make: MakeOpt
         assert worker == (weights, losses[stop_at:], expected_state)
 
 
-def _open_wrongly(make: MakeOptimizer, terms: Terms) -> str:
+def _open_wrongly(make: MakeOptimizer, terms: ServerSettings) -> str:
     prepare_rpc()
     try:
         ParameterServerAsync(make(Net()), COURSE, terms, store=own_store("no"), rank=0, nodes=[(0,)])

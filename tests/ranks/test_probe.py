@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from paceline import env
 from paceline.launch import run_workers
 from paceline.measure import job_probe
-from paceline.measure.job_probe import ProbeRequest, _time_step, _what_fits, sizes_to_time, time_micro_batches
+from paceline.measure.job_probe import FirstWorker, sizes_to_time
 from paceline.measure.link_probe import time_loopback, time_shared_memory
-from paceline.measure.network_probe import NetworkProbe
 from paceline.measure.steps import StepTiming, Subject, is_enough
+from paceline.measure.values import JobRequest, NetworkProbe, read_json
 from paceline.measure.workers_together import Together
-from paceline.spec import Cluster, MicroBatchTiming, Plan
+from paceline.spec import Cluster, Job, MicroBatchTiming, Plan
 from tests.ranks.command_line import TRACEBACK, paceline, succeeded
 
 
@@ -37,9 +37,11 @@ def test_two_processes_tell_each_other_something(measure: Any) -> None:
 def test_workers_time_what_they_send_each_other(tmp_path: Path) -> None:
     # The one between them looks on.
     request = {"hostnames": ["a", "b", "c"], "pairs": [[0, 2]], "num_streams": 2}
-    (tmp_path / "network_request.json").write_text(json.dumps(request))
-    run_workers(Plan(world_size=3), ["-m", "paceline.measure.network_probe", str(tmp_path)], run_dir=tmp_path)
-    (link,) = NetworkProbe.load(tmp_path / "network.json").links
+    asked = tmp_path / "request.json"
+    asked.write_text(json.dumps(request))
+    program = ["-m", "paceline.measure.network_probe", str(asked), str(tmp_path / "out")]
+    run_workers(Plan(world_size=3), program, run_dir=tmp_path)
+    (link,) = read_json(NetworkProbe, tmp_path / "out" / "network.json").links
     assert link.ends == ("a", "c")
     assert link.interface == (env.own_interface() or "lo")
     assert link.single_stream_bytes_per_s is not None
@@ -161,20 +163,20 @@ class _Timer:
         return MicroBatchTiming(size, float(size))
 
 
-def _subject() -> Subject:
+def _first(facts: env.WorkerFacts | None = None, **request: Any) -> FirstWorker:
     run: Any = SimpleNamespace(device=torch.device("cpu"))
     optimizer: Any = SimpleNamespace(zero_grad=lambda **_: None)
-    return Subject(run, None, lambda *_: torch.zeros(()), optimizer)
+    subject = Subject(run, None, lambda *_: torch.zeros(()), optimizer)
+    return FirstWorker(subject, JobRequest(Job(), "", **request), facts or env.WorkerFacts())
 
 
 def _timed(monkeypatch: pytest.MonkeyPatch, timer: _Timer, budget_s: float) -> tuple[list[int], list[str]]:
     monkeypatch.setattr(job_probe, "_time_size", timer)
-    reasons: list[str] = []
-    request = ProbeRequest(largest_micro_batch_size=20, budget_s=budget_s)
-    timings, peaks = time_micro_batches(_subject(), request, budget_s, reasons, lambda *_: None)
+    first = _first(largest_micro_batch_size=20, budget_s=budget_s)
+    timings, peaks = first.time_micro_batches()
     sizes = [timing.micro_batch_size for timing in timings]
     assert sizes == list(peaks)
-    return sizes, reasons
+    return sizes, first.not_measured
 
 
 def test_doubling_ends_where_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +194,7 @@ def test_doubling_ends_where_the_budget_does(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_doubling_ends_before_the_kernel_would_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_probe, "_peak_bytes", lambda: 3 * 2.0**30)
-    monkeypatch.setattr(job_probe, "_missing_bytes", lambda needed_bytes: needed_bytes - 2 * 2**30)
+    monkeypatch.setattr(job_probe, "free_bytes", lambda _device: 2 * 2.0**30)
     sizes, (reason,) = _timed(monkeypatch, _Timer(99, ValueError()), 1e9)
     assert sizes == [1]
     assert reason == "micro-batches of 2 and more: memory lacks about 1.0 GiB"
@@ -218,28 +220,30 @@ def test_batch_norm_of_one_sample_is_left_out_and_the_rest_timed(monkeypatch: py
 
 
 def test_workers_together_have_to_fit_into_memory_and_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_probe, "_missing_bytes", lambda needed_bytes: needed_bytes - 10 * 2**30)
-    request, four = ProbeRequest(workers_on_node=4, budget_s=60.0), env.WorkerFacts(world_size=4, local_world_size=4)
-    reasons: list[str] = []
+    monkeypatch.setattr(job_probe, "free_bytes", lambda _device: 10 * 2.0**30)
+    first = _first(env.WorkerFacts(world_size=4, local_world_size=4), workers_on_node=4, budget_s=60.0)
     alone = StepTiming(32, 0.5, 0.1)
-    assert _what_fits(alone, 3 * 2.0**30, request, four, 5.0, reasons) == Together(32, 5.0)
-    assert reasons == []
-    assert _what_fits(alone, 4 * 2.0**30, request, four, 5.0, reasons) == Together()
-    assert _what_fits(alone, 0.0, request, four, 2.5, reasons) == Together()
-    assert reasons == [
+    together = first.what_fits_together(alone, 3 * 2.0**30)
+    assert together.micro_batch_size == 32
+    assert 50 < together.budget_s <= 60
+    assert first.not_measured == []
+    assert first.what_fits_together(None, 0.0) == Together()
+    assert first.not_measured == []
+    assert first.what_fits_together(alone, 4 * 2.0**30) == Together()
+    assert first.what_fits_together(StepTiming(32, 20.0, 5.0), 0.0) == Together()
+    assert first.not_measured == [
         "4 workers at the same time: memory lacks about 2.0 GiB",
-        "4 workers at the same time: at 0.6 s a step they exceed 60 s for all",
+        "4 workers at the same time: at 25 s a step they exceed 60 s for all",
     ]
 
 
 def test_a_step_is_timed_with_what_a_worker_among_all_has_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_probe, "time_steps", lambda _subject, size, _left_s, **_: StepTiming(size, 1.0, 1.0))
-    timings = [MicroBatchTiming(size, 0.1 * size) for size in (1, 8, 64)]
-    reasons: list[str] = []
-    request = ProbeRequest(largest_micro_batch_size=64, micro_batch_size=20)
-    step = _time_step(_subject(), request, timings, 9.0, reasons)
+    first = _first(largest_micro_batch_size=64, micro_batch_size=20, budget_s=60.0)
+    step = first.time_step([MicroBatchTiming(size, 0.1 * size) for size in (1, 8, 64)])
     assert step is not None
     assert step.micro_batch_size == 8
-    assert _time_step(_subject(), request, timings, 3.0, reasons) is None
-    assert reasons == ["the optimizer: at 0.8 s a pass it exceeds 60 s for all"]
-    assert _time_step(_subject(), request, [], 9.0, []) is None
+    assert first.time_step([MicroBatchTiming(8, 20.0)]) is None
+    assert first.not_measured == ["the optimizer: at 20 s a pass it exceeds 60 s for all"]
+    assert first.time_step([]) is None
+    assert len(first.not_measured) == 1

@@ -30,6 +30,7 @@ from paceline.checkpoint.share import Division, divide, part_name
 from paceline.checkpoint.storage import Storage
 from paceline.checkpoint.tree import take_apart
 from paceline.errors import PacelineError
+from paceline.object_collectives import broadcast_object
 from paceline.spec.codec import from_mapping, to_mapping
 from paceline.spec.job import CheckpointSpec
 
@@ -133,10 +134,7 @@ class Saver:
         self._rank = 0 if group is None else dist.get_rank(group)
         self._world_size = 1 if group is None else dist.get_world_size(group)
         # Workers of an earlier run may still be writing somewhere: their receipts carry another name.
-        names = [f"{time.time_ns():x}"]
-        if group is not None:
-            dist.broadcast_object_list(names, group_src=0, group=group)
-        self._run = names[0]
+        self._run: str = broadcast_object(f"{time.time_ns():x}", group)
         self._versions = {name: version(name) for name in ("paceline", "torch")}
         self._part = Part()
         self._division: Division | None = None

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from paceline.checkpoint.manifest import Chunk, TensorEntry
 from paceline.checkpoint.part import NAMES
 from paceline.errors import CheckpointError
+from paceline.object_collectives import all_gather_objects
 
 
 @dataclass(frozen=True)
@@ -56,11 +63,9 @@ def divide(state: Mapping[str, Tensor], group: dist.ProcessGroup | None, before:
             raise CheckpointError(f"The tensor '{name}' has dtype {tensor.dtype}, which a checkpoint cannot hold.")
     rank = 0 if group is None else dist.get_rank(group)
     planner = _planner(state, is_coordinator=rank == 0)
-    plans: list[SavePlan] = [planner.create_local_plan()]
-    if group is not None:
-        gathered: list[SavePlan | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, plans[0], group=group)
-        plans = [plan for plan in gathered if plan is not None]
+    plan = planner.create_local_plan()
+    gathered = all_gather_objects([_description(item) for item in plan.items], group)
+    plans = [SavePlan([_item(*description) for description in of_rank]) for of_rank in gathered]
     plans, metadata = planner.create_global_plan(plans)  # a pure function: the same on every worker
     entries = {
         name: TensorEntry(NAMES[entry.properties.dtype], tuple(entry.size), ())
@@ -84,6 +89,29 @@ def _kind(tensor: Tensor) -> tuple[object, ...]:
     """All of a tensor that matters to who writes what."""
     spread = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
     return (tensor.dtype, tensor.shape, *spread)
+
+
+def _description(item: WriteItem) -> tuple[Any, ...]:
+    """The arguments of `_item`, fit to be sent."""
+    assert item.tensor_data is not None
+    chunk, properties = item.tensor_data.chunk, item.tensor_data.properties
+    name, place = item.index.fqn, item.index.index
+    return name, place, item.type.value, chunk.offsets, chunk.sizes, properties.dtype, item.tensor_data.size
+
+
+def _item(
+    name: str,
+    place: int | None,
+    kind: int,
+    offsets: tuple[int, ...],
+    sizes: tuple[int, ...],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+) -> WriteItem:
+    offset = torch.Size(offsets)
+    chunk = ChunkStorageMetadata(offset, torch.Size(sizes))
+    data = TensorWriteData(chunk, TensorProperties(dtype), torch.Size(shape))
+    return WriteItem(MetadataIndex(name, offset, place), WriteItemType(kind), tensor_data=data)
 
 
 def _on_any(changed: bool, group: dist.ProcessGroup | None) -> bool:

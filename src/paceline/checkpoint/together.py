@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from paceline.checkpoint.slice import Slice
 from paceline.checkpoint.storage import Catalogue, Storage
 from paceline.checkpoint.tree import put_together
 from paceline.errors import CheckpointError
+from paceline.object_collectives import all_gather_objects, broadcast_object
 
 _Answer = TypeVar("_Answer")
 
@@ -74,18 +75,18 @@ class SameCatalogue:
         return self._told(self._catalogue.folders)
 
     def _told(self, look: Callable[[], _Answer]) -> _Answer:
-        message: list[Any] = [None, None]
+        answer: Any = None
+        problem: tuple[bool, str] | None = None
         if dist.get_rank(self._group) == 0:
             try:
-                message[0] = look()
-            except OSError as problem:  # of any kind: not every one of them can be sent
-                message[1] = isinstance(problem, FileNotFoundError), str(problem)
-        dist.broadcast_object_list(message, group_src=0, group=self._group)
-        if message[1] is not None:
-            is_missing, words = message[1]
+                answer = look()
+            except OSError as error:
+                problem = isinstance(error, FileNotFoundError), str(error)
+        answer, problem = broadcast_object((answer, problem), self._group)
+        if problem is not None:
+            is_missing, words = problem
             raise (FileNotFoundError if is_missing else OSError)(words)
-        answer: _Answer = message[0]
-        return answer
+        return cast(_Answer, answer)
 
 
 def read_together(
@@ -220,12 +221,10 @@ def _tell(act: Callable[[], None], reading: _Reading, group: dist.ProcessGroup) 
         act()
     except CheckpointError as found:
         problem = str(found)
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, (problem, reading.sums), group=group)
     known: Sums = {}
-    for problem, sums in told:
-        if problem is not None:
-            raise CheckpointError(problem)
+    for failure, sums in all_gather_objects((problem, reading.sums), group):
+        if failure is not None:
+            raise CheckpointError(failure)
         for file, blocks in sums.items():
             before = known.setdefault(file, {})
             if any(before.setdefault(number, crc) != crc for number, crc in blocks.items()):

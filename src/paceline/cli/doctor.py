@@ -65,7 +65,7 @@ def _names(hosts: str) -> list[str]:
 
 def _own_facts(folder: Path, marker: Path | None, peers: Sequence[str]) -> NodeFacts:
     from paceline.hardware.checks import node_facts
-    from paceline.launch.doors import addresses
+    from paceline.network_addresses import addresses
 
     return node_facts(addresses(), env.socket_interfaces(), folder=folder, marker=marker, peers=peers)
 

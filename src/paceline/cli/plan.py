@@ -23,8 +23,8 @@ from paceline.workflows.traced_model import model_on_paper, trace_model
 
 if TYPE_CHECKING:
     from paceline.plan.forecast import Question
-    from paceline.plan.memory import ModelFacts
     from paceline.spec import Plan
+    from paceline.spec.model_cost import ModelCost
 
 PLAN_FILE, PAGE_FILE, FORECAST_FILE = "plan.json", "plan.html", "forecast.json"
 
@@ -128,7 +128,7 @@ def device_counts(text: str) -> list[int]:
 
 
 def recommended_plan(
-    job: Job, cluster: Cluster, forecast: Forecast, question: Question | None = None, facts: ModelFacts | None = None
+    job: Job, cluster: Cluster, forecast: Forecast, question: Question | None = None, facts: ModelCost | None = None
 ) -> Plan | None:
     """The plan of the recommended row; None where the cluster has too few devices for it.
 
@@ -189,9 +189,9 @@ def show_dry_run(job: Job, text: str, *, sequence_parallel: bool = False, as_jso
                 "last_layer": stage.layers[1],
                 "parameter_bytes": stage.parameter_bytes,
                 "activation_bytes": stage.activation_bytes,
-                "memory_bytes": memory_bytes,
+                "memory_bytes": memory.total_bytes,
             }
-            for stage, memory_bytes in zip(found.stages, found.memory_bytes, strict=True)
+            for stage, memory in zip(found.stages, found.memory, strict=True)
         ]
         facts = {"mesh": str(mesh), "num_workers": mesh.num_workers, "num_micro_batches": found.num_micro_batches}
         print(json.dumps({**facts, "stages": stages, "sent_bytes": sent_bytes, "bubble": found.bubble}))
@@ -204,8 +204,8 @@ def show_dry_run(job: Job, text: str, *, sequence_parallel: bool = False, as_jso
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for heading in ("stage", "layers", "parameters", "activations", "memory"):
         table.add_column(heading, justify="left" if heading == "layers" else "right", overflow="fold")
-    for number, (stage, memory_bytes) in enumerate(zip(found.stages, found.memory_bytes, strict=True)):
-        held = (stage.parameter_bytes, stage.activation_bytes, memory_bytes)
+    for number, (stage, memory) in enumerate(zip(found.stages, found.memory, strict=True)):
+        held = (stage.parameter_bytes, stage.activation_bytes, memory.total_bytes)
         table.add_row(str(number), " … ".join(stage.layers), *map(size, held))
     many = "es" * (found.num_micro_batches > 1)
     print(

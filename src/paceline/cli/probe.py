@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +17,24 @@ from paceline import env
 from paceline.cli.console import table_console
 from paceline.cli.options import AsJson, DataDir, Quiet, Settings, Threads
 from paceline.errors import ClusterError, PacelineError, WorkerFailed
+from paceline.measure.values import (
+    JOB_FILE,
+    LINKS_FILE,
+    NETWORK_FILE,
+    REQUEST_FILE,
+    JobProbe,
+    JobRequest,
+    LinkProbe,
+    LinkRequest,
+    NetworkProbe,
+    NetworkRequest,
+    read_json,
+    write_json,
+)
+from paceline.measure.which_links import MOST_NODES_IN_FULL, merged_reasons, node_pairs, with_measured
 from paceline.plan import place
 from paceline.spec import Cluster, Job, JobTiming, Link, NetworkLink, Node, NodePlacement, Plan
-from paceline.spec.codec import from_mapping, to_mapping
+from paceline.spec.codec import to_mapping
 from paceline.workflows.allocation import ANYWHERE, Allocation, Where, open_allocation, says_where
 from paceline.workflows.jobs import resolve_job
 
@@ -110,70 +125,49 @@ def _scratch(folder: Path) -> Iterator[Path]:
 
 
 def _measure_links(site: Allocation, scratch: Path, *, quiet: bool) -> tuple[tuple[Node, ...], list[str]]:
-    """The nodes with what two devices of each tell each other, and what could not be measured."""
+    """The nodes with what two devices of each send each other, and what could not be measured."""
     from rich.console import Console
 
     nodes = site.cluster.nodes
-    for rank, node in enumerate(nodes):
-        _write(scratch / f"node{rank}.json", to_mapping(node))
     with Console(stderr=True, quiet=quiet).status("links inside " + _count(len(nodes), "node")):
-        site.run(
-            _one_worker_a_node(site.cluster),
-            ["-m", "paceline.measure.link_probe", str(scratch)],
-            run_dir=scratch,
-            environ=_PCI_ORDER,
-        )
-
-    # Not before: with --launcher debug the program above is this very module, which Python wants to be new.
-    from paceline.measure.link_probe import LINKS_FILE, LinkProbe, with_measured
-
-    results = [LinkProbe.load(scratch / LINKS_FILE.format(rank=rank)) for rank in range(len(nodes))]
+        _run_probe("link_probe", LinkRequest(nodes), _one_worker_a_node(site.cluster), site, scratch, quiet=True)
+    results = [read_json(LinkProbe, scratch / LINKS_FILE.format(rank=rank)) for rank in range(len(nodes))]
     measured = tuple(with_measured(node, result.links) for node, result in zip(nodes, results, strict=True))
-    return measured, _reasons_of_nodes(
-        {node.hostname: result.not_measured for node, result in zip(nodes, results, strict=True)}
-    )
-
-
-def _reasons_of_nodes(by_node: Mapping[str, Sequence[str]]) -> list[str]:
-    """Each reason once, with the nodes it is of in front where there are several nodes."""
-    if len(by_node) == 1:
-        return [reason for reasons in by_node.values() for reason in reasons]
-    hostnames: dict[str, list[str]] = {}
-    for hostname, reasons in by_node.items():
-        for reason in reasons:
-            hostnames.setdefault(reason, []).append(hostname)
-    return [
-        f"{'every node' if len(names) == len(by_node) else ', '.join(names)}: {reason}"
-        for reason, names in hostnames.items()
-    ]
+    reasons = {node.hostname: result.not_measured for node, result in zip(nodes, results, strict=True)}
+    return measured, merged_reasons(reasons)
 
 
 def _measure_network(site: Allocation, scratch: Path, *, quiet: bool) -> tuple[tuple[NetworkLink, ...], list[str]]:
     """What pairs of nodes reach, and which pairs were left out."""
-    from paceline.measure.link_probe import MOST_NODES_IN_FULL, node_pairs
-
-    num_nodes = len(site.cluster.nodes)
+    cluster = site.cluster
+    num_nodes = len(cluster.nodes)
     if num_nodes == 1:
         return (), []
     pairs = node_pairs(num_nodes)
-    _write(
-        scratch / "network_request.json",
-        {
-            "hostnames": [node.hostname for node in site.cluster.nodes],
-            "pairs": pairs,
-            "device_kind": site.cluster.device_kind,
-        },
-    )
-    program = ["-m", "paceline.measure.network_probe", str(scratch), *(["--quiet"] if quiet else [])]
-    site.run(_one_worker_a_node(site.cluster), program, run_dir=scratch, environ=_PCI_ORDER | env.terminal())
-    result = json.loads((scratch / "network.json").read_text(encoding="utf-8"))
-    links = tuple(from_mapping(NetworkLink, link) for link in result["links"])
+    request = NetworkRequest(tuple(node.hostname for node in cluster.nodes), tuple(pairs), cluster.device_kind)
+    _run_probe("network_probe", request, _one_worker_a_node(cluster), site, scratch, quiet=quiet)
     left_out = num_nodes * (num_nodes - 1) // 2 - len(pairs)
     reason = (
         f"{_count(left_out, 'pair')} of nodes: beyond {MOST_NODES_IN_FULL} nodes, neighbours in their order and some "
         "that stand far apart in it are timed"
     )
-    return links, [reason] if left_out else []
+    return read_json(NetworkProbe, scratch / NETWORK_FILE).links, [reason] if left_out else []
+
+
+def _run_probe(
+    program: str,
+    request: LinkRequest | NetworkRequest | JobRequest,
+    plan: Plan,
+    site: Allocation,
+    scratch: Path,
+    *,
+    quiet: bool,
+) -> None:
+    """The workers of `plan` run a program of `paceline.measure`; they leave their results in `scratch`."""
+    path = scratch / REQUEST_FILE
+    write_json(request, path)
+    argv = ["-m", f"paceline.measure.{program}", str(path), str(scratch), *(["--quiet"] if quiet else [])]
+    site.run(plan, argv, run_dir=scratch, environ=_PCI_ORDER | ({} if quiet else env.terminal()))
 
 
 def _one_worker_a_node(cluster: Cluster) -> Plan:
@@ -204,24 +198,21 @@ def _measure_job(
         plan = _first_alone(plan)
     node = site.cluster.nodes[0]
     device = node.devices[0]
-    _write(scratch / "job.json", job.to_mapping())
-    _write(
-        scratch / "request.json",
-        {
-            "largest_micro_batch_size": whole,
-            "micro_batch_size": share,
-            "shard_size": shard,
-            "workers_on_node": workers_on_node,
-            "device_kind": plan.device_kind,
-            "device": device.name if device.kind == plan.device_kind else node.cpu_name,
-            "threads_per_worker": plan.threads_per_worker,
-            "budget_s": budget_s,
-        },
+    request = JobRequest(
+        job,
+        str(scratch),
+        largest_micro_batch_size=whole,
+        micro_batch_size=share,
+        shard_size=shard,
+        workers_on_node=workers_on_node,
+        device_kind=plan.device_kind,
+        device=device.name if device.kind == plan.device_kind else node.cpu_name,
+        threads_per_worker=plan.threads_per_worker,
+        budget_s=budget_s,
     )
-    program = ["-m", "paceline.measure.job_probe", str(scratch), *(["--quiet"] if quiet else [])]
-    site.run(plan, program, run_dir=scratch, environ=_PCI_ORDER | env.terminal())
-    result = json.loads((scratch / "probe.json").read_text(encoding="utf-8"))
-    return from_mapping(JobTiming, result["timing"]), list(result["not_measured"])
+    _run_probe("job_probe", request, plan, site, scratch, quiet=quiet)
+    result = read_json(JobProbe, scratch / JOB_FILE)
+    return result.timing, list(result.not_measured)
 
 
 def _first_alone(plan: Plan) -> Plan:
@@ -231,10 +222,6 @@ def _first_alone(plan: Plan) -> Plan:
     first = plan.nodes[0]
     alone = replace(first, num_workers=1, devices=first.devices[:1], cpus=first.cpus[:1])
     return replace(plan, world_size=1, nodes=(alone,))
-
-
-def _write(path: Path, mapping: dict[str, object]) -> None:
-    path.write_text(json.dumps(mapping) + "\n", encoding="utf-8")
 
 
 def _show(measured: Cluster, reasons: Sequence[str], out: Path, *, as_json: bool) -> None:

@@ -14,9 +14,9 @@ import typer
 from paceline.cli.console import table_console
 from paceline.errors import ClusterError, PacelineError
 from paceline.hardware import detect, read_topology
-from paceline.plan.pick import DeviceChoice
 from paceline.plan.pick import pick as pick_devices
 from paceline.spec import Cluster, Node
+from paceline.spec.device_choice import DeviceChoice
 
 
 def topo(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import DivergenceError
+from paceline.object_collectives import all_gather_objects
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,7 @@ def check_agreement(call: CollectiveCall, group: dist.ProcessGroup, device: torc
     dist.all_gather(gathered, mine, group=group)
     if all(torch.equal(theirs, mine) for theirs in gathered):
         return
-    calls: list[CollectiveCall] = [call] * len(gathered)
-    dist.all_gather_object(calls, call, group=group)
-    raise DivergenceError(describe_divergence(calls))
+    raise DivergenceError(describe_divergence(all_gather_objects(call, group, [CollectiveCall])))
 
 
 def describe_divergence(calls: Sequence[CollectiveCall]) -> str:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,8 +16,7 @@ from torch import Tensor
 from paceline.comm.shared_memory import SharedMemory
 from paceline.comm.shared_memory import is_possible as shared_memory_is_possible
 from paceline.comm.wire import FLOAT32, WireFormat
-
-T = TypeVar("T")
+from paceline.object_collectives import all_gather_objects
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ def open_links(group: dist.ProcessGroup, device: torch.device, timeout_s: float)
     shared = None
     node_group = None
     # Asked of all: workers on different processors must not go different ways.
-    if all(_answers(device.type == "cpu" and shared_memory_is_possible(), group)):
+    if all(all_gather_objects(device.type == "cpu" and shared_memory_is_possible(), group)):
         shared = SharedMemory.open(group, nodes, timeout_s)
     elif len(nodes) == 1:
         node_group = group
@@ -140,14 +138,7 @@ def open_node_group(
 
 def node_of_every_rank(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
     """The ranks of every node; a common act of all workers."""
-    return group_by_node(_answers(node_identity(), group))
-
-
-def _answers(mine: T, group: dist.ProcessGroup) -> list[T]:
-    """What every rank says."""
-    answers = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(answers, mine, group=group)
-    return answers
+    return group_by_node(all_gather_objects(node_identity(), group))
 
 
 def group_by_node(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:

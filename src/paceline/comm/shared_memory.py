@@ -40,6 +40,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.errors import LaunchError, PeerLost
+from paceline.object_collectives import all_gather_objects
 
 FOLDER = Path("/dev/shm")
 DEPTH = 4
@@ -321,9 +322,8 @@ def _try_to_open(path: Path, node: Sequence[int], rank: int, new_bytes: int = 0)
 
 def _agree(path: Path, problem: str, group: dist.ProcessGroup) -> list[Path]:
     """Every rank's path; a `LaunchError` for all if one has met a problem."""
-    answers: list[tuple[Path, str]] = [(path, problem)] * dist.get_world_size(group)
-    dist.all_gather_object(answers, (path, problem), group=group)
-    problems = [answer[1] for answer in answers if answer[1]]
+    answers = all_gather_objects((str(path), problem), group)
+    problems = [problem for _, problem in answers if problem]
     if problems:
         raise LaunchError(problems[0])
-    return [answer[0] for answer in answers]
+    return [Path(path) for path, _ in answers]

@@ -1,36 +1,31 @@
-"""The program of one worker that times checkpoints: `python -m paceline.measure.checkpoint_bench REQUEST.json OUT`.
+"""The program that times checkpoints, one process a worker: `python -m paceline.measure.checkpoint_bench`.
 
-Started by `paceline bench checkpoint`, torchrun, srun or mpirun alike. REQUEST.json holds a `CheckpointRequest`. Rank 0
-writes a `CheckpointTimings` to OUT/timings.json and removes the checkpoints.
+It reads a `CheckpointRequest`; the first worker leaves a `CheckpointTimings`, and removes the checkpoints.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
-import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline import env
 from paceline.checkpoint import Saver, Snapshot, open_storage, read_checkpoint
 from paceline.checkpoint.load import folder_name
 from paceline.checkpoint.share import divide
-from paceline.errors import CheckpointError, JobError
-from paceline.spec import CheckpointSpec, Plan
+from paceline.errors import CheckpointError
+from paceline.measure.program import Report, run_program, unreported
+from paceline.measure.stopwatch import Stopwatch, seconds_of
+from paceline.measure.workers import join_workers, largest
+from paceline.spec import CheckpointSpec
 from paceline.spec.checkpoint_timing import CheckpointRequest, CheckpointTimings
 from paceline.spec.comm_timing import TIMINGS_FILE
 from paceline.train.environment import describe_environment
-from paceline.train.process_group import join
-from paceline.train.progress import Report, bar
-from paceline.train.timing import settle
 
 LARGEST_LAYER = 2048 * 2048
 """Parameters of one tensor at most, about what a layer of a model of 100 million has."""
@@ -48,22 +43,19 @@ def trained_state(num_parameters: int, device: torch.device) -> dict[str, Tensor
 
 
 def time_saves(
-    request: CheckpointRequest,
-    device: torch.device,
-    group: dist.ProcessGroup | None,
-    report: Report = lambda _doing, _done: None,
+    request: CheckpointRequest, device: torch.device, group: dist.ProcessGroup | None, report: Report = unreported
 ) -> CheckpointTimings:
-    """Save the state again and again; a common act of all workers of `group`, with one result for all of them.
+    """Save the state again and again; a collective of all workers of `group`, with one result for all of them.
 
     Every round copies it first, as far as this worker has to write it, so that both are measured on the same machine.
 
     Raises:
         CheckpointError: the storage cannot take it, on any worker; says why.
     """
-    said: list[str] = []
+    messages: list[str] = []
     storage = open_storage(request.address)
     # Nothing is pruned while the clock runs.
-    saver = Saver(storage, CheckpointSpec(keep_last=request.num_rounds + 1), group, said.append)
+    saver = Saver(storage, CheckpointSpec(keep_last=request.num_rounds + 1), group, messages.append)
     is_first = group is None or dist.get_rank(group) == 0
     state = trained_state(request.num_parameters, device)
     mine = list(divide(state, group).share(state).values())
@@ -72,32 +64,34 @@ def time_saves(
     num_bytes = 0.0
     for step in range(request.num_rounds + 1):
         report(f"checkpoint {step + 1} of {request.num_rounds + 1}", step / (request.num_rounds + 1))
-        copies_s.append(_largest(_copy_s(mine, warm, device), group))
+        copies_s.append(largest(seconds_of(lambda: _copy(mine, warm), device), group))
 
-        began = time.perf_counter()
+        clock = Stopwatch()
         saver.begin(Snapshot(step, {}, state, {}))
-        stalls_s.append(_largest(time.perf_counter() - began, group))
+        stalls_s.append(largest(clock.spent_s, group))
         saver.wait()
-        complete_s = time.perf_counter() - began
-        if _largest(saver.failed, group):
+        complete_s = clock.spent_s
+        if largest(saver.failed, group):
             saver.give_up()
-            raise CheckpointError(said[0].partition(". ")[0] + "." if said else "Another worker could not write.")
-        completes_s.append(_largest(complete_s, group))
+            raise CheckpointError(
+                messages[0].partition(". ")[0] + "." if messages else "Another worker could not write."
+            )
+        completes_s.append(largest(complete_s, group))
 
         read_s = 0.0
         if is_first:
-            began = time.perf_counter()
+            clock = Stopwatch()
             checkpoint = read_checkpoint(storage, folder_name(step))
-            read_s = time.perf_counter() - began
+            read_s = clock.spent_s
             num_bytes = sum(file.num_bytes for file in checkpoint.manifest.files)
             del checkpoint
             storage.remove(folder_name(step))
-        reads_s.append(_largest(read_s, group))
+        reads_s.append(largest(read_s, group))
     return CheckpointTimings(
         request=request,
         world_size=1 if group is None else dist.get_world_size(group),
         device_kind="cuda" if device.type == "cuda" else "cpu",
-        num_bytes=int(_largest(num_bytes, group)),
+        num_bytes=int(largest(num_bytes, group)),
         first_stall_s=stalls_s[0],
         stalls_s=tuple(stalls_s[1:]),
         copies_s=tuple(copies_s[1:]),
@@ -106,48 +100,27 @@ def time_saves(
     )
 
 
-def _copy_s(tensors: Sequence[Tensor], places: Sequence[Tensor], device: torch.device) -> float:
-    settle(device)
-    began = time.perf_counter()
+def _copy(tensors: Sequence[Tensor], places: Sequence[Tensor]) -> None:
     for tensor, place in zip(tensors, places, strict=True):
         place.copy_(tensor, non_blocking=True)
-    settle(device)
-    return time.perf_counter() - began
 
 
-def _largest(value: float, group: dist.ProcessGroup | None) -> float:
-    """Of all workers, for all of them; who hears it knows that all have come here."""
-    if group is None:
-        return float(value)
-    values = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
-    return float(values)
-
-
-def run(request: CheckpointRequest, out: Path, *, quiet: bool) -> None:
-    """Meet the other workers, time what is asked for, and leave the file; rank 0 shows how far it is."""
-    facts = env.worker_facts()
-    kind = request.device_kind or env.device_kind() or ("cuda" if torch.cuda.is_available() else "cpu")
-    plan = Plan(
-        world_size=facts.world_size, device_kind="cuda" if kind == "cuda" else "cpu", timeout_s=request.timeout_s
-    )
-    torch.set_num_threads(env.thread_limit() or max(1, torch.get_num_threads() // facts.local_world_size))
-    world = join(facts, plan)
-    timeout = timedelta(seconds=plan.timeout_s)
+def bench_checkpoints(request: CheckpointRequest, report: Report = unreported) -> CheckpointTimings | None:
+    """Join the other workers and time checkpoints, of which none is left; None on all workers but the first."""
+    world = join_workers(request.device_kind, request.timeout_s)
+    timeout = timedelta(seconds=request.timeout_s)
     group = None if world.group is None else dist.new_group(backend="gloo", timeout=timeout)
     try:
-        with bar("", is_shown=world.rank == 0 and not quiet, has_percent=True) as report:
-            timings = time_saves(request, world.device, group, report)
+        timings = time_saves(request, world.device, group, report)
     except BaseException:
         if world.rank == 0:
-            with contextlib.suppress(CheckpointError):  # there is another one to be told of
+            with contextlib.suppress(CheckpointError):  # the first problem is the one to report
                 _remove(request.address)
         raise
-    if world.rank == 0:
-        _remove(request.address)
-        out.mkdir(parents=True, exist_ok=True)
-        described = CheckpointTimings(**{**vars(timings), "environment": describe_environment(world)})
-        described.save(out / TIMINGS_FILE)
+    if world.rank != 0:
+        return None
+    _remove(request.address)
+    return replace(timings, environment=describe_environment(world))
 
 
 def _remove(address: str) -> None:
@@ -159,18 +132,5 @@ def _remove(address: str) -> None:
         raise CheckpointError(f"The benchmark's checkpoints in {address} cannot be removed: {problem}.") from None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m paceline.measure.checkpoint_bench", description=__doc__)
-    parser.add_argument("request", type=Path, help="JSON file with what to save, and where")
-    parser.add_argument("out", type=Path, help="folder for timings.json")
-    parser.add_argument("--quiet", action="store_true", help="say nothing")
-    arguments = parser.parse_args()
-    try:
-        plain = json.loads(arguments.request.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
-        raise JobError(f"The request {arguments.request} cannot be read: {problem}.") from None
-    run(CheckpointRequest.from_mapping(plain), arguments.out, quiet=arguments.quiet)
-
-
 if __name__ == "__main__":
-    main()
+    run_program(__doc__, CheckpointRequest, bench_checkpoints, TIMINGS_FILE)

@@ -1,33 +1,30 @@
-"""Times sums over all workers, one process a worker: `python -m paceline.measure.collective_bench REQUEST.json OUT`.
+"""The program that times sums over all workers, one process a worker: `python -m paceline.measure.collective_bench`.
 
-Started by `paceline bench comm`, torchrun, srun or mpirun alike. REQUEST.json holds a `CommRequest`; {} asks for all
-its defaults. Rank 0 writes a `CommTimings` to OUT/timings.json.
-
-As in nccl-tests, every vector holds known numbers and every sum is checked.
+It reads a `CommRequest`, where {} asks for all its defaults; the first worker leaves a `CommTimings`. As in nccl-tests,
+every vector holds known numbers and every sum is checked.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
+from statistics import median_high
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from paceline import env
 from paceline.comm import ALGORITHMS, WIRE_FORMATS, Algorithm, Links, open_links
 from paceline.comm.timing import fit_cost, slowest, time_sum
 from paceline.errors import JobError, LaunchError, PacelineError
-from paceline.spec import Plan
+from paceline.measure.program import Report, run_program, unreported
+from paceline.measure.stopwatch import Stopwatch
+from paceline.measure.workers import free_bytes, join_workers
 from paceline.spec.comm_timing import (
     TIMINGS_FILE,
     CommCase,
@@ -39,38 +36,36 @@ from paceline.spec.comm_timing import (
     message_sizes,
 )
 from paceline.train.environment import describe_environment
-from paceline.train.process_group import World, join
-from paceline.train.progress import Report, bar
+from paceline.train.process_group import World
 
 PERIOD = 65_537
-"""Values after which a vector repeats; a prime, so that no two parts that algorithms cut are alike."""
+"""Values after which a vector repeats; a prime, so that no two slices that algorithms cut are alike."""
 
 _EXACT = ("tree_exact",)
 _ROUNDS_BETWEEN_NODES = ("hierarchical", "parameter_server_two_level")
 
 _ROUNDING = {"float32": 2.0**-24, "float64": 2.0**-53, "bfloat16": 2.0**-8, "float16": 2.0**-11, "int8": 1 / 254}
-"""Largest error of one rounding, relative to the value, or for int8 to the largest value of its chunk."""
+"""Largest error of one rounding, relative to the value, or for int8 to the largest value of its block."""
 
 
 def time_cases(
     request: CommRequest,
     links: Links,
     algorithms: Mapping[str, Algorithm] = ALGORITHMS,
-    report: Report = lambda _doing, _done: None,
+    report: Report = unreported,
 ) -> tuple[list[CommTiming], list[LeftOut]]:
-    """Time every case at every size as far as the budget goes; a common act, with one result for all workers.
+    """Time every case at every size as far as the budget goes; a collective, with one result for all workers.
 
     Sizes grow, and within a round all cases take turns, because machines are noisy. What a call will take at the next
     size is forecast from the last one by its bytes; the slowest cases are left out first when not all fit. The
     smallest size is timed in any case.
 
     Args:
-        report: told before every call what it is and which part of all calls is done.
+        report: told before every call what it is and which share of all calls is done.
 
     Raises:
         PacelineError: a wrong sum; names algorithm and size.
     """
-    started = time.perf_counter()
     asked = set(request.sizes_bytes)
     sizes = _with_steps(sorted(asked))
     timings: list[CommTiming] = []
@@ -84,7 +79,7 @@ def time_cases(
 
     last_size = sizes[0]
     for place, size in enumerate(sizes):
-        left_s = request.budget_s - slowest(time.perf_counter() - started, links)
+        left_s = bench.left_s()
         forecast_s = {case: seconds * size / last_size for case, seconds in call_s.items()}
         missing = tuple(later for later in sizes[place:] if later in asked)
         if not bench.fits_into_memory(size):
@@ -97,23 +92,40 @@ def time_cases(
             left_out.append(LeftOut(case, missing, reason))
         if not forecast_s:
             break
-        round_s = sum(forecast_s.values())
         growths = [later / size for later in sizes[place + 1 : place + 3]]
-        num_rounds = _num_rounds(request.num_rounds, left_s, round_s, growths, len(missing) - 1) if size in asked else 1
-        samples: dict[CommCase, list[_Sample]] = {case: [] for case in forecast_s}
-        for number in range(num_rounds):
-            for turn, case in enumerate(samples):
-                done = (place + (number + turn / len(samples)) / num_rounds) / len(sizes)
-                report(f"{size:,} bytes, round {number + 1} of {num_rounds}: {case}", done)
-                samples[case].append(bench.call(case, size))
-            left_s = request.budget_s - slowest(time.perf_counter() - started, links)
-            round_s = sum(calls[-1].whole_s for calls in samples.values())
-            if left_s < round_s * (1 + sum(growths[:1])):  # one more would cost the next size its only one
-                break
+        num_rounds = 1
+        if size in asked:
+            num_rounds = _num_rounds(request.num_rounds, left_s, sum(forecast_s.values()), growths, len(missing) - 1)
+
+        def report_turn(doing: str, done: float, place: int = place) -> None:
+            report(doing, (place + done) / len(sizes))
+
+        samples = _take_turns(bench, list(forecast_s), size, num_rounds, growths, report_turn)
         timings += [_timing(case, size, calls) for case, calls in samples.items() if size in asked]
         call_s = {case: min(call.whole_s for call in calls) for case, calls in samples.items()}
         last_size = size
     return timings, left_out
+
+
+def _take_turns(
+    bench: _Bench,
+    cases: Sequence[CommCase],
+    size_bytes: int,
+    num_rounds: int,
+    growths: Sequence[float],
+    report: Report,
+) -> dict[CommCase, list[_Sample]]:
+    """Every case once a round, fewer rounds if one more would cost the next size its only one."""
+    samples: dict[CommCase, list[_Sample]] = {case: [] for case in cases}
+    for number in range(num_rounds):
+        for turn, case in enumerate(cases):
+            done = (number + turn / len(cases)) / num_rounds
+            report(f"{size_bytes:,} bytes, round {number + 1} of {num_rounds}: {case}", done)
+            samples[case].append(bench.call(case, size_bytes))
+        round_s = sum(calls[-1].whole_s for calls in samples.values())
+        if bench.left_s() < round_s * (1 + sum(growths[:1])):
+            break
+    return samples
 
 
 def _with_steps(sizes: Sequence[int]) -> list[int]:
@@ -156,8 +168,7 @@ def _num_rounds(most: int, left_s: float, round_s: float, growths: Sequence[floa
 
 def _timing(case: CommCase, size_bytes: int, calls: Sequence[_Sample]) -> CommTiming:
     counts = [call.link_bytes for call in calls if call.link_bytes is not None]
-    middle = sorted(counts)[len(counts) // 2] if counts else None
-    return CommTiming(case, size_bytes, tuple(call.sum_s for call in calls), middle)
+    return CommTiming(case, size_bytes, tuple(call.sum_s for call in calls), median_high(counts) if counts else None)
 
 
 def fit(timings: Sequence[CommTiming]) -> list[CommFit]:
@@ -183,6 +194,8 @@ class _Bench:
 
     def __init__(self, request: CommRequest, links: Links, algorithms: Mapping[str, Algorithm]) -> None:
         self._links = links
+        self._budget_s = request.budget_s
+        self._stopwatch = Stopwatch()
         self._algorithms = algorithms
         self._dtype = getattr(torch, request.dtype)
         self._num_servers = min(request.num_servers, links.world_size)
@@ -198,26 +211,30 @@ class _Bench:
 
     def call(self, case: CommCase, size_bytes: int) -> _Sample:
         """Write the numbers, sum them, check the sum. Raises `PacelineError` on all workers if it is wrong on any."""
-        began = time.perf_counter()
+        clock = Stopwatch()
         if self._vector.nbytes < size_bytes:  # kept, because new memory costs as much time as a fast sum
             self._vector = torch.empty(size_bytes // self._dtype.itemsize, dtype=self._dtype, device=self._links.device)
         values = self._vector[: size_bytes // self._dtype.itemsize]
-        for part, numbers in _periods(values, self._mine):
-            part.copy_(numbers)
+        for slice_, numbers in _periods(values, self._mine):
+            slice_.copy_(numbers)
         before = self._link_bytes()
         sum_s = time_sum(_in_float(self._algorithms[case.algorithm]), self._links_for(case), values)
         after = self._link_bytes()
         self._check(case, values)
-        whole_s = slowest(time.perf_counter() - began, self._links)
+        whole_s = slowest(clock.spent_s, self._links)
         crossed = None
         if before is not None and after is not None:
             crossed = slowest(max(now - then for now, then in zip(after, before, strict=True)), self._links)
         return _Sample(sum_s, whole_s, crossed)
 
+    def left_s(self) -> float:
+        """What is left of the budget, by the slowest worker's clock."""
+        return self._budget_s - slowest(self._stopwatch.spent_s, self._links)
+
     def fits_into_memory(self, size_bytes: int) -> bool:
         """Whether every node has room: three vectors a worker, and one of each worker where all send to one."""
         num_local = 1 if self._links.device.type == "cuda" else len(self._links.node)
-        missing = size_bytes * (3 * num_local + self._links.world_size) - _free_bytes(self._links.device)
+        missing = size_bytes * (3 * num_local + self._links.world_size) - free_bytes(self._links.device)
         return slowest(missing, self._links) <= 0
 
     def _links_for(self, case: CommCase) -> Links:
@@ -231,8 +248,8 @@ class _Bench:
 
     def _check(self, case: CommCase, values: Tensor) -> None:
         """Compare with the sum, which is written over."""
-        for part, numbers in _periods(values, self._sum):
-            part.sub_(numbers)
+        for slice_, numbers in _periods(values, self._sum):
+            slice_.sub_(numbers)
         error = float(torch.stack(values.aminmax()).abs().max())  # undefined if a value is
         allowed = self._allowed(case)
         if slowest(float(not error <= allowed), self._links):
@@ -270,7 +287,7 @@ def _in_float(algorithm: Algorithm) -> Algorithm:
 
 
 def _periods(values: Tensor, numbers: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """`values` in parts, each with the numbers that belong there: rows of whole periods, then the rest."""
+    """`values` in two slices, each with the numbers that belong there: rows of whole periods, then the rest."""
     whole = len(values) // PERIOD * PERIOD
     return [(values[:whole].view(-1, PERIOD), numbers), (values[whole:], numbers[: len(values) - whole])]
 
@@ -282,67 +299,40 @@ def _counters(interface: str) -> tuple[Path, Path]:
     return folder / "tx_bytes", folder / "rx_bytes"
 
 
-def _free_bytes(device: torch.device) -> float:
-    """Memory to be had on this node, or on this GPU; endless where the system does not tell."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return float("inf")
-    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), float("inf"))
+def bench_collectives(request: CommRequest, report: Report = unreported) -> CommTimings | None:
+    """Join the other workers and time what is asked for. None on all workers but the first.
 
-
-def run(request: CommRequest, out: Path, *, quiet: bool) -> None:
-    """Meet the other workers, time what is asked for, and leave the file; rank 0 shows how far it is."""
-    facts = env.worker_facts()
-    kind = request.device_kind or env.device_kind() or ("cuda" if torch.cuda.is_available() else "cpu")
-    plan = Plan(
-        world_size=facts.world_size, device_kind="cuda" if kind == "cuda" else "cpu", timeout_s=request.timeout_s
-    )
-    torch.set_num_threads(env.thread_limit() or max(1, torch.get_num_threads() // facts.local_world_size))
-    world = join(facts, plan)
-    links = open_links(_group(world, plan), world.device, plan.timeout_s)
-    with bar("", is_shown=world.rank == 0 and not quiet, has_percent=True) as report:
-        timings, left_out = time_cases(request, links, report=report)
+    Raises:
+        JobError: nothing of what was asked for can be timed.
+    """
+    world = join_workers(request.device_kind, request.timeout_s)
+    links = open_links(_group(world, request.timeout_s), world.device, request.timeout_s)
+    timings, left_out = time_cases(request, links, report=report)
     if not timings:
         reasons = "; ".join(f"{left.case}: {left.reason}" for left in left_out)
         raise JobError(f"Nothing of what was asked for can be timed: {reasons}.")
-    if world.rank == 0:
-        out.mkdir(parents=True, exist_ok=True)
-        CommTimings(
-            request,
-            links.nodes,
-            plan.device_kind,
-            tuple(timings),
-            tuple(fit(timings)),
-            tuple(left_out),
-            describe_environment(world),
-        ).save(out / TIMINGS_FILE)
+    if world.rank != 0:
+        return None
+    return CommTimings(
+        request,
+        links.nodes,
+        "cuda" if world.device.type == "cuda" else "cpu",
+        tuple(timings),
+        tuple(fit(timings)),
+        tuple(left_out),
+        describe_environment(world),
+    )
 
 
-def _group(world: World, plan: Plan) -> dist.ProcessGroup:
+def _group(world: World, timeout_s: float) -> dist.ProcessGroup:
     if world.group is not None:
         return world.group
     # A worker alone has no group in a run, but algorithms want one.
-    timeout = timedelta(seconds=plan.timeout_s)
-    dist.init_process_group(plan.backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    backend = "nccl" if world.device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=timeout_s))
     assert dist.group.WORLD is not None
     return dist.group.WORLD
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m paceline.measure.collective_bench", description=__doc__)
-    parser.add_argument("request", type=Path, help="JSON file with what to time; {} is everything")
-    parser.add_argument("out", type=Path, help="folder for timings.json")
-    parser.add_argument("--quiet", action="store_true", help="say nothing")
-    arguments = parser.parse_args()
-    try:
-        plain = json.loads(arguments.request.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
-        raise JobError(f"The request {arguments.request} cannot be read: {problem}.") from None
-    run(CommRequest.from_mapping(plain), arguments.out, quiet=arguments.quiet)
-
-
 if __name__ == "__main__":
-    main()
+    run_program(__doc__, CommRequest, bench_collectives, TIMINGS_FILE)

@@ -1,37 +1,29 @@
-"""Timed links inside a node: `python -m paceline.measure.link_probe FOLDER`, one worker on every node.
+"""The program that times links inside a node, one worker on every node: `python -m paceline.measure.link_probe`.
 
-Started by `paceline probe`. Rank 0 finds its node in FOLDER/node0.json and leaves FOLDER/links0.json: {"links": […],
-"not_measured": ["…"]}; rank 1 has node1.json, and so on. On GPUs copies between two of them are timed, one pair for
-every label; on CPU what two processes tell each other through shared memory and through loopback.
+It reads a `LinkRequest`; every worker leaves a `LinkProbe`, links0.json on the first node and so on. On GPUs copies
+between two of them are timed, one pair for every label; on CPU what two processes send each other through shared memory
+and through loopback.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import itertools
-import json
 import mmap
 import multiprocessing
 import os
 import platform
 import socket
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 from paceline import env
+from paceline.measure.program import Report, run_program, unreported
+from paceline.measure.stopwatch import median_s
+from paceline.measure.values import LINKS_FILE, LinkProbe, LinkRequest
+from paceline.measure.which_links import links_to_time
 from paceline.spec import Link, Node
-from paceline.spec.codec import from_mapping, to_mapping
-
-NODE_FILE = "node{rank}.json"
-LINKS_FILE = "links{rank}.json"
-
-MOST_NODES_IN_FULL = 4
-"""Up to so many nodes every pair is timed; beyond, their number would grow faster than patience."""
 
 SHARED_MEMORY, LOOPBACK = "SHM", "TCP"
 """Labels of what CPU workers of one node talk through."""
@@ -39,8 +31,8 @@ SHARED_MEMORY, LOOPBACK = "SHM", "TCP"
 LIMIT_S = 30.0
 """For one exchange; it takes milliseconds."""
 _STREAM_BYTES = 64 * 2**20
-_CHUNK_BYTES = 256 * 2**10
-_DEPTH = 4
+_SLOT_BYTES = 256 * 2**10
+_NUM_SLOTS = 4
 _NUM_STREAMS = 5
 _NUM_PINGS = 500
 _COPY_BYTES = 256 * 2**20
@@ -56,54 +48,9 @@ class LinkTimes:
     """Until the first byte has arrived."""
 
 
-@dataclass(frozen=True)
-class LinkProbe:
-    """What was measured, and a sentence for everything that was not."""
-
-    links: tuple[Link, ...] = ()
-    not_measured: tuple[str, ...] = ()
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(to_mapping(self)) + "\n", encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: Path) -> LinkProbe:
-        return from_mapping(cls, json.loads(path.read_text(encoding="utf-8")))
-
-
-def with_measured(node: Node, measured: Sequence[Link]) -> Node:
-    """`node` with measured links in place of its own of the same label, or beside them where it has none.
-
-    Links of one label are of one kind, so one measurement speaks for all of them between devices.
-    """
-    by_label = {link.label: link for link in measured}
-    devices = {device.label for device in node.devices}
-    known = [
-        dataclasses.replace(
-            link,
-            bytes_per_s=by_label[link.label].bytes_per_s,
-            latency_s=by_label[link.label].latency_s,
-            source="measured",
-        )
-        if link.label in by_label and devices.issuperset(link.ends)
-        else link
-        for link in node.links
-    ]
-    labels = {link.label for link in known if devices.issuperset(link.ends)}
-    return dataclasses.replace(node, links=(*known, *(link for link in measured if link.label not in labels)))
-
-
-def node_pairs(num_nodes: int) -> list[tuple[int, int]]:
-    """Pairs of nodes to time, each once with the lower number first.
-
-    All of them up to `MOST_NODES_IN_FULL` nodes; beyond, a ring of neighbours, and each node with the one that stands
-    opposite in it, often in another rack (of an odd number of nodes one has none).
-    """
-    if num_nodes <= MOST_NODES_IN_FULL:
-        return list(itertools.combinations(range(num_nodes), 2))
-    ring = [(node, (node + 1) % num_nodes) for node in range(num_nodes)]
-    opposite = [(node, node + num_nodes // 2) for node in range(num_nodes // 2)]
-    return [(min(pair), max(pair)) for pair in (*ring, *opposite)]
+def probe_own_node(request: LinkRequest, _report: Report = unreported) -> LinkProbe:
+    """Time the links inside the node of the request that this worker is on."""
+    return measure_links(request.nodes[env.worker_facts().rank])
 
 
 def measure_links(node: Node) -> LinkProbe:
@@ -132,26 +79,21 @@ def measure_links(node: Node) -> LinkProbe:
 
 def time_loopback() -> LinkTimes:
     """Two processes on a TCP connection: a byte there and back, then a stream one way."""
-    with socket.create_server(("127.0.0.1", 0)) as door, _Partner(_send_on_loopback, door.getsockname()[1]):
-        door.settimeout(LIMIT_S)
-        connection, _ = door.accept()
+    with socket.create_server(("127.0.0.1", 0)) as server, _Partner(_send_on_loopback, server.getsockname()[1]):
+        server.settimeout(LIMIT_S)
+        connection, _ = server.accept()
         with connection:
             connection.settimeout(LIMIT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            pings = []
-            for _ in range(_NUM_PINGS):
-                began = time.perf_counter()
-                connection.sendall(b"?")
-                _receive(connection, memoryview(bytearray(1)))
-                pings.append(time.perf_counter() - began)
-            streams = []
-            arrived = memoryview(bytearray(_STREAM_BYTES))
-            for _ in range(_NUM_STREAMS + 1):
-                began = time.perf_counter()
-                connection.sendall(b"!")
-                _receive(connection, arrived)
-                streams.append(time.perf_counter() - began)
-    return _times(streams, pings)
+
+            def ask(question: bytes, answer: memoryview) -> None:
+                connection.sendall(question)
+                _receive(connection, answer)
+
+            byte, stream = memoryview(bytearray(1)), memoryview(bytearray(_STREAM_BYTES))
+            ping_s = median_s(lambda: ask(b"?", byte), _NUM_PINGS)
+            stream_s = median_s(lambda: ask(b"!", stream), _NUM_STREAMS)
+    return LinkTimes(_STREAM_BYTES / stream_s, ping_s / 2)
 
 
 def _send_on_loopback(port: int) -> None:
@@ -171,7 +113,7 @@ def _receive(connection: socket.socket, into: memoryview) -> None:
 
 
 def time_shared_memory() -> LinkTimes:
-    """Two processes on one mapping: a counter there and back, then a stream one way through a ring of chunks.
+    """Two processes on one mapping: a counter there and back, then a stream one way through a ring of slots.
 
     Raises:
         RuntimeError: this processor may show stores to others in another order, so that the ring would not be safe.
@@ -179,27 +121,23 @@ def time_shared_memory() -> LinkTimes:
     if platform.machine() not in ("x86_64", "AMD64"):
         raise RuntimeError(f"it needs stores in order, which {platform.machine()} does not promise")
     with (
-        mmap.mmap(-1, mmap.PAGESIZE + _DEPTH * _CHUNK_BYTES) as shared,
+        mmap.mmap(-1, mmap.PAGESIZE + _NUM_SLOTS * _SLOT_BYTES) as shared,
         _Partner(_send_through_memory, shared),
         _Ring(shared) as ring,
     ):
-        pings = []
-        for number in range(1, _NUM_PINGS + 1):
-            began = time.perf_counter()
-            ring.mine.value = number
-            ring.theirs.wait_for(number)
-            pings.append(time.perf_counter() - began)
         arrived = memoryview(bytearray(_STREAM_BYTES))
-        streams = []
-        for number in range(_NUM_STREAMS + 1):
-            began = time.perf_counter()
-            ring.start.value = number + 1
-            ring.receive(arrived, number * _NUM_CHUNKS)
-            streams.append(time.perf_counter() - began)
-    return _times(streams, pings)
 
+        def ping() -> None:
+            ring.mine.value += 1
+            ring.theirs.wait_for(ring.mine.value)
 
-_NUM_CHUNKS = _STREAM_BYTES // _CHUNK_BYTES
+        def stream() -> None:
+            ring.start.value += 1
+            ring.receive(arrived)
+
+        ping_s = median_s(ping, _NUM_PINGS, num_warmup=0)
+        stream_s = median_s(stream, _NUM_STREAMS, num_warmup=1)
+    return LinkTimes(_STREAM_BYTES / stream_s, ping_s / 2)
 
 
 def _send_through_memory(shared: mmap.mmap) -> None:
@@ -210,7 +148,7 @@ def _send_through_memory(shared: mmap.mmap) -> None:
         stream = memoryview(bytes(_STREAM_BYTES))
         for number in range(_NUM_STREAMS + 1):
             ring.start.wait_for(number + 1)
-            ring.send(stream, number * _NUM_CHUNKS)
+            ring.send(stream)
 
 
 class _Counter:
@@ -237,7 +175,7 @@ class _Counter:
 
 
 class _Ring:
-    """Chunks under way between two processes, and the counters that say whose they are."""
+    """Slots under way between two processes, and the counters that say whose they are."""
 
     def __init__(self, shared: mmap.mmap) -> None:
         self._whole = memoryview(shared)
@@ -247,21 +185,23 @@ class _Ring:
             _Counter(self._numbers, place) for place in range(5)
         )
 
-    def send(self, stream: memoryview, first: int) -> None:
-        for number in range(_NUM_CHUNKS):
-            self._taken.wait_for(first + number + 1 - _DEPTH)
-            slot = (first + number) % _DEPTH * _CHUNK_BYTES
-            at = number * _CHUNK_BYTES
-            self._slots[slot : slot + _CHUNK_BYTES] = stream[at : at + _CHUNK_BYTES]
-            self._filled.value = first + number + 1
+    def send(self, stream: memoryview) -> None:
+        for at in range(0, len(stream), _SLOT_BYTES):
+            number = self._filled.value
+            self._taken.wait_for(number + 1 - _NUM_SLOTS)
+            self._slot(number)[:] = stream[at : at + _SLOT_BYTES]
+            self._filled.value = number + 1
 
-    def receive(self, into: memoryview, first: int) -> None:
-        for number in range(_NUM_CHUNKS):
-            self._filled.wait_for(first + number + 1)
-            slot = (first + number) % _DEPTH * _CHUNK_BYTES
-            at = number * _CHUNK_BYTES
-            into[at : at + _CHUNK_BYTES] = self._slots[slot : slot + _CHUNK_BYTES]
-            self._taken.value = first + number + 1
+    def receive(self, into: memoryview) -> None:
+        for at in range(0, len(into), _SLOT_BYTES):
+            number = self._taken.value
+            self._filled.wait_for(number + 1)
+            into[at : at + _SLOT_BYTES] = self._slot(number)
+            self._taken.value = number + 1
+
+    def _slot(self, number: int) -> memoryview:
+        begin = number % _NUM_SLOTS * _SLOT_BYTES
+        return self._slots[begin : begin + _SLOT_BYTES]
 
     def __enter__(self) -> Self:
         return self
@@ -291,22 +231,7 @@ class _Partner:
             self._process.join()
 
 
-def _times(streams: Sequence[float], pings: Sequence[float]) -> LinkTimes:
-    """Medians; the first stream touched its memory for the first time and does not count."""
-    return LinkTimes(_STREAM_BYTES / statistics.median(streams[1:]), statistics.median(pings) / 2)
-
-
 # --- between GPUs ---
-
-
-def pairs_to_measure(node: Node) -> list[Link]:
-    """The first link of every label between two devices of `node`."""
-    devices = {device.label for device in node.devices}
-    first: dict[str, Link] = {}
-    for link in node.links:
-        if devices.issuperset(link.ends):
-            first.setdefault(link.label, link)
-    return list(first.values())
 
 
 def _measure_gpus(node: Node) -> LinkProbe:
@@ -314,7 +239,7 @@ def _measure_gpus(node: Node) -> LinkProbe:
 
     if len(node.devices) < 2:
         return LinkProbe(not_measured=("links between GPUs: the node has one",))
-    chosen = pairs_to_measure(node)
+    chosen = links_to_time(node)
     if not chosen:
         return LinkProbe(not_measured=("links between GPUs: nothing tells which pairs are linked alike",))
     if not torch.cuda.is_available():
@@ -356,32 +281,14 @@ def time_copy(source: int, target: int) -> LinkTimes:
     """Copies of 256 MiB and of 4 bytes from one GPU of this process to another, by torch's numbers for them."""
     import torch
 
-    def seconds(num_bytes: int, num_copies: int) -> list[float]:
-        there = torch.zeros(num_bytes, dtype=torch.uint8, device=f"cuda:{source}")
-        here = torch.zeros(num_bytes, dtype=torch.uint8, device=f"cuda:{target}")
-        times = []
-        for _ in range(num_copies + 2):  # two to warm up
-            for device in (source, target):
-                torch.cuda.synchronize(device)
-            began = time.perf_counter()
-            here.copy_(there)
-            for device in (source, target):
-                torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - began)
-        return times[2:]
+    devices = (torch.device("cuda", source), torch.device("cuda", target))
 
-    stream_s = statistics.median(seconds(_COPY_BYTES, _NUM_COPIES))
-    return LinkTimes(_COPY_BYTES / stream_s, statistics.median(seconds(4, 10 * _NUM_COPIES)))
+    def copy_s(num_bytes: int, num_copies: int) -> float:
+        sent, received = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for device in devices)
+        return median_s(lambda: received.copy_(sent), num_copies, *devices, num_warmup=2)
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m paceline.measure.link_probe", description=__doc__)
-    parser.add_argument("folder", type=Path, help="with node0.json …; links0.json … are left there")
-    folder: Path = parser.parse_args().folder
-    rank = env.worker_facts().rank
-    node = from_mapping(Node, json.loads((folder / NODE_FILE.format(rank=rank)).read_text(encoding="utf-8")))
-    measure_links(node).save(folder / LINKS_FILE.format(rank=rank))
+    return LinkTimes(_COPY_BYTES / copy_s(_COPY_BYTES, _NUM_COPIES), copy_s(4, 10 * _NUM_COPIES))
 
 
 if __name__ == "__main__":
-    main()
+    run_program(__doc__, LinkRequest, probe_own_node, LINKS_FILE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,17 +12,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.data.order import epoch_order
+from paceline.measure.stopwatch import Stopwatch, seconds_of
 from paceline.parallel import Assignment, Engine, StepInput
-from paceline.train.run import LossFn, Run
+from paceline.train.numerics import LossFn
+from paceline.train.run import Run
 from paceline.train.seeding import seed_shard
-from paceline.train.timing import settle
 
 _WARMUP_PASSES, _MIN_PASSES = 2, 3
 _LONG_WARMUP_PASSES, _LONG_MIN_PASSES = 1, 2
-"""Of passes that take more than `_SIZE_S`."""
+"""For passes that take more than `_SIZE_S`."""
 _MAX_PASSES = 50
 _SIZE_S = 1.0
-"""Enough passes of one size to take so long: medians settle."""
+"""Passes of one size are repeated for so long: medians settle."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ def time_steps(subject: Subject, size: int, budget_s: float, *, with_updates: bo
     step = step_of(subject, subject.run.engine, size, with_updates=with_updates)
     passes: list[float] = []
     updates: list[float] = []
-    began = time.perf_counter()
-    while not is_enough(passes, time.perf_counter() - began, budget_s):
+    stopwatch = Stopwatch()
+    while not is_enough(passes, stopwatch.spent_s, budget_s):
         pass_s, update_s = step()
         passes.append(pass_s)
         updates.append(update_s)
@@ -67,33 +67,29 @@ def time_steps(subject: Subject, size: int, budget_s: float, *, with_updates: bo
 def step_of(
     subject: Subject, engine: Engine, size: int, rank: int = 0, world_size: int = 1, *, with_updates: bool = False
 ) -> Callable[[], tuple[float, float]]:
-    """What makes this worker's pass over `size` samples, and an update if it is to; returns the seconds of both."""
+    """A function that makes this worker's pass over `size` samples, and an update if asked; returns their seconds."""
     run, optimizer = subject.run, subject.optimizer
     clip_norm = run.job.optim.clip_norm
-    (batch,) = run.read(subject.train_set, 0, [_first_samples(subject.train_set, size)], train=True)
+    (batch,) = run.reader.read(subject.train_set, 0, [_first_samples(subject.train_set, size)], train=True)
     num_shards = max(1, size // subject.shard_size)
     step_input = StepInput(
         assignment=Assignment.of(size * world_size, num_shards * world_size, rank, world_size),
         batch=batch,
-        loss_of=lambda model, part: run.loss_of(model, part, subject.loss_fn),
+        loss_of=run.precision.of(subject.loss_fn),
         seed_shard=lambda shard: seed_shard(run.job.seed, 0, shard, run.device),
         scale=lambda loss: loss,
     )
 
+    def update() -> None:
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(run.model.parameters(), clip_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
     def step() -> tuple[float, float]:
         optimizer.zero_grad(set_to_none=True)
-        settle(run.device)
-        pass_began = time.perf_counter()
-        engine.gradients(step_input)
-        settle(run.device)
-        pass_ended = time.perf_counter()
-        if with_updates:
-            if clip_norm is not None:
-                nn.utils.clip_grad_norm_(run.model.parameters(), clip_norm)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            settle(run.device)
-        return pass_ended - pass_began, time.perf_counter() - pass_ended
+        pass_s = seconds_of(lambda: engine.step(step_input, lambda _loss: None), run.device)
+        return pass_s, seconds_of(update, run.device) if with_updates else 0.0
 
     return step
 
@@ -115,5 +111,5 @@ def is_enough(times: Sequence[float], spent_s: float, budget_s: float) -> bool:
 
 
 def _first_samples(train_set: Any, size: int) -> Any:
-    """The numbers of `size` samples; a set with fewer gives some twice."""
+    """Indices of `size` samples; a set with fewer gives some twice."""
     return np.resize(epoch_order(len(train_set), len(train_set), 0, 0).indices, size)

@@ -1,4 +1,4 @@
-"""What all workers of a plan do at the same time, timed: a pass and an update, and what adding gradients up costs.
+"""Timings of all workers of a plan at the same time: a pass and an update, and what summing gradients adds to them.
 
 Prices of algorithms come from links that were timed while nothing else went on. In a step they run beside passes, on
 cores, memory and wires that the others use too; only a step shows what that makes of them.
@@ -7,36 +7,34 @@ cores, memory and wires that the others use too; only a step shows what that mak
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm import ALGORITHMS, Links
 from paceline.measure.steps import Subject, step_of
+from paceline.measure.stopwatch import Stopwatch, seconds_of
+from paceline.measure.workers import largest
 from paceline.parallel import DataParallel
 from paceline.parallel.aggregation import candidates, set_up_aggregation
 from paceline.spec import AlgorithmName, Job, Plan, SumTiming
 from paceline.spec.codec import at_least
 from paceline.train.process_group import World
-from paceline.train.timing import settle
 
 _MOST_ROUNDS = 40
 _NUM_WARMUP_STEPS = 2
 """Before any counts: what draws random numbers is found out, and gradients get their places in buckets."""
 
-Ways = Mapping[AlgorithmName | None, Callable[[], object]]
-"""By the algorithm that adds gradients up, what makes a step; None: none does."""
+Steps = Mapping[AlgorithmName | None, Callable[[], object]]
+"""What makes a step, by the algorithm that sums gradients in it; None: gradients are not summed."""
 
 
 @dataclass(frozen=True)
 class Together:
-    """What all workers are asked to time at once; no samples: nothing, they may go."""
+    """What all workers are asked to time at once; a micro-batch of 0 samples: nothing, they may end."""
 
     micro_batch_size: int = at_least(0, 0)
     budget_s: float = at_least(0, 0.0)
@@ -47,23 +45,23 @@ class TogetherTiming:
     """What a step took with all workers at work."""
 
     step_s: float
-    """A pass and an update, until the slowest worker was through, without adding anything up."""
+    """A pass and an update on the slowest worker, without sums."""
     sums: tuple[SumTiming, ...]
 
 
 def _sums_every_step(job: Job) -> bool:
-    """Whether the job's gradients are added up in every step, while backward goes on."""
+    """Whether the job's gradients are summed in every step, while backward goes on."""
     return job.parity == "numeric" and job.aggregation.method == "every_step"
 
 
 def time_together(subject: Subject, world: World, job: Job, plan: Plan, wanted: Together) -> TogetherTiming:
-    """Median seconds of a step without sums, and what each sensible algorithm adds to it; a common act of all.
+    """Median seconds of a step without sums, and what each sensible algorithm adds to it; a collective of all workers.
 
-    They take turns, because what else a machine does changes from minute to minute. A turn that does not fit into the
-    budget is left out; the first of each is always taken.
+    Algorithms take turns, because what else a machine does changes from minute to minute. A turn that does not fit into
+    the budget is left out; the first of each is always taken.
     """
-    with _ways(subject, world, job, plan, wanted.micro_batch_size) as ways:
-        periods = _take_turns(ways, world, wanted.budget_s)
+    with _steps(subject, world, job, plan, wanted.micro_batch_size) as steps:
+        periods = _take_turns(steps, world, wanted.budget_s)
     without_s = _typical(periods[None])
     sums = tuple(
         SumTiming(name, job.aggregation.wire, max(0.0, _typical(times) - without_s))
@@ -74,7 +72,7 @@ def time_together(subject: Subject, world: World, job: Job, plan: Plan, wanted: 
 
 
 class _Switch:
-    """An algorithm that is another one from step to step, or none at all."""
+    """An algorithm that stands for another one from step to step, or for none."""
 
     def __init__(self) -> None:
         self.name: AlgorithmName | None = None
@@ -85,7 +83,7 @@ class _Switch:
 
 
 @contextmanager
-def _ways(subject: Subject, world: World, job: Job, plan: Plan, size: int) -> Iterator[Ways]:
+def _steps(subject: Subject, world: World, job: Job, plan: Plan, size: int) -> Iterator[Steps]:
     """A step without sums, and one for each algorithm that training would consider."""
     if world.group is None or not _sums_every_step(job):
         yield {None: step_of(subject, subject.run.engine, size, with_updates=True)}
@@ -110,34 +108,32 @@ def _ways(subject: Subject, world: World, job: Job, plan: Plan, size: int) -> It
         aggregator.scheduler.close()
 
 
-def _take_turns(ways: Ways, world: World, budget_s: float) -> dict[AlgorithmName | None, list[float]]:
-    """Seconds of every way's steps, each from one meeting of all workers to the next, by rank 0's clock and budget."""
-    periods: dict[AlgorithmName | None, list[float]] = {name: [] for name in ways}
-    began = time.perf_counter()
+def _take_turns(steps: Steps, world: World, budget_s: float) -> dict[AlgorithmName | None, list[float]]:
+    """Seconds of every step, each from one rendezvous of all workers to the next, by rank 0's clock and budget."""
+    periods: dict[AlgorithmName | None, list[float]] = {name: [] for name in steps}
+    stopwatch = Stopwatch(budget_s)
     for _ in range(_NUM_WARMUP_STEPS):
-        ways[None]()
+        steps[None]()
     for _ in range(_MOST_ROUNDS):
         num_taken = 0
-        for name, step in ways.items():
-            left_s = budget_s - (time.perf_counter() - began)
-            if not _all_go_on(world, not periods[name] or periods[name][-1] < left_s):
+        for name, step in steps.items():
+            if not _all_agree(world, not periods[name] or periods[name][-1] < stopwatch.left_s):
                 continue
-            turn_began = time.perf_counter()
-            step()
-            _all_go_on(world, True)
-            periods[name].append(time.perf_counter() - turn_began)
+            periods[name].append(seconds_of(partial(_finish_together, step, world)))
             num_taken += 1
         if num_taken == 0:
             break
     return periods
 
 
-def _all_go_on(world: World, wanted: bool) -> bool:
-    """Meet all others; what rank 0 wants, all do."""
-    answer = torch.full((), float(wanted and world.rank == 0), device=world.device)
-    dist.all_reduce(answer, group=world.group)
-    settle(world.device)
-    return bool(answer > 0)
+def _finish_together(step: Callable[[], object], world: World) -> None:
+    step()
+    _all_agree(world, True)
+
+
+def _all_agree(world: World, wanted: bool) -> bool:
+    """What rank 0 wants, for all workers; a collective."""
+    return largest(float(wanted and world.rank == 0), world.group, world.device) > 0
 
 
 def _typical(times: list[float]) -> float:

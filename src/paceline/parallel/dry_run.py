@@ -37,15 +37,16 @@ from paceline.parallel.tensor import (
     layer_sizes,
     tensor_parallel,
 )
-from paceline.partition import LayerCost, best_cut
+from paceline.partition import best_cut, micro_batches_in_flight
 from paceline.spec import Mesh
 from paceline.spec.mesh import AxisName
+from paceline.spec.model_cost import Activations, DeviceMemory, LayerCost, ModelCost
 
 _MOST_TENSOR_WORKERS = 64
 
 
 @dataclass(frozen=True)
-class StageFacts:
+class StageCost:
     """One worker of a stage of a pipeline: what it holds, and what it sends for one micro-batch."""
 
     layers: tuple[str, str]
@@ -72,21 +73,25 @@ class DryRun:
 
     mesh: Mesh
     num_micro_batches: int
-    stages: tuple[StageFacts, ...]
+    stages: tuple[StageCost, ...]
     optimizer_copies: int
     """Numbers that the optimizer keeps for each parameter."""
 
     @property
-    def memory_bytes(self) -> tuple[int, ...]:
-        """Of every stage: parameters, gradients, optimizer state, and the activations of all micro-batches that are
-        under way at once (1F1B; Narayanan et al. 2021, section 2.2). What stage 3 of ZeRO gathers, a few layers at a
-        time, comes on top."""
+    def memory(self) -> tuple[DeviceMemory, ...]:
+        """What a worker of every stage holds, with the activations of all micro-batches that are in flight at once.
+
+        The few layers at a time that stage 3 of ZeRO gathers come on top."""
         keeps_gathered = self.mesh.fsdp > 1 and self.mesh.zero_stage < 3
         return tuple(
-            stage.parameter_bytes
-            + stage.gradient_bytes * (1 + self.optimizer_copies)
-            + stage.whole_parameter_bytes * keeps_gathered
-            + stage.activation_bytes * min(self.mesh.pp - place, self.num_micro_batches)
+            DeviceMemory(
+                parameter_bytes=stage.parameter_bytes,
+                gradient_bytes=stage.gradient_bytes,
+                optimizer_bytes=stage.gradient_bytes * self.optimizer_copies,
+                activation_bytes=stage.activation_bytes
+                * micro_batches_in_flight(self.mesh.pp, place, self.num_micro_batches),
+                gathered_bytes=stage.whole_parameter_bytes * keeps_gathered,
+            )
             for place, stage in enumerate(self.stages)
         )
 
@@ -98,7 +103,7 @@ class DryRun:
         """
         return max(self.sent_bytes_of(stage, axis) for stage in self.stages)
 
-    def sent_bytes_of(self, stage: StageFacts, axis: AxisName) -> float:
+    def sent_bytes_of(self, stage: StageCost, axis: AxisName) -> float:
         """What a worker of one stage sends along an axis in a step."""
         if axis == "dp":
             return 2 * (self.mesh.dp - 1) / self.mesh.dp * stage.gradient_bytes
@@ -113,21 +118,6 @@ class DryRun:
         times, m = [stage.time for stage in self.stages], self.num_micro_batches
         turns = m + len(times) - 1
         return 1 - m * sum(times) / len(times) / (turns * max(times)) if max(times) else 0.0
-
-
-@dataclass(frozen=True)
-class LayerFacts:
-    """One layer of a chain, as the planner wants to know it. Bytes are those of one sample."""
-
-    num_parameters: int
-    time: float
-    kept_bytes: float
-    output_bytes: float
-    num_parts: int
-    """The largest power of two of workers that a tensor group may have to share the layer; 1: none."""
-    num_sums: int
-    sum_bytes: float
-    """What tensor groups tell each other for it, as so many sums of so many bytes each."""
 
 
 def dry_run(
@@ -157,7 +147,7 @@ def dry_run(
     stages = _stages(chain, runs)
     holders = Counter(parameter for stage in stages for parameter in stage.parameters())
     others = [{name: holders[parameter] - 1 for name, parameter in stage.named_parameters()} for stage in stages]
-    found: list[StageFacts] = []
+    found: list[StageCost] = []
     message = _Message()
     with _pretended(mesh) as device_mesh:
         for stage, run, num_others in zip(stages, runs, others, strict=True):
@@ -207,13 +197,17 @@ def on_paper(build: Callable[[], nn.Module], sample: Any, num_samples: int) -> t
     return model, (inputs,)
 
 
-def trace_layers(model: nn.Module, arguments: Sequence[Any], num_samples: int) -> list[LayerFacts]:
-    """A model on the meta device as the planner sees it: layers that a pipeline may part, each with what follows it up
-    to the next place where a stage may begin."""
+def trace_model(model: nn.Module, arguments: Sequence[Any], num_samples: int) -> ModelCost:
+    """What a model on the meta device takes for one sample: layers that a pipeline may part, each with what follows it
+    up to the next place where a stage may begin.
+
+    Args:
+        arguments: What the model is called with for `num_samples` samples, on the meta device.
+    """
     chain, costs = traced(model, arguments)
     sizes = layer_sizes(model, lambda one: one(*arguments), num_samples)
-    shared = _shared_by(model)
-    layout = find_layout(model, 2) if shared else TensorLayout(2, ())
+    degrees = _largest_degrees(model)
+    layout = find_layout(model, 2) if degrees else TensorLayout(2, ())
     itemsize = max((p.element_size() for p in model.parameters()), default=4)
     groups: list[list[int]] = []
     for number, cost in enumerate(costs):
@@ -221,28 +215,32 @@ def trace_layers(model: nn.Module, arguments: Sequence[Any], num_samples: int) -
             groups.append([])
         groups[-1].append(number)
     total_s = sum(cost.time_s for cost in costs) or 1.0
-    found = []
-    for place, group in enumerate(groups):
+    layers = []
+    for group in groups:
         names = [chain.name(number) for number in group if chain.layers[number].op == "call_module"]
         own = [layer for layer in layout.layers if any(_is_in(layer.name, name) for name in names)]
-        sent = sum(_tensor_bytes(layout, layer.name, sizes, itemsize) for layer in own)
-        following = groups[place + 1][0] if place + 1 < len(groups) else None
-        found.append(
-            LayerFacts(
-                num_parameters=round(sum(costs[number].parameter_bytes for number in group) / itemsize),
-                time=sum(costs[number].time_s for number in group) / total_s,
-                kept_bytes=sum(costs[number].activation_bytes for number in group) / num_samples,
-                output_bytes=0.0 if following is None else costs[following].arriving_bytes / num_samples,
-                num_parts=min((shared.get(layer.name, 1) for layer in own), default=1),
-                num_sums=len(own),
+        sent_bytes = sum(_tensor_bytes(layout, layer.name, sizes, itemsize) for layer in own)
+        layers.append(
+            LayerCost(
+                name=chain.name(group[0]),
+                time_s=sum(costs[number].time_s for number in group) / total_s,
+                parameter_bytes=sum(costs[number].parameter_bytes for number in group),
+                activation_bytes=sum(costs[number].activation_bytes for number in group) / num_samples,
+                output_bytes=costs[group[-1]].output_bytes / num_samples,
+                num_tensor_slices=min((degrees.get(layer.name, 1) for layer in own), default=1),
+                num_all_reduces=len(own),
                 # Two workers send S bytes each for a sum of S.
-                sum_bytes=sent / len(own) if own else 0.0,
+                all_reduce_bytes=sent_bytes / len(own) if own else 0.0,
             )
         )
-    return found
+    return ModelCost(
+        num_parameters=sum(round(layer.parameter_bytes / itemsize) for layer in layers),
+        activations=Activations(sum(layer.activation_bytes for layer in layers)),
+        layers=tuple(layers),
+    )
 
 
-def _shared_by(model: nn.Module) -> dict[str, int]:
+def _largest_degrees(model: nn.Module) -> dict[str, int]:
     """The largest power of two of workers that can share each layer."""
     found: dict[str, int] = {}
     degree = 2
@@ -285,7 +283,7 @@ def _try_stage(
     device_mesh: DeviceMesh,
     mesh: Mesh,
     arguments: Sequence[Any],
-) -> tuple[StageFacts, _Message]:
+) -> tuple[StageCost, _Message]:
     """A pass of one stage, whose layers have been shared out.
 
     Args:
@@ -324,7 +322,7 @@ def _try_stage(
         if stop < len(costs):
             sent["pp"] += _bytes_of(leaving_tensors) + generator_bytes * following.carries_generators
     trained = {name: local_bytes([one]) for name, one in stage.named_parameters() if one.requires_grad}
-    facts = StageFacts(
+    facts = StageCost(
         layers=(chain.name(start), chain.name(stop - 1)),
         time=sum(cost.time_s for cost in costs[start:stop]),
         parameter_bytes=local_bytes(stage.parameters()),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from paceline.errors import ModelError
@@ -37,13 +38,42 @@ class StepInput:
     """What a forward pass runs in (autocast), where it is not `loss_of` that runs it."""
     take_norms: TakeNorms | None = None
     """Called with the norms of the step's gradients where an engine knows them, in this step or the next."""
+    any_shard: AnyShard | None = None
+    """For an engine that does not compute this worker's own assignment."""
+
+
+@dataclass(frozen=True)
+class AnyShard:
+    """How to compute any virtual shard of the run, and where all workers rest. Global batches are counted from the
+    beginning of the run."""
+
+    batch: int
+    """The global batch of this step."""
+    num_shards: Callable[[int], int]
+    """Virtual shards of a global batch that are not empty."""
+    lr_factor: Callable[[int], float]
+    """The factor on the optimizer's base learning rates for the update by a global batch."""
+    read: Callable[[int, int], StepInput]
+    """read(batch, shard): the step of a worker whose whole assignment is this shard."""
+    at_base_rates: Callable[[], AbstractContextManager[Optimizer]]
+    """Inside, the optimizer has its base learning rates."""
+    stop: int
+    """All workers rest when this many updates have been made: an epoch ends, or a checkpoint is due."""
+    wants_rest: Callable[[], bool]
+    """Whether this worker asks all to rest now."""
+    at_rest: Callable[[], None]
+    """To be called when all workers rest and before they go on: they exchange their status and may save. A
+    collective."""
+
+
+Update = Callable[[Tensor], None]
+"""Called with the mean loss when the gradient is in `.grad` of every parameter: makes the optimizer's step."""
 
 
 class Engine:
-    """Computes the gradient of the mean loss over the global batch, the same on every worker.
+    """Trains a model together with the other workers, one global batch after the other.
 
-    Defaults are those of an engine whose workers hold the whole model each, equal after every step. An engine whose
-    workers aggregate less often says in `gradients` and `after_update` what it does instead.
+    Defaults are those of an engine whose workers hold the whole model each, equal after every step.
     """
 
     module: nn.Module
@@ -53,16 +83,34 @@ class Engine:
 
     # --- a step ---
 
+    def step(self, step: StepInput, update: Update) -> Tensor:
+        """Train on one global batch; return its mean loss, a detached scalar, the same on every worker.
+
+        An engine whose workers synchronise less often, or whose updates are made elsewhere, says here what it does
+        instead of computing `gradients` and calling `update` once.
+        """
+        loss = self.gradients(step)
+        update(loss)
+        return loss
+
     def gradients(self, step: StepInput) -> Tensor:
-        """Leave the gradient in `.grad` of every parameter, None before; return the batch's mean loss, detached."""
+        """Leave the gradient of the global batch's mean loss in `.grad` of every parameter, None before; return that
+        loss, detached."""
         raise NotImplementedError
+
+    @property
+    def reads_assignment(self) -> bool:
+        """Whether a worker computes the samples assigned to it. Else nobody has to read them: see `AnyShard`."""
+        return True
+
+    @property
+    def is_synchronised(self) -> bool:
+        """Whether all workers have come to one point after the last step, where they can exchange their status."""
+        return True
 
     def gradient_norm(self) -> Tensor:
         """The norm of the whole model's gradient, a scalar; a collective where workers do not hold all of it."""
         return nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
-
-    def after_update(self) -> None:
-        """Called after each step of the optimizer; a collective where workers average their weights by now."""
 
     # --- the whole model ---
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from paceline.errors import JobError
-from paceline.plan.statistics import efficiency
+from paceline.noise import efficiency
 from paceline.spec.forecast import ForecastRow
 
 _NEARLY = 0.97

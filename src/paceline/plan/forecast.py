@@ -13,13 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import ClusterError, JobError
+from paceline.noise import efficiency as statistical_efficiency
 from paceline.plan.advice import about_batch, bend, gib, recommend, words
 from paceline.plan.buckets import exposed_s, num_buckets, sums_of_exposed_s, sums_s
 from paceline.plan.collectives import COSTS, WIRE_FACTORS, cost_s
-from paceline.plan.layer_partition import Layers
 from paceline.plan.memory import (
-    Activations,
-    ModelFacts,
     StateBytes,
     TransformerShape,
     device_memory,
@@ -32,7 +30,6 @@ from paceline.plan.model import Layout, Level, Network
 from paceline.plan.network_costs import BETWEEN_ALPHA_S, PER_MESSAGE_S, SHARED_MEMORY, between_level, inside_level
 from paceline.plan.search import SearchResult, Workload, explain, search
 from paceline.plan.simulate import Faults, Jitter, Machine, Pattern, availability, exchange_s, simulate_steps
-from paceline.plan.statistics import efficiency as statistical_efficiency
 from paceline.plan.step_time import (
     ComputeTime,
     StepModel,
@@ -45,6 +42,7 @@ from paceline.plan.step_time import (
 )
 from paceline.spec import AlgorithmName, Cluster, Job, JobTiming, Mesh
 from paceline.spec.forecast import Forecast, ForecastRow, Grow, SimulatedRow
+from paceline.spec.model_cost import Activations, Layers, ModelCost
 
 MOST_ROWS_IN_FULL = 64
 """A range up to here has a row for every count; beyond, four counts for each doubling."""
@@ -101,7 +99,7 @@ def forecast(
     cluster: Cluster,
     devices: Sequence[int],
     question: Question | None = None,
-    facts: ModelFacts | None = None,
+    facts: ModelCost | None = None,
 ) -> Forecast:
     """A row for every count in `devices`, the recommended one, and why.
 
@@ -162,7 +160,7 @@ class ForecastInputs:
 
     @classmethod
     def of(
-        cls, job: Job, cluster: Cluster, question: Question, most_devices: int, facts: ModelFacts | None = None
+        cls, job: Job, cluster: Cluster, question: Question, most_devices: int, facts: ModelCost | None = None
     ) -> ForecastInputs:
         if not cluster.nodes or not cluster.devices:
             raise ClusterError("This cluster has no devices; write one with paceline probe.")

@@ -13,22 +13,23 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from paceline.errors import ModelError
-from paceline.partition import StageLimits
-from paceline.plan.layer_partition import Layer, Layers, cut, cut_within
+from paceline.partition import StageLimits, best_cut, micro_batches_in_flight, split
 from paceline.spec import Job, Mesh, MicroBatchTiming
+from paceline.spec.model_cost import Activations, DeviceMemory, LayerCost, Layers
 
 Recompute = Literal["none", "selective", "full"]
 
-USABLE_SHARE = 0.92
+USABLE_FRACTION = 0.92
 """Of a device's memory; the rest is the driver's, the communication library's and lost between allocations."""
 ACTIVATION_WIDTH = 2.0
 """Bytes of an activation in 16 bits, which transformers are counted in."""
-_SUMS_A_LAYER = 4
+_ALL_REDUCES_PER_LAYER = 4
 """Of tensor parallelism: two forward, two backward (Shoeybi et al. 2019, "Megatron-LM", section 3)."""
-_WHOLE_SHARE = 10 / 34
+_REPLICATED_FRACTION = 10 / 34
 """Of a transformer layer's activations, what each worker of a tensor group keeps whole (Korthikanti et al. 2022)."""
 
 
@@ -53,14 +54,6 @@ def state_bytes(job: Job) -> StateBytes:
     """What the job's optimizer keeps. 16-bit precisions compute in 16 bits; parameters stay float32."""
     width = 8.0 if job.precision == "float64" else 4.0
     return StateBytes(width, width, width * job.optim.state_copies)
-
-
-@dataclass(frozen=True)
-class Activations:
-    """Memory of one forward pass: fixed_bytes + samples * bytes_per_sample, on a device that holds the whole model."""
-
-    bytes_per_sample: float
-    fixed_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -126,54 +119,28 @@ def transformer_activations(shape: TransformerShape, recompute: Recompute = "non
 def transformer_layers(shape: TransformerShape, num_parameters: float) -> Layers:
     """Equal layers that share all the parameters; what stands before and behind them is small beside them."""
     activation_bytes = shape.sequence * shape.width * ACTIVATION_WIDTH
-    layer = Layer(
-        num_parameters=num_parameters / shape.num_layers,
-        time=1.0,
-        kept_bytes=transformer_activation_bytes(shape, 1) / shape.num_layers,
+    layer = LayerCost(
+        time_s=1.0,
+        parameter_bytes=num_parameters / shape.num_layers,
+        activation_bytes=transformer_activation_bytes(shape, 1) / shape.num_layers,
         output_bytes=activation_bytes,
-        num_parts=shape.num_heads,
-        num_sums=_SUMS_A_LAYER,
-        sum_bytes=activation_bytes,
-        whole_share=_WHOLE_SHARE,
+        num_tensor_slices=shape.num_heads,
+        num_all_reduces=_ALL_REDUCES_PER_LAYER,
+        all_reduce_bytes=activation_bytes,
+        replicated_fraction=_REPLICATED_FRACTION,
     )
     return (layer,) * shape.num_layers
 
 
-@dataclass(frozen=True)
-class ModelFacts:
-    """What a trace of a model tells, before anything of it was timed."""
-
-    num_parameters: int
-    activations: Activations
-    layers: Layers = ()
-    flops_per_sample: float = 0.0
-    """Of a forward and backward pass."""
+@lru_cache(maxsize=256)
+def cut(layers: Layers, num_stages: int) -> tuple[Layers, ...]:
+    """The layers in `num_stages` stages, none empty, the slowest of which is as fast as can be."""
+    return split(layers, best_cut(layers, num_stages))
 
 
-@dataclass(frozen=True)
-class DeviceMemory:
-    """What the fullest device of a mesh holds, in bytes."""
-
-    parameter_bytes: float
-    gradient_bytes: float
-    optimizer_bytes: float
-    activation_bytes: float
-    gathered_bytes: float = 0.0
-    """Parameters of others, beside the device's own part, while layers of a sharded model are computed."""
-    stages: tuple[Layers, ...] = ()
-    """The cut that it holds a stage of."""
-
-    @property
-    def state_bytes(self) -> float:
-        """What stays between steps."""
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
-
-    @property
-    def total_bytes(self) -> float:
-        return self.state_bytes + self.activation_bytes + self.gathered_bytes
-
-    def fits(self, memory_bytes: float) -> bool:
-        return self.total_bytes <= USABLE_SHARE * memory_bytes
+def fits(memory: DeviceMemory, memory_bytes: float) -> bool:
+    """Whether a device of so much memory can hold it."""
+    return memory.total_bytes <= USABLE_FRACTION * memory_bytes
 
 
 def device_memory(
@@ -203,17 +170,17 @@ def device_memory(
         layers: Empty: as many equal ones as there are stages, which tensor groups share out as transformers'.
         memory_bytes: Of one device.
     """
-    layers = layers or (Layer(1.0, 1.0, 1.0, 0.0, mesh.tp, whole_share=_WHOLE_SHARE),) * mesh.pp
-    per_parameter = num_parameters / (sum(layer.num_parameters for layer in layers) or 1.0)
-    per_kept = activations.bytes_per_sample / (sum(layer.kept_bytes for layer in layers) or 1.0)
+    layers = layers or (_equal_layer(mesh.tp),) * mesh.pp
+    per_parameter = num_parameters / (sum(layer.parameter_bytes for layer in layers) or 1.0)
+    per_kept = activations.bytes_per_sample / (sum(layer.activation_bytes for layer in layers) or 1.0)
     shards = mesh.fsdp
-    under_way = [micro_batch_size * min(mesh.pp - place, num_micro_batches) for place in range(mesh.pp)]
+    in_flight = [micro_batch_size * micro_batches_in_flight(mesh.pp, i, num_micro_batches) for i in range(mesh.pp)]
 
-    def held(layer: Layer) -> float:
-        return per_parameter * layer.num_parameters / (mesh.tp if layer.is_shared_by(mesh.tp) else 1)
+    def held(layer: LayerCost) -> float:
+        return per_parameter * layer.parameter_bytes / layer.tensor_shards(mesh.tp)
 
-    def kept(layer: Layer) -> float:
-        return per_kept * layer.kept_bytes * _kept_share(layer, mesh.tp)
+    def kept(layer: LayerCost) -> float:
+        return per_kept * layer.activation_bytes * _kept_fraction(layer, mesh.tp)
 
     def of_stage(place: int, stage: Layers) -> DeviceMemory:
         own, largest = sum(map(held, stage)), max(map(held, stage))
@@ -225,7 +192,7 @@ def device_memory(
             parameter_bytes=own * state.parameter / (shards if mesh.zero_stage == 3 else 1),
             gradient_bytes=own * state.gradient / (shards if mesh.zero_stage >= 2 else 1),
             optimizer_bytes=own * state.optimizer / shards,
-            activation_bytes=activations.fixed_bytes + sample_bytes * under_way[place],
+            activation_bytes=activations.fixed_bytes + sample_bytes * in_flight[place],
             gathered_bytes=gathered * state.parameter if shards > 1 else 0.0,
         )
 
@@ -234,29 +201,44 @@ def device_memory(
         return dataclasses.replace(max(found, key=lambda memory: memory.total_bytes), stages=stages)
 
     memory = fullest(cut(layers, mesh.pp))
-    if mesh.pp == 1 or memory.fits(memory_bytes):
+    if mesh.pp == 1 or fits(memory, memory_bytes):
         return memory
     # What grows layer by layer, and beside it the most that one layer's own needs can add to any stage.
     alone = [of_stage(0, (layer,)) for layer in layers]
     grows = [one.total_bytes - one.activation_bytes - (mesh.zero_stage == 3) * one.gathered_bytes for one in alone]
     gathered = 2 * max(one.gathered_bytes for one in alone) if mesh.zero_stage == 3 else 0.0
-    again = under_way[0] * max(map(kept, layers)) if recompute else 0.0
+    again = in_flight[0] * max(map(kept, layers)) if recompute else 0.0
     limits = StageLimits(
-        memory_bytes=USABLE_SHARE * memory_bytes - activations.fixed_bytes - gathered - again,
+        memory_bytes=USABLE_FRACTION * memory_bytes - activations.fixed_bytes - gathered - again,
         copies_of_parameters=1.0,
-        micro_batches_kept=tuple(under_way),
+        micro_batches_kept=tuple(in_flight),
     )
     keeps = [layer.output_bytes if recompute else kept(layer) for layer in layers]
     # Most meshes of a model that is far too large need no closer look.
     if sum(grows) <= mesh.pp * limits.memory_bytes:
         with contextlib.suppress(ModelError):
-            return fullest(cut_within(layers, mesh.pp, grows, keeps, limits))
+            costs = [
+                dataclasses.replace(layer, parameter_bytes=state, activation_bytes=activation)
+                for layer, state, activation in zip(layers, grows, keeps, strict=True)
+            ]
+            return fullest(split(layers, best_cut(costs, mesh.pp, limits)))
     return memory
 
 
-def _kept_share(layer: Layer, tp: int) -> float:
-    """Of a layer's activations, what a worker of a tensor group keeps."""
-    return layer.whole_share + (1 - layer.whole_share) / tp if layer.is_shared_by(tp) else 1.0
+def _kept_fraction(layer: LayerCost, tp: int) -> float:
+    """The fraction of a layer's activations that a worker of a tensor group keeps."""
+    return layer.replicated_fraction + (1 - layer.replicated_fraction) / tp if layer.is_sharded_by(tp) else 1.0
+
+
+def _equal_layer(tp: int) -> LayerCost:
+    """A layer where only the number of parameters is known; tensor groups divide it like a transformer's."""
+    return LayerCost(
+        time_s=1.0,
+        parameter_bytes=1.0,
+        activation_bytes=1.0,
+        num_tensor_slices=tp,
+        replicated_fraction=_REPLICATED_FRACTION,
+    )
 
 
 def largest_micro_batch(
@@ -264,11 +246,11 @@ def largest_micro_batch(
 ) -> int:
     """The largest micro-batch up to `most` that fits into a device; 0: not even one sample."""
 
-    def fits(size: int) -> bool:
-        return device_memory(num_parameters, state, mesh, activations, size).fits(memory_bytes)
+    def has_room(size: int) -> bool:
+        return fits(device_memory(num_parameters, state, mesh, activations, size), memory_bytes)
 
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        low, high = (middle, high) if has_room(middle) else (low, middle - 1)
     return low

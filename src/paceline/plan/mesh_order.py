@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
-from paceline.plan.pick import DeviceRing, pick, weight
+from paceline.plan.pick import pick, weight
 from paceline.spec import Mesh, Node
+from paceline.spec.device_choice import DeviceRing
 from paceline.spec.mesh import AXES
 
 _MOST_EXACT = 8

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from paceline.errors import ClusterError, JobError
 from paceline.plan.advice import duration
 from paceline.plan.forecast import ForecastInputs, Question, needs_replicas, shard_size
-from paceline.plan.memory import USABLE_SHARE, Activations, DeviceMemory, ModelFacts, device_memory, state_bytes
+from paceline.plan.memory import USABLE_FRACTION, device_memory, fits, state_bytes
 from paceline.plan.model import Level, Network
 from paceline.plan.network_costs import BETWEEN_ALPHA_S, INSIDE_ALPHA_S, PER_MESSAGE_S, between_level, inside_level
 from paceline.plan.search import MeshCandidate, SearchResult, Workload, search, size
 from paceline.spec import Cluster, DeviceKind, Job, Mesh, PipelineSpec, Plan
+from paceline.spec.model_cost import Activations, DeviceMemory, ModelCost
 
 _CLEARLY_FASTER = 0.9
 """A mesh has to need at most this part of the replicas' step to be taken in their place."""
@@ -50,7 +51,7 @@ class MeshChoice:
 
 def choose_mesh(
     job: Job,
-    facts: ModelFacts,
+    facts: ModelCost,
     cluster: Cluster,
     num_workers: int,
     *,
@@ -94,26 +95,26 @@ def choose_mesh(
         reason = f"{duration(winner.step_s)} a step, and whole replicas need {duration(replicas.step_s)}"
     else:
         reason = (
-            f"it needs {size(winner.memory.total_bytes)} on a worker, where {size(USABLE_SHARE * room)} can be used "
+            f"it needs {size(winner.memory.total_bytes)} on a worker, where {size(USABLE_FRACTION * room)} can be used "
             f"and a whole replica needs {size(needed.total_bytes)}"
         )
     return _choice(winner, f"{winner.mesh}: {reason}.", is_timed)
 
 
-def timed_facts(job: Job, cluster: Cluster) -> ModelFacts:
+def timed_facts(job: Job, cluster: Cluster) -> ModelCost:
     """What the probe's timing of a job tells of its model. Raises `ClusterError` where there is none."""
     known = ForecastInputs.of(job, cluster, Question(), 1)
-    return ModelFacts(known.timing.num_parameters, known.activations or Activations(0.0), known.layers)
+    return ModelCost(known.timing.num_parameters, known.activations or Activations(0.0), known.layers)
 
 
-def check_fits(job: Job, facts: ModelFacts, mesh: Mesh, memory_bytes: float, *, recompute: bool = False) -> None:
+def check_fits(job: Job, facts: ModelCost, mesh: Mesh, memory_bytes: float, *, recompute: bool = False) -> None:
     """Refuses a mesh on whose workers not even one virtual shard fits.
 
     Raises:
         JobError: it does not; the message has what is needed and what is there.
     """
     needed = _replica(job, facts, mesh, recompute, memory_bytes)
-    if needed.fits(memory_bytes):
+    if fits(needed, memory_bytes):
         return
     what = "whole replicas need" if mesh.is_plain else f"{mesh} needs"
     parts = (
@@ -122,8 +123,8 @@ def check_fits(job: Job, facts: ModelFacts, mesh: Mesh, memory_bytes: float, *, 
     )
     raise JobError(
         f"This job does not fit: {what} {size(needed.total_bytes)} on each worker ({parts}), where "
-        f"{size(USABLE_SHARE * memory_bytes)} can be used; let --strategy auto choose, name fsdp, pp or a mesh of more "
-        "workers, or set virtual_shards higher."
+        f"{size(USABLE_FRACTION * memory_bytes)} can be used; let --strategy auto choose, name fsdp, pp or a mesh of "
+        "more workers, or set virtual_shards higher."
     )
 
 
@@ -137,7 +138,7 @@ def worker_memory_bytes(cluster: Cluster, num_workers: int) -> float:
 
 
 def _replica(
-    job: Job, facts: ModelFacts, mesh: Mesh, recompute: bool = False, memory_bytes: float = math.inf
+    job: Job, facts: ModelCost, mesh: Mesh, recompute: bool = False, memory_bytes: float = math.inf
 ) -> DeviceMemory:
     """With one virtual shard in memory at a time; stages are cut so that they fit, if they can."""
     num_shards = -(-job.virtual_shards // mesh.num_assignments)
@@ -154,23 +155,24 @@ def _replica(
     )
 
 
-def _micro_batch(job: Job, facts: ModelFacts, mesh: Mesh, room: float) -> int | None:
+def _micro_batch(job: Job, facts: ModelCost, mesh: Mesh, room: float) -> int | None:
     """None: a worker's whole share fits."""
     shard = shard_size(job)
     num_shards = -(-job.virtual_shards // mesh.num_assignments)
 
-    def fits(count: int) -> bool:
-        return device_memory(
+    def has_room(count: int) -> bool:
+        memory = device_memory(
             facts.num_parameters, state_bytes(job), mesh, facts.activations, count * shard, layers=facts.layers
-        ).fits(room)
+        )
+        return fits(memory, room)
 
-    if fits(num_shards):
+    if has_room(num_shards):
         return None
-    return shard * max(count for count in range(1, num_shards + 1) if count == 1 or fits(count))
+    return shard * max(count for count in range(1, num_shards + 1) if count == 1 or has_room(count))
 
 
 def _by_assumption(
-    job: Job, facts: ModelFacts, cluster: Cluster, num_workers: int, room: float, link_bytes_per_s: float | None
+    job: Job, facts: ModelCost, cluster: Cluster, num_workers: int, room: float, link_bytes_per_s: float | None
 ) -> SearchResult:
     kind = cluster.device_kind
     on_node = -(-num_workers // len(cluster.nodes))

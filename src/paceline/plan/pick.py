@@ -28,6 +28,7 @@ from paceline.errors import ClusterError
 from paceline.plan import ring_climb
 from paceline.spec import Node
 from paceline.spec.cluster import Link
+from paceline.spec.device_choice import DeviceChoice, DeviceRing
 
 MOST_EXACT = 16
 """Devices up to which every choice is searched; beyond, only where all links are equal or one link is the ring."""
@@ -35,40 +36,6 @@ MOST_EXACT = 16
 ACROSS_SOCKETS = "SYS"
 _NEARNESS = {ACROSS_SOCKETS: 1, "NODE": 2, "PHB": 3, "PXB": 4, "PIX": 5}
 """How near the ends of a PCIe label are; NVLink and its like are nearer, and a label nobody knows is 0."""
-
-
-@dataclass(frozen=True)
-class DeviceRing:
-    """Devices in the order in which they pass data on; the last passes it to the first."""
-
-    devices: tuple[int, ...]
-    bottleneck: Link | None
-    """The slowest link; None for one device, and where nothing is known of a link."""
-
-    def all_reduce_s(self, size_bytes: float) -> float | None:
-        """2 (n - 1) / n * size / bottleneck (Patarasuk and Yuan 2009), without latency; None without a bandwidth."""
-        n = len(self.devices)
-        if n == 1:
-            return 0.0
-        if self.bottleneck is None or not self.bottleneck.bytes_per_s:
-            return None
-        return 2 * (n - 1) / n * size_bytes / self.bottleneck.bytes_per_s
-
-
-@dataclass(frozen=True)
-class DeviceChoice:
-    """The devices to use, beside those that somebody would take who does not look."""
-
-    ring: DeviceRing
-    naive: DeviceRing
-    """The first ones, in the order of their ids."""
-    is_exact: bool
-    """False: a good choice, found by improving step by step; a better one may exist."""
-
-    @property
-    def devices(self) -> tuple[int, ...]:
-        """Ascending."""
-        return tuple(sorted(self.ring.devices))
 
 
 def pick(node: Node, num_devices: int, allowed: Sequence[int] | None = None) -> DeviceChoice:

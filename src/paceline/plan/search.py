@@ -16,11 +16,11 @@ from paceline.errors import JobError
 from paceline.plan.advice import duration
 from paceline.plan.buckets import exposed_s, sums_s
 from paceline.plan.collectives import COSTS, ring
-from paceline.plan.layer_partition import Layers, cut
-from paceline.plan.memory import USABLE_SHARE, Activations, DeviceMemory, StateBytes, device_memory
+from paceline.plan.memory import USABLE_FRACTION, StateBytes, cut, device_memory, fits
 from paceline.plan.model import Layout, Level, Network
 from paceline.plan.traffic import Backend, num_gathers_and_scatters
 from paceline.spec import Mesh, PipelineSpec
+from paceline.spec.model_cost import Activations, DeviceMemory, Layers
 
 _CLOSE = 1.03
 """Meshes whose steps are within 3 % of the fastest one's are as good; the simplest of them wins."""
@@ -137,7 +137,7 @@ def best_of(workload: Workload, mesh: Mesh, devices_per_node: int, network: Netw
         for micro_batch_size in _micro_batch_sizes(workload, mesh):
             memory = _memory(workload, mesh, micro_batch_size, recompute)
             needed.append(memory)
-            if not memory.fits(workload.memory_bytes):
+            if not fits(memory, workload.memory_bytes):
                 break  # nor does a larger one
             fitting += [
                 _priced(workload, mesh, micro_batch_size, memory, devices_per_node, network, one, recompute)
@@ -183,8 +183,8 @@ def meshes(num_workers: int, devices_per_node: int, layers: Layers) -> Iterator[
 
 
 def _pays(layers: Layers, tp: int) -> bool:
-    whole = sum(layer.time for layer in layers)
-    return sum(layer.time for layer in layers if layer.is_shared_by(tp)) > _WORTH_SHARING * whole
+    total_s = sum(layer.time_s for layer in layers)
+    return sum(layer.time_s for layer in layers if layer.is_sharded_by(tp)) > _WORTH_SHARING * total_s
 
 
 def _divisors(number: int) -> list[int]:
@@ -256,19 +256,16 @@ def _priced(
 
 def _busiest(stages: Sequence[Layers], mesh: Mesh) -> float:
     """What the busiest worker computes of a pass, as a part of the whole model's; every pp-th stage is a worker's."""
-    times = [sum(layer.time / (mesh.tp if layer.is_shared_by(mesh.tp) else 1) for layer in stage) for stage in stages]
+    times = [sum(layer.time_s / layer.tensor_shards(mesh.tp) for layer in stage) for stage in stages]
     return max(sum(times[place :: mesh.pp]) for place in range(mesh.pp)) / sum(
-        layer.time for stage in stages for layer in stage
+        layer.time_s for stage in stages for layer in stage
     )
 
 
 def _largest_part(stages: Sequence[Layers], mesh: Mesh) -> float:
     """Of the parameters, what the stage with the most of them holds on one worker, before they are sharded."""
-    held = [
-        sum(layer.num_parameters / (mesh.tp if layer.is_shared_by(mesh.tp) else 1) for layer in stage)
-        for stage in stages
-    ]
-    return max(held) / (sum(layer.num_parameters for stage in stages for layer in stage) or 1.0)
+    held = [sum(layer.parameter_bytes / layer.tensor_shards(mesh.tp) for layer in stage) for stage in stages]
+    return max(held) / (sum(layer.parameter_bytes for stage in stages for layer in stage) or 1.0)
 
 
 def _inside_model_s(
@@ -286,10 +283,10 @@ def _inside_model_s(
         layout, shared = _group(mesh.tp, 1, mesh, devices_per_node, network)
         sum_s = _ring_s if workload.backend == "gloo" else cheapest_s
         layer_s = {  # most layers of a model are alike
-            layer: layer.num_sums * sum_s(layer.sum_bytes * micro_batch_size, layout, shared)
-            + sum_s(layer.gathered_bytes * micro_batch_size, layout, shared) / 2
+            layer: layer.num_all_reduces * sum_s(layer.all_reduce_bytes * micro_batch_size, layout, shared)
+            + sum_s(layer.all_gather_bytes * micro_batch_size, layout, shared) / 2
             for layer in set(workload.layers)
-            if layer.is_shared_by(mesh.tp)
+            if layer.is_sharded_by(mesh.tp)
         }
         seconds += max(sum(layer_s.get(layer, 0.0) for layer in stage) for stage in stages)
     if mesh.pp > 1:
@@ -444,7 +441,7 @@ def _nothing_fits(workload: Workload, num_workers: int, too_large: list[tuple[Me
     mesh, memory = min(too_large, key=lambda one: one[1].total_bytes)
     return (
         f"This job fits into no mesh of {num_workers} device{'s' * (num_workers > 1)}: {mesh} needs the least, "
-        f"{size(memory.total_bytes)} a device, and {size(USABLE_SHARE * workload.memory_bytes)} can be used; "
+        f"{size(memory.total_bytes)} a device, and {size(USABLE_FRACTION * workload.memory_bytes)} can be used; "
         "take more devices or a smaller model."
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from typing import Any, Protocol
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -13,6 +13,7 @@ from rich.text import Text
 
 from paceline.report.formats import NOTHING, duration, listing, times
 from paceline.spec import Device, Link, Node, Peripheral
+from paceline.spec.device_choice import DeviceChoice, DeviceRing
 
 RING_MARK = "*"
 """Stands after the links of the ring, so that it survives a pipe without colours."""
@@ -33,31 +34,6 @@ _WORDS = {
 """`nvidia-smi topo -m` prints the same legend in its own words."""
 
 _STYLES = {"NVLink": "bold green", "PCIe": "cyan", "host": "yellow", "sockets": "red", "other": ""}
-
-
-class DeviceRing(Protocol):
-    """Devices in the order in which they pass data on, as `paceline.plan.pick` finds it."""
-
-    @property
-    def devices(self) -> tuple[int, ...]: ...
-
-    @property
-    def bottleneck(self) -> Link | None: ...
-
-    def all_reduce_s(self, size_bytes: float) -> float | None: ...
-
-
-class DeviceChoice(Protocol):
-    """The best ring beside the naive one, as `paceline.plan.pick` gives it."""
-
-    @property
-    def ring(self) -> DeviceRing: ...
-
-    @property
-    def naive(self) -> DeviceRing: ...
-
-    @property
-    def is_exact(self) -> bool: ...
 
 
 def label_words(label: str) -> str:

@@ -1,108 +1,72 @@
-"""Training with `parameter_server_async`: the shards of every global batch, in whatever order workers take them."""
+"""What asynchronous parameter servers need of a run: any virtual shard of any global batch, and when to rest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from paceline.comm.parameter_server_async import Course
-from paceline.data.order import EpochOrder, epoch_order
-from paceline.errors import JobError
-from paceline.parallel import Assignment, AsyncServers, StepInput, open_servers
+from paceline.errors import JobError, ModelError
+from paceline.parallel import AnyShard, Assignment, StepInput
 from paceline.parallel.assignment import shard_sizes
-from paceline.train.run import LossFn, Run
-from paceline.train.schedule import lr_factor
-from paceline.train.seeding import seed_shard
+from paceline.spec import Job
+from paceline.train.data_progress import Batch, DataProgress
+from paceline.train.schedule import LearningRates, lr_factor
+from paceline.train.session import Session
 
 
-class AsynchronousSteps:
-    """The steps of a run, update by update, as the servers make them.
+def any_shard(
+    job: Job,
+    batch: Batch,
+    progress: DataProgress,
+    rates: LearningRates,
+    session: Session,
+    read: Callable[[int, Assignment], StepInput],
+) -> AnyShard:
+    """For the step that trains on `batch`.
 
-    Batch k of the run is batch k mod n of epoch k // n, for n batches an epoch: which samples it has, and what its
-    shards look like, is the same function as in synchronous training.
+    Which samples a global batch has, and what its shards are, is the same function as in synchronous training.
+
+    Args:
+        read: from the number of a global batch and an assignment of it to what a worker computes.
+
+    Raises:
+        JobError: the run's updates so far are not those by the batches before.
     """
-
-    def __init__(self, run: Run, engine: AsyncServers, train_set: Any, loss_fn: LossFn) -> None:
-        assert run.world.group is not None
-        self._run = run
-        self._engine = engine
-        self._train_set = train_set
-        self._loss_fn = loss_fn
-        self._orders: dict[int, EpochOrder] = {}
-        self._num_batches = self._order(0).num_batches
-        run.set_lr_factor(1.0)  # servers scale the rates that they find
-        course = Course(self._num_shards, self._lr_factor, run.steps)
-        self._servers = open_servers(run.job, run.plan, run.rank, run.world.group, run.optimizer, course)
-
-    @contextmanager
-    def opened(self) -> Iterator[Callable[[int], Iterator[Tensor]]]:
-        """Inside, `epoch` works; at the end the run is saved. A common act of all workers."""
-        with self._servers:
-            yield self.epoch
-            with self._engine.at_rest(self._servers.collect):
-                self._run.save_end()
-
-    def epoch(self, epoch: int) -> Iterator[Tensor]:
-        """Work until the epoch's updates are made; the mean loss of every batch, in order, on every worker.
-
-        All rest where a checkpoint is due, at a step's number or because somebody requests it, and go on.
-        """
-        run = self._run
-        batches = {epoch * self._num_batches + batch.number: batch for batch in run.enter_epoch(self._train_set, epoch)}
-        if batches and run.steps != min(batches):
-            raise JobError(
-                f"This run has made {run.steps} updates by another global batch than {run.job.global_batch_size}, and "
-                "asynchronous servers count by updates; set it back, or begin in another folder."
-            )
-        run.timer.resume()
-        until = run.steps + len(batches)
-        while run.steps < until:
-            if run.steps:
-                with self._engine.at_rest(self._servers.collect):
-                    run.exchange_status_at_rest()
-            for number, statistics in self._servers.work(self._compute, run.next_save(until), run.wants_save):
-                loss = self._engine.shards.apply(statistics.to(run.device))
-                run.schedule_lr(len(self._train_set))  # for the record: the servers have rates of their own
-                run.count_step(batches[number])
-                yield loss
-
-    def _compute(self, batch: int, shard: int) -> Tensor:
-        run = self._run
-        epoch, _ = divmod(batch, self._num_batches)
-        sizes = shard_sizes(len(self._samples(batch)), run.job.virtual_shards)
-        share = Assignment(sizes, ((shard, shard + 1),), rank=0)  # as if it were all that this worker has
-        (inputs,) = run.read(self._train_set, epoch, [self._samples(batch)[slice(*share.span)]], train=True)
-        step = StepInput(
-            assignment=share,
-            batch=inputs,
-            loss_of=lambda model, part: run.loss_of(model, part, self._loss_fn),
-            seed_shard=lambda one: seed_shard(run.job.seed, batch, one, run.device),
-            scale=lambda loss: loss,
+    if batch.index != progress.steps:
+        raise JobError(
+            f"This run has made {progress.steps} updates, but {batch.index} global batches of "
+            f"{job.global_batch_size} come before this one, and asynchronous servers count batches by updates; "
+            "train on every batch of every epoch once, with one global_batch_size, or begin in another folder."
         )
-        return self._engine.shards.compute(step, shard)
 
-    def _samples(self, batch: int) -> NDArray[np.int64]:
-        epoch, number = divmod(batch, self._num_batches)
-        return self._order(epoch).batch(number)
+    def sizes(index: int) -> tuple[int, ...]:
+        return shard_sizes(len(progress.samples(index)), job.virtual_shards)
 
-    def _order(self, epoch: int) -> EpochOrder:
-        if epoch not in self._orders:
-            # Shards of two epochs may be under way at a time.
-            self._orders = {number: order for number, order in self._orders.items() if number >= epoch - 1}
-            job = self._run.job
-            self._orders[epoch] = epoch_order(len(self._train_set), job.global_batch_size, job.seed, epoch)
-        return self._orders[epoch]
+    def factor(index: int) -> float:
+        epoch, number = progress.place(index)
+        in_epoch = min(number * job.global_batch_size, batch.samples_per_epoch)
+        return lr_factor(job, epoch * batch.samples_per_epoch + in_epoch, batch.samples_per_epoch)
 
-    def _num_shards(self, batch: int) -> int:
-        return len(shard_sizes(len(self._samples(batch)), self._run.job.virtual_shards))
+    return AnyShard(
+        batch=batch.index,
+        num_shards=lambda index: len(sizes(index)),
+        lr_factor=factor,
+        read=lambda index, shard: read(index, Assignment(sizes(index), ((shard, shard + 1),), rank=0)),
+        at_base_rates=rates.at_base,
+        stop=int(min(progress.steps + batch.num_left, session.next_save())),
+        wants_rest=session.wants_save,
+        at_rest=session.at_rest,
+    )
 
-    def _lr_factor(self, batch: int) -> float:
-        epoch, number = divmod(batch, self._num_batches)
-        num_samples = len(self._train_set)
-        seen = epoch * num_samples + min(number * self._run.job.global_batch_size, num_samples)
-        return lr_factor(self._run.job, seen, num_samples)
+
+def check_unchanged(given: Any, yielded: Any) -> None:
+    """A `ModelError` if a script changed a batch between `run.batches` and `run.step`, where shards are read anew."""
+    mine, theirs = ([leaf for leaf in pytree.tree_leaves(one) if isinstance(leaf, Tensor)] for one in (given, yielded))
+    if len(mine) != len(theirs) or any(one is not other for one, other in zip(mine, theirs, strict=True)):
+        raise ModelError(
+            "With aggregation.method = 'parameter_server_async' workers read the shards they compute themselves, so "
+            "what the script changed in a batch before run.step would be lost; do it in the loss function."
+        )

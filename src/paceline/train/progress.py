@@ -4,32 +4,12 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TextIO
 
 from torch import Tensor
 
 # On a terminal as often as an eye follows; in a log as often as a reader wants.
 _LIVE_S, _PLAIN_S = 0.2, 10.0
-
-
-Report = Callable[[str, float], None]
-"""Told what is being done, and which part of the whole is."""
-
-
-@contextmanager
-def bar(first: str, *, is_shown: bool, has_percent: bool = False) -> Iterator[Report]:
-    """A bar on a terminal for work of known size; `first` is what is done first. Elsewhere nothing."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    percent = [TextColumn("{task.percentage:>3.0f} %")] if has_percent else []
-    columns = (BarColumn(bar_width=20), *percent, TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal)) as shown:
-        task = shown.add_task(first, total=1.0)
-        yield lambda doing, done: shown.update(task, description=doing, completed=done)
 
 
 class Progress:

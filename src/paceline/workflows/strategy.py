@@ -18,7 +18,7 @@ from paceline.spec import Cluster, Job, Mesh, PipelineSpec, Plan, parse_mesh
 from paceline.spec.mesh import ScheduleName
 
 if TYPE_CHECKING:
-    from paceline.plan.memory import ModelFacts
+    from paceline.spec.model_cost import ModelCost
 
 ONE_PROCESS = "dp_one_process"
 
@@ -166,7 +166,7 @@ PLAIN = Strategy()
 """A command line that says nothing of it."""
 
 
-def facts_of(job: Job) -> ModelFacts:
+def facts_of(job: Job) -> ModelCost:
     """What the job's model tells on paper. Loads torch."""
     from paceline.workflows.traced_model import trace_model
 

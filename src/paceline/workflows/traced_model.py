@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.spec import Job
-
-if TYPE_CHECKING:
-    from paceline.plan.memory import ModelFacts
+from paceline.spec.model_cost import ModelCost
 
 _TRACED_SAMPLES = 2
 
 
-def trace_model(job: Job) -> ModelFacts:
-    """What the job's model tells on paper: its layers, with their arithmetic and their memory."""
-    from paceline.parallel.dry_run import trace_layers
-    from paceline.plan.layer_partition import Layer
-    from paceline.plan.memory import Activations, ModelFacts
+def trace_model(job: Job) -> ModelCost:
+    """What the job's model tells without memory for it: its layers, with their arithmetic and their memory."""
+    from paceline.parallel import dry_run
 
     model, arguments = model_on_paper(job, _TRACED_SAMPLES)
-    layers = tuple(Layer(**dataclasses.asdict(layer)) for layer in trace_layers(model, arguments, _TRACED_SAMPLES))
-    num_parameters = round(sum(layer.num_parameters for layer in layers))
-    return ModelFacts(num_parameters, Activations(sum(layer.kept_bytes for layer in layers)), layers)
+    return dry_run.trace_model(model, arguments, _TRACED_SAMPLES)
 
 
 def model_on_paper(job: Job, num_samples: int) -> tuple[Any, tuple[Any, ...]]:

@@ -13,17 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cli.probe import _measure_job, _reasons_of_nodes, merge
+from paceline.cli.probe import _measure_job, merge
 from paceline.measure import link_probe
-from paceline.measure.job_probe import JobProbe
-from paceline.measure.link_probe import (
-    LinkProbe,
-    LinkTimes,
-    measure_links,
-    node_pairs,
-    pairs_to_measure,
-    with_measured,
-)
+from paceline.measure.link_probe import LinkTimes, measure_links
+from paceline.measure.values import JobProbe, LinkProbe, write_json
+from paceline.measure.which_links import links_to_time, merged_reasons, node_pairs, with_measured
 from paceline.spec import Cluster, Device, ForecastCheck, Job, JobTiming, Link, NetworkLink, Node, NodePlacement, Plan
 from paceline.workflows.allocation import ANYWHERE, Allocation, Where
 
@@ -40,7 +34,7 @@ def timing(job: str, **values: object) -> JobTiming:
 
 
 def test_every_label_is_measured_once_and_only_between_devices() -> None:
-    chosen = pairs_to_measure(node("a", "NV4", "SYS", "NV4"))
+    chosen = links_to_time(node("a", "NV4", "SYS", "NV4"))
     assert [(link.label, link.ends) for link in chosen] == [("NV4", ("GPU0", "GPU1")), ("SYS", ("GPU1", "GPU2"))]
 
 
@@ -100,10 +94,10 @@ def test_every_node_is_timed_with_its_neighbours_and_few_nodes_with_all(num_node
 
 
 def test_a_reason_stands_once_with_the_nodes_it_is_of() -> None:
-    assert _reasons_of_nodes({"a": ("one device", "no NVML")}) == ["one device", "no NVML"]
+    assert merged_reasons({"a": ("one device", "no NVML")}) == ["one device", "no NVML"]
     found = {"a": ("one device",), "b": ("one device", "no NVML"), "c": ("one device", "no NVML"), "d": ("one device",)}
-    assert _reasons_of_nodes(found) == ["every node: one device", "b, c: no NVML"]
-    assert _reasons_of_nodes({"a": (), "b": ()}) == []
+    assert merged_reasons(found) == ["every node: one device", "b, c: no NVML"]
+    assert merged_reasons({"a": (), "b": ()}) == []
 
 
 @pytest.mark.parametrize(
@@ -147,8 +141,7 @@ class _Site:
     def run(self, plan: Plan, _program: Sequence[str], *, run_dir: Path, **_environ: Mapping[str, str]) -> None:
         self.plan = plan
         self.request = json.loads((run_dir / "request.json").read_text())
-        result = JobProbe(timing("job"), ("nothing",))
-        result.save(run_dir / "probe.json")
+        write_json(JobProbe(timing("job"), ("nothing",)), run_dir / "probe.json")
 
 
 def _measured(job: Job, plan: Plan, folder: Path, where: Where = ANYWHERE) -> _Site:

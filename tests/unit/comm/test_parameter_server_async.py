@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from paceline.comm.parameter_server_async.ledger import Ledger, ShardSum, Task
-from paceline.comm.parameter_server_async.node import Node, ShardResult
-from paceline.comm.parameter_server_async.server import Slice, pieces, spans
+from paceline.comm.parameter_server_async.ledger import Ledger, ShardSum
+from paceline.comm.parameter_server_async.messages import Task
+from paceline.comm.parameter_server_async.node import NodeWorkers, ShardResult
+from paceline.comm.parameter_server_async.server import ParameterSlice, ranges_in, spans
 from paceline.comm.tree_exact import Block, TreeSum, aligned_blocks, finish_tree
 
 
@@ -193,7 +194,7 @@ def test_slices_are_equal_and_hold_every_element_once(sizes: list[int], num_serv
     cuts = spans(sum(sizes), num_servers)
     lengths = [stop - start for start, stop in cuts]
     assert max(lengths) - min(lengths) <= 1
-    found = [piece for span in cuts for piece in pieces(sizes, span)]
+    found = [piece for span in cuts for piece in ranges_in(sizes, span)]
     elements = [(piece.parameter, at) for piece in found for at in range(piece.start, piece.stop)]
     assert elements == [(parameter, at) for parameter, size in enumerate(sizes) for at in range(size)]
 
@@ -203,7 +204,7 @@ def make_parameters(sizes: list[int]) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(size, generator=generator)) for size in sizes]
 
 
-def values_before(server: Slice, batch: int) -> Tensor:
+def values_before(server: ParameterSlice, batch: int) -> Tensor:
     values = server.pull(batch)
     assert values is not None
     return values
@@ -227,7 +228,7 @@ def test_slices_update_as_the_whole(
 
     step(gradients[0])  # slices take over a state that is there already
     servers = [
-        (span, Slice(optimizer, span, lambda _batch: 1, lambda _batch: 1.0, first_batch=1))
+        (span, ParameterSlice(optimizer, span, lambda _batch: 1, lambda _batch: 1.0, first_batch=1))
         for span in spans(num_elements, num_servers)
     ]
     used = torch.ones(len(sizes), dtype=torch.bool)
@@ -242,7 +243,8 @@ def test_slices_update_as_the_whole(
 
 def test_values_from_before_a_batch_stay_until_nobody_needs_them() -> None:
     parameters = make_parameters([5])
-    server = Slice(SGD(parameters, lr=1.0), (0, 5), lambda _batch: 2, lambda batch: 1.0 / (batch + 1), first_batch=0)
+    optimizer = SGD(parameters, lr=1.0)
+    server = ParameterSlice(optimizer, (0, 5), lambda _batch: 2, lambda batch: 1.0 / (batch + 1), first_batch=0)
 
     def push(batch: int, shard: int, finished: int) -> bool:
         return server.push(batch, finished, [(shard, 1)], [torch.ones(5)], torch.tensor([True]))
@@ -272,7 +274,7 @@ def test_a_block_that_overlaps_what_came_before_is_refused_as_a_whole() -> None:
 
 
 def test_one_worker_is_a_node_of_its_own() -> None:
-    node = Node([4], 4, None)
+    node = NodeWorkers([4], 4, None)
     assert node.leads
     assert node.on_leader(lambda: "said") == "said"
     result = node.add(3, ShardResult(torch.ones(2), torch.tensor([True]), torch.zeros(1)))

@@ -10,7 +10,8 @@ import pytest
 
 from paceline.errors import LaunchError
 from paceline.launch import doors as network
-from paceline.launch.doors import Door, addresses, open_doors, try_doors
+from paceline.launch.doors import Door, open_doors, try_doors
+from paceline.network_addresses import addresses
 
 Opened = list[tuple[socket.socket, Door]]
 

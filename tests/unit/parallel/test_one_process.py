@@ -77,12 +77,16 @@ def batches(dtype: torch.dtype) -> Iterator[Batch]:
 def trained(model: nn.Module, engine: Engine, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
     """Losses and all gradients of five steps of SGD."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    losses, gradients = [], []
+    losses: list[Tensor] = []
+    gradients: list[Tensor] = []
     for step, batch in enumerate(batches(dtype)):
         optimizer.zero_grad()
-        losses.append(engine.gradients(step_input(batch, step=step)))
-        gradients += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        optimizer.step()
+
+        def update(_loss: Tensor) -> None:
+            gradients.extend(p.grad.clone() for p in model.parameters() if p.grad is not None)
+            optimizer.step()
+
+        losses.append(engine.step(step_input(batch, step=step), update))
     return losses, gradients
 
 

@@ -8,18 +8,17 @@ import pytest
 
 from paceline.errors import JobError
 from paceline.plan import place
-from paceline.plan.layer_partition import Layer
-from paceline.plan.memory import Activations, ModelFacts
 from paceline.plan.mesh_selection import check_fits, choose_mesh, worker_memory_bytes
 from paceline.spec import Cluster, Job, Mesh, Plan
+from paceline.spec.model_cost import Activations, LayerCost, ModelCost
 from tests.sample_clusters import GIB, cpu_cluster, gpu_cluster
 
 JOB = Job(global_batch_size=64, virtual_shards=16)
-SMALL = ModelFacts(60_000, Activations(1e4))
-LARGE_LAYERS = ModelFacts(
+SMALL = ModelCost(60_000, Activations(1e4))
+LARGE_LAYERS = ModelCost(
     300_000_000,
     Activations(1e5),
-    (Layer(1.5e8, 1.0, 5e4, 4e4, 4096, 1, 4e4, 4e4), Layer(1.5e8, 1.0, 5e4, 4e4, 4096, 1, 4e4, 4e4)),
+    (LayerCost("", 1.0, 6e8, 5e4, 4e4, True, 4096, 1, 4e4, 4e4),) * 2,
     flops_per_sample=1.8e9,
 )
 

@@ -8,21 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.plan.layer_partition import Layer, Layers
 from paceline.plan.memory import (
     MIXED_ADAM,
-    USABLE_SHARE,
-    Activations,
-    DeviceMemory,
+    USABLE_FRACTION,
     StateBytes,
     TransformerShape,
     device_memory,
+    fits,
     largest_micro_batch,
     measured_activations,
     state_bytes,
     transformer_activation_bytes,
 )
 from paceline.spec import Job, Mesh, MicroBatchTiming
+from paceline.spec.model_cost import Activations, DeviceMemory, LayerCost, Layers
 
 NOTHING = Activations(0.0)
 GPT3 = TransformerShape(num_layers=96, width=12288, num_heads=96, sequence=2048)
@@ -93,7 +92,7 @@ def test_more_sharding_never_needs_more_state(mesh: Mesh, size: int) -> None:
 
 
 def test_the_stage_with_the_largest_layers_is_the_fullest() -> None:
-    small, large = Layer(1e6, 1.0, 1.0, 8.0), Layer(9e6, 1.0, 1.0, 8.0)
+    small, large = LayerCost("", 1.0, 1e6, 1.0, 8.0), LayerCost("", 1.0, 9e6, 1.0, 8.0)
     found = device_memory(20e6, StateBytes(), Mesh(pp=2), NOTHING, 1, layers=(small, small, large, large))
     assert found.state_bytes == pytest.approx(12 * 18e6)
     gathered = device_memory(20e6, StateBytes(), Mesh(fsdp=2), NOTHING, 1, layers=(small, small, large, large))
@@ -101,13 +100,16 @@ def test_the_stage_with_the_largest_layers_is_the_fullest() -> None:
 
 
 def test_what_tensor_groups_cannot_share_out_is_whole_on_every_worker() -> None:
-    layers = (Layer(1e6, 1.0, 1.0, 8.0, num_parts=6), Layer(1e6, 1.0, 1.0, 8.0, num_parts=4))
+    layers = (
+        LayerCost("", 1.0, 1e6, 1.0, 8.0, num_tensor_slices=6),
+        LayerCost("", 1.0, 1e6, 1.0, 8.0, num_tensor_slices=4),
+    )
     found = device_memory(2e6, StateBytes(), Mesh(tp=4), NOTHING, 1, layers=layers)
     assert found.parameter_bytes == pytest.approx(4 * 1.25e6)
 
 
 def test_recomputing_keeps_the_outputs_of_layers_and_one_layer() -> None:
-    layers = (Layer(1e6, 1.0, 100.0, 10.0),) * 8
+    layers = (LayerCost("", 1.0, 1e6, 100.0, 10.0),) * 8
     kept, again = (
         device_memory(8e6, StateBytes(), Mesh(), Activations(800.0), 3, layers=layers, recompute=flag).activation_bytes
         for flag in (False, True)
@@ -154,9 +156,9 @@ def test_the_largest_micro_batch_fits_and_the_next_one_does_not(
 ) -> None:
     mesh, activations = Mesh(fsdp=8, zero_stage=stage), Activations(per_sample)
     size = largest_micro_batch(1e8, StateBytes(), mesh, activations, memory_bytes, 512)
-    fits = [device_memory(1e8, StateBytes(), mesh, activations, s).fits(memory_bytes) for s in (size, size + 1)]
-    assert size == 0 or fits[0]
-    assert size == 512 or not fits[1]
+    has_room = [fits(device_memory(1e8, StateBytes(), mesh, activations, s), memory_bytes) for s in (size, size + 1)]
+    assert size == 0 or has_room[0]
+    assert size == 512 or not has_room[1]
 
 
 @pytest.mark.parametrize(
@@ -170,10 +172,10 @@ def test_the_optimizer_decides_what_a_parameter_takes(optim: dict[str, object], 
 
 _rows = st.lists(
     st.builds(
-        Layer,
-        num_parameters=st.integers(0, 100).map(float),
-        time=st.integers(1, 10).map(float),
-        kept_bytes=st.integers(0, 100).map(float),
+        LayerCost,
+        parameter_bytes=st.integers(0, 100).map(float),
+        time_s=st.integers(1, 10).map(float),
+        activation_bytes=st.integers(0, 100).map(float),
         output_bytes=st.just(1.0),
     ),
     min_size=3,
@@ -184,24 +186,24 @@ _rows = st.lists(
 @given(_rows, st.integers(2, 3), st.integers(1, 4), st.sampled_from([1500.0, 2500.0, 4000.0]))
 def test_stages_are_the_fastest_that_fit(layers: Layers, pp: int, num_micro_batches: int, room: float) -> None:
     """Against every cut there is; where none fits, the fastest of all says what would be needed."""
-    num_parameters = sum(layer.num_parameters for layer in layers)
-    activations = Activations(sum(layer.kept_bytes for layer in layers))
+    num_parameters = sum(layer.parameter_bytes for layer in layers)
+    activations = Activations(sum(layer.activation_bytes for layer in layers))
 
     def needed(stages: tuple[Layers, ...]) -> float:
         return max(
-            12 * sum(layer.num_parameters for layer in stage)
-            + 2 * min(pp - place, num_micro_batches) * sum(layer.kept_bytes for layer in stage)
+            12 * sum(layer.parameter_bytes for layer in stage)
+            + 2 * min(pp - place, num_micro_batches) * sum(layer.activation_bytes for layer in stage)
             for place, stage in enumerate(stages)
         )
 
     def slowest(stages: tuple[Layers, ...]) -> float:
-        return max(sum(layer.time for layer in stage) for stage in stages)
+        return max(sum(layer.time_s for layer in stage) for stage in stages)
 
     every = [
         tuple(layers[start:stop] for start, stop in pairwise((0, *inner, len(layers))))
         for inner in combinations(range(1, len(layers)), pp - 1)
     ]
-    fitting = [stages for stages in every if needed(stages) <= USABLE_SHARE * room]
+    fitting = [stages for stages in every if needed(stages) <= USABLE_FRACTION * room]
     memory = device_memory(
         num_parameters,
         StateBytes(),
@@ -213,14 +215,14 @@ def test_stages_are_the_fastest_that_fit(layers: Layers, pp: int, num_micro_batc
         memory_bytes=room,
     )
     assert memory.total_bytes == pytest.approx(needed(memory.stages))
-    assert memory.fits(room) == bool(fitting)
+    assert fits(memory, room) == bool(fitting)
     assert slowest(memory.stages) == min(map(slowest, fitting or every))
 
 
 @pytest.mark.parametrize("mesh", [Mesh(pp=2, fsdp=2), Mesh(pp=2, fsdp=2, zero_stage=1), Mesh(pp=2, tp=2)])
 def test_stages_that_are_shared_out_fit_too(mesh: Mesh) -> None:
     """Time alone would put half of the layers into the first stage, which keeps the most micro-batches."""
-    layers = tuple(Layer(10.0, 1.0, 100.0, 20.0, num_parts=2) for _ in range(8))
+    layers = tuple(LayerCost("", 1.0, 10.0, 100.0, 20.0, num_tensor_slices=2) for _ in range(8))
 
     def found(memory_bytes: float) -> DeviceMemory:
         return device_memory(
@@ -235,4 +237,4 @@ def test_stages_that_are_shared_out_fit_too(mesh: Mesh) -> None:
         )
 
     fastest = found(math.inf)
-    assert found(0.9 * fastest.total_bytes / USABLE_SHARE).total_bytes <= 0.9 * fastest.total_bytes
+    assert found(0.9 * fastest.total_bytes / USABLE_FRACTION).total_bytes <= 0.9 * fastest.total_bytes

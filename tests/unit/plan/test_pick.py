@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import ClusterError
-from paceline.plan.pick import MOST_EXACT, DeviceChoice, pick
+from paceline.plan.pick import MOST_EXACT, pick
 from paceline.spec import Device, Link, Node, Peripheral
+from paceline.spec.device_choice import DeviceChoice
 from tests import topologies
 
 NEAREST_FIRST = ("NV", "XGMI", "PIX", "PXB", "PHB", "NODE", "SYS", "")

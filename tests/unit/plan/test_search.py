@@ -8,12 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import JobError
-from paceline.plan.layer_partition import Layer
 from paceline.plan.memory import (
     MIXED_ADAM,
-    Activations,
     StateBytes,
     TransformerShape,
+    fits,
     transformer_activations,
     transformer_layers,
 )
@@ -21,6 +20,7 @@ from paceline.plan.model import Level, Network
 from paceline.plan.search import Workload, explain, meshes, search
 from paceline.plan.traffic import Backend
 from paceline.spec import Mesh
+from paceline.spec.model_cost import Activations, LayerCost
 
 GIB = 2.0**30
 FAST = Network(Level(3e-6, 1 / 300e9), Level(10e-6, 1 / 25e9))
@@ -75,7 +75,7 @@ def test_a_model_that_fits_is_replicated() -> None:
 def test_a_model_that_does_not_fit_is_sharded_and_the_reason_says_so() -> None:
     result = search(GPT_6B, 16, 8, FAST)
     assert result.winner.mesh != Mesh(dp=16)
-    assert result.winner.memory.fits(GPT_6B.memory_bytes)
+    assert fits(result.winner.memory, GPT_6B.memory_bytes)
     assert Mesh(dp=16) in dict(result.too_large)
     assert "where whole replicas would need 1" in explain(result, GPT_6B)[1]  # 16 bytes x 6.7e9 and activations
 
@@ -110,7 +110,7 @@ def test_everything_that_is_offered_fits_and_more_memory_is_never_slower(
             result = search(dataclasses.replace(GPT_6B, memory_bytes=room), num_workers, 8, network)
         except JobError:
             return math.inf
-        assert all(one.memory.fits(room) for one in result.candidates)
+        assert all(fits(one.memory, room) for one in result.candidates)
         steps = [one.step_s for one in result.candidates]
         assert result.winner.step_s <= 1.03 * min(steps)
         return min(steps)
@@ -137,7 +137,7 @@ def test_one_device_has_nothing_to_choose() -> None:
 
 def _convolution(
     num_parameters: float, flops: float, input_bytes: float, output_bytes: float, kept_bytes: float, num_channels: int
-) -> Layer:
+) -> LayerCost:
     """A layer as a dry run saw it. Output channels are shared out: each worker computes its own, all gather them, and
     backward sums the gradient of the input.
 
@@ -145,20 +145,20 @@ def _convolution(
         num_channels: 0: the layer has no output channels with parameters of their own.
     """
     is_shared = num_channels > 1
-    return Layer(
-        num_parameters=num_parameters,
+    return LayerCost(
+        parameter_bytes=num_parameters,
         # What has no floating-point operations to speak of still takes the time of touching its memory.
-        time=flops + input_bytes + output_bytes,
-        kept_bytes=kept_bytes,
+        time_s=flops + input_bytes + output_bytes,
+        activation_bytes=kept_bytes,
         output_bytes=output_bytes,
-        num_parts=num_channels if is_shared else 1,
-        num_sums=1 if is_shared else 0,
-        sum_bytes=input_bytes if is_shared else 0.0,
-        gathered_bytes=output_bytes if is_shared else 0.0,
+        num_tensor_slices=num_channels if is_shared else 1,
+        num_all_reduces=1 if is_shared else 0,
+        all_reduce_bytes=input_bytes if is_shared else 0.0,
+        all_gather_bytes=output_bytes if is_shared else 0.0,
     )
 
 
-def _convolutions() -> tuple[Layer, ...]:
+def _convolutions() -> tuple[LayerCost, ...]:
     """As of a ResNet: ever more channels, ever fewer pixels, a classifier that tensor groups cannot share out."""
     stages = [
         _convolution(4e4 * 4**place, 2e8, 4e5 / 2**place, 4e5 / 2**place, 2e6 / 2**place, 64 * 2**place)
@@ -213,7 +213,7 @@ def test_activations_are_computed_again_only_where_nothing_fits_otherwise() -> N
 
 def test_a_pipeline_over_nodes_sends_over_their_links() -> None:
     """Two nodes of two: one of the three boundaries of pp4 lies between them, and so do both of dp2 x pp2."""
-    layers = (Layer(1e6, 1.0, 1e4, 1e6),) * 4
+    layers = (LayerCost("", 1.0, 1e6, 1e4, 1e6),) * 4
     workload = dataclasses.replace(SMALL, layers=layers, shard_size=16)  # 16 shards
     free_inside = Network(Level(0.0, 0.0), Level(0.0, 1 / 1e9))
     found = {one.mesh: one for one in search(workload, 4, 2, free_inside).candidates}
@@ -226,7 +226,7 @@ def test_a_pipeline_over_nodes_sends_over_their_links() -> None:
 def test_a_tensor_group_over_nodes_sums_over_their_links(backend: Backend) -> None:
     """Two nodes of two, and links inside that take no time: over the others a ring of four sends 2 * 3/4 of a sum,
     and leaders of nodes send a whole one. Two groups of two never leave their nodes."""
-    layers = (Layer(1e6, 1.0, 1e4, 1e4, 4, 2, 1e5, 4e4),) * 2
+    layers = (LayerCost("", 1.0, 1e6, 1e4, 1e4, True, 4, 2, 1e5, 4e4),) * 2
     workload = dataclasses.replace(SMALL, layers=layers, backend=backend)
     free_inside = Network(Level(0.0, 0.0), Level(0.0, 1 / 1e9))
     found = {one.mesh: one for one in search(workload, 4, 2, free_inside).candidates}
@@ -238,7 +238,7 @@ def test_a_tensor_group_over_nodes_sums_over_their_links(backend: Backend) -> No
 
 def test_large_layers_of_few_samples_are_shared_out_over_slow_links() -> None:
     """Replicas would sum 100 MB over a link of 25 MB/s, a tensor group two sums of 2 MB."""
-    layers = (Layer(12.5e6, 1.0, 5e4, 3e4, 4096, 1, 3e4, 0.0),) * 2
+    layers = (LayerCost("", 1.0, 12.5e6, 5e4, 3e4, True, 4096, 1, 3e4),) * 2
     workload = dataclasses.replace(SMALL, global_batch_size=64, layers=layers, shard_size=8, backend="gloo")
     network = Network(Level(20e-6, 1 / 1.5e9), Level(120e-6, 1 / 25e6), 20e-6)
     result = search(workload, 4, 2, network)

@@ -24,26 +24,10 @@ from paceline.report.topology import (
 )
 from paceline.report.topology_svg import draw_topology, spread_out, switch_link
 from paceline.spec import Device, Link, Node, Peripheral
+from paceline.spec.device_choice import DeviceChoice, DeviceRing
 from tests import topologies
 
 SVG = "{http://www.w3.org/2000/svg}"
-
-
-@dataclasses.dataclass(frozen=True)
-class SomeRing:
-    devices: tuple[int, ...]
-    bottleneck: Link | None
-    gigabyte_s: float = 0.0
-
-    def all_reduce_s(self, size_bytes: float) -> float | None:
-        return self.gigabyte_s * size_bytes / 1e9
-
-
-@dataclasses.dataclass(frozen=True)
-class SomeChoice:
-    ring: SomeRing
-    naive: SomeRing
-    is_exact: bool = True
 
 
 def gpu_node(name: str) -> Node:
@@ -146,7 +130,7 @@ def test_what_is_busy_and_what_was_left_out_is_shown() -> None:
 
 def test_a_choice_ends_with_the_line_to_copy() -> None:
     slow, fast = Link(("GPU0", "GPU1"), "NV1", 25e9), Link(("GPU0", "GPU3"), "NV2", 50e9)
-    two = choice_lines(SomeChoice(SomeRing((0, 3), fast, 0.02), SomeRing((0, 1), slow, 0.04)))
+    two = choice_lines(DeviceChoice(DeviceRing((0, 3), fast), DeviceRing((0, 1), slow), is_exact=True))
     assert two == [
         "Use GPUs 0 and 3.",
         "The link between them: NV2, 50 GB/s.",
@@ -154,15 +138,13 @@ def test_a_choice_ends_with_the_line_to_copy() -> None:
         "2.00x the time: its slowest link is NV1, 25 GB/s.",
         "CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0,3",
     ]
-    four = choice_lines(
-        SomeChoice(SomeRing((0, 3, 2, 1), slow, 0.06), SomeRing((0, 1, 2, 3), slow, 0.06), is_exact=False)
-    )
+    four = choice_lines(DeviceChoice(DeviceRing((0, 3, 2, 1), slow), DeviceRing((0, 1, 2, 3), slow), is_exact=False))
     assert "The best ring is 0 - 3 - 2 - 1 - 0; its slowest link is NV1, 25 GB/s." in four
     assert "A naive choice, GPUs 0, 1, 2 and 3 in this order, has a bottleneck as fast: NV1, 25 GB/s." in four
     assert any("a better one may exist" in line for line in four)
     assert four[-1] == "CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0,3,2,1"
-    alone = SomeRing((5,), None, 0.0)
-    assert choice_lines(SomeChoice(alone, alone)) == [
+    alone = DeviceRing((5,), None)
+    assert choice_lines(DeviceChoice(alone, alone, is_exact=True)) == [
         "Use GPU 5.",
         "CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=5",
     ]
@@ -170,8 +152,8 @@ def test_a_choice_ends_with_the_line_to_copy() -> None:
 
 def test_json_of_a_choice_names_pairs_bottleneck_and_ring() -> None:
     node = gpu_node("dgx1")
-    ring = SomeRing((0, 3, 2), node.link("GPU0", "GPU2"), 0.05)
-    mapping = topology_mapping(node, SomeChoice(ring, ring))
+    ring = DeviceRing((0, 3, 2), node.link("GPU0", "GPU2"))
+    mapping = topology_mapping(node, DeviceChoice(ring, ring, is_exact=True))
     assert mapping["devices"] == [0, 2, 3]
     assert mapping["ring"] == [0, 3, 2]
     assert mapping["bottleneck"] == {"label": "NV1", "bytes_per_s": 25e9}

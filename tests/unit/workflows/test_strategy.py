@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.errors import JobError
-from paceline.plan.memory import Activations, ModelFacts
 from paceline.spec import Cluster, Device, Job, Mesh, Node, Plan
+from paceline.spec.model_cost import Activations, ModelCost
 from paceline.workflows.strategy import Strategy, check_may_shrink, largest_that_fits, worker_memory_bytes
 
 MACHINE = Cluster((Node("here", 8, 2**34, "a processor", tuple(Device("cpu", i, "", 2**32) for i in range(8))),))
@@ -40,7 +40,7 @@ def test_a_strategy_lays_out_the_workers(strategy: str | None, mesh: Mesh | None
 
 
 def test_replicas_that_do_not_fit_are_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = ModelFacts(10**6, Activations(1e4))
+    small = ModelCost(10**6, Activations(1e4))
     monkeypatch.setattr("paceline.workflows.strategy.facts_of", lambda _job: small)
     assert placed(4, strategy="dp").mesh is None
     monkeypatch.setattr(

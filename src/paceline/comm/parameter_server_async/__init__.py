@@ -23,6 +23,11 @@ A worker that is lost costs its shards some time: others compute them. A server 
 
 from __future__ import annotations
 
-from paceline.comm.parameter_server_async.worker import Course, ParameterServerAsync, ShardGradient, Terms
+from paceline.comm.parameter_server_async.worker import (
+    ParameterServerAsync,
+    ServerSettings,
+    ShardGradient,
+    UpdateSchedule,
+)
 
-__all__ = ["Course", "ParameterServerAsync", "ShardGradient", "Terms"]
+__all__ = ["ParameterServerAsync", "ServerSettings", "ShardGradient", "UpdateSchedule"]

@@ -11,21 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from paceline.comm.parameter_server_async.messages import Task
 from paceline.comm.tree_exact import Block, finish_tree
-
-
-@dataclass(frozen=True)
-class Task:
-    """Neighbouring shards start … stop - 1 of one global batch, leased to one worker (or one node)."""
-
-    lease: int
-    batch: int
-    start: int
-    stop: int
-
-    @property
-    def shards(self) -> range:
-        return range(self.start, self.stop)
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.parameter_server_async.messages import MESSAGES
 from paceline.comm.tree_exact import Block, TreeSum
 from paceline.errors import PeerLost
+from paceline.object_collectives import broadcast_object, gather_objects
 
 T = TypeVar("T")
 
@@ -21,14 +22,14 @@ class ShardResult:
     """What came of one shard."""
 
     gradient: Tensor
-    """All parameters', flattened and laid one after the other; zero where there is none."""
+    """All parameters', flattened, one after the other, in host memory; zero where there is none."""
     used: Tensor
     """For every parameter whether it has a gradient at all."""
     statistics: Tensor
 
 
 @dataclass(frozen=True)
-class RunResult:
+class ShardSums:
     """What came of a run of shards: sums over aligned blocks of `comm.tree_exact`."""
 
     blocks: tuple[Block, ...]
@@ -38,8 +39,8 @@ class RunResult:
 
 
 @dataclass(frozen=True)
-class Node:
-    """Some workers that share what one of them says and hears; often only one."""
+class NodeWorkers:
+    """The workers of a node that act as one: the first speaks for all of them. Often there is only one."""
 
     ranks: Sequence[int]
     rank: int
@@ -55,16 +56,16 @@ class Node:
         """What `act` returns on the leader, for all; or the `PeerLost` that it raises there."""
         if len(self.ranks) == 1:
             return act()
-        outcome: list[tuple[Any, PeerLost | None]] = [(None, None)]
+        result: Any = None
+        failure: tuple[str, int | None] | None = None
         if self.leads:
             try:
-                outcome = [(act(), None)]
+                result = act()
             except PeerLost as error:
-                outcome = [(None, error)]
-        dist.broadcast_object_list(outcome, src=self.ranks[0], group=self.group)
-        result, failure = outcome[0]
+                failure = str(error), error.rank
+        result, failure = broadcast_object((result, failure), self.group, MESSAGES)
         if failure is not None:
-            raise failure
+            raise PeerLost(failure[0], rank=failure[1])
         return cast(T, result)
 
     def share(self, values: Tensor) -> None:
@@ -72,7 +73,7 @@ class Node:
         if len(self.ranks) > 1:
             dist.broadcast(values, src=self.ranks[0], group=self.group)
 
-    def add(self, first_shard: int, mine: ShardResult | None) -> RunResult | None:
+    def add(self, first_shard: int, mine: ShardResult | None) -> ShardSums | None:
         """Add what the workers of this node computed of neighbouring shards, one each from the leader on.
 
         Args:
@@ -85,29 +86,15 @@ class Node:
         if len(self.ranks) == 1:
             assert mine is not None
             return _sums(first_shard, [mine])
-        # The large part travels as a tensor, the rest as an object that says whether there is one.
-        small = None if mine is None else (mine.used, mine.statistics)
-        gathered: list[Any] | None = [None] * len(self.ranks) if self.leads else None
-        dist.gather_object(small, gathered, dst=self.ranks[0], group=self.group)
-        if gathered is None:
-            if mine is not None:
-                dist.send(mine.gradient, dst=self.ranks[0], group=self.group)
-            return None
-        assert mine is not None
-        results = [mine]
-        for rank, others in zip(self.ranks[1:], gathered[1:], strict=True):
-            if others is not None:
-                gradient = torch.empty_like(mine.gradient)
-                dist.recv(gradient, src=rank, group=self.group)
-                results.append(ShardResult(gradient, *others))
-        return _sums(first_shard, results)
+        results = gather_objects(mine, self.group, (ShardResult,))
+        return None if results is None else _sums(first_shard, [result for result in results if result is not None])
 
 
-def _sums(first_shard: int, results: Sequence[ShardResult]) -> RunResult:
+def _sums(first_shard: int, results: Sequence[ShardResult]) -> ShardSums:
     gradients, statistics = TreeSum(first_shard), TreeSum(first_shard)
     used = results[0].used
     for result in results:
         gradients.push(result.gradient)
         statistics.push(result.statistics)
         used = used | result.used
-    return RunResult(tuple(gradients.blocks), tuple(gradients.partials), used, tuple(statistics.partials))
+    return ShardSums(tuple(gradients.blocks), tuple(gradients.partials), used, tuple(statistics.partials))

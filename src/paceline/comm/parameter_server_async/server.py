@@ -1,7 +1,7 @@
 """A server of `parameter_server_async`: some of the parameters, and the optimizer that updates them.
 
-It lives in a worker's process and runs in its RPC threads, beside its own training: the tensors' work releases Python's
-lock, and no call waits for another worker, so a few threads serve any number of them.
+It lives in a worker's process and answers calls in a thread for each caller, beside its own training: operations on
+tensors release Python's lock, and no call waits for another worker.
 """
 
 from __future__ import annotations
@@ -10,28 +10,18 @@ import copy
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.comm.parameter_server_async.ledger import ShardSum
-from paceline.comm.parameter_server_async.remote import serve, served
+from paceline.comm.parameter_server_async.messages import ParameterRange
 from paceline.comm.tree_exact import Block
 
 Span = tuple[int, int]
 """Elements start … stop - 1 of all parameters, flattened and laid one after the other."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Elements start … stop - 1 of parameter number `parameter`, flattened."""
-
-    parameter: int
-    start: int
-    stop: int
 
 
 def spans(num_elements: int, num_servers: int) -> list[Span]:
@@ -42,18 +32,18 @@ def spans(num_elements: int, num_servers: int) -> list[Span]:
     ]
 
 
-def pieces(sizes: Sequence[int], span: Span) -> list[Piece]:
+def ranges_in(sizes: Sequence[int], span: Span) -> list[ParameterRange]:
     """What of parameters with `sizes` elements lies in `span`, in order."""
     found, offset = [], 0
     for parameter, size in enumerate(sizes):
         start, stop = max(span[0] - offset, 0), min(span[1] - offset, size)
         if start < stop:
-            found.append(Piece(parameter, start, stop))
+            found.append(ParameterRange(parameter, start, stop))
         offset += size
     return found
 
 
-class Slice:
+class ParameterSlice:
     """Some elements of the parameters, and the optimizer that updates them: batch after batch, in order."""
 
     def __init__(
@@ -65,14 +55,14 @@ class Slice:
         first_batch: int,
     ) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._pieces = pieces([p.numel() for p in parameters], span)
+        self._ranges = ranges_in([p.numel() for p in parameters], span)
         self._values = torch.cat(
             [parameters[0].new_empty(0, device="cpu")]
-            + [parameters[p.parameter].detach().reshape(-1)[p.start : p.stop].cpu() for p in self._pieces]
+            + [parameters[r.parameter].detach().reshape(-1)[r.start : r.stop].cpu() for r in self._ranges]
         )
-        sizes = [piece.stop - piece.start for piece in self._pieces]
+        sizes = [held.stop - held.start for held in self._ranges]
         self._parameters = [nn.Parameter(values) for values in self._values.split(sizes)]
-        self._optimizer = _optimizer_of(optimizer, self._pieces, self._parameters)
+        self._optimizer = _optimizer_of(optimizer, self._ranges, self._parameters)
         self._base_lrs = [float(group["lr"]) for group in self._optimizer.param_groups]
         self._num_shards = num_shards
         self._lr_factor = lr_factor
@@ -82,7 +72,6 @@ class Slice:
         self._used: dict[int, Tensor] = {}
         # Never written to once they are here: an answer may be on its way while the next update is made.
         self._snapshots = {first_batch: self._values.clone()}
-        serve(self)
 
     def pull(self, batch: int) -> Tensor | None:
         """The newest values from before the update by `batch`; None: nobody needs that batch any more."""
@@ -114,26 +103,26 @@ class Slice:
 
     def _update(self, gradient: Tensor, used: Tensor) -> None:
         gradients = gradient.split([parameter.numel() for parameter in self._parameters])
-        for piece, parameter, part in zip(self._pieces, self._parameters, gradients, strict=True):
+        for held, parameter, part in zip(self._ranges, self._parameters, gradients, strict=True):
             # None as in plain torch where nobody used it: an optimizer would decay even what has gradient zero.
-            parameter.grad = part if used[piece.parameter] else None
+            parameter.grad = part if used[held.parameter] else None
         for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base_lr * self._lr_factor(self._version)
         self._optimizer.step()
         self._version += 1
         self._snapshots = self._snapshots | {self._version: self._values.clone()}
 
-    def state(self) -> list[tuple[Piece, dict[str, Any]]]:
-        """The optimizer's state of every piece."""
+    def state(self) -> list[tuple[ParameterRange, dict[str, Any]]]:
+        """The optimizer's state of every held."""
         with self._lock:
             state = self._optimizer.state
             return [
-                (piece, copy.deepcopy(state.get(parameter, {})))
-                for piece, parameter in zip(self._pieces, self._parameters, strict=True)
+                (held, copy.deepcopy(state.get(parameter, {})))
+                for held, parameter in zip(self._ranges, self._parameters, strict=True)
             ]
 
 
-def _optimizer_of(whole: Optimizer, slice_pieces: Sequence[Piece], parameters: Sequence[nn.Parameter]) -> Optimizer:
+def _optimizer_of(whole: Optimizer, ranges: Sequence[ParameterRange], parameters: Sequence[nn.Parameter]) -> Optimizer:
     """An optimizer like `whole`, state included, over pieces of its parameters."""
     optimizer = copy.copy(whole)
     optimizer.state = defaultdict(dict)
@@ -141,14 +130,14 @@ def _optimizer_of(whole: Optimizer, slice_pieces: Sequence[Piece], parameters: S
     first = 0
     for group in whole.param_groups:
         mine = []
-        for piece, parameter in zip(slice_pieces, parameters, strict=True):
-            if first <= piece.parameter < first + len(group["params"]):
+        for held, parameter in zip(ranges, parameters, strict=True):
+            if first <= held.parameter < first + len(group["params"]):
                 mine.append(parameter)
-                original = group["params"][piece.parameter - first]
+                original = group["params"][held.parameter - first]
                 state = whole.state.get(original, {})
                 if state:
                     optimizer.state[parameter] = {
-                        name: value.detach().reshape(-1)[piece.start : piece.stop].cpu().clone()
+                        name: value.detach().reshape(-1)[held.start : held.stop].cpu().clone()
                         if is_element_wise(name, value, original)
                         else copy.deepcopy(value)
                         for name, value in state.items()
@@ -162,22 +151,3 @@ def _optimizer_of(whole: Optimizer, slice_pieces: Sequence[Piece], parameters: S
 def is_element_wise(name: str, value: Any, parameter: Tensor) -> bool:
     """Whether a value in an optimizer's state has one element for each of the parameter."""
     return isinstance(value, Tensor) and value.shape == parameter.shape and name != "step"
-
-
-def pull(batch: int) -> Tensor | None:
-    """`Slice.pull` of this process, to be called from others."""
-    return _slice().pull(batch)
-
-
-def push(batch: int, finished: int, blocks: Sequence[Block], sums: Sequence[Tensor], used: Tensor) -> bool:
-    """`Slice.push` of this process, to be called from others."""
-    return _slice().push(batch, finished, blocks, sums, used)
-
-
-def state() -> list[tuple[Piece, dict[str, Any]]]:
-    """`Slice.state` of this process, to be called from others."""
-    return _slice().state()
-
-
-def _slice() -> Slice:
-    return cast(Slice, served(Slice))

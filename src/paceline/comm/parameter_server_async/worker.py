@@ -16,17 +16,24 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
-from paceline.comm.parameter_server_async import coordinator, server
-from paceline.comm.parameter_server_async.coordinator import Coordinator, Meeting, Reply, Report, Request
-from paceline.comm.parameter_server_async.ledger import Ledger, Task
-from paceline.comm.parameter_server_async.node import Node, RunResult, ShardResult
-from paceline.comm.parameter_server_async.remote import answer, call, connect, disconnect, lost
-from paceline.comm.parameter_server_async.server import Piece, Slice, is_element_wise, spans
+from paceline.comm.parameter_server_async.coordinator import Coordinator, is_there
+from paceline.comm.parameter_server_async.ledger import Ledger
+from paceline.comm.parameter_server_async.messages import (
+    MESSAGES,
+    ParameterRange,
+    Task,
+    TaskReport,
+    WorkReply,
+    WorkRequest,
+)
+from paceline.comm.parameter_server_async.node import NodeWorkers, ShardResult, ShardSums
+from paceline.comm.parameter_server_async.peers import Peers, lost
+from paceline.comm.parameter_server_async.server import ParameterSlice, is_element_wise, spans
 from paceline.errors import JobError, ModelError, PeerLost
 
 _ELEMENT_WISE = (SGD, Adam, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD)
 _COORDINATOR = "which gives out the work"
-_SERVER = "which holds a part of the parameters"
+_SERVER = "which holds a slice of the parameters"
 
 ShardGradient = Callable[[int, int], Tensor]
 """compute(batch, shard): leaves the gradient of the shard's weighted loss in `.grad` of the parameters (None before)
@@ -34,7 +41,7 @@ and returns statistics to be added over the shards: a 1-D tensor, of one length 
 
 
 @dataclass(frozen=True)
-class Course:
+class UpdateSchedule:
     """What is learnt, update by update: the same on every worker."""
 
     num_shards: Callable[[int], int]
@@ -46,7 +53,7 @@ class Course:
 
 
 @dataclass(frozen=True)
-class Terms:
+class ServerSettings:
     """How the workers deal with one another."""
 
     staleness: int = 4
@@ -78,8 +85,8 @@ class ParameterServerAsync:
     def __init__(
         self,
         optimizer: Optimizer,
-        course: Course,
-        terms: Terms,
+        course: UpdateSchedule,
+        terms: ServerSettings,
         *,
         store: Store,
         rank: int,
@@ -92,23 +99,28 @@ class ParameterServerAsync:
         _check(optimizer, self._parameters, terms, len(leaders))
         self._terms = terms
         self._rank = rank
-        self._node = Node(next(node for node in nodes if rank in node), rank, node_group)
+        self._node = NodeWorkers(next(node for node in nodes if rank in node), rank, node_group)
         self._servers = leaders[: terms.num_servers]
         self._spans = spans(sum(p.numel() for p in self._parameters), terms.num_servers)
         self._seen = course.first_batch
-        self._num_meetings = 0
+        self._num_barriers = 0
         self._coordinator: Coordinator | None = None
+        self._peers: Peers | None = None
         if not self._node.leads:
             return
+        handlers: dict[str, Callable[..., Any]] = {"is_there": is_there}
         if rank in self._servers:
             span = self._spans[self._servers.index(rank)]
-            self._slice = Slice(optimizer, span, course.num_shards, course.lr_factor, course.first_batch)
+            held = ParameterSlice(optimizer, span, course.num_shards, course.lr_factor, course.first_batch)
+            handlers |= {"pull": held.pull, "push": held.push, "state": held.state}
         if rank == leaders[0]:
             ledger = Ledger(course.num_shards, terms.staleness, terms.lease_s, course.first_batch)
-            self._coordinator = Coordinator(ledger, course.num_shards, leaders, self._servers, terms.timeout_s)
-        connect(store, rank, leaders, terms.timeout_s)
+            self._coordinator = Coordinator(ledger, course.num_shards, leaders, self._servers)
+            one = self._coordinator
+            handlers |= {"ask": one.ask, "barrier": one.barrier, "leave": one.leave}
+        self._peers = Peers(store, rank, leaders, terms.timeout_s, handlers, MESSAGES)
         if self._coordinator is not None:
-            self._coordinator.start()
+            self._coordinator.start(self._peers)
 
     def __enter__(self) -> Self:
         return self
@@ -141,7 +153,7 @@ class ParameterServerAsync:
         Raises:
             PeerLost: a server is lost (says which), or this worker was given up by the others.
         """
-        result: tuple[Task, RunResult | None, int] | None = None
+        result: tuple[Task, ShardSums | None, int] | None = None
         while True:
             reply = self._node.on_leader(partial(self._ask, until, wants_rest, result))
             if reply.rest_at is not None:
@@ -163,35 +175,29 @@ class ParameterServerAsync:
         Raises:
             PeerLost: some did not come within the timeout; says which.
         """
-        self._meet()
+        self._wait_for_all()
 
     def collect(self) -> None:
         """Bring the optimizer's whole state to every worker: with the parameters, what one worker alone would have now.
 
         A common act between two calls of `work`. To go on from it, on any number of servers, open with that optimizer
-        on every worker, and the number of updates made as `Course.first_batch`.
+        on every worker, and the number of updates made as `UpdateSchedule.first_batch`.
         """
-        for parts in self._node.on_leader(partial(self._ask_servers, server.state)):
+        for parts in self._node.on_leader(partial(self._ask_servers, "state")):
             for piece, values in parts:
                 self._put_back(piece, values)
         self.barrier()
 
     def close(self) -> None:
-        """Part, once everybody has come to do so."""
-        absent = self._meet()
-        if not self._node.leads:
-            return
-        if self._coordinator is not None and absent:
-            # The others may still have to hear that all have come.
-            self._coordinator.wait_until_alone(self._terms.timeout_s)
-        if absent:
+        """Part, once all workers that are still there have come to do so. A collective."""
+        self._wait_for_all()
+        if self._node.leads:
+            if self._coordinator is not None:
+                # The others may still have to hear that all have come.
+                self._coordinator.wait_until_alone(self._terms.timeout_s)
             self._leave()
-            return
-        if self._coordinator is not None:
-            self._coordinator.stop()
-        disconnect(self._terms.timeout_s)
 
-    def _put_back(self, piece: Piece, values: Mapping[str, Any]) -> None:
+    def _put_back(self, piece: ParameterRange, values: Mapping[str, Any]) -> None:
         """Write a piece of a parameter's optimizer state into the whole; its first piece comes first."""
         parameter = self._parameters[piece.parameter]
         like = parameter.new_empty(piece.stop - piece.start)
@@ -208,33 +214,39 @@ class ParameterServerAsync:
 
     def _leave(self) -> None:
         """Go without the others; they will not wait for this worker."""
+        assert self._peers is not None
         if self._coordinator is not None:
             self._coordinator.stop()
         else:
             with suppress(PeerLost):
-                self._tell_coordinator(coordinator.leave, self._rank)
-        disconnect(None)
+                self._ask_coordinator("leave", self._rank)
+        self._peers.close()
 
-    def _tell_coordinator(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        rank = self._servers[0]
-        return answer(call(rank, function, *arguments, timeout_s=self._terms.timeout_s), rank, _COORDINATOR)
+    def _ask_coordinator(self, name: str, *arguments: Any) -> Any:
+        assert self._peers is not None  # this is a leader
+        return self._peers.call(self._servers[0], name, *arguments).result(_COORDINATOR)
 
-    def _ask_servers(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """CollectiveCall all servers at once; what each of them answered."""
-        futures = [call(rank, function, *arguments, timeout_s=self._terms.timeout_s) for rank in self._servers]
-        return [answer(future, rank, _SERVER) for rank, future in zip(self._servers, futures, strict=True)]
+    def _ask_servers(self, name: str, *arguments: Any) -> list[Any]:
+        """Call all servers at once; what each of them answered."""
+        return self._answers([(name, *arguments)] * len(self._servers))
+
+    def _answers(self, questions: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Ask every server its own question, all at once; what each of them answered."""
+        assert self._peers is not None  # this is a leader
+        calls = [self._peers.call(rank, *question) for rank, question in zip(self._servers, questions, strict=True)]
+        return [call.result(_SERVER) for call in calls]
 
     def _ask(
-        self, until: int, wants_rest: Callable[[], bool], result: tuple[Task, RunResult | None, int] | None
-    ) -> Reply:
+        self, until: int, wants_rest: Callable[[], bool], result: tuple[Task, ShardSums | None, int] | None
+    ) -> WorkReply:
         """Deliver what was computed, if anything, and ask for more."""
         report = None
         if result is not None:
             task, sums, finished = result
             assert sums is not None  # this is the leader
-            report = Report(task, self._push(task.batch, finished, sums), sums.blocks, sums.statistics)
-        request = Request(self._rank, until, len(self._node.ranks), self._seen, wants_rest(), report)
-        reply = cast(Reply, self._tell_coordinator(coordinator.ask, request))
+            report = TaskReport(task, self._push(task.batch, finished, sums), sums.blocks, sums.statistics)
+        request = WorkRequest(self._rank, until, len(self._node.ranks), self._seen, wants_rest(), report)
+        reply = cast(WorkReply, self._ask_coordinator("ask", request))
         if reply.lost_server is not None:
             raise lost(reply.lost_server, _SERVER, "it gives no sign of life")
         if reply.is_given_up:
@@ -245,24 +257,22 @@ class ParameterServerAsync:
             )
         return reply
 
-    def _push(self, batch: int, finished: int, sums: RunResult) -> bool:
+    def _push(self, batch: int, finished: int, sums: ShardSums) -> bool:
         """Send every server its slice; returns whether all of them count these shards now."""
-        gradients = [gradient.cpu() for gradient in sums.gradients]
-        answers = [
-            call(
-                rank,
-                server.push,
-                batch,
-                finished,
-                sums.blocks,
-                # Copies: a view may take all of the tensor with it.
-                [gradient[start:stop].clone() for gradient in gradients],
-                sums.used,
-                timeout_s=self._terms.timeout_s,
-            )
-            for rank, (start, stop) in zip(self._servers, self._spans, strict=True)
-        ]
-        counted = [answer(future, rank, _SERVER) for rank, future in zip(self._servers, answers, strict=True)]
+        counted = self._answers(
+            [
+                # Copies where a server keeps them: the one in this process gets no message but the tensor itself.
+                (
+                    "push",
+                    batch,
+                    finished,
+                    sums.blocks,
+                    [gradient[start:stop].clone() for gradient in sums.gradients],
+                    sums.used,
+                )
+                for start, stop in self._spans
+            ]
+        )
         return all(counted)
 
     def _pull(self, batch: int) -> bool:
@@ -278,7 +288,7 @@ class ParameterServerAsync:
         return True
 
     def _download(self, batch: int, values: Tensor) -> bool:
-        parts = self._ask_servers(server.pull, batch)
+        parts = self._ask_servers("pull", batch)
         for part, (start, stop) in zip(parts, self._spans, strict=True):
             if part is None:
                 return False
@@ -289,7 +299,7 @@ class ParameterServerAsync:
         self,
         task: Task,
         compute: ShardGradient,
-    ) -> RunResult | None:
+    ) -> ShardSums | None:
         """This worker's shard of `task`, added to those of its node; the sums on its leader."""
         mine = None
         shard = task.start + self._node.ranks.index(self._rank)
@@ -299,32 +309,30 @@ class ParameterServerAsync:
             statistics = compute(task.batch, shard)
             used = torch.tensor([p.grad is not None for p in self._parameters])
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-            gradient = torch.cat([g.detach().flatten() for g in gradients])
+            gradient = torch.cat([g.detach().flatten() for g in gradients]).cpu()
             mine = ShardResult(gradient, used, statistics.detach().cpu())
         return self._node.add(task.start, mine)
 
-    def _meet(self) -> frozenset[int]:
-        """Wait for all who are still there; returns who is not, the same for all."""
-        self._num_meetings += 1
+    def _wait_for_all(self) -> None:
+        self._num_barriers += 1
         give_up_at_s = time.monotonic() + self._terms.timeout_s
-        while True:
-            meeting = self._node.on_leader(partial(self._come, self._num_meetings, give_up_at_s))
-            if not meeting.missing:
-                return meeting.lost
+        while self._node.on_leader(partial(self._ask_who_is_missing, self._num_barriers, give_up_at_s)):
+            pass
 
-    def _come(self, number: int, give_up_at_s: float) -> Meeting:
-        meeting = cast(Meeting, self._tell_coordinator(coordinator.meet, self._rank, number))
-        if meeting.missing and time.monotonic() > give_up_at_s:
-            missing = min(meeting.missing)
+    def _ask_who_is_missing(self, number: int, give_up_at_s: float) -> bool:
+        """Whether anybody has still to come to barrier `number`."""
+        missing = cast("frozenset[int]", self._ask_coordinator("barrier", self._rank, number))
+        if missing and time.monotonic() > give_up_at_s:
+            first = min(missing)
             raise PeerLost(
-                f"Worker {missing} did not come within {self._terms.timeout_s:g} s to where the others wait for it; "
+                f"Worker {first} did not come within {self._terms.timeout_s:g} s to where the others wait for it; "
                 "look at what it does, or give it more time (timeout_s).",
-                rank=missing,
+                rank=first,
             )
-        return meeting
+        return bool(missing)
 
 
-def _check(optimizer: Optimizer, parameters: Sequence[Tensor], terms: Terms, num_leaders: int) -> None:
+def _check(optimizer: Optimizer, parameters: Sequence[Tensor], terms: ServerSettings, num_leaders: int) -> None:
     if not 1 <= terms.num_servers <= num_leaders:
         raise JobError(
             f"num_servers = {terms.num_servers} should be between 1 and {num_leaders}, the workers or nodes."

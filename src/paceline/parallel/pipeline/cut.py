@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 
 from paceline.parallel.pipeline.schedules import make_schedule, simulate
-from paceline.partition import LayerCost, StageLimits
+from paceline.partition import StageLimits
 from paceline.spec import Mesh, PipelineSpec
+from paceline.spec.model_cost import LayerCost
 
 
 def stage_limits(
@@ -62,7 +63,7 @@ def cut_table(layers: Sequence[LayerCost], starts: Sequence[int], num_workers: i
                 f"{time_s / total_s:.1%}",
                 f"{time_s * 1e3:.2f}",
                 f"{sum(layer.parameter_bytes for layer in part) / 1e6:.2f} MB",
-                f"{part[0].arriving_bytes / 1e3:.1f} kB" if stage else "",
+                f"{layers[start - 1].output_bytes / 1e3:.1f} kB" if stage else "",
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -15,9 +15,10 @@ from torch.utils import _pytree as pytree
 
 from paceline.parallel.engine import check_loss
 from paceline.parallel.pipeline.calls import Calls, MicroBatch, StageCall, StandIn, generator_state, set_generator_state
+from paceline.parallel.pipeline.message import MessageForm, TensorForm
 from paceline.parallel.pipeline.schedules import Action, Schedule
 from paceline.parallel.pipeline.stage import Stage
-from paceline.parallel.pipeline.transfers import Arrival, Form, Outbox, StageLinks, TensorForm
+from paceline.parallel.pipeline.transfers import Arrival, Outbox, StageLinks
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ class Step:
             values = [*values, generator_state(self._links.device).to(self._links.device)]
         self._links.send_values(stage, self._calls[number].signature, values, self._outbox)
         if self._links.owner(stage) == self._links.rank:
-            self._give(PipelineMessage(False, stage, number), Form.of(values)[1], ())
+            self._give(PipelineMessage(False, stage, number), MessageForm.of(values)[1], ())
         return left
 
     # --- backward ---

@@ -1,4 +1,4 @@
-"""What the layers of a chain take: time, memory, and what would be sent if a stage began there."""
+"""What the layers of a chain take: time, memory, and what would be sent if a stage ended there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.parallel.clock import Clock
 from paceline.parallel.pipeline.chain import Chain, untouched
-from paceline.partition import LayerCost
+from paceline.spec.model_cost import LayerCost
 
 # A model without values has no times: its layers are compared by their arithmetic, on a device of this speed.
 _FLOPS_PER_S = 1e12
@@ -36,9 +36,11 @@ def measure_layers(chain: Chain, device: torch.device, num_repeats: int = 3) -> 
             time_s, activation_bytes = float(parameter_bytes), 0
             if chain.values:
                 time_s, activation_bytes = _time_layer(chain, node, device, num_repeats)
-            arriving = sum(_size_bytes(chain.values.get(value)) for value in chain.crossing(number))
+            is_last = number + 1 == len(chain.layers)
+            crossing = [] if is_last else chain.crossing(number + 1)
+            output_bytes = sum(_size_bytes(chain.values.get(value)) for value in crossing)
             costs.append(
-                LayerCost(chain.name(number), time_s, parameter_bytes, activation_bytes, arriving, allowed[number])
+                LayerCost(chain.name(number), time_s, parameter_bytes, activation_bytes, output_bytes, allowed[number])
             )
     return costs
 

@@ -17,9 +17,10 @@ from paceline.parallel.pipeline.chain import Chain, trace
 from paceline.parallel.pipeline.cut import cut_table
 from paceline.parallel.pipeline.executor import Step
 from paceline.parallel.pipeline.layer_costs import measure_layers
+from paceline.parallel.pipeline.message import TensorForm, broadcast_json
 from paceline.parallel.pipeline.schedules import Schedule, make_schedule
 from paceline.parallel.pipeline.stage import Stage, Stages
-from paceline.parallel.pipeline.transfers import Arrival, Outbox, StageLinks, TensorForm
+from paceline.parallel.pipeline.transfers import Arrival, Outbox, StageLinks
 from paceline.partition import StageLimits, best_cut
 from paceline.spec import PipelineSpec
 
@@ -197,17 +198,18 @@ def _agreed_cut(
 
     Layers take another time on every worker; the first one's count for all.
     """
-    answer: list[Any] = [None]
+    answer: Any = None
     if dist.get_rank(agreement) == 0:
         try:
-            answer = [_cut(chain, spec, limits, links)]
+            answer = _cut(chain, spec, limits, links)
         except (ModelError, JobError) as problem:
-            answer = [problem]
-    dist.broadcast_object_list(answer, group_src=0, group=agreement, device=links.device)
-    if isinstance(answer[0], Exception):
-        raise answer[0]
-    starts, draws, table = answer[0]
-    return starts, draws, table
+            answer = {type(problem).__name__: str(problem)}
+    answer = broadcast_json(answer, 0, agreement, links.device)
+    if isinstance(answer, dict):
+        ((kind, sentence),) = answer.items()
+        raise {"ModelError": ModelError, "JobError": JobError}[kind](sentence)
+    starts, draws, table = answer
+    return tuple(starts), tuple(draws), table
 
 
 def _cut(

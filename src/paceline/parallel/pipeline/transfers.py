@@ -6,76 +6,16 @@ address: all that Gloo and NCCL promise is that messages between two workers kee
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from paceline.errors import ModelError
-
-
-@dataclass(frozen=True)
-class TensorForm:
-    """All that the receiver of a tensor must know beforehand."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    is_channels_last: bool
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorForm:
-        return cls(tuple(tensor.shape), tensor.dtype, _is_channels_last(tensor), tensor.requires_grad)
-
-    def empty(self, device: torch.device) -> Tensor:
-        order = torch.channels_last if self.is_channels_last else torch.contiguous_format
-        return torch.empty(self.shape, dtype=self.dtype, device=device, memory_format=order)
-
-
-@dataclass(frozen=True)
-class Form:
-    """What a message is made of: tensors, which travel, and other values, which the form itself holds."""
-
-    values: list[Any]
-    """With a `TensorForm` in the place of every tensor, however nested."""
-
-    @classmethod
-    def of(cls, values: Sequence[Any]) -> tuple[Form, list[Tensor]]:
-        """The form of some values, and the tensors among them."""
-        tensors = [leaf for leaf in pytree.tree_leaves(list(values)) if isinstance(leaf, Tensor)]
-        return cls(pytree.tree_map_only(Tensor, TensorForm.of, list(values))), tensors
-
-    @property
-    def tensors(self) -> list[TensorForm]:
-        return [leaf for leaf in pytree.tree_leaves(self.values) if isinstance(leaf, TensorForm)]
-
-    @property
-    def differentiable(self) -> list[TensorForm]:
-        """What a gradient comes back for."""
-        return [form for form in self.tensors if form.requires_grad]
-
-    def filled(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """The values, with these tensors."""
-        rest = iter(tensors)
-        filled: list[Any] = pytree.tree_map_only(TensorForm, lambda _: next(rest), self.values)
-        return filled
-
-
-def _is_channels_last(tensor: Tensor) -> bool:
-    return tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
-
-
-def _as_sent(tensor: Tensor, is_channels_last: bool) -> Tensor:
-    """The tensor's values as one piece of memory in the order in which they lie; a view wherever possible."""
-    if is_channels_last:
-        return tensor.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1)
-    return tensor.contiguous()
+from paceline.parallel.pipeline.message import MessageForm, TensorForm, broadcast_json, from_bytes, to_bytes
 
 
 class Outbox:
@@ -88,7 +28,7 @@ class Outbox:
         """Send without waiting."""
         self._under_way = [(work, kept) for work, kept in self._under_way if not work.is_completed()]
         for tensor, form in zip(tensors, forms, strict=True):
-            sent = _as_sent(tensor.detach(), form.is_channels_last)
+            sent = form.in_memory_order(tensor.detach())
             self._under_way.append((dist.isend(sent, group=group, group_dst=to), sent))
 
     def wait(self) -> None:
@@ -105,7 +45,7 @@ class Arrival:
     ) -> None:
         self._tensors = [form.empty(device) for form in forms]
         self._work = [
-            dist.irecv(_as_sent(tensor, form.is_channels_last), group=group, group_src=source)
+            dist.irecv(form.in_memory_order(tensor), group=group, group_src=source)
             for tensor, form in zip(self._tensors, forms, strict=True)
         ]
 
@@ -135,13 +75,13 @@ class StageLinks:
                 timeout=timedelta(seconds=timeout_s),
                 use_local_synchronization=True,
             )
-        self._forms: dict[tuple[int, Hashable], Form] = {}
+        self._forms: dict[tuple[int, Hashable], MessageForm] = {}
 
     def owner(self, stage: int) -> int:
         """The rank of a stage's worker in the group."""
         return stage % self.num_workers
 
-    def known_form(self, stage: int, signature: Hashable) -> Form | None:
+    def known_form(self, stage: int, signature: Hashable) -> MessageForm | None:
         """What arrives at a stage when the model is called as `signature` says, if that has happened before."""
         return self._forms.get((stage, signature))
 
@@ -155,15 +95,15 @@ class StageLinks:
     def receive(self, forms: Sequence[TensorForm], source: int) -> Arrival:
         return Arrival(forms, self.device, self._channel(source, self.rank), source)
 
-    def send_values(self, stage: int, signature: Hashable, values: Sequence[Any], outbox: Outbox) -> Form:
+    def send_values(self, stage: int, signature: Hashable, values: Sequence[Any], outbox: Outbox) -> MessageForm:
         """Send to a stage what arrives there, and what that is made of unless it has been said before."""
-        form, tensors = Form.of(values)
+        form, tensors = MessageForm.of(values)
         known = self._forms.setdefault((stage, signature), form)
         to = self.owner(stage)
         if to == self.rank:
             return form
         if known is form:
-            text = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8).to(self.device)
+            text = to_bytes(form.to_plain()).to(self.device)
             described = [torch.tensor([len(text)], device=self.device), text]
             self.send(described, [TensorForm.of(part) for part in described], to, outbox)
         elif known != form:
@@ -174,14 +114,14 @@ class StageLinks:
         self.send(tensors, form.tensors, to, outbox)
         return form
 
-    def receive_form(self, stage: int, signature: Hashable) -> Form:
+    def receive_form(self, stage: int, signature: Hashable) -> MessageForm:
         """What is going to arrive at a stage; waits for its sender to say so where it has not before."""
         form = self.known_form(stage, signature)
         if form is None:
             source = self.owner(stage - 1)
-            length = self.receive([TensorForm((1,), torch.int64, False, False)], source).wait()[0]
-            text = self.receive([TensorForm((int(length),), torch.uint8, False, False)], source).wait()[0]
-            form = self._forms[stage, signature] = pickle.loads(text.cpu().numpy().tobytes())
+            length = self.receive([TensorForm((1,), torch.int64)], source).wait()[0]
+            text = self.receive([TensorForm((int(length),), torch.uint8)], source).wait()[0]
+            form = self._forms[stage, signature] = MessageForm.from_plain(from_bytes(text))
         assert form is not None
         return form
 
@@ -189,11 +129,10 @@ class StageLinks:
         """The last stage's `value` for all workers; a common act."""
         source = self.owner(self.num_stages - 1)
         key = (self.num_stages, signature)
-        form, tensors = Form.of([value])
+        form, tensors = MessageForm.of([value])
         if key not in self._forms:
-            box = [form]
-            dist.broadcast_object_list(box, group_src=source, group=self.group, device=self.device)
-            self._forms[key] = box[0]
+            plain = broadcast_json(form.to_plain() if self.rank == source else None, source, self.group, self.device)
+            self._forms[key] = form if self.rank == source else MessageForm.from_plain(plain)
         if self.rank != source:
             form = self._forms[key]
             tensors = [described.empty(self.device) for described in form.tensors]
@@ -203,8 +142,7 @@ class StageLinks:
                 "pipeline cannot share it among its workers."
             )
         for tensor, described in zip(tensors, form.tensors, strict=True):
-            sent = _as_sent(tensor.detach(), described.is_channels_last)
-            dist.broadcast(sent, group_src=source, group=self.group)
+            dist.broadcast(described.in_memory_order(tensor.detach()), group_src=source, group=self.group)
         return form.filled(tensors)[0]
 
     def _channel(self, source: int, to: int) -> dist.ProcessGroup:

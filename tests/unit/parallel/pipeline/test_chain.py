@@ -281,4 +281,4 @@ def test_measuring_changes_nothing_and_finds_the_expensive_layer(device: str) ->
         assert isinstance(norm, nn.BatchNorm1d) and norm.running_mean is not None and not norm.running_mean.any()
     assert costs[2].time_s > costs[0].time_s
     assert costs[2].parameter_bytes == 4 * (8 * 4096 + 4096)
-    assert [cost.arriving_bytes for cost in costs] == [0, 4 * 16 * 8, 4 * 16 * 8, 4 * 16 * 4096, 4 * 16 * 4096]
+    assert [cost.output_bytes for cost in costs] == [4 * 16 * 8, 4 * 16 * 8, 4 * 16 * 4096, 4 * 16 * 4096, 0]

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from paceline.errors import ModelError
 from paceline.parallel.pipeline import cut_table, stage_limits
-from paceline.partition import LayerCost, StageLimits, best_cut
+from paceline.partition import StageLimits, best_cut
 from paceline.spec import Mesh, PipelineSpec
 from paceline.spec.mesh import ScheduleName
+from paceline.spec.model_cost import LayerCost
 
 layers = st.lists(
     st.builds(
@@ -24,7 +25,7 @@ layers = st.lists(
         time_s=st.floats(0, 10),
         parameter_bytes=st.integers(0, 100),
         activation_bytes=st.integers(0, 100),
-        arriving_bytes=st.integers(0, 100),
+        output_bytes=st.integers(0, 100),
         may_begin=st.booleans(),
     ),
     min_size=1,
@@ -41,7 +42,7 @@ def slowest_s(costs: Sequence[LayerCost], starts: Sequence[int], limits: StageLi
         held = sum(limits.copies_of_parameters * c.parameter_bytes + kept * c.activation_bytes for c in part)
         if held > limits.memory_bytes or (start and not part[0].may_begin):
             return math.inf
-        sent_s = 2 * part[0].arriving_bytes / limits.bytes_per_s
+        sent_s = 2 * costs[start - 1].output_bytes / limits.bytes_per_s if start else 0.0
         slowest = max(slowest, sum(c.time_s for c in part) + sent_s)
     return slowest
 
@@ -64,8 +65,8 @@ def test_no_other_cut_is_better(
 
 
 def test_of_equally_fast_cuts_the_one_that_sends_less() -> None:
-    sent = (0, 50, 10, 50)
-    costs = [LayerCost(str(number), time_s, arriving_bytes=sent[number]) for number, time_s in enumerate((4, 0, 0, 4))]
+    sent = (50, 10, 50, 0)
+    costs = [LayerCost(str(number), time_s, output_bytes=sent[number]) for number, time_s in enumerate((4, 0, 0, 4))]
     assert best_cut(costs, 2) == (0, 2)
 
 

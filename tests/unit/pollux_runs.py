@@ -25,7 +25,7 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import ndtr
 
-from paceline.plan.statistics import noise_scale_of_gain, steps_to_progress
+from paceline.noise import noise_scale_of_gain, steps_to_progress
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,72 @@
+"""The shape of every program in this room: a worker reads a request, measures, and leaves a result.
+
+    python -m paceline.measure.NAME REQUEST.json OUT [--quiet]
+
+One process a worker, whether `paceline probe`, `paceline bench`, torchrun, srun or mpirun starts them. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from paceline import env
+from paceline.measure.values import read_json, write_json
+
+Q = TypeVar("Q")
+
+Report = Callable[[str, float], None]
+"""Told what is being done, and which part of the whole is done."""
+
+
+def unreported(_doing: str, _done: float) -> None:
+    """A `Report` that nobody reads."""
+
+
+def run_program(
+    doc: str | None, request_type: type[Q], measure: Callable[[Q, Report], object | None], result_file: str
+) -> None:
+    """Parse the command line, measure, and write the result to OUT/`result_file`.
+
+    Args:
+        doc: what --help says.
+        measure: called on every worker; its result is a dataclass, or None on workers that leave none.
+        result_file: "{rank}" in it is replaced by the worker's rank.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m paceline.measure.{Path(sys.argv[0]).stem}",
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("request", type=Path, help="JSON file with what to measure")
+    parser.add_argument("out", type=Path, help=f"folder for {result_file}")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    arguments = parser.parse_args()
+    request = read_json(request_type, arguments.request)
+    rank = env.worker_facts().rank
+    with progress_bar(is_shown=rank == 0 and not arguments.quiet) as report:
+        result = measure(request, report)
+    if result is not None:
+        write_json(result, arguments.out / result_file.format(rank=rank))
+
+
+@contextmanager
+def progress_bar(*, is_shown: bool) -> Iterator[Report]:
+    """A bar on a terminal for work of known size; elsewhere nothing."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (
+        BarColumn(bar_width=20),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal)) as shown:
+        task = shown.add_task("", total=1.0)
+        yield lambda doing, done: shown.update(task, description=doing, completed=done)

@@ -1,0 +1,108 @@
+"""What probes are asked, and what they answer: values that travel as JSON. Loads no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from paceline.errors import JobError
+from paceline.spec import DeviceKind, Job, JobTiming, Link, NetworkLink, Node
+from paceline.spec.codec import above, at_least, from_mapping, to_mapping
+
+T = TypeVar("T")
+
+REQUEST_FILE = "request.json"
+LINKS_FILE, NETWORK_FILE, JOB_FILE = "links{rank}.json", "network.json", "probe.json"
+"""Results of the probes, in the folder they are told."""
+
+
+@dataclass(frozen=True)
+class LinkRequest:
+    """Inside which nodes to time the links; rank r is on node r."""
+
+    nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class LinkProbe:
+    """The measured links of one node, and a sentence for everything that was not measured."""
+
+    links: tuple[Link, ...] = ()
+    not_measured: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class NetworkRequest:
+    """Between which nodes to time what they send each other; rank r is on node r."""
+
+    hostnames: tuple[str, ...]
+    pairs: tuple[tuple[int, int], ...]
+    device_kind: DeviceKind = "cpu"
+    num_streams: int = at_least(2, 4)
+    """Connections in parallel, to compare with one alone."""
+    timeout_s: float = at_least(1, 600.0)
+    """How long a collective waits for a silent worker."""
+
+
+@dataclass(frozen=True)
+class NetworkProbe:
+    """What was measured between nodes."""
+
+    links: tuple[NetworkLink, ...]
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """The job whose parts are timed, and how."""
+
+    job: Job
+    folder: str
+    """On the disk that checkpoints go to; workers also find each other's orders there."""
+    largest_micro_batch_size: int = at_least(1, 1)
+    """The largest pass that training makes: that of one worker alone."""
+    micro_batch_size: int = at_least(1, 1)
+    """The largest pass with all workers of the plan."""
+    shard_size: int = at_least(1, 1)
+    """Samples of a virtual shard, over which batch norm normalises."""
+    workers_on_node: int = at_least(1, 1)
+    """Of the fullest node, with all workers of the plan."""
+    device_kind: DeviceKind = "cpu"
+    device: str = ""
+    """What the device is called in the result."""
+    threads_per_worker: int = at_least(1, 1)
+    budget_s: float = above(0, 60.0)
+
+
+@dataclass(frozen=True)
+class JobProbe:
+    """The timing of a job, and a sentence for everything that was not measured."""
+
+    timing: JobTiming
+    not_measured: tuple[str, ...] = ()
+
+
+def write_json(value: Any, path: Path) -> None:
+    """Write a dataclass, whole or not at all; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".tmp")
+    draft.write_text(json.dumps(to_mapping(value), indent=2) + "\n", encoding="utf-8")
+    draft.replace(path)
+
+
+def read_json(cls: type[T], path: Path) -> T:
+    """Read a dataclass that `write_json` or a person wrote.
+
+    Raises:
+        JobError: no such file, no JSON, or keys and values that `cls` does not have.
+    """
+    try:
+        plain = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise JobError(f"The file {path} cannot be read: {problem}.") from None
+    # Some values of `spec` check more than their types.
+    from_plain: Callable[[Mapping[str, Any]], T] = getattr(cls, "from_mapping", partial(from_mapping, cls))
+    return from_plain(plain)

@@ -1,0 +1,118 @@
+"""Collectives on Python values, as torch.distributed's object collectives are, but with nothing pickled.
+
+Values are those of `plain_messages`. Tensors arrive in host memory, whatever the backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.errors import DivergenceError
+from paceline.plain_messages import MAX_TEXT_BYTES, decode, empty_tensors, encode
+
+
+def broadcast_object(value: Any, group: dist.ProcessGroup | None, classes: Iterable[type] = (), source: int = 0) -> Any:
+    """The value of rank `source` of `group`, on every worker; a collective. None: this worker is alone.
+
+    Args:
+        value: ignored on the other workers.
+        classes: the dataclasses that the value may contain.
+    """
+    if group is None:
+        return value
+    device = _device(group)
+    is_source = dist.get_rank(group) == source
+    text, tensors = encode(value) if is_source else (b"", [])
+    length = torch.tensor([len(text)], device=device)
+    dist.broadcast(length, group_src=source, group=group)
+    flat = _text_tensor(text, _checked(int(length)), device)
+    dist.broadcast(flat, group_src=source, group=group)
+    if not is_source:
+        text = flat.cpu().numpy().tobytes()
+        tensors = empty_tensors(text)
+    for tensor in tensors:
+        on_device = tensor.to(device)
+        dist.broadcast(on_device, group_src=source, group=group)
+        if not is_source and on_device is not tensor:
+            tensor.copy_(on_device)
+    return value if is_source else decode(text, tensors, classes)
+
+
+def all_gather_objects(value: Any, group: dist.ProcessGroup | None, classes: Iterable[type] = ()) -> list[Any]:
+    """The value of every rank, by rank, on every worker; a collective. For small values: all texts have one length."""
+    if group is None:
+        return [value]
+    device = _device(group)
+    text, tensors = encode(value)
+    if tensors:
+        raise TypeError("all_gather_objects takes values without tensors and bytes; gather those by other collectives.")
+    length = torch.tensor([len(text)], device=device)
+    lengths = [torch.empty_like(length) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, length, group=group)
+    sizes = [_checked(int(size)) for size in lengths]
+    texts = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in sizes]
+    dist.all_gather(texts, _text_tensor(text, max(sizes), device), group=group)
+    received = (flat[:size].cpu().numpy().tobytes() for flat, size in zip(texts, sizes, strict=True))
+    return [decode(one, [], classes) for one in received]
+
+
+def gather_objects(
+    value: Any, group: dist.ProcessGroup | None, classes: Iterable[type] = (), destination: int = 0
+) -> list[Any] | None:
+    """The value of every rank, by rank, on rank `destination` of `group`; None on the others. A collective."""
+    if group is None:
+        return [value]
+    if dist.get_rank(group) != destination:
+        send_object(value, group, destination)
+        return None
+    ranks = range(dist.get_world_size(group))
+    return [value if rank == destination else recv_object(group, rank, classes) for rank in ranks]
+
+
+def send_object(value: Any, group: dist.ProcessGroup, destination: int) -> None:
+    """Send a value to rank `destination` of `group`, which has to call `recv_object`."""
+    device = _device(group)
+    text, tensors = encode(value)
+    dist.send(torch.tensor([len(text)], device=device), group_dst=destination, group=group)
+    dist.send(_text_tensor(text, len(text), device), group_dst=destination, group=group)
+    for tensor in tensors:
+        dist.send(tensor.to(device), group_dst=destination, group=group)
+
+
+def recv_object(group: dist.ProcessGroup, source: int, classes: Iterable[type] = ()) -> Any:
+    """The value that rank `source` of `group` sends by `send_object`."""
+    device = _device(group)
+    length = torch.empty(1, dtype=torch.int64, device=device)
+    dist.recv(length, group_src=source, group=group)
+    flat = torch.empty(_checked(int(length)), dtype=torch.uint8, device=device)
+    dist.recv(flat, group_src=source, group=group)
+    text = flat.cpu().numpy().tobytes()
+    tensors = empty_tensors(text)
+    for tensor in tensors:
+        on_device = tensor.to(device)
+        dist.recv(on_device, group_src=source, group=group)
+        if on_device is not tensor:
+            tensor.copy_(on_device)
+    return decode(text, tensors, classes)
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
+    """Where the backend of `group` sends from."""
+    is_nccl = dist.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+
+
+def _text_tensor(text: bytes, length: int, device: torch.device) -> Tensor:
+    """The text as bytes, padded to `length`."""
+    return torch.frombuffer(bytearray(text.ljust(length, b"\0")), dtype=torch.uint8).to(device)
+
+
+def _checked(length: int) -> int:
+    if not 0 < length <= MAX_TEXT_BYTES:
+        raise DivergenceError(f"Another worker announced a message of {length:,} bytes, which no worker sends.")
+    return length

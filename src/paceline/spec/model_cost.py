@@ -1,0 +1,85 @@
+"""`LayerCost`, `ModelCost`, `DeviceMemory`: what training a model takes, layer by layer and on a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What one layer of a model takes for one micro-batch; in a `ModelCost`, for one sample."""
+
+    name: str = ""
+    time_s: float = 0.0
+    """Forward and backward pass. Where nothing was timed, in any unit that all layers have in common."""
+    parameter_bytes: float = 0
+    activation_bytes: float = 0
+    """What the forward pass keeps for the backward pass."""
+    output_bytes: float = 0
+    """What a stage that ends here sends to the next one; as much comes back as gradients. 0 for the last layer."""
+    may_begin: bool = True
+    """Whether a stage of a pipeline may begin with this layer."""
+    num_tensor_slices: int = 1
+    """Heads, groups or output channels that tensor parallelism can distribute; 1: every worker computes all of it."""
+    num_all_reduces: int = 0
+    """Of a tensor group, forward and backward …"""
+    all_reduce_bytes: float = 0.0
+    """… of so many bytes each."""
+    all_gather_bytes: float = 0.0
+    """What a tensor group gathers, forward and backward."""
+    replicated_fraction: float = 1.0
+    """The fraction of `activation_bytes` that each worker of a tensor group keeps whole."""
+
+    def is_sharded_by(self, degree: int) -> bool:
+        """Whether a tensor group of `degree` workers can divide this layer evenly."""
+        return self.num_tensor_slices >= degree and self.num_tensor_slices % degree == 0
+
+    def tensor_shards(self, degree: int) -> int:
+        """Among how many workers of a tensor group its computation and parameters are divided."""
+        return degree if self.is_sharded_by(degree) else 1
+
+
+Layers = tuple[LayerCost, ...]
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Memory of one forward pass on a device with the whole model: fixed_bytes + samples * bytes_per_sample."""
+
+    bytes_per_sample: float
+    fixed_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """What a trace or a measurement tells of a model."""
+
+    num_parameters: int
+    activations: Activations
+    layers: Layers = ()
+    """Empty: nobody knows them."""
+    flops_per_sample: float = 0.0
+    """Floating-point operations of a forward and backward pass."""
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What one device holds, in bytes."""
+
+    parameter_bytes: float
+    gradient_bytes: float
+    optimizer_bytes: float
+    activation_bytes: float
+    gathered_bytes: float = 0
+    """Parameters of other workers, gathered while layers of a sharded model are computed."""
+    stages: tuple[Layers, ...] = ()
+    """The stages of the pipeline, one of which is on this device; empty: not known."""
+
+    @property
+    def state_bytes(self) -> float:
+        """What stays in memory between steps."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    @property
+    def total_bytes(self) -> float:
+        return self.state_bytes + self.activation_bytes + self.gathered_bytes
