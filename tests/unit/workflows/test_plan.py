@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from paceline.cli import app
 from paceline.errors import JobError
 from paceline.spec import Plan
-from paceline.workflows.plan_file import load_plan
+from paceline.workflows.plan import load_plan
 
 
 def test_a_plan_comes_back(tmp_path: Path) -> None:

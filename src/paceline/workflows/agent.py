@@ -1,4 +1,4 @@
-"""`paceline agent`: what a launcher runs on every node; not for people."""
+"""What a launcher runs on every node: the process that starts and watches workers there."""
 
 from __future__ import annotations
 

@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cli.probe import _measure_job, merge
 from paceline.measure import link_probe
 from paceline.measure.link_probe import LinkTimes, measure_links
 from paceline.measure.values import JobProbe, LinkProbe, write_json
 from paceline.measure.which_links import links_to_time, merged_reasons, node_pairs, with_measured
 from paceline.spec import Cluster, Device, ForecastCheck, Job, JobTiming, Link, NetworkLink, Node, NodePlacement, Plan
-from paceline.workflows.allocation import ANYWHERE, Allocation, Where
+from paceline.workflows.allocation import Allocation
+from paceline.workflows.probe import measure_job, merge
+from paceline.workflows.where import HERE, Where
 
 
 def node(hostname: str, *labels: str, num_gpus: int = 4) -> Node:
@@ -130,11 +131,11 @@ def test_gpus_are_timed_both_ways_and_failures_are_told(monkeypatch: pytest.Monk
 
 
 @dataclass
-class _Site:
+class _FakeAllocation:
     """In place of nodes: keeps the plan and the request, and answers with a timing."""
 
     cluster: Cluster
-    where: Where = ANYWHERE
+    where: Where = HERE
     plan: Plan | None = None
     request: dict[str, Any] = field(default_factory=dict)
 
@@ -144,13 +145,13 @@ class _Site:
         write_json(JobProbe(timing("job"), ("nothing",)), run_dir / "probe.json")
 
 
-def _measured(job: Job, plan: Plan, folder: Path, where: Where = ANYWHERE) -> _Site:
-    site = _Site(Cluster((node("a", "NV4"),)), where)
-    assert _measure_job(job, plan, cast(Allocation, site), folder, 30.0, quiet=True) == (
+def _measured(job: Job, plan: Plan, folder: Path, where: Where = HERE) -> _FakeAllocation:
+    allocation = _FakeAllocation(Cluster((node("a", "NV4"),)), where)
+    assert measure_job(job, plan, cast(Allocation, allocation), folder, 30.0, quiet=True) == (
         timing("job"),
         ["nothing"],
     )
-    return site
+    return allocation
 
 
 JOB = Job(global_batch_size=100, virtual_shards=6)
@@ -158,12 +159,12 @@ BOTH = Plan(5, "cuda", (NodePlacement("a", 4, (0, 1, 2, 3)), NodePlacement("b", 
 
 
 def test_a_job_is_timed_on_all_workers_with_the_passes_that_they_will_make(tmp_path: Path) -> None:
-    site = _measured(JOB, BOTH, tmp_path)
-    assert site.plan == BOTH
+    allocation = _measured(JOB, BOTH, tmp_path)
+    assert allocation.plan == BOTH
     # Six shards of 17 and less: alone a worker computes all at once, among five the busiest has two of them.
-    sizes = {name: site.request[name] for name in ("largest_micro_batch_size", "micro_batch_size", "shard_size")}
+    sizes = {name: allocation.request[name] for name in ("largest_micro_batch_size", "micro_batch_size", "shard_size")}
     assert sizes == {"largest_micro_batch_size": 100, "micro_batch_size": 34, "shard_size": 17}
-    assert site.request["workers_on_node"] == 4
+    assert allocation.request["workers_on_node"] == 4
 
     bitwise = _measured(JOB.with_values(parity="bitwise"), BOTH, tmp_path)
     assert bitwise.request["largest_micro_batch_size"] == bitwise.request["micro_batch_size"] == 17
@@ -176,6 +177,6 @@ def test_workers_on_nodes_of_their_own_are_timed_together_too(tmp_path: Path) ->
 
 def test_a_worker_started_to_be_debugged_is_timed_alone(tmp_path: Path) -> None:
     pair = Plan(2, "cuda", (NodePlacement("a", 2, (2, 3), ((7,), (8,))),))
-    site = _measured(JOB, pair, tmp_path, Where(launcher="debug"))
-    assert site.plan == Plan(1, "cuda", (NodePlacement("a", 1, (2,), ((7,),)),))
-    assert site.request["micro_batch_size"] == 51  # the share of one of two all the same
+    allocation = _measured(JOB, pair, tmp_path, Where(launcher="debug"))
+    assert allocation.plan == Plan(1, "cuda", (NodePlacement("a", 1, (2,), ((7,),)),))
+    assert allocation.request["micro_batch_size"] == 51  # the share of one of two all the same

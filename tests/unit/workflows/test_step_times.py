@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.plan_fit import fit_and_predict, suggest_next
+from paceline.cli.step_times import fit_and_predict, suggest_next
 from paceline.errors import JobError
 
 STUDY = "num_nodes,devices_per_node,micro_batch_size,step_time_s\n1,1,64,0.0723\n1,2,64,0.0804\n"
