@@ -16,7 +16,6 @@ from paceline.spec import Cluster, Job, Plan
 from paceline.spec.forecast import Forecast, Grow
 from paceline.workflows.forecasts import CLUSTER_FILE
 from paceline.workflows.jobs import resolve_job
-from paceline.workflows.notebook import html_of
 from paceline.workflows.traced_model import trace_model
 
 if TYPE_CHECKING:
@@ -42,6 +41,7 @@ class PlannedJob:
         return render_plan_page(self.forecast)
 
     def _repr_html_(self) -> str:
+        from paceline.report.html_table import html_of
         from paceline.report.plan_table import plan_table
 
         return html_of(lambda columns: plan_table(self.forecast, columns))
