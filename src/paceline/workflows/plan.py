@@ -106,9 +106,9 @@ def plan(
     )
     wanted = f"1..{max(1, len(known.devices))}" if devices is None else devices
     counts = device_counts(wanted) if isinstance(wanted, str) else sorted(set(wanted))
-    model = trace_model(resolved) if trace else None
-    found = forecast(resolved, known, counts, request, model)
-    planned = PlannedJob(found, recommended_plan(resolved, known, found, request, model))
+    model_cost = trace_model(resolved) if trace else None
+    found = forecast(resolved, known, counts, request, model_cost)
+    planned = PlannedJob(found, recommended_plan(resolved, known, found, request, model_cost))
     if out is not None:
         _write(planned, out)
     return planned
