@@ -22,10 +22,10 @@ from paceline.models.gpt import GPT
 from paceline.parallel.dry_run import CommBytes, DryRun, dry_run, on_paper
 from paceline.parallel.mesh import MeshParallel
 from paceline.parallel.tensor import bytes_per_pass, bytes_per_sample, find_plan, layer_sizes
-from paceline.plan.traffic import padded_bytes, sent_bytes, sum_bytes
 from paceline.spec import Job, Mesh, PipelineSpec, Plan, parse_mesh
 from paceline.spec.mesh import AXES, AxisName
 from tests.ranks.harness import run_ranks
+from tests.traffic import padded_bytes, sent_bytes, sum_bytes
 
 WORKERS = 4
 ONE_EACH = PipelineSpec()

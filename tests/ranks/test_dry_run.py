@@ -18,10 +18,10 @@ from paceline.models.resnet import resnet18
 from paceline.parallel.dry_run import CommBytes, dry_run, on_paper, trace_model
 from paceline.parallel.sharded import shard
 from paceline.parallel.tensor import bytes_per_pass, bytes_per_sample, find_plan, layer_sizes
-from paceline.plan.traffic import padded_bytes, sent_bytes, sharding_bytes, sum_bytes
 from paceline.spec import Job, Mesh, Plan
 from tests.ranks.harness import run_ranks
 from tests.ranks.training import images, loss_fn
+from tests.traffic import padded_bytes, sent_bytes, sharding_bytes, sum_bytes
 
 
 def _net() -> nn.Module:
