@@ -12,8 +12,7 @@ from torch import Tensor
 
 from paceline.errors import ModelError
 from paceline.parallel.parts import local
-from paceline.spec.job import Reaction
-from paceline.train.state import Trained
+from paceline.train.session import Session
 
 MOST_IN_A_ROW = 10
 """Steps without an update; a run that cannot make one any more is not worth paying for."""
@@ -26,29 +25,13 @@ _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 class NonFiniteGuard:
     """Looks at the loss and gradients of every step before they become an update."""
 
-    def __init__(
-        self,
-        reaction: Reaction,
-        trained: Trained,
-        group: dist.ProcessGroup | None,
-        roll_back: Callable[[], str | None],
-        say: Callable[[str], None],
-    ) -> None:
-        """
-        Args:
-            group: of all workers.
-            roll_back: puts weights and optimizer back to the newest checkpoint and returns its name; None: there is
-                none. A collective.
-            say: told what was done, on rank 0.
-        """
-        self._reaction = reaction
-        self._trained = trained
-        self._group = group
-        self._roll_back = roll_back
-        self._say = say
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._trained = session.state.trained
+        self._reaction = session.state.job.nonfinite
         self._num_in_a_row = 0
 
-    def allows_update(self, step: int, loss: Tensor, norm: Callable[[], Tensor], samples: NDArray[Any]) -> bool:
+    def allows_update(self, loss: Tensor, norm: Callable[[], Tensor], samples: NDArray[Any]) -> bool:
         """Whether there is to be an update; the same answer on all workers that aggregate every step.
 
         Args:
@@ -62,18 +45,18 @@ class NonFiniteGuard:
             self._num_in_a_row = 0
             return True
         self._num_in_a_row += 1
-        wrong = _describe(step, loss, self._culprits(), samples)
+        wrong = _describe(self._session.state.progress.steps, loss, self._culprits(), samples)
         if self._reaction == "stop":
             raise ModelError(f"{wrong}. The run ends, as nonfinite = 'stop' says; lower optim.lr or look at the data.")
         if self._num_in_a_row == MOST_IN_A_ROW:
             raise ModelError(f"{wrong}. That is the {MOST_IN_A_ROW}th in a row; lower optim.lr or look at the data.")
         if self._reaction == "skip":
-            self._say(f"{wrong}. The step is skipped.")
+            self._session.say(f"{wrong}. The step is skipped.")
             return False
-        checkpoint = self._roll_back()
+        checkpoint = self._session.roll_back()
         if checkpoint is None:
             raise ModelError(f"{wrong}. There is no checkpoint yet to go back to; lower optim.lr or look at the data.")
-        self._say(f"{wrong}. Weights and optimizer are again those of {checkpoint}; the data goes on.")
+        self._session.say(f"{wrong}. Weights and optimizer are again those of {checkpoint}; the data goes on.")
         return False
 
     def _looked_at(self, norm: Callable[[], Tensor]) -> list[Tensor]:
@@ -93,8 +76,8 @@ class NonFiniteGuard:
         ]
         if self._trained.engine.holds_all:
             return own
-        gathered: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(gathered, own, group=self._group)
+        gathered: list[Any] = [None] * self._session.world.world_size
+        dist.all_gather_object(gathered, own, group=self._session.world.group)
         found = {name for names in gathered for name in names}
         return [name for name in self._trained.names.first if name in found]  # in the model's order
 

@@ -9,7 +9,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -30,7 +29,6 @@ from paceline.train.data_progress import DataProgress
 from paceline.train.digest import weights_sha256
 from paceline.train.evaluate import Measure, chunk_ranges, evaluate, evaluation_mode, own_chunks
 from paceline.train.noise_meter import NoiseMeter
-from paceline.train.nonfinite import NonFiniteGuard
 from paceline.train.numerics import LossFn, Precision, torch_settings
 from paceline.train.process_group import abandon, join
 from paceline.train.reading import DatasetReader, num_samples
@@ -45,22 +43,12 @@ from paceline.train.trace import ParityTracer
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """What `Run.prepare` adds to a run."""
-
-    trained: Trained
-    session: Session
-    stepper: Stepper
-
-
 class Run:
     """One worker's hold on a run: prepare, batches, step, evaluate. Use it as a context manager.
 
     Attributes:
         job: what is trained.
-        plan: how it is spread over workers.
-        mesh: the workers as a mesh of named axes.
+        plan, mesh: how it is spread over workers.
         notes: what a reader of the result must know of how it came about.
         metrics: those of the last `evaluate`.
         say: told, on rank 0, what a user should know while the run goes on; may be replaced.
@@ -84,28 +72,25 @@ class Run:
         self._at_close = ExitStack()
         self._at_close.enter_context(torch_settings(job, plan))
         self.world = join(facts, plan)
+        self.rank, self.world_size, self.device = facts.rank, facts.world_size, self.world.device
         self.notes: list[str] = []
         self.metrics: dict[str, float] = {}
         self.say: Callable[[str], None] = lambda text: print(text, file=sys.stderr) if self.rank == 0 else None
         self.timer = StepTimer()
         self.reader = DatasetReader(job, self.device)
         self.precision = Precision(job, self.device)
-        self._share = self.mesh.share(facts.rank)
-        """Which assignment of every global batch is this worker's, and that of those with other parts of the model."""
-        self._progress = DataProgress(job, self._share, self.mesh.num_assignments, max_steps)
+        self._progress = DataProgress(job, self.mesh.share(facts.rank), self.mesh.num_assignments, max_steps)
         self._noise = NoiseMeter(job, self.precision.scaler, self.device)
         self._kept = Kept()
         self._checkpoint_address = checkpoint_address
         self._force = force
-        self._prepared: _Prepared | None = None
+        self._prepared: Stepper | None = None
         self._pending: Pending | None = None
         self._heartbeat = Heartbeat(env.heartbeat_path())
         self._heartbeat.step(0)
         self._tracer = ParityTracer.from_environment(self.world, job)
         self._at_close.callback(self._tracer.close)
         seed_generators(job.seed, self.device)
-
-    # --- a run from its beginning to its end ---
 
     def prepare(
         self,
@@ -158,34 +143,22 @@ class Run:
         if job.compile:
             trained.model.compile()
         rebind(optimizer, names, trained.model)
-        self._prepared = self._resumed(trained, rates)
+        session = self._open_session(trained)
+        self._prepared = Stepper(session, rates, self.mesh, self.reader, self.timer, self._tracer)
         return trained.engine.module, optimizer
 
-    def _resumed(self, trained: Trained, rates: LearningRates) -> _Prepared:
-        """The parts of a prepared run, gone on from a checkpoint if there is one."""
+    def _open_session(self, trained: Trained) -> Session:
+        """What runs beside the steps, gone on from a checkpoint if there is one."""
 
         def say(sentence: str) -> None:
             self.say(sentence)  # whatever it is then
 
         state = RunState(self.job, self._progress, self._noise, trained, self._kept, self.metrics)
-        address, heartbeat = self._checkpoint_address, self._heartbeat
-        session = Session(state, self.plan, self.world, heartbeat, address, say, self.notes)
+        session = Session(state, self.plan, self.world, self._heartbeat, self._checkpoint_address, say, self.notes)
         self._at_close.callback(session.close)
         if session.resume(force=self._force):
             seed_between_steps(self.job.seed, self.steps, self.device)
-        stepper = Stepper(
-            state=state,
-            session=session,
-            rates=rates,
-            guard=NonFiniteGuard(self.job.nonfinite, trained, self.world.group, session.roll_back, say),
-            world=self.world,
-            mesh=self.mesh,
-            reader=self.reader,
-            timer=self.timer,
-            heartbeat=heartbeat,
-            tracer=self._tracer,
-        )
-        return _Prepared(trained, session, stepper)
+        return session
 
     def keep(self, name: str, thing: Stateful) -> None:
         """Save and restore something of the script's own with every checkpoint, after `prepare`.
@@ -216,17 +189,15 @@ class Run:
     def _epoch_batches(self, dataset: Any, epoch: int) -> Iterator[Any]:
         batches = self._progress.enter(epoch, num_samples(dataset, "training"))
         if self.steps and self._progress.at_epoch_start:
-            self._parts.session.epoch_ended()
+            self._stepper.session.epoch_ended()
         if not batches:
             return
         self.timer.resume()
         self.timer.data_asked()
-        if self.engine.reads_assignment:
-            indices = [batch.own_samples for batch in batches]
-            contents = self.reader.read(dataset, epoch, indices, train=True)
-        else:
-            contents = itertools.cycle(self.reader.read(dataset, epoch, [batches[0].samples[:1]], train=True))
-        for batch, content in zip(batches, contents, strict=False):
+        is_read = self.engine.reads_assignment
+        indices = [batch.own_samples for batch in batches] if is_read else [batches[0].samples[:1]]
+        contents = self.reader.read(dataset, epoch, indices, train=True)
+        for batch, content in zip(batches, contents if is_read else itertools.cycle(contents), strict=False):
             self.timer.data_arrived()
             self._pending = Pending(batch, content, dataset)
             yield content
@@ -253,7 +224,7 @@ class Run:
         pending, self._pending = self._pending, None
         if pending is None:
             raise JobError("run.step needs a batch that run.batches just yielded; each is used once.")
-        return self._parts.stepper.step(pending, batch, loss_fn)
+        return self._stepper.step(pending, batch, loss_fn)
 
     def evaluate(self, dataset: Any, measure: Measure) -> dict[str, float]:
         """Mean of every metric over `dataset`, each sample counted exactly once on any number of workers.
@@ -266,7 +237,7 @@ class Run:
                 sample for every metric, {"accuracy": correct, "loss": losses}, each of shape (samples in batch,).
         """
         chunks = chunk_ranges(num_samples(dataset, "evaluation"), self.job.eval_batch_size)
-        own = functools.partial(own_chunks, len(chunks), self._share, self.mesh.num_assignments)
+        own = functools.partial(own_chunks, len(chunks), self.mesh.share(self.rank), self.mesh.num_assignments)
         computed = own(in_step=not self.engine.holds_all)
         # Workers that compute other parts of the model have the same chunks: the first of them gives the results.
         given = own(in_step=False) if self.mesh.leads_assignment(self.rank) else []
@@ -289,11 +260,10 @@ class Run:
         return metrics
 
     def consensus(self) -> AbstractContextManager[None]:
-        """Inside, the model holds what all workers agree on, to be saved or looked at: the same on every one.
+        """Inside, the model holds what all workers agree on, the same on every one: the mean of their weights where
+        they synchronise only every few steps. Training goes on as if nothing had been. `evaluate` enters it by itself.
 
-        A collective: every worker has to enter it. It makes a difference where workers synchronise only every few
-        steps: the mean of their weights, after which training goes on as if nothing had been. `evaluate` enters it by
-        itself.
+        A collective: every worker has to enter it.
         """
         return self.engine.consensus()
 
@@ -323,19 +293,17 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        parts = self._prepared
+        stepper = self._prepared
         if error is not None:
             abandon()
-        if parts is not None and error is None:
-            parts.session.finish()
-        elif parts is not None and isinstance(error, Exception | KeyboardInterrupt):
-            parts.session.rescue(is_whole=parts.stepper.is_whole)
+        if stepper is not None and error is None:
+            stepper.session.finish()
+        elif stepper is not None and isinstance(error, Exception | KeyboardInterrupt):
+            stepper.session.rescue(is_whole=stepper.is_whole)
         self._at_close.__exit__(kind, error, trace)
 
-    # --- facts ---
-
     @property
-    def _parts(self) -> _Prepared:
+    def _stepper(self) -> Stepper:
         if self._prepared is None:
             raise JobError("Call run.prepare(model, optimizer) first.")
         return self._prepared
@@ -343,29 +311,17 @@ class Run:
     @property
     def engine(self) -> Engine:
         """What the prepared model is trained by."""
-        return self._parts.trained.engine
+        return self._stepper.trained.engine
 
     @property
     def model(self) -> nn.Module:
         """The prepared model itself, under whatever spreads it."""
-        return self._parts.trained.model
+        return self._stepper.trained.model
 
     @property
     def optimizer(self) -> Optimizer:
         """The prepared optimizer."""
-        return self._parts.trained.optimizer
-
-    @property
-    def rank(self) -> int:
-        return self.world.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.world.world_size
-
-    @property
-    def device(self) -> torch.device:
-        return self.world.device
+        return self._stepper.trained.optimizer
 
     @property
     def steps(self) -> int:

@@ -123,12 +123,12 @@ class Session:
         # A group of its own, in host memory whatever the others use: it communicates beside them.
         timeout = timedelta(seconds=plan.timeout_s)
         group = None if world.group is None else dist.new_group(backend="gloo", timeout=timeout)
-        self._state = state
+        self.state = state
         self._plan = plan
-        self._rank = world.rank
-        self._heartbeat = heartbeat
+        self.world = world
+        self.heartbeat = heartbeat
         self._address = checkpoint_address
-        self._say = say
+        self.say = say
         self._notes = notes
         self._status_exchange = StatusExchange(group)
         self._stragglers = Stragglers(_worker_names(plan))
@@ -144,9 +144,9 @@ class Session:
         found = None if self._checkpoints is None else self._checkpoints.take_found()
         if found is None:
             return False
-        self._state.restore(found, force=force)
-        step = self._state.progress.steps
-        self._heartbeat.step(step)
+        self.state.restore(found, force=force)
+        step = self.state.progress.steps
+        self.heartbeat.step(step)
         self._notes.append(f"resumed at step {step} from {found.name} in {self._address}")
         return True
 
@@ -155,7 +155,7 @@ class Session:
         found = None if self._checkpoints is None else self._checkpoints.read_again()
         if found is None:
             return None
-        self._state.trained.put(found.shared, found.own, hyper=True)
+        self.state.trained.put(found.shared, found.own, hyper=True)
         return found.name
 
     def step_ended(self, own_time_s: float) -> None:
@@ -164,15 +164,15 @@ class Session:
         Args:
             own_time_s: what the last known step of this worker took without waiting for others.
         """
-        step = self._state.progress.steps
+        step = self.state.progress.steps
         status = self._status_exchange.received()
         if self._checkpoints is not None:
             self._checkpoints.step_ended(step, status.requests)
         for note in self._stragglers.note(step, status.own_times_s):
             self._notes.append(note)
-            self._say(note)
+            self.say(note)
         slower = self._plan.exclude_slower
-        if slower is not None and self._rank in self._stragglers.lasting(slower):
+        if slower is not None and self.world.rank in self._stragglers.lasting(slower):
             leave_at_once(EXCLUDED)  # the others notice, save what they have, and are started again without it
         self._status_exchange.send(set() if self._checkpoints is None else self._checkpoints.requests(), own_time_s)
 
@@ -180,7 +180,7 @@ class Session:
         """Where all workers rest between steps that are made elsewhere: exchange status at once, and save if due."""
         if self._checkpoints is not None:
             self._status_exchange.send(self._checkpoints.requests(), 0.0)
-            self._checkpoints.step_ended(self._state.progress.steps, self._status_exchange.received().requests)
+            self._checkpoints.step_ended(self.state.progress.steps, self._status_exchange.received().requests)
 
     def wants_save(self) -> bool:
         """Whether this worker requests a checkpoint, and could write it now. No collective."""
@@ -188,7 +188,7 @@ class Session:
 
     def next_save(self) -> float:
         """The number of the next step that is saved in any case; infinite if none is. No collective."""
-        return math.inf if self._checkpoints is None else self._checkpoints.next_save(self._state.progress.steps)
+        return math.inf if self._checkpoints is None else self._checkpoints.next_save(self.state.progress.steps)
 
     def epoch_ended(self) -> None:
         """An epoch and what follows it is over: it is saved at the next opportunity."""
@@ -199,8 +199,8 @@ class Session:
         """The training is over: save what is not saved yet."""
         self._status_exchange.received()  # nothing stays under way
         if self._checkpoints is not None:
-            self._state.progress.leave_epoch()
-            self._checkpoints.run_ended(self._state.progress.steps)
+            self.state.progress.leave_epoch()
+            self._checkpoints.run_ended(self.state.progress.steps)
 
     def rescue(self, *, is_whole: bool) -> None:
         """After an error: save what this worker has, without the others, who may be gone.
@@ -209,7 +209,7 @@ class Session:
             is_whole: whether there is something worth saving: the error did not come in the middle of an update.
         """
         if self._checkpoints is not None:
-            self._heartbeat.save()  # whoever would end this worker waits for it
+            self.heartbeat.save()  # whoever would end this worker waits for it
             self._checkpoints.rescue(is_whole=is_whole)
 
     def close(self) -> None:
