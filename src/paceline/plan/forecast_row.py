@@ -147,7 +147,7 @@ def _update_s(inputs: PlanInputs, job: Job) -> float:
 
 
 def _moved_bytes(state: StateBytes) -> float:
-    """Of each parameter in an update: the optimizer reads parameters, gradients and state, writes all but gradients."""
+    """Bytes an update moves for each parameter: parameters, gradients and state are read, all but gradients written."""
     return state.gradient + 2 * (state.parameter + state.optimizer)
 
 

@@ -73,7 +73,7 @@ def choose_mesh(
 
     Args:
         model: What a trace of it told.
-        memory_bytes: Of one worker; None: the smallest device's, on CPU its part of its node's memory.
+        memory_bytes: Memory of one worker; None: the smallest device's, on CPU its part of its node's memory.
         link_bytes_per_s: Between nodes, where no probe measured it.
 
     Raises:

@@ -49,7 +49,7 @@ def overlapped_s(compute: Any, communication: Any, exponent: float, tail_fractio
 
 @lru_cache(maxsize=4096)
 def expected_maximum(num_workers: int) -> float:
-    """Of so many independent standard normal numbers: 0 for one, 0.564 for two, about sqrt(2 ln n) for many.
+    """The mean of the maximum of n independent standard normal numbers: 0 for one, 0.564 for two, about sqrt(2 ln n).
 
     The integral of 1 - F(x)^n - (1 - F(x))^n over x > 0, with F the normal distribution (David and Nagaraja 2003,
     "Order Statistics", 3.1), by Simpson's rule.

@@ -26,7 +26,7 @@ class Suggestion:
 
     placement: Placement
     expected_error: float
-    """Of forecasts over the range once it and all before it are measured: the mean standard deviation, as a part."""
+    """Mean relative standard deviation of forecasts over the range once it and all before it are measured."""
 
 
 def suggest(observations: Sequence[Observation], candidates: Sequence[Placement], budget: int) -> list[Suggestion]:

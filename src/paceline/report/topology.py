@@ -44,7 +44,7 @@ def label_words(label: str) -> str:
 
 
 def num_nvlinks(label: str) -> int:
-    """Of a label NV1 … NV18; 0 for every other one."""
+    """The number in a label NV1 … NV18; 0 for every other label."""
     bonds = label.removeprefix("NV")
     return int(bonds) if bonds != label and bonds.isdecimal() else 0
 
