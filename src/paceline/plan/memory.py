@@ -51,7 +51,7 @@ def state_bytes(job: Job) -> StateBytes:
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """What sharing out a transformer depends on."""
+    """The dimensions that a transformer's memory and messages depend on."""
 
     num_layers: int
     width: int
@@ -151,7 +151,7 @@ def device_memory(
     Args:
         micro_batch_size: Samples of one forward pass.
         num_micro_batches: Micro-batches of one worker in a step.
-        layers: Empty: as many equal ones as there are stages, which tensor groups share out as transformers'.
+        layers: Empty: as many equal ones as there are stages, which tensor groups divide like a transformer's.
         memory_bytes: Memory of one device.
     """
     layers = layers or (_equal_layer(mesh.tp),) * mesh.pp

@@ -47,7 +47,7 @@ class Workload:
     optimizer_s: float = 0.0
     """Seconds in which one device updates the whole model."""
     layers: Layers = ()
-    """Empty: nobody knows them; the model can be shared out by data and by sharding only."""
+    """Empty: nobody knows them; only data parallelism and sharding are possible."""
     shard_size: int = 1
     """Samples of a virtual shard: the smallest micro-batch, and the micro-batch of a pipeline."""
     backend: Backend = "nccl"
@@ -170,7 +170,7 @@ def _memory(workload: Workload, mesh: Mesh, micro_batch_size: int, recompute: bo
 
 
 def meshes(num_workers: int, devices_per_node: int, layers: Layers) -> Iterator[Mesh]:
-    """Every mesh of so many devices: tensor groups lie evenly in nodes, or nodes in them, and share out most layers
+    """Every mesh of so many devices: tensor groups lie evenly in nodes, or nodes in them, and divide most layers
     evenly; stages have a layer each at least."""
     for tp in _divisors(num_workers):
         if tp > 1 and ((devices_per_node % tp and tp % devices_per_node) or not _pays(layers, tp)):

@@ -155,7 +155,7 @@ class JobTiming:
     together_micro_batch_size: int = 0
     """Samples of each worker's pass while they computed at the same time."""
     together_slowdown: float = 1.0
-    """Seconds until the slowest of them had made a pass and an update, over those of a worker alone."""
+    """Seconds until the slowest of them had made a pass and an update, over those of a worker by itself."""
     sums: tuple[SumTiming, ...] = ()
     """Timed with all workers together, in the job's wire format; empty where nobody timed it."""
 
@@ -194,7 +194,7 @@ class Cluster:
         return replace(self, checks=(*self.checks, check)[-MOST_CHECKS:])
 
     def past_error(self) -> str:
-        """ "within 4 % on the last 12 runs": nine of ten of them; empty without a run."""
+        """ "within 4 % on the last 12 runs", the 90th percentile of their errors; empty without a run."""
         if not self.checks:
             return ""
         errors = sorted(abs(check.error) for check in self.checks)
@@ -230,7 +230,7 @@ class Cluster:
         """Read cluster.json.
 
         Raises:
-            ClusterError: no such file, not JSON, of another version, or keys and values that cannot be meant.
+            ClusterError: no such file, not JSON, of another version, or unknown keys and invalid values.
         """
         try:
             text = path.read_text(encoding="utf-8")
