@@ -3,9 +3,9 @@
 Batch k is divided into virtual shards as everywhere in Paceline, but no worker owns any: an idle worker asks for the
 next shard, computes its gradient on parameters after at least k - staleness updates, and pushes it to the servers.
 When all shards of batch k have arrived, each server adds them in the order of `comm.tree_exact` and makes update k on
-its slice of the parameters. So the number and speed of the workers decide who computes a shard and, within the bound, on parameters
-how old; never which shards there are, nor how they are added. With staleness 0 the age is fixed too: the weights are
-those of synchronous training, bit for bit, on any number of workers and servers.
+its slice of the parameters. So the number and speed of the workers decide who computes a shard and, within the bound,
+how old its parameters are; never which shards there are, nor how they are added. With staleness 0 the age is fixed
+too: the weights are those of synchronous training, bit for bit, on any number of workers and servers.
 
 A node may act as one worker: it takes one shard for each of its workers, adds their gradients inside, in the same
 tree, and uploads and downloads once. With a power of two of workers, and batches of a multiple of so many shards, what
