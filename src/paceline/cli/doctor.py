@@ -82,9 +82,9 @@ def _examine(hosts: str, folder: Path) -> list[Finding]:
     found = survey(names, _start_over_ssh, doctor=command, folder=folder, explain=explain_ssh_failure)
     findings = list(found.problems)
     for host, facts in found.nodes.items():
-        findings += [dataclasses.replace(finding, node=host) for finding in check_node(facts, len(names))]
+        findings += [dataclasses.replace(finding, node=host) for finding in check_node(facts)]
     if len(found.nodes) > 1:
-        findings += check_nodes(found.nodes, found.reaches, found.marker)
+        findings += check_nodes(found)
     return findings
 
 
