@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.hosts.cluster import INTERFACE, Cluster, run_on_nodes, why_not
 
-from paceline.cli.bench import REQUEST_FILE, parse_size
+from paceline.cli.options import parse_size
 from paceline.errors import PacelineError
 from paceline.report.comm_bench import (
     PAGE_FILE,
@@ -30,6 +30,7 @@ from paceline.report.comm_bench import (
 from paceline.report.comm_files import load_timings, write_comm_bench
 from paceline.spec.algorithm import algorithm_names
 from paceline.spec.comm_timing import CommCase, CommRequest, message_sizes
+from paceline.workflows.bench import REQUEST_FILE
 
 WORKERS_PER_NODE = (2, 2)
 SMALLEST_BYTES = 64 << 10

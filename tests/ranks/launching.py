@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,8 +117,22 @@ if RANK == 0:
 )
 """Until the file `finish` is there."""
 
+HEARTBEAT = """\
+from paceline import env
+from paceline.heartbeat import Heartbeat
+
+heartbeat = Heartbeat(env.heartbeat_path())
+
+def all_reduce(until=""):
+    "What the launcher sees of a worker in a collective, without torch: it waits for a mark, or for ever."
+    heartbeat.enter("paceline", "all_reduce number 4")
+    await_mark(until) if until else park()
+    heartbeat.leave("paceline")
+"""
+"""For behind the prologue."""
+
 LAUNCHER = """\
-import signal, sys
+import json, signal, sys
 from pathlib import Path
 from paceline.errors import PacelineError
 from paceline.launch import run_workers
@@ -125,10 +141,10 @@ from paceline.spec import Plan
 # A test run in the background ignores them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-script, run_dir, world_size, grace_s = sys.argv[1:]
+script, run_dir, world_size, options = sys.argv[1:]
 before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
 try:
-    run_workers(Plan(world_size=int(world_size)), (script,), run_dir=Path(run_dir), grace_s=float(grace_s))
+    run_workers(Plan(world_size=int(world_size)), (script,), run_dir=Path(run_dir), **json.loads(options))
 except KeyboardInterrupt:
     sys.exit(130)
 except PacelineError as error:
@@ -185,15 +201,14 @@ class Stage:
     def pids(self) -> list[int]:
         return [int(mark.read_text()) for mark in self.folder.glob("[!.]*.pid")]
 
-    def run(self, body: str, *, world_size: int, grace_s: float = 3.0) -> None:
-        """Run the script in workers of this very process."""
-        plan = Plan(world_size=world_size)
-        run_workers(plan, (self.script(body),), run_dir=self.run_dir, grace_s=grace_s)
+    def run(self, body: str, *, world_size: int, **options: Any) -> None:
+        """Run the script in workers of this very process; `options` are those of `run_workers`."""
+        run_workers(Plan(world_size=world_size), (self.script(body),), run_dir=self.run_dir, **options)
 
-    def failure(self, body: str, *, world_size: int, grace_s: float = 3.0) -> WorkerFailed:
+    def failure(self, body: str, *, world_size: int, **options: Any) -> WorkerFailed:
         """How the run of a script that must fail failed."""
         with pytest.raises(PacelineError) as caught:
-            self.run(body, world_size=world_size, grace_s=grace_s)
+            self.run(body, world_size=world_size, **options)
         assert isinstance(caught.value, WorkerFailed), caught.value
         return caught.value
 
@@ -202,17 +217,20 @@ class Stage:
         body: str,
         *,
         world_size: int,
-        grace_s: float = 3.0,
         run_dir: Path | None = None,
         terminal_fd: int | None = None,
+        **options: Any,
     ) -> subprocess.Popen[str]:
-        """A launcher in a process of its own, in a terminal if given one; exits as `paceline` does."""
+        """A launcher in a process of its own, in a terminal if given one; exits as `paceline` does.
+
+        `options` are those of `run_workers`.
+        """
         streams = subprocess.PIPE if terminal_fd is None else terminal_fd
         launcher = subprocess.Popen(
             [
                 *(() if terminal_fd is None else ("setsid", "--ctty")),
                 *(sys.executable, "-c", LAUNCHER, self.script(body)),
-                *(str(run_dir or self.run_dir), str(world_size), str(grace_s)),
+                *(str(run_dir or self.run_dir), str(world_size), json.dumps(options)),
             ],
             stdin=terminal_fd,
             stdout=streams,

@@ -17,7 +17,7 @@ from paceline.models.lenet import lenet
 from paceline.spec import Job, Plan, RunRecord
 from paceline.train.loop import RunOutput, train
 from tests.ranks.harness import run_ranks
-from tests.ranks.training import images, loss_fn
+from tests.ranks.training import loss_fn, measure
 
 pytestmark = pytest.mark.slow
 
@@ -137,14 +137,62 @@ def test_all_rest_to_save_when_one_wishes_it_and_go_on(tmp_path: Path) -> None:
     assert 0 < at_wish < at_end == alone.steps
 
 
-def _own_loop() -> None:
-    with paceline.init(aggregation={"method": "parameter_server_async"}, global_batch_size=6, virtual_shards=3) as run:
-        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 10))
-        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        for batch in run.batches(images(12)):
-            run.step(batch, loss_fn)
+class _Counted:
+    """A map-style data set that counts how many of its samples are read."""
+
+    def __init__(self, num_samples: int) -> None:
+        draw = torch.Generator().manual_seed(1)
+        self.inputs = torch.randn(num_samples, 6, generator=draw)
+        self.num_read = 0
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, int]:
+        self.num_read += 1
+        return self.inputs[number], number % 10
 
 
-def test_a_loop_of_ones_own_hears_that_there_is_no_common_step() -> None:
-    with pytest.raises(AssertionError, match="has no step that all workers make together"):
-        run_ranks(_own_loop, 2)
+def _own_loop(values: dict[str, Any], spoil: str = "") -> tuple[str, list[float], list[float], int]:
+    """A script of one's own: the weights' fingerprint, losses, metrics of both epochs, and samples read to train."""
+    plan = Plan(world_size=env.worker_facts().world_size, timeout_s=30)
+    schedule = {"schedule": "cosine", "warmup_epochs": 0.5}
+    job = Job.from_mapping({"global_batch_size": 6, "virtual_shards": 3, "epochs": 2, "optim": schedule, **values})
+    train_set, test_set = _Counted(20), _Counted(7)
+    losses, metrics = [], []
+    with paceline.init(job, plan=plan) as run:
+        model = nn.Linear(6, 10)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        run.prepare(model, optimizer)
+        for epoch in run.epochs():
+            for inputs, targets in run.batches(train_set, epoch):
+                if spoil == "changed":
+                    inputs = inputs + 1.0
+                losses.append(float(run.step((inputs, targets), loss_fn)))
+                if spoil == "evaluated":
+                    run.evaluate(test_set, measure)
+            metrics.append(run.evaluate(test_set, measure)["loss"])
+        return run.weights_sha256(), losses, metrics, train_set.num_read
+
+
+def test_a_script_of_ones_own_trains_like_any_other() -> None:
+    ((sha, losses, metrics, num_read),) = run_ranks(_own_loop, 1, {"parity": "bitwise"})
+    assert num_read == 40
+    aggregation = {"aggregation": {"method": "parameter_server_async", "staleness": 0}}
+    workers = run_ranks(_own_loop, 2, aggregation)
+    for their_sha, their_losses, their_metrics, _ in workers:
+        assert (their_sha, their_losses, their_metrics) == (sha, losses, metrics)
+    # Nobody reads what others compute, but for one sample an epoch that stands for the batches of the script's loop.
+    assert sum(their_num_read for *_, their_num_read in workers) == 40 + 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        ("changed", "ModelError.*changed in a batch before run.step would be lost"),
+        ("evaluated", "JobError.*agree on at the end of an epoch only"),
+    ],
+)
+def test_what_a_script_cannot_do_with_asynchronous_servers_is_said(spoil: str, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        run_ranks(_own_loop, 2, {"aggregation": {"method": "parameter_server_async"}}, spoil)

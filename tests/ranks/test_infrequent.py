@@ -136,8 +136,8 @@ def _distance_from_torchs_own(job: Job, lr: float, momentum: float) -> float:
         outer_step = torch.optim.SGD(outer.parameters(), lr=lr, momentum=momentum, nesterov=momentum > 0)
         num_samples = 0.0
         for number, batch in enumerate(run.batches(images(8)), start=1):
-            assert run._given is not None
-            own = sum(run._given.share.sizes)
+            assert run._pending is not None
+            own = sum(run._pending.batch.assignment.sizes)
             loss = run.step(batch, loss_fn)
             inner_step.zero_grad()
             if own:

@@ -83,6 +83,23 @@ def test_an_exit_code_comes_with_the_last_lines_of_the_log(stage: Stage) -> None
     assert error.details.splitlines() == [f"line {line}" for line in range(70, 100)]
 
 
+def test_who_called_exit_is_named_though_its_peers_end_sooner(stage: Stage) -> None:
+    """The interpreter may take longer to shut down than a peer that has lost its connection to it takes to fail."""
+    error = stage.failure(
+        """
+        if RANK == 1:
+            import atexit
+            atexit.register(lambda: (tell("leaving"), park()))
+            sys.exit(3)
+        await_mark("leaving")
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:9")
+        """,
+        world_size=2,
+    )
+    assert str(error).startswith("Rank 1 of 2 (pid ") and str(error).endswith("ended with exit code 3.")
+    assert (error.rank, error.exit_code) == (1, 3)
+
+
 def test_a_worker_killed_from_outside_hints_at_memory(stage: Stage) -> None:
     error = stage.failure(
         "if RANK == 0: os.kill(os.getpid(), signal.SIGKILL)\npark()",

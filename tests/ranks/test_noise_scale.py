@@ -66,7 +66,6 @@ class _Collector:
 
     def __init__(self, run: paceline.Run) -> None:
         self.norms: list[GradientNorms] = []
-        assert run._noise is not None
         take = run._noise.take
 
         def take_both(norms: GradientNorms) -> None:

@@ -72,7 +72,7 @@ def train(
         model = models.build(job.model, num_classes=10, in_channels=shape[0], image_size=shape[-1])
         example = None
         if run.mesh.pp > 1:
-            example = next(iter(run.read(train_set, 0, [np.arange(2)], train=False)))[0]
+            example = next(iter(run.reader.read(train_set, 0, [np.arange(2)], train=False)))[0]
         model, _optimizer = run.prepare(model, build_optimizer(job.optim, model), example=example)
         losses = [float(run.step(batch, loss_fn)) for batch in run.batches(train_set)]
         metrics = run.evaluate(test_set, measure) if test_set is not None else {}

@@ -9,11 +9,9 @@ import typer
 from typer.core import TyperGroup
 
 from paceline.cli import (
-    agent,
     bench,
     checkpoint,
     doctor,
-    export,
     launch,
     plan,
     probe,
@@ -25,6 +23,7 @@ from paceline.cli import (
     verify,
 )
 from paceline.errors import PacelineError, WorkerFailed
+from paceline.workflows.agent import agent
 
 INTERRUPTED = 130
 """The exit code of Ctrl-C: 128 + SIGINT, as shells have it; the command-line library makes one of the other."""
@@ -58,10 +57,10 @@ app.command("verify", context_settings=verify.CONTEXT)(verify.verify)
 app.add_typer(submit.app, name="submit")
 app.add_typer(bench.app, name="bench")
 app.add_typer(checkpoint.app, name="checkpoint")
-app.command("export")(export.export)
+app.command("export")(checkpoint.export)
 app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)
-app.command("agent", hidden=True)(agent.agent)
+app.command("agent", hidden=True)(agent)
 
 
 def main() -> None:

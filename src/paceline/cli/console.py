@@ -1,7 +1,8 @@
-"""Where tables go: a terminal as wide as it is, or a pipe as wide as they need."""
+"""Tables on standard output: as wide as the terminal is, or in a pipe as wide as they need."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,3 +15,17 @@ def table_console(pipe_columns: int) -> Console:
 
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=pipe_columns)
+
+
+def print_table(
+    headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[str] = (), pipe_columns: int = 120
+) -> None:
+    """Print a table without lines; columns are aligned to the right, but for those whose headings are in `left`."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in left else "right")
+    for row in rows:
+        table.add_row(*row)
+    table_console(pipe_columns).print(table)

@@ -1,10 +1,9 @@
-"""`paceline doctor`: what is wrong with this machine, or with several, and how to mend it."""
+"""`paceline doctor`: what is wrong with this machine, or with several, and how to fix it."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,15 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline import env
 from paceline.cli.console import table_console
 from paceline.cli.options import AsJson
-from paceline.errors import LaunchError
+from paceline.workflows import doctor as workflow
 
 if TYPE_CHECKING:
-    from paceline.hardware.checks import Finding, NodeFacts
+    from paceline.hardware.checks import Finding
 
 WARNINGS_FOUND, ERRORS_FOUND = 1, 2
+LEVELS = ("error", "warning", "ok")
+_STYLES = {"error": "bold red", "warning": "yellow", "ok": "green"}
 
 
 def doctor(
@@ -39,13 +39,13 @@ def doctor(
     """Check this machine and say what to fix: exit code 0 is fine, 2 is an error."""
     # What one node is asked by the doctor on another.
     if facts:
-        print(json.dumps(_own_facts(folder, marker, _names(hosts)).to_mapping()))
+        print(json.dumps(workflow.own_facts(folder, marker, hosts).to_mapping()))
     elif listen:
-        _listen(listen)
+        workflow.listen(listen, sys.stdin, sys.stdout)
     elif connect:
-        _connect(connect)
+        print(json.dumps([dataclasses.asdict(reach) for reach in workflow.connect(connect)]))
     else:
-        findings = _examine(hosts, folder.absolute())
+        findings = workflow.doctor(hosts=hosts, folder=folder)
         _show(findings, as_json=as_json, show_all=show_all)
         raise typer.Exit(exit_code(findings, strict=strict))
 
@@ -56,95 +56,28 @@ def exit_code(findings: Sequence[Finding], *, strict: bool) -> int:
     return ERRORS_FOUND if "error" in levels else WARNINGS_FOUND if strict and "warning" in levels else 0
 
 
-def _names(hosts: str) -> list[str]:
-    """What --hosts calls the nodes. Raises `LaunchError` for what cannot be meant."""
-    from paceline.launch.hosts import parse_hosts
-
-    return [node.host for node in parse_hosts(hosts)] if hosts else []
-
-
-def _own_facts(folder: Path, marker: Path | None, peers: Sequence[str]) -> NodeFacts:
-    from paceline.hardware.checks import node_facts
-    from paceline.network_addresses import addresses
-
-    return node_facts(addresses(), env.socket_interfaces(), folder=folder, marker=marker, peers=peers)
-
-
-def _examine(hosts: str, folder: Path) -> list[Finding]:
-    """Findings of this node, or of all that are named and of what is between them."""
-    from paceline.hardware.checks import check_node, check_nodes, survey
-    from paceline.launch.ssh import explain_ssh_failure
-
-    names = _names(hosts)
-    if not names:
-        return check_node(_own_facts(folder, None, []))
-    command = [sys.executable, "-m", "paceline", "doctor"]
-    found = survey(names, _start_over_ssh, doctor=command, folder=folder, explain=explain_ssh_failure)
-    findings = list(found.problems)
-    for host, facts in found.nodes.items():
-        findings += [dataclasses.replace(finding, node=host) for finding in check_node(facts)]
-    if len(found.nodes) > 1:
-        findings += check_nodes(found)
-    return findings
-
-
-def _start_over_ssh(host: str, program: Sequence[str]) -> subprocess.Popen[str]:
-    from paceline.launch.ssh import ssh_argv
-
-    argv = ssh_argv(host, program, cwd=Path.cwd(), environ={})
-    pipe = subprocess.PIPE
-    try:
-        return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace")
-    except OSError as problem:
-        raise LaunchError(f"ssh cannot be started: {problem}; install the OpenSSH client.") from None
-
-
-def _listen(address: str) -> None:
-    from paceline.hardware.checks import answer_until
-
-    try:
-        answer_until(sys.stdin, address, sys.stdout)
-    except OSError as problem:
-        raise LaunchError(f"Nothing can listen on {address} here: {problem.strerror or problem}.") from None
-
-
-def _connect(text: str) -> None:
-    from paceline.hardware.checks import try_to_reach
-
-    doors = []
-    for part in text.split(","):
-        name, _, where = part.partition("=")
-        address, _, port = where.rpartition(":")
-        if not (name and address and port.isdigit()):
-            raise LaunchError(f"--connect {part!r} should be NAME=ADDRESS:PORT.")
-        doors.append((name, address, int(port)))
-    print(json.dumps([dataclasses.asdict(reach) for reach in try_to_reach("", doors)]))
-
-
 def _show(findings: Sequence[Finding], *, as_json: bool, show_all: bool) -> None:
     """The table, or one line of JSON: what needs action first, errors before warnings."""
-    order = ("error", "warning", "ok")
-    by_level = {level: [finding for finding in findings if finding.level == level] for level in order}
+    by_level = {level: [finding for finding in findings if finding.level == level] for level in LEVELS}
     if as_json:
-        counts = {f"num_{level}": len(by_level[level]) for level in order}
-        listed = [dataclasses.asdict(finding) for level in order for finding in by_level[level]]
+        counts = {f"num_{level}": len(by_level[level]) for level in LEVELS}
+        listed = [dataclasses.asdict(finding) for level in LEVELS for finding in by_level[level]]
         print(json.dumps({**counts, "findings": listed}))
         return
 
     from rich.table import Table
     from rich.text import Text
 
-    shown = [finding for level in order[: 3 if show_all else 2] for finding in by_level[level]]
+    shown = [finding for level in LEVELS[: 3 if show_all else 2] for finding in by_level[level]]
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    styles = {"error": "bold red", "warning": "yellow", "ok": "green"}
     for finding in shown:
         body = Text(f"{finding.node}: {finding.what}" if finding.node else finding.what)
         if finding.fix:
             body.append(f"\n→ {finding.fix}", style="cyan")
-        table.add_row(Text(finding.level, style=styles[finding.level]), body)
+        table.add_row(Text(finding.level, style=_STYLES[finding.level]), body)
     if shown:
         table_console(pipe_columns=100).print(table)
-    num_errors, num_warnings, num_ok = (len(by_level[level]) for level in order)
+    num_errors, num_warnings, num_ok = (len(by_level[level]) for level in LEVELS)
     print(f"{num_ok} check{'s' * (num_ok != 1)} fine, {num_warnings} to look at, {num_errors} to mend.")

@@ -7,30 +7,21 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.options import parse_tolerance
+from paceline.cli.options import EfficiencyFloor, Tolerance, parse_tolerance
+from paceline.workflows import report as workflow
 
 
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, each with a record.json.")],
     out: Annotated[Path, typer.Option(help="Where to write scaling.json, scaling.csv and report.html.")] = Path(),
-    tolerance: Annotated[str, typer.Option(help="Accuracy that may be lost, such as 1%.")] = "1%",
-    efficiency_floor: Annotated[
-        float, typer.Option(min=0, max=1, help="Least scaling efficiency worth recommending.")
-    ] = 0.5,
+    tolerance: Tolerance = "1%",
+    efficiency_floor: EfficiencyFloor = 0.5,
 ) -> None:
     """Write tables and the HTML page from run folders."""
-    # The page needs a template engine and a plotting library: not for `paceline --help`.
     from rich.console import Console
 
-    from paceline.report import analyse, detect_grow, load_records, study_table, write_study
+    from paceline.report import study_table
 
-    records = load_records(runs)
-    study = analyse(
-        records,
-        grow=detect_grow(records),
-        tolerance=parse_tolerance(tolerance),
-        efficiency_floor=efficiency_floor,
-    )
-    write_study(study, out)
+    study = workflow.report(runs, out=out, tolerance=parse_tolerance(tolerance), efficiency_floor=efficiency_floor)
     Console().print(study_table(study))
     print(out / "report.html")

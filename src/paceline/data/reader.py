@@ -133,7 +133,7 @@ def stream_batches(
     nothing to collate.
 
     Raises:
-        DataError: whatever DataError the data set raised for a sample, in `num_workers` processes too.
+        DataError, SystemExit: as the data set raised them for a sample, in `num_workers` processes too.
     """
     loader = DataLoader(
         cast(Any, _SeededSamples(dataset, seed, epoch)),
@@ -150,7 +150,7 @@ def stream_batches(
                 batch = next(batches, _END)
             if batch is _END:
                 return
-            if isinstance(batch, DataError):
+            if isinstance(batch, _CARRIED_ERRORS):
                 raise batch
             yield tree_map(lambda leaf: _to_device(leaf, device, dtype), batch)
     finally:
@@ -163,6 +163,10 @@ def stream_batches(
 
 
 _END = object()
+
+_CARRIED_ERRORS = (DataError, SystemExit)
+"""What a loader process hands over as a value: torch would wrap the one into a page of traceback, and of the other it
+would say no more than that the process has gone."""
 
 
 class _SeededSamples:
@@ -183,13 +187,13 @@ class _SeededSamples:
         torch.default_generator.manual_seed(sample_seed)  # the CPU's alone: no CUDA call in a forked process
         try:
             return self._dataset[index]
-        except DataError as error:
-            return error  # as a value: the loader would wrap it into a page of traceback
+        except _CARRIED_ERRORS as error:
+            return error
 
 
 def _collate(samples: list[Any]) -> Any:
     for sample in samples:
-        if isinstance(sample, DataError):
+        if isinstance(sample, _CARRIED_ERRORS):
             return sample
     return default_collate(samples) if samples else None
 

@@ -26,8 +26,8 @@ from paceline.launch.commands import WorkerCommand
 from paceline.launch.doors import Door, open_doors, try_doors
 from paceline.launch.events import WorkerExited
 from paceline.launch.forking import ForkServer
+from paceline.launch.hang import WatchClock, interval_s
 from paceline.launch.messages import AgentMessage
-from paceline.launch.supervise import interval_s
 from paceline.launch.team import LocalTeam, Orders, Output, aged
 
 MARKER_WAIT_S = 5.0
@@ -64,6 +64,7 @@ class _Agent:
         self._heard_at = time.monotonic()
         self._silence_s = float("inf")
         self._interval_s = interval_s(60.0)
+        self._clock = WatchClock(self._interval_s)
         threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
     def say(self, message: AgentMessage) -> None:
@@ -73,7 +74,7 @@ class _Agent:
 
     def obey(self) -> None:
         next_beat = time.monotonic()
-        while time.monotonic() - self._heard_at < self._silence_s:
+        while self._clock.watched_s(time.monotonic() - self._heard_at) < self._silence_s:
             try:
                 item = self._inbox.get(timeout=max(0.0, next_beat - time.monotonic()))
             except queue.Empty:
@@ -148,6 +149,7 @@ class _Agent:
             _forget_callers(store)
         self._silence_s = start.hang_timeout_s
         self._interval_s = interval_s(start.hang_timeout_s)
+        self._clock = WatchClock(self._interval_s)
         output: Output = "all" if start.show_all else "rank0"
         preload = tuple(start.preload)
         if preload and self._fork_server is None:

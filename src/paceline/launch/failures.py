@@ -63,6 +63,11 @@ class Failure:
         draft.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
         draft.replace(path)
 
+    @property
+    def exit_code(self) -> int | None:
+        """What the program gave to `sys.exit`; None for any other exception."""
+        return int(self.message) if self.type == SystemExit.__name__ else None
+
     @classmethod
     def read(cls, path: Path) -> Failure | None:
         """The note at `path`; None where no worker left a readable one."""

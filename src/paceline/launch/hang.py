@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +17,42 @@ STALE_S = 2.0
 
 MEETING_PATIENCE_S = 120.0
 """How long workers may wait at the first rendezvous at least: the others may be loading torch from a slow disk."""
+
+
+LONGEST_INTERVAL_S = 1.0
+
+
+def interval_s(hang_timeout_s: float) -> float:
+    """How often to look at workers, and how often launcher and agents say that they are there."""
+    return min(LONGEST_INTERVAL_S, hang_timeout_s / 10)
+
+
+class WatchClock:
+    """How long something has lasted, counting only the time in which this process, who watches it, ran itself.
+
+    A launcher that is stopped together with its workers (SIGSTOP to all, a paused container, gang scheduling) must not
+    take the pause for a hang afterwards.
+    """
+
+    def __init__(self, interval_s: float, now: Callable[[], float] = time.monotonic) -> None:
+        """`look` is to be called every `interval_s`, by whatever thread."""
+        self._now = now
+        self._interval_s = interval_s
+        self._looked_at = now()
+        self._pauses: deque[tuple[float, float]] = deque(maxlen=100)
+        self._lock = threading.Lock()
+
+    def look(self) -> None:
+        with self._lock:
+            looked_at, self._looked_at = self._looked_at, self._now()
+            if self._looked_at - looked_at > 2 * self._interval_s:
+                self._pauses.append((looked_at + self._interval_s, self._looked_at))
+
+    def watched_s(self, seconds: float) -> float:
+        """Of the last `seconds` those in which this process ran."""
+        self.look()
+        began = self._looked_at - seconds
+        return seconds - sum(end - max(start, began) for start, end in tuple(self._pauses) if end > began)
 
 
 @dataclass(frozen=True)
@@ -34,6 +73,8 @@ class WorkerState:
     """Since it was done with the first update that it made; None before that."""
     is_saving: bool = False
     """Whether it has failed and saves what it has before it ends."""
+    output_blocked_s: float | None = None
+    """Since its output last had to wait for whoever reads it; None: it never did."""
 
     @property
     def doing(self) -> str:
@@ -59,7 +100,8 @@ class Hang:
 def judge(states: Sequence[WorkerState], bound_s: float) -> Hang | None:
     """The hang of a run whose workers are in these `states`; None as long as nothing has lasted for `bound_s`.
 
-    A worker that computes for long is no hang as long as nobody waits for it. One that was stopped is.
+    A worker that computes for long is no hang as long as nobody waits for it, nor is one whose output nobody reads. One
+    that was stopped is.
     """
     stopped = [state for state in states if state.stopped_s is not None]
     waiting = [state for state in states if state.stopped_s is None and _waits(state, bound_s)]
@@ -72,6 +114,8 @@ def judge(states: Sequence[WorkerState], bound_s: float) -> Hang | None:
         return None
     # A worker that came to the same collective a moment ago has ended the wait; the next look will tell.
     awaited = [state for state in states if state not in waiting and not _waits(state, 0.0)]
+    if any(state.output_blocked_s is not None and state.output_blocked_s < bound_s for state in awaited):
+        return None
     if awaited:
         return Hang("hung", tuple(state.rank for state in awaited), ranks, longest_s)
     if len(waiting) == len(states):

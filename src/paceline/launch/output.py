@@ -1,10 +1,16 @@
-"""The lines of many workers on one terminal, each with its rank in front."""
+"""The lines of many workers on one terminal, each with its rank in front.
+
+Time is linear in what the workers write, and memory is bounded by `LONGEST_LINE_BYTES` a stream, whatever they write.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import selectors
+import struct
+import termios
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +18,8 @@ from typing import IO
 
 CHUNK_BYTES = 1 << 16
 
+LONGEST_LINE_BYTES = 1 << 16
+"""A longer line is shown in several; the log has it whole."""
 
 Show = Callable[[int, bytes], None]
 """Shows whole lines on standard output (1) or standard error (2)."""
@@ -25,6 +33,19 @@ def show_here(target_fd: int, lines: bytes) -> None:
             rest = rest[os.write(target_fd, rest) :]
 
 
+PIPE_BYTES = 1 << 16
+"""What a pipe holds on Linux."""
+
+
+def is_behind(descriptor: int) -> bool:
+    """Whether a pipe is so full that who writes to it may have to wait; either of its ends tells."""
+    try:
+        (num_bytes,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
+    except OSError:
+        return False  # a file, or nothing
+    return bool(num_bytes >= PIPE_BYTES // 2)
+
+
 @dataclass
 class _Stream:
     source: IO[bytes]
@@ -32,6 +53,7 @@ class _Stream:
     """In front of every line; None: for the log alone."""
     target_fd: int
     log: IO[bytes]
+    rank: int
     unfinished: bytes = b""
     """The beginning of a line whose end has not come yet."""
 
@@ -46,19 +68,26 @@ class LinePump:
         self._show_lines = show
         self._selector = selectors.DefaultSelector()
         self._logs: list[IO[bytes]] = []
+        self._streams: list[_Stream] = []
         self._stop_read, self._stop_write = os.pipe()
         self._selector.register(self._stop_read, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="worker-output", daemon=True)
 
-    def add(self, stdout: IO[bytes], stderr: IO[bytes], *, prefix: bytes | None, log: IO[bytes]) -> None:
+    def add(self, rank: int, stdout: IO[bytes], stderr: IO[bytes], *, prefix: bytes | None, log: IO[bytes]) -> None:
         """Copy both pipes of a worker to `log`, and show them behind `prefix`; this pump will close all three."""
         self._logs.append(log)
         for source, target_fd in ((stdout, 1), (stderr, 2)):
-            stream = _Stream(source, prefix, target_fd, log)
+            stream = _Stream(source, prefix, target_fd, log, rank)
+            self._streams.append(stream)
             self._selector.register(source, selectors.EVENT_READ, stream)
 
     def start(self) -> None:
         self._thread.start()
+
+    def is_behind(self, rank: int) -> bool:
+        """Whether the worker may have to wait until this pump reads what it wrote, or whoever is shown it."""
+        sources = [stream.source for stream in self._streams if stream.rank == rank]
+        return any(is_behind(source.fileno()) for source in sources if not source.closed)
 
     def close(self) -> None:
         """Copy what is still in the pipes and end; what workers write later is lost."""
@@ -95,8 +124,13 @@ class LinePump:
         # A full disk must not stop the worker, which would block on a full pipe.
         with contextlib.suppress(OSError):
             stream.log.write(chunk)
+        if stream.prefix is None:
+            return
         lines = (stream.unfinished + chunk).splitlines(keepends=True)  # progress bars end theirs with \r
         stream.unfinished = b"" if lines[-1].endswith((b"\n", b"\r")) else lines.pop()
+        if len(stream.unfinished) >= LONGEST_LINE_BYTES:
+            lines.append(stream.unfinished + b"\n")
+            stream.unfinished = b""
         self._show(stream, lines)
 
     def _finish(self, stream: _Stream) -> None:

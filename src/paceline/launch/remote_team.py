@@ -21,10 +21,9 @@ from paceline.launch.commands import Rendezvous, WorkerCommand
 from paceline.launch.doors import REACH_TIMEOUT_S, Door
 from paceline.launch.events import Event, TeamLost, WorkerExited
 from paceline.launch.failures import Ending
-from paceline.launch.hang import WorkerState
+from paceline.launch.hang import WatchClock, WorkerState, interval_s
 from paceline.launch.messages import AgentMessage
 from paceline.launch.output import show_here
-from paceline.launch.supervise import interval_s
 from paceline.launch.team import STACKS_WAIT_S, Orders, aged
 
 OPEN_TIMEOUT_S = 60.0
@@ -70,6 +69,7 @@ class RemoteTeam:
         self._has_ended = threading.Event()
         self._heard_at = time.monotonic()
         self._interval_s = interval_s(60.0)
+        self._clock = WatchClock(self._interval_s)
         self._sending = threading.Lock()
         self._complaints: deque[str] = deque(maxlen=STDERR_TAIL_LINES)
         argv = reach.argv([reach.python, "-m", "paceline", "agent"])
@@ -150,6 +150,7 @@ class RemoteTeam:
         self._states = []
         self._has_ended.clear()
         self._interval_s = interval_s(orders.hang_timeout_s)
+        self._clock = WatchClock(self._interval_s)
         self._notify = orders.notify
         start = messages.Start(
             commands=[asdict(command) for command in commands],
@@ -185,7 +186,7 @@ class RemoteTeam:
         return [state for state in self._states if state.rank in self._running]
 
     def silent_s(self) -> float:
-        return time.monotonic() - self._heard_at
+        return self._clock.watched_s(time.monotonic() - self._heard_at)
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         wanted = [rank for rank in ranks if rank in self._running]
@@ -300,6 +301,7 @@ class RemoteTeam:
 
     def _ping(self) -> None:
         while not self._is_closing and self._process.poll() is None:
+            self._clock.look()
             self.tell(messages.Ping())
             time.sleep(self._interval_s)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from paceline.launch.events import Events, Signalled, TeamLost, WorkerExited
 from paceline.launch.failures import Ending, is_consequence
-from paceline.launch.hang import Hang, WorkerState, judge
+from paceline.launch.hang import Hang, WorkerState, interval_s, judge
 from paceline.launch.team import Team
 
 CULPRIT_WAIT_S = 1.0
@@ -22,8 +22,6 @@ OTHERS_WAIT_S = 3.0
 SETTLE_S = 0.5
 """How long workers whose peer is gone may take to notice it, where a run goes on. Most do in milliseconds, and save
 what they have; who still waits then would wait for ever."""
-
-LONGEST_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -62,11 +60,6 @@ class Outcome:
     """What all workers were doing when the hang was found, or when the first failure was seen."""
     stacks: tuple[tuple[int, str], ...] = ()
     losses: tuple[NodeLoss, ...] = ()
-
-
-def interval_s(hang_timeout_s: float) -> float:
-    """How often to look at workers, and how often launcher and agents say that they are there."""
-    return min(LONGEST_INTERVAL_S, hang_timeout_s / 10)
 
 
 class Supervisor:

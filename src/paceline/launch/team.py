@@ -21,9 +21,9 @@ from paceline.launch.commands import WorkerCommand
 from paceline.launch.events import Event, WorkerExited
 from paceline.launch.failures import Ending, Failure, failure_path, log_path, stack_path
 from paceline.launch.forking import ForkServer, Process
-from paceline.launch.hang import WorkerState
+from paceline.launch.hang import WatchClock, WorkerState, interval_s
 from paceline.launch.out_of_memory import count_oom_kills, kernel_log_names
-from paceline.launch.output import LinePump, Show, show_here
+from paceline.launch.output import LinePump, Show, is_behind, show_here
 
 Output = Literal["rank0", "all"]
 
@@ -98,7 +98,11 @@ class LocalTeam:
         self._orders = orders
         self._run_dir = orders.run_dir
         self._running: dict[int, Process] = {}
+        self._clock = WatchClock(interval_s(orders.hang_timeout_s))
         self._stopped_since: dict[int, float] = {}
+        self._blocked_at: dict[int, float] = {}
+        self._inherits: set[int] = set()
+        """Who writes to our own standard output and error."""
         self._oom_kills: dict[int, int | None] = {}
         self._pump: LinePump | None = None
         self._pulses = tempfile.TemporaryDirectory(prefix="paceline-heartbeat-", ignore_cleanup_errors=True)
@@ -157,12 +161,15 @@ class LocalTeam:
         failure = Failure.read(failure_path(self._run_dir, rank)) if exit_code else None
         if failure is not None and failure.pid != process.pid:
             failure = None  # of an earlier worker of that rank
+        ended_at = seen_at if failure is None else failure.time
+        if failure is not None and failure.exit_code is not None:
+            exit_code, failure = failure.exit_code, None
         vitals = read_vitals(self._heartbeat(rank))
         return Ending(
             rank=rank,
             pid=process.pid,
             exit_code=exit_code,
-            time=failure.time if failure is not None else seen_at,
+            time=ended_at,
             failure=failure,
             out_of_memory=ran_out,
             step=vitals.step,
@@ -171,29 +178,39 @@ class LocalTeam:
         )
 
     def states(self) -> list[WorkerState]:
+        return [self._state(rank, process.pid) for rank, process in self._running.items()]
+
+    def _state(self, rank: int, pid: int) -> WorkerState:
         now = time.monotonic()
-        found = []
-        for rank, process in self._running.items():
-            vitals = read_vitals(self._heartbeat(rank))
-            if _is_stopped(process.pid):
-                self._stopped_since.setdefault(rank, now)
-            else:
-                self._stopped_since.pop(rank, None)
-            since = self._stopped_since.get(rank)
-            found.append(
-                WorkerState(
-                    rank=rank,
-                    pid=process.pid,
-                    step=vitals.step,
-                    collective=vitals.collective,
-                    inside_s=vitals.inside_s,
-                    heartbeat_age_s=vitals.heartbeat_age_s,
-                    stopped_s=None if since is None else now - since,
-                    trained_s=vitals.trained_s,
-                    is_saving=vitals.is_saving,
-                )
-            )
-        return found
+        if _is_stopped(pid):
+            self._stopped_since.setdefault(rank, now)
+        else:
+            self._stopped_since.pop(rank, None)
+        if self._awaits_reader(rank):
+            self._blocked_at[rank] = now
+        vitals, since = read_vitals(self._heartbeat(rank)), self._stopped_since.get(rank)
+
+        def watched_s(seconds: float | None) -> float | None:
+            return None if seconds is None else self._clock.watched_s(seconds)
+
+        return WorkerState(
+            rank=rank,
+            pid=pid,
+            step=vitals.step,
+            collective=vitals.collective,
+            inside_s=watched_s(vitals.inside_s),
+            heartbeat_age_s=watched_s(vitals.heartbeat_age_s),
+            stopped_s=watched_s(None if since is None else now - since),
+            trained_s=vitals.trained_s,
+            is_saving=vitals.is_saving,
+            output_blocked_s=None if rank not in self._blocked_at else now - self._blocked_at[rank],
+        )
+
+    def _awaits_reader(self, rank: int) -> bool:
+        """Whether nobody reads what the worker writes, so that its next line may have to wait."""
+        if self._pump is not None and self._pump.is_behind(rank):
+            return True
+        return rank in self._inherits and (is_behind(1) or is_behind(2))
 
     def silent_s(self) -> float:
         return 0.0
@@ -252,6 +269,7 @@ class LocalTeam:
 
     def _popen(self, command: WorkerCommand, store_fd: int | None, *, inherits: bool) -> Process:
         if inherits:
+            self._inherits.add(command.rank)
             return self._spawn(command, store_fd)  # a terminal stays a terminal
         with contextlib.ExitStack() as on_error:
             log = on_error.enter_context(self._open_log(command.rank))
@@ -262,7 +280,7 @@ class LocalTeam:
                 process = self._spawn(command, store_fd, out, err)
             on_error.pop_all()  # the pump closes them
         prefix = b"" if command.rank == 0 else b"[rank %d] " % command.rank if self._orders.output == "all" else None
-        self._pump.add(stdout, stderr, prefix=prefix, log=log)
+        self._pump.add(command.rank, stdout, stderr, prefix=prefix, log=log)
         return process
 
     def _open_log(self, rank: int) -> IO[bytes]:

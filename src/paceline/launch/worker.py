@@ -58,7 +58,8 @@ def main(program: Sequence[str]) -> None:
         run_program(program)
     except Terminated:
         leave(128 + signal.SIGTERM)
-    except SystemExit:
+    except SystemExit as end:
+        _note_exit(end.code, rank, run_dir)
         raise
     except KeyboardInterrupt:
         leave(128 + signal.SIGINT)
@@ -144,6 +145,18 @@ def report(error: BaseException, rank: int, run_dir: Path | None) -> None:
     except OSError:
         with contextlib.suppress(OSError, ValueError):
             print(text or _message(error), file=sys.stderr)
+
+
+def _note_exit(code: object, rank: int, run_dir: Path | None) -> None:
+    """Say when the program asked for its end and with which code: its peers may fail, and have it killed, while the
+    interpreter still shuts down."""
+    exit_code = (code & 0xFF) if isinstance(code, int) else int(code is not None)
+    if run_dir is None or not exit_code:
+        return
+    with contextlib.suppress(OSError):
+        Failure(rank, os.getpid(), time.time(), SystemExit.__name__, str(exit_code), "").write(
+            failure_path(run_dir, rank)
+        )
 
 
 def leave(exit_code: int) -> NoReturn:

@@ -279,7 +279,7 @@ def _time_size(subject: Subject, size: int, budget_s: float) -> MicroBatchTiming
 def time_loader(run: Run, train_set: Any, limit_s: float) -> float | None:
     """Samples a second that arrive on the device, augmented, after the first batch; None for a set of one batch."""
     order = epoch_order(len(train_set), min(run.job.global_batch_size, max(1, len(train_set) // 2)), 0, 0)
-    batches = run.read(train_set, 0, [order.batch(number) for number in range(order.num_batches)], train=True)
+    batches = run.reader.read(train_set, 0, [order.batch(number) for number in range(order.num_batches)], train=True)
     if order.num_batches < 2:
         return None
     next(batches)  # starts processes, fills caches

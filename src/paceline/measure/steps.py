@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from paceline.data.order import epoch_order
 from paceline.measure.stopwatch import Stopwatch, seconds_of
 from paceline.parallel import Assignment, Engine, StepInput
-from paceline.train.run import LossFn, Run
+from paceline.train.numerics import LossFn
+from paceline.train.run import Run
 from paceline.train.seeding import seed_shard
 
 _WARMUP_PASSES, _MIN_PASSES = 2, 3
@@ -69,12 +70,12 @@ def step_of(
     """A function that makes this worker's pass over `size` samples, and an update if asked; returns their seconds."""
     run, optimizer = subject.run, subject.optimizer
     clip_norm = run.job.optim.clip_norm
-    (batch,) = run.read(subject.train_set, 0, [_first_samples(subject.train_set, size)], train=True)
+    (batch,) = run.reader.read(subject.train_set, 0, [_first_samples(subject.train_set, size)], train=True)
     num_shards = max(1, size // subject.shard_size)
     step_input = StepInput(
-        share=Assignment.of(size * world_size, num_shards * world_size, rank, world_size),
+        assignment=Assignment.of(size * world_size, num_shards * world_size, rank, world_size),
         batch=batch,
-        loss_of=lambda model, part: run.loss_of(model, part, subject.loss_fn),
+        loss_of=run.precision.of(subject.loss_fn),
         seed_shard=lambda shard: seed_shard(run.job.seed, 0, shard, run.device),
         scale=lambda loss: loss,
     )
@@ -87,7 +88,7 @@ def step_of(
 
     def step() -> tuple[float, float]:
         optimizer.zero_grad(set_to_none=True)
-        pass_s = seconds_of(lambda: engine.gradients(step_input), run.device)
+        pass_s = seconds_of(lambda: engine.step(step_input, lambda _loss: None), run.device)
         return pass_s, seconds_of(update, run.device) if with_updates else 0.0
 
     return step

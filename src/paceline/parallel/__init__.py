@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from paceline.parallel.assignment import Assignment, check_shards
-from paceline.parallel.async_servers import AsyncServers, open_servers
 from paceline.parallel.bitwise import BitwiseDataParallel
 from paceline.parallel.clock import Clock, Mark
 from paceline.parallel.dp import DataParallel
-from paceline.parallel.engine import Engine, StepInput, check_batch, unwrapped
+from paceline.parallel.engine import AnyShard, Engine, StepInput, check_batch, unwrapped
 from paceline.parallel.local_sgd import LocalSGD
 from paceline.parallel.parallelize import Parallelized, parallelize
 
 __all__ = [
+    "AnyShard",
     "Assignment",
-    "AsyncServers",
     "BitwiseDataParallel",
     "Clock",
     "DataParallel",
@@ -24,7 +23,6 @@ __all__ = [
     "StepInput",
     "check_batch",
     "check_shards",
-    "open_servers",
     "parallelize",
     "unwrapped",
 ]

@@ -2,98 +2,136 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from paceline.comm.links import node_of_every_rank, open_node_group
 from paceline.comm.parameter_server_async import ParameterServerAsync, ServerSettings, UpdateSchedule
 from paceline.errors import JobError
-from paceline.parallel.by_shard import ShardByShard
-from paceline.parallel.clock import Clock, Mark
-from paceline.parallel.engine import HoldsAll, StepInput, broadcast
+from paceline.parallel.clock import Clock
+from paceline.parallel.engine import AnyShard, Engine, StepInput, Update, broadcast
+from paceline.parallel.passes import ShardByShard
 from paceline.spec import AggregationSpec, Job, Plan
 
 
-class AsyncServers(HoldsAll):
-    """Computes shards as they come. An engine for all but the step itself, which no worker makes on its own."""
+class AsyncServers(Engine):
+    """Workers compute virtual shards of any global batch, whoever is free; servers make the updates.
 
-    def __init__(self, model: nn.Module, device: torch.device, group: dist.ProcessGroup | None) -> None:
-        self.shards = ShardByShard(model)
-        self.module = self.shards.module
+    The servers open with the first step. From then on workers either work, which ends at a number of updates or when
+    some worker asks for it, or rest: then no gradient is under way and all have the servers' parameters. They work from
+    one `AnyShard.at_rest` to the next, through as many calls of `step` as updates are made in between.
+    """
+
+    reads_assignment = False
+    is_synchronised = False  # status is exchanged in `AnyShard.at_rest`
+    changes_buffers = True
+
+    def __init__(self, model: nn.Module, job: Job, plan: Plan, device: torch.device, group: dist.ProcessGroup) -> None:
+        self._shards = ShardByShard(model, device)
+        self.module = self._shards.module
+        self._spec = job.aggregation
+        self._plan = plan
+        self._device = device
         self._group = group
-        self._collect: Callable[[], object] | None = None
+        self._servers: ParameterServerAsync | None = None
+        self._work: Iterator[tuple[int, Tensor]] | None = None
+        """The updates that come before the next rest; None: this worker rests."""
+        self._any_shard: AnyShard | None = None
+        """Of the last step."""
+        self._has_optimizer_state = False
         now = Clock(device).mark()
-        self.communication: tuple[Mark, Mark] = now, now
+        self.communication = now, now
         broadcast([*self.module.parameters(), *self.module.buffers()], group)
 
-    def gradients(self, step: StepInput) -> Tensor:  # noqa: ARG002 - it is an engine
-        raise JobError(
-            "aggregation.method = 'parameter_server_async' has no step that all workers make together, so run.step "
-            "cannot do it; train the job with `paceline train`, or use another method."
+    def step(self, step: StepInput, update: Update) -> Tensor:  # noqa: ARG002 - the servers make it
+        """Compute shards until the servers have made the update by this global batch; return its mean loss."""
+        any_shard = self._any_shard = step.any_shard
+        assert any_shard is not None
+        if self._servers is None:
+            self._servers = self._open(any_shard)
+        while True:
+            if self._work is None:
+                if any_shard.batch:
+                    any_shard.at_rest()
+                self._has_optimizer_state = False
+                self._work = self._servers.work(self._compute, any_shard.stop, any_shard.wants_rest)
+            for batch, statistics in self._work:
+                assert batch == any_shard.batch
+                if batch + 1 == any_shard.stop:
+                    self._rest()
+                return self._shards.apply(statistics.to(self._device))
+            self._work = None  # some worker asked for a rest
+
+    def _rest(self) -> None:
+        """Take the servers' parameters, which ends the work, when the last update has been made."""
+        assert self._work is not None
+        more = next(self._work, None)
+        assert more is None
+        self._work = None
+
+    def _compute(self, batch: int, shard: int) -> Tensor:
+        assert self._any_shard is not None
+        return self._shards.compute(self._any_shard.read(batch, shard), shard)
+
+    def _open(self, any_shard: AnyShard) -> ParameterServerAsync:
+        """The servers of a run, spread over its first workers or nodes. A collective."""
+        plan, spec, rank = self._plan, self._spec, dist.get_rank(self._group)
+        nodes: tuple[tuple[int, ...], ...] = tuple((one,) for one in range(plan.world_size))
+        node_group = None
+        if spec.sync_inside_nodes:
+            nodes = node_of_every_rank(self._group)
+            node_group = open_node_group(nodes, self._group, plan.timeout_s)
+        terms = ServerSettings(
+            staleness=spec.staleness, num_servers=plan.num_servers, lease_s=plan.timeout_s, timeout_s=plan.timeout_s
         )
+        course = UpdateSchedule(any_shard.num_shards, any_shard.lr_factor, any_shard.batch)
+        store = dist.distributed_c10d._get_default_store()
+        with any_shard.at_base_rates() as optimizer:
+            return ParameterServerAsync(
+                optimizer, course, terms, store=store, rank=rank, nodes=nodes, node_group=node_group
+            )
 
-    def after_update(self) -> None: ...
-
-    changes_buffers = True
+    def close(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        """Leave the servers: together with the other workers, or alone if an error ends the run."""
+        if self._servers is not None:
+            self._servers.__exit__(kind, error, trace)
+            self._servers = None
 
     @property
     def weights_diverge(self) -> bool:
-        """Optimizers live on the servers, and gradients are under way, but for the moments of rest."""
-        return self._collect is None
-
-    @contextmanager
-    def at_rest(self, collect: Callable[[], object]) -> Iterator[None]:
-        """Inside, no gradient is under way; `collect`, a common act, brings the optimizer's state to every worker."""
-        self._collect = collect
-        try:
-            yield
-        finally:
-            self._collect = None
+        """Optimizers live on the servers, and gradients are under way, until all rest and `sync_buffers` was called."""
+        return not self._has_optimizer_state
 
     def sync_buffers(self) -> bool:
-        if self._collect is None:
+        """While all rest: bring the optimizer's state to every worker."""
+        if self._work is not None:
             return False
-        self._collect()
+        if self._servers is not None:
+            self._servers.collect()
         broadcast(self.module.buffers(), self._group)
+        self._has_optimizer_state = True
         return True
-
-    def shared_state(self) -> dict[str, Any]:
-        return {}
-
-    def own_state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
-        """There is nothing to load."""
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """At the end of `ParameterServerAsync.work` all workers have the servers' parameters."""
+        """Possible while all rest, at the end of an epoch: then they have the servers' parameters."""
+        if self._work is not None:
+            raise JobError(
+                "aggregation.method = 'parameter_server_async' has weights that all workers agree on at the end of an "
+                "epoch only; call run.evaluate, run.consensus and the like there."
+            )
         broadcast(self.module.buffers(), self._group)
         yield
-
-
-def open_servers(
-    job: Job, plan: Plan, rank: int, group: dist.ProcessGroup, optimizer: Optimizer, course: UpdateSchedule
-) -> ParameterServerAsync:
-    """The servers of a run, spread over its first workers; a common act of all of them."""
-    spec = job.aggregation
-    nodes: tuple[tuple[int, ...], ...] = tuple((one,) for one in range(plan.world_size))
-    node_group = None
-    if spec.sync_inside_nodes:
-        nodes = node_of_every_rank(group)
-        node_group = open_node_group(nodes, group, plan.timeout_s)
-    terms = ServerSettings(
-        staleness=spec.staleness, num_servers=plan.num_servers, lease_s=plan.timeout_s, timeout_s=plan.timeout_s
-    )
-    store = dist.distributed_c10d._get_default_store()
-    return ParameterServerAsync(optimizer, course, terms, store=store, rank=rank, nodes=nodes, node_group=node_group)
 
 
 def describe_asynchrony(spec: AggregationSpec, plan: Plan) -> str:

@@ -16,7 +16,7 @@ from paceline.parallel.async_servers import AsyncServers, describe_asynchrony
 from paceline.parallel.bitwise import BitwiseDataParallel
 from paceline.parallel.dp import DataParallel
 from paceline.parallel.engine import Engine
-from paceline.parallel.local_sgd import LocalSGD, aggregator_inside_node, describe_meetings
+from paceline.parallel.local_sgd import LocalSGD, aggregator_inside_node, describe_outer_steps
 from paceline.parallel.one_process import OneProcessDataParallel, describe_one_process, devices_of_process
 from paceline.parallel.start import is_on_meta, start_weights
 from paceline.spec import AlgorithmName, Job, Plan, check_mesh
@@ -31,8 +31,8 @@ class Parallelized:
     """The plan's, or what "auto" has become."""
     notes: tuple[str, ...]
     """What a reader of the result must know."""
-    close: Callable[[], None]
-    """Ends what runs in the background."""
+    background: contextlib.ExitStack
+    """What runs in the background; left with the error that ends the run, if one does."""
 
 
 def parallelize(
@@ -60,18 +60,20 @@ def parallelize(
         check_mesh(job, plan.mesh)
         axes = open_axes(plan.mesh, device, group)
         meshed = MeshParallel(model, job, plan, device, axes, example, may_skip=find_unused_parameters)
-        return Parallelized(meshed, meshed.algorithm, tuple(meshed.notes), meshed.close)
+        return Parallelized(meshed, meshed.algorithm, tuple(meshed.notes), _closing(meshed.close))
     if is_on_meta(model):
         start_weights(model, group)(model, device)
     if plan.devices_in_process > 1:
         one = OneProcessDataParallel(model, job, plan, devices_of_process(plan, device))
-        return Parallelized(one, plan.algorithm, (describe_one_process(plan.devices_in_process),), one.close)
+        return Parallelized(one, plan.algorithm, (describe_one_process(plan.devices_in_process),), _closing(one.close))
     spec = job.aggregation
     if job.parity == "bitwise":
-        return Parallelized(BitwiseDataParallel(model, device, group), plan.algorithm, (), lambda: None)
+        return Parallelized(BitwiseDataParallel(model, device, group), plan.algorithm, (), contextlib.ExitStack())
     if spec.method == "parameter_server_async" and group is not None:
-        asynchronous = AsyncServers(model, device, group)
-        return Parallelized(asynchronous, plan.algorithm, (describe_asynchrony(spec, plan),), lambda: None)
+        asynchronous = AsyncServers(model, job, plan, device, group)
+        servers = contextlib.ExitStack()
+        servers.push(asynchronous.close)
+        return Parallelized(asynchronous, plan.algorithm, (describe_asynchrony(spec, plan),), servers)
     with contextlib.ExitStack() as on_error:
         algorithm, aggregator = plan.algorithm, None
         notes: list[str] = []
@@ -90,6 +92,12 @@ def parallelize(
                 inside = aggregator_inside_node(aggregator.links, plan)
             if inside is not None:
                 on_error.callback(inside.scheduler.close)
-            notes.append(describe_meetings(spec))
+            notes.append(describe_outer_steps(spec))
             engine = LocalSGD(model, job, plan, device, aggregator, inside, find_unused_parameters)
-        return Parallelized(engine, algorithm, tuple(notes), on_error.pop_all().close)
+        return Parallelized(engine, algorithm, tuple(notes), on_error.pop_all())
+
+
+def _closing(close: Callable[[], None]) -> contextlib.ExitStack:
+    stack = contextlib.ExitStack()
+    stack.callback(close)
+    return stack

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.train.run import Run, init
+from paceline.train.initialize import init
+from paceline.train.run import Run
 
 __all__ = ["Run", "init"]

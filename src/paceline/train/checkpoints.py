@@ -186,12 +186,15 @@ class Checkpoints:
             self._save()
         self._saver.wait()
 
-    def rescue(self) -> None:
+    def rescue(self, *, is_whole: bool) -> None:
         """After an error: save what this worker has, without the others, who may be gone, if that is all there is.
 
         Weights are the same on all workers, so whoever comes first does it for all that have come as far.
+
+        Args:
+            is_whole: whether what this worker has is from one moment; else only what is being written is finished.
         """
-        snapshot = self._take(False)
+        snapshot = self._take(False) if is_whole else None
         # What is being written is the last that there will be, where this worker has only a part of what comes after.
         self._saver.give_up(after_s=_FAREWELL_S if snapshot is None else 0.0)
         self._saver.wait()

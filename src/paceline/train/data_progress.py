@@ -1,15 +1,14 @@
-"""Where a run is in its data: which batch comes next, and whose samples are whose."""
+"""Where a run is in its data: which global batch comes next, and which of its samples are whose."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.order import epoch_order
+from paceline.data.order import EpochOrder, epoch_order
 from paceline.errors import DataError
 from paceline.parallel import Assignment
 from paceline.spec import Job
@@ -17,72 +16,113 @@ from paceline.spec import Job
 
 @dataclass(frozen=True)
 class Batch:
-    """One global batch, and this worker's share of it."""
+    """One global batch, and this worker's assignment of it."""
 
     epoch: int
     number: int
     """In its epoch."""
+    index: int
+    """From the beginning of the job: those of all earlier epochs come before."""
+    num_left: int
+    """How many batches this run trains on until the epoch ends, this one included."""
     samples: NDArray[np.int64]
     """The numbers of all its samples, whoever has them."""
-    share: Assignment
+    assignment: Assignment
+    samples_per_epoch: int
 
     @property
     def own_samples(self) -> NDArray[np.int64]:
         """This worker's; one that has none takes the first sample of the batch as its stand-in."""
-        return self.samples[slice(*self.share.span)] if self.share.sizes else self.samples[:1]
+        return self.samples[slice(*self.assignment.span)] if self.assignment.sizes else self.samples[:1]
 
 
 class DataProgress:
-    """The way of a run through its epochs. One that is resumed goes on behind the last batch it was trained on."""
+    """How far a run has come through its epochs. A resumed run continues after the last batch it was trained on."""
 
-    def __init__(self, job: Job, rank: int, world_size: int) -> None:
+    def __init__(self, job: Job, rank: int, num_assignments: int, max_steps: int | None = None) -> None:
+        """
+        Args:
+            rank: of this worker among the `num_assignments` that a global batch is divided among.
+            max_steps: no batch is left after so many updates.
+        """
+        self.steps = 0
+        """Optimizer updates made."""
+        self.samples_seen = 0
         self._job = job
         self._rank = rank
-        self._world_size = world_size
-        self.num_samples: int | None = None
-        """Of the training set."""
+        self._num_assignments = num_assignments
+        self._max_steps = max_steps
+        self._num_samples: int | None = None
         self._epoch = 0
         """The epoch that the next batch belongs to."""
         self._next = 0
         """Its number in that epoch."""
         self._is_resumed = False
-        """Whether the next batch is one that a checkpoint told, and the run has not come there yet."""
+        """Whether the next batch comes from a checkpoint, and the run has not reached it yet."""
+        self._order: tuple[int, EpochOrder] | None = None
+        """Of the epoch that was asked for last."""
+
+    def total_steps(self, num_samples: int) -> int:
+        """Updates of the whole run on a training set of `num_samples`."""
+        steps = self._job.epochs * self._batches_per_epoch(num_samples)
+        return steps if self._max_steps is None else min(steps, self._max_steps)
 
     def epochs(self) -> range:
-        """The numbers of those that are not over."""
+        """The numbers of the epochs that are not over."""
         return range(self._epoch if self._is_resumed else 0, self._job.epochs)
 
-    def start(self, num_samples: int) -> None:
-        """The training set has so many samples. Raises `DataError` where a run goes on with another number."""
-        if self.num_samples not in (None, num_samples) and self._is_resumed:
+    def enter(self, epoch: int, num_samples: int) -> list[Batch]:
+        """The batches left of an epoch; none of one that was over before the run resumed.
+
+        Raises:
+            DataError: a resumed run had a training set of another size than `num_samples`.
+        """
+        if self._num_samples not in (None, num_samples) and self._is_resumed:
             raise DataError(
-                f"The training set has {num_samples:,} samples, but {self.num_samples:,} when this run was saved; "
+                f"The training set has {num_samples:,} samples, but {self._num_samples:,} when this run was saved; "
                 "resume with the same data, or begin in another folder."
             )
-        self.num_samples = num_samples
-
-    def enter(self, epoch: int, most: int | None) -> list[Batch]:
-        """What is left of an epoch: at most so many batches, none of an epoch that was over before the run resumed."""
-        assert self.num_samples is not None
+        self._num_samples = num_samples
+        most = None if self._max_steps is None else self._max_steps - self.steps
         if (self._is_resumed and epoch < self._epoch) or (most is not None and most <= 0):
             return []
         if not (self._is_resumed and epoch == self._epoch):
             self._epoch, self._next = epoch, 0
         self._is_resumed = False
-        return list(self._batches(most))
+        num_batches = self._batches_per_epoch(num_samples)
+        stop = num_batches if most is None else min(num_batches, self._next + most)
+        return [self._batch(number, stop - number) for number in range(self._next, stop)]
 
-    def _batches(self, most: int | None) -> Iterator[Batch]:
+    def _batch(self, number: int, num_left: int) -> Batch:
+        assert self._num_samples is not None
+        index = self._epoch * self._batches_per_epoch(self._num_samples) + number
+        samples = self.samples(index)
         job = self._job
-        assert self.num_samples is not None
-        order = epoch_order(self.num_samples, job.global_batch_size, job.seed, self._epoch)
-        stop = order.num_batches if most is None else min(order.num_batches, self._next + most)
-        for number in range(self._next, stop):
-            samples = order.batch(number)
-            share = Assignment.of(len(samples), job.virtual_shards, self._rank, self._world_size)
-            yield Batch(self._epoch, number, samples, share)
+        assignment = Assignment.of(len(samples), job.virtual_shards, self._rank, self._num_assignments)
+        return Batch(self._epoch, number, index, num_left, samples, assignment, self._num_samples)
+
+    def place(self, index: int) -> tuple[int, int]:
+        """The epoch of a global batch and its number in it, by its number in the job."""
+        assert self._num_samples is not None
+        return divmod(index, self._batches_per_epoch(self._num_samples))
+
+    def samples(self, index: int) -> NDArray[np.int64]:
+        """The numbers of the samples of a global batch, by its number in the job."""
+        assert self._num_samples is not None
+        epoch, number = self.place(index)
+        order = self._order  # asynchronous servers ask from threads of their own
+        if order is None or order[0] != epoch:
+            order = epoch, epoch_order(self._num_samples, self._job.global_batch_size, self._job.seed, epoch)
+            self._order = order
+        return order[1].batch(number)
+
+    def _batches_per_epoch(self, num_samples: int) -> int:
+        return -(-num_samples // self._job.global_batch_size)
 
     def trained_on(self, batch: Batch) -> None:
-        """It has been trained on."""
+        """An update by `batch` has been made, by this worker or elsewhere."""
+        self.steps += 1
+        self.samples_seen += batch.assignment.global_size
         self._epoch, self._next = batch.epoch, batch.number + 1
 
     @property
@@ -91,13 +131,16 @@ class DataProgress:
         return self._next == 0
 
     def leave_epoch(self) -> None:
-        """Whatever followed the last batch of an epoch has been done too."""
-        if self.num_samples is not None and self._next == -(-self.num_samples // self._job.global_batch_size):
+        """If all batches of the epoch have been trained on, whatever follows them in the epoch has been done too."""
+        if self._num_samples is not None and self._next == self._batches_per_epoch(self._num_samples):
             self._epoch, self._next = self._epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self._epoch, "next": self._next, "num_samples": self.num_samples}
+        course = {"epoch": self._epoch, "next": self._next, "num_samples": self._num_samples}
+        return {"steps": self.steps, "samples_seen": self.samples_seen, "course": course}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._epoch, self._next, self.num_samples = state["epoch"], state["next"], state["num_samples"]
+        self.steps, self.samples_seen = state["steps"], state["samples_seen"]
+        course = state["course"]
+        self._epoch, self._next, self._num_samples = course["epoch"], course["next"], course["num_samples"]
         self._is_resumed = True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,18 @@ from paceline.train.process_group import World
 
 Measure = Callable[[nn.Module, Any], dict[str, Tensor]]
 """One value per sample for every metric, from the model and a batch."""
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Inside, no module of `model` is in training mode; afterwards those are that were, for some may be frozen."""
+    was_training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in was_training:
+            module.training = True
 
 
 def chunk_ranges(num_samples: int, chunk_size: int) -> list[range]:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from paceline.noise import NoiseScale, SmoothedNoise
+from paceline.parallel import Assignment
 from paceline.parallel.gradient_norms import GradientNorms, TakeNorms
+from paceline.spec import Job
+from paceline.spec.codec import from_mapping, to_mapping
+
+# Gradient noise changes slowly, and a small model's norms every step would cost more than 1 % of its time.
+_EVERY_STEPS = 2
 
 # Reading a number makes the host wait for a GPU, so norms are read this many steps at a time.
 _READ_STEPS = 50
@@ -17,23 +23,30 @@ _READ_STEPS = 50
 class NoiseMeter:
     """Takes gradient norms step by step; knows the smoothed noise."""
 
-    def __init__(self, smoothed: SmoothedNoise | None = None) -> None:
-        self._smoothed = smoothed or SmoothedNoise()
+    def __init__(self, job: Job, scaler: torch.amp.GradScaler, device: torch.device) -> None:
+        self._job = job
+        self._scaler = scaler
+        self._device = device
+        self._smoothed = SmoothedNoise()
         self._unread: list[GradientNorms] = []
 
+    def for_step(self, step: int, assignment: Assignment) -> TakeNorms | None:
+        """What takes the gradient norms of a step; None if they are not wanted."""
+        is_short = 2 * assignment.global_size < self._job.global_batch_size  # its norms are too noisy to use
+        if not self._job.measure_noise or is_short or step % _EVERY_STEPS:
+            return None
+        if not self._scaler.is_enabled():
+            return self.take
+        square = self._scaler.scale(torch.ones((), device=self._device)).square()
+        return lambda norms: self.take(
+            replace(norms, small_sqr=norms.small_sqr / square, large_sqr=norms.large_sqr / square)
+        )
+
     def take(self, norms: GradientNorms) -> None:
+        """Norms of gradients that are not scaled."""
         self._unread.append(norms)
         if len(self._unread) == _READ_STEPS:
             self.read()
-
-    def scaled_by(self, loss_scale: Tensor) -> TakeNorms:
-        """`take` for a step whose gradients are `loss_scale` times too large."""
-
-        def take(norms: GradientNorms) -> None:
-            square = loss_scale.square()
-            self.take(replace(norms, small_sqr=norms.small_sqr / square, large_sqr=norms.large_sqr / square))
-
-        return take
 
     def read(self) -> SmoothedNoise:
         """With all steps that have been taken by now."""
@@ -44,3 +57,10 @@ class NoiseMeter:
                 self._smoothed = self._smoothed.after(one)
             self._unread.clear()
         return self._smoothed
+
+    def state_dict(self) -> dict[str, Any]:
+        return to_mapping(self.read())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._job.measure_noise:
+            self._smoothed = from_mapping(SmoothedNoise, state)

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.errors import ModelError
 from paceline.parallel.parts import local
-from paceline.spec.job import Reaction
+from paceline.train.session import Session
 
 MOST_IN_A_ROW = 10
 """Steps without an update; a run that cannot make one any more is not worth paying for."""
@@ -21,45 +22,64 @@ _SHOWN_SAMPLES = 8
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
-class Guard:
-    """Looks at every step before it becomes an update."""
+class NonFiniteGuard:
+    """Looks at the loss and gradients of every step before they become an update."""
 
-    def __init__(self, reaction: Reaction) -> None:
-        self._reaction = reaction
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._trained = session.state.trained
+        self._reaction = session.state.job.nonfinite
         self._num_in_a_row = 0
 
-    @property
-    def is_on(self) -> bool:
-        return self._reaction != "ignore"
-
-    def look(
-        self,
-        step: int,
-        loss: Tensor,
-        gradients: Sequence[Tensor],
-        model: nn.Module,
-        samples: NDArray[Any],
-        everywhere: Callable[[list[str]], list[str]] = list,
-    ) -> str | None:
-        """What is not finite in step `step` and the numbers of the samples that led there; None where all is well.
+    def allows_update(self, loss: Tensor, norm: Callable[[], Tensor], samples: NDArray[Any]) -> bool:
+        """Whether there is to be an update; the same answer on all workers that aggregate every step.
 
         Args:
-            gradients: what to look at besides the loss; or one number that is finite exactly when they are.
-            everywhere: from the names of this worker's parameters to those of all workers, where each has a part.
+            norm: of the whole model's gradient; asked for where workers hold shards of it. A collective there.
+            samples: the numbers of the samples in the step's batch.
 
         Raises:
-            ModelError: the run is to end because of it.
+            ModelError: the run is to end because of this step.
         """
-        if not self.is_on or is_finite(loss, gradients):
+        if self._reaction == "ignore" or is_finite(loss, self._looked_at(norm)):
             self._num_in_a_row = 0
-            return None
+            return True
         self._num_in_a_row += 1
-        wrong = _describe(step, loss, everywhere(_culprits(model)), samples)
+        wrong = _describe(self._session.state.progress.steps, loss, self._culprits(), samples)
         if self._reaction == "stop":
             raise ModelError(f"{wrong}. The run ends, as nonfinite = 'stop' says; lower optim.lr or look at the data.")
         if self._num_in_a_row == MOST_IN_A_ROW:
             raise ModelError(f"{wrong}. That is the {MOST_IN_A_ROW}th in a row; lower optim.lr or look at the data.")
-        return wrong
+        if self._reaction == "skip":
+            self._session.say(f"{wrong}. The step is skipped.")
+            return False
+        checkpoint = self._session.roll_back()
+        if checkpoint is None:
+            raise ModelError(f"{wrong}. There is no checkpoint yet to go back to; lower optim.lr or look at the data.")
+        self._session.say(f"{wrong}. Weights and optimizer are again those of {checkpoint}; the data goes on.")
+        return False
+
+    def _looked_at(self, norm: Callable[[], Tensor]) -> list[Tensor]:
+        """Tensors that are finite exactly when the whole model's gradient is."""
+        if self._trained.precision.scaler.is_enabled():
+            return []  # it skips a step that overflows under its loss scale, and scales less
+        if not self._trained.engine.holds_all:
+            return [norm()]
+        return [parameter.grad for parameter in self._trained.model.parameters() if parameter.grad is not None]
+
+    def _culprits(self) -> list[str]:
+        """The parameters whose gradients are not finite. A collective where the model is spread."""
+        own = [
+            name
+            for name, parameter in self._trained.model.named_parameters()
+            if parameter.grad is not None and not bool(torch.isfinite(local(parameter.grad)).all())
+        ]
+        if self._trained.engine.holds_all:
+            return own
+        gathered: list[Any] = [None] * self._session.world.world_size
+        dist.all_gather_object(gathered, own, group=self._session.world.group)
+        found = {name for names in gathered for name in names}
+        return [name for name in self._trained.names.first if name in found]  # in the model's order
 
 
 def is_finite(loss: Tensor, gradients: Sequence[Tensor]) -> bool:
@@ -70,15 +90,6 @@ def is_finite(loss: Tensor, gradients: Sequence[Tensor]) -> bool:
     """
     sums = [loss.detach().double().view(()), *(gradient.sum(dtype=_WIDE.get(gradient.dtype)) for gradient in gradients)]
     return bool(torch.isfinite(torch.stack([one.double() for one in sums]).sum()))
-
-
-def _culprits(model: nn.Module) -> list[str]:
-    """The parameters whose gradients are not finite, as far as this worker holds them."""
-    return [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None and not bool(torch.isfinite(local(parameter.grad)).all())
-    ]
 
 
 def _describe(step: int, loss: Tensor, culprits: Sequence[str], samples: NDArray[Any]) -> str:

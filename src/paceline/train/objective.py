@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from paceline.errors import ModelError
 from paceline.spec import OptimSpec
 from paceline.train.evaluate import Measure
-from paceline.train.run import LossFn
+from paceline.train.numerics import LossFn
 
 
 def training_loss(optim: OptimSpec) -> LossFn:

@@ -4,8 +4,45 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.optim import Optimizer
 
 from paceline.spec import Job, OptimSpec
+
+
+class LearningRates:
+    """An optimizer's learning rates: the job's schedule times its base rates, which are those it has now."""
+
+    def __init__(self, job: Job, optimizer: Optimizer) -> None:
+        optim = job.optim
+        self._job = job
+        self._optimizer = optimizer
+        self._base = [float(group["lr"]) for group in optimizer.param_groups]
+        self._is_scheduled = bool(
+            optim.schedule != "constant" or optim.warmup_epochs or optim.base_batch_size is not None
+        )
+
+    def set(self, samples_seen: int, samples_per_epoch: int) -> None:
+        """For the step after `samples_seen` samples; without a schedule the rates are the script's business."""
+        if self._is_scheduled:
+            factor = lr_factor(self._job, samples_seen, samples_per_epoch)
+            self._write([base * factor for base in self._base])
+
+    @contextmanager
+    def at_base(self) -> Iterator[Optimizer]:
+        """Inside, the optimizer has its base rates."""
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        self._write(self._base)
+        try:
+            yield self._optimizer
+        finally:
+            self._write(rates)
+
+    def _write(self, rates: list[float]) -> None:
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
 
 def scaling_factor(optim: OptimSpec, global_batch_size: int) -> float:

@@ -18,19 +18,24 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint import Loaded, Stored, put_together, take_apart
 from paceline.errors import CheckpointError, ModelError
-from paceline.parallel import Engine
+from paceline.parallel import Engine, unwrapped
 from paceline.parallel.parts import local, part_like, slice_of
+from paceline.train.numerics import Precision
 
 
 @dataclass(frozen=True)
 class Trained:
     """What a run has learned, and what it learns with."""
 
-    model: nn.Module
     optimizer: Optimizer
     names: Names
     engine: Engine
-    scaler: torch.amp.GradScaler
+    precision: Precision
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model itself, under whatever spreads it."""
+        return unwrapped(self.engine.module)
 
     def take(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What all workers have alike, and what this one has for itself; views of what training goes on with."""
@@ -43,7 +48,7 @@ class Trained:
             "model": self.model.state_dict(),
             "optimizer": optimizer,
             "engine": self.engine.shared_state(),
-            "scaler": self.scaler.state_dict(),
+            "scaler": self.precision.scaler.state_dict(),
         }
         return shared, own
 
@@ -78,7 +83,7 @@ class Trained:
             optimizer = optimizer | {"state": means["optimizer"]}
         load_optimizer_state(self.optimizer, self.names, self.model, optimizer, hyper=hyper)
         self.engine.load_state(shared["engine"], own)
-        self.scaler.load_state_dict(shared["scaler"])
+        self.precision.scaler.load_state_dict(shared["scaler"])
 
 
 @dataclass(frozen=True)

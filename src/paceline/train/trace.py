@@ -57,12 +57,13 @@ class ParityTracer:
         }
 
     def after_update(self, model: nn.Module, whole: Whole) -> None:
-        if self._file is None:
+        if self._file is None or not self._line:  # servers make updates without a gradient of all workers
             return
         self._line["parameters"] = fingerprints(whole(dict(model.named_parameters())).items())
         self._line["buffers"] = fingerprints(whole(dict(model.named_buffers())).items())
         self._line["weights_sha256"] = weights_sha256(whole(model.state_dict(keep_vars=True)))
         self._file.write(json.dumps(self._line) + "\n")
+        self._line = {}
 
     def close(self) -> None:
         if self._file is not None:

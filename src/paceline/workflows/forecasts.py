@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from paceline.errors import ClusterError, JobError
 from paceline.spec import Cluster, ForecastCheck, Job, Plan, RunRecord
+from paceline.workflows.jobs import Say, silent
 
 CLUSTER_FILE = Path("cluster.json")
 
-ClusterFile = Annotated[
-    Path, typer.Option("--cluster", metavar="FILE", help="Of paceline probe, for a forecast beside the measurement.")
-]
 
-
-def with_forecasts(job: Job, plans: Sequence[Plan], cluster_file: Path) -> list[Plan]:
+def with_forecasts(job: Job, plans: Sequence[Plan], cluster_file: Path, say: Say = silent) -> list[Plan]:
     """The plans with what the planner expects of each; as they are where nobody has probed this job.
 
     Raises:
@@ -36,7 +29,7 @@ def with_forecasts(job: Job, plans: Sequence[Plan], cluster_file: Path) -> list[
     try:
         rows = forecast(job, cluster, sorted({1, *(plan.world_size for plan in plans)})).rows
     except (ClusterError, JobError) as problem:  # the job has changed since it was probed, or a link was not measured
-        print(f"paceline: no forecast: {problem}", file=sys.stderr)
+        say(f"paceline: no forecast: {problem}")
         return list(plans)
     expected = {row.devices: row.samples_per_s for row in rows if not row.objection}
     return [dataclasses.replace(plan, forecast_samples_per_s=expected.get(plan.world_size)) for plan in plans]
@@ -49,11 +42,11 @@ def without_forecasts(plan: Plan) -> Plan:
 
 def feed_back(records: Sequence[RunRecord], cluster_file: Path) -> None:
     """Note in cluster.json how right the forecasts of these runs were."""
-    foretold_runs = [record for record in records if record.plan.forecast_samples_per_s]
-    if not foretold_runs:
+    runs = [record for record in records if record.plan.forecast_samples_per_s]
+    if not runs:
         return
     cluster = Cluster.load(cluster_file)
-    for record in foretold_runs:
+    for record in runs:
         assert record.plan.forecast_samples_per_s is not None
         check = ForecastCheck(
             record.job.name, record.world_size, record.plan.forecast_samples_per_s, record.samples_per_s

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable, Iterable
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import JobError
 from paceline.spec import Job, load_job
+
+Say = Callable[[str], None]
+"""Is told what a person should know while a workflow runs, a line at a time; such as `print`."""
+
+
+def silent(_line: str) -> None:
+    """Tells nobody."""
 
 
 def recipe_names() -> list[str]:
@@ -16,21 +25,61 @@ def recipe_names() -> list[str]:
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
-def resolve_job(job: str, settings: list[str] | None, data_dir: str | None) -> Job:
-    """The job a command line means: a file or a recipe, with its settings applied.
+def resolve_job(
+    job: Job | str | Path,
+    settings: Iterable[str] | None = None,
+    data: str | Path | Callable[..., Any] | None = None,
+    model: str | Callable[..., Any] | None = None,
+) -> Job:
+    """The job that is meant: a value, a file or a recipe, with changes applied.
+
+    Args:
+        settings: keys of the job to change, such as "optim.lr=0.1".
+        data: the directory of the job's data set, or a function that builds (train_set, test_set).
+        model: the name of a model, or a function or class that builds one.
 
     Raises:
-        JobError: neither a file nor a recipe, or a setting that cannot be meant.
+        JobError: neither a file nor a recipe, an invalid setting, or a function that workers cannot import.
     """
+    changed = (job if isinstance(job, Job) else _named(str(job))).with_settings(settings or [])
+    if model is not None:
+        changed = changed.with_values(model=model if isinstance(model, str) else import_path(model, "model"))
+    if data is None:
+        return changed
+    if isinstance(data, str | Path):
+        return changed.with_values(data={"dir": str(Path(data).resolve())})
+    return changed.with_values(data=import_path(data, "data"))
+
+
+def _named(job: str) -> Job:
     names = recipe_names()
     if job in names:
         with resources.as_file(resources.files("paceline") / "recipes" / f"{job}.toml") as path:
-            loaded = load_job(path)
-    elif job.endswith(".toml") or Path(job).exists():
-        loaded = load_job(job)
-    else:
-        near = difflib.get_close_matches(job, names, n=1, cutoff=0.5)
-        hint = f" (did you mean '{near[0]}'?)" if near else ""
-        raise JobError(f"'{job}' is neither a job file nor a recipe{hint}; the recipes are {', '.join(names)}.")
-    changed = loaded.with_settings(settings or [])
-    return changed if data_dir is None else changed.with_values(data={"dir": str(Path(data_dir).resolve())})
+            return load_job(path)
+    if job.endswith(".toml") or Path(job).exists():
+        return load_job(job)
+    near = difflib.get_close_matches(job, names, n=1, cutoff=0.5)
+    hint = f" (did you mean '{near[0]}'?)" if near else ""
+    raise JobError(f"'{job}' is neither a job file nor a recipe{hint}; the recipes are {', '.join(names)}.")
+
+
+def import_path(build: Any, keyword: str) -> str:
+    """ "package.module:build" for a function or class that builds a model or data sets.
+
+    Raises:
+        JobError: worker processes cannot import it, because it is no function, or was defined in a notebook, in the
+            script that runs, or inside of another function.
+    """
+    module, name = getattr(build, "__module__", None), getattr(build, "__qualname__", None)
+    if not callable(build) or not module or not name:
+        raise JobError(
+            f"{keyword} should be a function in a module, which every worker process can import and call, and not "
+            f"a value of type {type(build).__name__}."
+        )
+    if module == "__main__" or "<" in name:
+        raise JobError(
+            f"{keyword}={name} is defined in a notebook, the running script or another function, where worker "
+            "processes cannot import it; write it to a module (in a notebook with %%writefile my_module.py) and "
+            "import it from there."
+        )
+    return f"{module}:{name}"

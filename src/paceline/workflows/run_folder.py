@@ -1,35 +1,32 @@
-"""Running one planned job: files into a folder, workers over it, the record out of it."""
+"""The folder of a run: what goes into it before the run, and the record that comes out of it."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.launch.run_workers import SAVE_S
 from paceline.spec import Job, Plan, RunRecord
-from paceline.workflows.allocation import Allocation
 
-RunProgram = Callable[[Callable[[Plan], Sequence[str]]], None]
-"""Runs a program, which it makes for each plan that it runs it by."""
+RECORD_FILE = "record.json"
 
 
-def new_run_dir(out: Path | None, job: Job) -> Path:
-    """The folder of a new run: `out`, which must not hold a run yet, or a fresh one under runs/.
+def new_run_dir(out: Path | None, name: str) -> Path:
+    """The folder of a new run: `out`, which must not hold a finished run, or a fresh one under runs/.
 
     Raises:
         PacelineError: `out` holds a finished run, which would be lost.
     """
     if out is not None:
-        if (out / "record.json").exists():
+        if (out / RECORD_FILE).exists():
             raise PacelineError(f"{out} already holds a finished run; choose another --out or remove the folder.")
         return out
-    stem = Path("runs") / f"{job.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    stem = Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     candidates = (stem if n == 0 else stem.with_name(f"{stem.name}-{n}") for n in range(1000))
     for candidate in candidates:
         try:
@@ -40,35 +37,12 @@ def new_run_dir(out: Path | None, job: Job) -> Path:
     raise PacelineError(f"No free folder name under {stem}; name one with --out.")
 
 
-def execute(
-    job: Job,
-    plan: Plan,
-    run_dir: Path,
-    site: Allocation,
-    *,
-    max_steps: int | None = None,
-    quiet: bool = False,
-    trackers: Sequence[str] = (),
-    force: bool = False,
-    run: RunProgram | None = None,
-) -> RunRecord:
-    """Train `job` as `plan` says on the nodes of `site` and return its record, which is also in `run_dir`.
-
-    `run` is for a run that may go on by other plans; None: it is by this one, and raises what `run_workers` raises.
-    """
-    started = time.monotonic()
-
-    def program_for(plan: Plan) -> list[str]:
-        return write_run(job, plan, run_dir, max_steps=max_steps, quiet=quiet, trackers=trackers, force=force)
-
-    if run is None:
-        site.run(plan, program_for(plan), run_dir=run_dir, save_s=SAVE_S)
-    else:
-        run(program_for)
-    # Only here is it known when the last worker ended.
-    record = dataclasses.replace(RunRecord.load(run_dir / "record.json"), wall_s=time.monotonic() - started)
-    record.save(run_dir / "record.json")
-    return record
+def make_folder(folder: Path) -> None:
+    """Make a folder that only its owner can read. Raises `PacelineError` where that is not possible."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as problem:
+        raise PacelineError(f"The run folder {folder} cannot be made: {problem}.") from None
 
 
 def write_run(
@@ -81,8 +55,8 @@ def write_run(
     trackers: Sequence[str] = (),
     force: bool = False,
 ) -> list[str]:
-    """Lay job, plan and limit into the run folder; return the program that trains them, as python's arguments."""
-    _make(run_dir)
+    """Write job, plan and limit into the run folder; return the program that trains them, as python's arguments."""
+    make_folder(run_dir)
     _write_json(run_dir / "job.json", job.to_mapping())
     _write_json(run_dir / "plan.json", plan.to_mapping())
     _write_json(run_dir / "limit.json", {"max_steps": max_steps})
@@ -92,7 +66,7 @@ def write_run(
 def training_program(
     run_dir: Path, max_steps: int | None, quiet: bool, trackers: Sequence[str], force: bool
 ) -> list[str]:
-    """What trains the job in a run folder, as python's arguments."""
+    """The program that trains the job in a run folder, as python's arguments."""
     # Absolute: on another node the working directory may be another.
     program = ["-m", "paceline.train", str(run_dir.absolute())]
     program += [] if max_steps is None else ["--max-steps", str(max_steps)]
@@ -109,11 +83,12 @@ def begun_with(run_dir: Path) -> tuple[Job, Plan, int | None]:
     return Job.from_mapping(job), Plan.from_mapping(plan), limit["max_steps"]
 
 
-def _make(run_dir: Path) -> None:
-    try:
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as problem:
-        raise PacelineError(f"The run folder {run_dir} cannot be made: {problem}.") from None
+def finished_record(run_dir: Path, started: float) -> RunRecord:
+    """The record of a run that has just ended, with its time since `started` (`time.monotonic`), in its file too."""
+    # Only here is it known when the last worker ended.
+    record = dataclasses.replace(RunRecord.load(run_dir / RECORD_FILE), wall_s=time.monotonic() - started)
+    record.save(run_dir / RECORD_FILE)
+    return record
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -1,75 +1,67 @@
-"""How a command line says by which strategy workers share out a model."""
+"""`Strategy`: how workers divide a model, and the plan that follows from it."""
 
 from __future__ import annotations
 
 import dataclasses
 import resource
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import Any
 
 from paceline.errors import JobError
 from paceline.plan import place
 from paceline.spec import Cluster, Job, Mesh, PipelineSpec, Plan, parse_mesh
 from paceline.spec.mesh import ScheduleName
-
-if TYPE_CHECKING:
-    from paceline.spec.model_cost import ModelCost
+from paceline.workflows.jobs import Say, silent
+from paceline.workflows.traced_model import trace_model
 
 ONE_PROCESS = "dp_one_process"
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """Every field is an option of the commands that train."""
+    """How more than one worker divide the model between them. Example: `Strategy("fsdp", recompute=True)`."""
 
-    strategy: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|MESH",
-            help="How workers share the model: dp (the default; named, it is checked to fit), fsdp, zero1, zero2, "
-            "hsdp, pp, tp, dp_one_process, a mesh such as 'dp2 x pp2', or auto: the planner chooses.",
-        ),
-    ] = None
-    schedule: Annotated[ScheduleName, typer.Option(help="In which order a pipeline's stages take turns.")] = "1f1b"
-    stages_per_worker: Annotated[
-        int, typer.Option(min=1, help="Stages each worker of a pipeline computes, with the schedule interleaved.")
-    ] = 1
-    cut: Annotated[
-        list[str] | None,
-        typer.Option(metavar="MODULE", help="A module that begins a stage; none: stages of equal time. Repeatable."),
-    ] = None
-    recompute: Annotated[
-        bool, typer.Option("--recompute", help="Compute activations again in backward instead of keeping them.")
-    ] = False
-    sequence_parallel: Annotated[
-        bool,
-        typer.Option(
-            "--sequence-parallel", help="Between layers shared by tp, keep a part of the positions on each worker."
-        ),
-    ] = False
-    cpu_offload: Annotated[
-        bool, typer.Option("--cpu-offload", help="Keep sharded parameters in host memory while they are not used.")
-    ] = False
+    strategy: str | None = None
+    """dp (the default; named, it is checked to fit), fsdp, zero1, zero2, hsdp, pp, tp, dp_one_process, a mesh such as
+    "dp2 x pp2", or "auto": the planner chooses."""
+    schedule: ScheduleName = "1f1b"
+    """In which order a pipeline's stages take turns."""
+    stages_per_worker: int = 1
+    """Stages that each worker of a pipeline computes, with the schedule "interleaved"."""
+    cut: Sequence[str] | None = None
+    """The modules that begin a stage; None: stages of equal time."""
+    recompute: bool = False
+    """Compute activations again in backward instead of keeping them."""
+    sequence_parallel: bool = False
+    """Between layers that tp divides, keep a slice of the positions on each worker."""
+    cpu_offload: bool = False
+    """Keep sharded parameters in CPU memory while they are not used."""
 
-    def placed(self, job: Job, cluster: Cluster, num_devices: int, planned: Plan | None = None, **wishes: Any) -> Plan:
+    def placed(
+        self,
+        job: Job,
+        cluster: Cluster,
+        num_devices: int,
+        planned: Plan | None = None,
+        say: Say = silent,
+        **options: Any,
+    ) -> Plan:
         """A plan for a job on so many devices.
 
         Args:
             planned: what `paceline plan` recommended; its mesh counts where no strategy is named.
-            wishes: as for `place`.
+            say: is told why the planner chose a strategy.
+            options: as for `plan.place`.
 
         Raises:
             JobError: an option without the axis that it speaks of, a job that does not fit, or what `place` refuses.
         """
         if self.strategy == ONE_PROCESS:
-            return dataclasses.replace(place(job, cluster, 1, **wishes), devices_in_process=num_devices)
+            return dataclasses.replace(place(job, cluster, 1, **options), devices_in_process=num_devices)
         if self.strategy == "auto":
-            chosen = self._chosen(job, cluster, num_devices, wishes)
+            chosen = self._chosen(job, cluster, num_devices, say, options)
             return dataclasses.replace(chosen, sequence_parallel=self.sequence_parallel)
         if self.strategy is None and planned is not None and planned.mesh is not None:
             if planned.mesh.num_workers != num_devices:
@@ -77,7 +69,7 @@ class Strategy:
                     f"The plan lays out {planned.mesh.num_workers} workers as {planned.mesh}, not {num_devices}; leave "
                     "--workers out, or name another --strategy."
                 )
-            plan = place(job, cluster, num_devices, mesh=planned.mesh, **wishes)
+            plan = place(job, cluster, num_devices, mesh=planned.mesh, **options)
             return dataclasses.replace(
                 plan,
                 pipeline=planned.pipeline,
@@ -87,7 +79,7 @@ class Strategy:
         mesh = None
         if self.strategy not in (None, "dp"):
             mesh = parse_mesh(self.strategy, num_devices, len(cluster.nodes))
-        plan = place(job, cluster, num_devices, mesh=mesh, **wishes)
+        plan = place(job, cluster, num_devices, mesh=mesh, **options)
         self._check_options(mesh)
         if self.strategy == "dp":  # who says nothing gets it unasked, at once
             self._check_replicas_fit(job, cluster, num_devices)
@@ -99,15 +91,15 @@ class Strategy:
             cpu_offload=self.cpu_offload,
         )
 
-    def _chosen(self, job: Job, cluster: Cluster, num_devices: int, wishes: dict[str, Any]) -> Plan:
-        """What the planner takes for the best."""
+    def _chosen(self, job: Job, cluster: Cluster, num_devices: int, say: Say, options: dict[str, Any]) -> Plan:
+        """The plan that the planner takes for the best."""
         from paceline.plan.mesh_selection import choose_mesh
 
         choice = choose_mesh(
-            job, facts_of(job), cluster, num_devices, memory_bytes=worker_memory_bytes(cluster, num_devices)
+            job, trace_model(job), cluster, num_devices, memory_bytes=worker_memory_bytes(cluster, num_devices)
         )
-        print(f"strategy {choice.reason}", file=sys.stderr)
-        plan = place(job, cluster, num_devices, mesh=choice.mesh, **wishes)
+        say(f"strategy {choice.reason}")
+        plan = place(job, cluster, num_devices, mesh=choice.mesh, **options)
         micro_batch_size = plan.micro_batch_size
         chosen = choice.applied(plan)
         return chosen if micro_batch_size is None else dataclasses.replace(chosen, micro_batch_size=micro_batch_size)
@@ -116,7 +108,7 @@ class Strategy:
     def _check_replicas_fit(job: Job, cluster: Cluster, num_devices: int) -> None:
         from paceline.plan.mesh_selection import check_fits
 
-        check_fits(job, facts_of(job), Mesh(dp=num_devices), worker_memory_bytes(cluster, num_devices))
+        check_fits(job, trace_model(job), Mesh(dp=num_devices), worker_memory_bytes(cluster, num_devices))
 
     def _check_options(self, mesh: Mesh | None) -> None:
         if mesh is None or mesh.num_workers > 1:  # one worker shares nothing, whatever is said of it
@@ -135,8 +127,15 @@ class Strategy:
                     raise JobError(f"{option} goes with {what}; name such a strategy or leave it out.")
 
 
-def largest_that_fits(plan_for: Callable[[Cluster, int], Plan], least: int) -> Callable[[Cluster, int], Plan]:
-    """`plan_for`, but for fewer workers, at least so many, where it has no plan for as many as there are."""
+PLAIN = Strategy()
+"""Whole replicas, or what a plan says."""
+
+PlanFor = Callable[[Cluster, int], Plan]
+"""The plan for so many workers on a cluster; raises `JobError` where there is none."""
+
+
+def largest_that_fits(plan_for: PlanFor, least: int) -> PlanFor:
+    """`plan_for`, but for fewer workers (not fewer than `least`) where there is no plan for as many as there are."""
 
     def plan_within(cluster: Cluster, most: int) -> Plan:
         try:
@@ -149,7 +148,7 @@ def largest_that_fits(plan_for: Callable[[Cluster, int], Plan], least: int) -> C
     return plan_within
 
 
-def check_may_shrink(plan_within: Callable[[Cluster, int], Plan], cluster: Cluster, least: int, most: int) -> None:
+def check_may_shrink(plan_within: PlanFor, cluster: Cluster, least: int, most: int) -> None:
     """Raises `JobError` where a run of `most` workers could never go on with fewer, though that is what is wanted."""
     if least == most:
         return
@@ -162,22 +161,12 @@ def check_may_shrink(plan_within: Callable[[Cluster, int], Plan], cluster: Clust
         ) from None
 
 
-PLAIN = Strategy()
-"""A command line that says nothing of it."""
-
-
-def facts_of(job: Job) -> ModelCost:
-    """What the job's model tells on paper. Loads torch."""
-    from paceline.workflows.traced_model import trace_model
-
-    return trace_model(job)
-
-
 def worker_memory_bytes(cluster: Cluster, num_workers: int) -> float:
-    """What one worker may use: its part of the hardware, or less where this process is limited."""
-    from paceline.plan.mesh_selection import worker_memory_bytes as of_hardware
+    """The bytes that one worker may use: its share of the hardware, or less where this process is limited."""
+    from paceline.plan.memory import worker_memory_bytes as of_hardware
+    from paceline.plan.memory import workers_on_fullest_node
 
-    limits = [of_hardware(cluster, num_workers)]
+    limits = [of_hardware(cluster, workers_on_fullest_node(cluster, num_workers))]
     if cluster.device_kind == "cpu":
         soft = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
         limits += [float(limit) for limit in soft if limit != resource.RLIM_INFINITY]

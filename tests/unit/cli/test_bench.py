@@ -6,11 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cli.bench import _names, _plan, parse_size
+from paceline.cli.bench import parse_names
+from paceline.cli.options import parse_size
 from paceline.errors import JobError
 from paceline.report.comm_bench import size_text
 from paceline.spec import Cluster, Device, Node
 from paceline.spec.cluster import DeviceKind
+from paceline.workflows.bench import bench_plan
 
 
 def machine(kind: DeviceKind, num_devices: int) -> Cluster:
@@ -39,18 +41,18 @@ def test_a_size_that_is_none_names_its_option(text: str) -> None:
 
 
 def test_names_are_known_ones_and_stand_once() -> None:
-    assert _names("--wires", "b, a,b", ["a", "b", "c"]) == ["b", "a"]
-    assert _names("--wires", "all", ["a", "b"]) == ["a", "b"]
+    assert parse_names("--wires", "b, a,b", ["a", "b", "c"]) == ["b", "a"]
+    assert parse_names("--wires", "all", ["a", "b"]) == ["a", "b"]
     with pytest.raises(
         JobError, match=r"--algorithms 'rign' is not possible \(did you mean 'ring'\?\); there are ring"
     ):
-        _names("--algorithms", "rign", ["ring", "tree_exact"])
+        parse_names("--algorithms", "rign", ["ring", "tree_exact"])
 
 
 def test_one_worker_a_device_and_two_where_there_is_no_gpu() -> None:
-    assert _plan(machine("cpu", 4), None).world_size == 4
-    assert _plan(machine("cpu", 1), None).world_size == 2
-    assert _plan(machine("cuda", 1), None).world_size == 1
-    assert _plan(machine("cpu", 4), 3).threads_per_worker == 1
+    assert bench_plan(machine("cpu", 4), None).world_size == 4
+    assert bench_plan(machine("cpu", 1), None).world_size == 2
+    assert bench_plan(machine("cuda", 1), None).world_size == 1
+    assert bench_plan(machine("cpu", 4), 3).threads_per_worker == 1
     with pytest.raises(JobError, match="2 workers need as many GPUs, but this machine has 1"):
-        _plan(machine("cuda", 1), 2)
+        bench_plan(machine("cuda", 1), 2)

@@ -7,17 +7,16 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from paceline.cli import app
-from paceline.cli.plan import device_counts, recommended_plan
 from paceline.errors import ClusterError, JobError
 from paceline.plan.forecast import forecast
 from paceline.spec import Job, Plan
+from paceline.workflows.plan import device_counts, recommended_plan
 from tests.sample_clusters import cpu_cluster, gpu_cluster
 
 
@@ -134,10 +133,8 @@ def test_what_does_not_go_together(arguments: tuple[str, ...], sentence: str, ca
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What reaches the commands behind --fit and --suggest."""
     seen: list[Any] = []
-    module = ModuleType("paceline.cli.plan_fit")
-    module.fit_and_predict = lambda *given: seen.append(("fit", *given))  # type: ignore[attr-defined]
-    module.suggest_next = lambda *given: seen.append(("suggest", *given))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "paceline.cli.plan_fit", module)
+    monkeypatch.setattr("paceline.cli.plan.fit_and_predict", lambda *given: seen.append(("fit", *given)))
+    monkeypatch.setattr("paceline.cli.plan.suggest_next", lambda *given: seen.append(("suggest", *given)))
     return seen
 
 

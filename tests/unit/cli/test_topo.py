@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from paceline.cli import topo
 from paceline.errors import ClusterError
 from paceline.spec import Cluster, Device, Link, Node
+from paceline.workflows import topo
 from tests import topologies
 from tests.unit.cli.conftest import Run
 

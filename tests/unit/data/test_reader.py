@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import sys
 from typing import Any
 
 import numpy as np
@@ -202,6 +203,17 @@ class Damaged:
         if index == 2:
             raise KeyError("a bug")
         return torch.zeros(1)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_exit_in_a_data_set_keeps_its_code(num_workers: int) -> None:
+    class Leaves(Dice):
+        def __getitem__(self, index: int) -> Any:
+            sys.exit(3)
+
+    with pytest.raises(SystemExit) as caught:
+        stream([[0], [1]], num_workers, Leaves())
+    assert caught.value.code == 3
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.heartbeat import RENDEZVOUS
-from paceline.launch.hang import MEETING_PATIENCE_S, STALE_S, Hang, WorkerState, judge
+from paceline.launch.hang import MEETING_PATIENCE_S, STALE_S, Hang, WatchClock, WorkerState, judge
 
 BOUND_S = 3.0
 
@@ -65,6 +65,54 @@ def test_a_slow_start_is_no_hang_but_one_without_end_is() -> None:
 
 def test_no_worker_is_no_hang() -> None:
     assert judge([], BOUND_S) is None
+
+
+def test_a_worker_whose_output_nobody_reads_is_not_to_blame() -> None:
+    def writes(blocked_s: float) -> WorkerState:
+        return dataclasses.replace(computes(1), output_blocked_s=blocked_s)
+
+    assert judge([waits(0), writes(0.0)], BOUND_S) is None
+    assert judge([waits(0), writes(BOUND_S - 0.1)], BOUND_S) is None
+    assert judge([waits(0), writes(BOUND_S)], BOUND_S) == Hang("hung", (1,), (0,), 5.0)
+    assert judge([waits(0), dataclasses.replace(waits(1), output_blocked_s=0.0)], BOUND_S) is not None
+
+
+class Clock:
+    """Looked at every second, except while everything is stopped."""
+
+    def __init__(self) -> None:
+        self.time_s = 100.0
+        self.watch = WatchClock(1.0, lambda: self.time_s)
+
+    def run(self, seconds: int) -> None:
+        for _ in range(seconds):
+            self.time_s += 1.0
+            self.watch.look()
+
+    def pause(self, seconds: float) -> None:
+        self.time_s += seconds
+        self.watch.look()
+
+
+def test_time_in_which_the_watcher_was_stopped_does_not_count() -> None:
+    clock = Clock()
+    clock.run(10)
+    clock.pause(500.0)
+    assert clock.watch.watched_s(505.0) == 6.0  # 5 s before the pause, and an interval in which a look was due
+    clock.run(20)
+    clock.pause(1000.0)
+    clock.run(3)
+    assert clock.watch.watched_s(3.0) == 3.0
+    assert clock.watch.watched_s(23.0) == 3.0  # began within the second pause
+    assert clock.watch.watched_s(1003.0 + 20.0) == 24.0
+    assert clock.watch.watched_s(1003.0 + 20.0 + 500.0 + 5.0) == 30.0
+
+
+def test_a_look_that_is_a_little_late_is_no_pause() -> None:
+    clock = Clock()
+    for _ in range(10):
+        clock.pause(1.9)
+    assert clock.watch.watched_s(19.0) == 19.0
 
 
 @pytest.mark.parametrize(

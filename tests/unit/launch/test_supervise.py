@@ -14,8 +14,8 @@ import pytest
 from paceline.launch import supervise
 from paceline.launch.events import Events, Signalled, TeamLost, WorkerExited
 from paceline.launch.failures import Ending, Failure
-from paceline.launch.hang import Hang, WorkerState
-from paceline.launch.supervise import Outcome, Supervisor, interval_s
+from paceline.launch.hang import Hang, WorkerState, interval_s
+from paceline.launch.supervise import Outcome, Supervisor
 from paceline.launch.team import Team
 
 NEVER_S = 600.0

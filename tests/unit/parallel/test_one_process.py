@@ -50,12 +50,12 @@ def dropout_net() -> nn.Module:
 
 
 def step_input(batch: Batch, loss: Loss = loss_of, take_norms: Any = None, step: int = 0) -> StepInput:
-    share = Assignment.of(len(batch[1]), NUM_SHARDS, 0, 1)
+    assignment = Assignment.of(len(batch[1]), NUM_SHARDS, 0, 1)
 
     def seed(shard: int) -> None:
         torch.default_generator.manual_seed(1000 * step + shard)
 
-    return StepInput(share, batch, loss, seed, lambda value: value, take_norms=take_norms)
+    return StepInput(assignment, batch, loss, seed, lambda value: value, take_norms=take_norms)
 
 
 @contextmanager
@@ -77,12 +77,16 @@ def batches(dtype: torch.dtype) -> Iterator[Batch]:
 def trained(model: nn.Module, engine: Engine, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
     """Losses and all gradients of five steps of SGD."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    losses, gradients = [], []
+    losses: list[Tensor] = []
+    gradients: list[Tensor] = []
     for step, batch in enumerate(batches(dtype)):
         optimizer.zero_grad()
-        losses.append(engine.gradients(step_input(batch, step=step)))
-        gradients += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        optimizer.step()
+
+        def update(_loss: Tensor) -> None:
+            gradients.extend(p.grad.clone() for p in model.parameters() if p.grad is not None)
+            optimizer.step()
+
+        losses.append(engine.step(step_input(batch, step=step), update))
     return losses, gradients
 
 
@@ -124,7 +128,7 @@ def test_devices_compute_at_once_unless_random_numbers_are_drawn(
     assert len(threads) == num_threads
 
 
-def test_a_device_splits_its_share_into_micro_batches() -> None:
+def test_a_device_splits_its_samples_into_micro_batches() -> None:
     sizes = []
 
     def seen(model: nn.Module, batch: Any) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from paceline.parallel.assignment import Assignment
 from paceline.parallel.gradient_norms import GradientNorms, WorkerNorms, squared_norm
+from paceline.spec import Job
 from paceline.train.noise_meter import NoiseMeter
 
 
@@ -19,12 +20,17 @@ def _norms(grad_sqr: float, grad_var: float, small: float = 8, large: float = 32
     )
 
 
+def _meter(loss_scale: float | None = None) -> NoiseMeter:
+    scaler = torch.amp.GradScaler("cpu", init_scale=loss_scale or 1.0, enabled=loss_scale is not None)
+    return NoiseMeter(Job(global_batch_size=32), scaler, torch.device("cpu"))
+
+
 def test_nothing_is_known_before_the_first_step() -> None:
-    assert NoiseMeter().read().mean is None
+    assert _meter().read().mean is None
 
 
 def test_the_mean_of_equal_steps_is_any_of_them() -> None:
-    meter = NoiseMeter()
+    meter = _meter()
     for _ in range(120):  # more than are read at a time
         meter.take(_norms(2.0, 60.0))
     mean = meter.read().mean
@@ -34,7 +40,7 @@ def test_the_mean_of_equal_steps_is_any_of_them() -> None:
 
 
 def test_numerator_and_denominator_are_smoothed_by_themselves() -> None:
-    meter = NoiseMeter()
+    meter = _meter()
     meter.take(_norms(-1.0, 40.0))  # no noise scale by itself
     meter.take(_norms(3.0, 80.0))
     mean = meter.read().mean
@@ -44,14 +50,23 @@ def test_numerator_and_denominator_are_smoothed_by_themselves() -> None:
 
 
 def test_an_overflow_is_left_out_and_a_loss_scale_divided_out() -> None:
-    meter = NoiseMeter()
-    meter.take(GradientNorms(torch.tensor(math.inf), 8, torch.tensor(math.nan), 32))
     scale = 1024.0
-    meter.scaled_by(torch.tensor(scale))(_norms(2.0 * scale**2, 60.0 * scale**2))
+    meter = _meter(scale)
+    meter.take(GradientNorms(torch.tensor(math.inf), 8, torch.tensor(math.nan), 32))
+    take = meter.for_step(0, Assignment.of(32, 4, 0, 2))
+    assert take is not None
+    take(_norms(2.0 * scale**2, 60.0 * scale**2))
     mean = meter.read().mean
     assert mean is not None
     assert [mean.grad_sqr, mean.grad_var] == pytest.approx([2.0, 60.0], rel=1e-5)
     assert meter.read().num_measured == 1
+
+
+def test_a_short_batch_and_every_other_step_are_not_asked() -> None:
+    meter = _meter()
+    assert meter.for_step(2, Assignment.of(16, 4, 0, 2)) is not None
+    assert meter.for_step(2, Assignment.of(15, 4, 0, 2)) is None
+    assert meter.for_step(3, Assignment.of(32, 4, 0, 2)) is None
 
 
 def test_squared_norms_are_exact_enough_for_a_small_difference() -> None:

@@ -17,18 +17,9 @@ from paceline.plan.placement import spread
 from paceline.spec import Cluster, Device, Node, NodePlacement, Plan
 from paceline.spec.cluster import DeviceKind
 from paceline.workflows import allocation
-from paceline.workflows.allocation import (
-    Elastic,
-    LauncherName,
-    Where,
-    allocation_on_paper,
-    dry_run,
-    named_hosts,
-    reach,
-    settled,
-    shared_out,
-    with_room,
-)
+from paceline.workflows.allocation import allocation_on_paper, chosen_launcher, node_access, with_num_workers, with_room
+from paceline.workflows.dry_run import dry_run
+from paceline.workflows.where import Elastic, LauncherName, Where
 
 SLOTS = (HostSlots("a", 2), HostSlots("b", 2))
 PROGRAM = ("train.py", "--name", "two words")
@@ -42,13 +33,13 @@ def node(kind: DeviceKind = "cpu", num_devices: int = 4, hostname: str = "here")
 def test_hosts_are_named_once(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("a slots=2\nb\n")
-    assert named_hosts(Where()) == ()
-    assert named_hosts(Where(hosts="a:2,b:2")) == SLOTS
-    assert named_hosts(Where(hosts_file=path)) == (HostSlots("a", 2), HostSlots("b"))
+    assert Where().named_hosts() == ()
+    assert Where(hosts="a:2,b:2").named_hosts() == SLOTS
+    assert Where(hosts_file=path).named_hosts() == (HostSlots("a", 2), HostSlots("b"))
     with pytest.raises(LaunchError, match="--hosts and --hosts-file name nodes twice"):
-        named_hosts(Where(hosts="a:2", hosts_file=path))
+        Where(hosts="a:2", hosts_file=path).named_hosts()
     with pytest.raises(LaunchError, match="entry 1"):
-        named_hosts(Where(hosts=""))  # an empty list is a mistake, not this node
+        Where(hosts="").named_hosts()  # an empty list is a mistake, not this node
 
 
 @pytest.mark.parametrize(
@@ -65,7 +56,7 @@ def test_hosts_are_named_once(tmp_path: Path) -> None:
     ],
 )
 def test_the_launcher_that_is_meant(launcher: LauncherName, slots: tuple[HostSlots, ...], meant: str) -> None:
-    assert settled(launcher, slots) == meant
+    assert chosen_launcher(launcher, slots) == meant
 
 
 @pytest.mark.parametrize(
@@ -78,38 +69,38 @@ def test_the_launcher_that_is_meant(launcher: LauncherName, slots: tuple[HostSlo
 )
 def test_options_that_contradict_each_other(launcher: LauncherName, slots: tuple[HostSlots, ...], words: str) -> None:
     with pytest.raises(LaunchError, match=words):
-        settled(launcher, slots)
+        chosen_launcher(launcher, slots)
 
 
 def test_a_node_has_as_many_devices_as_it_was_given_workers() -> None:
-    assert shared_out(node(), HostSlots("here")) == node()
-    assert shared_out(node(), HostSlots("here", 4)) == node()
-    more = shared_out(node(), HostSlots("here", 8))  # CPU workers may outnumber cores and share the memory
+    assert with_num_workers(node(), HostSlots("here")) == node()
+    assert with_num_workers(node(), HostSlots("here", 4)) == node()
+    more = with_num_workers(node(), HostSlots("here", 8))  # CPU workers may outnumber cores and share the memory
     assert [device.index for device in more.devices] == list(range(8))
     assert {device.kind for device in more.devices} == {"cpu"}
     assert sum(device.memory_bytes for device in more.devices) <= more.memory_bytes
-    assert len(shared_out(node(), HostSlots("here", 1)).devices) == 1
+    assert len(with_num_workers(node(), HostSlots("here", 1)).devices) == 1
 
 
 def test_a_node_is_not_given_more_workers_than_gpus() -> None:
-    assert [device.index for device in shared_out(node("cuda"), HostSlots("here", 2)).devices] == [0, 1]
+    assert [device.index for device in with_num_workers(node("cuda"), HostSlots("here", 2)).devices] == [0, 1]
     with pytest.raises(LaunchError, match="here has 4 free GPUs, not 5; see paceline topo there"):
-        shared_out(node("cuda"), HostSlots("here", 5))
+        with_num_workers(node("cuda"), HostSlots("here", 5))
 
 
 def test_every_launcher_runs_the_program_on_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(env.DATA_DIR, "/data sets")
     program = ["python", "-m", "a.module"]
-    by_ssh = list(reach(Where("ssh"), "kim@a").argv(program))
+    by_ssh = list(node_access(Where("ssh"), "kim@a").argv(program))
     assert by_ssh[0] == "ssh"
     assert by_ssh[by_ssh.index("--") + 1] == "kim@a"
     (line,) = by_ssh[by_ssh.index("--") + 2 :]
     assert shlex.split(line)[:4] == ["cd", "--", str(tmp_path), "&&"]
     assert shlex.split(line)[-3:] == program
-    by_slurm = reach(Where("slurm"), "a").argv(program)
+    by_slurm = node_access(Where("slurm"), "a").argv(program)
     assert by_slurm[0] == "srun" and "--nodelist=a" in by_slurm and f"--chdir={tmp_path}" in by_slurm
-    by_ray = list(reach(Where("ray"), "a", 3).argv(program))
+    by_ray = list(node_access(Where("ray"), "a", 3).argv(program))
     assert by_ray[:3] == [sys.executable, "-m", "paceline.launch.ray"]
     assert by_ray[by_ray.index("--num-gpus") + 1] == "3" and by_ray[by_ray.index("--") + 1] == "a"
     for argv in (shlex.split(line), by_slurm, by_ray):
@@ -119,14 +110,14 @@ def test_every_launcher_runs_the_program_on_its_node(tmp_path: Path, monkeypatch
 
 def test_where_a_node_has_another_python() -> None:
     launchers: tuple[LauncherName, ...] = ("ssh", "slurm", "ray", "local")
-    assert {reach(Where(launcher), "a").python for launcher in launchers} == {sys.executable}
-    assert {reach(Where(launcher, python="/opt/python"), "a").python for launcher in launchers} == {"/opt/python"}
+    assert {node_access(Where(launcher), "a").python for launcher in launchers} == {sys.executable}
+    assert {node_access(Where(launcher, python="/opt/python"), "a").python for launcher in launchers} == {"/opt/python"}
 
 
 def test_only_ssh_explains_why_it_failed() -> None:
-    why = reach(Where("ssh"), "kim@a").explain(255, "ssh: connect to host a port 22: Connection refused")
+    why = node_access(Where("ssh"), "kim@a").explain(255, "ssh: connect to host a port 22: Connection refused")
     assert why is not None and "kim@a" in why
-    assert reach(Where("slurm"), "a").explain(255, "Connection refused") is None
+    assert node_access(Where("slurm"), "a").explain(255, "Connection refused") is None
 
 
 def ranks_of(text: str) -> dict[int, tuple[dict[str, str], list[str]]]:

@@ -17,7 +17,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_new_folders_differ_even_within_a_second() -> None:
-    folders = [new_run_dir(None, Job(name="digits")) for _ in range(3)]
+    folders = [new_run_dir(None, "digits") for _ in range(3)]
     assert len(set(folders)) == 3
     for folder in folders:
         assert folder.is_dir()
@@ -28,13 +28,13 @@ def test_new_folders_differ_even_within_a_second() -> None:
 
 def test_a_finished_run_is_never_lost(tmp_path: Path) -> None:
     out = tmp_path / "mine"
-    assert new_run_dir(out, Job()) == out
+    assert new_run_dir(out, "digits") == out
     out.mkdir()
     (out / "job.json").write_text("{}")  # begun and given up: may be begun again
-    assert new_run_dir(out, Job()) == out
+    assert new_run_dir(out, "digits") == out
     (out / "record.json").write_text("{}")
     with pytest.raises(PacelineError, match="already holds a finished run; choose another --out"):
-        new_run_dir(out, Job())
+        new_run_dir(out, "digits")
 
 
 def test_a_run_lies_ready_as_files(tmp_path: Path) -> None:

@@ -41,10 +41,10 @@ def test_a_strategy_lays_out_the_workers(strategy: str | None, mesh: Mesh | None
 
 def test_replicas_that_do_not_fit_are_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     small = ModelCost(10**6, Activations(1e4))
-    monkeypatch.setattr("paceline.workflows.strategy.facts_of", lambda _job: small)
+    monkeypatch.setattr("paceline.workflows.strategy.trace_model", lambda _job: small)
     assert placed(4, strategy="dp").mesh is None
     monkeypatch.setattr(
-        "paceline.workflows.strategy.facts_of", lambda _job: dataclasses.replace(small, num_parameters=10**9)
+        "paceline.workflows.strategy.trace_model", lambda _job: dataclasses.replace(small, num_parameters=10**9)
     )
     with pytest.raises(JobError, match=r"whole replicas need 11\.2 GiB on each worker .* where 3\.68 GiB can be used"):
         placed(4, strategy="dp")

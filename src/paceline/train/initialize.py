@@ -1,0 +1,71 @@
+"""`paceline.init`: from a job, and what the launcher of this process says, to a `Run`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline import env
+from paceline.errors import JobError
+from paceline.spec import Job, Plan, parse_mesh
+from paceline.train.run import Run
+
+
+def init(
+    job: Job | None = None,
+    /,
+    *,
+    plan: Plan | None = None,
+    strategy: str | None = None,
+    max_steps: int | None = None,
+    checkpoint_dir: str | Path | None = None,
+    force: bool = False,
+    **values: Any,
+) -> Run:
+    """Join the other workers of this run, as many as whoever started this script chose.
+
+    Args:
+        job: what to train; None: the defaults.
+        plan: how it is spread; None: one worker a process of this launch, on GPUs if there are any.
+        strategy: how the workers share out the model where no plan says so: "dp", "fsdp", "hsdp", "pp", "tp", or a
+            mesh such as "fsdp2 x tp2"; None: as `paceline launch --strategy` says, else "dp". One worker alone
+            has nobody to share with, whatever this says.
+        max_steps: end `Run.batches` after this many steps, whatever the epochs say.
+        checkpoint_dir: where checkpoints go if the job does not say; None: there are none.
+        force: resume even a checkpoint of another job.
+        values: any key of a job over that, `global_batch_size=256, optim={"clip_norm": 1.0}`. The schedule in
+            `optim` acts as a factor on the learning rates of the optimizer that `prepare` is given.
+
+    Raises:
+        JobError: an unknown key, an invalid value, or more workers than virtual shards.
+        LaunchError: an environment that contradicts itself.
+    """
+    job = (job or Job()).with_values(**values)  # a Job made in Python is checked here too
+    facts = env.worker_facts()
+    plan = plan or _default_plan(job, facts, strategy or env.strategy() or "dp")
+    limits = [limit for limit in (max_steps, env.max_steps()) if limit is not None]
+    plan = dataclasses.replace(plan, world_size=facts.world_size)
+    if plan.mesh is not None and plan.mesh.num_workers != facts.world_size:
+        raise JobError(
+            f"The plan lays out {plan.mesh.num_workers} workers as {plan.mesh}, but {facts.world_size} were started; "
+            "start as many, or leave the plan's mesh out."
+        )
+    address = job.checkpoint.dir or checkpoint_dir
+    return Run(job, plan, facts, min(limits, default=None), None if address is None else str(address), force=force)
+
+
+def _default_plan(job: Job, facts: env.WorkerFacts, strategy: str) -> Plan:
+    kind = env.device_kind() or ("cuda" if torch.cuda.is_available() else "cpu")
+    threads = env.thread_limit() or max(1, torch.get_num_threads() // facts.local_world_size)
+    num_nodes = max(1, facts.world_size // facts.local_world_size)
+    return Plan(
+        world_size=facts.world_size,
+        device_kind="cuda" if kind == "cuda" else "cpu",
+        # How a kernel splits its sums among threads may change their last bits.
+        threads_per_worker=1 if job.parity == "bitwise" else threads,
+        algorithm="tree_exact" if job.parity == "bitwise" else "auto",
+        mesh=parse_mesh(strategy, facts.world_size, num_nodes) if facts.world_size > 1 else None,
+    )

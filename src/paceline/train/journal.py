@@ -1,0 +1,178 @@
+"""What happened in a run so far: for the eyes, for trackers, and for the record."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from paceline import env
+from paceline.spec import EpochRecord, RunRecord
+from paceline.spec.codec import from_mapping, to_mapping
+from paceline.train.batch_warning import batch_warning
+from paceline.train.environment import describe_environment
+from paceline.train.metrics import Sink, open_sinks
+from paceline.train.progress import Progress
+from paceline.train.run import Run
+from paceline.train.schedule import describe_scaling
+
+# Reading a loss makes the host wait for a GPU, so losses are read and logged this many steps at a time.
+_LOG_STEPS = 50
+# Before so many measurements a noise scale is too uncertain to warn of.
+_NOISE_STEPS = 50
+
+
+@dataclass(frozen=True)
+class RunOutput:
+    """Where a run's results and words go."""
+
+    run_dir: Path
+    progress: TextIO | None
+    trackers: Sequence[str] = ()
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        return self.run_dir / "checkpoints"
+
+
+class Journal:
+    """What happened so far; rank 0's also speaks and writes."""
+
+    def __init__(self, run: Run, output: RunOutput, total_steps: int) -> None:
+        speaks = run.rank == 0
+        self._run = run
+        self._sinks: list[Sink] = open_sinks(output.run_dir, output.trackers, run.steps) if speaks else []
+        label = f"{run.job.name} on {run.world_size} worker{'s' if run.world_size > 1 else ''}"
+        self._progress = Progress(output.progress if speaks else None, total_steps, label)
+        run.say = self._progress.say
+        scaling = describe_scaling(run.job)
+        self._notes = [*run.notes, *([] if scaling is None else [scaling])]
+        for note in self._notes:
+            self._progress.say(note)
+        self._launched_at = env.launched_at()
+        self._first_step_s = 0.0
+        self._unread: list[torch.Tensor] = []
+        self._epoch_loss = 0.0
+        self._epoch_start = (0, 0.0)
+        self._samples_read = 0
+        self._samples_logged = 0
+        self._epochs: list[EpochRecord] = []
+        self._has_warned = False
+        self._wall_s = 0.0
+        """Of earlier processes of this run, up to the checkpoint."""
+        run.keep("journal", self)
+
+    def state_dict(self) -> dict[str, Any]:
+        self._read_losses()
+        return {
+            "epochs": [to_mapping(epoch) for epoch in self._epochs],
+            "epoch_loss": self._epoch_loss,
+            "epoch_start": self._epoch_start,
+            "samples_logged": self._samples_logged,
+            "has_warned": self._has_warned,
+            "train_s": self._run.timer.train_s,
+            "wall_s": self._wall_s + time.time() - self._launched_at,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._epochs = [from_mapping(EpochRecord, epoch) for epoch in state["epochs"]]
+        self._epoch_loss, self._epoch_start = state["epoch_loss"], state["epoch_start"]
+        self._samples_logged, self._has_warned = state["samples_logged"], state["has_warned"]
+        self._samples_read = self._run.samples_seen
+        self._run.timer.train_s = state["train_s"]
+        self._wall_s = state["wall_s"]
+
+    def step(self, epoch: int, loss: torch.Tensor) -> None:
+        run = self._run
+        if not self._first_step_s:
+            float(loss)  # on a GPU the step is over when its loss can be read
+            self._first_step_s = time.time() - self._launched_at
+        num_samples = run.samples_seen - self._samples_read
+        self._samples_read = run.samples_seen
+        self._unread.append(torch.stack([loss.double(), loss.new_full((), num_samples).double()]))
+        self._progress.step(run.steps, epoch, loss, num_samples)
+        if len(self._unread) == _LOG_STEPS:
+            self._read_losses()
+
+    def _read_losses(self) -> None:
+        if not self._unread:
+            return
+        first = self._run.steps - len(self._unread) + 1
+        for step, (loss, num_samples) in enumerate(torch.stack(self._unread).tolist(), start=first):
+            self._epoch_loss += loss * num_samples
+            self._samples_logged += int(num_samples)
+            for sink in self._sinks:
+                sink.log(step, {"loss": loss, "samples_seen": self._samples_logged})
+        self._unread.clear()
+
+    def epoch(self, epoch: int, metrics: dict[str, float]) -> None:
+        self._read_losses()
+        run = self._run
+        samples, train_s = self._epoch_start
+        self._epoch_start = (run.samples_seen, run.timer.train_s)
+        lr = float(run.optimizer.param_groups[0]["lr"])
+        mean_loss = self._epoch_loss / (run.samples_seen - samples)
+        self._epoch_loss = 0.0
+        noise_scale = run.noise_scale
+        # A run that was ended in the middle of an epoch, and goes on, has a record of that part.
+        self._epochs = [record for record in self._epochs if record.epoch != epoch]
+        self._epochs.append(EpochRecord(epoch, mean_loss, lr, run.timer.train_s - train_s, metrics, noise_scale))
+        values = {"epoch": epoch + 1, "train_loss": mean_loss, "lr": lr}
+        if noise_scale is not None:
+            values["noise_scale"] = noise_scale
+        for sink in self._sinks:
+            sink.log(run.steps, values | {f"test_{name}": value for name, value in metrics.items()})
+        tested = "".join(f"  {name} {_metric(name, value)}" for name, value in metrics.items())
+        noise = "" if noise_scale is None else f"  noise scale {noise_scale:,.0f}"
+        self._progress.say(f"epoch {epoch + 1}/{run.job.epochs}  train loss {mean_loss:.4f}{tested}{noise}")
+        self._warn_about_batch(noise_scale)
+
+    def _warn_about_batch(self, noise_scale: float | None) -> None:
+        """Once a run."""
+        run = self._run
+        if self._has_warned or noise_scale is None or run.noise.num_measured < _NOISE_STEPS:
+            return
+        warning = batch_warning(run.job.global_batch_size, noise_scale, run.world_size)
+        if warning is not None:
+            self._has_warned = True
+            self._notes.append(warning)
+            self._progress.say(warning)
+
+    def record(self) -> RunRecord:
+        run = self._run
+        for sink in self._sinks:
+            sink.close()
+        self._progress.close()
+        step_time = run.timer.median()
+        evaluated = [e.metrics for e in self._epochs if e.metrics]
+        last = evaluated[-1] if evaluated else {}
+        samples_per_s = run.samples_seen / run.timer.train_s
+        # Where workers meet every few steps, the median step is one without a meeting.
+        if step_time.total_s and run.job.aggregation.method == "every_step":
+            samples_per_s = min(run.job.global_batch_size, run.samples_seen) / step_time.total_s
+        return RunRecord(
+            job=run.job,
+            plan=run.plan,
+            steps=run.steps,
+            samples_seen=run.samples_seen,
+            accuracy=last.get("accuracy"),
+            loss=last.get("loss"),
+            train_loss=self._epochs[-1].train_loss if self._epochs else None,
+            train_s=run.timer.train_s,
+            wall_s=self._wall_s + time.time() - self._launched_at,
+            time_to_first_step_s=self._first_step_s,
+            samples_per_s=samples_per_s,
+            step_time=step_time,
+            weights_sha256=run.weights_sha256(),
+            epochs=tuple(self._epochs),
+            notes=tuple(self._notes),
+            environment=describe_environment(run.world),
+        )
+
+
+def _metric(name: str, value: float) -> str:
+    return f"{value:.2%}" if name == "accuracy" else f"{value:.4f}"

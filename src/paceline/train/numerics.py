@@ -1,0 +1,61 @@
+"""How a run computes: the precision of its forward passes, and torch's settings for the whole process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline import env
+from paceline.spec import Job, Plan
+
+LossFn = Callable[[nn.Module, Any], Tensor]
+"""The mean loss over the samples of a batch, from the prepared model and the batch."""
+
+_AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Precision:
+    """A job's precision on this worker's device."""
+
+    def __init__(self, job: Job, device: torch.device) -> None:
+        self._kind = device.type
+        self._dtype = _AUTOCAST.get(job.precision)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=job.precision == "float16")
+        """Scales the loss, so that small gradients do not become zero in float16; does nothing in other precisions."""
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """What forward passes run in."""
+        return nullcontext() if self._dtype is None else torch.autocast(self._kind, dtype=self._dtype)
+
+    def of(self, loss_fn: LossFn) -> LossFn:
+        """The same loss function, computing in this precision."""
+
+        def loss_of(model: nn.Module, batch: Any) -> Tensor:
+            with self.autocast():
+                return loss_fn(model, batch)
+
+        return loss_of
+
+
+@contextmanager
+def torch_settings(job: Job, plan: Plan) -> Iterator[None]:
+    """Inside, torch has the settings that a run needs of the whole process."""
+    threads = torch.get_num_threads()
+    # Not use_deterministic_algorithms, which loads torch's whole compiler: seconds at the end of every run.
+    determinism = torch.get_deterministic_debug_mode()
+    benchmark = torch.backends.cudnn.benchmark
+    torch.set_num_threads(plan.threads_per_worker)
+    if job.parity == "bitwise":
+        env.deterministic_cuda()
+        torch.backends.cudnn.benchmark = False
+        torch.set_deterministic_debug_mode("warn")
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.backends.cudnn.benchmark = benchmark
+        torch.set_deterministic_debug_mode(determinism)

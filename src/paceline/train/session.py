@@ -1,0 +1,224 @@
+"""What a run does between its steps: save and resume, exchange status among workers, notice stragglers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from paceline.checkpoint import Snapshot
+from paceline.errors import JobError
+from paceline.heartbeat import Heartbeat
+from paceline.spec import Job, Plan
+from paceline.spec.job import differences
+from paceline.spec.plan import EXCLUDED
+from paceline.train.checkpoints import Checkpoints, Found
+from paceline.train.data_progress import DataProgress
+from paceline.train.noise_meter import NoiseMeter
+from paceline.train.process_group import World, leave_at_once
+from paceline.train.state import Trained
+from paceline.train.status_exchange import StatusExchange
+from paceline.train.stragglers import Stragglers
+
+
+class Stateful(Protocol):
+    """Anything that a checkpoint can keep."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
+
+
+class Kept:
+    """Things of the script's own that are saved with every checkpoint, by name."""
+
+    def __init__(self) -> None:
+        self._things: dict[str, Stateful] = {}
+        self._restored: dict[str, Any] = {}
+        """States from a checkpoint that nobody has asked for yet."""
+
+    def add(self, name: str, thing: Stateful) -> None:
+        self._things[name] = thing
+        if name in self._restored:
+            thing.load_state_dict(self._restored.pop(name))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: thing.state_dict() for name, thing in self._things.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._restored = state
+
+
+@dataclass(frozen=True)
+class RunState:
+    """All that a checkpoint holds of a run."""
+
+    job: Job
+    progress: DataProgress
+    noise: NoiseMeter
+    trained: Trained
+    kept: Kept = field(default_factory=Kept)
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the last evaluation; changed in place."""
+
+    def snapshot(self, collective: bool) -> Snapshot | None:
+        """The state now; None where workers' weights differ and this step is no synchronisation point.
+
+        Args:
+            collective: whether all workers call this together; else None, too, where this worker holds only a shard
+                of the model.
+        """
+        engine = self.trained.engine
+        if not (engine.sync_buffers() if collective else engine.holds_all and not engine.weights_diverge):
+            return None
+        shared, own = self.trained.take()
+        shared |= {
+            "progress": self.progress.state_dict(),
+            "noise": self.noise.state_dict(),
+            "metrics": self.metrics,
+            "kept": self.kept.state_dict(),
+        }
+        return Snapshot(self.progress.steps, self.job.to_mapping(), shared, own, is_part=not engine.holds_all)
+
+    def restore(self, found: Found, *, force: bool) -> None:
+        """Go on from a checkpoint. Raises `JobError` if it is of another job, unless `force` is set."""
+        shared = found.shared
+        # By way of a job: what a later release has added gets its default.
+        changes = differences(Job.from_mapping(shared["job"]).to_mapping(), self.job.to_mapping())
+        if changes and not force:
+            raise JobError(
+                f"The checkpoint to resume is of another job: {'; '.join(changes)}. Set it back, choose another "
+                "folder, or go on all the same with --force (paceline.init(force=True))."
+            )
+        self.trained.put(shared, found.own, hyper=not changes)
+        self.progress.load_state_dict(shared["progress"])
+        self.noise.load_state_dict(shared["noise"])
+        self.metrics.update(shared["metrics"])
+        self.kept.load_state_dict(shared["kept"])
+
+
+class Session:
+    """One worker's side of what all workers of a run do between steps. Its methods are collectives but for `rescue`."""
+
+    def __init__(
+        self,
+        state: RunState,
+        plan: Plan,
+        world: World,
+        heartbeat: Heartbeat,
+        checkpoint_address: str | None,
+        say: Callable[[str], None],
+        notes: list[str],
+    ) -> None:
+        """
+        Args:
+            checkpoint_address: where checkpoints are; None: there are none.
+            say: told what a user should know, on rank 0.
+            notes: what a reader of the result must know is added to them.
+        """
+        # A group of its own, in host memory whatever the others use: it communicates beside them.
+        timeout = timedelta(seconds=plan.timeout_s)
+        group = None if world.group is None else dist.new_group(backend="gloo", timeout=timeout)
+        self.state = state
+        self._plan = plan
+        self.world = world
+        self.heartbeat = heartbeat
+        self._address = checkpoint_address
+        self.say = say
+        self._notes = notes
+        self._status_exchange = StatusExchange(group)
+        self._stragglers = Stragglers(_worker_names(plan))
+        self._checkpoints: Checkpoints | None = None
+        if checkpoint_address is not None:
+            shards = None if state.trained.engine.holds_all else state.trained.parts
+            self._checkpoints = Checkpoints(
+                checkpoint_address, state.job.checkpoint, group, state.snapshot, say, shards
+            )
+
+    def resume(self, *, force: bool) -> bool:
+        """Go on from the newest good checkpoint, if there is one; whether there is."""
+        found = None if self._checkpoints is None else self._checkpoints.take_found()
+        if found is None:
+            return False
+        self.state.restore(found, force=force)
+        step = self.state.progress.steps
+        self.heartbeat.step(step)
+        self._notes.append(f"resumed at step {step} from {found.name} in {self._address}")
+        return True
+
+    def roll_back(self) -> str | None:
+        """Put weights and optimizer back to the newest good checkpoint; its name, None if there is none."""
+        found = None if self._checkpoints is None else self._checkpoints.read_again()
+        if found is None:
+            return None
+        self.state.trained.put(found.shared, found.own, hyper=True)
+        return found.name
+
+    def step_ended(self, own_time_s: float) -> None:
+        """After every step: receive every worker's status of the step before, act on it, and send that of this step.
+
+        Args:
+            own_time_s: what the last known step of this worker took without waiting for others.
+        """
+        step = self.state.progress.steps
+        status = self._status_exchange.received()
+        if self._checkpoints is not None:
+            self._checkpoints.step_ended(step, status.requests)
+        for note in self._stragglers.note(step, status.own_times_s):
+            self._notes.append(note)
+            self.say(note)
+        slower = self._plan.exclude_slower
+        if slower is not None and self.world.rank in self._stragglers.lasting(slower):
+            leave_at_once(EXCLUDED)  # the others notice, save what they have, and are started again without it
+        self._status_exchange.send(set() if self._checkpoints is None else self._checkpoints.requests(), own_time_s)
+
+    def at_rest(self) -> None:
+        """Where all workers rest between steps that are made elsewhere: exchange status at once, and save if due."""
+        if self._checkpoints is not None:
+            self._status_exchange.send(self._checkpoints.requests(), 0.0)
+            self._checkpoints.step_ended(self.state.progress.steps, self._status_exchange.received().requests)
+
+    def wants_save(self) -> bool:
+        """Whether this worker requests a checkpoint, and could write it now. No collective."""
+        return self._checkpoints is not None and self._checkpoints.wants_save
+
+    def next_save(self) -> float:
+        """The number of the next step that is saved in any case; infinite if none is. No collective."""
+        return math.inf if self._checkpoints is None else self._checkpoints.next_save(self.state.progress.steps)
+
+    def epoch_ended(self) -> None:
+        """An epoch and what follows it is over: it is saved at the next opportunity."""
+        if self._checkpoints is not None:
+            self._checkpoints.epoch_ended()
+
+    def finish(self) -> None:
+        """The training is over: save what is not saved yet."""
+        self._status_exchange.received()  # nothing stays under way
+        if self._checkpoints is not None:
+            self.state.progress.leave_epoch()
+            self._checkpoints.run_ended(self.state.progress.steps)
+
+    def rescue(self, *, is_whole: bool) -> None:
+        """After an error: save what this worker has, without the others, who may be gone.
+
+        Args:
+            is_whole: whether there is something worth saving: the error did not come in the middle of an update.
+        """
+        if self._checkpoints is not None:
+            self.heartbeat.save()  # whoever would end this worker waits for it
+            self._checkpoints.rescue(is_whole=is_whole)
+
+    def close(self) -> None:
+        """No more checkpoints; what is being written is finished."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+
+
+def _worker_names(plan: Plan) -> list[str]:
+    """What to call each worker, by rank."""
+    hostnames = [placed.hostname for placed in plan.placements for _ in range(placed.num_workers)]
+    return [f"Worker {rank}" + (f" on {hostname}" if hostname else "") for rank, hostname in enumerate(hostnames)]

@@ -1,0 +1,174 @@
+"""One training step, from a batch to an update."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from paceline.errors import JobError, ModelError
+from paceline.parallel import AnyShard, Assignment, StepInput, check_batch
+from paceline.parallel.assignment import shard_sizes
+from paceline.parallel.parts import clip
+from paceline.spec import Mesh
+from paceline.train.data_progress import Batch
+from paceline.train.nonfinite import NonFiniteGuard
+from paceline.train.numerics import LossFn
+from paceline.train.reading import DatasetReader
+from paceline.train.schedule import LearningRates, lr_factor
+from paceline.train.seeding import seed_between_steps, seed_shard
+from paceline.train.session import Session
+from paceline.train.timing import StepTimer
+from paceline.train.trace import ParityTracer
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A batch that was read and is to be trained on."""
+
+    batch: Batch
+    content: Any
+    """This worker's samples of it."""
+    dataset: Any
+
+
+class Stepper:
+    """Makes the steps of a run whose model is prepared."""
+
+    def __init__(
+        self,
+        session: Session,
+        rates: LearningRates,
+        mesh: Mesh,
+        reader: DatasetReader,
+        timer: StepTimer,
+        tracer: ParityTracer,
+    ) -> None:
+        self.session = session
+        self.trained = session.state.trained
+        self._state = session.state
+        self._device = session.world.device
+        self._rates = rates
+        # Workers that compute other layers of a model have the same samples: one of them counts them.
+        self._counts_samples = mesh.leads_assignment(session.world.rank)
+        self._reader = reader
+        self._timer = timer
+        self._tracer = tracer
+        self._guard = NonFiniteGuard(session)
+        self.is_whole = True
+        """Whether weights, optimizer, buffers and progress are those after one and the same step."""
+
+    def step(self, pending: Pending, content: Any, loss_fn: LossFn) -> Tensor:
+        """Train on a batch; returns its mean loss.
+
+        Args:
+            content: what the script made of `pending.content`.
+        """
+        progress, trained, batch = self._state.progress, self.trained, pending.batch
+        engine = trained.engine
+        self.is_whole = not engine.changes_buffers
+        step_input = self._input(progress.steps, batch.assignment, content, loss_fn)
+        if engine.reads_assignment:
+            check_batch(content, sum(batch.assignment.sizes) or 1)
+            step_input = replace(step_input, take_norms=self._state.noise.for_step(progress.steps, batch.assignment))
+        else:
+            step_input = replace(step_input, any_shard=self._any_shard(pending, content, loss_fn))
+        self._rates.set(progress.samples_seen, batch.samples_per_epoch)
+        trained.optimizer.zero_grad(set_to_none=True)
+
+        loss = engine.step(step_input, functools.partial(self._update, batch, content))
+
+        self._tracer.after_update(trained.model, engine.whole)
+        progress.trained_on(batch)
+        self.session.heartbeat.step(progress.steps)
+        seed_between_steps(self._state.job.seed, progress.steps, self._device)
+        self._timer.step_ended(engine.communication)
+        self.is_whole = True
+        if engine.is_synchronised:
+            self.session.step_ended(self._timer.own_s)
+        return loss
+
+    def _input(self, index: int, assignment: Assignment, content: Any, loss_fn: LossFn) -> StepInput:
+        """For an assignment of the global batch with this number, counted over the whole run."""
+        precision, seed = self.trained.precision, self._state.job.seed
+        return StepInput(
+            assignment=assignment,
+            batch=content,
+            loss_of=precision.of(loss_fn),
+            seed_shard=lambda shard: seed_shard(seed, index, shard, self._device),
+            scale=precision.scaler.scale,
+            within=precision.autocast,
+        )
+
+    def _update(self, batch: Batch, content: Any, loss: Tensor) -> None:
+        """Make an update by the gradients that are in `.grad`, unless they are not finite."""
+        trained, step, clip_norm = self.trained, self._state.progress.steps, self._state.job.optim.clip_norm
+        engine, scaler = trained.engine, trained.precision.scaler
+        # A worker that is alone between two synchronisations may have no sample, hence no gradient and no update. One
+        # that holds only a stage of the model may have no parameter, and goes on with those that have.
+        has_gradient = not engine.holds_all or any(p.grad is not None for p in trained.model.parameters())
+        norm = functools.cache(engine.gradient_norm)  # found once a step, where anybody asks for it
+        is_made = has_gradient and self._guard.allows_update(loss, norm, batch.samples)
+        self.is_whole = False
+        if is_made and clip_norm is not None:
+            scaler.unscale_(trained.optimizer)
+            clip(trained.model.parameters(), clip_norm, norm())
+        idle = not batch.assignment.sizes or not self._counts_samples
+        self._tracer.before_update(step, trained.model, engine.whole, loss, content, idle=idle)
+        if is_made:
+            scaler.step(trained.optimizer)
+            scaler.update()
+
+    def _any_shard(self, pending: Pending, content: Any, loss_fn: LossFn) -> AnyShard:
+        """For servers, whose workers read the shards they compute: batches and shards are those of any other run.
+
+        Raises:
+            JobError: the run's updates so far are not those by the batches before this one.
+            ModelError: the script changed the batch, which nobody computes.
+        """
+        job, progress, batch = self._state.job, self._state.progress, pending.batch
+        if batch.index != progress.steps:
+            raise JobError(
+                f"This run has made {progress.steps} updates, but {batch.index} global batches of "
+                f"{job.global_batch_size} come before this one, and asynchronous servers count batches by updates; "
+                "train on every batch of every epoch once, with one global_batch_size, or begin in another folder."
+            )
+        if _tensors(content) != _tensors(pending.content):
+            raise ModelError(
+                "With aggregation.method = 'parameter_server_async' workers read the shards they compute themselves, "
+                "so what the script changed in a batch before run.step would be lost; do it in the loss function."
+            )
+
+        def sizes(index: int) -> tuple[int, ...]:
+            return shard_sizes(len(progress.samples(index)), job.virtual_shards)
+
+        def read(index: int, shard: int) -> StepInput:
+            assignment = Assignment(sizes(index), ((shard, shard + 1),), rank=0)
+            samples = progress.samples(index)[slice(*assignment.span)]
+            (shard_content,) = self._reader.read(pending.dataset, progress.place(index)[0], [samples], train=True)
+            # Servers know of no loss scale.
+            return replace(self._input(index, assignment, shard_content, loss_fn), scale=lambda loss: loss)
+
+        def factor(index: int) -> float:
+            epoch, number = progress.place(index)
+            seen = epoch * batch.samples_per_epoch + min(number * job.global_batch_size, batch.samples_per_epoch)
+            return lr_factor(job, seen, batch.samples_per_epoch)
+
+        return AnyShard(
+            batch=batch.index,
+            num_shards=lambda index: len(sizes(index)),
+            lr_factor=factor,
+            read=read,
+            at_base_rates=self._rates.at_base,
+            stop=int(min(progress.steps + batch.num_left, self.session.next_save())),
+            wants_rest=self.session.wants_save,
+            at_rest=self.session.at_rest,
+        )
+
+
+def _tensors(content: Any) -> list[int]:
+    """Which tensors a batch consists of."""
+    return [id(leaf) for leaf in pytree.tree_leaves(content) if isinstance(leaf, Tensor)]

@@ -1,0 +1,12 @@
+"""What a launcher runs on every node: the process that starts and watches workers there."""
+
+from __future__ import annotations
+
+from paceline.hardware import detect
+from paceline.launch.agent import serve
+from paceline.spec.codec import to_mapping
+
+
+def agent() -> None:
+    """Start workers on this node for a launcher that talks to this process over its standard streams."""
+    serve(to_mapping(detect().nodes[0]))

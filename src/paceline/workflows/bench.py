@@ -1,0 +1,166 @@
+"""`paceline.bench`: side-by-side measurements on this hardware, of collectives and of checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline import env
+from paceline.errors import PacelineError
+from paceline.plan import spread
+from paceline.spec import AlgorithmName, Cluster, Plan
+from paceline.spec.algorithm import algorithm_names
+from paceline.spec.checkpoint_timing import CheckpointRequest, CheckpointTimings
+from paceline.spec.comm_timing import (
+    TIMINGS_FILE,
+    CommCase,
+    CommRequest,
+    CommTimings,
+    WireName,
+    message_sizes,
+)
+from paceline.workflows.allocation import Allocation, open_allocation
+from paceline.workflows.run_folder import new_run_dir
+from paceline.workflows.where import HERE, Where
+
+__all__ = ["checkpoint", "comm"]
+
+REQUEST_FILE = "request.json"
+
+
+def comm(
+    *,
+    workers: int | None = None,
+    algorithms: Sequence[AlgorithmName] | None = None,
+    wires: Sequence[WireName] = ("float32",),
+    dtype: str = "float32",
+    min_bytes: int = 4 << 10,
+    max_bytes: int = 256 << 20,
+    servers: int = 1,
+    link_rate: float | None = None,
+    rounds: int = 20,
+    budget: float = 60.0,
+    out: Path | None = None,
+    draw: Path | None = None,
+    quiet: bool = True,
+    where: Where = HERE,
+) -> CommTimings:
+    """Time every way to sum over all workers, by message size; the page is written to the folder of the results.
+
+    Example: `paceline.bench.comm(workers=2, algorithms=["all_reduce", "ring"], max_bytes=1 << 20)`.
+
+    Args:
+        workers: number of workers; None: one for each device, and two at least without a GPU.
+        algorithms: the ways to sum; None: all of them.
+        wires: the formats in which values travel.
+        dtype: of the values that are summed.
+        min_bytes, max_bytes: the smallest and the largest message; sizes in between grow by a factor of 4.
+        servers: workers that also serve, with parameter servers.
+        link_rate: bytes a second of one link in one direction, such as 25e9, to compare with.
+        rounds: most rounds of a size; long calls get fewer.
+        budget: seconds for all timings; the rest is left out.
+        out: the folder of the results; None: a new one under runs/.
+        draw: measure nothing, and make the page of this timings.json again.
+        quiet: whether workers leave out their progress, which goes to standard error.
+        where: the nodes, and how they are reached.
+
+    Raises:
+        JobError: an invalid argument.
+        PacelineError: the folder holds a benchmark, or cannot be used.
+        WorkerFailed: a worker failed.
+    """
+    from paceline.report.comm_files import load_timings, write_comm_bench  # a template engine and a plotting library
+
+    if draw is not None:
+        folder = out or (draw if draw.is_dir() else draw.parent)
+        timings = load_timings(draw)
+    else:
+        request = CommRequest.from_mapping(
+            {
+                "cases": [CommCase(name, wire) for wire in wires for name in algorithms or algorithm_names()],
+                "sizes_bytes": message_sizes(min_bytes, max_bytes),
+                "dtype": dtype,
+                "num_servers": servers,
+                "num_rounds": rounds,
+                "budget_s": budget,
+                "link_rate_bytes_per_s": link_rate,
+            }
+        )
+        folder = results_folder(out, "bench-comm")
+        with open_allocation(where, folder) as allocation:
+            plan = bench_plan(allocation.cluster, workers)
+            # Bytes are counted on an interface that every node has under one name; only the user can say that.
+            counted = where.interface if len(plan.placements) > 1 else None
+            request = dataclasses.replace(request, device_kind=plan.device_kind, interface=counted)
+            _run("paceline.measure.collective_bench", request, allocation, plan, folder, quiet)
+        timings = load_timings(folder)
+    write_comm_bench(timings, folder)
+    return timings
+
+
+def checkpoint(
+    *,
+    directory: str | None = None,
+    workers: int | None = None,
+    parameters: float = 100e6,
+    rounds: int = 5,
+    out: Path | None = None,
+    quiet: bool = True,
+    where: Where = HERE,
+) -> CheckpointTimings:
+    """Time checkpoints on a storage: how long training stalls, and how long until one is complete.
+
+    Example: `paceline.bench.checkpoint(parameters=1e6, rounds=1)`.
+
+    Args:
+        directory: where to save: a folder, or an address such as s3://bucket/place; None: the results' folder.
+        workers: number of workers; None: one for each device, and two at least without a GPU.
+        parameters: of the model; a checkpoint has 12 bytes for each.
+        rounds: checkpoints after the first.
+        out: the folder of the results; None: a new one under runs/.
+        quiet, where: as for `comm`.
+
+    Raises:
+        PacelineError: the folder holds a benchmark, or cannot be used; or the storage fails.
+        WorkerFailed: a worker failed.
+    """
+    folder = results_folder(out, "bench-checkpoint")
+    # A name of its own: whatever lies there already is left alone.
+    place = directory or str(folder.absolute())
+    address = f"{place if '://' in place else Path(place).absolute()}/bench-{uuid.uuid4().hex[:8]}"
+    with open_allocation(where, folder) as allocation:
+        plan = bench_plan(allocation.cluster, workers)
+        request = CheckpointRequest(address, int(parameters), rounds, plan.device_kind)
+        _run("paceline.measure.checkpoint_bench", request, allocation, plan, folder, quiet)
+    return CheckpointTimings.from_mapping(json.loads((folder / TIMINGS_FILE).read_text(encoding="utf-8")))
+
+
+def results_folder(out: Path | None, name: str) -> Path:
+    """The folder of a new benchmark: `out` or a fresh one. Raises `PacelineError` where it already holds one."""
+    folder = new_run_dir(out, name)
+    if (folder / TIMINGS_FILE).exists():
+        raise PacelineError(f"{folder} already holds a benchmark; choose another --out or remove the folder.")
+    return folder
+
+
+def bench_plan(cluster: Cluster, workers: int | None) -> Plan:
+    """One worker for each device; on CPU at least two, since one has nobody to sum with."""
+    return spread(cluster, workers or max(len(cluster.devices), 2 if cluster.device_kind == "cpu" else 1))
+
+
+def _run(
+    module: str, request: CommRequest | CheckpointRequest, allocation: Allocation, plan: Plan, folder: Path, quiet: bool
+) -> None:
+    """Run the workers of `plan`: each reads the request in the folder, and the first leaves its timings there."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        request.save(folder / REQUEST_FILE)
+    except OSError as problem:
+        raise PacelineError(f"The folder {folder} cannot be used: {problem}.") from None
+    # Absolute: on another node the working directory may be another.
+    there = folder.absolute()
+    program = ["-m", module, str(there / REQUEST_FILE), str(there), *(["--quiet"] if quiet else [])]
+    allocation.run(plan, program, run_dir=folder, environ=env.terminal())

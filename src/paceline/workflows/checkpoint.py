@@ -1,0 +1,219 @@
+"""`paceline.checkpoint`: what a run has left behind, whether it is sound, what of it is to stay, and its weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from paceline.errors import CheckpointError
+from paceline.spec.codec import from_mapping
+from paceline.spec.job import CheckpointSpec
+from paceline.workflows.jobs import Say, silent
+
+if TYPE_CHECKING:
+    from paceline.checkpoint.retention import Pruning
+    from paceline.checkpoint.storage import Storage
+
+__all__ = ["CheckpointState", "Checkpoints", "ExportedWeights", "export", "ls", "prune", "verify"]
+
+
+@dataclass(frozen=True)
+class CheckpointState:
+    """One checkpoint. "complete" is what its manifest says, "good" is what reading every byte says."""
+
+    name: str
+    state: Literal["complete", "unfinished", "damaged", "good"]
+    problem: str = ""
+    """What is damaged."""
+    step: int = 0
+    saved_at: str = ""
+    """UTC, as in ISO 8601."""
+    workers: int = 0
+    num_bytes: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints in a storage, oldest first."""
+
+    address: str
+    states: tuple[CheckpointState, ...]
+
+
+@dataclass(frozen=True)
+class ExportedWeights:
+    """The checkpoint whose weights were written."""
+
+    name: str
+    address: str
+    """The storage it lies in."""
+    step: int
+
+
+def ls(place: str) -> Checkpoints:
+    """The checkpoints of a run, oldest first, by what their manifests say; only `verify` reads them.
+
+    Example: `paceline.checkpoint.ls("runs/mine").states[-1].step`.
+
+    Args:
+        place: a run folder, a folder of checkpoints, one checkpoint, or an address such as s3://…
+
+    Raises:
+        CheckpointError: there are none, or the storage fails.
+    """
+    with open_checkpoints(place) as (storage, names):
+        return Checkpoints(storage.address, tuple(_state(storage, name) for name in names))
+
+
+def verify(place: str, on_each: Callable[[CheckpointState], None] | None = None) -> tuple[CheckpointState, ...]:
+    """Read every byte of every checkpoint: which are good, damaged or unfinished.
+
+    Example: `all(one.state == "good" for one in paceline.checkpoint.verify("runs/mine"))`.
+
+    Args:
+        place: as for `ls`.
+        on_each: is told of each as soon as it is read.
+
+    Raises:
+        CheckpointError: there are none, or the storage fails.
+    """
+    states = []
+    with open_checkpoints(place) as (storage, names):
+        for name in names:
+            states.append(_verified(storage, name))
+            if on_each is not None:
+                on_each(states[-1])
+    return tuple(states)
+
+
+def prune(
+    place: str,
+    *,
+    keep_last: int = CheckpointSpec.keep_last,
+    keep_every_hours: float | None = None,
+    keep_best: str | None = None,
+    dry_run: bool = False,
+) -> Pruning:
+    """Remove the checkpoints that no rule keeps; those that stay are read and found good first, or do not count.
+
+    Example: `paceline.checkpoint.prune("runs/mine", keep_last=2, dry_run=True).go`.
+
+    Args:
+        place: as for `ls`.
+        keep_last: keep the last so many.
+        keep_every_hours: keep the first one of every so many hours too.
+        keep_best: keep the best by a metric too, such as "accuracy".
+        dry_run: remove nothing.
+
+    Returns:
+        The names of those that stay, of those that go, and what is wrong with damaged ones, which are left alone.
+
+    Raises:
+        JobError: an invalid rule.
+        CheckpointError: there are none, or the storage fails.
+    """
+    from paceline.checkpoint.retention import discard, sort_out
+
+    rules = {"keep_last": keep_last, "keep_every_hours": keep_every_hours, "keep_best": keep_best}
+    spec = from_mapping(CheckpointSpec, rules)
+    with open_checkpoints(place) as (storage, _):
+        pruning = sort_out(storage, spec)
+        for name in () if dry_run else pruning.go:
+            discard(storage, name)
+    return pruning
+
+
+def export(checkpoint: str, target: str, *, force: bool = False, say: Say = silent) -> ExportedWeights:
+    """Write the model of a checkpoint into one safetensors file, under plain state_dict names.
+
+    Example: `paceline.checkpoint.export("runs/mine", "model.safetensors")`.
+
+    Args:
+        checkpoint: a checkpoint; or a run folder, whose newest good one is taken.
+        target: the file.
+        force: replace the file if there is one.
+        say: is told of newer checkpoints that cannot be used.
+
+    Raises:
+        CheckpointError: there is none that can be used, the file is there already, or a storage fails.
+    """
+    from paceline.checkpoint import newest_good, read_checkpoint
+    from paceline.checkpoint.place import find_place, split_address, storage_problems
+    from paceline.checkpoint.storage import open_storage
+    from paceline.checkpoint.weights import export_weights
+
+    folder, file = split_address(target)
+    with storage_problems(target):
+        beside = open_storage(folder)
+        if not force and file in beside.names():
+            raise CheckpointError(f"{target} is there already; choose another name, or replace it with --force.")
+    with storage_problems(checkpoint):
+        place = find_place(checkpoint)
+        if place.name is None:
+            found, problems = newest_good(place.storage)
+            for problem in problems:
+                say(problem)
+            if found is None:
+                raise CheckpointError(f"There is no checkpoint in {place.storage.address}.")
+        else:
+            try:
+                found = read_checkpoint(place.storage, place.name)
+            except CheckpointError as reason:
+                raise CheckpointError(f"The checkpoint {checkpoint} cannot be used: {reason}.") from None
+    with storage_problems(target, "written"):
+        export_weights(found.weights, beside, file)
+    return ExportedWeights(found.name, place.storage.address, found.manifest.step)
+
+
+@contextlib.contextmanager
+def open_checkpoints(place: str) -> Iterator[tuple[Storage, list[str]]]:
+    """A place and the checkpoints there, whatever their state, oldest first; or the one that it is.
+
+    Raises:
+        CheckpointError: there are none, or the storage fails.
+    """
+    from paceline.checkpoint.load import list_folders
+    from paceline.checkpoint.place import find_place, storage_problems
+
+    with storage_problems(place):
+        found = find_place(place)
+        names = list_folders(found.storage) if found.name is None else [found.name]
+        if not names:
+            raise CheckpointError(f"There is no checkpoint in {found.storage.address}.")
+        yield found.storage, names
+
+
+def _state(storage: Storage, name: str) -> CheckpointState:
+    from paceline.checkpoint.load import is_complete, read_manifest
+
+    if not is_complete(storage, name):
+        return CheckpointState(name, "unfinished")
+    try:
+        manifest = read_manifest(storage, name)
+    except CheckpointError as problem:
+        return CheckpointState(name, "damaged", str(problem))
+    return CheckpointState(
+        name,
+        "complete",
+        step=manifest.step,
+        saved_at=manifest.saved_at,
+        workers=manifest.world_size,
+        num_bytes=manifest.num_bytes,
+        metrics=manifest.metrics,
+    )
+
+
+def _verified(storage: Storage, name: str) -> CheckpointState:
+    from paceline.checkpoint import verify_checkpoint
+    from paceline.checkpoint.load import is_complete
+
+    if not is_complete(storage, name):
+        return CheckpointState(name, "unfinished")
+    try:
+        verify_checkpoint(storage, name)
+    except CheckpointError as problem:
+        return CheckpointState(name, "damaged", str(problem))
+    return CheckpointState(name, "good")

@@ -1,0 +1,97 @@
+"""`paceline.doctor`: what is wrong with this node, or with several and what is between them, and how to fix it."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from paceline import env
+from paceline.errors import LaunchError
+
+if TYPE_CHECKING:
+    from paceline.hardware.checks import Finding, NodeFacts, ReachTest
+
+
+def doctor(*, hosts: str = "", folder: Path = Path("runs")) -> tuple[Finding, ...]:
+    """Check this node, or all that are named and what is between them.
+
+    Example: `[finding.what for finding in paceline.doctor() if finding.level == "error"]`.
+
+    Args:
+        hosts: nodes to look at over SSH, such as "a:8,b:8"; empty: this node alone.
+        folder: where runs are written.
+
+    Returns:
+        What was found, fine or not; each with its level, a sentence, and what to do.
+
+    Raises:
+        LaunchError: names of nodes that are invalid, or ssh cannot be started.
+    """
+    from paceline.hardware.checks import check_node, check_nodes, survey
+    from paceline.launch.ssh import explain_ssh_failure
+
+    names = _names(hosts)
+    if not names:
+        return tuple(check_node(own_facts(folder.absolute())))
+    command = [sys.executable, "-m", "paceline", "doctor"]
+    found = survey(names, _start_over_ssh, doctor=command, folder=folder.absolute(), explain=explain_ssh_failure)
+    findings = list(found.problems)
+    for host, facts in found.nodes.items():
+        findings += [dataclasses.replace(finding, node=host) for finding in check_node(facts)]
+    if len(found.nodes) > 1:
+        findings += check_nodes(found)
+    return tuple(findings)
+
+
+def own_facts(folder: Path, marker: Path | None = None, hosts: str = "") -> NodeFacts:
+    """The facts of this node, for the doctor on another one; `marker` is a file that both should see."""
+    from paceline.hardware.checks import node_facts
+    from paceline.network_addresses import addresses
+
+    return node_facts(addresses(), env.socket_interfaces(), folder=folder, marker=marker, peers=_names(hosts))
+
+
+def listen(address: str, until: TextIO, output: TextIO) -> None:
+    """Accept connections on an address until the stream `until` ends; the port is written to `output`."""
+    from paceline.hardware.checks import answer_until
+
+    try:
+        answer_until(until, address, output)
+    except OSError as problem:
+        raise LaunchError(f"Nothing can listen on {address} here: {problem.strerror or problem}.") from None
+
+
+def connect(targets: str) -> list[ReachTest]:
+    """Try to connect to "NAME=ADDRESS:PORT,…". Raises `LaunchError` for other texts."""
+    from paceline.hardware.checks import try_to_reach
+
+    doors = []
+    for target in targets.split(","):
+        name, _, where = target.partition("=")
+        address, _, port = where.rpartition(":")
+        if not (name and address and port.isdigit()):
+            raise LaunchError(f"--connect {target!r} should be NAME=ADDRESS:PORT.")
+        doors.append((name, address, int(port)))
+    return try_to_reach("", doors)
+
+
+def _names(hosts: str) -> list[str]:
+    """The names of nodes. Raises `LaunchError` for invalid ones."""
+    from paceline.launch.hosts import parse_hosts
+
+    return [node.host for node in parse_hosts(hosts)] if hosts else []
+
+
+def _start_over_ssh(host: str, program: Sequence[str]) -> subprocess.Popen[str]:
+    from paceline.launch.ssh import ssh_argv
+
+    argv = ssh_argv(host, program, cwd=Path.cwd(), environ={})
+    pipe = subprocess.PIPE
+    try:
+        return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace")
+    except OSError as problem:
+        raise LaunchError(f"ssh cannot be started: {problem}; install the OpenSSH client.") from None

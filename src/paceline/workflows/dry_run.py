@@ -1,0 +1,35 @@
+"""The commands that a run would start, as a person would type them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from paceline.launch import worker_commands
+from paceline.launch.commands import Rendezvous, rendezvous_on_one_node
+from paceline.spec import Plan
+from paceline.workflows.allocation import node_access
+from paceline.workflows.where import Where
+
+
+def dry_run(
+    plan: Plan, program: Sequence[str], run_dir: Path, where: Where, environ: Mapping[str, str] | None = None
+) -> str:
+    """The commands of every worker, as text; starts nothing and connects to nobody."""
+    lines = [f"# {plan.world_size} workers, launcher {where.launcher}, backend {plan.backend}"]
+    if first := plan.placements[0].hostname:
+        place = f"tcp://ADDRESS_OF_{first}:PORT_BOUND_THERE"
+        rendezvous = Rendezvous(place, tuple(where.interface or "INTERFACE_THAT_REACHES_IT" for _ in plan.nodes))
+    else:
+        rendezvous = rendezvous_on_one_node(Path("NEW_FOLDER"))
+    commands = worker_commands(plan, program, run_dir=run_dir, rendezvous=rendezvous, launched_at=0.0, environ=environ)
+    for number, placement in enumerate(plan.placements):
+        if node := placement.hostname:
+            access = node_access(where, node)
+            lines += ["", f"# node {node}: {shlex.join(access.argv([access.python, '-m', 'paceline', 'agent']))}"]
+        for command in (command for command in commands if command.node == number):
+            variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(command.variables.items()))
+            argv = [where.python or command.argv[0], *command.argv[1:]]
+            lines += [f"# rank {command.rank}", f"{variables} {shlex.join(argv)}"]
+    return "\n".join(lines)

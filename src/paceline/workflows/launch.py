@@ -1,0 +1,100 @@
+"""`paceline.launch`: a user's own script on several workers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline import env
+from paceline.errors import LaunchError
+from paceline.plan import spread
+from paceline.spec import Cluster, Plan, parse_mesh
+from paceline.workflows.allocation import Allocation, allocation_on_paper, open_allocation
+from paceline.workflows.dry_run import dry_run
+from paceline.workflows.run_folder import new_run_dir
+from paceline.workflows.where import HERE, RIGID, Elastic, Where
+
+
+def launch(
+    script: Path | str,
+    arguments: Sequence[str] = (),
+    *,
+    workers: int | None = None,
+    out: Path | None = None,
+    threads: int | None = None,
+    strategy: str | None = None,
+    where: Where = HERE,
+    elastic: Elastic = RIGID,
+    debug_comm: bool = False,
+) -> Path:
+    """Run a script that calls `paceline.init` on several workers and return the folder of its logs.
+
+    Example: `paceline.launch("train.py", ["--epochs", "3"], workers=2)`.
+
+    Args:
+        script: the script, and `arguments` for it.
+        workers: number of workers; None: one for each device.
+        out: the folder for logs; None: a new one under runs/.
+        threads: CPU threads that each worker computes with; None: an equal share of the cores.
+        strategy: how workers divide the model where the script names no way of its own, such as "fsdp" or "dp2 x pp2".
+        where: the nodes, and how they are reached.
+        elastic: whether the script is started again after a failure.
+        debug_comm: compare every collective across workers.
+
+    Raises:
+        LaunchError: there is no such script, or workers cannot be started.
+        JobError: a strategy that does not make as many workers.
+        WorkerFailed: a worker failed; says which rank, and why.
+    """
+    launching = _Launching(Path(script), workers, threads, strategy, debug_comm)
+    run_dir = out or new_run_dir(None, launching.script.stem)
+    with open_allocation(where, run_dir) as allocation:
+        allocation.run_job(
+            launching.num_workers_on(allocation),
+            elastic,
+            launching.plan_for,
+            lambda _plan: [str(script), *arguments],
+            run_dir=run_dir,
+            output="all",
+            environ=env.strategy_note(strategy),
+        )
+    return run_dir
+
+
+def launch_commands(
+    script: Path | str, arguments: Sequence[str] = (), *, out: Path | None = None, where: Where = HERE, **spread: Any
+) -> str:
+    """The commands that `launch` would start, with the same arguments; starts nothing and connects to nobody."""
+    launching = _Launching(Path(script), **spread)
+    allocation = allocation_on_paper(where)
+    plan = launching.plan_for(allocation.cluster, launching.num_workers_on(allocation))
+    run_dir = out or Path("runs") / launching.script.stem
+    return dry_run(plan, [str(script), *arguments], run_dir, allocation.where, env.strategy_note(launching.strategy))
+
+
+@dataclass(frozen=True)
+class _Launching:
+    """How `launch` was asked to spread a script over workers; the fields are arguments of `launch`."""
+
+    script: Path
+    workers: int | None = None
+    threads: int | None = None
+    strategy: str | None = None
+    debug_comm: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.script.is_file():
+            raise LaunchError(f"There is no script '{self.script}'.")
+
+    def num_workers_on(self, allocation: Allocation) -> int:
+        return self.workers or (1 if allocation.where.launcher == "debug" else len(allocation.cluster.devices))
+
+    def plan_for(self, cluster: Cluster, num_workers: int) -> Plan:
+        plan = spread(cluster, num_workers, self.threads)
+        if self.strategy is not None and num_workers > 1:  # as the script will read it
+            mesh = parse_mesh(self.strategy, num_workers, len(plan.placements))
+            plan = spread(cluster, num_workers, self.threads, mesh)
+        return dataclasses.replace(plan, debug_comm=self.debug_comm)

@@ -1,0 +1,198 @@
+"""`paceline.plan`: what a job will do on 1, 2, … N devices, and which number to take."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import ClusterError, JobError, PacelineError
+from paceline.plan import place
+from paceline.spec import Cluster, Job, Plan
+from paceline.spec.forecast import Forecast, Grow
+from paceline.workflows.forecasts import CLUSTER_FILE
+from paceline.workflows.jobs import resolve_job
+from paceline.workflows.traced_model import trace_model
+
+if TYPE_CHECKING:
+    from paceline.plan.inputs import ForecastRequest
+    from paceline.spec.model_cost import ModelCost
+
+PLAN_FILE, PAGE_FILE, FORECAST_FILE = "plan.json", "plan.html", "forecast.json"
+
+_MOST_DEVICES = 1_000_000
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """A forecast, and the plan of its recommended row; None where the cluster has too few devices for that row."""
+
+    forecast: Forecast
+    plan: Plan | None
+
+    def page(self) -> str:
+        """The HTML page: the table, with plots of the forecast and its uncertainty."""
+        from paceline.report.plan_page import render_plan_page
+
+        return render_plan_page(self.forecast)
+
+    def _repr_html_(self) -> str:
+        from paceline.report.html_table import html_of
+        from paceline.report.plan_table import plan_table
+
+        return html_of(lambda columns: plan_table(self.forecast, columns))
+
+
+def plan(
+    job: Job | str | Path,
+    *,
+    cluster: Cluster | Path = CLUSTER_FILE,
+    devices: Sequence[int] | str | None = None,
+    grow: Grow = "none",
+    efficiency_floor: float = 0.5,
+    price: float | None = None,
+    noise_scale: float | None = None,
+    target_samples: float | None = None,
+    link_rate: float | None = None,
+    devices_per_node: int | None = None,
+    out: Path | None = None,
+    model: str | Callable[..., Any] | None = None,
+    data: str | Path | Callable[..., Any] | None = None,
+    settings: Sequence[str] = (),
+    trace: bool = False,
+) -> PlannedJob:
+    """Forecast step time, throughput, speed-up, time to a target and cost for several device counts; recommend one.
+
+    Example: `paceline.plan("digits-lenet", devices="1..8").forecast.recommended_devices`.
+
+    Args:
+        job: a job that was probed: a job, a job file (TOML) or the name of a recipe.
+        cluster: what `probe` measured, or its file.
+        devices: the device counts, such as [1, 2, 4] or "1..64"; None: up to all devices of the cluster.
+        grow: "none": the same global batch on every count; "batch": the same batch for each device.
+        efficiency_floor: least scaling efficiency worth recommending, in [0, 1].
+        price: price of one device for an hour.
+        noise_scale: the gradient noise scale, in samples, which training logs.
+        target_samples: the samples that the job as it is needs to reach its target.
+        link_rate: bytes a second between nodes in one direction, where it is not measured.
+        devices_per_node: on nodes beyond the cluster; None: as on its largest one.
+        out: the folder for plan.json, plan.html and forecast.json; None: nothing is written.
+        trace: trace the model, so that pipelines and tensor groups are weighed too.
+        model, data, settings: as for `train`.
+
+    Raises:
+        ClusterError: nothing is known of this hardware, or of this job on it.
+        JobError: an invalid argument, or a job that fits none of the device counts.
+        PacelineError: a file cannot be written.
+    """
+    # NumPy, SciPy and what plots: not for `paceline --help`.
+    from paceline.plan.forecast import forecast
+    from paceline.plan.inputs import ForecastRequest
+
+    resolved = resolve_job(job, settings, data, model)
+    known = cluster if isinstance(cluster, Cluster) else _load_cluster(cluster, job)
+    request = ForecastRequest(
+        grow=grow,
+        efficiency_floor=efficiency_floor,
+        price_per_device_hour=price,
+        noise_scale=noise_scale,
+        target_samples=target_samples,
+        link_bytes_per_s=link_rate,
+        devices_per_node=devices_per_node,
+    )
+    wanted = f"1..{max(1, len(known.devices))}" if devices is None else devices
+    counts = device_counts(wanted) if isinstance(wanted, str) else sorted(set(wanted))
+    model_cost = trace_model(resolved) if trace else None
+    found = forecast(resolved, known, counts, request, model_cost)
+    planned = PlannedJob(found, recommended_plan(resolved, known, found, request, model_cost))
+    if out is not None:
+        _write(planned, out)
+    return planned
+
+
+def load_plan(path: Path) -> Plan:
+    """The plan in a file that `plan` wrote.
+
+    Raises:
+        JobError: the file cannot be read, or holds no plan; the message names the file.
+    """
+    try:
+        mapping = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(mapping, dict):
+            raise JobError("it should be a table")
+        return Plan.from_mapping(mapping)
+    except (OSError, ValueError, JobError) as problem:
+        raise JobError(f"{path} cannot be read as a plan: {problem}") from None
+
+
+def device_counts(text: str) -> list[int]:
+    """ "1..4,8" as [1, 2, 3, 4, 8]; long ranges are thinned out. Raises `JobError`."""
+    from paceline.plan.forecast import counts_between
+
+    counts: set[int] = set()
+    for part in text.split(","):
+        ends = re.fullmatch(r"\s*(\d+)\s*(?:(?:\.\.|-|…)\s*(\d+)\s*)?", part)
+        first, last = (0, 0) if ends is None else (int(ends[1]), int(ends[2] or ends[1]))
+        if not 1 <= first <= last <= _MOST_DEVICES:
+            raise JobError(f"--devices {text} should be counts such as 1,2,4 or a range such as 1..64.")
+        counts.update(counts_between(first, last))
+    return sorted(counts)
+
+
+def recommended_plan(
+    job: Job,
+    cluster: Cluster,
+    forecast: Forecast,
+    request: ForecastRequest | None = None,
+    model: ModelCost | None = None,
+) -> Plan | None:
+    """The plan of the recommended row; None where the cluster has too few devices for it.
+
+    Its workers are laid out on a mesh where replicas do not fit or a mesh is clearly faster.
+    """
+    from paceline.plan.mesh_selection import choose_mesh, measured_model_cost
+
+    row = forecast.recommended
+    if row.devices > len(cluster.devices):
+        return None
+    grown = job.grown(row.devices) if forecast.grow == "batch" else job
+    rate = None if request is None else request.link_bytes_per_s
+    choice = choose_mesh(grown, model or measured_model_cost(job, cluster), cluster, row.devices, link_bytes_per_s=rate)
+    if not choice.mesh.is_plain:
+        plan = choice.applied(place(grown, cluster, row.devices, mesh=choice.mesh))
+        samples_per_s = row.samples_per_s if choice.step_s is None else grown.global_batch_size / choice.step_s
+        return dataclasses.replace(plan, forecast_samples_per_s=samples_per_s)
+    plan = place(
+        grown,
+        cluster,
+        row.devices,
+        micro_batch_size=row.micro_batch_size if row.num_micro_batches > 1 and job.parity == "numeric" else None,
+        algorithm=row.algorithm if row.devices > 1 else "auto",
+    )
+    return dataclasses.replace(plan, forecast_samples_per_s=row.samples_per_s)
+
+
+def _load_cluster(path: Path, job: Job | str | Path) -> Cluster:
+    if not path.exists():
+        name = job.name if isinstance(job, Job) else job
+        raise ClusterError(
+            f"There is no {path}, and nothing is known of this hardware; run paceline probe {name} first."
+        )
+    return Cluster.load(path)
+
+
+def _write(planned: PlannedJob, out: Path) -> None:
+    """forecast.json and plan.html, and plan.json if there is a plan."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        planned.forecast.save(out / FORECAST_FILE)
+        (out / PAGE_FILE).write_text(planned.page(), encoding="utf-8", newline="\n")
+        if planned.plan is not None:
+            text = json.dumps(planned.plan.to_mapping(), indent=2) + "\n"
+            (out / PLAN_FILE).write_text(text, encoding="utf-8")
+    except OSError as problem:
+        raise PacelineError(f"The plan cannot be written into '{out}': {problem.strerror}.") from None

@@ -1,0 +1,240 @@
+"""`paceline.probe`: what links, model, loader and disk of these nodes really do, for plans to be made from."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline import env
+from paceline.errors import ClusterError, PacelineError, WorkerFailed
+from paceline.measure.values import (
+    JOB_FILE,
+    LINKS_FILE,
+    NETWORK_FILE,
+    REQUEST_FILE,
+    JobProbe,
+    JobRequest,
+    LinkProbe,
+    LinkRequest,
+    NetworkProbe,
+    NetworkRequest,
+    read_json,
+    write_json,
+)
+from paceline.measure.which_links import MOST_NODES_IN_FULL, merged_reasons, node_pairs, with_measured
+from paceline.plan import place
+from paceline.spec import Cluster, Job, JobTiming, NetworkLink, Node, NodePlacement, Plan
+from paceline.workflows.allocation import Allocation, open_allocation
+from paceline.workflows.forecasts import CLUSTER_FILE
+from paceline.workflows.jobs import resolve_job
+from paceline.workflows.where import HERE, Where
+
+_PCI_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+"""The order in which the cluster counts GPUs; CUDA's own puts the fastest first."""
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What was measured this time, and a sentence for each thing that was not."""
+
+    measured: Cluster
+    not_measured: tuple[str, ...]
+
+    @property
+    def timing(self) -> JobTiming | None:
+        """What the job's parts take; None where no job was named."""
+        return self.measured.timings[0] if self.measured.timings else None
+
+
+def probe(
+    job: Job | str | Path | None = None,
+    *,
+    workers: int | None = None,
+    out: Path = CLUSTER_FILE,
+    folder: Path = Path("runs"),
+    budget: float = 60.0,
+    model: str | Callable[..., Any] | None = None,
+    data: str | Path | Callable[..., Any] | None = None,
+    settings: Sequence[str] = (),
+    threads: int | None = None,
+    quiet: bool = True,
+    where: Where = HERE,
+) -> ProbeResult:
+    """Measure links inside and between nodes, and a job's model, loader and checkpoints; write it into a file.
+
+    Example: `paceline.probe("digits-lenet", budget=10)`.
+
+    Args:
+        job: whose model and data are timed too; None: links alone.
+        workers: number of workers that will share a batch; None: all devices.
+        out: the file, cluster.json; what was known and is not measured again stays in it.
+        folder: where runs, and so checkpoints, are written.
+        budget: seconds for the job's timings.
+        threads: CPU threads that each worker computes with; None: an equal share of the cores.
+        quiet: whether progress is left out, which goes to standard error.
+        where: the nodes, and how they are reached.
+        model, data, settings: as for `train`.
+
+    Raises:
+        ClusterError: the file cannot be read or written.
+        PacelineError: an invalid argument, nodes that cannot be reached, a mistake in the job (see `errors`).
+        WorkerFailed: a worker failed.
+    """
+    resolved = None if job is None else resolve_job(job, settings, data, model)
+    before = Cluster.load(out) if out.exists() else None
+    timings: tuple[JobTiming, ...] = ()
+    with _scratch(folder) as scratch, open_allocation(where, scratch) as allocation:
+        plan = None if resolved is None else _plan(resolved, allocation.cluster, workers, threads)
+        nodes, reasons = _measure_links(allocation, scratch, quiet=quiet)
+        network, more = _measure_network(allocation, scratch, quiet=quiet)
+        reasons += more
+        if resolved is not None and plan is not None:
+            timing, more = measure_job(resolved, plan, allocation, scratch, budget, quiet=quiet)
+            timings, reasons = (timing,), reasons + more
+    measured = Cluster(nodes, network, timings)
+    try:
+        merge(before, measured).save(out)
+    except OSError as problem:
+        raise ClusterError(f"{out} cannot be written: {problem}.") from None
+    return ProbeResult(measured, tuple(reasons))
+
+
+def merge(before: Cluster | None, measured: Cluster) -> Cluster:
+    """`before` with the nodes, links and timings of `measured` in place of its own; its forecast checks stay."""
+    if before is None:
+        return measured
+    nodes = {node.hostname: node for node in (*before.nodes, *measured.nodes)}
+    network = {frozenset(link.ends): link for link in (*before.network, *measured.network)}
+    timings = {
+        (timing.job, timing.device, timing.threads_per_worker): timing
+        for timing in (*before.timings, *measured.timings)
+    }
+    return Cluster(tuple(nodes.values()), tuple(network.values()), tuple(timings.values()), before.checks)
+
+
+def _plan(job: Job, cluster: Cluster, num_workers: int | None, threads: int | None) -> Plan:
+    most = min(len(cluster.devices), job.virtual_shards)
+    return place(job, cluster, num_workers or most, threads_per_worker=threads)
+
+
+@contextmanager
+def _scratch(folder: Path) -> Iterator[Path]:
+    """A temporary folder on the disk that checkpoints go to; it stays if a worker fails, whose report lies there."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix="probe-", dir=folder)).absolute()
+    except OSError as problem:
+        raise PacelineError(f"The folder {folder} cannot be used: {problem}; name another with --folder.") from None
+    try:
+        yield scratch
+    except WorkerFailed:
+        raise
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _measure_links(allocation: Allocation, scratch: Path, *, quiet: bool) -> tuple[tuple[Node, ...], list[str]]:
+    """The nodes with measured links between their devices, and what could not be measured."""
+    from rich.console import Console
+
+    nodes = allocation.cluster.nodes
+    with Console(stderr=True, quiet=quiet).status("links inside " + _count(len(nodes), "node")):
+        _run_probe(
+            "link_probe", LinkRequest(nodes), _one_worker_a_node(allocation.cluster), allocation, scratch, quiet=True
+        )
+    results = [read_json(LinkProbe, scratch / LINKS_FILE.format(rank=rank)) for rank in range(len(nodes))]
+    measured = tuple(with_measured(node, result.links) for node, result in zip(nodes, results, strict=True))
+    reasons = {node.hostname: result.not_measured for node, result in zip(nodes, results, strict=True)}
+    return measured, merged_reasons(reasons)
+
+
+def _measure_network(
+    allocation: Allocation, scratch: Path, *, quiet: bool
+) -> tuple[tuple[NetworkLink, ...], list[str]]:
+    """The bandwidth and latency between pairs of nodes, and which pairs were left out."""
+    cluster = allocation.cluster
+    num_nodes = len(cluster.nodes)
+    if num_nodes == 1:
+        return (), []
+    pairs = node_pairs(num_nodes)
+    request = NetworkRequest(tuple(node.hostname for node in cluster.nodes), tuple(pairs), cluster.device_kind)
+    _run_probe("network_probe", request, _one_worker_a_node(cluster), allocation, scratch, quiet=quiet)
+    left_out = num_nodes * (num_nodes - 1) // 2 - len(pairs)
+    reason = (
+        f"{_count(left_out, 'pair')} of nodes: beyond {MOST_NODES_IN_FULL} nodes, neighbours in their order and some "
+        "that stand far apart in it are timed"
+    )
+    return read_json(NetworkProbe, scratch / NETWORK_FILE).links, [reason] if left_out else []
+
+
+def _run_probe(
+    program: str,
+    request: LinkRequest | NetworkRequest | JobRequest,
+    plan: Plan,
+    allocation: Allocation,
+    scratch: Path,
+    *,
+    quiet: bool,
+) -> None:
+    """The workers of `plan` run a program of `paceline.measure`; they leave their results in `scratch`."""
+    path = scratch / REQUEST_FILE
+    write_json(request, path)
+    argv = ["-m", f"paceline.measure.{program}", str(path), str(scratch), *(["--quiet"] if quiet else [])]
+    allocation.run(plan, argv, run_dir=scratch, environ=_PCI_ORDER | ({} if quiet else env.terminal()))
+
+
+def _one_worker_a_node(cluster: Cluster) -> Plan:
+    placements = tuple(NodePlacement(node.hostname if node.is_remote else "") for node in cluster.nodes)
+    return Plan(world_size=len(placements), device_kind=cluster.device_kind, nodes=placements)
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'s' * (number != 1)}"
+
+
+def measure_job(
+    job: Job, plan: Plan, allocation: Allocation, scratch: Path, budget_s: float, *, quiet: bool
+) -> tuple[JobTiming, list[str]]:
+    """The times of the job's parts on the plan's first device, alone and beside the other workers; what is missing."""
+    from paceline.plan.inputs import largest_assignment  # NumPy: not for those who only want help
+
+    share, shard, _ = largest_assignment(job, plan.world_size)
+    whole = job.global_batch_size
+    if job.parity == "bitwise":  # a pass for each virtual shard
+        share = whole = shard
+    workers_on_node = max(placement.num_workers for placement in plan.placements)
+    if allocation.where.launcher == "debug":
+        plan = _first_alone(plan)
+    node = allocation.cluster.nodes[0]
+    device = node.devices[0]
+    request = JobRequest(
+        job,
+        str(scratch),
+        largest_micro_batch_size=whole,
+        micro_batch_size=share,
+        shard_size=shard,
+        workers_on_node=workers_on_node,
+        device_kind=plan.device_kind,
+        device=device.name if device.kind == plan.device_kind else node.cpu_name,
+        threads_per_worker=plan.threads_per_worker,
+        budget_s=budget_s,
+    )
+    _run_probe("job_probe", request, plan, allocation, scratch, quiet=quiet)
+    result = read_json(JobProbe, scratch / JOB_FILE)
+    return result.timing, list(result.not_measured)
+
+
+def _first_alone(plan: Plan) -> Plan:
+    """The plan with its first worker only."""
+    if not plan.nodes:
+        return replace(plan, world_size=1)
+    first = plan.nodes[0]
+    alone = replace(first, num_workers=1, devices=first.devices[:1], cpus=first.cpus[:1])
+    return replace(plan, world_size=1, nodes=(alone,))

@@ -1,0 +1,145 @@
+"""`paceline.scale`: the scaling study, devices x time x accuracy."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import JobError, WorkerFailed
+from paceline.launch.run_workers import SAVE_S
+from paceline.plan import spread
+from paceline.spec import AlgorithmName, Job, Plan, RunRecord
+from paceline.spec.forecast import Grow
+from paceline.workflows.allocation import Allocation, open_allocation
+from paceline.workflows.forecasts import CLUSTER_FILE, feed_back, with_forecasts, without_forecasts
+from paceline.workflows.jobs import Say, resolve_job, silent
+from paceline.workflows.run_folder import RECORD_FILE, begun_with, finished_record, new_run_dir, write_run
+from paceline.workflows.strategy import PLAIN, Strategy
+from paceline.workflows.where import HERE, Where
+
+if TYPE_CHECKING:
+    from paceline.report import Study
+
+OnFailure = Callable[[str, WorkerFailed], None]
+
+
+def scale(
+    job: Job | str | Path,
+    *,
+    devices: Sequence[int] = (1, 2),
+    seeds: int = 1,
+    tolerance: float = 0.01,
+    efficiency_floor: float = 0.5,
+    grow: Grow = "none",
+    model: str | Callable[..., Any] | None = None,
+    data: str | Path | Callable[..., Any] | None = None,
+    max_steps: int | None = None,
+    out: Path | None = None,
+    settings: Sequence[str] = (),
+    threads: int | None = None,
+    algorithm: AlgorithmName = "auto",
+    quiet: bool = True,
+    where: Where = HERE,
+    strategy: Strategy = PLAIN,
+    cluster: Path = CLUSTER_FILE,
+    say: Say = silent,
+    on_failure: OnFailure | None = None,
+) -> Study:
+    """Train a job on several numbers of devices and return the study; it is also written to the study's folder.
+
+    A study that was begun in the same folder goes on: runs that have a record are not run again.
+    Example: `study = paceline.scale("digits-lenet", devices=[1, 2], max_steps=20)`.
+
+    Args:
+        job: a job, a job file (TOML) or the name of a recipe.
+        devices: the numbers of devices, one worker each.
+        seeds: runs for each number of devices, each with a seed of its own.
+        tolerance: how much accuracy may be lost, absolute: 0.01 is one point.
+        efficiency_floor: least scaling efficiency worth recommending, in [0, 1].
+        grow: "none": the same global batch on every number of devices; "batch": the same batch for each device.
+        out: the study's folder, for scaling.json, scaling.csv, report.html and the runs; None: a new one under runs/.
+        on_failure: is told the name of each run that fails, and why, and the study goes on without it; None: the error
+            is raised when the study is written.
+        model, data, max_steps, settings, threads, algorithm, quiet, where, strategy, cluster, say: as for `train`.
+
+    Raises:
+        PacelineError: an invalid argument, nodes that cannot be reached, a mistake in the job (see `errors`).
+        WorkerFailed: every run failed; or one did, and there is no `on_failure`.
+    """
+    base = resolve_job(job, settings, data, model)
+    study_dir = out or new_run_dir(None, f"{base.name}-scaling")
+    counts = sorted(set(devices))
+    jobs = {count: base.grown(count) if grow == "batch" else base for count in counts}
+    records: list[RunRecord] = []
+    failures: list[str] = []
+    with open_allocation(where, study_dir) as allocation:
+        # A CPU device is a fixed number of threads, or two devices would be no more than one.
+        threads = threads or spread(allocation.cluster, counts[-1]).threads_per_worker
+        plans = [
+            strategy.placed(
+                jobs[count], allocation.cluster, count, say=say, threads_per_worker=threads, algorithm=algorithm
+            )
+            for count in counts
+        ]
+        if grow == "none":
+            plans = with_forecasts(base, plans, cluster, say)
+        for seed in range(base.seed, base.seed + seeds):
+            for count, plan in zip(counts, plans, strict=True):
+                name = f"devices{count}-seed{seed}"
+                run = _Run(dataclasses.replace(jobs[count], seed=seed), plan, study_dir / "runs" / name, max_steps)
+                try:
+                    records.append(run.record(allocation, cluster, quiet))
+                except WorkerFailed as failure:
+                    failures.append(f"{name}: {failure}")
+                    if on_failure is not None:
+                        on_failure(name, failure)
+    if not records:
+        raise WorkerFailed("Every run of the study failed; the first reason stands above.")
+    study = _written(records, study_dir, grow, tolerance, efficiency_floor)
+    if failures and on_failure is None:
+        raise WorkerFailed(failed_runs(failures, len(records) + len(failures)))
+    return study
+
+
+def failed_runs(failures: Sequence[str], num_runs: int) -> str:
+    """The sentence about the runs of a study that failed."""
+    return f"{len(failures)} of {num_runs} runs failed: {'; '.join(failures)}"
+
+
+def _written(
+    records: Sequence[RunRecord], study_dir: Path, grow: Grow, tolerance: float, efficiency_floor: float
+) -> Study:
+    from paceline.report import analyse, write_study  # a template engine and a plotting library
+
+    study = analyse(records, grow=grow, tolerance=tolerance, efficiency_floor=efficiency_floor)
+    write_study(study, study_dir)
+    return study
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One run of a study."""
+
+    job: Job
+    plan: Plan
+    run_dir: Path
+    max_steps: int | None
+
+    def record(self, allocation: Allocation, cluster: Path, quiet: bool) -> RunRecord:
+        """The record of this very run where the study was begun before, else of a new one."""
+        if (self.run_dir / RECORD_FILE).exists():
+            job, plan, max_steps = begun_with(self.run_dir)
+            wanted = (self.job, without_forecasts(self.plan), self.max_steps)
+            if (job, without_forecasts(plan), max_steps) == wanted:
+                return RunRecord.load(self.run_dir / RECORD_FILE)
+            raise JobError(f"{self.run_dir} holds a run of another job; choose another --out for this study.")
+        started = time.monotonic()
+        program = write_run(self.job, self.plan, self.run_dir, max_steps=self.max_steps, quiet=quiet)
+        allocation.run(self.plan, program, run_dir=self.run_dir, save_s=SAVE_S)
+        record = finished_record(self.run_dir, started)
+        feed_back([record], cluster)
+        return record

@@ -1,0 +1,162 @@
+"""`paceline.submit`: a run for later, handed to a scheduler: a Slurm job script, or Kubernetes manifests."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from paceline.errors import LaunchError
+from paceline.launch.kubernetes import Pods, job_manifest, train_job_manifest
+from paceline.launch.slurm import batch_script
+from paceline.launch.slurm import submit as submit_script
+from paceline.plan import place
+from paceline.spec import Cluster, Device, DeviceKind, Job, Node
+from paceline.workflows.jobs import resolve_job
+from paceline.workflows.run_folder import new_run_dir
+
+__all__ = ["SlurmJob", "kubernetes", "slurm"]
+
+COMMANDS = ("train", "launch", "scale", "bench")
+SCRIPT_FILE = "submit.sh"
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """A job script and the folder of its run; `job_id` is empty where it was not submitted."""
+
+    script: str
+    run_dir: Path
+    job_id: str = ""
+
+
+def slurm(
+    command: str,
+    arguments: Sequence[str] = (),
+    *,
+    nodes: int = 1,
+    workers: int = 1,
+    cpus: int = 1,
+    on_cpu: bool = False,
+    time_limit_s: float | None = None,
+    partition: str | None = None,
+    account: str | None = None,
+    out: Path | None = None,
+    dry_run: bool = False,
+) -> SlurmJob:
+    """Write a job script that runs `paceline COMMAND …` on the nodes of an allocation, and submit it.
+
+    Example: `print(paceline.submit.slurm("train", ["mnist-lenet"], nodes=2, workers=4, dry_run=True).script)`.
+
+    Args:
+        command: train, launch, scale or bench; `arguments` follow it.
+        nodes: number of nodes.
+        workers: number of workers on each node, one a GPU.
+        cpus: cores for each worker.
+        on_cpu: ask for no GPU.
+        time_limit_s: the time limit of the job; None: the cluster's.
+        partition, account: where it runs, and who pays; None: the cluster's default.
+        out: the run's folder, which all nodes see; None: a new one under runs/.
+        dry_run: submit nothing and write nothing.
+
+    Raises:
+        LaunchError: a command that runs no workers, or Slurm refuses the script.
+    """
+    if command not in COMMANDS:
+        raise LaunchError(f"paceline submit slurm {command!r} is not possible; submit {', '.join(COMMANDS)}.")
+    run_dir = out or (Path("runs") / command if dry_run else new_run_dir(None, command))
+    name_of_benchmark = 1 if command == "bench" else 0  # options follow it
+    options = ["--launcher", "slurm", "--out", str(run_dir.absolute())]
+    program = [command, *arguments[:name_of_benchmark], *options, *arguments[name_of_benchmark:]]
+    script = batch_script(
+        [sys.executable, "-m", "paceline", *program],
+        name=f"paceline-{command}",
+        run_dir=run_dir,
+        cwd=Path.cwd(),
+        num_nodes=nodes,
+        workers_per_node=workers,
+        cpus_per_worker=cpus,
+        use_gpus=not on_cpu,
+        time_limit_s=time_limit_s,
+        partition=partition,
+        account=account,
+    )
+    if dry_run:
+        return SlurmJob(script, run_dir)
+    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (run_dir / SCRIPT_FILE).write_text(script, encoding="utf-8")
+    return SlurmJob(script, run_dir, submit_script(script))
+
+
+def kubernetes(
+    job: Job | str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    image: str,
+    claim: str,
+    out: Path,
+    mount: Path = Path("/data"),
+    nodes: int = 1,
+    workers: int = 1,
+    cpus: int = 1,
+    on_cpu: bool = False,
+    memory_bytes: int | None = None,
+    kind: Literal["job", "trainjob"] = "job",
+    name: str | None = None,
+    settings: Sequence[str] = (),
+    model: str | Callable[..., Any] | None = None,
+    data: str | Path | Callable[..., Any] | None = None,
+) -> str:
+    """Manifests for `kubectl apply -f -`: one pod for each node, PyTorch's elastic agent in each.
+
+    Example: `paceline.submit.kubernetes("mnist-lenet", image="me/paceline", claim="data", out=Path("/data/run"))`.
+
+    Args:
+        job: a job, a job file, the name of a recipe, or a script in the image, with `arguments` for the script.
+        image: a container image with Paceline in it; with @sha256:… it is the same on all nodes.
+        claim: the PersistentVolumeClaim that all pods share.
+        out: the run's folder, below the mount.
+        mount: where pods see the volume.
+        memory_bytes: memory of a pod.
+        kind: "job": any cluster; "trainjob": one with the Kubeflow Trainer.
+        name: of the Job; None: the job's own.
+        nodes, workers, cpus, on_cpu: as for `slurm`.
+        model, data, settings: as for `train`.
+
+    Raises:
+        LaunchError: an invalid argument.
+        JobError: a mistake in the job, or more workers than it has virtual shards.
+    """
+    pods = Pods(
+        image=image,
+        num_pods=nodes,
+        workers_per_pod=workers,
+        use_gpus=not on_cpu,
+        claim=claim,
+        mount=mount,
+        run_dir=out,
+        cpus_per_worker=cpus,
+        memory_bytes=memory_bytes,
+    )
+    if str(job).endswith(".py") and not isinstance(job, Job):
+        program, stem = [str(job), *arguments], Path(str(job)).stem
+    else:
+        resolved = resolve_job(job, settings, data, model)
+        plan = place(resolved, _pods_on_paper(pods), nodes * workers, threads_per_worker=cpus)
+        plan = dataclasses.replace(plan, nodes=())  # torchrun tells every worker where it is
+        texts = ["--job", json.dumps(resolved.to_mapping()), "--plan", json.dumps(plan.to_mapping())]
+        program, stem = ["-m", "paceline.train", str(out), *texts], resolved.name
+    manifest = job_manifest if kind == "job" else train_job_manifest
+    return manifest(name or stem.lower().replace("_", "-"), program, pods)
+
+
+def _pods_on_paper(pods: Pods) -> Cluster:
+    """The nodes that the pods will be, as far as a plan asks for them."""
+    kind: DeviceKind = "cuda" if pods.use_gpus else "cpu"
+    devices = tuple(Device(kind, index, "", 0) for index in range(pods.workers_per_pod))
+    cores = pods.workers_per_pod * pods.cpus_per_worker
+    return Cluster(tuple(Node(f"pod{n}", cores, 0, "", devices, is_remote=True) for n in range(pods.num_pods)))

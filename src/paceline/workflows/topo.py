@@ -1,0 +1,147 @@
+"""`paceline.topo`: the links inside of a node, and which of its devices to use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from paceline.errors import ClusterError, PacelineError
+from paceline.hardware import detect, read_topology
+from paceline.plan.pick import pick as pick_devices
+from paceline.spec import Cluster, Node
+from paceline.spec.device_choice import DeviceChoice
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A node, the best ring over the wanted number of its GPUs (None without GPUs), and the sentence about a pair."""
+
+    node: Node
+    choice: DeviceChoice | None
+    pair_sentence: str | None = None
+
+    def _repr_html_(self) -> str:
+        from paceline.report.topology_svg import draw_topology
+
+        return draw_topology(self.node, self.choice.ring.devices if self.choice else ())
+
+
+def topo(
+    source: str | Path | Cluster | None = None,
+    *,
+    node: str | None = None,
+    pair: str | None = None,
+    pick: int | None = None,
+    svg: Path | None = None,
+    keep_busy: bool = False,
+) -> Topology:
+    """How the GPUs of a node are joined, and the best of them.
+
+    Example: `paceline.topo().node.devices`.
+
+    Args:
+        source: a file or text of nvidia-smi topo -m, rocm-smi --showtopo, an NCCL XML dump or cluster.json; None: this
+            node. A single line is a file.
+        node: the name of the node, in a cluster with several; None: the first.
+        pair: two GPUs such as "0,1", or a GPU and another device such as "GPU0,NIC1", to have a sentence about.
+        pick: choose so many GPUs, whose best ring has the fastest slowest link; None: all of them.
+        svg: draw the node into this file.
+        keep_busy: choose among busy GPUs too.
+
+    Raises:
+        ClusterError: a source that cannot be read, or a node, pair or number of GPUs that is not there.
+        PacelineError: the drawing cannot be written.
+    """
+    from paceline.report.topology import pair_sentence  # loads rich
+
+    cluster = detect() if source is None else source if isinstance(source, Cluster) else read_topology(source)
+    machine = with_busy_notes(choose_node(cluster, node), keep_busy=keep_busy)
+    free = free_gpus(machine, keep_busy=keep_busy)
+    if pick is not None and not 1 <= pick <= len(free):
+        raise ClusterError(f"--pick {pick} is not possible: {what_is_there(machine, free)}.")
+    sentence = None if pair is None else pair_sentence(machine, *ends_of(machine, pair))
+    choice = pick_devices(machine, pick or len(free), free) if free else None
+    if svg is not None:
+        _draw(machine, choice, svg)
+    return Topology(machine, choice, sentence)
+
+
+def choose_node(cluster: Cluster, hostname: str | None) -> Node:
+    """The node of that name, or the first. Raises `ClusterError` where there is none."""
+    if not cluster.nodes:
+        raise ClusterError("This cluster has no nodes; write one with paceline probe.")
+    if hostname is None:
+        first, *others = cluster.nodes
+        if not others:
+            return first
+        names = ", ".join(node.hostname for node in others)
+        return replace(first, notes=(*first.notes, f"This is the first node; --node shows others: {names}."))
+    named = [node for node in cluster.nodes if node.hostname == hostname]
+    if not named:
+        names = ", ".join(node.hostname for node in cluster.nodes)
+        raise ClusterError(f"--node {hostname} is not in this cluster; its nodes are {names}.")
+    return named[0]
+
+
+def with_busy_notes(node: Node, *, keep_busy: bool) -> Node:
+    """`node` with a note about each GPU that a choice leaves out because somebody uses it."""
+    if keep_busy:
+        return node
+    notes = [
+        f"{device.label} is left out of every choice: {device.busy}; --all takes it all the same."
+        for device in node.devices
+        if device.busy
+    ]
+    return replace(node, notes=(*node.notes, *notes))
+
+
+def free_gpus(node: Node, *, keep_busy: bool) -> list[int]:
+    """Indices of the GPUs to choose among, ascending."""
+    return sorted(device.index for device in node.devices if device.kind == "cuda" and (keep_busy or not device.busy))
+
+
+def what_is_there(node: Node, free: Sequence[int]) -> str:
+    """ "a-node has 2 free GPUs (0 and 3) and 2 busy ones, which --all takes too", for the sentence of a mistake."""
+    where = node.hostname or "this node"
+    gpus = [device for device in node.devices if device.kind == "cuda"]
+    if not gpus:
+        return f"{where} has no GPU, only {node.num_cores} CPU cores" if node.num_cores else f"{where} has no GPU"
+    num_busy = len(gpus) - len(free)
+    listed = f" ({', '.join(map(str, free))})" if free else ""
+    words = f"{where} has {len(free)} {'free ' if num_busy else ''}GPU{'s' * (len(free) != 1)}{listed}"
+    return f"{words} and {num_busy} busy, which --all takes too" if num_busy else words
+
+
+def ends_of(node: Node, pair: str) -> tuple[str, str]:
+    """ "0,1" as ("GPU0", "GPU1"); a label or a name of a part, such as NIC1 or mlx5_0, is possible too.
+
+    Raises:
+        ClusterError: not two, twice the same, or one that the node does not have.
+    """
+    known = {device.label: device.label for device in node.devices if device.kind == "cuda"}
+    known |= {part.label: part.label for part in node.peripherals}
+    by_name = {part.name: part.label for part in node.peripherals} | known
+    by_name |= {label.removeprefix("GPU"): label for label in known if label.startswith("GPU")}
+    by_name |= {name.lower(): label for name, label in by_name.items()}
+    words = [word.strip() for word in pair.split(",")]
+    found = [by_name.get(word, by_name.get(word.lower())) for word in words]
+    if len(words) != 2 or found[0] == found[1] is not None:
+        raise ClusterError(
+            f"--pair {pair} should be two different GPUs such as 0,1, or a GPU and a NIC such as 0,NIC1."
+        )
+    one, other = found
+    if one is None or other is None:
+        missing = words[0] if one is None else words[1]
+        there = f"its parts are {', '.join(known)}" if known else "it has no GPU"
+        raise ClusterError(f"--pair {pair}: {node.hostname or 'this node'} has no {missing}; {there}.")
+    return one, other
+
+
+def _draw(machine: Node, choice: DeviceChoice | None, path: Path) -> None:
+    from paceline.report.topology_svg import draw_topology
+
+    try:
+        path.write_text(draw_topology(machine, choice.ring.devices if choice else ()), encoding="utf-8", newline="\n")
+    except OSError as problem:
+        raise PacelineError(f"The drawing cannot be written to '{path}': {problem.strerror}.") from None

@@ -1,0 +1,174 @@
+"""`paceline.train`: one run of a job, on this node or on several."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.spec import AlgorithmName, Cluster, Job, Plan, RunRecord
+from paceline.workflows.allocation import Allocation, allocation_on_paper, open_allocation
+from paceline.workflows.dry_run import dry_run
+from paceline.workflows.forecasts import CLUSTER_FILE, feed_back, with_forecasts
+from paceline.workflows.jobs import Say, resolve_job, silent
+from paceline.workflows.plan import load_plan
+from paceline.workflows.run_folder import finished_record, new_run_dir, training_program, write_run
+from paceline.workflows.strategy import PLAIN, Strategy
+from paceline.workflows.where import HERE, RIGID, Elastic, Where
+
+
+def train(
+    job: Job | str | Path,
+    *,
+    workers: int | None = None,
+    model: str | Callable[..., Any] | None = None,
+    data: str | Path | Callable[..., Any] | None = None,
+    max_steps: int | None = None,
+    out: Path | None = None,
+    force: bool = False,
+    settings: Sequence[str] = (),
+    threads: int | None = None,
+    micro_batch_size: int | None = None,
+    algorithm: AlgorithmName = "auto",
+    servers: int = 1,
+    track: Sequence[str] = (),
+    quiet: bool = True,
+    where: Where = HERE,
+    elastic: Elastic = RIGID,
+    strategy: Strategy = PLAIN,
+    debug_comm: bool = False,
+    cluster: Path = CLUSTER_FILE,
+    plan: Plan | Path | None = None,
+    say: Say = silent,
+) -> RunRecord:
+    """Train a job in worker processes and return the record of the run.
+
+    Example: `record = paceline.train("mnist-lenet", workers=2)`.
+
+    Args:
+        job: a job, a job file (TOML) or the name of a recipe.
+        workers: number of workers; None: one for each device, but not more than the job has virtual shards.
+        model: a model by name, or a function or class in a module, which builds one; None: the job's.
+        data: the directory of the job's data set, or a function in a module that builds (train_set, test_set).
+        max_steps: end after this many optimizer updates.
+        out: the run's folder, where a run that was begun goes on; None: a new one under runs/.
+        force: go on from a checkpoint of another job.
+        settings: keys of the job to change, such as "optim.lr=0.1".
+        threads: CPU threads that each worker computes with; None: an equal share of the cores.
+        micro_batch_size: most samples in one forward pass of a worker; None: its whole share of the batch.
+        algorithm: how gradients are summed; "auto": the fastest, by measurement at the start.
+        servers: workers that also serve, with parameter servers.
+        track: also log to "tensorboard", "wandb" or "mlflow".
+        quiet: whether workers leave out their progress, which goes to standard error.
+        where: the nodes, and how they are reached.
+        elastic: whether the run goes on after a failure.
+        strategy: how workers divide the model.
+        debug_comm: compare every collective across workers.
+        cluster: what `probe` measured, for a forecast beside the measurement; need not exist.
+        plan: what `plan` recommended, or its file; arguments given here win over it.
+        say: is told, a line at a time, what the planner chose.
+
+    Raises:
+        PacelineError: an invalid argument, nodes that cannot be reached, a mistake in the job (see `errors`).
+        WorkerFailed: a worker failed; says which rank, and why.
+    """
+    resolved = resolve_job(job, settings, data, model)
+    spread = _Spread(
+        resolved,
+        workers=workers,
+        threads=threads,
+        micro_batch_size=micro_batch_size,
+        algorithm=algorithm,
+        servers=servers,
+        elastic=elastic,
+        strategy=strategy,
+        debug_comm=debug_comm,
+        cluster=cluster,
+        plan=load_plan(plan) if isinstance(plan, Path) else plan,
+        say=say,
+    )
+    run_dir = new_run_dir(out, resolved.name)
+    program_for = functools.partial(
+        _write_run, resolved, run_dir, max_steps=max_steps, quiet=quiet, trackers=track, force=force
+    )
+    with open_allocation(where, run_dir) as allocation:
+        started = time.monotonic()
+        allocation.run_job(spread.num_workers_on(allocation), elastic, spread.plan_for, program_for, run_dir=run_dir)
+        record = finished_record(run_dir, started)
+    feed_back([record], cluster)
+    return record
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """How `train` was asked to spread a job over workers; the fields are arguments of `train`."""
+
+    job: Job
+    workers: int | None = None
+    threads: int | None = None
+    micro_batch_size: int | None = None
+    algorithm: AlgorithmName = "auto"
+    servers: int = 1
+    elastic: Elastic = RIGID
+    strategy: Strategy = PLAIN
+    debug_comm: bool = False
+    cluster: Path = CLUSTER_FILE
+    plan: Plan | None = None
+    say: Say = silent
+
+    def num_workers_on(self, allocation: Allocation) -> int:
+        """The number of workers that is asked for, or what the plan, the nodes and the job allow."""
+        num_devices = 1 if allocation.where.launcher == "debug" else len(allocation.cluster.devices)
+        planned = self.plan.world_size if self.plan else min(num_devices, self.job.virtual_shards)
+        return self.workers or planned
+
+    def plan_for(self, cluster: Cluster, num_workers: int) -> Plan:
+        """The plan of a run with so many workers."""
+        planned, least = self.plan, self.elastic.min_workers
+        plan = self.strategy.placed(
+            self.job,
+            cluster,
+            num_workers,
+            planned,
+            self.say,
+            threads_per_worker=self.threads,
+            micro_batch_size=self.micro_batch_size or (planned.micro_batch_size if planned else None),
+            algorithm=planned.algorithm if planned and self.algorithm == "auto" else self.algorithm,
+            num_servers=self.servers if least is None else min(self.servers, num_workers),
+        )
+        can_spare = least is not None and num_workers > least
+        exclude_slower = self.elastic.exclude_slower if can_spare else None
+        plan = dataclasses.replace(plan, debug_comm=self.debug_comm, exclude_slower=exclude_slower)
+        return with_forecasts(self.job, [plan], self.cluster, self.say)[0]
+
+
+def _write_run(job: Job, run_dir: Path, plan: Plan, **options: Any) -> list[str]:
+    return write_run(job, plan, run_dir, **options)
+
+
+def train_commands(
+    job: Job | str | Path,
+    *,
+    data: str | Path | None = None,
+    settings: Sequence[str] = (),
+    max_steps: int | None = None,
+    out: Path | None = None,
+    force: bool = False,
+    track: Sequence[str] = (),
+    quiet: bool = True,
+    where: Where = HERE,
+    plan: Path | None = None,
+    **spread: Any,
+) -> str:
+    """The commands that `train` would start, with the same arguments; starts nothing and connects to nobody."""
+    resolved = resolve_job(job, settings, data)
+    options = _Spread(resolved, plan=None if plan is None else load_plan(plan), **spread)
+    run_dir = (out or Path("runs") / resolved.name).absolute()
+    program = training_program(run_dir, max_steps, quiet, track, force)
+    allocation = allocation_on_paper(where)
+    planned = options.plan_for(allocation.cluster, options.num_workers_on(allocation))
+    return dry_run(planned, program, run_dir, allocation.where)

@@ -1,0 +1,90 @@
+"""`paceline.verify`: proof, on the user's own model, that N workers compute what one does."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline import env
+from paceline.errors import LaunchError
+from paceline.hardware import detect
+from paceline.launch import run_workers
+from paceline.plan import spread
+from paceline.spec import Cluster, Job, Plan
+from paceline.workflows.jobs import Say, resolve_job, silent
+from paceline.workflows.run_folder import write_run
+from paceline.workflows.strategy import Strategy
+
+if TYPE_CHECKING:
+    from paceline.report.parity import ParityVerdict
+
+
+def verify(
+    job: Job | str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    workers: Sequence[int] = (1, 2, 4),
+    steps: int = 5,
+    model: str | Callable[..., Any] | None = None,
+    data: str | Path | Callable[..., Any] | None = None,
+    settings: Sequence[str] = (),
+    strategy: str | None = None,
+    say: Say = silent,
+) -> tuple[ParityVerdict, ...]:
+    """Compare a few training steps on several numbers of workers with those on the smallest number.
+
+    A job with numeric parity is compared in float64, so that rounding cannot hide a difference; a script runs as it is.
+    The smallest number runs twice, so that what differs between equal runs is not put down to the number of workers.
+    Example: `paceline.verify("digits-lenet", workers=[1, 2])`.
+
+    Args:
+        job: a job, a job file (TOML), the name of a recipe; or a script that calls `paceline.init`, "train.py".
+        arguments: for the script.
+        workers: the numbers of workers to compare.
+        steps: training steps to compare.
+        strategy: how more than one worker divide the model, such as "fsdp" or "dp2 x pp2"; None: dp.
+        say: is told, a line at a time, what is being trained.
+        model, data, settings: as for `train`.
+
+    Returns:
+        A verdict for each number of workers: whether it passed, or the first tensor that differs and the likely cause.
+
+    Raises:
+        PacelineError: an invalid argument, a mistake in the job, a script that takes no step.
+        WorkerFailed: a worker failed; says which rank, and why.
+    """
+    from paceline.report.parity import compare, load_trace  # a template engine and a plotting library
+
+    counts = sorted(set(workers))
+    cluster = detect()
+    is_script = str(job).endswith(".py") and not isinstance(job, Job)
+    resolved = None if is_script else _in_float64(resolve_job(job, settings, data, model))
+    with tempfile.TemporaryDirectory(prefix="paceline-verify-") as scratch:
+        traces = []
+        for number, count in enumerate([counts[0], *counts]):
+            run_dir = Path(scratch) / str(number)
+            run_dir.mkdir()
+            shared = strategy if count > 1 else None  # one worker has nobody to share with
+            if resolved is None:
+                program, plan = _script(Path(str(job)), arguments, count, cluster)
+            else:
+                plan = Strategy(shared).placed(resolved, cluster, count, say=say, threads_per_worker=1)
+                program = write_run(resolved, plan, run_dir, quiet=True)
+            say(f"training {steps} steps on {count} worker{'s' if count > 1 else ''} …")
+            # A script is told by the environment.
+            environ = env.trace_request(run_dir / "trace", steps) | env.strategy_note(shared)
+            run_workers(plan, program, run_dir=run_dir, environ=environ)
+            traces.append(load_trace(run_dir / "trace", count))
+        return tuple(compare(traces[0], traces[1], traces[2:]))
+
+
+def _in_float64(job: Job) -> Job:
+    return job.with_values(precision="float64") if job.parity == "numeric" else job
+
+
+def _script(script: Path, arguments: Sequence[str], count: int, cluster: Cluster) -> tuple[list[str], Plan]:
+    if not script.is_file():
+        raise LaunchError(f"There is no script '{script}'.")
+    return [str(script), *arguments], spread(cluster, count, threads_per_worker=1)

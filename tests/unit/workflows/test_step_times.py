@@ -1,0 +1,137 @@
+"""Files of measured steps: what is read, printed and refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.step_times import fit_and_predict, suggest_next
+from paceline.errors import JobError
+
+STUDY = "num_nodes,devices_per_node,micro_batch_size,step_time_s\n1,1,64,0.0723\n1,2,64,0.0804\n"
+QUESTIONS = "num_nodes,devices_per_node,devices_on_node,micro_batch_size\n1,3,,64\n,,2+4,64\n2,4,,128\n"
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Path:
+    return written(tmp_path / "obs.csv", STUDY)
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    return written(tmp_path / "q.csv", QUESTIONS)
+
+
+def written(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_two_rows_are_enough_for_a_forecast(study: Path, questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit_and_predict(study, questions, as_json=True)
+    answer = json.loads(capsys.readouterr().out)
+    three, uneven, even = answer["predictions"]
+    assert three["step_time_s"] == pytest.approx(0.083, rel=0.05)
+    assert three["low_s"] < three["step_time_s"] < three["high_s"]
+    assert (three["num_nodes"], three["devices_per_node"], three["devices_on_node"]) == (1, 3, "3")
+    assert (uneven["num_nodes"], uneven["devices_per_node"], uneven["devices_on_node"]) == (2, None, "2+4")
+    assert even["bound_by"] in ("compute", "communication", "loader", "overhead")
+    # Nobody has measured a second node.
+    assert even["high_s"] / even["low_s"] > three["high_s"] / three["low_s"]
+    assert all(constant > 0 for constant in answer["constants"].values())
+    assert set(answer["uncertain_by_factor"]) == set(answer["constants"])
+    assert answer["contradictions"] == []
+
+
+def test_people_get_a_table(study: Path, questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit_and_predict(study, questions, as_json=False)
+    shown = capsys.readouterr().out
+    for word in ("2+4", "2 x 4", "bound by", "straggler_spread", "standard deviation"):
+        assert word in shown
+
+
+def test_a_contradicting_row_is_named_by_its_line(
+    tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [(n, size, 0.01 + 0.001 * size) for n in (1, 2, 4, 8) for size in (32, 64, 128)]
+    lines = [f"1,{n},{size},{seconds * (3 if (n, size) == (2, 64) else 1)}\n" for n, size, seconds in rows]
+    obs = written(tmp_path / "obs.csv", "num_nodes,devices_per_node,micro_batch_size,step_time_s\n" + "".join(lines))
+    fit_and_predict(obs, questions, as_json=True)
+    (found,) = json.loads(capsys.readouterr().out)["contradictions"]
+    assert found["line"] == 6
+    fit_and_predict(obs, questions, as_json=False)
+    assert f"{obs}, line 6, contradicts the other rows" in capsys.readouterr().out
+
+
+def test_suggestions_are_rows_without_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    obs = written(
+        tmp_path / "obs.csv",
+        "num_nodes,devices_per_node,micro_batch_size,step_time_s,algorithm\n1,1,64,0.1,\n"
+        "2,1,64,,\n3,1,64,,\n4,2,64,,ring\n",
+    )
+    suggest_next(obs, 2, as_json=True)
+    first, second = json.loads(capsys.readouterr().out)["suggestions"]
+    assert first["num_nodes"] in (3, 4)
+    assert second["expected_error"] < first["expected_error"]
+    suggest_next(obs, 3, as_json=False)
+    assert "4 x 2" in capsys.readouterr().out
+
+
+def test_without_such_rows_a_range_is_assumed(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    suggest_next(study, 5, as_json=True)
+    rows = json.loads(capsys.readouterr().out)["suggestions"]
+    assert len(rows) == 5
+    assert max(row["num_nodes"] for row in rows) > 2
+    assert {row["micro_batch_size"] for row in rows} <= {16, 32, 64}
+    assert max(row["devices_per_node"] for row in rows) <= 2
+
+
+@pytest.mark.parametrize(
+    ("text", "mistake"),
+    [
+        ("", "needs the columns .* its first line has none"),
+        ("num_nodes,micro_batch_size\n1,2\n", "needs the columns .* its first line has num_nodes, micro_batch_size"),
+        (STUDY + "1,two,64,0.1\n", "line 4, devices_per_node: two is no whole number from 1 on"),
+        (STUDY + "0,2,64,0.1\n", "line 4, num_nodes: 0 is no whole number"),
+        (STUDY + "1.5,2,64,0.1\n", "line 4, num_nodes: 1.5 is no whole number"),
+        (STUDY + "1,2,,0.1\n", "line 4, micro_batch_size: is empty"),
+        (STUDY + "1,2,64,-1\n", "line 4, step_time_s: -1 is no time above zero"),
+        (STUDY + "1,2,64,nan\n", "line 4, step_time_s: nan is no time above zero"),
+        ("devices_on_node,micro_batch_size,step_time_s\n2+x,64,1\n", r"devices_on_node: 2\+x should be"),
+        ("num_nodes,devices_on_node,micro_batch_size,step_time_s\n3,2+4,64,1\n", "names 2 nodes, but num_nodes says 3"),
+        ("devices_on_node,micro_batch_size,step_time_s,sync_time_s\n2,64,1,2\n", "2 s is longer than the step of 1 s"),
+        (
+            "devices_on_node,micro_batch_size,step_time_s,algorithm\n2,64,1,rings\n",
+            "rings is not known; there are all_",
+        ),
+        ("devices_on_node,micro_batch_size,step_time_s\n2,64,\n", "no row with a step_time_s"),
+    ],
+)
+def test_mistakes_are_one_sentence_with_the_line(tmp_path: Path, questions: Path, text: str, mistake: str) -> None:
+    with pytest.raises(JobError, match=mistake):
+        fit_and_predict(written(tmp_path / "bad.csv", text), questions, as_json=True)
+
+
+def test_files_and_budgets_that_cannot_be_meant(tmp_path: Path, study: Path) -> None:
+    with pytest.raises(JobError, match=r"gone\.csv cannot be read"):
+        fit_and_predict(study, tmp_path / "gone.csv", as_json=True)
+    with pytest.raises(JobError, match="--budget 0"):
+        suggest_next(study, 0, as_json=True)
+    empty = written(tmp_path / "empty.csv", STUDY.splitlines()[0] + "\n")
+    with pytest.raises(JobError, match="has no rows"):
+        suggest_next(empty, 1, as_json=True)
+
+
+def test_what_spreadsheets_write_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    obs = tmp_path / "obs.csv"
+    lines = [
+        "num_nodes, devices_per_node, micro_batch_size, step_time_s, note",
+        "1.0, 1, 64, 0.1, first",
+        "",
+        "1,2,64,1,",
+    ]
+    obs.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    fit_and_predict(obs, obs, as_json=True)
+    assert len(json.loads(capsys.readouterr().out)["predictions"]) == 2
