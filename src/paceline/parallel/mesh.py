@@ -22,12 +22,12 @@ from torch.utils import _pytree as pytree
 from paceline.comm import Aggregator
 from paceline.parallel.aggregation import set_up_aggregation
 from paceline.parallel.assignment import Assignment, ShardRange
-from paceline.parallel.clock import Clock, Mark
-from paceline.parallel.engine import EqualAfterEveryStep, StepInput, broadcast, check_loss, cut, statistics_dtype
-from paceline.parallel.generators import generator_states
+from paceline.parallel.clock import Clock
+from paceline.parallel.engine import Engine, StepInput, broadcast, cut, statistics_dtype
 from paceline.parallel.gradient_norms import GradientNorms, squared_norm
-from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm, standing_in, unknown_buffers
+from paceline.parallel.norm import ShardBatchNorm, replace_batch_norm, standing_in, unknown_buffers
 from paceline.parallel.parts import device_mesh_of, is_sharded, local, whole
+from paceline.parallel.passes import DrewTogetherError, Passes
 from paceline.parallel.pipeline import MicroBatch, Pipeline, stage_limits
 from paceline.parallel.replicas import ReplicaSums
 from paceline.parallel.sharded import recompute, shard, sharded_modules
@@ -81,12 +81,13 @@ def _limits(job: Job, plan: Plan, mesh: Mesh, device: torch.device, example: tup
     )
 
 
-class MeshParallel(EqualAfterEveryStep):
+class MeshParallel(Engine):
     """An `Engine`: the model is spread over a mesh. A step is equal on any mesh up to rounding.
 
     Every pass of a worker goes through the same collectives on all workers of its fsdp axis, so who has fewer shards
-    than others lets a stand-in sample pass that counts for nothing. A worker's shards go through the model together
-    unless the model draws random numbers: then one by one, on all workers, from the second step on, as in the first.
+    than others lets a stand-in sample pass that counts for nothing. Whether the model
+    draws random numbers is agreed at the end of a step: the first goes shard by shard, and one in which shards that
+    went together drew any is made again.
     """
 
     def __init__(
@@ -131,13 +132,13 @@ class MeshParallel(EqualAfterEveryStep):
         self.notes: list[str] = [] if self._pipeline is None else list(self._pipeline.notes)
         stages = [model] if self._pipeline is None else self._pipeline.stages
         for stage in stages:
-            self._spread(stage)
+            self._shard(stage)
         self.module = model
         weights(model, device)
-        self._norm = NormStatistics(model)
-        self._draws_randomness: bool | None = None
+        self._passes = Passes(model, device, plan.micro_batch_size, one_by_one=self._pipeline is not None)
         self._has_drawn = False
-        self._last_gradient = self._aggregated = self._clock.mark()
+        now = self._clock.mark()
+        self.communication = now, now
         self._aggregator: Aggregator | None = None
         self._replica_sums: ReplicaSums | None = None
         self.algorithm: AlgorithmName = plan.algorithm
@@ -149,12 +150,12 @@ class MeshParallel(EqualAfterEveryStep):
             self.notes += aggregation.notes
             shared = () if self._pipeline is None else self._pipeline.shared_parameters
             self._replica_sums = ReplicaSums(model, stages, shared, aggregation.aggregator, device)
-        if job.measure_noise and not (self._adds_up_replicas or self._adds_up_every_pass):
+        if job.measure_noise and not (axes.mesh.dp > 1 or self._adds_up_every_pass):
             self.notes.append(f"the gradient noise scale is not measured under the strategy {axes.mesh}")
         model.register_forward_hook(self._after_evaluation)
 
-    def _spread(self, stage: nn.Module) -> None:
-        """Assignment out a stage's layers, then its parameters."""
+    def _shard(self, stage: nn.Module) -> None:
+        """Shard a stage's layers over the tp axis, then its parameters over the fsdp axis."""
         mesh, device_mesh, plan = self._axes.mesh, self._axes.device_mesh, self._plan
         if mesh.tp > 1:
             self.notes += tensor_parallel(stage, device_mesh["tp"], sequence_parallel=plan.sequence_parallel).notes
@@ -178,23 +179,34 @@ class MeshParallel(EqualAfterEveryStep):
     def gradients(self, step: StepInput) -> Tensor:
         if self._aggregator is not None:
             self._aggregator.scheduler.begin_step()
+        return self._passes.starting_over(lambda: self._train(step))
+
+    def _train(self, step: StepInput) -> Tensor:
+        """Compute and aggregate the gradient; returns the loss.
+
+        Raises:
+            DrewTogetherError: on all workers, if the model of any of them has begun to draw random numbers.
+        """
+        assignment = step.assignment
+        self._has_drawn = False
         if self._replica_sums is not None:
             self._replica_sums.begin_step()
-        self._norm.shards.all = step.share.all_sizes
-        losses = self._passes(step) if self._pipeline is None else self._piped(self._pipeline, step)
-        self._norm.shards.current = None
+        losses, first_norm = self._compute(step) if self._pipeline is None else self._piped(self._pipeline, step)
+        self._passes.norm.shards.current = None
         loss = self._sum_what_is_known(losses)
-        self._last_gradient = self._clock.mark()
-        num_parts = sum(self._samples_of_replica(step.share, one) > 0 for one in range(self._axes.mesh.dp))
-        # One part alone tells nothing of noise.
-        take = step.take_norms if self._adds_up_replicas and num_parts > 1 else None
-        parts_sqr = None if take is None else self._squared_norm_of_parts(step.share)
+        last_gradient = self._clock.mark()
+        num_replicas = sum(self._samples_of_replica(assignment, one) > 0 for one in range(self._axes.mesh.dp))
+        replicas_sqr: Tensor | None = None
+        if step.take_norms is not None and num_replicas > 1:  # one alone shows no noise
+            replicas_sqr = self._squared_norm_of_replicas(assignment)
         if self._replica_sums is not None:
             self._replica_sums.finish()
-        if take is not None and parts_sqr is not None:
-            size = step.share.global_size
-            take(GradientNorms(parts_sqr, size / num_parts, self._squared_norm(), size))
-        self._aggregated = self._clock.mark()
+        if step.take_norms is not None and replicas_sqr is not None:
+            size = assignment.global_size
+            step.take_norms(GradientNorms(replicas_sqr, size / num_replicas, self._squared_norm(), size))
+        elif step.take_norms is not None and first_norm is not None:
+            step.take_norms(GradientNorms(*first_norm, self._squared_norm(), assignment.global_size))
+        self.communication = last_gradient, self._clock.mark()
         return loss
 
     def _sum_what_is_known(self, losses: Tensor) -> Tensor:
@@ -202,19 +214,21 @@ class MeshParallel(EqualAfterEveryStep):
         trained = [p for p in self.module.parameters() if p.requires_grad] if self._tells_of_gradients else []
         uses = torch.tensor([float(self._has_gradient(p)) for p in trained], dtype=losses.dtype, device=self._device)
         draws = losses.new_tensor([float(self._has_drawn)])
-        statistics = torch.cat([losses.new_zeros(0), *self._norm.collect(losses)])
+        statistics = torch.cat([losses.new_zeros(0), *self._passes.norm.collect(losses)])
         summed = torch.cat([losses.view(1), draws, uses, statistics])
         if self._axes.data is not None:
             dist.all_reduce(summed, group=self._axes.data)
         loss, draws, uses, statistics = torch.split(summed, [1, 1, len(uses), len(statistics)])
         if self._axes.pp is not None:
             # The last stage alone knows the loss; and norm layers of no stage move where those of one must not.
-            known = torch.cat([loss, statistics.sum().view(1) * 0.0])
+            known = torch.cat([loss, statistics.sum().view(1) * 0.0, draws])
             dist.all_reduce(known, group=self._axes.pp)
-            loss, statistics = known[:1], statistics + known[1]
-        elif self._draws_randomness is None:
-            self._draws_randomness = bool(draws > 0)
-        self._norm.apply(statistics)
+            loss, statistics, draws = known[:1], statistics + known[1], known[2:]
+        if self._must_start_over(bool(draws > 0)):
+            if self._replica_sums is not None:
+                self._replica_sums.finish()  # other replicas may have begun more sums than this one
+            raise DrewTogetherError
+        self._passes.norm.apply(statistics)
         if trained:
             self._agree_on_gradients(trained, uses)
         return loss[0]
@@ -240,78 +254,64 @@ class MeshParallel(EqualAfterEveryStep):
         """Whether workers might have gradients of other parameters than others."""
         return self._axes.dp is not None or self._may_skip
 
-    @property
-    def _adds_up_replicas(self) -> bool:
-        """Whether replicas' gradients are added up, and nothing is done to them besides."""
-        return self._aggregator is not None and self._aggregator.compressor is None
-
-    def _samples_of_replica(self, share: Assignment, replica: int) -> int:
+    def _samples_of_replica(self, assignment: Assignment, replica: int) -> int:
         degree = self._axes.mesh.fsdp
-        return sum(sum(share.all_sizes[start:stop]) for start, stop in share.runs[replica * degree :][:degree])
+        of_workers = assignment.shards_of_rank[replica * degree :][:degree]
+        return sum(sum(assignment.shard_sizes[start:stop]) for start, stop in of_workers)
 
-    def _squared_norm_of_parts(self, share: Assignment) -> Tensor:
-        """Of the replicas' gradients, before they are added up: the mean, weighted by samples."""
-        weight = self._samples_of_replica(share, share.rank // self._axes.mesh.fsdp) / share.global_size
+    def _squared_norm_of_replicas(self, assignment: Assignment) -> Tensor:
+        """The mean, weighted by samples, of the replicas' squared gradient norms before they are added up."""
+        own = self._samples_of_replica(assignment, assignment.rank // self._axes.mesh.fsdp)
+        weight = own / assignment.global_size
         # A replica holds weight * g, and is one of dp copies in the whole model's norm.
         return self._squared_norm(self._axes.mesh.dp / weight if weight else 0.0)
 
-    def _passes(self, step: StepInput) -> Tensor:
-        """This worker's pieces forward and backward, one after the other; the sum of their weighted losses."""
-        share = step.share
-        pieces = self._pieces(share, share.rank)
-        # Collectives in forward and backward: everybody has to come by as often.
-        num_passes = max(len(self._pieces(share, rank)) for rank in range(len(share.runs)))
+    def _must_start_over(self, somebody_draws: bool) -> bool:
+        if self._pipeline is not None:
+            if somebody_draws:
+                self._pipeline.carry_generators()
+            return somebody_draws
+        if self._passes.is_drawn is None:  # all shards went one by one
+            self._passes.is_drawn = somebody_draws
+            return False
+        return somebody_draws
+
+    def _compute(self, step: StepInput) -> tuple[Tensor, tuple[Tensor, int] | None]:
+        """This worker's shards forward and backward; returns the sum of their weighted losses.
+
+        Beside it, where gradient noise can be told from it: the squared norm of the gradient of all workers' first
+        passes, and how many samples those were.
+        """
+        assignment, passes = step.assignment, self._passes
+        ranges = [passes.ranges(assignment, rank) for rank in range(len(assignment.shards_of_rank))]
+        own = ranges[assignment.rank]
+        # Collectives in forward and backward: all workers go through as many passes as the busiest one.
+        num_passes = max(len(of_rank) for of_rank in ranges)
         losses = torch.zeros((), dtype=self._dtype, device=self._device)
-        wants_norms = step.take_norms is not None and num_passes > 1 and self._adds_up_every_pass
-        first_sqr: Tensor | None = None
+        first_norm: tuple[Tensor, int] | None = None
         for number in range(num_passes):
             self._sync_gradients(self.module, False)
             if number == num_passes - 1:
                 self._before_last_backward(self.module)
-            if number < len(pieces):
-                losses += self._pass(step, pieces[number])
+            if number < len(own):
+                loss, drew = passes.forward(step, self.module, own[number])
+                self._has_drawn |= drew
+                losses += loss.detach() * own[number].weight
+                passes.backward(step, own[number], loss)
             else:
-                self._stand_in(step)
-            if wants_norms and number == 0:
-                first_sqr = self._squared_norm()
-        if first_sqr is not None and step.take_norms is not None:
-            firsts = [found[0] for rank in range(len(share.runs)) if (found := self._pieces(share, rank))]
-            num_first = sum(sum(piece.sizes) for piece in firsts)
-            weight = sum(piece.weight for piece in firsts)
-            norms = GradientNorms(first_sqr / weight**2, num_first, self._squared_norm(), share.global_size)
-            step.take_norms(norms)
-        return losses
+                with passes.stand_in(step, self.module) as loss:
+                    loss.backward()
+            if number == 0 and num_passes > 1 and step.take_norms is not None and self._adds_up_every_pass:
+                firsts = [of_rank[0] for of_rank in ranges if of_rank]
+                weight = sum(shards.weight for shards in firsts)
+                first_norm = self._squared_norm() / weight**2, sum(sum(shards.sizes) for shards in firsts)
+        return losses, first_norm
 
     @property
     def _adds_up_every_pass(self) -> bool:
         """Whether gradients of all workers are in `.grad` after every pass."""
         mesh = self._axes.mesh
         return mesh.dp == mesh.pp == 1 and (mesh.fsdp == 1 or mesh.zero_stage > 1)
-
-    def _pieces(self, share: Assignment, rank: int) -> list[ShardRange]:
-        one_by_one = self._draws_randomness is not False or self._pipeline is not None
-        of_rank = replace(share, rank=rank)
-        first, stop = share.runs[rank]
-        found: list[ShardRange] = []
-        while first < stop:
-            found.append(of_rank.piece(first, 1 if one_by_one else self._plan.micro_batch_size))
-            first += len(found[-1].sizes)
-        return found
-
-    def _pass(self, step: StepInput, piece: ShardRange) -> Tensor:
-        step.seed_shard(piece.first_shard)
-        self._norm.shards.current = piece.sizes
-        before = generator_states(self._device) if self._draws_randomness is None else None
-        loss = check_loss(step.loss_of(self.module, cut(step.batch, piece.start, piece.stop)))
-        self._has_drawn |= before is not None and before != generator_states(self._device)
-        with self._norm.backward():
-            step.scale(loss * piece.weight).backward()
-        return loss.detach() * piece.weight
-
-    def _stand_in(self, step: StepInput) -> None:
-        with standing_in(self.module):
-            loss = check_loss(step.loss_of(self.module, cut(step.batch, 0, 1)))
-            step.scale(loss * 0.0).backward()
 
     def _sync_gradients(self, module: nn.Module, is_last: bool) -> None:
         """ZeRO 1 adds gradients up once a step, 2 and 3 after every pass."""
@@ -325,33 +325,33 @@ class MeshParallel(EqualAfterEveryStep):
         if self._replica_sums is not None:
             self._replica_sums.await_last(stage)
 
-    def _piped(self, pipeline: Pipeline, step: StepInput) -> Tensor:
-        """This worker's pieces through the stages, as many as those have whom it gathers parameters with."""
-        share = step.share
-        micro_batches = [self._micro_batch(step, piece) for piece in self._pieces(share, share.rank)]
+    def _piped(self, pipeline: Pipeline, step: StepInput) -> tuple[Tensor, None]:
+        """As `_compute`, through the stages; as many micro-batches as the workers it gathers parameters with."""
+        assignment = step.assignment
+        ranges = [self._passes.ranges(assignment, rank) for rank in range(len(assignment.shards_of_rank))]
+        micro_batches = [self._micro_batch(step, shards) for shards in ranges[assignment.rank]]
         if self._axes.mesh.fsdp > 1:
-            most = max(len(self._pieces(share, rank)) for rank in range(len(share.runs)))
+            most = max(len(of_rank) for of_rank in ranges)
             micro_batches += [self._stand_in_batch(step)] * (most - len(micro_batches))
         self._sync_gradients(self.module, False)
-        return pipeline.train_step(micro_batches)
+        losses = pipeline.train_step(micro_batches)
+        self._has_drawn = pipeline.draws_unexpectedly
+        return losses, None
 
-    def _micro_batch(self, step: StepInput, piece: ShardRange) -> MicroBatch:
-        def before_forward() -> None:
-            step.seed_shard(piece.first_shard)
-            self._norm.shards.current = piece.sizes
-
+    def _micro_batch(self, step: StepInput, shards: ShardRange) -> MicroBatch:
         @contextmanager
         def backward() -> Iterator[None]:
-            self._norm.shards.current = piece.sizes  # layers may run again, and another piece was here meanwhile
-            with self._norm.backward():
+            # Layers may run again, and other shards were here meanwhile.
+            self._passes.norm.shards.current = shards.sizes
+            with self._passes.norm.backward():
                 yield
 
         return MicroBatch(
-            loss_of=lambda model: step.loss_of(model, cut(step.batch, piece.start, piece.stop)),
-            before_forward=before_forward,
+            loss_of=lambda model: step.loss_of(model, cut(step.batch, shards.start, shards.stop)),
+            before_forward=lambda: self._passes.enter(step, shards),
             within=step.within,
             backward=backward,
-            weight=piece.weight,
+            weight=shards.weight,
             scale=step.scale,
         )
 
@@ -364,7 +364,7 @@ class MeshParallel(EqualAfterEveryStep):
         return MicroBatch(
             loss_of=lambda model: step.loss_of(model, cut(step.batch, 0, 1)),
             within=within,
-            backward=self._norm.backward,
+            backward=self._passes.norm.backward,
             weight=0.0,
             scale=step.scale,
         )
@@ -414,27 +414,20 @@ class MeshParallel(EqualAfterEveryStep):
             found = {name: tensor for stage in stages or [] for name, tensor in stage.items()}
         return found if dist.get_rank(self._axes.world) == 0 else {}
 
-    # --- the rest of the seam ---
-
-    holds_all = False
+    # --- the rest of the contract ---
 
     @property
-    def communication(self) -> tuple[Mark, Mark]:
-        return self._last_gradient, self._aggregated
-
-    @property
-    def changes_buffers(self) -> bool:
-        return bool(unknown_buffers(self.module))
+    def holds_all(self) -> bool:
+        return False
 
     def sync_buffers(self) -> bool:
         broadcast(unknown_buffers(self.module), self._axes.data)
         return True
 
     def shared_state(self) -> dict[str, Any]:
-        return {"draws_randomness": self._draws_randomness}
-
-    def own_state(self) -> dict[str, Any]:
-        return {}
+        return {"draws_randomness": self._passes.is_drawn}
 
     def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:  # noqa: ARG002 - it is an engine
-        self._draws_randomness = shared.get("draws_randomness")
+        self._passes.is_drawn = shared.get("draws_randomness")
+        if self._pipeline is not None and self._passes.is_drawn:
+            self._pipeline.carry_generators()

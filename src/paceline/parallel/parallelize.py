@@ -16,7 +16,7 @@ from paceline.parallel.async_servers import AsyncServers, describe_asynchrony
 from paceline.parallel.bitwise import BitwiseDataParallel
 from paceline.parallel.dp import DataParallel
 from paceline.parallel.engine import Engine
-from paceline.parallel.local_sgd import LocalSGD, aggregator_inside_node, describe_meetings
+from paceline.parallel.local_sgd import LocalSGD, aggregator_inside_node, describe_outer_steps
 from paceline.parallel.one_process import OneProcessDataParallel, describe_one_process, devices_of_process
 from paceline.parallel.start import is_on_meta, start_weights
 from paceline.spec import AlgorithmName, Job, Plan, check_mesh
@@ -92,7 +92,7 @@ def parallelize(
                 inside = aggregator_inside_node(aggregator.links, plan)
             if inside is not None:
                 on_error.callback(inside.scheduler.close)
-            notes.append(describe_meetings(spec))
+            notes.append(describe_outer_steps(spec))
             engine = LocalSGD(model, job, plan, device, aggregator, inside, find_unused_parameters)
         return Parallelized(engine, algorithm, tuple(notes), on_error.pop_all())
 

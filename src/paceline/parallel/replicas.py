@@ -6,7 +6,7 @@ What DistributedDataParallel does for plain replicas it cannot do here, where pa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.comm import Aggregator
 from paceline.comm.compressor import Bucket
-from paceline.parallel.aggregation import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from paceline.parallel.buckets import FIRST_BUCKET_BYTES, buckets
 from paceline.parallel.parts import local
 
 
@@ -60,7 +60,10 @@ class ReplicaSums:
         self._trained = trained
         # Backward comes to the last ones first; what is late holds nobody else up.
         early = [(name, p) for name, p in reversed(trained) if p not in self._late]
-        self._buckets = list(_buckets([*early, *((name, p) for name, p in trained if p in self._late)]))
+        late = [(name, p) for name, p in trained if p in self._late]
+        self._buckets = list(
+            buckets([*early, *late], lambda named: (named[1].dtype, local(named[1]).nbytes), FIRST_BUCKET_BYTES)
+        )
         self._bucket_of: dict[Tensor, int] = {p: place for place, bucket in enumerate(self._buckets) for _, p in bucket}
         for hook in self._hooks:
             hook.remove()
@@ -100,17 +103,3 @@ class ReplicaSums:
         names = [name for name, _ in bucket]
         parts = tuple(zip(names, values.split([gradient.numel() for gradient in gradients]), strict=True))
         self._under_way.append((self._aggregator.sum_bucket(Bucket(values, parts)), parts))
-
-
-def _buckets(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """Neighbours of one dtype together; the first bucket is small, so that the first message leaves early."""
-    bucket: list[tuple[str, nn.Parameter]] = []
-    size_bytes, limit_bytes = 0, FIRST_BUCKET_BYTES
-    for name, parameter in named:
-        if bucket and (size_bytes >= limit_bytes or parameter.dtype != bucket[0][1].dtype):
-            yield bucket
-            bucket, size_bytes, limit_bytes = [], 0, BUCKET_BYTES
-        bucket.append((name, parameter))
-        size_bytes += local(parameter).nbytes
-    if bucket:
-        yield bucket

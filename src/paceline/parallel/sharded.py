@@ -67,7 +67,7 @@ def apart(model: nn.Module, found: list[nn.Module]) -> list[nn.Module]:
 def shard(
     model: nn.Module, mesh: DeviceMesh, zero_stage: int, *, cpu_offload: bool, may_skip: bool = False
 ) -> FSDPModule:
-    """Assignment out the parameters of `model` over the axis `mesh`, in place; they become DTensors.
+    """Shard the parameters of `model` over the axis `mesh`, in place; they become DTensors.
 
     Parameters may be on the meta device, or DTensors of another axis of the same mesh.
 

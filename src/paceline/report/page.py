@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from paceline.report import formats
 from paceline.report.job_text import job_toml
-from paceline.report.plots import study_plots
 from paceline.report.study import Study, StudyRow
+from paceline.report.study_plots import study_plots
 from paceline.report.templates import render
 from paceline.spec.record import RunRecord
 

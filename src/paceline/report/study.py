@@ -135,6 +135,19 @@ class Study:
     def has_accuracy(self) -> bool:
         return any(row.accuracy is not None for row in self.rows)
 
+    def page(self) -> str:
+        """The HTML page: the table, with plots of every run."""
+        from paceline.report.page import render_page
+
+        return render_page(self)
+
+    def _repr_html_(self) -> str:
+        """The table, for notebooks."""
+        from paceline.report.html_table import html_of
+        from paceline.report.study_table import study_table
+
+        return html_of(lambda _columns: study_table(self))
+
 
 def analyse(records: Sequence[RunRecord], *, grow: Grow, tolerance: float, efficiency_floor: float = 0.5) -> Study:
     """The study of one job's runs on several device counts and seeds.

@@ -95,7 +95,7 @@ class Stepper:
         """For an assignment of the global batch with this number, counted over the whole run."""
         precision, seed = self.trained.precision, self._state.job.seed
         return StepInput(
-            share=assignment,
+            assignment=assignment,
             batch=content,
             loss_of=precision.of(loss_fn),
             seed_shard=lambda shard: seed_shard(seed, index, shard, self._device),

@@ -32,7 +32,7 @@ def test_shares_tile_the_batch_in_order(num_samples: int, num_shards: int, data:
     assert spans[-1][1] == num_samples
     assert all(left[1] == right[0] for left, right in itertools.pairwise(spans))
     # Nothing about the shards themselves depends on who holds them.
-    assert {share.all_sizes for share in shares} == {shard_sizes(num_samples, num_shards)}
+    assert {share.shard_sizes for share in shares} == {shard_sizes(num_samples, num_shards)}
 
 
 @given(BATCHES, SHARDS, st.one_of(st.none(), st.integers(1, 100)), st.data())
@@ -40,10 +40,10 @@ def test_pieces_tile_the_share(num_samples: int, num_shards: int, limit: int | N
     world_size = data.draw(st.integers(1, num_shards))
     rank = data.draw(st.integers(0, world_size - 1))
     share = Assignment.of(num_samples, num_shards, rank, world_size)
-    shard, stop = share.runs[rank]
+    shard, stop = share.shards_of_rank[rank]
     position, weight = 0, 0.0
     while shard < stop:
-        piece = share.piece(shard, limit)
+        piece = share.shard_range(shard, limit)
         assert piece.start == position
         assert piece.stop - piece.start == sum(piece.sizes)
         assert limit is None or len(piece.sizes) == 1 or sum(piece.sizes) <= limit

@@ -1,4 +1,4 @@
-"""Which of several device counts to take, where scaling bends, and the words for it."""
+"""Which of several device counts to take, why, and where more devices stop paying."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from paceline.errors import JobError
 from paceline.noise import efficiency
+from paceline.plan.words import duration
 from paceline.spec.forecast import ForecastRow
 
 _NEARLY = 0.97
@@ -38,7 +39,7 @@ def recommend(rows: Sequence[ForecastRow], floor: float) -> ForecastRow:
     return next(row for row in efficient if _worth(row) >= _NEARLY * best)
 
 
-def words(rows: Sequence[ForecastRow], chosen: ForecastRow, floor: float) -> tuple[str, str]:
+def explain_choice(rows: Sequence[ForecastRow], chosen: ForecastRow, floor: float) -> tuple[str, str]:
     """The verdict in one line, and the reason in a few sentences."""
     most = max((row for row in rows if not row.objection), key=lambda row: row.devices)
     sentences = []
@@ -102,7 +103,7 @@ def _locked(locked: Sequence[ForecastRow], chosen: ForecastRow) -> str:
     return f"This job does not run on {which}{promise}: {reason}."
 
 
-def about_batch(chosen: ForecastRow, noise_scale: float, better: tuple[int, float] | None) -> str:
+def batch_advice(chosen: ForecastRow, noise_scale: float, better: tuple[int, float] | None) -> str:
     """What the batch is to the noise scale, where it is beyond it, and a smaller one if that is clearly faster.
 
     Args:
@@ -123,7 +124,7 @@ def about_batch(chosen: ForecastRow, noise_scale: float, better: tuple[int, floa
     return said
 
 
-def bend(rows: Sequence[ForecastRow]) -> str:
+def scaling_knee(rows: Sequence[ForecastRow]) -> str:
     """Where one more device brings less than half of what the first one did, and what the step waits for there."""
     for before, row in pairwise(rows):
         later = [other for other in rows if before.devices < other.devices <= 2 * before.devices]
@@ -156,12 +157,3 @@ def _losses(row: ForecastRow) -> str:
 
 def _devices(count: int) -> str:
     return "1 device" if count == 1 else f"{count:,} devices"
-
-
-def duration(seconds: float) -> str:
-    """ "36.9 ms" or "1.20 s"."""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
-def gib(num_bytes: float | None) -> str:
-    return "more" if num_bytes is None else f"{num_bytes / 2**30:.3g} GiB"

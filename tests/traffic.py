@@ -7,12 +7,10 @@ A ring makes each of n workers send 2 (n - 1)/n S to sum S bytes, and half of th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
+from paceline.plan.search import Backend, num_gathers_and_scatters
 from paceline.spec import Mesh
 from paceline.spec.mesh import AxisName
-
-Backend = Literal["nccl", "gloo"]
 
 
 def sum_bytes(size_bytes: float, num_workers: int) -> float:
@@ -42,14 +40,6 @@ def padded_bytes(shapes: Sequence[tuple[int, ...]], width: int, num_workers: int
 def scatter_bytes(size_bytes: float, num_workers: int, backend: Backend) -> float:
     """Of a sum of `size_bytes`, of which every worker gets a part."""
     return (sum_bytes if backend == "gloo" else gather_bytes)(size_bytes, num_workers)
-
-
-def num_gathers_and_scatters(zero_stage: int, num_passes: int) -> tuple[int, int]:
-    """How often a step gathers parameters and scatters gradients along fsdp (Rajbhandari et al. 2020, section 7).
-
-    Stage 1 does both once a step, stage 2 in every pass, and stage 3 gathers again for backward.
-    """
-    return {1: (1, 1), 2: (num_passes, num_passes), 3: (2 * num_passes, num_passes)}[zero_stage]
 
 
 def sharding_bytes(parameter_bytes: float, mesh: Mesh, num_passes: int, backend: Backend = "nccl") -> float:

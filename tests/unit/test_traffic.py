@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.plan.traffic import gather_bytes, node_bytes, sent_bytes, sharding_bytes, sum_bytes
 from paceline.spec import Mesh
 from paceline.spec.mesh import AxisName
+from tests.traffic import gather_bytes, node_bytes, sent_bytes, sharding_bytes, sum_bytes
 
 NOTHING: dict[AxisName, float] = {"dp": 0.0, "fsdp": 0.0, "tp": 0.0}
 
