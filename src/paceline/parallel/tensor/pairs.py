@@ -1,7 +1,7 @@
-"""Which layers of a module follow each other with nothing between them that needs all features at once.
+"""Finds layers of a module that follow each other with nothing between them that needs all features at once.
 
-A module's own forward is traced, its children taken as they are (torch.fx). A module that cannot be traced, because
-its path depends on values, has no chains as far as we know, and each of its layers is shared out by itself.
+A module's own forward is traced, its children taken as they are (torch.fx). In a module that cannot be traced, because
+its path depends on values, no such layers are found, and each is shared by itself.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ PRODUCTS_AND_SUMS: set[Any] = {operator.mul, operator.add, torch.mul, torch.add}
 
 @dataclass(frozen=True)
 class Pair:
-    """Columns, what is done to each feature, rows: two or more layers that need one sum in all."""
+    """Linear layers and the one that takes their features: colwise and rowwise, they need one sum in all."""
 
     columns: tuple[str, ...]
     rows: str
     dropouts: tuple[str, ...]
     """Between them."""
-    shares_input: bool
+    has_one_input: bool
     """Whether all of `columns` take the same tensor."""
 
 
@@ -98,8 +98,8 @@ def _defaults(module: nn.Module) -> dict[str, Any] | None:
     return {one.name: one.default for one in parameters if one.default is not one.empty} or None
 
 
-class Chains:
-    """The chains of one model. Names are those of `model.named_modules()`."""
+class TracedForwards:
+    """The forward of every module of one model. Names are those of `model.named_modules()`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
@@ -113,8 +113,8 @@ class Chains:
         called = [] if graph is None else [str(node.target) for node in graph.nodes if node.op == "call_module"]
         self._shells = {name for name in self._modules if name and any(one.startswith(f"{name}.") for one in called)}
 
-    def of(self, name: str) -> tuple[list[Pair], list[ConvolutionRun]]:
-        """Pairs and runs in the forward of the module `name`."""
+    def pairs_and_runs(self, name: str) -> tuple[list[Pair], list[ConvolutionRun]]:
+        """Pairs of linear layers, and runs from convolutions, in the forward of the module `name`."""
         module = self._modules[name]
         if name in self._shells:  # it lists what the model calls one by one
             return [], []
@@ -158,7 +158,7 @@ class _Reader:
                 continue
             visited: set[fx.Node] = set()
             columns: list[fx.Node] = []
-            if not self._is_part(node.args[0], rows.in_features, columns, visited) or taken & set(columns):
+            if not self._is_divided(node.args[0], rows.in_features, columns, visited) or taken & set(columns):
                 continue
             if any(user is not node and user not in visited for inner in visited for user in inner.users):
                 continue
@@ -171,7 +171,7 @@ class _Reader:
                 len({column.args[0] for column in columns}) == 1,
             )
 
-    def _is_part(self, node: Any, width: int, columns: list[fx.Node], visited: set[fx.Node]) -> bool:
+    def _is_divided(self, node: Any, width: int, columns: list[fx.Node], visited: set[fx.Node]) -> bool:
         """Whether the node's every feature comes from the same feature of linear layers, which go to `columns`."""
         if not isinstance(node, fx.Node):
             return False
@@ -183,9 +183,9 @@ class _Reader:
             columns.append(node)
             return True
         if is_elementwise(node, layer) or type(layer) is nn.Dropout:
-            return self._is_part(node.args[0], width, columns, visited)
+            return self._is_divided(node.args[0], width, columns, visited)
         if node.op == "call_function" and node.target in PRODUCTS_AND_SUMS and not node.kwargs:
-            return len(node.args) == 2 and all(self._is_part(arg, width, columns, visited) for arg in node.args)
+            return len(node.args) == 2 and all(self._is_divided(arg, width, columns, visited) for arg in node.args)
         return False
 
     def runs(self, prefix: str) -> Iterator[ConvolutionRun]:
