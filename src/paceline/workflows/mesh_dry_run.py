@@ -39,7 +39,7 @@ class MeshDryRun:
         from rich.console import Group
         from rich.table import Table
 
-        from paceline.plan.search import size
+        from paceline.plan.words import size
 
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
         for heading in ("stage", "layers", "parameters", "activations", "memory"):
