@@ -3,9 +3,9 @@
     python -m benchmarks.mutations --source CHECKOUT --out FILE.json [--only NAME …]
     python -m benchmarks.mutations --table BEFORE.json AFTER.json
 
-Defects are found by their text, wherever a checkout keeps it, so that commits with other file names can be compared. A
-defect whose text is not found exactly once is reported as such. For each defect the unit tests of its room are run first
-and, if they pass, the tests with real processes; the first test that fails has noticed it.
+Defects are found by their text, wherever a checkout keeps it, so that commits with other file names can be compared.
+A defect whose text is not found exactly once is reported as such. For each defect the unit tests of its room are run
+first and, if they pass, the tests with real processes; the first test that fails has noticed it.
 """
 
 from __future__ import annotations
@@ -42,79 +42,239 @@ class Defect:
 
 DEFECTS = (
     # --- comm ---
-    Defect("ring: sends to itself after next", r"order\[\(place \+ 1\) % size\], order\[place - 1\]",
-           "order[(place + 2) % size], order[place - 1]", "comm", ("algorithms",)),
-    Defect("ring: one hop less", r"for hop in range\(size - 1\):\n(?=        leaving)",
-           "for hop in range(size - 2):\n", "comm", ("algorithms",)),
-    Defect("halving: halves swapped", r"\(upper, lower\) if place & bit else \(lower, upper\)",
-           "(lower, upper) if place & bit else (upper, lower)", "comm", ("algorithms",)),
-    Defect("hierarchical: no broadcast in the node", r"    links\.broadcast_in_node\(chunk\)\n", "", "comm",
-           ("hierarchical", "algorithms")),
+    Defect(
+        "ring: sends to itself after next",
+        r"order\[\(place \+ 1\) % size\], order\[place - 1\]",
+        "order[(place + 2) % size], order[place - 1]",
+        "comm",
+        ("algorithms",),
+    ),
+    Defect(
+        "ring: one hop less",
+        r"for hop in range\(size - 1\):\n(?=        leaving)",
+        "for hop in range(size - 2):\n",
+        "comm",
+        ("algorithms",),
+    ),
+    Defect(
+        "halving: halves swapped",
+        r"\(upper, lower\) if place & bit else \(lower, upper\)",
+        "(lower, upper) if place & bit else (upper, lower)",
+        "comm",
+        ("algorithms",),
+    ),
+    Defect(
+        "hierarchical: no broadcast in the node",
+        r"    links\.broadcast_in_node\(chunk\)\n",
+        "",
+        "comm",
+        ("hierarchical", "algorithms"),
+    ),
     Defect("tree: blocks not aligned", r"while start % \(2 \* size\) == 0 and", "while", "comm", ("tree_exact",)),
-    Defect("tree: siblings of any size", r"return left\[1\] == right\[1\] and left\[0\]", "return left[0]", "comm",
-           ("tree_exact", "parity")),
+    Defect(
+        "tree: siblings of any size",
+        r"return left\[1\] == right\[1\] and left\[0\]",
+        "return left[0]",
+        "comm",
+        ("tree_exact", "parity"),
+    ),
     Defect("int8: 126 steps", r"\.mul_\(127\.0\)\.round_", ".mul_(126.0).round_", "comm", ("algorithms",)),
-    Defect("shared memory: a slot is reused one chunk early", r"number - DEPTH \+ 1\)", "number - DEPTH)", "comm",
-           ("shared_memory",)),
-    Defect("error feedback: nothing is kept", r"            self\.remember\(name, part\)\n", "            pass\n", "comm",
-           ("compressors",)),
-    Defect("scheduler: calls are never compared", r"self\._check_always or self\._step <= CHECKED_STEPS",
-           "self._check_always", "comm", ("scheduler",)),
-    Defect("async: one update too stale", r"self\.finished \+ self\._staleness \+ 1\)",
-           "self.finished + self._staleness + 2)", "comm", ("parameter_server_async",)),
-    Defect("async: every push counts as arrived", r"            return arrived\n\n    def _update",
-           "            return True\n\n    def _update", "comm", ("parameter_server_async",)),
+    Defect(
+        "shared memory: a slot is reused one chunk early",
+        r"number - DEPTH \+ 1\)",
+        "number - DEPTH)",
+        "comm",
+        ("shared_memory",),
+    ),
+    Defect(
+        "error feedback: nothing is kept",
+        r"            self\.remember\(name, part\)\n",
+        "            pass\n",
+        "comm",
+        ("compressors",),
+    ),
+    Defect(
+        "scheduler: calls are never compared",
+        r"self\._check_always or self\._step <= CHECKED_STEPS",
+        "self._check_always",
+        "comm",
+        ("scheduler",),
+    ),
+    Defect(
+        "async: one update too stale",
+        r"self\.finished \+ self\._staleness \+ 1\)",
+        "self.finished + self._staleness + 2)",
+        "comm",
+        ("parameter_server_async",),
+    ),
+    Defect(
+        "async: every push counts as arrived",
+        r"            return arrived\n\n    def _update",
+        "            return True\n\n    def _update",
+        "comm",
+        ("parameter_server_async",),
+    ),
     # --- parallel ---
-    Defect("shards: larger ones last", r"small \+ \(shard < extra\) for shard", "small + (shard >= num_shards - extra) for shard",
-           "parallel", ("parity",)),
+    Defect(
+        "shards: larger ones last",
+        r"small \+ \(shard < extra\) for shard",
+        "small + (shard >= num_shards - extra) for shard",
+        "parallel",
+        ("parity",),
+    ),
     Defect("shards: weight of the whole batch", r"sum\(sizes\) / self\.global_size\)", "1.0)", "parallel", ("engine",)),
-    Defect("batch norm: biased total weight", r"weight = size / sum\(s for s in self\.shards\.all",
-           "weight = 1 / sum(s for s in self.shards.all", "parallel", ("engine", "parity")),
-    Defect("batch norm: not one step a batch", r"running\.lerp_\(target, factor", "running.lerp_(target, 2 * factor",
-           "parallel", ("engine", "parity")),
-    Defect("sync norm: means forgotten", r"\(variances \+ \(means - global_mean\) \*\* 2\)", "(variances)", "parallel",
-           ("engine", "parity")),
-    Defect("local_sgd: workers count alike", r"return self\._own_samples / self\._all_samples",
-           "return 1 / max(1, dist.get_world_size(self._group)) if self._group else 1.0", "parallel", ("infrequent",)),
-    Defect("diloco: plain momentum", r"            move\.add_\(self\.momentum, alpha=momentum\)\n",
-           "            move.copy_(self.momentum)\n", "parallel", ("infrequent",)),
-    Defect("fsdp: means in place of sums", r"set_gradient_divide_factor\(1\.0\)", "set_gradient_divide_factor(2.0)",
-           "parallel", ("meshes",)),
-    Defect("schedules: warm-up one longer", r"stride \* \(num_workers - 1 - r\) \+ further \+ 1\)", "stride * (num_workers - 1 - r) + further + 2)", "parallel/pipeline",
-           ("pipeline",)),
-    Defect("stage cut: memory is not looked at", r" or held_bytes > limits\.memory_bytes:", ":", "parallel/pipeline", ()),
-    Defect("noise scale: batch sizes swapped", r"small_sqr - large_sqr", "large_sqr - small_sqr", "spec", ("noise_scale",)),
+    Defect(
+        "batch norm: biased total weight",
+        r"weight = size / sum\(s for s in self\.shards\.all",
+        "weight = 1 / sum(s for s in self.shards.all",
+        "parallel",
+        ("engine", "parity"),
+    ),
+    Defect(
+        "batch norm: not one step a batch",
+        r"running\.lerp_\(target, factor",
+        "running.lerp_(target, 2 * factor",
+        "parallel",
+        ("engine", "parity"),
+    ),
+    Defect(
+        "sync norm: means forgotten",
+        r"\(variances \+ \(means - global_mean\) \*\* 2\)",
+        "(variances)",
+        "parallel",
+        ("engine", "parity"),
+    ),
+    Defect(
+        "local_sgd: workers count alike",
+        r"return self\._own_samples / self\._all_samples",
+        "return 1 / max(1, dist.get_world_size(self._group)) if self._group else 1.0",
+        "parallel",
+        ("infrequent",),
+    ),
+    Defect(
+        "diloco: plain momentum",
+        r"            move\.add_\(self\.momentum, alpha=momentum\)\n",
+        "            move.copy_(self.momentum)\n",
+        "parallel",
+        ("infrequent",),
+    ),
+    Defect(
+        "fsdp: means in place of sums",
+        r"set_gradient_divide_factor\(1\.0\)",
+        "set_gradient_divide_factor(2.0)",
+        "parallel",
+        ("meshes",),
+    ),
+    Defect(
+        "schedules: warm-up one longer",
+        r"stride \* \(num_workers - 1 - r\) \+ further \+ 1\)",
+        "stride * (num_workers - 1 - r) + further + 2)",
+        "parallel/pipeline",
+        ("pipeline",),
+    ),
+    Defect(
+        "stage cut: memory is not looked at", r" or held_bytes > limits\.memory_bytes:", ":", "parallel/pipeline", ()
+    ),
+    Defect(
+        "noise scale: batch sizes swapped", r"small_sqr - large_sqr", "large_sqr - small_sqr", "spec", ("noise_scale",)
+    ),
     # --- checkpoint ---
-    Defect("slices: overlap may be empty", r"if all\(size > 0 for size in sizes\)", "if all(size >= 0 for size in sizes)",
-           "checkpoint", ("together", "checkpoint_storage")),
-    Defect("checkpoint: checksum not compared", r"if summed\.file\(file\.name\)\.crc32 != file\.crc32:", "if False:",
-           "checkpoint", ()),
+    Defect(
+        "slices: overlap may be empty",
+        r"if all\(size > 0 for size in sizes\)",
+        "if all(size >= 0 for size in sizes)",
+        "checkpoint",
+        ("together", "checkpoint_storage"),
+    ),
+    Defect(
+        "checkpoint: checksum not compared",
+        r"if summed\.file\(file\.name\)\.crc32 != file\.crc32:",
+        "if False:",
+        "checkpoint",
+        (),
+    ),
     Defect("checkpoint: no fsync", r"                os\.fsync\(file\.fileno\(\)\)\n", "", "checkpoint", ()),
-    Defect("checkpoint: written in place", r"unfinished = path\.with_name\(path\.name \+ \"\.part\"\)\n(?=        if not path)",
-           "unfinished = path\n", "checkpoint", ("checkpoint_storage",)),
-    Defect("retention: one less is kept", r"known\[-spec\.keep_last :\]", "known[-spec.keep_last + 1 :]", "checkpoint", ()),
-    Defect("retention: the worst is kept", r"keep\.add\(max\(scored\)\[1\]\)", "keep.add(min(scored)[1])", "checkpoint", ()),
+    Defect(
+        "checkpoint: written in place",
+        r"unfinished = path\.with_name\(path\.name \+ \"\.part\"\)\n(?=        if not path)",
+        "unfinished = path\n",
+        "checkpoint",
+        ("checkpoint_storage",),
+    ),
+    Defect(
+        "retention: one less is kept", r"known\[-spec\.keep_last :\]", "known[-spec.keep_last + 1 :]", "checkpoint", ()
+    ),
+    Defect(
+        "retention: the worst is kept", r"keep\.add\(max\(scored\)\[1\]\)", "keep.add(min(scored)[1])", "checkpoint", ()
+    ),
     Defect("receipts: of any attempt", r"if receipt\.attempt != writing\.attempt:", "if False:", "checkpoint", ()),
     # --- launch ---
-    Defect("hang: the waiting are blamed", r"Hang\(\"hung\", tuple\(state\.rank for state in awaited\), ranks",
-           'Hang("hung", ranks, tuple(state.rank for state in awaited)', "launch", ("hangs",)),
-    Defect("root cause: the latest failure", r"merely_lost_a_peer\(e\), e\.time, e\.rank\)",
-           "merely_lost_a_peer(e), -e.time, e.rank)", "launch", ("launch_failures",)),
-    Defect("root cause: lost peers are causes", r"key=lambda e: \(e\.time > stopped_at, merely_lost_a_peer\(e\)",
-           "key=lambda e: (e.time > stopped_at, False", "launch", ("launch_failures",)),
-    Defect("nodelist: ranges one short", r"range\(int\((\w+)\), int\((\w+)\) \+ 1\)", r"range(int(\1), int(\2))", "launch", ()),
+    Defect(
+        "hang: the waiting are blamed",
+        r"Hang\(\"hung\", tuple\(state\.rank for state in awaited\), ranks",
+        'Hang("hung", ranks, tuple(state.rank for state in awaited)',
+        "launch",
+        ("hangs",),
+    ),
+    Defect(
+        "root cause: the latest failure",
+        r"merely_lost_a_peer\(e\), e\.time, e\.rank\)",
+        "merely_lost_a_peer(e), -e.time, e.rank)",
+        "launch",
+        ("launch_failures",),
+    ),
+    Defect(
+        "root cause: lost peers are causes",
+        r"key=lambda e: \(e\.time > stopped_at, merely_lost_a_peer\(e\)",
+        "key=lambda e: (e.time > stopped_at, False",
+        "launch",
+        ("launch_failures",),
+    ),
+    Defect(
+        "nodelist: ranges one short",
+        r"range\(int\((\w+)\), int\((\w+)\) \+ 1\)",
+        r"range(int(\1), int(\2))",
+        "launch",
+        (),
+    ),
     Defect("hosts: a node may be named twice", r"        if name in found:\n", "        if False:\n", "launch", ()),
     # --- plan ---
-    Defect("ring cost: n hops in place of n - 1", r"return 2 \* \(n - 1\) \* _hop_s\(size_bytes / n, layout", "return 2 * n * _hop_s(size_bytes / n, layout",
-           "plan", ()),
-    Defect("efficiency: base batch forgotten", r"return \(noise_scale \+ base_batch_size\) /", "return noise_scale /", "plan", ()),
-    Defect("slowest worker: spread ignored", r"return compute \* \(1 \+ spread \* expected_maximum_of_workers\)",
-           "return compute * (1 + 0 * expected_maximum_of_workers)", "plan", ()),
-    Defect("stage cut: transfer counted once", r"time_s \+ 2 \* (\S+) / limits\.bytes", r"time_s + \1 / limits.bytes",
-           "parallel/pipeline", ()),
-    Defect("memory: half of the optimizer state", r"optimizer_bytes=own \* state\.optimizer / shards", "optimizer_bytes=own * state.optimizer / shards / 2",
-           "plan", ()),
-)  # fmt: skip
+    Defect(
+        "ring cost: n hops in place of n - 1",
+        r"return 2 \* \(n - 1\) \* _hop_s\(size_bytes / n, layout",
+        "return 2 * n * _hop_s(size_bytes / n, layout",
+        "plan",
+        (),
+    ),
+    Defect(
+        "efficiency: base batch forgotten",
+        r"return \(noise_scale \+ base_batch_size\) /",
+        "return noise_scale /",
+        "plan",
+        (),
+    ),
+    Defect(
+        "slowest worker: spread ignored",
+        r"return compute \* \(1 \+ spread \* expected_maximum_of_workers\)",
+        "return compute * (1 + 0 * expected_maximum_of_workers)",
+        "plan",
+        (),
+    ),
+    Defect(
+        "stage cut: transfer counted once",
+        r"time_s \+ 2 \* (\S+) / limits\.bytes",
+        r"time_s + \1 / limits.bytes",
+        "parallel/pipeline",
+        (),
+    ),
+    Defect(
+        "memory: half of the optimizer state",
+        r"optimizer_bytes=own \* state\.optimizer / shards",
+        "optimizer_bytes=own * state.optimizer / shards / 2",
+        "plan",
+        (),
+    ),
+)
 
 
 def put_in(defect: Defect, source: Path) -> bool:
