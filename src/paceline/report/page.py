@@ -37,7 +37,7 @@ def _tags(study: Study, row: StudyRow) -> str:
 
 
 def _notes(study: Study) -> list[tuple[str, str]]:
-    """(who, note) of what the runs wish their reader to know, each note once."""
+    """(who, note) of the notes of the runs, each note once."""
     holders: dict[str, list[RunRecord]] = {}
     for run in study.records:
         for note in dict.fromkeys(run.notes):

@@ -1,4 +1,4 @@
-"""Doors on the loopback interface: opened, reached, closed."""
+"""Endpoints on the loopback interface: opened, reached, closed."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import replace
 import pytest
 
 from paceline.errors import LaunchError
-from paceline.launch import doors as network
-from paceline.launch.doors import Door, open_doors, try_doors
+from paceline.launch import endpoints as network
+from paceline.launch.endpoints import Endpoint, OpenEndpoint, open_endpoints, try_endpoints
 from paceline.network_addresses import addresses
 
-Opened = list[tuple[socket.socket, Door]]
+Opened = list[OpenEndpoint]
 
 
 @pytest.fixture
 def opened() -> Iterator[Opened]:
-    doors = open_doors("lo")
-    yield doors
-    for listening, _ in doors:
-        listening.close()
+    endpoints = open_endpoints("lo")
+    yield endpoints
+    for each in endpoints:
+        each.close()
 
 
 @pytest.fixture
@@ -32,32 +32,33 @@ def closed_port() -> Iterator[int]:
         yield bound.getsockname()[1]
 
 
-def test_a_door_of_loopback_is_open_and_says_where_it_is(opened: Opened) -> None:
-    (listening, door), *others = opened
-    assert not others
-    assert (door.address, door.interface) == ("127.0.0.1", "lo")
-    assert listening.getsockname() == (door.address, door.port)
-    assert door.bits_per_s >= 0
-    assert try_doors([door], "lo") == [("lo", "")]
+def test_an_endpoint_of_loopback_is_open_and_says_where_it_is(opened: Opened) -> None:
+    (each,) = opened
+    endpoint = each.endpoint
+    assert (endpoint.address, endpoint.interface) == ("127.0.0.1", "lo")
+    assert each.store.getsockname() == (endpoint.address, endpoint.port)
+    assert each.torch_store.getsockname() == (endpoint.address, endpoint.torch_port)
+    assert endpoint.bits_per_s >= 0
+    assert try_endpoints([endpoint], "lo") == [("lo", "")]
 
 
 def test_a_closed_port_gives_the_reason_and_the_open_one_beside_it_is_found(opened: Opened, closed_port: int) -> None:
-    door = opened[0][1]
-    closed, found = try_doors([replace(door, port=closed_port), door], "lo")
+    endpoint = opened[0].endpoint
+    closed, found = try_endpoints([replace(endpoint, port=closed_port), endpoint], "lo")
     assert closed == (None, "Connection refused")
     assert found == ("lo", "")
 
 
-def test_each_door_has_a_port_of_its_own(opened: Opened) -> None:
-    again = open_doors("lo")
+def test_each_endpoint_has_ports_of_its_own(opened: Opened) -> None:
+    again = open_endpoints("lo")
     try:
-        assert again[0][1].port != opened[0][1].port
+        assert len({port for one in (*again, *opened) for port in (one.endpoint.port, one.endpoint.torch_port)}) == 4
     finally:
-        again[0][0].close()
+        again[0].close()
 
 
 def test_one_that_never_answers_does_not_hold_up_the_others(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "REACH_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(network, "TRY_TIMEOUT_S", 0.2)
     full = socket.socket()
     waiting = [socket.socket() for _ in range(3)]
     try:
@@ -66,8 +67,8 @@ def test_one_that_never_answers_does_not_hold_up_the_others(opened: Opened, monk
         for one in waiting:
             one.setblocking(False)
             one.connect_ex(full.getsockname())
-        silent = Door("127.0.0.1", full.getsockname()[1], "lo", 0.0)
-        (name, problem), found = try_doors([silent, opened[0][1]], "lo")
+        silent = Endpoint("127.0.0.1", full.getsockname()[1], 1, "lo", 0.0)
+        (name, problem), found = try_endpoints([silent, opened[0].endpoint], "lo")
         assert name is None and "timed out" in problem
         assert found == ("lo", "")
     finally:
@@ -75,8 +76,8 @@ def test_one_that_never_answers_does_not_hold_up_the_others(opened: Opened, monk
             one.close()
 
 
-def test_no_door_to_try() -> None:
-    assert try_doors([], "lo") == []
+def test_no_endpoint_to_try() -> None:
+    assert try_endpoints([], "lo") == []
 
 
 def test_loopback_counts_only_if_it_is_named() -> None:
@@ -86,12 +87,12 @@ def test_loopback_counts_only_if_it_is_named() -> None:
 
 def test_an_unknown_interface_is_named_with_those_there_are() -> None:
     with pytest.raises(LaunchError, match=r"no interface nowhere0 with an address .*\blo\b") as caught:
-        open_doors("nowhere0")
+        open_endpoints("nowhere0")
     assert "\n" not in str(caught.value)
 
 
 def test_a_way_from_no_interface_of_ours_is_told_in_words(opened: Opened) -> None:
     # Loopback was not named, so it does not count; there is no interface to speak of either.
-    ((name, problem),) = try_doors([opened[0][1]])
+    ((name, problem),) = try_endpoints([opened[0].endpoint])
     assert name is None
     assert problem and "None" not in problem
