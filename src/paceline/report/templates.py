@@ -42,8 +42,8 @@ def _read(name: str) -> str:
 
 
 def _tie(text: str) -> str:
-    """Keep a number and its unit on one line."""
-    return re.sub(r"(?<=\d) (?=%|devices?\b|points?\b|m?s\b)", "\N{NO-BREAK SPACE}", text)
+    """Keep a number and its unit on one line; what is escaped already stays so."""
+    return type(text)(re.sub(r"(?<=\d) (?=%|devices?\b|points?\b|m?s\b)", "\N{NO-BREAK SPACE}", text))
 
 
 def _short(text: str, most: int) -> str:
