@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from paceline.checkpoint import Loaded, Stored, flatten_state, unflatten_state
 from paceline.errors import CheckpointError, ModelError
 from paceline.parallel import Engine, unwrapped
-from paceline.parallel.parts import local, part_like, slice_of
+from paceline.parallel.dtensor import local_shard, shard_like, shard_slice
 from paceline.train.numerics import Precision
 
 
@@ -178,11 +178,11 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], *, holds_all: b
     for name, value in mine.items():
         kept = state[name]
         if isinstance(kept, Loaded):
-            local(value).copy_(kept.values)
+            local_shard(value).copy_(kept.values)
         elif isinstance(value, Tensor):
             if value.shape != kept.shape:
                 raise RuntimeError(f"'{name}' has the shape {tuple(kept.shape)}, not {tuple(value.shape)}")
-            local(value).copy_(local(part_like(kept, value)))
+            local_shard(value).copy_(local_shard(shard_like(kept, value)))
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -192,17 +192,17 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 def _part(stored: Any, like: Any) -> Any:
     """Of a tensor of the shape of `like`, the slice that this worker holds of `like`."""
     is_spread = isinstance(stored, Stored) and isinstance(like, DTensor) and stored.shape == tuple(like.shape)
-    return stored.slice_at(*slice_of(like)) if is_spread else stored
+    return stored.slice_at(*shard_slice(like)) if is_spread else stored
 
 
 def _like(parameter: Tensor, value: Any) -> Any:
     """Of a tensor of the parameter's shape, this worker's part, in the memory layout an optimizer would have made."""
     if isinstance(value, Loaded):
         found = torch.empty_like(parameter, dtype=value.values.dtype)
-        local(found).copy_(value.values)
+        local_shard(found).copy_(value.values)
         return found
     if isinstance(value, Tensor) and value.shape == parameter.shape:
-        part = part_like(value.to(parameter.device), parameter)
+        part = shard_like(value.to(parameter.device), parameter)
         return torch.empty_like(parameter, dtype=value.dtype).copy_(part)
     return value
 
