@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import paceline
 from paceline.env import worker_facts
 from paceline.models import build
+from paceline.parallel.dtensor import local_shard
 from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm
-from paceline.parallel.parts import local
 from paceline.parallel.sharded import recompute
 from paceline.parallel.tensor import (
     bytes_per_pass,
@@ -250,7 +250,7 @@ def test_parts_of_the_positions_give_the_losses_and_gradients_of_one_worker() ->
 
 def _kept_bytes(model: nn.Module, inputs: Tensor) -> int:
     """What autograd keeps from forward for backward, each tensor's memory once, and no parameter."""
-    parameters = {local(parameter).untyped_storage().data_ptr() for parameter in model.parameters()}
+    parameters = {local_shard(parameter).untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -286,7 +286,7 @@ def _recomputed_by_positions() -> tuple[float, float, float]:
             losses = [_loss(model, inputs[:, :length], inputs[:, :length]) for length in (7, 4)]
             for loss in losses:
                 loss.backward()
-            gradients.append([local(p.grad) for p in model.parameters() if p.grad is not None])
+            gradients.append([local_shard(p.grad) for p in model.parameters() if p.grad is not None])
         ratios.append(num_bytes[1] / num_bytes[0])
     error = max(
         _error(ours, theirs) for other in gradients[1:] for ours, theirs in zip(other, gradients[0], strict=True)

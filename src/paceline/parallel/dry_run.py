@@ -22,13 +22,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.errors import JobError
-from paceline.parallel.parts import device_mesh_of, local, local_bytes
+from paceline.parallel.dtensor import device_mesh_of, local_bytes, local_shard
+from paceline.parallel.initial_weights import allocate
 from paceline.parallel.pipeline.calls import generator_state
 from paceline.parallel.pipeline.chain import Chain, trace
 from paceline.parallel.pipeline.layer_costs import measure_layers
 from paceline.parallel.pipeline.stage import Stage
 from paceline.parallel.sharded import recompute, shard
-from paceline.parallel.start import allocate
 from paceline.parallel.tensor import TensorPlan, bytes_per_sample, find_plan, layer_sizes, tensor_parallel
 from paceline.partition import best_cut, micro_batches_in_flight
 from paceline.spec import Mesh
@@ -279,7 +279,7 @@ def _try_stage(
     """
     start, stop = run
     generator_bytes = generator_state(torch.device("cpu")).nbytes
-    whole_bytes = sum(_padded_bytes(local(one), mesh.fsdp) for one in stage.parameters())
+    whole_bytes = sum(_padded_bytes(local_shard(one), mesh.fsdp) for one in stage.parameters())
     if mesh.fsdp > 1:
         shard(stage, device_mesh["fsdp"], mesh.zero_stage, cpu_offload=False)
     with FakeTensorMode(allow_non_fake_inputs=True):
