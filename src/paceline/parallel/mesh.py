@@ -1,8 +1,8 @@
-"""Sharded, pipeline and tensor parallelism and their meshes: one engine for all that plain data parallelism is not.
+"""Sharded, pipeline and tensor parallelism in any combination: the engine for all meshes but plain data parallelism.
 
-The axes act on a model one after the other: it is cut into stages, the layers of a stage are shared out, then their
-parameters. What a step computes is what one worker alone would: losses are weighted by samples, gradients are sums
-over virtual shards, and no number of workers appears in any formula.
+The axes act on a model one after the other: it is cut into stages, the layers of a stage are sharded, then the
+parameters of the layers. A step computes what one worker alone would: losses are weighted by samples, gradients are
+sums over virtual shards, and no number of workers appears in any formula.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from paceline.comm import Aggregator
 from paceline.parallel.aggregation import set_up_aggregation
 from paceline.parallel.assignment import Assignment, ShardRange
 from paceline.parallel.clock import Clock
+from paceline.parallel.dtensor import device_mesh_of, full_tensor, is_sharded, local_shard
 from paceline.parallel.engine import Engine, StepInput, broadcast, cut, statistics_dtype
 from paceline.parallel.gradient_norms import GradientNorms, squared_norm
+from paceline.parallel.initial_weights import initial_weights
 from paceline.parallel.norm import ShardBatchNorm, replace_batch_norm, standing_in, unknown_buffers
-from paceline.parallel.parts import device_mesh_of, is_sharded, local, whole
 from paceline.parallel.passes import DrewTogetherError, Passes
 from paceline.parallel.pipeline import MicroBatch, Pipeline, stage_limits
-from paceline.parallel.replicas import ReplicaSums
+from paceline.parallel.replica_sums import ReplicaSums
 from paceline.parallel.sharded import recompute, shard, sharded_modules
-from paceline.parallel.start import start_weights
-from paceline.parallel.tensor import tensor_parallel
+from paceline.parallel.tensor import declared_plan, tensor_parallel
 from paceline.partition import StageLimits
 from paceline.spec import AlgorithmName, Job, Mesh, Plan
 
@@ -45,13 +45,13 @@ class Axes:
     device_mesh: DeviceMesh
     world: dist.ProcessGroup
     data: dist.ProcessGroup | None
-    """Workers that hold the same part of the model, or shards of it, and share the batch."""
+    """The dp and fsdp axes together: workers among which the batch is divided."""
     dp: dist.ProcessGroup | None
     pp: dist.ProcessGroup | None
 
 
 def open_axes(mesh: Mesh, device: torch.device, world: dist.ProcessGroup) -> Axes:
-    """A common act of all workers."""
+    """Open the process groups of a mesh; a collective of all workers."""
     device_mesh = device_mesh_of(mesh, device.type)
     data = None
     if mesh.num_assignments > 1:
@@ -67,7 +67,7 @@ def open_axes(mesh: Mesh, device: torch.device, world: dist.ProcessGroup) -> Axe
 
 
 def _limits(job: Job, plan: Plan, mesh: Mesh, device: torch.device, example: tuple[Any, ...] | None) -> StageLimits:
-    """Of a stage on a GPU; what of a node's memory is a CPU worker's, nobody tells it."""
+    """What a stage may hold: a GPU's memory. On CPUs no limit is known, since workers share the node's memory."""
     memory_bytes = math.inf if device.type != "cuda" else float(torch.cuda.mem_get_info(device)[1])
     sizes = [len(leaf) for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor) and leaf.dim()]
     return stage_limits(
@@ -82,12 +82,11 @@ def _limits(job: Job, plan: Plan, mesh: Mesh, device: torch.device, example: tup
 
 
 class MeshParallel(Engine):
-    """An `Engine`: the model is spread over a mesh. A step is equal on any mesh up to rounding.
+    """The model is sharded over a mesh; a step is equal on any mesh up to rounding.
 
-    Every pass of a worker goes through the same collectives on all workers of its fsdp axis, so who has fewer shards
-    than others lets a stand-in sample pass that counts for nothing. Whether the model
-    draws random numbers is agreed at the end of a step: the first goes shard by shard, and one in which shards that
-    went together drew any is made again.
+    All workers of an fsdp axis go through the same collectives in every pass, so one with fewer shards than others
+    computes stand-in samples that count for nothing. Whether the model draws random numbers is agreed at the end of a
+    step: the first step goes shard by shard, and a step in which shards that went together drew any is made again.
     """
 
     def __init__(
@@ -114,7 +113,8 @@ class MeshParallel(Engine):
         if job.norm == "shard":
             model = replace_batch_norm(model, ShardBatchNorm)
         self._dtype = statistics_dtype(model)  # of all of it: a stage may have no parameter
-        weights = start_weights(model, axes.world)
+        weights = initial_weights(model, axes.world)
+        self._tensor_plan = declared_plan(model, plan.tensor_plan, axes.mesh.tp) if axes.mesh.tp > 1 else None
         self._pipeline: Pipeline | None = None
         if axes.pp is not None:
             self._pipeline = Pipeline(
@@ -143,7 +143,7 @@ class MeshParallel(Engine):
         self._replica_sums: ReplicaSums | None = None
         self.algorithm: AlgorithmName = plan.algorithm
         if axes.dp is not None:
-            mine = [local(parameter) for parameter in model.parameters() if parameter.requires_grad]
+            mine = [local_shard(parameter) for parameter in model.parameters() if parameter.requires_grad]
             of_axis = replace(plan, world_size=axes.mesh.dp)
             aggregation = set_up_aggregation(job, of_axis, device, axes.dp, mine)
             self._aggregator, self.algorithm = aggregation.aggregator, aggregation.algorithm
@@ -158,14 +158,17 @@ class MeshParallel(Engine):
         """Shard a stage's layers over the tp axis, then its parameters over the fsdp axis."""
         mesh, device_mesh, plan = self._axes.mesh, self._axes.device_mesh, self._plan
         if mesh.tp > 1:
-            self.notes += tensor_parallel(stage, device_mesh["tp"], sequence_parallel=plan.sequence_parallel).notes
+            applied = tensor_parallel(
+                stage, device_mesh["tp"], given=self._tensor_plan, sequence_parallel=plan.sequence_parallel
+            )
+            self.notes += [f"tensor plan: {'; '.join(str(applied).splitlines()) or 'none'}", *applied.notes]
         if plan.recompute:
             recompute(stage)
         if mesh.fsdp > 1:
             shard(stage, device_mesh["fsdp"], mesh.zero_stage, cpu_offload=plan.cpu_offload, may_skip=self._may_skip)
 
     def _after_evaluation(self, module: nn.Module, _arguments: Any, _output: Any) -> None:
-        # No backward follows that would give up the gathered parameters, and what comes next reads the parts.
+        # No backward pass follows that would free the gathered parameters, and what comes next reads the shards.
         if not torch.is_grad_enabled():
             for sharded in sharded_modules(module):
                 sharded.reshard()
@@ -211,7 +214,7 @@ class MeshParallel(Engine):
 
     def _sum_what_is_known(self, losses: Tensor) -> Tensor:
         """The sums over workers that a step needs besides its gradients, in one message; returns the loss."""
-        trained = [p for p in self.module.parameters() if p.requires_grad] if self._tells_of_gradients else []
+        trained = [p for p in self.module.parameters() if p.requires_grad] if self._gradients_may_differ else []
         uses = torch.tensor([float(self._has_gradient(p)) for p in trained], dtype=losses.dtype, device=self._device)
         draws = losses.new_tensor([float(self._has_drawn)])
         statistics = torch.cat([losses.new_zeros(0), *self._passes.norm.collect(losses)])
@@ -237,7 +240,7 @@ class MeshParallel(Engine):
         if parameter.grad is None:
             return False
         # Where a parameter may be unused, it was added up all the same, as zeros.
-        return not self._may_skip or bool(local(parameter.grad).any())
+        return not self._may_skip or bool(local_shard(parameter.grad).any())
 
     def _agree_on_gradients(self, trained: Sequence[Tensor], uses: Tensor) -> None:
         """A parameter that the batch used anywhere has a gradient everywhere, and one that nobody used has none."""
@@ -250,8 +253,8 @@ class MeshParallel(Engine):
                 parameter.grad = torch.zeros_like(parameter)
 
     @property
-    def _tells_of_gradients(self) -> bool:
-        """Whether workers might have gradients of other parameters than others."""
+    def _gradients_may_differ(self) -> bool:
+        """Whether workers may have gradients of different parameters."""
         return self._axes.dp is not None or self._may_skip
 
     def _samples_of_replica(self, assignment: Assignment, replica: int) -> int:
@@ -279,8 +282,8 @@ class MeshParallel(Engine):
     def _compute(self, step: StepInput) -> tuple[Tensor, tuple[Tensor, int] | None]:
         """This worker's shards forward and backward; returns the sum of their weighted losses.
 
-        Beside it, where gradient noise can be told from it: the squared norm of the gradient of all workers' first
-        passes, and how many samples those were.
+        Also, where gradient noise can be measured by it: the squared norm of the gradient of all workers' first passes,
+        and the number of samples behind it.
         """
         assignment, passes = step.assignment, self._passes
         ranges = [passes.ranges(assignment, rank) for rank in range(len(assignment.shards_of_rank))]
@@ -375,23 +378,23 @@ class MeshParallel(Engine):
         return self._squared_norm().sqrt()
 
     def _squared_norm(self, factor: float = 1.0) -> Tensor:
-        """Of the whole model's gradient; what several workers hold alike counts once. A common act of all workers.
+        """The squared norm of the whole model's gradient; shards that several workers hold count once. A collective.
 
         Args:
-            factor: this worker's part of the sum counts so many times.
+            factor: multiplies what this worker adds to the sum.
         """
-        parts: dict[int, list[Tensor]] = {}
+        shards: dict[int, list[Tensor]] = {}
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None:
-                parts.setdefault(self._num_copies(name, parameter), []).append(local(parameter.grad))
+                shards.setdefault(self._num_copies(name, parameter), []).append(local_shard(parameter.grad))
         zero = torch.zeros((), dtype=self._dtype, device=self._device)
-        total = sum((squared_norm(tensors).to(zero.dtype) / copies for copies, tensors in parts.items()), zero)
+        total = sum((squared_norm(tensors).to(zero.dtype) / copies for copies, tensors in shards.items()), zero)
         total = total * factor
         dist.all_reduce(total, group=self._axes.world)
         return total
 
     def _num_copies(self, name: str, parameter: Tensor) -> int:
-        """How many workers hold just the same part of a parameter."""
+        """How many workers hold the same shard of a parameter."""
         mesh = self._axes.mesh
         copies = mesh.dp
         for axis, degree in (("fsdp", mesh.fsdp), ("tp", mesh.tp)):
@@ -405,7 +408,7 @@ class MeshParallel(Engine):
         keeps = place["dp"] == place["fsdp"] == place["tp"] == 0
         for name, tensor in tensors.items():
             if tensor not in gathered:
-                all_of_it = whole(tensor)
+                all_of_it = full_tensor(tensor)
                 gathered[tensor] = all_of_it.cpu() if keeps else all_of_it.new_empty(0)
             found[name] = gathered[tensor]
         if self._axes.pp is not None:

@@ -80,16 +80,16 @@ class Constants:
     """What is fitted; all of it positive."""
 
     fixed_s: float
-    """Of a micro-batch, however small."""
+    """Seconds of a micro-batch, however small."""
     per_sample_s: float
     floor_s: float
     """Launching the kernels of a micro-batch."""
     inside_alpha_s: float
-    """A message inside a node. A step's gradients travel in several buckets, so it is the sum over those."""
+    """Latency of messages inside a node: the sum over the buckets in which a step's gradients travel."""
     inside_beta_s_per_byte: float
     between_alpha_s: float
     between_beta_s_per_byte: float
-    """The link between three nodes."""
+    """Seconds a byte takes between the nodes of three or more."""
     pair_slowdown: float
     """Two nodes alone have one path between them, whose flows a cloud caps: each byte takes 1 + this as long."""
     growth_slowdown: float
@@ -148,14 +148,14 @@ class Calibration:
 
     constants: Constants
     covariance: Array
-    """Of the logarithms of the constants, in their order."""
+    """Covariance of the logarithms of the constants, in their order."""
     axis_ends: Array
     """Logarithms of the constants at the ends of the 90 % interval along each principal axis of their uncertainty: rows
     2 k and 2 k + 1 are the two ends of axis k."""
     error: float
     """Standard deviation of log(measured / forecast) that the constants leave."""
     gradient_bytes: float
-    """Of a placement that does not say."""
+    """Gradient size of a placement that does not give its own."""
     link_bytes_per_s: float | None
     """What `between_beta_s_per_byte` is for, where the rows tell."""
     outliers: tuple[Outlier, ...] = ()
@@ -306,7 +306,7 @@ def _priors(step_s: float, micro_batch_size: int, gradient_bytes: float | None, 
 
 @dataclass(frozen=True)
 class _Parts:
-    """Of many steps, an array each."""
+    """Seconds of many steps: an array for each part of a step."""
 
     compute_s: Array
     slowest_s: Array

@@ -124,7 +124,7 @@ def _compared(inputs: PlanInputs, row: ForecastRow, base_per_s: float, base_good
 
 
 def _best_batch(inputs: PlanInputs, count: int) -> tuple[int, float]:
-    """Of the job's batch on this count, its half, quarter, …: which brings the most useful samples/s, and how many.
+    """Which of the job's batch on this count, its half, quarter, … brings the most useful samples/s, and how many.
 
     Without a noise scale every sample is as useful as another.
     """

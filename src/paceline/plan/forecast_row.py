@@ -35,10 +35,10 @@ def forecast_row(inputs: PlanInputs, count: int) -> ForecastRow:
     if job.parity == "bitwise":  # a pass for each virtual shard
         micro_batch_size, num_passes = shard, num_shards
     neighbours = neighbours_factor_of(inputs, layout)
-    alone_s = samples / num_passes * (pass_s(timing, micro_batch_size) / micro_batch_size)
+    lone_pass_s = samples / num_passes * (pass_s(timing, micro_batch_size) / micro_batch_size)
     algorithm, communication_s = cheapest_algorithm(inputs, job, layout)
-    exposed_s = exposed_sums_s(inputs, alone_s * neighbours, communication_s, layout)
-    compute_s = num_passes * alone_s * neighbours
+    exposed_s = exposed_sums_s(inputs, lone_pass_s * neighbours, communication_s, layout)
+    compute_s = num_passes * lone_pass_s * neighbours
     waiting_s = slowest_s(compute_s, STRAGGLER_SPREAD, expected_maximum(count)) - compute_s
     overhead_s = waiting_s + overhead_beside_passes_s(inputs, job, layout)
     loader_s = _loader_s(inputs, samples, neighbours)
@@ -147,7 +147,7 @@ def _update_s(inputs: PlanInputs, job: Job) -> float:
 
 
 def _moved_bytes(state: StateBytes) -> float:
-    """Of each parameter in an update: the optimizer reads parameters, gradients and state, writes all but gradients."""
+    """Bytes an update moves for each parameter: parameters, gradients and state are read, all but gradients written."""
     return state.gradient + 2 * (state.parameter + state.optimizer)
 
 

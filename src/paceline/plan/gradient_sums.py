@@ -37,7 +37,7 @@ def cheapest_algorithm(inputs: PlanInputs, job: Job, layout: Layout) -> tuple[Al
 
 
 def neighbours_factor_of(inputs: PlanInputs, layout: Layout) -> float:
-    """How many times as long a worker computes on the fullest node as it does alone, from what was timed together."""
+    """How many times as long a worker computes on the fullest node as by itself, from what was timed together."""
     timing = inputs.timing
     # Without what waiting for the slowest is taken to cost.
     waiting = slowest_s(1.0, STRAGGLER_SPREAD, expected_maximum(timing.workers_together))

@@ -36,7 +36,7 @@ class ForecastRequest:
     link_bytes_per_s: float | None = None
     """Between nodes, where no probe measured it."""
     devices_per_node: int | None = None
-    """Of nodes beyond the cluster; None: as many as its largest one has."""
+    """Devices of each node beyond the cluster; None: as many as its largest node has."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class PlanInputs:
     node_sizes: tuple[int, ...]
     """Devices of each node that there is."""
     more_devices_per_node: int
-    """Of every further one."""
+    """Devices of each node beyond the cluster."""
     between: LinkCost | None
     activations: Activations | None
     memory_bytes: float | None
-    """Of the smallest GPU; None: there is none, or nobody knows."""
+    """Memory of the smallest GPU; None: there is no GPU, or nobody knows."""
     layers: Layers
-    """Of the model, as far as anybody knows them."""
+    """Layers of the model; empty: nobody knows them."""
 
     def job_on(self, count: int) -> Job:
         return self.job.grown(count) if self.request.grow == "batch" else self.job
@@ -176,7 +176,7 @@ def needs_replicas(job: Job) -> bool:
 
 
 def largest_assignment(job: Job, count: int) -> tuple[int, int, int]:
-    """Of the worker with the most to do: samples, samples of its largest virtual shard, and virtual shards."""
+    """Samples, samples of the largest virtual shard, and virtual shards of the worker with the most to do."""
     shards = max(job.virtual_shards, min(count, job.global_batch_size))
     shard = -(-job.global_batch_size // shards)
     num_shards = -(-shards // count)

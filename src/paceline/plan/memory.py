@@ -21,13 +21,13 @@ from paceline.spec import Cluster, Job, Mesh, MicroBatchTiming
 from paceline.spec.model_cost import Activations, DeviceMemory, LayerCost, Layers
 
 USABLE_FRACTION = 0.92
-"""Of a device's memory; the rest is the driver's, the communication library's and lost between allocations."""
+"""The rest of a device's memory is the driver's, the communication library's and lost between allocations."""
 _ACTIVATION_BYTES = 2.0
-"""Of one activation in 16 bits, which transformers are counted in."""
+"""Bytes of an activation in 16 bits, which transformers are counted in."""
 _ALL_REDUCES_PER_LAYER = 4
-"""Of tensor parallelism: two forward, two backward (Shoeybi et al. 2019, "Megatron-LM", section 3)."""
+"""All-reduces of a tensor group, two forward and two backward (Shoeybi et al. 2019, "Megatron-LM", section 3)."""
 _REPLICATED_FRACTION = 10 / 34
-"""Of a transformer layer's activations, what each worker of a tensor group keeps whole (Korthikanti et al. 2022)."""
+"""The fraction of a transformer layer's activations that tensor groups do not divide (Korthikanti et al. 2022)."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ def state_bytes(job: Job) -> StateBytes:
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """What sharing out a transformer depends on."""
+    """The dimensions that a transformer's memory and messages depend on."""
 
     num_layers: int
     width: int
-    """Of a token's vector; h in the papers."""
+    """Length of a token's vector; h in the papers."""
     num_heads: int
     sequence: int
     """Tokens a sample."""
@@ -149,10 +149,10 @@ def device_memory(
     activations of the stage's layers. Recomputation keeps what layers give each other, and one layer's activations.
 
     Args:
-        micro_batch_size: Samples of one forward pass of one share of the batch.
-        num_micro_batches: Of one share in one step.
-        layers: Empty: as many equal ones as there are stages, which tensor groups share out as transformers'.
-        memory_bytes: Of one device.
+        micro_batch_size: Samples of one forward pass.
+        num_micro_batches: Micro-batches of one worker in a step.
+        layers: Empty: as many equal ones as there are stages, which tensor groups divide like a transformer's.
+        memory_bytes: Memory of one device.
     """
     layers = layers or (_equal_layer(mesh.tp),) * mesh.pp
     per_parameter = num_parameters / (sum(layer.parameter_bytes for layer in layers) or 1.0)

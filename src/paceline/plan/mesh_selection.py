@@ -34,7 +34,7 @@ _BETWEEN_BYTES_PER_S = 1.25e9
 
 @dataclass(frozen=True)
 class MeshChoice:
-    """How to share out a model, and why."""
+    """The mesh to train a model on, and why."""
 
     mesh: Mesh
     reason: str
@@ -47,7 +47,7 @@ class MeshChoice:
     """None: nobody timed enough to tell."""
 
     def applied(self, plan: Plan) -> Plan:
-        """`plan`, which spreads so many workers, with the model shared out like that."""
+        """`plan`, which is for as many workers, with this mesh."""
         return dataclasses.replace(
             plan,
             mesh=None if self.mesh.is_plain else self.mesh,
@@ -66,14 +66,14 @@ def choose_mesh(
     memory_bytes: float | None = None,
     link_bytes_per_s: float | None = None,
 ) -> MeshChoice:
-    """How `num_workers` workers best share out the model.
+    """The best mesh of `num_workers` workers.
 
     Replicas fit if one virtual shard does. Where the job was probed, the fastest mesh wins if it is clearly faster;
     where it was not, replicas do if they fit.
 
     Args:
         model: What a trace of it told.
-        memory_bytes: Of one worker; None: the smallest device's, on CPU its part of its node's memory.
+        memory_bytes: Memory of one worker; None: the smallest device's, on CPU its part of its node's memory.
         link_bytes_per_s: Between nodes, where no probe measured it.
 
     Raises:

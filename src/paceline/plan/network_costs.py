@@ -1,4 +1,4 @@
-"""The two levels of a network, from what is known of a cluster's links."""
+"""Costs of the links inside of nodes and between them, from what is known of a cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHARED_MEMORY = "SHM"
 BETWEEN_ALPHA_S = 30e-6
 """Latency of a link between nodes of which only the rate is given."""
 INSIDE_ALPHA_S: dict[DeviceKind, float] = {"cuda": 5e-6, "cpu": 20e-6}
-"""Of a link inside a node whose latency nobody measured."""
+"""Latency of a link inside a node that nobody measured."""
 PER_MESSAGE_S: dict[DeviceKind, float] = {"cuda": 3e-6, "cpu": 20e-6}
 """What NCCL and Gloo add to a message."""
 

@@ -18,7 +18,7 @@ class Faults:
     """From a failure to the first step after it."""
 
     def mtbf_s(self, num_nodes: int) -> float:
-        """Of a machine that fails with its first node."""
+        """Mean time between failures of a machine that fails whenever one of its nodes does."""
         return self.node_mtbf_s / num_nodes
 
 

@@ -1,4 +1,4 @@
-"""Which way to share out a model over so many devices: data, sharded, pipeline, tensor, and their meshes.
+"""Which mesh trains a model fastest on so many devices: data, sharded, pipeline and tensor parallelism, and mixtures.
 
 All meshes are listed, those that do not fit into memory are pruned, the rest are priced, and the winner and the
 runner-up are explained. Prices are those of `parallel`: gradients of replicas travel while backward computes,
@@ -29,7 +29,7 @@ _CLOSE = 1.03
 _RECOMPUTE_FACTOR = 4 / 3
 """Forward once more, where backward takes twice as long as forward (Chen et al. 2016, "Sublinear Memory Cost")."""
 _WORTH_SHARING = 0.5
-"""A tensor group pays where it shares out this part of the computing at least."""
+"""A tensor group pays where it divides at least this fraction of the computing."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Workload:
     compute_s: Callable[[int], float]
     """Seconds of a forward and backward pass of the whole model over so many samples on one device."""
     memory_bytes: float
-    """Of one device."""
+    """Memory of one device."""
     optimizer_s: float = 0.0
     """Seconds in which one device updates the whole model."""
     layers: Layers = ()
-    """Empty: nobody knows them; the model can be shared out by data and by sharding only."""
+    """Empty: nobody knows them; only data parallelism and sharding are possible."""
     shard_size: int = 1
     """Samples of a virtual shard: the smallest micro-batch, and the micro-batch of a pipeline."""
     backend: Backend = "nccl"
@@ -170,7 +170,7 @@ def _memory(workload: Workload, mesh: Mesh, micro_batch_size: int, recompute: bo
 
 
 def meshes(num_workers: int, devices_per_node: int, layers: Layers) -> Iterator[Mesh]:
-    """Every mesh of so many devices: tensor groups lie evenly in nodes, or nodes in them, and share out most layers
+    """Every mesh of so many devices: tensor groups lie evenly in nodes, or nodes in them, and divide most layers
     evenly; stages have a layer each at least."""
     for tp in _divisors(num_workers):
         if tp > 1 and ((devices_per_node % tp and tp % devices_per_node) or not _pays(layers, tp)):
@@ -257,7 +257,7 @@ def _priced(
 
 
 def _busiest(stages: Sequence[Layers], mesh: Mesh) -> float:
-    """What the busiest worker computes of a pass, as a part of the whole model's; every pp-th stage is a worker's."""
+    """The fraction of a pass that the busiest worker computes; every pp-th stage is on one worker."""
     times = [sum(layer.time_s / layer.tensor_shards(mesh.tp) for layer in stage) for stage in stages]
     return max(sum(times[place :: mesh.pp]) for place in range(mesh.pp)) / sum(
         layer.time_s for stage in stages for layer in stage
@@ -265,7 +265,7 @@ def _busiest(stages: Sequence[Layers], mesh: Mesh) -> float:
 
 
 def _largest_part(stages: Sequence[Layers], mesh: Mesh) -> float:
-    """Of the parameters, what the stage with the most of them holds on one worker, before they are sharded."""
+    """The fraction of all parameters that a worker of the largest stage holds before they are sharded."""
     held = [sum(layer.parameter_bytes / layer.tensor_shards(mesh.tp) for layer in stage) for stage in stages]
     return max(held) / (sum(layer.parameter_bytes for stage in stages for layer in stage) or 1.0)
 
@@ -370,13 +370,13 @@ def _group(degree: int, stride: int, mesh: Mesh, devices_per_node: int, network:
 
 
 def _ring_s(size_bytes: float, layout: Layout, network: Network) -> float:
-    """Of one sum by Gloo, which knows nothing but rings."""
+    """Seconds of one sum by Gloo, which has rings only."""
     return ring(size_bytes, layout, network) if size_bytes else 0.0
 
 
 @lru_cache(maxsize=8192)
 def cheapest_s(size_bytes: float, layout: Layout, network: Network) -> float:
-    """Of one sum over `layout`, by the algorithms that stand for what tuned libraries do."""
+    """Seconds of one sum over `layout`, by the algorithms that stand for what tuned libraries do."""
     if layout.num_workers == 1 or not size_bytes:
         return 0.0
     return min(COSTS[name](size_bytes, layout, network, 1) for name in ("ring", "halving_doubling", "hierarchical"))

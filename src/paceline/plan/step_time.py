@@ -49,7 +49,7 @@ def overlapped_s(compute: Any, communication: Any, exponent: float, tail_fractio
 
 @lru_cache(maxsize=4096)
 def expected_maximum(num_workers: int) -> float:
-    """Of so many independent standard normal numbers: 0 for one, 0.564 for two, about sqrt(2 ln n) for many.
+    """The mean of the maximum of n independent standard normal numbers: 0 for one, 0.564 for two, about sqrt(2 ln n).
 
     The integral of 1 - F(x)^n - (1 - F(x))^n over x > 0, with F the normal distribution (David and Nagaraja 2003,
     "Order Statistics", 3.1), by Simpson's rule.
@@ -72,12 +72,13 @@ def slowest_s(compute: Any, spread: float, expected_maximum_of_workers: Any) -> 
 
 
 def neighbours_factor(slowdown: Any, num_on_node: Any) -> Any:
-    """1 alone on a node, 1 + slowdown among many: what the others take of what all share."""
+    """How many times as long a worker computes: 1 by itself on a node, nearly 1 + slowdown among many, which share
+    memory and power."""
     return 1 + slowdown * (1 - 1 / num_on_node)
 
 
 def neighbour_slowdown(factor: float, num_on_node: int) -> float:
-    """The slowdown that explains how many times as long a worker takes among so many on its node as it does alone."""
+    """The slowdown with which `neighbours_factor` gives `factor` for so many workers on a node."""
     return max(0.0, factor - 1) / (1 - 1 / num_on_node) if num_on_node > 1 else 0.0
 
 

@@ -5,19 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from paceline.report.comm_bench import (
-    BASELINE,
-    CommRow,
-    cases,
-    comm_rows,
-    largest_size,
-    minimum_s,
-    rate_text,
-    ratio_text,
-    size_text,
-    sizes,
-    time_text,
-)
+from paceline.report.comm_bench import BASELINE, CommRow, cases, comm_rows, largest_size, minimum_s, sizes
 from paceline.report.figure import (
     NUM_SERIES,
     SYMBOLS,
@@ -30,6 +18,7 @@ from paceline.report.figure import (
     log_ticks,
     series_color,
 )
+from paceline.report.formats import rate_text, ratio_text, size_text, time_text
 from paceline.spec.algorithm import algorithm_names
 from paceline.spec.comm_timing import CommCase, CommTimings
 

@@ -62,7 +62,7 @@ class StudyRow:
 
     @property
     def forecast_error(self) -> float | None:
-        """Of the forecast, as a part of what was measured."""
+        """The relative error of the forecast: 0.1 is 10 % more than was measured."""
         expected = self.forecast_samples_per_s
         return None if expected is None or not self.samples_per_s else expected / self.samples_per_s - 1
 

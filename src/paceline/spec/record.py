@@ -56,7 +56,7 @@ class RunRecord:
     """From launch to the end of the first optimizer update."""
     samples_per_s: float
     """Steady throughput over all workers: samples a step over the median step time, or over all training where workers
-    meet every few steps only."""
+    synchronise every few steps only."""
     step_time: StepTime
     weights_sha256: str
     epochs: tuple[EpochRecord, ...] = ()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline.checkpoint import SameCatalogue, Saver, Snapshot, newest_good, newest_that, open_storage, read_together
+from paceline.checkpoint import Saver, SharedCatalogue, Snapshot, newest_good, newest_that, open_storage, read_together
 from paceline.checkpoint.manifest import Manifest
 from paceline.errors import CheckpointError
 from paceline.spec.job import CheckpointSpec
@@ -127,7 +127,7 @@ class Checkpoints:
             return name, *read_together(self._storage, name, group, want)
 
         try:
-            found, problems = newest_that(read, SameCatalogue(self._storage, group))
+            found, problems = newest_that(read, SharedCatalogue(self._storage, group))
         except OSError as failure:
             raise CheckpointError(str(failure)) from None
         for problem in problems:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from paceline.checkpoint import Loaded, Stored, put_together, take_apart
+from paceline.checkpoint import Loaded, Stored, flatten_state, unflatten_state
 from paceline.errors import CheckpointError, ModelError
 from paceline.parallel import Engine, unwrapped
-from paceline.parallel.parts import local, part_like, slice_of
+from paceline.parallel.dtensor import local_shard, shard_like, shard_slice
 from paceline.train.numerics import Precision
 
 
@@ -178,11 +178,11 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], *, holds_all: b
     for name, value in mine.items():
         kept = state[name]
         if isinstance(kept, Loaded):
-            local(value).copy_(kept.values)
+            local_shard(value).copy_(kept.values)
         elif isinstance(value, Tensor):
             if value.shape != kept.shape:
                 raise RuntimeError(f"'{name}' has the shape {tuple(kept.shape)}, not {tuple(value.shape)}")
-            local(value).copy_(local(part_like(kept, value)))
+            local_shard(value).copy_(local_shard(shard_like(kept, value)))
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -192,17 +192,17 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 def _part(stored: Any, like: Any) -> Any:
     """Of a tensor of the shape of `like`, the slice that this worker holds of `like`."""
     is_spread = isinstance(stored, Stored) and isinstance(like, DTensor) and stored.shape == tuple(like.shape)
-    return stored.part(*slice_of(like)) if is_spread else stored
+    return stored.slice_at(*shard_slice(like)) if is_spread else stored
 
 
 def _like(parameter: Tensor, value: Any) -> Any:
     """Of a tensor of the parameter's shape, this worker's part, in the memory layout an optimizer would have made."""
     if isinstance(value, Loaded):
         found = torch.empty_like(parameter, dtype=value.values.dtype)
-        local(found).copy_(value.values)
+        local_shard(found).copy_(value.values)
         return found
     if isinstance(value, Tensor) and value.shape == parameter.shape:
-        part = part_like(value.to(parameter.device), parameter)
+        part = shard_like(value.to(parameter.device), parameter)
         return torch.empty_like(parameter, dtype=value.dtype).copy_(part)
     return value
 
@@ -238,7 +238,7 @@ def broadcast_tree(tree: Any, group: dist.ProcessGroup | None) -> Any:
     if group is None:
         return tree
     is_source = dist.get_rank(group) == 0
-    plain, tensors = take_apart(tree) if is_source else (None, {})
+    plain, tensors = flatten_state(tree) if is_source else (None, {})
     message: list[Any] = [plain, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}]
     dist.broadcast_object_list(message, group_src=0, group=group)
     plain, kinds = message
@@ -246,7 +246,7 @@ def broadcast_tree(tree: Any, group: dist.ProcessGroup | None) -> Any:
     for name, (shape, dtype) in kinds.items():
         received[name] = tensors[name].cpu().contiguous() if is_source else torch.empty(shape, dtype=dtype)
         dist.broadcast(received[name], group_src=0, group=group)
-    return put_together(plain, received.__getitem__)
+    return unflatten_state(plain, received.__getitem__)
 
 
 def scatter_trees(trees: Sequence[Any], group: dist.ProcessGroup | None) -> Any:
@@ -256,7 +256,7 @@ def scatter_trees(trees: Sequence[Any], group: dist.ProcessGroup | None) -> Any:
     rank = dist.get_rank(group)
     if rank == 0:
         for receiver in range(1, dist.get_world_size(group)):
-            plain, tensors = take_apart(trees[receiver])
+            plain, tensors = flatten_state(trees[receiver])
             kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
             dist.send_object_list([plain, kinds], group_dst=receiver, group=group)
             for tensor in tensors.values():
@@ -267,4 +267,4 @@ def scatter_trees(trees: Sequence[Any], group: dist.ProcessGroup | None) -> Any:
     received = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in message[1].items()}
     for tensor in received.values():
         dist.recv(tensor, group_src=0, group=group)
-    return put_together(message[0], received.__getitem__)
+    return unflatten_state(message[0], received.__getitem__)

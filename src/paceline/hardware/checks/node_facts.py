@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline import env
-from paceline.hardware.checks.finding import Finding
-from paceline.hardware.checks.gpu import GpusFacts, check_gpus, collect_gpus, count_xids, read_kernel_log
-from paceline.hardware.checks.network_checks import NetworkFacts, check_network, collect_network
-from paceline.hardware.checks.pcie import PcieFacts, check_pcie, collect_pcie
-from paceline.hardware.checks.storage_checks import StorageFacts, check_storage, collect_storage
-from paceline.hardware.checks.system import SystemFacts, check_system, collect_system
+from paceline.hardware.checks.gpu_facts import GpusFacts, collect_gpus, count_xids, read_kernel_log
+from paceline.hardware.checks.network_facts import NetworkFacts, collect_network
+from paceline.hardware.checks.pcie_facts import PcieFacts, collect_pcie
+from paceline.hardware.checks.storage_facts import StorageFacts, collect_storage
+from paceline.hardware.checks.system_facts import SystemFacts, collect_system
+from paceline.hardware.sources import output_of
 from paceline.spec.codec import from_mapping, to_mapping
 
 TORCH_LIMIT_S = 120.0
@@ -34,6 +33,11 @@ class NodeFacts:
     network: NetworkFacts = field(default_factory=NetworkFacts)
     pcie: PcieFacts = field(default_factory=PcieFacts)
     gpus: GpusFacts = field(default_factory=GpusFacts)
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether the run has other nodes; alone, a node talks to itself through loopback and needs no name."""
+        return bool(self.network.peers)
 
     @classmethod
     def from_mapping(cls, mapping: dict[str, Any]) -> NodeFacts:
@@ -83,21 +87,5 @@ def node_facts(
 def torch_sees() -> int:
     """GPUs that torch can use, asked in a process of its own: libraries that do not fit may take it down."""
     question = "import torch; torch.cuda.init(); print(torch.cuda.device_count())"
-    try:
-        answer = subprocess.run(
-            [sys.executable, "-c", question], capture_output=True, text=True, timeout=TORCH_LIMIT_S, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return 0
+    answer = output_of([sys.executable, "-c", question], TORCH_LIMIT_S) or ""
     return int(answer) if answer.strip().isdigit() else 0
-
-
-def check_node(facts: NodeFacts, num_nodes: int = 1) -> list[Finding]:
-    """All checks that need one node alone."""
-    return [
-        *check_gpus(facts.gpus, facts.system.versions),
-        *check_pcie(facts.pcie),
-        *check_system(facts.system, has_gpus=bool(facts.gpus.gpus), has_rdma=bool(facts.network.rdma_ports)),
-        *check_storage(facts.storage),
-        *check_network(facts.network, num_nodes),
-    ]

@@ -1,4 +1,4 @@
-"""The weights that training starts from: rank 0's, or drawn anew, layer by layer, where nobody could hold them all."""
+"""The weights that training starts from: rank 0's, or drawn layer by layer where no worker could hold them all."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.errors import ModelError
+from paceline.parallel.dtensor import local_shard, shard_like
 from paceline.parallel.engine import broadcast
-from paceline.parallel.parts import local, part_like
 
 Fill = Callable[[nn.Module, torch.device], None]
-"""Gives the weights to what a worker holds of a model."""
+"""Called with what a worker holds of a model and its device; gives it its weights."""
 
 
 def is_on_meta(model: nn.Module) -> bool:
@@ -22,12 +22,12 @@ def is_on_meta(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def start_weights(model: nn.Module, group: dist.ProcessGroup | None) -> Fill:
-    """Settle the start of `model` before it is spread; a common act of all workers of `group`.
+def initial_weights(model: nn.Module, group: dist.ProcessGroup | None) -> Fill:
+    """Make the weights of `model` equal on all workers before it is sharded; a collective of `group`.
 
-    A model on the meta device gets its numbers after it was spread: one layer of the whole model at a time is made in
-    host memory and drawn by its own `reset_parameters`, by all workers alike, and each keeps its part. So the
-    weights do not depend on how the model is spread, and no worker ever holds more than its part and one layer.
+    A model on the meta device gets its weights after it was sharded, by the returned function: every worker makes one
+    layer of the whole model at a time in host memory, lets its `reset_parameters` draw, and keeps its shard. So the
+    weights do not depend on how the model is sharded, and no worker ever holds more than its shards and one layer.
     """
     if is_on_meta(model):
         shapes = copy.deepcopy(model)
@@ -58,7 +58,7 @@ def _draw(shapes: nn.Module, mine: nn.Module, device: torch.device) -> None:
             key = f"{path}.{name}" if path else name
             if key in targets:
                 fresh = dict(_direct(layer))[name].detach()
-                local(targets[key]).copy_(local(part_like(fresh, targets[key])))
+                local_shard(targets[key]).copy_(local_shard(shard_like(fresh, targets[key])))
         layer.to_empty(device="meta", recurse=False)
 
 

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from paceline.parallel.parts import clip, is_sharded, local, local_bytes, part_like, whole
-from paceline.parallel.sharded import apart, blocks, groups_of
+from paceline.parallel.dtensor import clip_gradients, full_tensor, is_sharded, local_bytes, local_shard, shard_like
+from paceline.parallel.sharded import block_groups, blocks, independent_blocks
 
 
 @pytest.fixture(params=[0, 3])
@@ -41,17 +41,17 @@ def test_a_part_of_a_whole_tensor_is_the_workers_own(mesh: DeviceMesh, placement
     like = DTensor.from_local(
         torch.zeros_like(expected), mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
     )
-    part = part_like(full, like)
-    assert torch.equal(local(part), expected)
-    assert local(part).untyped_storage().nbytes() == local_bytes([part])  # no view of the whole
+    part = shard_like(full, like)
+    assert torch.equal(local_shard(part), expected)
+    assert local_shard(part).untyped_storage().nbytes() == local_bytes([part])  # no view of the whole
     assert is_sharded(part, "fsdp") == isinstance(placements[0], Shard)
     assert is_sharded(part, "tp") == isinstance(placements[1], Shard)
 
 
 def test_a_plain_tensor_is_all_there_is() -> None:
     tensor = torch.randn(3, requires_grad=True)
-    assert torch.equal(whole(tensor), tensor) and not whole(tensor).requires_grad
-    assert part_like(tensor, torch.zeros(3)) is tensor
+    assert torch.equal(full_tensor(tensor), tensor) and not full_tensor(tensor).requires_grad
+    assert shard_like(tensor, torch.zeros(3)) is tensor
     assert not is_sharded(tensor, "fsdp")
 
 
@@ -61,7 +61,7 @@ def test_clipping_is_torchs(max_norm: float) -> None:
     for one, other in zip(mine.parameters(), theirs.parameters(), strict=True):
         one.grad = torch.randn_like(one)
         other.grad = one.grad.clone()
-    clip(
+    clip_gradients(
         mine.parameters(), max_norm, nn.utils.get_total_norm([p.grad for p in mine.parameters() if p.grad is not None])
     )
     nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
@@ -78,7 +78,7 @@ def test_blocks_that_share_parameters_are_left_to_the_whole_model() -> None:
     model = nn.Sequential(first, nn.Tanh(), nn.ModuleList([twice, nn.ReLU(), twice]), inside, last)
     found = blocks(model)
     assert first in found and last in found
-    left = apart(model, found)
+    left = independent_blocks(model, found)
     assert first not in left and last not in left and twice in left
     assert {id(p) for block in left for p in block.parameters()} & {id(first.weight)} == set()
-    assert [len(group) for group in groups_of(left, min_bytes=1)] == [1] * len(left)
+    assert [len(group) for group in block_groups(left, min_bytes=1)] == [1] * len(left)

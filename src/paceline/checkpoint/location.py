@@ -1,4 +1,4 @@
-"""What a person means by a place: a run folder, a folder of checkpoints, one of them, or the same behind an address."""
+"""What a user may name: a run folder, a folder of checkpoints, or one checkpoint; as a path or an address."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from paceline.checkpoint.storage import Storage, open_storage
 from paceline.errors import CheckpointError
 
 IN_RUN_FOLDER = "checkpoints"
-"""Where a run folder has them."""
+"""The folder of checkpoints in a run folder."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where checkpoints lie."""
+    """A folder of checkpoints, or one checkpoint in it."""
 
     storage: Storage
     name: str | None
-    """The one that is meant; None: all of them."""
+    """The name of the one checkpoint; None: all of them."""
 
 
-def find_place(address: str) -> Place:
-    """The place at a path or an address.
+def find_location(address: str) -> Place:
+    """The checkpoints at a path or an address.
 
     Raises:
-        CheckpointError: there is nothing.
-        OSError: it cannot be looked at.
+        CheckpointError: there is nothing at that address.
+        OSError: the address cannot be read.
     """
     storage = open_storage(address)
     names = storage.names()
@@ -45,7 +45,7 @@ def find_place(address: str) -> Place:
 
 
 def split_address(address: str) -> tuple[str, str]:
-    """The folder, and the name in it."""
+    """The parent folder, and the name in it."""
     if "://" in address and not address.startswith("file://"):
         folder, _, name = address.rstrip("/").rpartition("/")
         return folder, name
@@ -57,7 +57,7 @@ def split_address(address: str) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def storage_problems(address: str, done: str = "read") -> Iterator[None]:
-    """Makes one sentence of what a storage has to say. Raises `CheckpointError` for `OSError`."""
+    """Raises a `CheckpointError` of one sentence in place of an `OSError` of the storage."""
     try:
         yield
     except OSError as problem:

@@ -1,4 +1,4 @@
-"""One worker's part of a checkpoint: a block of host memory that is already the file it will become.
+"""One worker's data file of a checkpoint, prepared in a block of host memory with the bytes that the file will have.
 
 The file is in the safetensors format: eight bytes that say how long the header is, a JSON header with the dtype, shape
 and place of every tensor, then the numbers. Training waits only while tensors are copied into the block; what is
@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.manifest import PartFile, is_possible
+from paceline.checkpoint.manifest import DataFile, is_possible
 from paceline.checkpoint.storage import PIECE_BYTES
 from paceline.errors import CheckpointError
 
@@ -45,13 +45,13 @@ _ALIGNMENT = 64
 """Bytes: a cache line, and the widest vector of a processor. Copies between places so aligned are the fastest."""
 
 
-class Part:
-    """A block of memory for the tensors of one worker."""
+class StagedFile:
+    """A block of host memory that holds the data file of one worker."""
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
         self._places: dict[str, Tensor] | None = None
-        """Where each tensor goes, as views of the block."""
+        """The place of each tensor, as a view of the block."""
 
     def stage(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy `tensors` into the block; when this returns, the originals may change.
@@ -80,14 +80,14 @@ class Part:
         return places
 
     def pieces(self) -> Iterator[memoryview]:
-        """The file, a little at a time."""
+        """The bytes of the file, in pieces of limited size."""
         view = memoryview(cast(Any, self._block.numpy()))
         for start in range(0, len(view), PIECE_BYTES):
             yield view[start : start + PIECE_BYTES]
 
 
-class Summed:
-    """Passes pieces of a file on and keeps its length and CRC-32."""
+class ChecksumStream:
+    """Passes the bytes of a file on and keeps their number and CRC-32."""
 
     def __init__(self, pieces: Iterable[bytes | memoryview]) -> None:
         self._pieces = pieces
@@ -100,15 +100,15 @@ class Summed:
             self.num_bytes += len(piece)
             yield piece
 
-    def file(self, name: str) -> PartFile:
-        return PartFile(name, self.num_bytes, f"{self._crc:08x}")
+    def file(self, name: str) -> DataFile:
+        return DataFile(name, self.num_bytes, f"{self._crc:08x}")
 
 
-def verify_part(pieces: Iterable[bytes], file: PartFile) -> dict[str, Tensor]:
-    """What a part holds, as tensors without numbers (on torch's meta device); at no time is all of it in memory.
+def verify_data_file(pieces: Iterable[bytes], file: DataFile) -> dict[str, Tensor]:
+    """The tensors of a data file without their values (on the meta device); the whole file is never in memory.
 
     Raises:
-        CheckpointError: it is not what the manifest says.
+        CheckpointError: the file is not what the manifest says.
     """
     beginning = bytearray()
     for piece in _checked(pieces, file):
@@ -120,8 +120,8 @@ def verify_part(pieces: Iterable[bytes], file: PartFile) -> dict[str, Tensor]:
     }
 
 
-def read_part(pieces: Iterable[bytes], file: PartFile) -> dict[str, Tensor]:
-    """The tensors in a part's content.
+def read_data_file(pieces: Iterable[bytes], file: DataFile) -> dict[str, Tensor]:
+    """The tensors in the bytes of a data file.
 
     Raises:
         CheckpointError: it is not what the manifest says.
@@ -132,9 +132,9 @@ def read_part(pieces: Iterable[bytes], file: PartFile) -> dict[str, Tensor]:
     return {key: place.tensor_in(content) for key, place in read_header(content, file).items()}
 
 
-def _checked(pieces: Iterable[bytes], file: PartFile) -> Iterator[bytes | memoryview]:
-    """Passes pieces on; the last of them only if they are what the manifest says."""
-    summed = Summed(pieces)
+def _checked(pieces: Iterable[bytes], file: DataFile) -> Iterator[bytes | memoryview]:
+    """Passes bytes on; the last of them only if the file is what the manifest says."""
+    summed = ChecksumStream(pieces)
     for piece in summed:
         if summed.num_bytes > file.num_bytes:  # it may have no end
             raise CheckpointError(f"{file.name} has more than {file.num_bytes:,} bytes")
@@ -147,7 +147,7 @@ def _checked(pieces: Iterable[bytes], file: PartFile) -> Iterator[bytes | memory
 
 @dataclass(frozen=True)
 class Position:
-    """Where a tensor is in a part."""
+    """Where a tensor is in a data file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -162,17 +162,17 @@ class Position:
 
 
 def header_bytes(beginning: bytes | bytearray) -> int:
-    """How much of a file is its header, by its first eight bytes."""
+    """The length of a file's header in bytes, from its first eight bytes."""
     return 8 + int.from_bytes(beginning[:8], "little")
 
 
-def read_header(content: bytes | bytearray, file: PartFile) -> dict[str, Position]:
-    """Where the tensors of a part are, by their names there. `content`: at least the header.
+def read_header(content: bytes | bytearray, file: DataFile) -> dict[str, Position]:
+    """Where the tensors of a data file are, by their names there. `content`: at least the header.
 
-    Where its checksum was right, this finds what somebody wrote on purpose: nothing is taken for granted.
+    The checksum may be right and the header still be wrong on purpose, so everything in it is checked.
 
     Raises:
-        CheckpointError: it is no header of such a file.
+        CheckpointError: this is not the header of such a file.
     """
     try:
         end = header_bytes(content)
@@ -209,11 +209,11 @@ def _are_alike(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool
 
 
 def _new_block(num_bytes: int, *, pinned: bool) -> Tensor:
-    """Memory for a part. For GPUs it is memory that they can write to by themselves.
+    """Memory for a data file; pinned where GPUs copy into it.
 
-    Processes that are forked off (loaders of data) do not get it: to share its pages until they are written would make
-    the next checkpoint copy each of them in a fault of its own, which takes six times as long. Huge pages are not asked
-    for: they save faults at the first checkpoint, but a virtual machine may have to fetch them from its host.
+    Forked processes (data loaders) do not inherit it: copy-on-write pages would make the next checkpoint take a page
+    fault for each of them, which takes six times as long. Huge pages are not requested: they save faults at the first
+    checkpoint, but a virtual machine may have to get them from its host.
     """
     if pinned:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -224,10 +224,10 @@ def _new_block(num_bytes: int, *, pinned: bool) -> Tensor:
 
 
 def _layout(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int], int]:
-    """The header, where each tensor's numbers begin in the file, and how long the file is.
+    """The header, where each tensor's values begin in the file, and the length of the file in bytes.
 
-    The format wants no gaps between tensors: the widest numbers come first, and among them those that fill whole cache
-    lines, so that all are aligned and almost all of the bytes well.
+    The format allows no gaps between tensors: the widest dtypes come first, and among them the tensors that fill whole
+    cache lines, so that all are aligned to their dtype and almost all bytes to cache lines.
     """
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[1].nbytes % _ALIGNMENT != 0))
     entries: dict[str, object] = {}

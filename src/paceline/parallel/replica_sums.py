@@ -1,6 +1,6 @@
 """The dp axis of a mesh: replicas add their gradients up in buckets, while backward computes the next ones.
 
-What DistributedDataParallel does for plain replicas it cannot do here, where parameters are DTensors.
+DistributedDataParallel does so for plain replicas; it does not take DTensors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.comm import Aggregator
 from paceline.comm.compressor import Bucket
 from paceline.parallel.buckets import FIRST_BUCKET_BYTES, buckets
-from paceline.parallel.parts import local
+from paceline.parallel.dtensor import local_shard
 
 
 class ReplicaSums:
@@ -35,8 +35,8 @@ class ReplicaSums:
         """
         Args:
             module: all that this worker holds.
-            stages: the parts of it whose backward passes end at different times.
-            shared: the names of parameters that change after backward, because other stages have them too.
+            stages: the modules in it whose backward passes end at different times.
+            shared: names of parameters that other stages have too: their gradients change after backward.
         """
         self._module = module
         self._aggregator = aggregator
@@ -56,13 +56,13 @@ class ReplicaSums:
         self._under_way: list[tuple[torch.futures.Future[Tensor], tuple[tuple[str, Tensor], ...]]] = []
 
     def _arrange(self, trained: list[tuple[str, nn.Parameter]]) -> None:
-        """Again where a user has frozen parameters, or thawed them."""
+        """Form the buckets, again where a user has frozen or unfrozen parameters."""
         self._trained = trained
-        # Backward comes to the last ones first; what is late holds nobody else up.
+        # Backward computes the last ones first; late ones must not hold the others up.
         early = [(name, p) for name, p in reversed(trained) if p not in self._late]
         late = [(name, p) for name, p in trained if p in self._late]
         self._buckets = list(
-            buckets([*early, *late], lambda named: (named[1].dtype, local(named[1]).nbytes), FIRST_BUCKET_BYTES)
+            buckets([*early, *late], lambda named: (named[1].dtype, local_shard(named[1]).nbytes), FIRST_BUCKET_BYTES)
         )
         self._bucket_of: dict[Tensor, int] = {p: place for place, bucket in enumerate(self._buckets) for _, p in bucket}
         for hook in self._hooks:
@@ -70,19 +70,19 @@ class ReplicaSums:
         self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for _, p in early]
 
     def await_last(self, stage: nn.Module) -> None:
-        """The next gradients of this stage's parameters are the step's last ones."""
+        """Say that the next gradients of this stage's parameters are the step's last ones."""
         self._awaited.update(stage.parameters())
 
     def finish(self) -> None:
         """Leave the sums in `.grad` of every parameter that has one."""
         while len(self._under_way) < len(self._buckets):
             self._begin_next()
-        for bucket, (arrived, parts) in zip(self._buckets, self._under_way, strict=True):
+        for bucket, (arrived, slices) in zip(self._buckets, self._under_way, strict=True):
             arrived.wait()
             self._aggregator.scheduler.raise_error()
-            for (_, parameter), (_, total) in zip(bucket, parts, strict=True):
+            for (_, parameter), (_, total) in zip(bucket, slices, strict=True):
                 if parameter.grad is not None:
-                    mine = local(parameter.grad)
+                    mine = local_shard(parameter.grad)
                     mine.copy_(total.view(mine.shape))
                 if total.is_cuda:  # of another stream's memory, where fully_shard has called from its own
                     total.record_stream(torch.cuda.current_stream(self._device))
@@ -98,8 +98,10 @@ class ReplicaSums:
     def _begin_next(self) -> None:
         bucket = self._buckets[len(self._under_way)]
         # Of one that this replica did not use, zeros; `.grad` itself may be read until all is summed.
-        gradients = [local(p).new_zeros(local(p).shape) if p.grad is None else local(p.grad) for _, p in bucket]
+        gradients = [
+            local_shard(p).new_zeros(local_shard(p).shape) if p.grad is None else local_shard(p.grad) for _, p in bucket
+        ]
         values = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(self._device)
         names = [name for name, _ in bucket]
-        parts = tuple(zip(names, values.split([gradient.numel() for gradient in gradients]), strict=True))
-        self._under_way.append((self._aggregator.sum_bucket(Bucket(values, parts)), parts))
+        slices = tuple(zip(names, values.split([gradient.numel() for gradient in gradients]), strict=True))
+        self._under_way.append((self._aggregator.sum_bucket(Bucket(values, slices)), slices))

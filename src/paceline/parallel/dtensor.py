@@ -1,4 +1,4 @@
-"""Whole tensors and the parts of them that workers hold: a parameter that is not whole on a worker is a DTensor."""
+"""Full tensors and the shards of them that workers hold: plain tensors or DTensors."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from paceline.spec.mesh import AXES
 
 
 def device_mesh_of(mesh: Mesh, device_kind: str) -> DeviceMesh:
-    """The workers on torch's own mesh, with an axis of each name; a common act of all workers."""
+    """All workers as a torch `DeviceMesh` with an axis of each name; a collective."""
     return init_device_mesh(device_kind, tuple(mesh.degree(axis) for axis in AXES), mesh_dim_names=AXES)
 
 
-def local(tensor: Tensor) -> Tensor:
-    """What this worker holds of `tensor`; shares its memory."""
+def local_shard(tensor: Tensor) -> Tensor:
+    """This worker's shard of `tensor`, or all of a plain tensor; shares its memory."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 @torch.no_grad()
-def whole(tensor: Tensor) -> Tensor:
-    """All of `tensor`; a common act of the workers that hold parts of it."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """All of `tensor`; a collective of the workers that hold its shards."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     gathered = tensor
@@ -37,19 +37,19 @@ def whole(tensor: Tensor) -> Tensor:
     return gathered.to_local().detach()
 
 
-def slice_of(like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where in the whole tensor a worker's part of it begins, and how long it is, along each dimension."""
+def shard_slice(like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where this worker's shard begins in the full tensor, and its sizes, along each dimension."""
     sizes, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     return tuple(offsets), tuple(sizes)
 
 
-def part_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Of a whole `tensor`, the part that a worker holds of `like`, in its manner; nothing travels."""
+def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """The full `tensor` sharded like `like`: this worker's shard, as a DTensor; no communication."""
     if not isinstance(like, DTensor):
         return tensor
-    offsets, sizes = slice_of(like)
+    offsets, sizes = shard_slice(like)
     mine = tensor[tuple(slice(start, start + length) for start, length in zip(offsets, sizes, strict=True))]
-    # A copy: a view would keep the whole in memory.
+    # A copy: a view would keep the full tensor in memory.
     own = mine.to(like.device, copy=True)
     return DTensor.from_local(
         own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
@@ -57,12 +57,12 @@ def part_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def local_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes that this worker holds of them."""
-    return sum(mine.numel() * mine.element_size() for mine in map(local, tensors))
+    """Bytes of this worker's shards."""
+    return sum(mine.numel() * mine.element_size() for mine in map(local_shard, tensors))
 
 
 def is_sharded(tensor: Tensor, axis: str) -> bool:
-    """Whether workers along the mesh axis `axis` hold different parts of `tensor`."""
+    """Whether workers along the mesh axis `axis` hold different shards of `tensor`."""
     if not isinstance(tensor, DTensor):
         return False
     names = tensor.device_mesh.mesh_dim_names or ()
@@ -72,13 +72,13 @@ def is_sharded(tensor: Tensor, axis: str) -> bool:
     )
 
 
-def clip(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scale the gradients down so that the whole model's, whose norm is `norm`, is at most `max_norm` long."""
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scale the gradients down so that the norm of the whole model's gradient, now `norm`, is at most `max_norm`."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's clip_grad_norm_ has it
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            mine = local(parameter.grad)
+            mine = local_shard(parameter.grad)
             alike.setdefault((mine.device, mine.dtype), []).append(mine)
     for (device, dtype), gradients in alike.items():
         torch._foreach_mul_(gradients, factor.to(device, dtype))  # on a GPU one kernel for many

@@ -1,8 +1,8 @@
-"""State as users hold it, dictionaries in dictionaries with tensors somewhere in them, and as it is kept.
+"""Nested state (dictionaries and lists with tensors in them) as JSON and named tensors, and back.
 
-Tensors get a name, the way to them ("optimizer/state/conv.weight/momentum_buffer"), and go into files of numbers; all
-else becomes JSON, in which a tensor's place holds its name. Nothing that could run code when it is read is ever
-written: a value that is neither is refused.
+A tensor is named by the path to it ("optimizer/state/conv.weight/momentum_buffer") and goes into a data file; all else
+becomes JSON, in which the tensor's name stands for it. Nothing that could run code when it is read is ever written:
+values of other types are refused.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from torch.distributed.tensor import DTensor
 from paceline.errors import CheckpointError
 
 _KINDS = ("tensor", "tuple", "pairs", "number")
-"""Keys of the one-entry objects that stand for what JSON lacks."""
+"""Keys of the one-entry objects that stand for values that JSON lacks."""
 
 _NOT_FINITE = ("nan", "inf", "-inf")
 
 _TAKEN = "__metadata__"
-"""A name that means something else in files of tensors."""
+"""A name with another meaning in the safetensors format."""
 
 _NO_TENSOR = torch.empty(0)
 
 _TOO_DEEP = "The state is nested too deeply for a checkpoint, or contains itself."
 
 
-def take_apart(value: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
+def flatten_state(value: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
     """`value` as JSON, and its tensors by name.
 
-    Tensors that are one and the same memory, such as tied weights, have one name and are one tensor again later.
+    Tensors that share one memory, such as tied weights, have one name and are one tensor again after reading.
 
     Raises:
-        CheckpointError: something in it is neither a tensor nor plain data; names where.
+        CheckpointError: a value is neither a tensor nor plain data; the message says where.
     """
     names = _Names()
     try:
@@ -67,7 +67,7 @@ class _Names:
 
 
 def _memory(tensor: Tensor) -> object:
-    """Equal for tensors that are one; None where that cannot be told alike on all workers (shards may be empty)."""
+    """Equal for tensors that share memory; None where workers could not agree on it (shards may be empty)."""
     if isinstance(tensor, DTensor) or not tensor.numel() or tensor.layout != torch.strided or tensor.is_meta:
         return None
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
@@ -104,11 +104,11 @@ def _plain(value: Any, path: str, names: _Names) -> Any:
     )
 
 
-def put_together(plain: Any, tensor_of: Callable[[str], Tensor]) -> Any:
-    """The value that `take_apart` was given; `tensor_of` knows the tensors by name.
+def unflatten_state(plain: Any, tensor_of: Callable[[str], Tensor]) -> Any:
+    """The value that `flatten_state` was given; `tensor_of` returns a tensor by its name.
 
     Raises:
-        CheckpointError: `plain` is nothing that `take_apart` returns.
+        CheckpointError: `plain` was not made by `flatten_state`.
     """
     try:
         return _whole(plain, tensor_of)
@@ -117,14 +117,14 @@ def put_together(plain: Any, tensor_of: Callable[[str], Tensor]) -> Any:
 
 
 def tensor_names(plain: Any) -> set[str]:
-    """Of the tensors that `put_together` would ask for. Raises `CheckpointError` as that does."""
+    """The names of the tensors that `unflatten_state` would ask for. Raises `CheckpointError` as it does."""
     names: set[str] = set()
 
     def note(name: str) -> Tensor:
         names.add(name)
         return _NO_TENSOR
 
-    put_together(plain, note)
+    unflatten_state(plain, note)
     return names
 
 

@@ -1,4 +1,4 @@
-"""Randomness that all workers share: a generator is a function of its key alone, never of who draws or when."""
+"""Random generators that are equal on all workers: each is a function of its key alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import torch
 
 
-def generator_for(*key: int | str) -> torch.Generator:
+def shared_generator(*key: int | str) -> torch.Generator:
     """A fresh generator on the CPU, so that workers draw the same numbers whatever device they compute on."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)

@@ -1,4 +1,4 @@
-"""A file read in stretches and summed in blocks, so that several workers can check it, each what it reads of it."""
+"""Checksums of the blocks of a file, so that several workers can verify it together, each by what it reads."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import zlib
 from collections.abc import Mapping
 from functools import cache
 
-from paceline.checkpoint.manifest import PartFile
+from paceline.checkpoint.manifest import DataFile
 from paceline.checkpoint.storage import Storage
 from paceline.errors import CheckpointError
 
 BLOCK_BYTES = 1 << 20
-"""Whole blocks are read, so small ones waste less; all workers are told their sums, so there should not be too many."""
+"""Whole blocks are read, so small ones waste less; all workers exchange their checksums, so there should be few."""
 
 
 class BlockReader:
-    """One worker's reading of one file."""
+    """Reads one file and keeps the checksums of the blocks that were read."""
 
-    def __init__(self, storage: Storage, path: str, file: PartFile) -> None:
-        """Raises `CheckpointError` where the file is shorter or longer than it should be."""
+    def __init__(self, storage: Storage, path: str, file: DataFile) -> None:
+        """Raises `CheckpointError` if the file is shorter or longer than the manifest says."""
         self._storage = storage
         self._path = path
         self._file = file
         self.sums: dict[int, int] = {}
-        """CRC-32 of every block that was read, by its number."""
+        """The CRC-32 of every block that was read, by its number."""
         self._last = (-1, bytearray())
-        """The block that was read last: the next stretch often begins in it."""
+        """The block that was read last: the next range often begins in it."""
         # Before anything is allocated for what the file is said to hold.
         end = storage.stretch(path, max(file.num_bytes - 1, 0), file.num_bytes + 1)
         if len(end) != 1:
@@ -63,7 +63,7 @@ class BlockReader:
         return content
 
     def read_block(self, number: int) -> None:
-        """For its sum alone."""
+        """Read one block for its checksum."""
         self.read(number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, self._file.num_bytes))
 
 
@@ -72,7 +72,7 @@ def num_blocks(num_bytes: int) -> int:
 
 
 def sum_of_blocks(sums: Mapping[int, int], num_bytes: int) -> int:
-    """The CRC-32 of a file of so many bytes, by those of all its blocks.
+    """The CRC-32 of a file of `num_bytes`, from the CRC-32 of each of its blocks.
 
     A sum that goes on behind other bytes differs from one that begins anew by what their sum becomes when as many
     zeros follow it: CRC-32 is linear over the field of two elements (Peterson and Brown 1961).
@@ -85,13 +85,13 @@ def sum_of_blocks(sums: Mapping[int, int], num_bytes: int) -> int:
 
 
 def _moved_by(num_zeros: int, crc: int) -> int:
-    """What so many zeros make of a difference between two sums."""
+    """The difference between two checksums after `num_zeros` zero bytes follow both."""
     zeros = bytes(num_zeros)
     return zlib.crc32(zeros, crc) ^ zlib.crc32(zeros)
 
 
 def _moved(crc: int) -> int:
-    """The same for a whole block of zeros, bit by bit: there may be a million blocks."""
+    """`_moved_by(BLOCK_BYTES, crc)`, bit by bit from a table: there may be a million blocks."""
     moved = 0
     for bit, column in enumerate(_columns()):
         if crc >> bit & 1:

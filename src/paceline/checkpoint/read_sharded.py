@@ -1,9 +1,9 @@
-"""Reading a checkpoint together: each worker reads what it will hold, and all of them every byte.
+"""Sharded reading of a checkpoint: each worker reads what it will hold, and together they verify every byte.
 
-Files are summed block by block. Workers tell each other the sums of the blocks that they have read, and share out the
-blocks that nobody needs. The sums of all its blocks make that of a file, which the manifest knows; and who reads a
-block that others have read has to find the same sum. So whatever a worker has read is part of a file whose sum is
-right, or nobody uses the checkpoint; and all workers come to the same end, because all know the same.
+Every block of a file has a checksum. Workers exchange the checksums of the blocks that they have read, and divide the
+blocks that no worker needs among them. The checksum of a file follows from those of its blocks and must be the one in
+the manifest; a block that two workers read must have the same checksum on both. So either everything that was read
+belongs to files with the right checksum, or no worker uses the checkpoint; all workers decide alike.
 """
 
 from __future__ import annotations
@@ -17,48 +17,48 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from paceline.checkpoint.blocks import BlockReader, num_blocks, sum_of_blocks
-from paceline.checkpoint.load import check_chunk, check_cover, check_manifest, read_manifest, readable
-from paceline.checkpoint.manifest import Chunk, Manifest, TensorEntry
-from paceline.checkpoint.part import DTYPES, Position, header_bytes, read_header
+from paceline.checkpoint.block_checksums import BlockReader, num_blocks, sum_of_blocks
+from paceline.checkpoint.data_file import DTYPES, Position, header_bytes, read_header
+from paceline.checkpoint.load import check_cover, check_manifest, check_stored_slice, read_manifest, readable
+from paceline.checkpoint.manifest import Manifest, StoredSlice, TensorEntry
 from paceline.checkpoint.slice import Slice
+from paceline.checkpoint.state_tree import unflatten_state
 from paceline.checkpoint.storage import Catalogue, Storage
-from paceline.checkpoint.tree import put_together
 from paceline.errors import CheckpointError
 from paceline.object_collectives import all_gather_objects, broadcast_object
 
 _Answer = TypeVar("_Answer")
 
 Sums = dict[str, dict[int, int]]
-"""CRC-32 of blocks, by file and number."""
+"""The CRC-32 of blocks, by file name and block number."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor that was not read yet, or a slice of it."""
+    """A tensor in the checkpoint that was not read yet, or a slice of it."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole."""
+    """The shape of the whole tensor."""
     slice: Slice
 
     @property
     def is_whole(self) -> bool:
         return self.slice.sizes == self.shape
 
-    def part(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Stored:
+    def slice_at(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Stored:
         return replace(self, slice=Slice(offsets, sizes))
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A slice of a tensor, after it was read."""
+    """The values of a slice of a tensor that was read."""
 
     values: Tensor
 
 
-class SameCatalogue:
-    """A catalogue as rank 0 sees it: every look is a common act of a group, and all workers see the same."""
+class SharedCatalogue:
+    """A catalogue as rank 0 reads it: every method is a collective of a group with the same result on all workers."""
 
     def __init__(self, catalogue: Catalogue, group: dist.ProcessGroup) -> None:
         self.address = catalogue.address
@@ -92,7 +92,7 @@ class SameCatalogue:
 def read_together(
     storage: Storage, name: str, group: dist.ProcessGroup, want: Callable[[dict[str, Any]], Any]
 ) -> tuple[Manifest, Any]:
-    """What a worker wants of the checkpoint in a folder, every byte of it checked; a common act of `group`.
+    """Read what a worker needs of the checkpoint in a folder, with every byte of it verified; a collective of `group`.
 
     Args:
         want: what this worker needs of the state that all workers had alike, in which each tensor is a `Stored`.
@@ -103,14 +103,14 @@ def read_together(
     Raises:
         CheckpointError: what is wrong with it, on all workers alike; the message does not name the checkpoint.
     """
-    manifest = read_manifest(SameCatalogue(storage, group), name)
+    manifest = read_manifest(SharedCatalogue(storage, group), name)
     check_manifest(manifest)
 
     def stored(tensor: str) -> Any:
         shape = manifest.tensors[tensor].shape
         return Stored(tensor, shape, Slice.whole(shape))
 
-    tree = want(put_together(manifest.values, stored))
+    tree = want(unflatten_state(manifest.values, stored))
     wanted = {leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Stored)}
     rank, num_workers = dist.get_rank(group), dist.get_world_size(group)
     reading = _Reading(storage, name, manifest)
@@ -143,14 +143,14 @@ def read_together(
 
 
 class _Reading:
-    """One worker's way through the files of a checkpoint."""
+    """Reads files of a checkpoint on one worker, and keeps the checksums of what was read."""
 
     def __init__(self, storage: Storage, name: str, manifest: Manifest) -> None:
         self._storage = storage
         self._name = name
         self._entries = manifest.tensors
         self._files = {file.name: file for file in manifest.files}
-        self._chunks: dict[str, list[tuple[str, TensorEntry, Chunk]]] = {file: [] for file in self._files}
+        self._chunks: dict[str, list[tuple[str, TensorEntry, StoredSlice]]] = {file: [] for file in self._files}
         for tensor, entry in manifest.tensors.items():
             for chunk in entry.chunks:
                 self._chunks[chunk.file].append((tensor, entry, chunk))
@@ -159,7 +159,7 @@ class _Reading:
 
     @property
     def sums(self) -> Sums:
-        """Of all that was read."""
+        """The checksums of all blocks that were read."""
         return {file: reader.sums for file, reader in self._readers.items()}
 
     def positions(self, file: str) -> dict[str, Position]:
@@ -170,22 +170,22 @@ class _Reading:
                 length = header_bytes(bytes(reader.read(0, 8)))
                 found = read_header(bytes(reader.read(0, length)), self._files[file])
             for tensor, entry, chunk in self._chunks[file]:
-                check_chunk(tensor, entry, chunk, found.get(chunk.key))
+                check_stored_slice(tensor, entry, chunk, found.get(chunk.key))
             self._positions[file] = found
         return self._positions[file]
 
     def tensors(self, wanted: Collection[Stored]) -> dict[Stored, Tensor]:
-        """Each slice by itself, in the order in which files hold them."""
-        pieces: list[tuple[str, int, Stored, Chunk, Slice]] = []
+        """Read the slices, in the order in which the files hold them."""
+        pieces: list[tuple[str, int, Stored, StoredSlice, Slice]] = []
         for stored in wanted:
-            boxes = []
+            slices = []
             for chunk in self._entries[stored.name].chunks:
                 slice = stored.slice.overlap(chunk.slice)
                 if slice is not None:
-                    boxes.append(slice)
+                    slices.append(slice)
                     start = self.positions(chunk.file)[chunk.key].start
                     pieces.append((chunk.file, start, stored, chunk, slice))
-            check_cover(stored.name, stored.slice, boxes)
+            check_cover(stored.name, stored.slice, slices)
         found = {one: torch.empty(one.slice.sizes, dtype=DTYPES[self._entries[one.name].dtype]) for one in wanted}
         for file, start, stored, chunk, slice in sorted(pieces, key=lambda piece: piece[:2]):
             with readable(file):
@@ -194,8 +194,8 @@ class _Reading:
                 )
         return found
 
-    def _numbers(self, file: str, start: int, chunk: Chunk, slice: Slice, dtype: torch.dtype) -> Tensor:
-        """A slice inside of a chunk that begins at `start`; read from its first number to its last one."""
+    def _numbers(self, file: str, start: int, chunk: StoredSlice, slice: Slice, dtype: torch.dtype) -> Tensor:
+        """A slice of a stored slice that begins at byte `start`; read from its first value to its last one."""
         strides = torch.empty(chunk.sizes, device="meta").stride()
         cut = slice.slices_in(chunk.slice)
         first = sum(one.start * stride for one, stride in zip(cut, strides, strict=True))
