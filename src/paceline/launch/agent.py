@@ -140,7 +140,7 @@ class _Agent:
         if self._team is not None:
             raise LaunchError("An earlier run still has workers on this node; wait for it to end.")
         run_dir = Path(start.run_dir)
-        _await_marker(run_dir, start.marker)
+        await_marker(run_dir, start.marker)
         # The launcher's interpreter may lie elsewhere here, or in no container.
         commands = [
             replace(WorkerCommand(**command), argv=(sys.executable, *command["argv"][1:])) for command in start.commands
@@ -189,7 +189,7 @@ class _Agent:
         self._endpoints = []
 
 
-def _await_marker(run_dir: Path, marker: str) -> None:
+def await_marker(run_dir: Path, marker: str) -> None:
     deadline = time.monotonic() + MARKER_WAIT_S
     while not (run_dir / marker).exists():
         if time.monotonic() > deadline:

@@ -63,7 +63,7 @@ class RemoteTeam:
         self._endings: dict[int, Ending] = {}
         self._states: list[WorkerState] = []
         self._answers: queue.SimpleQueue[AgentMessage | None] = queue.SimpleQueue()
-        self._is_closing = False
+        self._closing = threading.Event()
         self._is_disconnected = False
         self._has_refused = False
         self._has_ended = threading.Event()
@@ -233,9 +233,9 @@ class RemoteTeam:
         return self._is_disconnected or self._has_refused or self.silent_s() >= 4 * self._interval_s
 
     def close(self) -> None:
-        if self._is_closing:
+        if self._closing.is_set():
             return
-        self._is_closing = True
+        self._closing.set()
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()  # which tells the agent, and it its workers, to end
@@ -277,7 +277,7 @@ class RemoteTeam:
         self._is_disconnected = True
         self._has_ended.set()
         self._answers.put(None)
-        if self._notify is not None and not self._is_closing:
+        if self._notify is not None and not self._closing.is_set():
             self._notify(TeamLost(self._number))
 
     def _take(self, message: AgentMessage) -> None:
@@ -302,10 +302,11 @@ class RemoteTeam:
             self._stderr_tail.append(line.decode(errors="replace").rstrip())
 
     def _ping(self) -> None:
-        while not self._is_closing and self._process.poll() is None:
+        while self._process.poll() is None:
             self._clock.look()
             self.send(messages.Ping())
-            time.sleep(self._interval_s)
+            if self._closing.wait(self._interval_s):
+                return
 
 
 @contextlib.contextmanager
