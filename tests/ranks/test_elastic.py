@@ -194,7 +194,6 @@ def test_those_who_are_left_have_the_time_to_save(stage: Stage) -> None:
 def test_an_exception_of_every_worker_is_the_programs_fault(stage: Stage) -> None:
     launcher = launch(
         stage,
-    body = COUNTING_WITHOUT_TORCH + "raise ValueError('no such label: 11')"
         COUNTING_WITHOUT_TORCH + "raise ValueError('no such label: 11')",
         "-n",
         "2",

@@ -47,14 +47,20 @@ class NodeAccess:
     python: str = sys.executable
     """The node's interpreter; Paceline is installed for it."""
 
+    def run(self, program: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+        """Run a program there to its end; raises `OSError` or `subprocess.TimeoutExpired`."""
+        return subprocess.run(
+            self.argv(program), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
+        )
+
 
 class RemoteTeam:
     """One node's agent, from the connection to its end; between them it may serve several runs."""
 
-    def __init__(self, reach: NodeAccess) -> None:
+    def __init__(self, access: NodeAccess) -> None:
         """Start the agent."""
-        self.hostname = reach.hostname
-        self.reach = reach
+        self.hostname = access.hostname
+        self.access = access
         self.versions: dict[str, str] = {}
         """What its first word said of them."""
         self._number = 0
@@ -72,7 +78,7 @@ class RemoteTeam:
         self._clock = WatchClock(self._interval_s)
         self._send_lock = threading.Lock()
         self._stderr_tail: deque[str] = deque(maxlen=STDERR_TAIL_LINES)
-        argv = reach.argv([reach.python, "-m", "paceline", "agent"])
+        argv = access.argv([access.python, "-m", "paceline", "agent"])
         try:
             self._process = subprocess.Popen(
                 argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
@@ -215,17 +221,9 @@ class RemoteTeam:
     def answers(self) -> bool:
         """Whether the node itself still answers."""
         try:
-            done = subprocess.run(
-                self.reach.argv(["true"]),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=ANSWER_TIMEOUT_S,
-                check=False,
-            )
+            return self.access.run(["true"], ANSWER_TIMEOUT_S).returncode == 0
         except (OSError, subprocess.TimeoutExpired):
             return False
-        return done.returncode == 0
 
     @property
     def is_gone(self) -> bool:
@@ -259,7 +257,7 @@ class RemoteTeam:
             self._process.wait(CLOSE_TIMEOUT_S)
         self._threads[1].join(CLOSE_TIMEOUT_S)
         exit_code, stderr = self._process.returncode, "\n".join(self._stderr_tail)
-        explained = self.reach.explain(exit_code or 0, stderr)
+        explained = self.access.explain(exit_code or 0, stderr)
         if explained:
             return explained
         last = f": {self._stderr_tail[-1]}" if self._stderr_tail else ""
@@ -310,7 +308,7 @@ class RemoteTeam:
 
 
 @contextlib.contextmanager
-def open_nodes(reaches: Sequence[NodeAccess]) -> Iterator[tuple[list[RemoteTeam], list[messages.Hello]]]:
+def open_nodes(accesses: Sequence[NodeAccess]) -> Iterator[tuple[list[RemoteTeam], list[messages.Hello]]]:
     """Agents on all nodes, and what they said of themselves; they end with the block.
 
     Raises:
@@ -318,8 +316,8 @@ def open_nodes(reaches: Sequence[NodeAccess]) -> Iterator[tuple[list[RemoteTeam]
     """
     with contextlib.ExitStack() as at_end:
         teams = []
-        for reach in reaches:
-            teams.append(at_end.enter_context(contextlib.closing(RemoteTeam(reach))))
+        for access in accesses:
+            teams.append(at_end.enter_context(contextlib.closing(RemoteTeam(access))))
         hellos = [team.hello() for team in teams]  # they have all been started
         for team in teams:
             check_versions(teams[0], team)
