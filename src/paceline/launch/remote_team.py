@@ -177,7 +177,7 @@ class RemoteTeam:
         """Wait until the agent has let go of the run's workers, killing those that are left."""
         if self._notify is None:
             return
-        self.send(messages.Kill(None))
+        self.send(messages.SignalWorkers("kill"))
         self._has_ended.wait(self._last_word_timeout_s())
         self._notify = None
         self._running.clear()
@@ -210,13 +210,13 @@ class RemoteTeam:
         """The agent does."""
 
     def ask_to_save(self) -> None:
-        self.send(messages.AskToSave())
+        self.send(messages.SignalWorkers("ask_to_save"))
 
     def ask_to_end(self) -> None:
-        self.send(messages.AskToEnd())
+        self.send(messages.SignalWorkers("ask_to_end"))
 
     def kill(self, ranks: Sequence[int] | None = None) -> None:
-        self.send(messages.Kill(None if ranks is None else list(ranks)))
+        self.send(messages.SignalWorkers("kill", None if ranks is None else list(ranks)))
 
     def answers(self) -> bool:
         """Whether the node itself still answers."""
