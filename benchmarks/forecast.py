@@ -22,7 +22,8 @@ from statistics import median
 from tests.hosts import cluster as namespaces
 from tests.hosts.sshd import ssh_between
 
-from paceline.plan.forecast import Question, forecast
+from paceline.plan.forecast import forecast
+from paceline.plan.inputs import ForecastRequest
 from paceline.spec import AlgorithmName, Cluster, RunRecord
 from paceline.spec.codec import to_mapping
 from paceline.workflows.jobs import resolve_job
@@ -156,7 +157,7 @@ class Bench:
         words = [*self.case.words, "--data", str(self.data / self.case.data), *hosts]
         probe = ["probe", *words, "--out", str(out / "cluster.json"), "--budget", str(PROBE_BUDGET_S)]
         stolen_from_probe = _paceline(nodes, probe)
-        found = forecast(job, Cluster.load(out / "cluster.json"), sorted({1, *algorithms}), Question())
+        found = forecast(job, Cluster.load(out / "cluster.json"), sorted({1, *algorithms}), ForecastRequest())
         (out / "forecast.json").write_text(json.dumps(to_mapping(found), indent=1) + "\n", encoding="utf-8")
         for row in (row for row in found.rows if row.devices in algorithms):
             for algorithm in algorithms[row.devices]:

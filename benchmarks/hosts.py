@@ -17,17 +17,10 @@ from tests.hosts.cluster import INTERFACE, Cluster, run_on_nodes, why_not
 
 from paceline.cli.options import parse_size
 from paceline.errors import PacelineError
-from paceline.report.comm_bench import (
-    PAGE_FILE,
-    comm_mapping,
-    comm_markdown_at,
-    largest_size,
-    left_out_sentences,
-    place_text,
-    rate_text,
-    size_text,
-)
+from paceline.report.comm_bench import PAGE_FILE, comm_mapping, largest_size, left_out_sentences, place_text
 from paceline.report.comm_files import load_timings, write_comm_bench
+from paceline.report.comm_table import comm_markdown_at
+from paceline.report.formats import rate_text, size_text
 from paceline.spec.algorithm import algorithm_names
 from paceline.spec.comm_timing import CommCase, CommRequest, message_sizes
 from paceline.workflows.bench import REQUEST_FILE
@@ -35,7 +28,7 @@ from paceline.workflows.bench import REQUEST_FILE
 WORKERS_PER_NODE = (2, 2)
 SMALLEST_BYTES = 64 << 10
 START_S = 60
-"""For the workers to load torch and to meet, and for the calls that the budget does not foresee."""
+"""For the workers to load torch and to wait_for_all, and for the calls that the budget does not foresee."""
 
 CASES = (
     *(CommCase(name) for name in algorithm_names()),

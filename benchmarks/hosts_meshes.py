@@ -27,13 +27,14 @@ import torch.nn.functional as F
 from tests.hosts.cluster import Cluster as Nodes
 from tests.hosts.cluster import run_on_nodes, why_not
 from tests.hosts.sshd import ssh_between
+from tests.traffic import node_bytes, sent_bytes, sum_bytes
 from torch import Tensor, nn
 
 from paceline.parallel.dry_run import StageCost, dry_run, on_paper
-from paceline.plan.forecast import ForecastInputs, Question
+from paceline.plan.forecast_row import workload_on
+from paceline.plan.inputs import ForecastRequest, PlanInputs, plan_inputs
 from paceline.plan.mesh_selection import choose_mesh
 from paceline.plan.search import MeshCandidate, best_of
-from paceline.plan.traffic import node_bytes, sent_bytes, sum_bytes
 from paceline.spec import Cluster, Job, Mesh, Plan, parse_mesh
 from paceline.workflows.jobs import resolve_job
 from paceline.workflows.traced_model import trace_model
@@ -151,9 +152,9 @@ def train(request: dict[str, Any]) -> None:
 # --- the planner ---
 
 
-def planned_rows(job: Job, known: ForecastInputs, names: Sequence[str]) -> list[Row]:
+def planned_rows(job: Job, known: PlanInputs, names: Sequence[str]) -> list[Row]:
     """Meshes with their prices, without measurements."""
-    workload = replace(known.workload(NUM_WORKERS), memory_bytes=float("inf"))
+    workload = replace(workload_on(known, NUM_WORKERS), memory_bytes=float("inf"))
     network = known.network(known.layout(NUM_WORKERS))
     rows = []
     for name in names:
@@ -165,7 +166,7 @@ def planned_rows(job: Job, known: ForecastInputs, names: Sequence[str]) -> list[
 
 
 def formula_bytes(job: Job, candidate: MeshCandidate) -> float:
-    """What the node that sends more sends in a step, by `plan/traffic.py`."""
+    """What the node that sends more sends in a step, by `tests/traffic.py`."""
     from paceline.models import build
 
     def tried(one: Mesh) -> tuple[StageCost, ...]:
@@ -247,7 +248,7 @@ def main() -> None:
         ssh_between(nodes.nodes, Path(keys)),
     ):
         cluster = Cluster.load(asked.cluster or _probe(nodes, words, asked.data, out / "cluster.json"))
-        known = ForecastInputs.of(job, cluster, Question(), NUM_WORKERS, facts := trace_model(job))
+        known = plan_inputs(job, cluster, ForecastRequest(), NUM_WORKERS, facts := trace_model(job))
         rows = planned_rows(job, known, [name.strip() for name in asked.meshes.split(",")])
         choice = choose_mesh(job, facts, cluster, NUM_WORKERS)
         for _ in range(asked.rounds):

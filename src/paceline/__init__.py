@@ -1,25 +1,114 @@
-"""Paceline: add devices, keep the accuracy, know the gain before you pay for it."""
+"""Paceline: add devices, keep the accuracy, know the gain before you pay for it.
+
+Every command of `paceline` is a function here: `paceline.train("mnist-lenet", workers=2)` is what
+`paceline train mnist-lenet -n 2` runs. `paceline.init` is for a training loop of your own.
+"""
 
 from __future__ import annotations
 
+import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from paceline import errors
+
 if TYPE_CHECKING:
-    from paceline.spec import Job
+    from paceline.report import Study
+    from paceline.spec import Cluster, Job, Plan, RunRecord
+    from paceline.spec.forecast import Forecast
     from paceline.train import Run, init
+    from paceline.workflows import bench, checkpoint, submit
+    from paceline.workflows.doctor import doctor
+    from paceline.workflows.launch import launch
+    from paceline.workflows.mesh_dry_run import dry_run_mesh
+    from paceline.workflows.plan import plan
+    from paceline.workflows.probe import probe
+    from paceline.workflows.report import report
+    from paceline.workflows.scale import scale
+    from paceline.workflows.step_times import fit_step_times, suggest_measurements
+    from paceline.workflows.strategy import Strategy
+    from paceline.workflows.topo import topo
+    from paceline.workflows.train import train
+    from paceline.workflows.verify import verify
+    from paceline.workflows.where import Elastic, Where
 
 __version__ = "0.1.0"
-__all__ = ["Job", "Run", "__version__", "init"]
+__all__ = [
+    "Cluster",
+    "Elastic",
+    "Forecast",
+    "Job",
+    "Plan",
+    "Run",
+    "RunRecord",
+    "Strategy",
+    "Study",
+    "Where",
+    "__version__",
+    "bench",
+    "checkpoint",
+    "doctor",
+    "dry_run_mesh",
+    "errors",
+    "fit_step_times",
+    "init",
+    "launch",
+    "plan",
+    "probe",
+    "report",
+    "scale",
+    "submit",
+    "suggest_measurements",
+    "topo",
+    "train",
+    "verify",
+]
+
+_MODULES = {
+    **dict.fromkeys(("Cluster", "Job", "Plan", "RunRecord"), "paceline.spec"),
+    **dict.fromkeys(("Run", "init"), "paceline.train"),
+    **dict.fromkeys(("Elastic", "Where"), "paceline.workflows.where"),
+    **dict.fromkeys(("fit_step_times", "suggest_measurements"), "paceline.workflows.step_times"),
+    "Forecast": "paceline.spec.forecast",
+    "Strategy": "paceline.workflows.strategy",
+    "Study": "paceline.report",
+    "dry_run_mesh": "paceline.workflows.mesh_dry_run",
+    **{
+        name: f"paceline.workflows.{name}"
+        for name in ("doctor", "launch", "plan", "probe", "report", "scale", "topo", "train", "verify")
+    },
+}
+"""The module that each public name comes from; it is loaded when the name is first used, since torch takes seconds."""
+_GROUPS = ("bench", "checkpoint", "submit")
+"""The public modules, each a group of functions: those of `paceline.workflows` with these names."""
 
 
 def __getattr__(name: str) -> Any:
-    # torch takes seconds to load, so `import paceline` waits with it until training is asked for.
-    if name in ("Run", "init"):
-        from paceline import train
+    if name in _GROUPS:
+        value: Any = importlib.import_module(f"paceline.workflows.{name}")
+    elif name in _MODULES:
+        value = getattr(importlib.import_module(_MODULES[name]), name)
+    else:
+        raise AttributeError(f"module 'paceline' has no attribute '{name}'")
+    globals()[name] = value
+    return value
 
-        return getattr(train, name)
-    if name == "Job":
-        from paceline.spec import Job
 
-        return Job
-    raise AttributeError(f"module 'paceline' has no attribute '{name}'")
+def __dir__() -> list[str]:
+    return __all__
+
+
+class _PublicNamesStay(ModuleType):
+    """`paceline.train` is the function even after the package `paceline.train` was imported.
+
+    Python sets an imported submodule as an attribute of its package; where a public name stands, it does not here. The
+    packages `checkpoint`, `launch`, `plan`, `report` and `train` are imported with `from paceline.train import …`.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (isinstance(value, ModuleType) and (name in _MODULES or name in _GROUPS)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _PublicNamesStay

@@ -25,8 +25,9 @@ DATA_DIR = "PACELINE_DATA"
 TRACE_DIR = "PACELINE_TRACE_DIR"
 MAX_STEPS = "PACELINE_MAX_STEPS"
 DEVICE = "PACELINE_DEVICE"
-HEARTBEAT = "PACELINE_PULSE"
+HEARTBEAT = "PACELINE_HEARTBEAT"
 STORE_FD = "PACELINE_STORE_FD"
+TORCH_STORE_FD = "PACELINE_TORCH_STORE_FD"
 CPUS = "PACELINE_CPUS"
 CONTAINER = "PACELINE_CONTAINER"
 STRATEGY = "PACELINE_STRATEGY"
@@ -42,8 +43,9 @@ CUDA_BY_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 READ_LATE = frozenset(
     {
-        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-        *(RENDEZVOUS, LAUNCHED_AT, HEARTBEAT, STORE_FD, CPUS, *INTERFACE_VARIABLES),
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+        *("ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"),
+        *(RENDEZVOUS, LAUNCHED_AT, HEARTBEAT, STORE_FD, TORCH_STORE_FD, CPUS, *INTERFACE_VARIABLES),
     }
 )
 """What nobody reads before a worker joins the others; whatever asks CUDA for its devices fixes what it may see."""
@@ -169,6 +171,10 @@ def _first_host(env: Mapping[str, str]) -> str | None:
 def worker_variables(
     facts: WorkerFacts,
     *,
+    node: int,
+    num_nodes: int,
+    restart: int,
+    torch_store: tuple[str, int] | None,
     run_dir: Path,
     threads_per_worker: int,
     launched_at: float,
@@ -179,7 +185,10 @@ def worker_variables(
 ) -> dict[str, str]:
     """What a worker's environment has beyond that of its node, when Paceline's launcher starts it.
 
+    Among them are those of torchrun, so that a program which calls `init_process_group` by itself finds all it needs.
+
     Args:
+        torch_store: address and port where such a program finds its store; None: nowhere.
         interface: the network interface on which workers talk to each other; None: as the environment has it already.
         devices: the GPUs of this node that the run uses, by PCI bus; empty: as CUDA_VISIBLE_DEVICES has them.
         cpus: the cores to stay on; empty: any.
@@ -189,6 +198,14 @@ def worker_variables(
         "WORLD_SIZE": str(facts.world_size),
         "LOCAL_RANK": str(facts.local_rank),
         "LOCAL_WORLD_SIZE": str(facts.local_world_size),
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(num_nodes),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(facts.rank),
+        "ROLE_WORLD_SIZE": str(facts.world_size),
+        "TORCHELASTIC_RUN_ID": run_dir.name,
+        "TORCHELASTIC_RESTART_COUNT": str(restart),
+        "TORCHELASTIC_MAX_RESTARTS": "0",
         "OMP_NUM_THREADS": str(threads_per_worker),
         "MKL_NUM_THREADS": str(threads_per_worker),
         "PYTHONUNBUFFERED": "1",
@@ -199,6 +216,10 @@ def worker_variables(
         RUN_DIR: str(run_dir),
         LAUNCHED_AT: repr(launched_at),
     }
+    if torch_store is not None:
+        address, port = torch_store
+        # Every rank is a client: rank 0 would bind the port once more, and listen on every interface.
+        variables |= {"MASTER_ADDR": address, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     if interface is not None:
         variables |= dict.fromkeys(INTERFACE_VARIABLES, interface)
     if devices:
@@ -210,9 +231,9 @@ def worker_variables(
     return variables
 
 
-def node_variables(heartbeat: Path, store_fd: int | None) -> dict[str, str]:
-    """What only the node can tell a worker: its heartbeat file, and the socket of the rendezvous."""
-    return {HEARTBEAT: str(heartbeat)} | ({} if store_fd is None else {STORE_FD: str(store_fd)})
+def node_variables(heartbeat: Path, sockets: Mapping[str, int]) -> dict[str, str]:
+    """What only the node can tell a worker: its heartbeat file, and the listening sockets that it inherits."""
+    return {HEARTBEAT: str(heartbeat)} | {name: str(descriptor) for name, descriptor in sockets.items()}
 
 
 def everything() -> dict[str, str]:
@@ -225,12 +246,11 @@ def read_early(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name not in READ_LATE}
 
 
-def become(variables: Mapping[str, str], store_fd: int | None) -> None:
-    """Take `variables` for this process's whole environment; `store_fd` is what a listening socket is called here."""
+def become(variables: Mapping[str, str], sockets: Mapping[str, int]) -> None:
+    """Take `variables` for this process's whole environment; `sockets` are the descriptors of those it inherited."""
     os.environ.clear()
     os.environ.update(variables)
-    if store_fd is not None:
-        os.environ[STORE_FD] = str(store_fd)
+    os.environ.update({name: str(descriptor) for name, descriptor in sockets.items()})
 
 
 def passed_on() -> dict[str, str]:
@@ -274,6 +294,12 @@ def heartbeat_path() -> Path | None:
 def store_fd() -> int | None:
     """The listening socket that rank 0 was given for the meeting point of all workers, if it was given one."""
     text = os.environ.get(STORE_FD)
+    return int(text) if text else None
+
+
+def torch_store_fd() -> int | None:
+    """The listening socket that rank 0 was given for the store of programs that call `init_process_group`."""
+    text = os.environ.get(TORCH_STORE_FD)
     return int(text) if text else None
 
 

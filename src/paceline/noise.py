@@ -35,7 +35,7 @@ class NoiseScale:
 
     grad_sqr: float
     grad_var: float
-    """Of one sample."""
+    """The variance of one sample's gradient."""
 
     @property
     def samples(self) -> float:

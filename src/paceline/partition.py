@@ -20,13 +20,13 @@ class StageLimits:
     """What a cut has to respect, and what messages cost."""
 
     memory_bytes: float = math.inf
-    """Of one stage: its parameters with all that is kept beside them, and activations."""
+    """Memory for one stage: its parameters with all that is kept beside them, and activations."""
     copies_of_parameters: float = 4.0
     """Parameters, gradients and the optimizer's state, in parameters: 4 for Adam."""
     micro_batches_kept: tuple[float, ...] = ()
     """How many micro-batches' activations each stage keeps at once; empty: one."""
     bytes_per_s: float = math.inf
-    """Of the link between two stages; its time counts as the stage's that receives."""
+    """Rate of the link between two stages; the time of a message counts as the receiving stage's."""
 
 
 def micro_batches_in_flight(num_stages: int, stage: int, num_micro_batches: int) -> int:

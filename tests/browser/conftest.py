@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from paceline.report.plots import Plot
+from paceline.report.figure import Plot
 from tests.browser import chromium
 from tests.browser.chromium import Browser
 

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.plan.forecast import Question, counts_between, forecast
-from paceline.report.plan_page import plan_plots, render_plan_page
+from paceline.plan.forecast import counts_between, forecast
+from paceline.plan.inputs import ForecastRequest
+from paceline.report.plan_page import render_plan_page
+from paceline.report.plan_plots import plan_plots
 from paceline.spec import Job
 from tests.browser.chromium import Browser
 from tests.browser.conftest import Scheme, check_colours, check_page, show
@@ -22,7 +24,7 @@ PLANS = {
         JOB,
         gpu_cluster(),
         counts_between(1, 1024),
-        Question(price_per_device_hour=2.5, noise_scale=3000, target_samples=1e8),
+        ForecastRequest(price_per_device_hour=2.5, noise_scale=3000, target_samples=1e8),
     ),
     "stay": forecast(Job(global_batch_size=64, virtual_shards=4), cpu_cluster(4), [1, 2, 4, 8]),
     "alone": forecast(JOB, gpu_cluster(1), [1]),

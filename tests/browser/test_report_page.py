@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from paceline.report import analyse, write_study
-from paceline.report.plots import study_plots
 from paceline.report.study import Study
+from paceline.report.study_plots import study_plots
 from tests.browser.chromium import Browser
 from tests.browser.conftest import TWO_FRAMES, Scheme, contrast, rgb, show
 from tests.sample_records import sample_grown_records, sample_job, sample_study_records

@@ -191,7 +191,7 @@ def _encoder() -> nn.Module:
 
 
 def _columns() -> nn.Module:
-    """Three columns that never meet, one uneven layer, and per-channel layers between; images (b, 3, 9, 9)."""
+    """Three columns that never wait_for_all, one uneven layer, and per-channel layers between; images (b, 3, 9, 9)."""
     relu = nn.ReLU()
     return nn.Sequential(
         nn.Conv2d(3, 12, 3, padding=1, padding_mode="circular"), nn.Tanh(), nn.MaxPool2d(2),
@@ -213,14 +213,14 @@ class Kept:
 
 
 ZOO: dict[str, Kept] = {
-    "separate heads": Kept(lambda: Language(SeparateHeads(12, 6, 3)), "vhhhr"),
-    "width of input": Kept(lambda: Language(WidthOfInput(12, 3), "product"), "vcc"),
-    "dropped heads": Kept(lambda: Language(DroppedHeads(12, 3, 3), "layer"), "vccccc"),
-    "gated": Kept(lambda: Language(Gated(12, 16), "layer"), "vccrc"),
-    "depends on the mode": Kept(lambda: Language(ModeDependent(12)), "vcc"),
-    "looked at": Kept(lambda: Language(Looked(12)), "vcc"),
-    "encoder": Kept(lambda: Language(_encoder()), "vacracr"),
-    "decoder": Kept(lambda: Language(Memory(12)), "vaacr"),
-    "weights": Kept(lambda: Language(Weights(12)), "va"),
+    "separate heads": Kept(lambda: Language(SeparateHeads(12, 6, 3)), "ecccr"),
+    "width of input": Kept(lambda: Language(WidthOfInput(12, 3), "product"), "ecc"),
+    "dropped heads": Kept(lambda: Language(DroppedHeads(12, 3, 3), "layer"), "eccccc"),
+    "gated": Kept(lambda: Language(Gated(12, 16), "layer"), "eccrc"),
+    "depends on the mode": Kept(lambda: Language(ModeDependent(12)), "ecc"),
+    "looked at": Kept(lambda: Language(Looked(12)), "ecc"),
+    "encoder": Kept(lambda: Language(_encoder()), "eacracr"),
+    "decoder": Kept(lambda: Language(Memory(12)), "eaacr"),
+    "weights": Kept(lambda: Language(Weights(12)), "ea"),
     "columns": Kept(_columns, "cccccc", is_of_words=False),
 }

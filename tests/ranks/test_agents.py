@@ -32,11 +32,11 @@ from urllib.parse import urlsplit
 place = urlsplit(os.environ["PACELINE_RENDEZVOUS"])
 job = os.environ["PACELINE_RUN_DIR"].encode()
 if RANK == 0:
-    door = socket.socket(fileno=int(os.environ["PACELINE_STORE_FD"]))
-    assert door.getsockname() == (place.hostname, place.port)
-    door.settimeout(30)
+    listening = socket.socket(fileno=int(os.environ["PACELINE_STORE_FD"]))
+    assert listening.getsockname() == (place.hostname, place.port)
+    listening.settimeout(30)
     for _ in range(WORLD_SIZE - 1):
-        with door.accept()[0] as caller:
+        with listening.accept()[0] as caller:
             assert caller.recv(4096) == job  # another job's worker would say another folder
 else:
     assert "PACELINE_STORE_FD" not in os.environ
@@ -65,7 +65,7 @@ def _hello(**versions: str) -> bytes:
     return messages.Hello("odd", 1, versions, {}).encode()
 
 
-def test_ranks_are_spread_and_meet_behind_a_door_that_was_open_before(
+def test_ranks_are_spread_and_meet_at_a_socket_that_listened_before(
     stage: Stage, capfd: pytest.CaptureFixture[str]
 ) -> None:
     script = stage.script(MEET + "\nprint('met', os.environ['LOCAL_RANK'], os.environ['LOCAL_WORLD_SIZE'])")

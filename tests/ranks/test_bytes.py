@@ -21,11 +21,11 @@ import paceline
 from paceline.models.gpt import GPT
 from paceline.parallel.dry_run import CommBytes, DryRun, dry_run, on_paper
 from paceline.parallel.mesh import MeshParallel
-from paceline.parallel.tensor import bytes_per_pass, bytes_per_sample, find_layout, layer_sizes
-from paceline.plan.traffic import padded_bytes, sent_bytes, sum_bytes
+from paceline.parallel.tensor import bytes_per_pass, bytes_per_sample, find_plan, layer_sizes
 from paceline.spec import Job, Mesh, PipelineSpec, Plan, parse_mesh
 from paceline.spec.mesh import AXES, AxisName
 from tests.ranks.harness import run_ranks
+from tests.traffic import padded_bytes, sent_bytes, sum_bytes
 
 WORKERS = 4
 ONE_EACH = PipelineSpec()
@@ -117,7 +117,7 @@ def _foretold(case: Case) -> Foretold:
     num_passes = SHARDS // mesh.num_assignments
     more = case.pipeline.stages_per_worker
     model, arguments = on_paper(MODELS[case.model], _sample(case.model), SHARD)
-    layout, sizes = find_layout(model, mesh.tp), layer_sizes(model, lambda one: one(*arguments), SHARD)
+    tensor_plan, sizes = find_plan(model, mesh.tp), layer_sizes(model, lambda one: one(*arguments), SHARD)
     found = _dry_run(case.model, replace(mesh, pp=mesh.pp * more), num_passes)
     by_worker: list[dict[AxisName, float]] = []
     for worker in range(mesh.pp):
@@ -134,7 +134,9 @@ def _foretold(case: Case) -> Foretold:
         mesh,
         padded_bytes(shapes, 4, mesh.fsdp) if mesh.pp == mesh.tp == 1 else of_stage,
         # Of two workers, each sends what is summed once.
-        SHARD * bytes_per_sample(layout, sizes, 4) + bytes_per_pass(layout, 0, 4) if mesh.tp > 1 else 0.0,
+        SHARD * bytes_per_sample(tensor_plan, sizes, 4) + bytes_per_pass(tensor_plan, sizes, 0, 4)
+        if mesh.tp > 1
+        else 0.0,
         SHARD * CONTEXT * WIDTH * 4 + generators,
         num_passes,
         stages_per_worker=more,

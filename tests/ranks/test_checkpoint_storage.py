@@ -41,7 +41,7 @@ from paceline.checkpoint import save as saving
 from paceline.checkpoint.load import list_checkpoints
 from paceline.checkpoint.storage import Folder
 from paceline.env import worker_facts
-from paceline.parallel.parts import local, slice_of, whole
+from paceline.parallel.dtensor import full_tensor, local_shard, shard_slice
 from paceline.spec import Job, Plan
 from paceline.spec.job import CheckpointSpec
 from paceline.train.optim import build_optimizer
@@ -111,14 +111,14 @@ def _read_sharded(folder: str) -> dict[str, Any]:
 
     def want(shared: dict[str, Any]) -> dict[str, Any]:
         stored = {**shared.pop("model"), **shared}
-        spread = {name: slice_of(tensor) for name, tensor in like.items() if isinstance(tensor, DTensor)}
+        spread = {name: shard_slice(tensor) for name, tensor in like.items() if isinstance(tensor, DTensor)}
         return {name: one.part(*spread[name]) if name in spread else one for name, one in stored.items()}
 
     _, found = read_together(open_storage(folder), "step-00000003", group, want)
     for name, one in found.items():
         if isinstance(one, Loaded):
-            local(like[name]).copy_(one.values)
-            found[name] = whole(like[name])
+            local_shard(like[name]).copy_(one.values)
+            found[name] = full_tensor(like[name])
     return {name: tensor.tolist() for name, tensor in found.items()}
 
 
@@ -284,7 +284,7 @@ def test_a_folder_that_vanishes(tmp_path: Path, undisturbed: str) -> None:
     [
         (1, _stand_still, "nothing has moved", 3.0),
         (2, _stand_still, "nothing has moved", 3.0),
-        (2, _stand_still_for_the_other, "nothing was heard of the part of worker 1", 3.0),
+        (2, _stand_still_for_the_other, "there is no receipt of worker 1", 3.0),
         (2, _spoil_the_others_part, "worker 1 says: [Errno 21]", 60.0),  # it is told, and need not be waited for
     ],
 )

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from paceline.checkpoint.share import Division, divide
+from paceline.checkpoint.write_plan import WritePlan, plan_writes
 from paceline.env import worker_facts
 from paceline.spec import Plan
 from paceline.train.process_group import join
@@ -24,16 +24,18 @@ def _divide_again() -> dict[str, object]:
         rows = torch.full((4, 3), value)
         return {"alike": torch.full((5,), value), "sharded": distribute_tensor(rows, mesh, [Shard(0)])}
 
-    first = divide(state(1.0), group)
-    again = divide(state(2.0), group, first)
+    first = plan_writes(state(1.0), group)
+    again = plan_writes(state(2.0), group, first)
     more = state(3.0) | ({"worker:1/debt": torch.full((2,), 3.0)} if facts.rank == 1 else {})
-    with_more = divide(more, group, again)
+    with_more = plan_writes(more, group, again)
     whole = state(4.0)
     whole["sharded"] = distribute_tensor(torch.full((4, 3), 4.0), mesh, [Replicate()])
-    replicated = divide(whole, group, divide(state(4.0), group, with_more))
+    replicated = plan_writes(whole, group, plan_writes(state(4.0), group, with_more))
 
-    def written(division: Division, given: dict[str, torch.Tensor]) -> dict[str, tuple[list[int], float]]:
-        return {key: (list(values.shape), float(values.mean())) for key, values in division.share(given).items()}
+    def written(division: WritePlan, given: dict[str, torch.Tensor]) -> dict[str, tuple[list[int], float]]:
+        return {
+            key: (list(values.shape), float(values.mean())) for key, values in division.tensors_to_write(given).items()
+        }
 
     return {
         "is_kept": again is first,
@@ -61,10 +63,10 @@ def test_a_division_lasts_until_some_worker_has_other_tensors() -> None:
 
 def test_one_worker_divides_anew_after_a_change_of_shape_or_dtype() -> None:
     state = {"a": torch.zeros(3), "b": torch.zeros(2)}
-    division = divide(state, None)
-    assert divide({name: tensor + 1 for name, tensor in state.items()}, None, division) is division
+    division = plan_writes(state, None)
+    assert plan_writes({name: tensor + 1 for name, tensor in state.items()}, None, division) is division
     for other in (torch.zeros(4), torch.zeros(3, dtype=torch.float64)):
-        changed = divide(state | {"a": other}, None, division)
+        changed = plan_writes(state | {"a": other}, None, division)
         assert changed.entries["a"].shape == tuple(other.shape)
-        assert changed.share(state | {"a": other})["a"].dtype == other.dtype
-    assert set(divide({"a": state["a"]}, None, division).entries) == {"a"}
+        assert changed.tensors_to_write(state | {"a": other})["a"].dtype == other.dtype
+    assert set(plan_writes({"a": state["a"]}, None, division).entries) == {"a"}

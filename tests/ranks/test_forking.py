@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline import env
 from paceline.launch.commands import WORKER
 from paceline.launch.forking import ForkServer, Process
 from paceline.workflows.allocation import PRELOAD
@@ -45,7 +46,7 @@ facts = {
     "input": sys.stdin.read(),
     "cwd": os.getcwd(),
     "files": [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd != int(store or -1) and is_open(fd)],
-    "door": store and socket.socket(fileno=int(store)).getsockname(),
+    "endpoint": store and socket.socket(fileno=int(store)).getsockname(),
 }
 print(json.dumps(facts))
 sys.exit(7)
@@ -65,7 +66,7 @@ def load(server: ForkServer, variables: Mapping[str, str] = VARIABLES) -> None:
 
 
 def fork(server: ForkServer, script: Path) -> Process | None:
-    return server.fork([*WORKER, str(script)], VARIABLES, (0, 1, 2), None)
+    return server.fork([*WORKER, str(script)], VARIABLES, (0, 1, 2), {})
 
 
 def _looks_around(server: ForkServer | None, script: Path, store: socket.socket) -> str:
@@ -78,7 +79,7 @@ def _looks_around(server: ForkServer | None, script: Path, store: socket.socket)
     try:
         with out.open("wb") as stdout, err.open("wb") as stderr:
             if server is not None:
-                process = server.fork(argv, variables, (lifeline, stdout.fileno(), stderr.fileno()), fd)
+                process = server.fork(argv, variables, (lifeline, stdout.fileno(), stderr.fileno()), {env.STORE_FD: fd})
             else:
                 process = subprocess.Popen(
                     argv,
@@ -134,7 +135,7 @@ def test_it_trains_like_a_new_process(tmp_path: Path) -> None:
     with contextlib.closing(ForkServer(PRELOAD)) as server, (tmp_path / "out").open("w+") as out:
         load(server, variables)
         with open(os.devnull) as nothing:
-            forked = server.fork(argv, variables, (nothing.fileno(), out.fileno(), out.fileno()), None)
+            forked = server.fork(argv, variables, (nothing.fileno(), out.fileno(), out.fileno()), {})
         assert forked is not None and forked.wait() == 0
         out.seek(0)
         assert out.read() == new.stdout
@@ -153,7 +154,7 @@ def test_what_was_read_early_cannot_be_changed(server: ForkServer, tmp_path: Pat
     (tmp_path / "x.py").write_text("")
     load(server)
     other = {**VARIABLES, "OMP_NUM_THREADS": "2"}
-    assert server.fork([*WORKER, str(tmp_path / "x.py")], other, (0, 1, 2), None) is None
+    assert server.fork([*WORKER, str(tmp_path / "x.py")], other, (0, 1, 2), {}) is None
     before = server.pid
     load(server, other)
     assert before is not None and server.pid != before and not is_alive(before)
@@ -161,7 +162,7 @@ def test_what_was_read_early_cannot_be_changed(server: ForkServer, tmp_path: Pat
 
 def test_another_program_is_not_forked(server: ForkServer) -> None:
     load(server)
-    assert server.fork([sys.executable, "x.py"], VARIABLES, (0, 1, 2), None) is None
+    assert server.fork([sys.executable, "x.py"], VARIABLES, (0, 1, 2), {}) is None
     assert server.has_loaded
 
 
@@ -199,7 +200,7 @@ def test_nobody_outlives_who_asked(tmp_path: Path) -> None:
         "server = ForkServer(['decimal']); server.prepare({'RANK': '0', 'WORLD_SIZE': '1'})\n"
         "while not server.has_loaded: time.sleep(0.01)\n"
         f"argv = [*WORKER, {str(tmp_path / 'x.py')!r}]\n"
-        "forked = server.fork(argv, {'RANK': '0', 'WORLD_SIZE': '1'}, (0, 1, 2), None)\n"
+        "forked = server.fork(argv, {'RANK': '0', 'WORLD_SIZE': '1'}, (0, 1, 2), {})\n"
         "print(server.pid, forked.pid, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", asker], stdout=subprocess.PIPE, text=True) as process:

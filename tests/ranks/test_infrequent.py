@@ -1,4 +1,4 @@
-"""Workers that train by themselves and meet every few steps: local SGD and DiLoCo."""
+"""Workers that train by themselves and wait_for_all every few steps: local SGD and DiLoCo."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ def test_diloco_learns_about_as_much_as_synchronous_training() -> None:
         (before, after, notes), other = run_ranks(_final_loss, 2, _job(**common, aggregation=aggregation))
         assert (before, after) == other[:2]
         assert before - after > 0.8 * (before - synchronous)
-        assert any("meet every 8 steps (diloco, outer lr 0.7, momentum 0.9)" in note for note in notes)
+        assert any("wait_for_all every 8 steps (diloco, outer lr 0.7, momentum 0.9)" in note for note in notes)
         assert any("rounded to bfloat16" in note for note in notes) == (wire == "bfloat16")
 
 
@@ -354,7 +354,7 @@ def test_a_run_by_the_loop_saves_what_all_workers_agree_on(tmp_path: Path) -> No
     records = run_ranks(_train_digits, 2, job, tmp_path)
     assert len({record.weights_sha256 for record in records}) == 1
     assert len({record.accuracy for record in records}) == 1
-    assert any("meet every 4 steps (local_sgd)" in note for note in records[0].notes)
+    assert any("wait_for_all every 4 steps (local_sgd)" in note for note in records[0].notes)
     # The sixth step was none with a meeting, so only a consensus makes workers equal.
     assert records[0].steps == 6
     saved = load_file(tmp_path / "model.safetensors")

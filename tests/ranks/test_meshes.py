@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import paceline
 from paceline.comm import Aggregator
 from paceline.errors import JobError
-from paceline.parallel.parts import local_bytes
+from paceline.parallel.dtensor import local_bytes
 from paceline.spec import Job, PipelineSpec, Plan, check_mesh, parse_mesh
 from paceline.spec.codec import to_mapping
 from tests.ranks.harness import run_ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,11 +20,19 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import paceline
 from paceline.env import worker_facts
 from paceline.models import build
+from paceline.parallel.dtensor import local_shard
 from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm
-from paceline.parallel.parts import local
 from paceline.parallel.sharded import recompute
-from paceline.parallel.tensor import bytes_per_pass, bytes_per_sample, find_layout, layer_sizes, tensor_parallel
-from paceline.parallel.tensor.positions import PositionsLayerNorm
+from paceline.parallel.tensor import (
+    bytes_per_pass,
+    bytes_per_sample,
+    find_plan,
+    given_plan,
+    layer_sizes,
+    tensor_parallel,
+)
+from paceline.parallel.tensor.plan import LAYER_STYLES
+from paceline.parallel.tensor.sequence_region import SequenceLayerNorm
 from paceline.spec import Job, ModelSpec, PipelineSpec, Plan, parse_mesh
 from paceline.train.optim import build_optimizer
 from paceline.train.process_group import join
@@ -229,9 +238,10 @@ def _by_positions() -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_parts_of_the_positions_give_the_losses_and_gradients_of_one_worker() -> None:
-    found = {name: find_layout(case.make_model(), 2, sequence_parallel=True) for name, case in SEQUENCES.items()}
-    assert [len(layout.stretches) for layout in found.values()] == [1, 2, 1, 1]
-    assert found["asks for lengths"].stretches[0].doors == ("blocks.0.attention",)
+    found = {name: find_plan(case.make_model(), 2, sequence_parallel=True).styles for name, case in SEQUENCES.items()}
+    num_regions = [sum("enter_sequence" in style for style in styles.values()) for styles in found.values()]
+    assert num_regions == [1, 2, 1, 1]
+    assert found["asks for lengths"]["blocks.0.attention"] == "heads(num_heads, num_kv_heads) + gather_sequence"
     for results in run_ranks(_by_positions, 2, timeout_s=100):
         for name, exact in zip(SEQUENCES, results, strict=True):
             assert max(exact["errors"].values()) < 1e-10, (name, exact["errors"])
@@ -240,7 +250,7 @@ def test_parts_of_the_positions_give_the_losses_and_gradients_of_one_worker() ->
 
 def _kept_bytes(model: nn.Module, inputs: Tensor) -> int:
     """What autograd keeps from forward for backward, each tensor's memory once, and no parameter."""
-    parameters = {local(parameter).untyped_storage().data_ptr() for parameter in model.parameters()}
+    parameters = {local_shard(parameter).untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -276,7 +286,7 @@ def _recomputed_by_positions() -> tuple[float, float, float]:
             losses = [_loss(model, inputs[:, :length], inputs[:, :length]) for length in (7, 4)]
             for loss in losses:
                 loss.backward()
-            gradients.append([local(p.grad) for p in model.parameters() if p.grad is not None])
+            gradients.append([local_shard(p.grad) for p in model.parameters() if p.grad is not None])
         ratios.append(num_bytes[1] / num_bytes[0])
     error = max(
         _error(ours, theirs) for other in gradients[1:] for ours, theirs in zip(other, gradients[0], strict=True)
@@ -315,7 +325,7 @@ def _learned(runs: list[tuple[str, bool]]) -> list[tuple[list[float], dict[str, 
         with paceline.init(job, plan=plan) as run:
             model = MODELS["gpt"].make_model()
             run.prepare(model, build_optimizer(job.optim, model), example=tokens[:2])
-            assert num_workers == 1 or any(isinstance(m, PositionsLayerNorm) for m in run.model.modules())
+            assert num_workers == 1 or any(isinstance(m, SequenceLayerNorm) for m in run.model.modules())
             data = torch.utils.data.TensorDataset(tokens, targets)
             losses = [float(run.step(batch, lambda model, batch: _loss(model, *batch))) for batch in run.batches(data)]
             found.append((losses, {name: value.detach().clone() for name, value in run.whole_state().items()}))
@@ -414,12 +424,12 @@ def _count(cases: dict[str, Case]) -> dict[str, tuple[float, float]]:
         model = case.make_model()
         inputs, targets = case.make_batch(torch.float32)
         sizes = layer_sizes(model, partial(_call, inputs), len(inputs))
-        layout = tensor_parallel(model, mesh, large=case.large, sequence_parallel=case.sequence_parallel)
+        plan = tensor_parallel(model, mesh, large=case.large, sequence_parallel=case.sequence_parallel)
         with pytest.MonkeyPatch.context() as monkeypatch:
             counted = _Counted(monkeypatch, mesh.size(), mesh.get_local_rank())
             _loss(model, inputs, targets).backward()
-        with_forecasts = bytes_per_sample(layout, sizes, 4) * len(inputs) + bytes_per_pass(
-            layout, mesh.get_local_rank(), 4
+        with_forecasts = bytes_per_sample(plan, sizes, 4) * len(inputs) + bytes_per_pass(
+            plan, sizes, mesh.get_local_rank(), 4
         )
         found[name] = counted.num_bytes, with_forecasts
     return found
@@ -448,7 +458,8 @@ def _zoo() -> dict[str, tuple[float, str]]:
         inputs = torch.randint(WORDS, (3, 5)) if kept.is_of_words else torch.randn(3, 3, 9, 9).double()
         targets = torch.randint(WORDS, (3, 5) if kept.is_of_words else (3,))
         model = copy.deepcopy(whole)
-        layout = tensor_parallel(model, mesh, large=0)
+        plan = tensor_parallel(model, mesh, large=0)
+        assert given_plan(whole, json.loads(json.dumps(dict(plan.styles))), 3).styles == plan.styles, name
         errors = []
         for training in (True, False):
             for net in (whole.train(training), model.train(training)):
@@ -461,9 +472,8 @@ def _zoo() -> dict[str, tuple[float, str]]:
                 assert errors[-1] < 1e-9, (name, key, errors[-1])
         with torch.no_grad():
             errors.append(_error(model(inputs), whole(inputs)))
-        styles = {layer.name: layer.style for layer in layout.layers}
-        names = [key for key, _ in model.named_modules(remove_duplicate=False) if key in styles]
-        found[name] = max(errors), "".join(styles[key][0] for key in names)
+        styles = [entry.keys() & LAYER_STYLES.keys() for entry in plan.entries.values()]
+        found[name] = max(errors), "".join(style[0] for (style,) in filter(None, styles))
     return found
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import paceline
 from paceline import env
-from paceline.checkpoint import Loaded, SameCatalogue, blocks, newest_that, read_together
+from paceline.checkpoint import Loaded, SharedCatalogue, block_checksums, newest_that, read_together
 from paceline.checkpoint.storage import Folder
 from paceline.spec import Job, PipelineSpec, Plan, parse_mesh
 from paceline.train import session
@@ -57,12 +57,12 @@ def _want(rank: int, shared: dict[str, Any]) -> dict[str, Any]:
     """Rows of one tensor; nobody wants what workers had for themselves."""
     model = shared["model"]
     rows = {0: ((0, 0), (1, 3)), 1: ((1, 0), (2, 3)), 2: ((3, 1), (1, 2))}[rank]
-    return {"model": {"weight": model["weight"].part(*rows)} | ({"bias": model["bias"]} if rank else {})}
+    return {"model": {"weight": model["weight"].slice_at(*rows)} | ({"bias": model["bias"]} if rank else {})}
 
 
 def _read_harmed(files: dict[str, bytes], harms: list[_Harm]) -> list[tuple[int, Tensor, Tensor | None, list[str]]]:
     """What a worker reads after each of the harms."""
-    blocks.BLOCK_BYTES = 32
+    block_checksums.BLOCK_BYTES = 32
     world = join(env.worker_facts(), Plan(world_size=NUM_READERS, timeout_s=60))
     assert world.group is not None
     answers = []
@@ -70,7 +70,7 @@ def _read_harmed(files: dict[str, bytes], harms: list[_Harm]) -> list[tuple[int,
         harmed = harm.reader in (None, world.rank)
         storage = Memory(harm.apply(files) if harmed else files)
         read = partial(read_together, storage, group=world.group, want=partial(_want, world.rank))
-        found, problems = newest_that(read, SameCatalogue(storage, world.group))
+        found, problems = newest_that(read, SharedCatalogue(storage, world.group))
         assert found is not None
         manifest, tree = found
         assert isinstance(tree["model"]["weight"], Loaded)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from paceline import env
 from paceline.comm.tree_exact import TreeSum, tree_all_reduce
-from paceline.parallel.assignment import shard_run
+from paceline.parallel.assignment import shards_of_rank
 from paceline.spec import Plan
 from paceline.train.process_group import join, leave
 from tests.ranks.harness import run_ranks
@@ -25,7 +25,7 @@ def _sums(cases: list[tuple[int, int]]) -> list[torch.Tensor]:
     world = join(facts, Plan(world_size=facts.world_size, timeout_s=30))
     results = []
     for num_leaves, length in cases:
-        runs = [shard_run(rank, facts.world_size, num_leaves) for rank in range(facts.world_size)]
+        runs = [shards_of_rank(rank, facts.world_size, num_leaves) for rank in range(facts.world_size)]
         first, stop = runs[facts.rank]
         tree = TreeSum(first)
         for leaf in range(first, stop):

@@ -1,4 +1,4 @@
-"""Reading checkpoints: which there are, which of them is good, and what is in it."""
+"""Reading checkpoints: which ones exist, which one is good, and what it holds."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.manifest import MANIFEST_FILE, Chunk, Manifest, PartFile, TensorEntry
-from paceline.checkpoint.part import DTYPES, read_part, verify_part
+from paceline.checkpoint.data_file import DTYPES, read_data_file, verify_data_file
+from paceline.checkpoint.manifest import MANIFEST_FILE, DataFile, Manifest, StoredSlice, TensorEntry
 from paceline.checkpoint.slice import Slice
+from paceline.checkpoint.state_tree import tensor_names, unflatten_state
 from paceline.checkpoint.storage import Catalogue, Storage
-from paceline.checkpoint.tree import put_together, tensor_names
 from paceline.errors import CheckpointError, PacelineError
 
 FOLDER_PREFIX = "step-"
@@ -46,7 +46,7 @@ class Checkpoint:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """Of the model alone, under its own names. Raises `CheckpointError` where there is no model in it."""
+        """The model's weights under their own names. Raises `CheckpointError` if the checkpoint holds no model."""
         model = self._whole(self.manifest.values.get("model"))
         weights = {k: v for k, v in model.items() if isinstance(v, Tensor)} if isinstance(model, dict) else {}
         if not weights:
@@ -64,7 +64,7 @@ class Checkpoint:
         return tensor
 
     def _whole(self, plain: Any) -> Any:
-        return put_together(plain, self.tensors(tensor_names(plain).__contains__).__getitem__)
+        return unflatten_state(plain, self.tensors(tensor_names(plain).__contains__).__getitem__)
 
 
 def worker_prefix(rank: int) -> str:
@@ -83,7 +83,7 @@ def list_folders(storage: Catalogue) -> list[str]:
 
 
 def is_complete(storage: Catalogue, name: str) -> bool:
-    """Whether it was finished; that does not mean that it is good. What is not is being written, or was left so."""
+    """Whether a checkpoint was finished, good or not. One that was not is being written, or was abandoned."""
     return MANIFEST_FILE in storage.names(name)
 
 
@@ -117,7 +117,7 @@ def read_checkpoint(storage: Storage, name: str) -> Checkpoint:
         CheckpointError: what is wrong with it; the message does not name the checkpoint.
     """
     manifest = read_manifest(storage, name)
-    return Checkpoint(name, manifest, _parts(storage, name, manifest, read_part))
+    return Checkpoint(name, manifest, _parts(storage, name, manifest, read_data_file))
 
 
 def verify_checkpoint(storage: Storage, name: str) -> Manifest:
@@ -127,7 +127,7 @@ def verify_checkpoint(storage: Storage, name: str) -> Manifest:
         CheckpointError: what is wrong with it; the message does not name the checkpoint.
     """
     manifest = read_manifest(storage, name)
-    _parts(storage, name, manifest, verify_part)
+    _parts(storage, name, manifest, verify_data_file)
     return manifest
 
 
@@ -135,7 +135,7 @@ def _parts(
     storage: Storage,
     name: str,
     manifest: Manifest,
-    read: Callable[[Iterator[bytes], PartFile], dict[str, Tensor]],
+    read: Callable[[Iterator[bytes], DataFile], dict[str, Tensor]],
 ) -> dict[str, dict[str, Tensor]]:
     parts = {}
     for file in manifest.files:
@@ -143,7 +143,7 @@ def _parts(
             parts[file.name] = read(storage.pieces(f"{name}/{file.name}"), file)
     for tensor, entry in manifest.tensors.items():
         for chunk in entry.chunks:
-            check_chunk(tensor, entry, chunk, parts[chunk.file].get(chunk.key))
+            check_stored_slice(tensor, entry, chunk, parts[chunk.file].get(chunk.key))
         check_cover(tensor, Slice.whole(entry.shape), [chunk.slice for chunk in entry.chunks])
     check_manifest(manifest)
     return parts
@@ -160,7 +160,7 @@ def check_manifest(manifest: Manifest) -> None:
 
 
 class _Held(Protocol):
-    """What a part holds: a tensor, or where it is."""
+    """What a data file holds: a tensor, or its position."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -168,8 +168,8 @@ class _Held(Protocol):
     def dtype(self) -> torch.dtype: ...
 
 
-def check_chunk(name: str, entry: TensorEntry, chunk: Chunk, held: _Held | None) -> None:
-    """That its part holds what the manifest says; `held` by the chunk's name there. Raises `CheckpointError`."""
+def check_stored_slice(name: str, entry: TensorEntry, chunk: StoredSlice, held: _Held | None) -> None:
+    """Check that a data file holds the slice that the manifest names. Raises `CheckpointError`."""
     if held is None or tuple(held.shape) != chunk.sizes or held.dtype != DTYPES.get(entry.dtype, held.dtype):
         raise CheckpointError(f"{chunk.file} does not hold what the manifest says of '{name}'")
 
@@ -188,12 +188,12 @@ def check_cover(name: str, whole: Slice, boxes: Sequence[Slice]) -> None:
         for slice in boxes:
             covered[slice.slices_in(whole)] = True
         if not covered.all():
-            raise CheckpointError(f"parts of '{name}' are missing")
+            raise CheckpointError(f"slices of '{name}' are missing")
 
 
 @contextlib.contextmanager
 def readable(file: str) -> Iterator[None]:
-    """Makes one sentence of what a storage has to say of a part. Raises `CheckpointError` for `OSError`."""
+    """Raises a `CheckpointError` that names the file in place of an `OSError` of the storage."""
     try:
         yield
     except FileNotFoundError:

@@ -1,7 +1,7 @@
 """What a checkpoint consists of: one small file, written last, without which there is no checkpoint.
 
 A folder is a checkpoint exactly if it holds manifest.json, that file is byte for byte what `Manifest.dump` writes, and
-every file it names has the length and the checksum it gives. Checksums of the parts are CRC-32, which notices every
+every file it names has the length and the checksum it gives. Checksums of the files are CRC-32, which notices every
 change of up to 32 neighbouring bits and misses any other one in 4 billion times; it is there to find damage, not
 forgery, and costs a tenth of SHA-256 where the processor has no instructions for that.
 """
@@ -27,7 +27,7 @@ FORMAT = 1
 MANIFEST_FILE = "manifest.json"
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
-"""Of a file: whatever a manifest says, nothing outside of its folder is read."""
+"""The names that files may have: whatever a manifest says, nothing outside of its folder is read."""
 
 _MOST_DIMENSIONS = 64
 _MOST_NUMBERS = 2**48
@@ -35,7 +35,7 @@ _MOST_NUMBERS = 2**48
 
 
 @dataclass(frozen=True)
-class PartFile:
+class DataFile:
     """One file of tensors, in the safetensors format."""
 
     name: str
@@ -45,7 +45,7 @@ class PartFile:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class StoredSlice:
     """A slice of a tensor: where it begins and how large it is along each dimension, and where it is kept."""
 
     offsets: tuple[int, ...]
@@ -61,12 +61,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A whole tensor, which its chunks cover."""
+    """A whole tensor, covered by the slices that files hold."""
 
     dtype: str
     """As safetensors calls it: "F32", "BF16", "I64"."""
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[StoredSlice, ...]
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,14 @@ class Manifest:
     saved_at: str
     """UTC, as in 2031-04-05T06:07:08Z."""
     versions: dict[str, str]
-    """Of Paceline and of torch."""
+    """The versions of Paceline and of torch."""
     job: dict[str, Any]
     """What was trained."""
     values: dict[str, Any]
     """All state but tensors; see `tree`."""
     workers: tuple[dict[str, Any], ...] = ()
     """The same of each worker by itself, where workers differ."""
-    files: tuple[PartFile, ...] = ()
+    files: tuple[DataFile, ...] = ()
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     format: int = FORMAT
 
@@ -123,7 +123,7 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Of all parts together."""
+        """The size of all data files together."""
         return sum(file.num_bytes for file in self.files)
 
     @property
@@ -133,13 +133,13 @@ class Manifest:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the last evaluation before it was saved; only those that are finite."""
+        """The finite metrics of the last evaluation before the checkpoint was saved."""
         metrics = self.values.get("metrics")
         entries = metrics.items() if isinstance(metrics, dict) else ()
         return {name: float(value) for name, value in entries if isinstance(value, int | float)}
 
     def _flaws(self) -> Iterator[str]:
-        """What contradicts itself, whatever lies in the parts: a right checksum does not make it true."""
+        """What contradicts itself in the manifest, which a correct checksum does not rule out."""
         if self.step < 0 or self.world_size < 1 or self.world_size != len(self.workers):
             yield f"step {self.step} of {self.world_size} workers, {len(self.workers)} of them listed"
         try:
@@ -159,7 +159,7 @@ class Manifest:
             yield "it names tensors in files that it does not list"
         for name, entry in self.tensors.items():
             if not _is_whole(entry):
-                yield f"the parts of '{name}' do not make it up"
+                yield f"the slices of '{name}' do not add up to it"
 
 
 def is_possible(shape: Sequence[int]) -> bool:
@@ -169,7 +169,7 @@ def is_possible(shape: Sequence[int]) -> bool:
 
 
 def _is_whole(entry: TensorEntry) -> bool:
-    """Whether shape and chunks are possible, and there are as many numbers as the tensor has."""
+    """Whether shape and slices are possible, and the slices have as many values as the tensor."""
     shape = entry.shape
     for chunk in entry.chunks:
         if not len(chunk.offsets) == len(chunk.sizes) == len(shape):

@@ -49,14 +49,14 @@ class Pruning:
     """What becomes of the checkpoints that are there; names, oldest first."""
 
     stay: tuple[str, ...]
-    """Each read through and found good."""
+    """Checkpoints that were verified and are good."""
     go: tuple[str, ...]
     damaged: dict[str, str]
     """What is wrong with those that can be no substitute for others; they are left as they are."""
 
 
 def sort_out(storage: Storage, spec: CheckpointSpec, trusted: Collection[str] = ()) -> Pruning:
-    """Apply the rules to the checkpoints that are good; nothing is removed yet.
+    """Apply the retention rules to the checkpoints that are good; nothing is removed yet.
 
     Only what the rules would keep is read. One that turns out to be damaged does not count, and the rules are asked
     again, so the newest good one always stays.

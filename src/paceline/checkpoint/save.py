@@ -1,9 +1,9 @@
-"""Saving: training waits for a copy in memory, a thread writes it down, and rank 0 says when all is there.
+"""Saving: training waits for a copy in memory, a thread writes the files, and rank 0 completes the checkpoint.
 
-Every worker writes its own part and, when that is safe on the storage, a receipt. Rank 0 waits for all receipts and
-writes the manifest, which makes a checkpoint of the folder; then it removes what is no longer wanted. No worker waits
-for another one, and nothing travels but names and sizes, so a worker that dies can only leave a folder without a
-manifest. Whatever the storage does, training goes on.
+Every worker writes its own data file and, when that is safe on the storage, a receipt. Rank 0 waits for all receipts
+and writes the manifest, which makes the folder a checkpoint; then it removes checkpoints that retention does not keep.
+No worker waits for another one, and only names and sizes travel, so a worker that dies can only leave a folder without
+a manifest. Whatever the storage does, training goes on.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from paceline.checkpoint.data_file import ChecksumStream, StagedFile
 from paceline.checkpoint.load import folder_name, list_unfinished, worker_prefix
-from paceline.checkpoint.manifest import MANIFEST_FILE, Manifest, PartFile
-from paceline.checkpoint.part import Part, Summed
+from paceline.checkpoint.manifest import MANIFEST_FILE, DataFile, Manifest
 from paceline.checkpoint.retention import discard, prune
-from paceline.checkpoint.share import Division, divide, part_name
+from paceline.checkpoint.state_tree import flatten_state
 from paceline.checkpoint.storage import Storage
-from paceline.checkpoint.tree import take_apart
+from paceline.checkpoint.write_plan import WritePlan, data_file_name, plan_writes
 from paceline.errors import PacelineError
 from paceline.object_collectives import broadcast_object
 from paceline.spec.codec import from_mapping, to_mapping
@@ -38,47 +38,47 @@ LATEST_FILE = "latest"
 """Names the newest checkpoint, for people and scripts; nothing here relies on it."""
 
 _LOOK_S = 0.01
-"""How often rank 0 looks for receipts."""
+"""The interval at which rank 0 looks for receipts."""
 
 _SLOW_S = 60.0
-"""A checkpoint that takes longer is worth a sentence."""
+"""The user is told of a checkpoint that takes longer."""
 
 _PATIENCE_S = 300.0
-"""At the end of a run, a storage on which nothing has moved for so long is not waited for any more."""
+"""At the end of a run, a storage that has accepted nothing for so long is not waited for any more."""
 
 _NICENESS = 10
-"""Writing gives way to training."""
+"""Writing has a lower priority than training."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint is made of, as tensors in dictionaries; the same tree on every worker but for `own`."""
+    """The state that a checkpoint holds, as tensors in dictionaries; the same tree on every worker except `own`."""
 
     step: int
     job: dict[str, Any]
     shared: Mapping[str, Any]
-    """What all workers have alike, or each a shard of."""
+    """State that all workers have alike, or each a shard of."""
     own: Mapping[str, Any]
-    """What only this worker has."""
+    """State that only this worker has."""
     is_part: bool = False
     """Whether other workers have other entries of `shared`: stages of a pipeline have their own layers."""
 
 
 @dataclass(frozen=True)
 class _Receipt:
-    """What another worker tells rank 0, through the storage."""
+    """What another worker reports to rank 0, through the storage."""
 
     attempt: str
     values: dict[str, Any]
-    file: PartFile | None
+    file: DataFile | None
     problem: str = ""
-    """Why there is no file."""
+    """The reason why there is no file."""
     shared: dict[str, Any] | None = None
-    """Its entries of what is shared, where others have others."""
+    """This worker's entries of the shared state, where workers have different ones (stages of a pipeline)."""
 
 
 class _Writing:
-    """One worker's part of one checkpoint on its way to the storage."""
+    """The writing of one worker's data file of one checkpoint."""
 
     def __init__(
         self,
@@ -89,28 +89,28 @@ class _Writing:
         shared: dict[str, Any] | None,
     ) -> None:
         self.attempt = attempt
-        """Its name on all workers; the same step may be saved twice."""
+        """Names this checkpoint on all workers; the same step may be saved twice."""
         self.step = step
         self.folder = folder_name(step)
         self.manifest = manifest
-        """On rank 0, which completes it."""
+        """Only on rank 0, which completes the checkpoint."""
         self.own_values = own_values
         self.shared = shared
-        """This worker's entries of what is shared, where others have others."""
+        """This worker's entries of the shared state, where workers have different ones."""
         self.thread: threading.Thread | None = None
         self.given_up = threading.Event()
         self.problem: str | None = None
         self.moved_at_s = time.monotonic()
 
     def moving(self, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-        """Passes pieces on and notes when."""
+        """Passes bytes on and notes the time."""
         for piece in pieces:
             yield piece
             self.moved_at_s = time.monotonic()
 
 
 class Saver:
-    """One worker's side of all checkpoints of a run."""
+    """Saves the checkpoints of a run; one on every worker."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Saver:
         *,
         cleans: bool = True,
     ) -> None:
-        """A common act of all workers of `group`, whose backend has to carry plain objects.
+        """A collective of all workers of `group`, whose backend handles host memory.
 
         Args:
             say: told a sentence when a checkpoint could not be written, on rank 0, from another thread.
@@ -136,19 +136,19 @@ class Saver:
         # Workers of an earlier run may still be writing somewhere: their receipts carry another name.
         self._run: str = broadcast_object(f"{time.time_ns():x}", group)
         self._versions = {name: version(name) for name in ("paceline", "torch")}
-        self._part = Part()
-        self._division: Division | None = None
+        self._part = StagedFile()
+        self._write_plan: WritePlan | None = None
         self._writing: _Writing | None = None
         self._num_begun = 0
         self._good: tuple[str, ...] = ()
-        """Checkpoints that stayed when others were last removed, for that they were good."""
+        """Checkpoints that were found good when others were last removed."""
         self._was_slow = False
         self._told: object = None
-        """What kind of problem the user knows of."""
+        """The kind of problem that the user was last told of."""
         self.last_step: int | None = None
-        """Of the newest checkpoint that was begun."""
+        """The step of the newest checkpoint that was begun."""
         self.stalls_s: list[float] = []
-        """For how long training waited, each time."""
+        """How long training waited, for each checkpoint."""
         self._cleans = cleans
         if self._rank == 0 and cleans:
             self._remove_unfinished()
@@ -161,22 +161,22 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether this worker could not write its part of the newest checkpoint."""
+        """Whether this worker could not write its data file of the newest checkpoint."""
         return self._writing is not None and self._writing.problem is not None
 
     def begin(self, snapshot: Snapshot) -> None:
-        """Copy `snapshot`, and write it down in the background. A common act of all workers; nobody may be busy.
+        """Copy `snapshot`, and write it in the background. A collective of all workers; none of them may be busy.
 
         Raises:
-            CheckpointError: something in it that a checkpoint cannot hold.
+            CheckpointError: the snapshot contains something that a checkpoint cannot hold.
         """
         began = time.perf_counter()
         self.last_step = snapshot.step
-        values, tensors = take_apart(snapshot.shared)
-        own_values, own_tensors = take_apart(snapshot.own, worker_prefix(self._rank))
+        values, tensors = flatten_state(snapshot.shared)
+        own_values, own_tensors = flatten_state(snapshot.own, worker_prefix(self._rank))
         state = tensors | own_tensors
-        self._division = divide(state, self._group, self._division)
-        self._part.stage(self._division.share(state))
+        self._write_plan = plan_writes(state, self._group, self._write_plan)
+        self._part.stage(self._write_plan.tensors_to_write(state))
         manifest = None
         if self._rank == 0:
             manifest = Manifest(
@@ -186,7 +186,7 @@ class Saver:
                 versions=self._versions,
                 job=snapshot.job,
                 values=values,
-                tensors=self._division.entries,
+                tensors=self._write_plan.entries,
             )
         self._num_begun += 1
         attempt = f"{self._run}-{self._num_begun}"
@@ -199,7 +199,7 @@ class Saver:
         self.stalls_s.append(time.perf_counter() - began)
 
     def save_alone(self, snapshot: Snapshot) -> None:
-        """Write `snapshot`, which has to be all there is, without the others; unless one of them does so already."""
+        """Write `snapshot`, which has to be complete, without the other workers; unless one of them does so already."""
         folder = folder_name(snapshot.step)
         try:
             if not self._storage.claim(folder):
@@ -211,7 +211,7 @@ class Saver:
         alone.wait()
 
     def wait(self) -> None:
-        """Until this worker has written what it is writing, or the storage has stood still for too long."""
+        """Wait until this worker has written its file, or the storage has accepted nothing for too long."""
         writing = self._writing
         if writing is None or writing.thread is None:
             return
@@ -223,30 +223,30 @@ class Saver:
             writing.given_up.set()
             writing.thread.join(1.0)  # one that only waits for others ends by itself, and says why
             if writing.thread.is_alive():
-                self._lament(writing, TimeoutError(f"nothing has moved for {_PATIENCE_S:.0f} seconds"))
+                self._report_problem(writing, TimeoutError(f"nothing has moved for {_PATIENCE_S:.0f} seconds"))
                 # That thread may wake up again, and should find what it had.
-                self._part, self._writing = Part(), None
+                self._part, self._writing = StagedFile(), None
             return
 
     def give_up(self, after_s: float = 0.0) -> None:
-        """Another worker could not write its part: do not wait for it, or for so many seconds only."""
+        """Another worker could not write its file: do not wait for it, or only `after_s` seconds."""
         if self._writing is not None:
             if self._writing.thread is not None:
                 self._writing.thread.join(after_s)
             self._writing.given_up.set()
 
-    def _write(self, writing: _Writing, part: Part) -> None:
-        """Whatever goes wrong in here, training goes on."""
+    def _write(self, writing: _Writing, part: StagedFile) -> None:
+        """Training goes on whatever goes wrong in here."""
         with contextlib.suppress(OSError, AttributeError):  # on Linux a thread can be made to stand back
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         slow = threading.Timer(_SLOW_S, self._note_slowness, [writing])
         slow.daemon = True
         slow.start()
         try:
-            name = part_name(self._rank)
+            name = data_file_name(self._rank)
             if writing.manifest is not None:
                 self._make_room(writing.folder)
-            summed = Summed(writing.moving(part.pieces()))
+            summed = ChecksumStream(writing.moving(part.pieces()))
             self._storage.write(f"{writing.folder}/{name}", summed)
             receipt = _Receipt(writing.attempt, writing.own_values, summed.file(name), shared=writing.shared)
             if writing.manifest is None:
@@ -261,14 +261,14 @@ class Saver:
                     self._hand_in(writing.folder, _Receipt(writing.attempt, {}, None, str(problem)))
                 else:
                     self._discard(writing.folder)
-            self._lament(writing, problem)
+            self._report_problem(writing, problem)
             if not isinstance(problem, OSError | PacelineError):
                 raise
         finally:
             slow.cancel()
 
     def _make_room(self, folder: str) -> None:
-        """Remove what earlier attempts left, and what is there of this step: nothing of it was good."""
+        """Remove what earlier attempts left, and the manifest of this step, whose files are about to change."""
         for unfinished in list_unfinished(self._storage) if self._cleans else []:
             if unfinished != folder:  # there, others may have begun
                 self._storage.remove(unfinished)
@@ -302,10 +302,10 @@ class Saver:
                 raise OSError(f"worker {rank} says: {receipt.problem}")
             writing.moved_at_s = time.monotonic()
             return receipt
-        raise OSError(f"nothing was heard of the part of worker {rank}")
+        raise OSError(f"there is no receipt of worker {rank}")
 
     def _tidy(self, writing: _Writing) -> None:
-        """The checkpoint is complete; what is left to do must not undo it."""
+        """Clean up after a complete checkpoint; a failure here must not undo it."""
         try:
             for rank in range(1, self._world_size):
                 self._storage.remove(f"{writing.folder}/{_receipt_name(rank)}")
@@ -317,8 +317,8 @@ class Saver:
                 f"not be removed: {problem}. Training goes on."
             )
 
-    def _lament(self, writing: _Writing, problem: Exception) -> None:
-        """Once for each kind of problem in a row: a disk that is full stays so for a while."""
+    def _report_problem(self, writing: _Writing, problem: Exception) -> None:
+        """Tell the user once for each kind of problem in a row: a full disk stays full for a while."""
         writing.problem = str(problem)
         kind = (type(problem), getattr(problem, "errno", None))
         if kind != self._told:

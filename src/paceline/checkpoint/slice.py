@@ -1,4 +1,4 @@
-"""Boxes: the parts of tensors that files hold and workers need."""
+"""Slices of tensors: what files hold, and what workers need."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Self
 
 @dataclass(frozen=True)
 class Slice:
-    """Where it begins in the whole tensor, and how long it is, along each dimension."""
+    """Where a slice begins in the whole tensor, and its size, along each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -18,13 +18,13 @@ class Slice:
         return cls((0,) * len(shape), shape)
 
     def overlap(self, other: Slice) -> Slice | None:
-        """What both have; None where that is no number at all."""
+        """The intersection of both slices; None where it is empty."""
         offsets = tuple(map(max, self.offsets, other.offsets))
         sizes = tuple(stop - start for start, stop in zip(offsets, map(min, self._stops, other._stops), strict=True))
         return Slice(offsets, sizes) if all(size > 0 for size in sizes) else None
 
     def slices_in(self, outer: Slice) -> tuple[slice, ...]:
-        """How to cut it out of a tensor that is `outer`."""
+        """The index that takes this slice out of a tensor that holds the slice `outer`."""
         starts = (own - outers for own, outers in zip(self.offsets, outer.offsets, strict=True))
         return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True))
 

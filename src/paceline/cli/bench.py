@@ -82,7 +82,8 @@ def comm(
         quiet=quiet,
         where=where,
     )
-    from paceline.report.comm_bench import PAGE_FILE, comm_mapping, comm_table
+    from paceline.report.comm_bench import PAGE_FILE, comm_mapping
+    from paceline.report.comm_table import comm_table
 
     if as_json:
         print(json.dumps(comm_mapping(timings)))

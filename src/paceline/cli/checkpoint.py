@@ -15,13 +15,13 @@ from paceline.workflows.checkpoint import CheckpointState
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at, verify, prune and export checkpoints.")
 
-Place = Annotated[
+Location = Annotated[
     str, typer.Argument(metavar="DIR", help="A run folder, a folder of checkpoints, or an address such as s3://…")
 ]
 
 
 @app.command("ls")
-def ls(place: Place, as_json: OnlyJson = False) -> None:
+def ls(place: Location, as_json: OnlyJson = False) -> None:
     """List the checkpoints of a run, oldest first; only `verify` reads them."""
     found = workflow.ls(place)
     if as_json:
@@ -31,7 +31,7 @@ def ls(place: Place, as_json: OnlyJson = False) -> None:
 
 
 @app.command("verify")
-def verify(place: Place) -> None:
+def verify(place: Location) -> None:
     """Read every byte of every checkpoint; exit code 1 if one is damaged."""
 
     def show(one: CheckpointState) -> None:
@@ -43,7 +43,7 @@ def verify(place: Place) -> None:
 
 @app.command("prune")
 def prune(
-    place: Place,
+    place: Location,
     keep_last: Annotated[int, typer.Option(min=1, metavar="N", help="Keep the last N.")] = CheckpointSpec.keep_last,
     keep_every_hours: Annotated[
         float | None, typer.Option(metavar="H", help="Keep the first one of every H hours too.")

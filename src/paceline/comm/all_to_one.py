@@ -1,4 +1,4 @@
-"""The textbook's first idea: everybody sends everything to one worker, which adds it up and sends the sum back."""
+"""All-to-one: every worker sends its vector to rank 0, which adds them and sends the sum back."""
 
 from __future__ import annotations
 

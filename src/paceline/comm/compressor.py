@@ -1,4 +1,4 @@
-"""The seam of lossy compression: what a compressor is given and what it must leave behind."""
+"""The interface of lossy compressors: what a compressor is given, and what it has to leave in its place."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Bucket:
 
 
 class Compressor(Protocol):
-    """Sends less than the gradients. What it leaves out is owed: it is added to the next step's (error feedback)."""
+    """Sends less than the gradients. What it leaves out is added to the next step's gradients (error feedback)."""
 
     def aggregate(self, bucket: Bucket, total: Sum) -> None:
         """Replace the bucket's values by (about) their sum over all workers, bit for bit the same on each of them.

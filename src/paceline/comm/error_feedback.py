@@ -1,4 +1,4 @@
-"""What lossy compression leaves out is not lost: it is owed, and added to the next step's gradient.
+"""Error feedback: what lossy compression leaves out of a step is added to the next step's gradient.
 
 With it, sending a part of the gradient converges like sending all of it (Stich, Cordonnier, Jaggi: "Sparsified SGD with
 Memory", 2018; Karimireddy et al.: "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019). That
@@ -16,11 +16,11 @@ from torch import Tensor
 from paceline.comm.compressor import Bucket
 
 OWED = "owed/"
-"""How the keys of what is owed begin in a compressor's state; the parameter's name follows."""
+"""The prefix of these keys in a compressor's state; the parameter's name follows."""
 
 
-class Owed:
-    """What this worker owes, in each parameter's own shape and dtype; always finite.
+class ErrorFeedback:
+    """The residual of this worker, in each parameter's own shape and dtype; always finite.
 
     It differs from worker to worker. Only its sum over all workers matters to training, so that a run that goes on
     with other workers may hand it out anew as long as the sum stays.

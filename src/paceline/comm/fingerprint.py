@@ -1,5 +1,8 @@
-"""Do all workers mean the same collective? Unasked, a mix-up of equal shapes is a silently wrong result, and one of
-different shapes ends the process without a Python error."""
+"""Check that all workers call the same collective.
+
+Unchecked, a mix-up of calls with equal shapes gives a silently wrong result, and one with different shapes ends the
+process without a Python error.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from paceline.object_collectives import all_gather_objects
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """What one worker is about to do together with the others."""
+    """A collective that one worker is about to call."""
 
     sequence: int
     step: int
@@ -51,7 +54,7 @@ def check_agreement(call: CollectiveCall, group: dist.ProcessGroup, device: torc
 
 
 def describe_divergence(calls: Sequence[CollectiveCall]) -> str:
-    """One sentence: who differs from the most common call, and how; of two equal parties, those without rank 0."""
+    """One sentence that names the ranks whose call differs from the most common one (in a tie, from rank 0's)."""
     counts = Counter(calls)
     common = max(counts, key=lambda call: (counts[call], call == calls[0]))
     differing = [rank for rank, call in enumerate(calls) if call != common]

@@ -1,4 +1,4 @@
-"""Where DistributedDataParallel hands its gradients over."""
+"""The communication hook of DistributedDataParallel."""
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the classes themselves.
 
@@ -19,7 +19,7 @@ def _ignore() -> None:
 
 @dataclass
 class HookState:
-    """Who adds the gradients up, what they are called, and who wants to know when backward has produced its last."""
+    """The aggregator, the names of the gradients, and a callback for the last bucket of a backward pass."""
 
     aggregator: Aggregator
     names: Mapping[Tensor, str]

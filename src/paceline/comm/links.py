@@ -1,4 +1,4 @@
-"""What an algorithm may use: who the workers are, which share a node, and how messages get from one to another."""
+"""What an algorithm may use: the ranks, which of them share a node, and how to send messages between them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.object_collectives import all_gather_objects
 
 @dataclass(frozen=True)
 class Links:
-    """One worker's ways to the others.
+    """One worker's connections to the others.
 
     Only one thread may use them at a time, and all workers have to use them in the same order: the backend pairs
     messages by their order.
@@ -94,7 +94,7 @@ class Links:
 
 
 class Transfer:
-    """Messages under way; it keeps their memory alive until they have arrived."""
+    """Messages in flight; keeps their memory alive until they have arrived."""
 
     def __init__(self, works: Sequence[dist.Work], messages: Sequence[Tensor]) -> None:
         self._works = works
@@ -107,7 +107,7 @@ class Transfer:
 
 
 def open_links(group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> Links:
-    """Find out which workers share a node, and give them memory to share. A common act of all workers."""
+    """Find out which workers share a node, and open memory that they share. A collective of all workers."""
     nodes = node_of_every_rank(group)
     shared = None
     node_group = None
@@ -124,7 +124,7 @@ def open_links(group: dist.ProcessGroup, device: torch.device, timeout_s: float)
 def open_node_group(
     nodes: Sequence[tuple[int, ...]], group: dist.ProcessGroup, timeout_s: float
 ) -> dist.ProcessGroup | None:
-    """A group of the workers of this node; None for a worker alone on it. A common act of all workers of `group`."""
+    """A group of the workers of this node; None for a worker alone on it. A collective of all workers of `group`."""
     rank = dist.get_rank(group)
     global_ranks = dist.get_process_group_ranks(group)
     own = None
@@ -137,7 +137,7 @@ def open_node_group(
 
 
 def node_of_every_rank(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
-    """The ranks of every node; a common act of all workers."""
+    """The ranks of every node; a collective of all workers."""
     return group_by_node(all_gather_objects(node_identity(), group))
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from paceline.comm.compressor import Bucket, Sum
-from paceline.comm.draws import generator_for
-from paceline.comm.error_feedback import Owed, is_finite
+from paceline.comm.error_feedback import ErrorFeedback, is_finite
+from paceline.comm.shared_generator import shared_generator
 from paceline.errors import JobError
 
 _FACTOR = "factor/"
@@ -41,7 +41,7 @@ class PowerSGD:
             raise JobError(f"The rank of PowerSGD is {rank}; it needs to be at least 1.")
         self._rank = rank
         self._seed = seed
-        self._owed = Owed()
+        self._owed = ErrorFeedback()
         self._factors: dict[str, Tensor] = {}
         """Q' of the last step by parameter, the same on all workers."""
 
@@ -88,7 +88,7 @@ class PowerSGD:
         shape = (matrix.shape[1], self._rank)
         factor = self._factors.get(name)
         if factor is None or factor.shape != shape:
-            factor = torch.randn(shape, generator=generator_for(self._seed, name), dtype=torch.float64)
+            factor = torch.randn(shape, generator=shared_generator(self._seed, name), dtype=torch.float64)
         return _orthonormal(factor.to(matrix))
 
     def state_dict(self) -> dict[str, Tensor]:

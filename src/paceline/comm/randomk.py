@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from paceline.comm.compressor import Bucket, Sum
-from paceline.comm.draws import generator_for
-from paceline.comm.error_feedback import Owed, is_finite
+from paceline.comm.error_feedback import ErrorFeedback, is_finite
+from paceline.comm.shared_generator import shared_generator
 from paceline.errors import JobError
 
 _DRAWS = "draws/"
@@ -31,19 +31,19 @@ class RandomK:
             raise JobError(f"The density of random-k is {density}; it needs to be above 0 and at most 1.")
         self._density = density
         self._seed = seed
-        self._owed = Owed()
+        self._feedback = ErrorFeedback()
         self._num_draws: dict[str, int] = {}
         """By the first parameter of a bucket: how often such a bucket has been drawn from."""
 
     def aggregate(self, bucket: Bucket, total: Sum) -> None:
         values = bucket.values
-        self._owed.add_to(bucket.parts)
+        self._feedback.add_to(bucket.parts)
         chosen = self._draw(bucket.parts[0][0], values.numel()).to(values.device)
         # A value that is not finite may not have been chosen, but all workers have to know of it.
         alarm = values.new_tensor([0.0 if is_finite(values) else math.nan])
         vector = torch.cat([values[chosen], alarm])
         total(vector)
-        self._owed.settle(bucket, chosen, vector)
+        self._feedback.settle(bucket, chosen, vector)
 
     def _draw(self, name: str, num_values: int) -> Tensor:
         """k indices, ascending: the values are cut into k runs as even as can be, and each run sends one of its own.
@@ -55,15 +55,15 @@ class RandomK:
         self._num_draws[name] = number + 1
         k = math.ceil(self._density * num_values)
         ends = torch.arange(k + 1) * num_values // max(k, 1)
-        lots = torch.rand(k, generator=generator_for(self._seed, number, name), dtype=torch.float64)
+        lots = torch.rand(k, generator=shared_generator(self._seed, number, name), dtype=torch.float64)
         return ends[:-1] + (lots * ends.diff()).long()
 
     def state_dict(self) -> dict[str, Tensor]:
         counts = {_DRAWS + name: torch.tensor(number) for name, number in self._num_draws.items()}
-        return self._owed.state_dict() | counts
+        return self._feedback.state_dict() | counts
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self._owed.load_state_dict(state)
+        self._feedback.load_state_dict(state)
         self._num_draws = {
             key.removeprefix(_DRAWS): int(number) for key, number in state.items() if key.startswith(_DRAWS)
         }

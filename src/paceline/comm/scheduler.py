@@ -1,4 +1,4 @@
-"""One thread from which all collectives of a group are issued, in the order in which they were submitted.
+"""One thread that issues all collectives of a group, in the order in which they were submitted.
 
 A backend pairs the calls of different workers by their order. Issued from callbacks or from several threads the order
 is left to chance, and workers wait for each other for ever; issued from one queue it is the order of the program.

@@ -15,12 +15,12 @@ from paceline.comm.wire import FLOAT32, WireFormat
 from paceline.spec import AlgorithmName
 
 BUDGET_S = 1.5
-"""For all timings of a choice, together with the first calls that set connections up."""
+"""The time for all measurements of a choice, including the first calls, which set up connections."""
 
 SMALLEST_PROBE_BYTES = 1 << 16
 
 MARGIN = 0.1
-"""The part by which another has to be faster than the backend's own: less is noise, and the oracle is the safer one."""
+"""The fraction by which another candidate has to be faster than the backend's own: a smaller gain may be noise."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def choose(
     bucket_bytes: Sequence[int],
     budget_s: float = BUDGET_S,
 ) -> AlgorithmChoice:
-    """Time the candidates and take the fastest for buckets of these sizes; a common act, with one result for all.
+    """Time the candidates and choose the fastest for buckets of these sizes; a collective with one result for all.
 
     Sizes grow from 64 KiB to the largest bucket as far as the budget allows; beyond, the line through the timings
     is followed. All decisions are taken on the slowest worker's numbers, which all workers know.

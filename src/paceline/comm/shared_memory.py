@@ -49,7 +49,7 @@ SLOT_BYTES_PER_WORKER = 256 * 1024
 """A chunk's bytes for every worker of the node: few enough for the caches, enough that one switch of processes does
 some work where workers share processors."""
 MAX_BYTES = 32 * 1024 * 1024
-"""Of all slots together; a container has 64 MB unless told otherwise."""
+"""The size of all slots together; a container has 64 MB of shared memory by default."""
 
 _COUNTER_BYTES = 128
 """Two cache lines: processors fetch them in pairs."""
@@ -72,7 +72,7 @@ def slot_bytes_for(num_workers: int) -> int:
 class SharedMemory:
     """Slots that the workers of one node share; lasts as long as one of them has it mapped.
 
-    Collectives are a common act of all workers of the node, in the same order and with values of the same length and
+    Collectives have to be called by all workers of the node, in the same order and with values of the same length and
     dtype (anything numpy knows). The first worker of the node is its leader.
 
     Raises (any collective):
@@ -103,7 +103,7 @@ class SharedMemory:
     ) -> SharedMemory | None:
         """What this worker shares with the others of its node; None if it is alone there.
 
-        A common act of all workers of the group. The file behind the memory has lost its name when this returns, so
+        A collective of all workers of the group. The file behind the memory has lost its name when this returns, so
         that nothing is left behind however the workers end.
 
         Args:

@@ -1,4 +1,4 @@
-"""Timing an algorithm on the links at hand, and the line through the timings."""
+"""Time an algorithm on the present links, and fit a line through the timings."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def fit_cost(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> LinkCost
 
 def time_sum(algorithm: Algorithm, links: Links, values: Tensor) -> float:
     """Seconds that one call takes on the slowest worker, counted from when all were ready; the same on every worker."""
-    meet(links)
+    wait_for_all(links)
     started = time.perf_counter()
     algorithm(values, links)
     if values.device.type == "cuda":
@@ -61,13 +61,13 @@ def time_sum(algorithm: Algorithm, links: Links, values: Tensor) -> float:
     return slowest(time.perf_counter() - started, links)
 
 
-def meet(links: Links) -> None:
-    """Return when every worker has come here."""
+def wait_for_all(links: Links) -> None:
+    """A barrier of all workers."""
     slowest(0.0, links)
 
 
 def slowest(seconds: float, links: Links) -> float:
-    """The largest of the workers' numbers, for all of them."""
+    """The largest of the workers' values, on all of them."""
     value = torch.tensor([seconds], dtype=torch.float64, device=links.device)
     dist.all_reduce(value, op=dist.ReduceOp.MAX, group=links.group)
     return float(value)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.compressor import Bucket, Sum
-from paceline.comm.error_feedback import Owed
+from paceline.comm.error_feedback import ErrorFeedback
 from paceline.comm.links import Links
 from paceline.errors import JobError
 
@@ -30,24 +30,24 @@ class TopK:
             raise JobError(f"The density of top-k is {density}; it needs to be above 0 and at most 1.")
         self._density = density
         self._links = links
-        self._owed = Owed()
+        self._feedback = ErrorFeedback()
 
     def aggregate(self, bucket: Bucket, total: Sum) -> None:
         values = bucket.values
-        self._owed.add_to(bucket.parts)
+        self._feedback.add_to(bucket.parts)
         k = math.ceil(self._density * values.numel())
         # NaN counts as larger than any number, so whoever has overflowed sends that, and the sum tells everybody.
         own = values.abs().topk(k, sorted=False).indices
         chosen = _union(own, values.numel(), self._links)
         vector = values[chosen]
         total(vector)
-        self._owed.settle(bucket, chosen, vector)
+        self._feedback.settle(bucket, chosen, vector)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return self._owed.state_dict()
+        return self._feedback.state_dict()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self._owed.load_state_dict(state)
+        self._feedback.load_state_dict(state)
 
 
 def _union(own: Tensor, num_values: int, links: Links) -> Tensor:

@@ -45,7 +45,7 @@ class WireFormat(Protocol):
 
 
 @dataclass(frozen=True)
-class AsItIs:
+class FullPrecision:
     """The values themselves."""
 
     name: str = "float32"
@@ -130,7 +130,7 @@ def _in_chunks(values: Tensor) -> Tensor:
     return torch.nn.functional.pad(values, (0, -values.numel() % INT8_CHUNK)).view(-1, INT8_CHUNK)
 
 
-FLOAT32 = AsItIs()
+FLOAT32 = FullPrecision()
 
 WIRE_FORMATS: dict[str, WireFormat] = {
     "float32": FLOAT32,

@@ -24,7 +24,7 @@ from paceline.spec.codec import at_least
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Of ImageNet's photographs, in the scale where 255 is 1."""
+"""Mean and standard deviation of ImageNet's images per channel, with values scaled to 0 … 1."""
 
 
 @dataclass(frozen=True)

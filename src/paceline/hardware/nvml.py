@@ -1,4 +1,4 @@
-"""What the NVIDIA driver knows of its GPUs, through its library NVML.
+"""The NVIDIA driver's library NVML, and what it knows of GPUs and the links between them.
 
 Every question is asked alone: a driver, a virtual GPU or MIG mode that cannot answer one still answers the others.
 """
@@ -6,7 +6,8 @@ Every question is asked alone: a driver, a virtual GPU or MIG mode that cannot a
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,58 @@ SWITCH_TYPE = 2
 SWITCHES = "switches"
 
 
+class DriverProblem(Exception):  # noqa: N818 - it says what happened
+    """The driver, or its library, is missing or does not answer; says why."""
+
+
+class Nvml:
+    """The library, open."""
+
+    def __init__(self, library: Any) -> None:
+        self.library = library
+
+    def ask(self, question: str, *arguments: Any) -> Any:
+        """The answer, or None where this library, driver or GPU has none."""
+        try:
+            return getattr(self.library, question)(*arguments)
+        except (self.library.NVMLError, AttributeError):
+            return None
+
+    def demand(self, question: str, *arguments: Any) -> Any:
+        """The answer. Raises `DriverProblem` where there is none."""
+        try:
+            return getattr(self.library, question)(*arguments)
+        except self.library.NVMLError as problem:
+            raise DriverProblem(str(problem)) from None
+
+    def text(self, question: str, *arguments: Any) -> str:
+        """The answer as text, empty where there is none."""
+        return _string(self.ask(question, *arguments))
+
+
+@contextmanager
+def open_nvml(library: Any = None) -> Iterator[Nvml]:
+    """NVML for the time of a `with`.
+
+    Args:
+        library: what answers in place of the module pynvml.
+
+    Raises:
+        DriverProblem: no module or no driver.
+    """
+    if library is None:
+        try:
+            library = importlib.import_module("pynvml")
+        except ImportError:
+            raise DriverProblem("nvidia-ml-py is not installed") from None
+    nvml = Nvml(library)
+    nvml.demand("nvmlInit")
+    try:
+        yield nvml
+    finally:
+        nvml.ask("nvmlShutdown")
+
+
 @dataclass(frozen=True)
 class Gpus:
     """The GPUs of this node, by PCI bus."""
@@ -35,35 +88,23 @@ class Gpus:
     notes: tuple[str, ...] = ()
 
 
-def read_gpus(nvml: Any = None) -> Gpus:
-    """The GPUs that NVML finds; none without the library or the driver.
-
-    Args:
-        nvml: What answers in place of the module pynvml.
-    """
-    if nvml is None:
-        try:
-            nvml = importlib.import_module("pynvml")
-        except ImportError:
-            return Gpus()
+def read_gpus(library: Any = None) -> Gpus:
+    """The GPUs that NVML finds; none without the library or the driver."""
     try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
+        with open_nvml(library) as nvml:
+            return _read(nvml)
+    except DriverProblem:
         return Gpus()
-    try:
-        return _read(nvml)
-    finally:
-        _ask(nvml, "nvmlShutdown")
 
 
 def busy(utilization_percent: int | None, used_bytes: int | None) -> str:
     """Why a GPU should be left alone: "62 % busy, 31.0 GiB in use"; empty when it is free or nobody knows."""
     if (utilization_percent or 0) < BUSY_PERCENT and (used_bytes or 0) < BUSY_BYTES:
         return ""
-    parts = [] if utilization_percent is None else [f"{utilization_percent} % busy"]
+    reasons = [] if utilization_percent is None else [f"{utilization_percent} % busy"]
     if used_bytes is not None:
-        parts.append(f"{used_bytes / 2**30:.1f} GiB in use")
-    return ", ".join(parts)
+        reasons.append(f"{used_bytes / 2**30:.1f} GiB in use")
+    return ", ".join(reasons)
 
 
 def short_bus_id(text: str) -> str:
@@ -72,9 +113,9 @@ def short_bus_id(text: str) -> str:
     return f"{domain[-4:] if domain.startswith('0000') else domain}:{rest}" if rest else text.strip().lower()
 
 
-def _read(nvml: Any) -> Gpus:
-    num_gpus = _ask(nvml, "nvmlDeviceGetCount") or 0
-    handles = {i: handle for i in range(num_gpus) if (handle := _ask(nvml, "nvmlDeviceGetHandleByIndex", i))}
+def _read(nvml: Nvml) -> Gpus:
+    num_gpus = nvml.ask("nvmlDeviceGetCount") or 0
+    handles = {i: handle for i in range(num_gpus) if (handle := nvml.ask("nvmlDeviceGetHandleByIndex", i))}
     devices = tuple(_device(nvml, index, handle) for index, handle in handles.items())
     notes = [
         f"GPU{index} could not be opened; nvidia-smi says why." for index in range(num_gpus) if index not in handles
@@ -82,29 +123,29 @@ def _read(nvml: Any) -> Gpus:
     notes += [
         f"GPU{index} is in MIG mode: its slices have no links to other GPUs."
         for index, handle in handles.items()
-        if (mode := _ask(nvml, "nvmlDeviceGetMigMode", handle)) and mode[0] == 1
+        if (mode := nvml.ask("nvmlDeviceGetMigMode", handle)) and mode[0] == 1
     ]
     return Gpus(devices, _labels(nvml, handles, devices), tuple(notes))
 
 
-def _device(nvml: Any, index: int, handle: Any) -> Device:
-    pci = _ask(nvml, "nvmlDeviceGetPciInfo", handle)
+def _device(nvml: Nvml, index: int, handle: Any) -> Device:
+    pci = nvml.ask("nvmlDeviceGetPciInfo", handle)
     # Version 2 leaves out what the driver keeps for itself.
-    memory = _ask(nvml, "nvmlDeviceGetMemoryInfo", handle, getattr(nvml, "nvmlMemory_v2", None))
-    memory = memory or _ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
-    rates = _ask(nvml, "nvmlDeviceGetUtilizationRates", handle)
+    memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle, getattr(nvml.library, "nvmlMemory_v2", None))
+    memory = memory or nvml.ask("nvmlDeviceGetMemoryInfo", handle)
+    rates = nvml.ask("nvmlDeviceGetUtilizationRates", handle)
     return Device(
         "cuda",
         index,
-        _string(_ask(nvml, "nvmlDeviceGetName", handle)),
+        nvml.text("nvmlDeviceGetName", handle),
         memory.total if memory else 0,
-        _string(_ask(nvml, "nvmlDeviceGetUUID", handle)),
+        nvml.text("nvmlDeviceGetUUID", handle),
         short_bus_id(_string(pci.busId)) if pci else "",
         busy=busy(rates.gpu if rates else None, memory.used if memory else None),
     )
 
 
-def _labels(nvml: Any, handles: Mapping[int, Any], devices: tuple[Device, ...]) -> dict[tuple[int, int], str]:
+def _labels(nvml: Nvml, handles: Mapping[int, Any], devices: tuple[Device, ...]) -> dict[tuple[int, int], str]:
     links = {index: _num_links(nvml, handle) for index, handle in handles.items()}
     bus_ids = {device.index: device.pci_bus_id for device in devices}
     labels: dict[tuple[int, int], str] = {}
@@ -112,7 +153,7 @@ def _labels(nvml: Any, handles: Mapping[int, Any], devices: tuple[Device, ...]) 
         for other in (index for index in handles if index > one):
             # Switches join all GPUs that have links to them.
             num_links = links[one].get(bus_ids[other], 0) or min(links[end].get(SWITCHES, 0) for end in (one, other))
-            level = _ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", handles[one], handles[other])
+            level = nvml.ask("nvmlDeviceGetTopologyCommonAncestor", handles[one], handles[other])
             if num_links:
                 labels[one, other] = f"NV{num_links}"
             elif level in ANCESTORS:
@@ -120,28 +161,20 @@ def _labels(nvml: Any, handles: Mapping[int, Any], devices: tuple[Device, ...]) 
     return labels
 
 
-def _num_links(nvml: Any, handle: Any) -> dict[str, int]:
+def _num_links(nvml: Nvml, handle: Any) -> dict[str, int]:
     """Active NVLinks by the bus id of their other end; those to any switch together.
 
     An end that the driver cannot name is a switch that a virtual machine does not show.
     """
     links: dict[str, int] = {}
-    for number in range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", 18)):
-        if _ask(nvml, "nvmlDeviceGetNvLinkState", handle, number) != 1:
+    for number in range(getattr(nvml.library, "NVML_NVLINK_MAX_LINKS", 18)):
+        if nvml.ask("nvmlDeviceGetNvLinkState", handle, number) != 1:
             continue
-        kind = _ask(nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, number)
-        remote = _ask(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", handle, number)
+        kind = nvml.ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, number)
+        remote = nvml.ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, number)
         target = SWITCHES if kind == SWITCH_TYPE or not remote else short_bus_id(_string(remote.busId))
         links[target] = links.get(target, 0) + 1
     return links
-
-
-def _ask(nvml: Any, question: str, *arguments: Any) -> Any:
-    """The answer, or None where this library, driver or GPU has none."""
-    try:
-        return getattr(nvml, question)(*arguments)
-    except (nvml.NVMLError, AttributeError):
-        return None
 
 
 def _string(value: Any) -> str:

@@ -20,10 +20,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 
+from paceline import env
 from paceline.errors import LaunchError
 from paceline.launch import messages
 from paceline.launch.commands import WorkerCommand
-from paceline.launch.doors import Door, open_doors, try_doors
+from paceline.launch.endpoints import Endpoint, OpenEndpoint, open_endpoints, try_endpoints
 from paceline.launch.events import WorkerExited
 from paceline.launch.forking import ForkServer
 from paceline.launch.hang import WatchClock, interval_s
@@ -60,7 +61,7 @@ class _Agent:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._team: LocalTeam | None = None
         self._fork_server: ForkServer | None = None
-        self._doors: list[tuple[socket.socket, Door]] = []
+        self._endpoints: list[OpenEndpoint] = []
         self._heard_at = time.monotonic()
         self._silence_s = float("inf")
         self._interval_s = interval_s(60.0)
@@ -96,7 +97,7 @@ class _Agent:
             self._team.close()
         if self._fork_server is not None:
             self._fork_server.close()
-        self._close_doors()
+        self._close_endpoints()
 
     def _listen(self) -> None:
         with os.fdopen(os.dup(0), "rb") as incoming:
@@ -110,11 +111,11 @@ class _Agent:
     def _do(self, item: AgentMessage | WorkerExited) -> None:
         match item:
             case messages.Listen(interface):
-                self._close_doors()
-                self._doors = open_doors(interface)
-                self.say(messages.Listening([asdict(door) for _, door in self._doors]))
-            case messages.TryDoors(doors, interface):
-                found = try_doors([Door(**door) for door in doors], interface)
+                self._close_endpoints()
+                self._endpoints = open_endpoints(interface)
+                self.say(messages.Listening([asdict(each.endpoint) for each in self._endpoints]))
+            case messages.TryEndpoints(endpoints, interface):
+                found = try_endpoints([Endpoint(**endpoint) for endpoint in endpoints], interface)
                 self.say(messages.Reached([name for name, _ in found], [problem for _, problem in found]))
             case messages.Start():
                 self._start(item)
@@ -144,9 +145,11 @@ class _Agent:
         commands = [
             replace(WorkerCommand(**command), argv=(sys.executable, *command["argv"][1:])) for command in start.commands
         ]
-        store = next((door for door, facts in self._doors if facts.port == start.port), None)
-        if store is not None:
-            _forget_callers(store)
+        chosen = next((each for each in self._endpoints if each.endpoint.port == start.port), None)
+        sockets = {}
+        if chosen is not None:
+            _forget_callers(chosen.store)
+            sockets = {env.STORE_FD: chosen.store.fileno(), env.TORCH_STORE_FD: chosen.torch_store.fileno()}
         self._silence_s = start.hang_timeout_s
         self._interval_s = interval_s(start.hang_timeout_s)
         self._clock = WatchClock(self._interval_s)
@@ -158,10 +161,10 @@ class _Agent:
         self._team = LocalTeam(0, orders, self._fork_server)
         self._team.start(
             commands,
-            store_fd=None if store is None else store.fileno(),
+            sockets=sockets,
             show=lambda fd, lines: self.say(messages.OutputText(fd, lines.decode(errors="replace"))),
         )
-        self._close_doors()  # rank 0 has its own hold on the one that matters
+        self._close_endpoints()  # rank 0 has its own hold on the one that matters
         self.say(messages.Started(list(self._team.running)))
 
     def _note_exit(self, rank: int) -> None:
@@ -175,10 +178,10 @@ class _Agent:
         if is_last:
             self.say(messages.RunEnded())
 
-    def _close_doors(self) -> None:
-        for listening, _ in self._doors:
-            listening.close()
-        self._doors = []
+    def _close_endpoints(self) -> None:
+        for each in self._endpoints:
+            each.close()
+        self._endpoints = []
 
 
 def _await_marker(run_dir: Path, marker: str) -> None:
@@ -192,7 +195,7 @@ def _await_marker(run_dir: Path, marker: str) -> None:
 
 
 def _forget_callers(listening: socket.socket) -> None:
-    """Let go of those that only tried whether the door opens, before the store takes them for workers."""
+    """Let go of those that only tried whether the endpoint opens, before the store takes them for workers."""
     listening.setblocking(False)
     with contextlib.suppress(BlockingIOError):
         while True:

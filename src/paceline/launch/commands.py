@@ -41,12 +41,15 @@ class Rendezvous:
     """Of each node: the network interface for workers; None: what the environment says."""
     port: int | None = None
     """Of the socket that listens on the first node."""
+    torch_store: tuple[str, int] | None = None
+    """Address and port of the socket on the first node for programs that call `init_process_group` by themselves."""
 
 
-def rendezvous_on_one_node(rendezvous_dir: Path) -> Rendezvous:
+def rendezvous_on_one_node(rendezvous_dir: Path, torch_store: tuple[str, int] | None = None) -> Rendezvous:
     """In a file of a new and empty folder: nothing listens on a port, so jobs that start in the same instant cannot
     meet each other, and nothing of a run leaves the loopback interface unless the user named another."""
-    return Rendezvous(f"file://{rendezvous_dir.absolute()}/store", (env.own_interface() or "lo",))
+    init_method = f"file://{rendezvous_dir.absolute()}/store"
+    return Rendezvous(init_method, (env.own_interface() or "lo",), torch_store=torch_store)
 
 
 def worker_commands(
@@ -57,11 +60,13 @@ def worker_commands(
     rendezvous: Rendezvous,
     launched_at: float,
     environ: Mapping[str, str] | None = None,
+    restart: int = 0,
 ) -> list[WorkerCommand]:
     """One command per rank of `plan`, in rank order; starts nothing and touches no file.
 
     `program` is what would follow `python` on a command line: ("train.py", "--flag") or ("-m", "a.module").
     `launched_at` is in seconds since the epoch. `environ` holds variables over those that every worker gets.
+    `restart` says how often the run has been started before.
 
     Raises:
         LaunchError: `program` names nothing to run, or a node's share does not fit its workers.
@@ -87,6 +92,10 @@ def worker_commands(
             )
             variables = env.worker_variables(
                 facts,
+                node=node,
+                num_nodes=len(plan.placements),
+                restart=restart,
+                torch_store=rendezvous.torch_store,
                 run_dir=run_dir.absolute(),  # a script may change its working directory
                 threads_per_worker=plan.threads_per_worker,
                 launched_at=launched_at,

@@ -33,13 +33,15 @@ _CAP_SYS_NICE = 23
 
 
 @dataclass(frozen=True)
-class Order:
+class ForkRequest:
     """What a new process would have been given."""
 
     program: list[str]
     environ: dict[str, str]
-    descriptors: list[int]
-    """Standard input, output and error; for rank 0 of several nodes the listening socket of the rendezvous too."""
+    streams: list[int]
+    """Descriptors of standard input, output and error."""
+    sockets: dict[str, int]
+    """Descriptors of listening sockets, by the variables that are to name them."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -48,7 +50,7 @@ def main(arguments: Sequence[str]) -> None:
     may_return = _may_return_from_niceness()
     if may_return:
         os.nice(NICENESS)
-    order = None
+    request = None
     with socket.socket(fileno=int(arguments[0])) as connection:
         if _is_alone(connection):
             return
@@ -58,23 +60,24 @@ def main(arguments: Sequence[str]) -> None:
         gc.collect()
         gc.freeze()  # what is never looked at stays shared with the workers
         with contextlib.suppress(OSError, EOFError):
-            order = serve(connection)
-    if order is not None:
+            request = serve(connection)
+    if request is not None:
         if may_return:
             os.setpriority(os.PRIO_PROCESS, 0, 0)
-        become_worker(order)
+        become_worker(request)
 
 
-def serve(connection: socket.socket) -> Order | None:
+def serve(connection: socket.socket) -> ForkRequest | None:
     """Fork workers: returns in each of them with what it is to do, and in the server at the end."""
     connection.sendall(b".")  # ready
     while True:
-        header, descriptors, _, _ = socket.recv_fds(connection, NUMBER.size, 4)
+        header, descriptors, _, _ = socket.recv_fds(connection, NUMBER.size, 8)
         if not header:
             return None
         told = json.loads(receive(connection, *NUMBER.unpack(header)))
         if _fork(connection):
-            return Order(told["program"], told["environ"], descriptors)
+            sockets = dict(zip(told["sockets"], descriptors[3:], strict=True))
+            return ForkRequest(told["program"], told["environ"], descriptors[:3], sockets)
         for descriptor in descriptors:
             os.close(descriptor)
 
@@ -104,16 +107,16 @@ def _fork(connection: socket.socket) -> bool:
     return False
 
 
-def become_worker(order: Order) -> None:
+def become_worker(request: ForkRequest) -> None:
     """Be to the program what a new process would be."""
     os.setsid()
-    for target, descriptor in enumerate(order.descriptors[:3]):
+    for target, descriptor in enumerate(request.streams):
         os.dup2(descriptor, target)
         os.close(descriptor)
-    env.become(order.environ, order.descriptors[3] if len(order.descriptors) > 3 else None)
+    env.become(request.environ, request.sockets)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # workers are to draw differently, as new processes do
-    work(order.program)
+    work(request.program)
 
 
 def _is_alone(connection: socket.socket) -> bool:

@@ -29,7 +29,7 @@ PR_SET_CHILD_SUBREAPER = 36
 """From <linux/prctl.h>."""
 
 NUMBER = struct.Struct("!I")
-"""How the length of an order travels, and the pid that answers it."""
+"""How the length of a request travels, and the pid that answers it."""
 
 
 class Process(Protocol):
@@ -105,21 +105,21 @@ class ForkServer:
         argv: Sequence[str],
         variables: Mapping[str, str],
         streams: tuple[int, int, int],
-        store_fd: int | None,
+        sockets: Mapping[str, int],
     ) -> Process | None:
         """A worker of this command line and these variables over our own; None if the server cannot make it now.
 
         Args:
             streams: descriptors for its standard input, output and error.
-            store_fd: the listening socket of the rendezvous point, for rank 0.
+            sockets: listening sockets, by the variables that are to name their descriptors.
         """
         is_worker = tuple(argv[: len(WORKER)]) == WORKER
         if not (is_worker and self.has_loaded and self._early == env.read_early(variables)):
             return None
         assert self._connection is not None
-        order = {"program": list(argv[len(WORKER) :]), "environ": env.everything() | dict(variables)}
-        text = json.dumps(order).encode()
-        descriptors = [*streams, *(() if store_fd is None else (store_fd,))]
+        request = {"program": argv[len(WORKER) :], "environ": env.everything() | dict(variables), "sockets": [*sockets]}
+        text = json.dumps(request).encode()
+        descriptors = [*streams, *sockets.values()]
         try:
             socket.send_fds(self._connection, [NUMBER.pack(len(text))], descriptors)
             self._connection.sendall(text)

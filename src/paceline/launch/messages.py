@@ -58,13 +58,13 @@ class Hello(AgentMessage):
 class Listening(AgentMessage):
     """The answer to `Listen`: one open socket an address."""
 
-    doors: list[dict[str, Any]]
-    """Each {"address", "port", "interface", "bits_per_s"}."""
+    endpoints: list[dict[str, Any]]
+    """`Endpoint`s as mappings."""
 
 
 @dataclass(frozen=True)
 class Reached(AgentMessage):
-    """The answer to `TryDoors`: for every door, the own interface from which it opened, or why it did not."""
+    """The answer to `TryEndpoints`: for every endpoint, the own interface from which it opened, or why it did not."""
 
     interfaces: list[str | None]
     problems: list[str]
@@ -136,10 +136,10 @@ class Listen(AgentMessage):
 
 
 @dataclass(frozen=True)
-class TryDoors(AgentMessage):
-    """Try to connect to every door; answered by `Reached`."""
+class TryEndpoints(AgentMessage):
+    """Try to connect to every endpoint; answered by `Reached`."""
 
-    doors: list[dict[str, Any]]
+    endpoints: list[dict[str, Any]]
     interface: str | None
 
 
@@ -153,7 +153,7 @@ class Start(AgentMessage):
     marker: str
     """A file of the run folder that the node must see."""
     port: int | None
-    """Of the door behind which the workers meet; on the first node."""
+    """Of the endpoint behind which the workers meet; on the first node."""
     show_all: bool
     hang_timeout_s: float
     restart: int

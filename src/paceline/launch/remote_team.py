@@ -18,7 +18,7 @@ from typing import TypeVar
 from paceline.errors import LaunchError
 from paceline.launch import messages
 from paceline.launch.commands import Rendezvous, WorkerCommand
-from paceline.launch.doors import REACH_TIMEOUT_S, Door
+from paceline.launch.endpoints import TRY_TIMEOUT_S, Endpoint
 from paceline.launch.events import Event, TeamLost, WorkerExited
 from paceline.launch.failures import Ending
 from paceline.launch.hang import WatchClock, WorkerState, interval_s
@@ -140,7 +140,7 @@ class RemoteTeam:
         Args:
             number: the team's own in the events it tells.
             marker: a file of the run folder, by which the node knows the folder.
-            port: of the door behind which the workers meet, if it is this node's.
+            port: of the endpoint behind which the workers meet, if it is this node's.
 
         Raises:
             LaunchError: the agent cannot start them, or does not see the run folder.
@@ -342,28 +342,31 @@ def arrange_rendezvous(teams: Sequence[RemoteTeam], interface: str | None) -> Re
     first, *others = teams
     alone = None if others else "lo"
     listening = first.ask(messages.Listen(interface or alone), messages.Listening)
-    doors = [Door(**door) for door in listening.doors]
+    endpoints = [Endpoint(**endpoint) for endpoint in listening.endpoints]
     for team in others:
-        team.tell(messages.TryDoors(listening.doors, interface))
-    reached = [team.answer(messages.Reached, ANSWER_TIMEOUT_S + REACH_TIMEOUT_S) for team in others]
-    open_to_all = [n for n in range(len(doors)) if all(answer.interfaces[n] is not None for answer in reached)]
+        team.tell(messages.TryEndpoints(listening.endpoints, interface))
+    reached = [team.answer(messages.Reached, ANSWER_TIMEOUT_S + TRY_TIMEOUT_S) for team in others]
+    open_to_all = [n for n in range(len(endpoints)) if all(answer.interfaces[n] is not None for answer in reached)]
     if not open_to_all:
-        raise LaunchError(_why_none(first.hostname, doors, [team.hostname for team in others], reached))
-    best = max(open_to_all, key=lambda n: doors[n].bits_per_s)
-    door = doors[best]
-    host = f"[{door.address}]" if ":" in door.address else door.address
-    interfaces = (door.interface, *(answer.interfaces[best] for answer in reached))
-    return Rendezvous(f"tcp://{host}:{door.port}", interfaces, door.port)
+        raise LaunchError(_why_none(first.hostname, endpoints, [team.hostname for team in others], reached))
+    best = max(open_to_all, key=lambda n: endpoints[n].bits_per_s)
+    endpoint = endpoints[best]
+    host = f"[{endpoint.address}]" if ":" in endpoint.address else endpoint.address
+    interfaces = (endpoint.interface, *(answer.interfaces[best] for answer in reached))
+    torch_store = endpoint.address, endpoint.torch_port
+    return Rendezvous(f"tcp://{host}:{endpoint.port}", interfaces, endpoint.port, torch_store)
 
 
-def _why_none(first: str, doors: Sequence[Door], others: Sequence[str], reached: Sequence[messages.Reached]) -> str:
-    if not doors:
+def _why_none(
+    first: str, endpoints: Sequence[Endpoint], others: Sequence[str], reached: Sequence[messages.Reached]
+) -> str:
+    if not endpoints:
         return f"{first} has no network address that other nodes could reach; is its interface up?"
     for name, answer in zip(others, reached, strict=True):
         if not any(answer.interfaces):
             tried = ", ".join(
-                f"{door.address} on {door.interface} ({problem})"
-                for door, problem in zip(doors, answer.problems, strict=True)
+                f"{endpoint.address} on {endpoint.interface} ({problem})"
+                for endpoint, problem in zip(endpoints, answer.problems, strict=True)
             )
             return (
                 f"{name} reaches no address of {first}: {tried}; open the firewall between the nodes, or name the "

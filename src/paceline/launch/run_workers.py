@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -14,8 +15,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from paceline import env
 from paceline.errors import LaunchError, PacelineError, WorkerFailed
 from paceline.launch.commands import WorkerCommand, rendezvous_on_one_node, worker_commands
+from paceline.launch.endpoints import listen
 from paceline.launch.events import Events, Signalled
 from paceline.launch.failure_report import FailureReport, clear_report, describe_failure, user_mistake
 from paceline.launch.forking import ForkServer
@@ -132,13 +135,21 @@ def run_once(
     launched_at = time.time()
     remote = _chosen(nodes, plan) if any(share.hostname for share in plan.nodes) else []
     with contextlib.ExitStack() as at_end:
+        torch_store = at_end.enter_context(listen("127.0.0.1"))  # of workers on this node
         if remote:
             rendezvous = arrange_rendezvous(remote, conditions.interface)
         else:
             folder = tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True)
-            rendezvous = rendezvous_on_one_node(Path(at_end.enter_context(folder)))
+            address: tuple[str, int] = torch_store.getsockname()
+            rendezvous = rendezvous_on_one_node(Path(at_end.enter_context(folder)), address)
         commands = worker_commands(
-            plan, program, run_dir=run_dir, rendezvous=rendezvous, launched_at=launched_at, environ=conditions.environ
+            plan,
+            program,
+            run_dir=run_dir,
+            rendezvous=rendezvous,
+            launched_at=launched_at,
+            environ=conditions.environ,
+            restart=restart,
         )
         signals = signals or at_end.enter_context(catch_signals())
         at_end.enter_context(signals.into(events))
@@ -146,7 +157,7 @@ def run_once(
         if remote:
             teams = _start_on(remote, commands, orders, rendezvous.port, at_end)
         else:
-            teams = [_start_here(commands, orders, fork_server, at_end)]
+            teams = [_start_here(commands, orders, fork_server, torch_store, at_end)]
         supervisor = Supervisor(
             teams,
             events,
@@ -172,10 +183,15 @@ def _chosen(nodes: Sequence[RemoteTeam], plan: Plan) -> list[RemoteTeam]:
 
 
 def _start_here(
-    commands: Sequence[WorkerCommand], orders: Orders, fork_server: ForkServer | None, at_end: contextlib.ExitStack
+    commands: Sequence[WorkerCommand],
+    orders: Orders,
+    fork_server: ForkServer | None,
+    torch_store: socket.socket,
+    at_end: contextlib.ExitStack,
 ) -> LocalTeam:
     team = at_end.enter_context(contextlib.closing(LocalTeam(0, orders, fork_server)))
-    team.start(commands)
+    with torch_store:  # rank 0 has its own hold on it
+        team.start(commands, sockets={env.TORCH_STORE_FD: torch_store.fileno()})
     return team
 
 

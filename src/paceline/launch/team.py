@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Literal, Protocol
@@ -113,13 +113,13 @@ class LocalTeam:
         self,
         commands: Sequence[WorkerCommand],
         *,
-        store_fd: int | None = None,
+        sockets: Mapping[str, int] | None = None,
         show: Show | None = None,
     ) -> None:
         """Start every worker, each in a session of its own, so that Ctrl-C reaches this process alone.
 
         Args:
-            store_fd: the listening socket for the rendezvous point, which rank 0 gets.
+            sockets: listening sockets that rank 0 gets, by the variables that are to name their descriptors.
             show: who shows the workers' lines; None: this process, whose terminal rank 0 then has for itself.
 
         Raises:
@@ -128,9 +128,9 @@ class LocalTeam:
         if self._orders.output == "all" or show is not None:
             self._pump = LinePump(show or show_here)
         for command in commands:
-            descriptor = store_fd if command.rank == 0 else None
+            inherited = sockets or {} if command.rank == 0 else {}
             try:
-                process = self._popen(command, descriptor, inherits=command.rank == 0 and show is None)
+                process = self._popen(command, inherited, inherits=command.rank == 0 and show is None)
             except OSError as error:
                 where = f"on {self.hostname}" if self.hostname else "on this machine"
                 raise LaunchError(f"Worker {command.rank} cannot be started {where}: {error}.") from error
@@ -267,17 +267,17 @@ class LocalTeam:
     def _heartbeat(self, rank: int) -> Path:
         return Path(self._pulses.name) / f"rank{rank}"
 
-    def _popen(self, command: WorkerCommand, store_fd: int | None, *, inherits: bool) -> Process:
+    def _popen(self, command: WorkerCommand, sockets: Mapping[str, int], *, inherits: bool) -> Process:
         if inherits:
             self._inherits.add(command.rank)
-            return self._spawn(command, store_fd)  # a terminal stays a terminal
+            return self._spawn(command, sockets)  # a terminal stays a terminal
         with contextlib.ExitStack() as on_error:
             log = on_error.enter_context(self._open_log(command.rank))
             if self._pump is None:
-                return self._spawn(command, store_fd, log.fileno(), log.fileno())
+                return self._spawn(command, sockets, log.fileno(), log.fileno())
             with contextlib.ExitStack() as theirs:
                 (stdout, out), (stderr, err) = _pipe(on_error, theirs), _pipe(on_error, theirs)
-                process = self._spawn(command, store_fd, out, err)
+                process = self._spawn(command, sockets, out, err)
             on_error.pop_all()  # the pump closes them
         prefix = b"" if command.rank == 0 else b"[rank %d] " % command.rank if self._orders.output == "all" else None
         self._pump.add(command.rank, stdout, stderr, prefix=prefix, log=log)
@@ -292,12 +292,16 @@ class LocalTeam:
         return log
 
     def _spawn(
-        self, command: WorkerCommand, store_fd: int | None, stdout: int | None = None, stderr: int | None = None
+        self,
+        command: WorkerCommand,
+        sockets: Mapping[str, int],
+        stdout: int | None = None,
+        stderr: int | None = None,
     ) -> Process:
-        variables = command.variables | env.node_variables(self._heartbeat(command.rank), store_fd)
+        variables = command.variables | env.node_variables(self._heartbeat(command.rank), sockets)
         if self._fork_server is not None:
             streams = (self._lifeline_read, 1 if stdout is None else stdout, 2 if stderr is None else stderr)
-            process = self._fork_server.fork(command.argv, variables, streams, store_fd)
+            process = self._fork_server.fork(command.argv, variables, streams, sockets)
             if process is not None:
                 return process
         # The kernel ties a worker's life to the thread that starts it: this one, which stays to the end.
@@ -307,7 +311,7 @@ class LocalTeam:
             stdin=self._lifeline_read,
             stdout=stdout,
             stderr=stderr,
-            pass_fds=() if store_fd is None else (store_fd,),
+            pass_fds=tuple(sockets.values()),
             start_new_session=True,
         )
 

@@ -32,6 +32,7 @@ from paceline import env
 from paceline.errors import LaunchError, PacelineError
 from paceline.launch.failures import Failure, failure_path, stack_path
 from paceline.launch.heartbeats import start_heartbeats
+from paceline.launch.torch_store import serve_store_when_called
 
 PR_SET_PDEATHSIG = 1
 """From <linux/prctl.h>."""
@@ -54,6 +55,8 @@ def main(program: Sequence[str]) -> None:
         _write_stacks_to(stack_path(run_dir, rank))
     if (heartbeat := env.heartbeat_path()) is not None:
         start_heartbeats(heartbeat)
+    if (descriptor := env.torch_store_fd()) is not None:
+        serve_store_when_called(descriptor)
     try:
         run_program(program)
     except Terminated:

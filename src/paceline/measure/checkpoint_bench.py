@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.checkpoint import Saver, Snapshot, open_storage, read_checkpoint
 from paceline.checkpoint.load import folder_name
-from paceline.checkpoint.share import divide
+from paceline.checkpoint.write_plan import plan_writes
 from paceline.errors import CheckpointError
 from paceline.measure.program import Report, run_program, unreported
 from paceline.measure.stopwatch import Stopwatch, seconds_of
@@ -58,7 +58,7 @@ def time_saves(
     saver = Saver(storage, CheckpointSpec(keep_last=request.num_rounds + 1), group, messages.append)
     is_first = group is None or dist.get_rank(group) == 0
     state = trained_state(request.num_parameters, device)
-    mine = list(divide(state, group).share(state).values())
+    mine = list(plan_writes(state, group).tensors_to_write(state).values())
     warm = [torch.zeros(tensor.shape, pin_memory=device.type == "cuda") for tensor in mine]
     stalls_s, copies_s, completes_s, reads_s = [], [], [], []
     num_bytes = 0.0

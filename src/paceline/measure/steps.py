@@ -73,7 +73,7 @@ def step_of(
     (batch,) = run.reader.read(subject.train_set, 0, [_first_samples(subject.train_set, size)], train=True)
     num_shards = max(1, size // subject.shard_size)
     step_input = StepInput(
-        share=Assignment.of(size * world_size, num_shards * world_size, rank, world_size),
+        assignment=Assignment.of(size * world_size, num_shards * world_size, rank, world_size),
         batch=batch,
         loss_of=run.precision.of(subject.loss_fn),
         seed_shard=lambda shard: seed_shard(run.job.seed, 0, shard, run.device),

@@ -26,7 +26,7 @@ def alexnet(
     """Five convolutions and three linear layers: images (b, in_channels, s, s) -> logits (b, num_classes).
 
     Two columns, once two GPUs, are convolutions in two groups: all but the first, which has the image for its input,
-    and the third, where the columns meet. `hidden` is the width of the linear layers.
+    and the third, where the columns exchange. `hidden` is the width of the linear layers.
 
     The "imagenet" stem (11 x 11, stride 4) is for images of 224 or 227 pixels, and takes any from 63 up. The
     "cifar" stem (3 x 3, stride 1) keeps small images whole, from 15 pixels up; 32 pixels give the first

@@ -17,10 +17,8 @@ from paceline.comm.randomk import RandomK
 from paceline.comm.selection import AlgorithmCandidate, choose, sensible
 from paceline.comm.topk import TopK
 from paceline.comm.wire import FLOAT32
+from paceline.parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from paceline.spec import AlgorithmName, Job, Plan
-
-FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
-"""DistributedDataParallel's own: a small first bucket, so that the first message leaves early."""
 
 COMPRESSORS: dict[str, Callable[[Job, Links], Compressor]] = {
     "powersgd": lambda job, _links: PowerSGD(job.aggregation.powersgd_rank, job.seed),

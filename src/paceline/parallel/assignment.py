@@ -1,7 +1,7 @@
-"""Virtual shards: fixed pieces of every global batch, and which worker computes which.
+"""Virtual shards: the fixed parts of every global batch, and which worker computes which.
 
-The pieces depend on the batch alone. A worker takes neighbouring pieces, so more workers means fewer pieces each,
-never other pieces.
+The shards depend on the batch alone. A worker takes neighbouring shards, so more workers means fewer shards each,
+never other shards.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ def shard_sizes(num_samples: int, num_shards: int) -> tuple[int, ...]:
     return tuple(small + (shard < extra) for shard in range(min(num_shards, num_samples)))
 
 
-def shard_run(rank: int, world_size: int, num_shards: int) -> tuple[int, int]:
-    """The shards start … stop - 1 that belong to `rank`; run lengths differ by at most one."""
+def shards_of_rank(rank: int, world_size: int, num_shards: int) -> tuple[int, int]:
+    """The shards start … stop - 1 that belong to `rank`; their numbers differ by at most one."""
     return rank * num_shards // world_size, (rank + 1) * num_shards // world_size
 
 
@@ -33,65 +33,66 @@ def check_shards(world_size: int, num_shards: int) -> None:
 
 @dataclass(frozen=True)
 class ShardRange:
-    """Some neighbouring shards of one worker that go through the model together.
-
-    `start` and `stop` are positions in the worker's batch, `weight` the piece's part of the global batch.
-    """
+    """Some neighbouring shards of one worker that go through the model together."""
 
     first_shard: int
     sizes: tuple[int, ...]
+    """Samples in each of them."""
     start: int
+    """Positions start … stop - 1 of their samples in the worker's batch."""
     stop: int
     weight: float
+    """Their part of the global batch."""
+
+    @property
+    def stop_shard(self) -> int:
+        return self.first_shard + len(self.sizes)
 
 
 @dataclass(frozen=True)
 class Assignment:
     """What one worker computes of one global batch."""
 
-    all_sizes: tuple[int, ...]
+    shard_sizes: tuple[int, ...]
     """Samples in every non-empty shard of the global batch."""
-    runs: tuple[tuple[int, int], ...]
-    """Non-empty shards (start, stop) of every rank."""
+    shards_of_rank: tuple[tuple[int, int], ...]
+    """The non-empty shards start … stop - 1 of every rank."""
     rank: int
 
     @classmethod
     def of(cls, num_samples: int, num_shards: int, rank: int, world_size: int) -> Assignment:
         sizes = shard_sizes(num_samples, num_shards)
-        runs = tuple(
-            (min(start, len(sizes)), min(stop, len(sizes)))
-            for start, stop in (shard_run(r, world_size, num_shards) for r in range(world_size))
-        )
-        return cls(sizes, runs, rank)
+        of_ranks = (shards_of_rank(one, world_size, num_shards) for one in range(world_size))
+        return cls(sizes, tuple((min(start, len(sizes)), min(stop, len(sizes))) for start, stop in of_ranks), rank)
 
     @property
     def global_size(self) -> int:
-        return sum(self.all_sizes)
+        return sum(self.shard_sizes)
 
     @property
-    def first_shard(self) -> int:
-        return self.runs[self.rank][0]
+    def own(self) -> tuple[int, int]:
+        """This worker's shards, start … stop - 1."""
+        return self.shards_of_rank[self.rank]
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Samples in each of this worker's shards; empty for a worker that idles this step."""
-        start, stop = self.runs[self.rank]
-        return self.all_sizes[start:stop]
+        return self.shard_sizes[slice(*self.own)]
 
     @property
     def span(self) -> tuple[int, int]:
         """Positions start … stop - 1 of this worker's samples in the global batch."""
-        start = sum(self.all_sizes[: self.first_shard])
+        start = sum(self.shard_sizes[: self.own[0]])
         return start, start + sum(self.sizes)
 
-    def piece(self, first_shard: int, max_samples: int | None) -> ShardRange:
-        """The piece that begins with `first_shard`: a whole shard, and those after it up to `max_samples` in all."""
-        own_start, own_stop = self.runs[self.rank]
-        last_shard = first_shard + 1
-        while last_shard < own_stop and (
-            max_samples is None or sum(self.all_sizes[first_shard : last_shard + 1]) <= max_samples
+    def shard_range(self, first_shard: int, max_samples: int | None) -> ShardRange:
+        """The shard `first_shard`, and those of this worker after it up to `max_samples` samples in all."""
+        own_start, own_stop = self.own
+        stop_shard = first_shard + 1
+        while stop_shard < own_stop and (
+            max_samples is None or sum(self.shard_sizes[first_shard : stop_shard + 1]) <= max_samples
         ):
-            last_shard += 1
-        start = sum(self.all_sizes[own_start:first_shard])
-        sizes = self.all_sizes[first_shard:last_shard]
+            stop_shard += 1
+        start = sum(self.shard_sizes[own_start:first_shard])
+        sizes = self.shard_sizes[first_shard:stop_shard]
         return ShardRange(first_shard, sizes, start, start + sum(sizes), sum(sizes) / self.global_size)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,13 +13,13 @@ from torch import Tensor, nn
 from paceline.comm.links import node_of_every_rank, open_node_group
 from paceline.comm.parameter_server_async import ParameterServerAsync, ServerSettings, UpdateSchedule
 from paceline.errors import JobError
-from paceline.parallel.by_shard import ShardByShard
-from paceline.parallel.clock import Clock, Mark
-from paceline.parallel.engine import AnyShard, HoldsAll, StepInput, Update, broadcast
+from paceline.parallel.clock import Clock
+from paceline.parallel.engine import AnyShard, Engine, StepInput, Update, broadcast
+from paceline.parallel.passes import ShardByShard
 from paceline.spec import AggregationSpec, Job, Plan
 
 
-class AsyncServers(HoldsAll):
+class AsyncServers(Engine):
     """Workers compute virtual shards of any global batch, whoever is free; servers make the updates.
 
     The servers open with the first step. From then on workers either work, which ends at a number of updates or when
@@ -33,7 +32,7 @@ class AsyncServers(HoldsAll):
     changes_buffers = True
 
     def __init__(self, model: nn.Module, job: Job, plan: Plan, device: torch.device, group: dist.ProcessGroup) -> None:
-        self._shards = ShardByShard(model)
+        self._shards = ShardByShard(model, device)
         self.module = self._shards.module
         self._spec = job.aggregation
         self._plan = plan
@@ -46,7 +45,7 @@ class AsyncServers(HoldsAll):
         """Of the last step."""
         self._has_optimizer_state = False
         now = Clock(device).mark()
-        self.communication: tuple[Mark, Mark] = now, now
+        self.communication = now, now
         broadcast([*self.module.parameters(), *self.module.buffers()], group)
 
     def step(self, step: StepInput, update: Update) -> Tensor:  # noqa: ARG002 - the servers make it
@@ -122,15 +121,6 @@ class AsyncServers(HoldsAll):
         broadcast(self.module.buffers(), self._group)
         self._has_optimizer_state = True
         return True
-
-    def shared_state(self) -> dict[str, Any]:
-        return {}
-
-    def own_state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
-        """There is nothing to load."""
 
     @contextmanager
     def consensus(self) -> Iterator[None]:

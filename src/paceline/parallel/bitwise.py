@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.comm.tree_exact import TreeSum, tree_all_reduce
-from paceline.parallel.by_shard import ShardByShard
-from paceline.parallel.clock import Clock, Mark
-from paceline.parallel.engine import EqualAfterEveryStep, HoldsAll, StepInput, broadcast
+from paceline.parallel.clock import Clock
+from paceline.parallel.engine import Engine, StepInput, broadcast
 from paceline.parallel.gradient_norms import GradientNorms, squared_norm
-from paceline.parallel.norm import unknown_buffers
+from paceline.parallel.passes import ShardByShard
 
 
-class BitwiseDataParallel(EqualAfterEveryStep, HoldsAll):
+class BitwiseDataParallel(Engine):
     """Bit for bit the same on any number of workers.
 
     Each virtual shard becomes one flat vector: its statistics, for each parameter whether it has a gradient at all,
@@ -25,7 +22,7 @@ class BitwiseDataParallel(EqualAfterEveryStep, HoldsAll):
     """
 
     def __init__(self, model: nn.Module, device: torch.device, group: dist.ProcessGroup | None) -> None:
-        self._shards = ShardByShard(model)
+        self._shards = ShardByShard(model, device)
         self.module = self._shards.module
         self._group = group
         self._clock = Clock(device)
@@ -33,41 +30,25 @@ class BitwiseDataParallel(EqualAfterEveryStep, HoldsAll):
         num_gradients = sum(p.numel() for p in self._parameters)
         self._lengths = [self._shards.num_statistics, len(self._parameters), num_gradients, 1]
         self._empty = torch.empty(sum(self._lengths), dtype=self._shards.dtype, device=device)
-        self._last_gradient = self._aggregated = self._clock.mark()
+        now = self._clock.mark()
+        self.communication = now, now
         broadcast([*self.module.parameters(), *self.module.buffers()], group)
-
-    @property
-    def communication(self) -> tuple[Mark, Mark]:
-        return self._last_gradient, self._aggregated
-
-    @property
-    def changes_buffers(self) -> bool:
-        return bool(unknown_buffers(self.module))
 
     def sync_buffers(self) -> bool:
         broadcast(self.module.buffers(), self._group)
         return True
 
-    def shared_state(self) -> dict[str, Any]:
-        return {}
-
-    def own_state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
-        """There is nothing to load."""
-
     def gradients(self, step: StepInput) -> Tensor:
-        share = step.share
-        first, stop = share.runs[share.rank]
+        assignment = step.assignment
+        first, stop = assignment.own
         tree = TreeSum(first)
         used = [False] * len(self._parameters)
         for shard in range(first, stop):
             tree.push(self._leaf(step, shard))
             used = [before or p.grad is not None for before, p in zip(used, self._parameters, strict=True)]
-        self._last_gradient = self._clock.mark()
-        total = tree_all_reduce(tree.partials, share.runs, self._empty, self._group)
-        self._aggregated = self._clock.mark()
+        last_gradient = self._clock.mark()
+        total = tree_all_reduce(tree.partials, assignment.shards_of_rank, self._empty, self._group)
+        self.communication = last_gradient, self._clock.mark()
 
         statistics, users, flat, small_sqr = total.split(self._lengths)
         loss = self._shards.apply(statistics)
@@ -77,9 +58,9 @@ class BitwiseDataParallel(EqualAfterEveryStep, HoldsAll):
         for parameter, grad, is_used in zip(self._parameters, grads, used, strict=True):
             # None as in plain torch where nobody used it: an optimizer would decay even what has gradient zero.
             parameter.grad = torch.empty_like(parameter).copy_(grad.view(parameter.shape)) if is_used else None
-        if step.take_norms is not None and len(share.all_sizes) > 1:
-            num_samples = share.global_size
-            small_batch = num_samples / len(share.all_sizes)
+        if step.take_norms is not None and len(assignment.shard_sizes) > 1:
+            num_samples = assignment.global_size
+            small_batch = num_samples / len(assignment.shard_sizes)
             step.take_norms(GradientNorms(small_sqr.view(()), small_batch, squared_norm([flat]), num_samples))
         return loss
 
@@ -96,6 +77,6 @@ class BitwiseDataParallel(EqualAfterEveryStep, HoldsAll):
         )
         if step.take_norms is not None:
             # The leaf is the shard's gradient times its weight, so this is its squared norm times its weight.
-            weight = step.share.all_sizes[shard] / step.share.global_size
+            weight = step.assignment.shard_sizes[shard] / step.assignment.global_size
             leaf[-1] = squared_norm([leaf.split(self._lengths)[2]]) / weight
         return leaf

@@ -22,21 +22,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.errors import JobError
-from paceline.parallel.parts import device_mesh_of, local, local_bytes
+from paceline.parallel.dtensor import device_mesh_of, local_bytes, local_shard
+from paceline.parallel.initial_weights import allocate
 from paceline.parallel.pipeline.calls import generator_state
 from paceline.parallel.pipeline.chain import Chain, trace
 from paceline.parallel.pipeline.layer_costs import measure_layers
 from paceline.parallel.pipeline.stage import Stage
 from paceline.parallel.sharded import recompute, shard
-from paceline.parallel.start import allocate
-from paceline.parallel.tensor import (
-    LayerSize,
-    TensorLayout,
-    bytes_per_sample,
-    find_layout,
-    layer_sizes,
-    tensor_parallel,
-)
+from paceline.parallel.tensor import TensorPlan, bytes_per_sample, find_plan, layer_sizes, tensor_parallel
 from paceline.partition import best_cut, micro_batches_in_flight
 from paceline.spec import Mesh
 from paceline.spec.mesh import AxisName
@@ -207,7 +200,7 @@ def trace_model(model: nn.Module, arguments: Sequence[Any], num_samples: int) ->
     chain, costs = traced(model, arguments)
     sizes = layer_sizes(model, lambda one: one(*arguments), num_samples)
     degrees = _largest_degrees(model)
-    layout = find_layout(model, 2) if degrees else TensorLayout(2, ())
+    plan = find_plan(model, 2) if degrees else TensorPlan(2, {})
     itemsize = max((p.element_size() for p in model.parameters()), default=4)
     groups: list[list[int]] = []
     for number, cost in enumerate(costs):
@@ -218,8 +211,8 @@ def trace_model(model: nn.Module, arguments: Sequence[Any], num_samples: int) ->
     layers = []
     for group in groups:
         names = [chain.name(number) for number in group if chain.layers[number].op == "call_module"]
-        own = [layer for layer in layout.layers if any(_is_in(layer.name, name) for name in names)]
-        sent_bytes = sum(_tensor_bytes(layout, layer.name, sizes, itemsize) for layer in own)
+        own = [layer for layer in plan.layers if any(layer == name or layer.startswith(f"{name}.") for name in names)]
+        sent_bytes = sum(bytes_per_sample(plan.of_layer(layer), sizes, itemsize) for layer in own)
         layers.append(
             LayerCost(
                 name=chain.name(group[0]),
@@ -227,7 +220,7 @@ def trace_model(model: nn.Module, arguments: Sequence[Any], num_samples: int) ->
                 parameter_bytes=sum(costs[number].parameter_bytes for number in group),
                 activation_bytes=sum(costs[number].activation_bytes for number in group) / num_samples,
                 output_bytes=costs[group[-1]].output_bytes / num_samples,
-                num_tensor_slices=min((degrees.get(layer.name, 1) for layer in own), default=1),
+                num_tensor_slices=min((degrees.get(layer, 1) for layer in own), default=1),
                 num_all_reduces=len(own),
                 # Two workers send S bytes each for a sum of S.
                 all_reduce_bytes=sent_bytes / len(own) if own else 0.0,
@@ -246,21 +239,12 @@ def _largest_degrees(model: nn.Module) -> dict[str, int]:
     degree = 2
     while degree <= _MOST_TENSOR_WORKERS:
         try:
-            layout = find_layout(model, degree)
+            plan = find_plan(model, degree)
         except Exception:  # heads that do not divide, in words that fit this degree only
             break
-        found |= {layer.name: degree for layer in layout.layers}
+        found |= dict.fromkeys(plan.layers, degree)
         degree *= 2
     return found
-
-
-def _tensor_bytes(layout: TensorLayout, name: str, sizes: Mapping[str, LayerSize], itemsize: int) -> float:
-    one = TensorLayout(layout.degree, tuple(layer for layer in layout.layers if layer.name == name))
-    return bytes_per_sample(one, sizes, itemsize)
-
-
-def _is_in(name: str, module: str) -> bool:
-    return name == module or name.startswith(f"{module}.")
 
 
 @dataclass(frozen=True)
@@ -295,7 +279,7 @@ def _try_stage(
     """
     start, stop = run
     generator_bytes = generator_state(torch.device("cpu")).nbytes
-    whole_bytes = sum(_padded_bytes(local(one), mesh.fsdp) for one in stage.parameters())
+    whole_bytes = sum(_padded_bytes(local_shard(one), mesh.fsdp) for one in stage.parameters())
     if mesh.fsdp > 1:
         shard(stage, device_mesh["fsdp"], mesh.zero_stage, cpu_offload=False)
     with FakeTensorMode(allow_non_fake_inputs=True):

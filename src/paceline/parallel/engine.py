@@ -1,11 +1,11 @@
-"""What a step needs of parallelism: one seam, and an implementation for each way of it."""
+"""The contract between a training step and the ways in which workers train a model together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,27 +15,29 @@ from torch.utils import _pytree as pytree
 
 from paceline.errors import ModelError
 from paceline.parallel.assignment import Assignment
+from paceline.parallel.buckets import buckets
 from paceline.parallel.clock import Mark
 from paceline.parallel.gradient_norms import TakeNorms
+from paceline.parallel.norm import forward_buffers
 
 
 @dataclass(frozen=True)
 class StepInput:
-    """One worker's part of one training step."""
+    """What one worker is given for one training step."""
 
-    share: Assignment
+    assignment: Assignment
     batch: Any
-    """This worker's samples in order; one stand-in sample if its share is empty."""
+    """This worker's samples in order; one stand-in sample if it has none."""
     loss_of: Callable[[nn.Module, Any], Tensor]
     """The mean loss over the samples of a batch."""
     seed_shard: Callable[[int], None]
-    """Sets torch's generators to where they belong before the given shard is computed."""
+    """Seeds torch's, NumPy's and Python's generators for a virtual shard, before its forward pass."""
     scale: Callable[[Tensor], Tensor]
     """Applies the loss scale just before backward."""
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
     """What a forward pass runs in (autocast), where it is not `loss_of` that runs it."""
     take_norms: TakeNorms | None = None
-    """Told the norms of the step's gradients where parts of them are computed one by one: in this step or the next."""
+    """Called with the norms of the step's gradients where an engine knows them, in this step or the next."""
     any_shard: AnyShard | None = None
     """For an engine that does not compute this worker's own assignment."""
 
@@ -68,94 +70,111 @@ Update = Callable[[Tensor], None]
 """Called with the mean loss when the gradient is in `.grad` of every parameter: makes the optimizer's step."""
 
 
-class Engine(Protocol):
-    """Trains a model together with the other workers, one global batch after the other."""
+class Engine:
+    """Trains a model together with the other workers, one global batch after the other.
+
+    Defaults are those of an engine whose workers hold the whole model each, equal after every step.
+    """
 
     module: nn.Module
-    """What the forward pass goes through."""
+    """The model as the loss function calls it."""
+    communication: tuple[Mark, Mark]
+    """The last step's exposed communication: when its last gradient was computed, and when the last was aggregated."""
+
+    # --- a step ---
 
     def step(self, step: StepInput, update: Update) -> Tensor:
         """Train on one global batch; return its mean loss, a detached scalar, the same on every worker.
 
-        An engine leaves the gradient of that mean loss in `.grad` of every parameter and calls `update` once. One
-        whose workers synchronise less often, or whose updates are made elsewhere, says here what it does instead.
+        An engine whose workers synchronise less often, or whose updates are made elsewhere, says here what it does
+        instead of computing `gradients` and calling `update` once.
         """
-        ...
+        loss = self.gradients(step)
+        update(loss)
+        return loss
+
+    def gradients(self, step: StepInput) -> Tensor:
+        """Leave the gradient of the global batch's mean loss in `.grad` of every parameter, None before; return that
+        loss, detached."""
+        raise NotImplementedError
 
     @property
     def reads_assignment(self) -> bool:
         """Whether a worker computes the samples assigned to it. Else nobody has to read them: see `AnyShard`."""
-        ...
+        return True
 
     @property
     def is_synchronised(self) -> bool:
         """Whether all workers have come to one point after the last step, where they can exchange their status."""
-        ...
+        return True
 
-    def consensus(self) -> AbstractContextManager[None]:
-        """Inside, parameters and buffers are what the workers agree on, the same on every one: to evaluate or save.
+    def gradient_norm(self) -> Tensor:
+        """The norm of the whole model's gradient, a scalar; a collective where workers do not hold all of it."""
+        return nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
 
-        A common act of all workers. Nothing that training goes on with is changed, but for buffers that workers do not
-        keep equal while they train: those become rank 0's.
-        """
-        ...
-
-    @property
-    def weights_diverge(self) -> bool:
-        """Whether workers' weights and optimizers differ between two meetings."""
-        ...
+    # --- the whole model ---
 
     @property
     def holds_all(self) -> bool:
-        """Whether every worker holds the whole model and its optimizer, and no part of it is elsewhere only."""
-        ...
-
-    def gradient_norm(self) -> Tensor:
-        """The norm of the whole model's gradient, a scalar; a common act where a worker does not hold it all."""
-        ...
+        """Whether every worker holds the whole model and its optimizer."""
+        return True
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of parameters, or what belongs to them, all of the model's by name and in one piece. A common act.
+        """All parameters, or tensors sharded like them, of the whole model by name, in full; a collective.
 
-        Where the model is spread they are in the host memory of rank 0; others get nothing.
+        Where workers do not hold the whole model, rank 0 gets them, in host memory, and the others nothing.
         """
-        ...
+        return dict(tensors)
+
+    # --- workers that differ ---
+
+    @property
+    def weights_diverge(self) -> bool:
+        """Whether workers' weights and optimizers differ between two synchronisations."""
+        return False
 
     @property
     def changes_buffers(self) -> bool:
-        """Whether a forward pass may change buffers, so that a step which fails in the middle leaves a mixture."""
-        ...
+        """Whether a forward pass may change buffers, so that a step which fails half-way leaves a mixture."""
+        return bool(forward_buffers(self.module))
 
     def sync_buffers(self) -> bool:
-        """Make rank 0's buffers everybody's, where workers do not keep them equal; whether all weights are equal now.
+        """Give all workers rank 0's buffers where theirs differ; returns whether all weights are equal now. A
+        collective, after a step."""
+        return True
 
-        A common act of all workers, after a step: what is saved then is the same whoever saves it.
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Inside, the model is what the workers agree on, the same on each: to evaluate or save. A collective.
+
+        Training goes on from where it was, except that buffers on which workers differ become rank 0's.
         """
-        ...
+        self.sync_buffers()
+        yield
+
+    # --- checkpoints ---
 
     def shared_state(self) -> dict[str, Any]:
-        """What the engine remembers besides model and optimizer, alike on all workers that have settled."""
-        ...
+        """What the engine remembers besides model and optimizer, the same on all workers."""
+        return {}
 
     def own_state(self) -> dict[str, Any]:
-        """What this worker alone remembers: under "sums" what counts by its sum over all, under "means" by its mean."""
-        ...
+        """What this worker alone remembers: "sums", tensors that count by their sum over workers, and "means"."""
+        return {}
 
     def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
-        """Go on from there, the model having its weights already; empty where nothing was saved."""
-        ...
-
-    @property
-    def communication(self) -> tuple[Mark, Mark]:
-        """The last step's exposed communication: from the last gradient computed to the last one aggregated."""
-        ...
+        """Go on from saved states, empty where nothing was saved; the model has its weights already."""
 
 
 def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Rank 0's values for everybody."""
-    if group is not None:
-        for tensor in tensors:
-            dist.broadcast(tensor.detach(), group_src=0, group=group)
+    """Give all workers rank 0's values, in messages of about a bucket; a collective."""
+    if group is None:
+        return
+    for bucket in buckets((tensor.detach() for tensor in tensors), lambda tensor: (tensor.dtype, tensor.nbytes)):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        dist.broadcast(flat, group_src=0, group=group)
+        for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+            tensor.copy_(values.view(tensor.shape))
 
 
 def check_batch(batch: Any, num_samples: int) -> None:
@@ -171,10 +190,7 @@ def check_batch(batch: Any, num_samples: int) -> None:
 def cut(batch: Any, start: int, stop: int) -> Any:
     """Samples start … stop - 1 of a batch: every tensor in it, however nested, along its first dimension."""
 
-    def part(leaf: Any) -> Any:
-        return leaf[start:stop] if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf
-
-    return pytree.tree_map(part, batch)
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf[start:stop] if leaf.dim() > 0 else leaf, batch)
 
 
 def check_loss(loss: Any) -> Tensor:
@@ -191,48 +207,10 @@ def check_loss(loss: Any) -> Tensor:
 
 def statistics_dtype(model: nn.Module) -> torch.dtype:
     """The dtype in which losses and norm statistics are added: float64 for float64 models, else float32."""
-    kinds = {p.dtype for p in model.parameters()}
-    return torch.float64 if torch.float64 in kinds else torch.float32
-
-
-class HoldsAll:
-    """The part of an `Engine` that is the same wherever every worker holds the whole model."""
-
-    module: nn.Module
-    holds_all = True
-
-    def gradient_norm(self) -> Tensor:
-        return nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
-
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return dict(tensors)
-
-
-class EqualAfterEveryStep:
-    """The part of an `Engine` that is the same wherever equal gradients make equal weights in every step."""
-
-    reads_assignment = True
-    is_synchronised = True
-    weights_diverge = False
-
-    def gradients(self, step: StepInput) -> Tensor:
-        """Leave the gradient in `.grad` of every parameter; return the global batch's mean loss, detached."""
-        raise NotImplementedError
-
-    def step(self, step: StepInput, update: Update) -> Tensor:
-        loss = self.gradients(step)
-        update(loss)
-        return loss
-
-    def sync_buffers(self) -> bool:
-        raise NotImplementedError
-
-    @contextmanager
-    def consensus(self) -> Iterator[None]:
-        self.sync_buffers()
-        yield
+    is_double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
+    return torch.float64 if is_double else torch.float32
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The user's model, under what spreads it."""
+    """The user's model itself, without the wrapper of DistributedDataParallel."""
     return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module

@@ -53,18 +53,18 @@ class WorkerNorms:
             zero: a scalar of the dtype and on the device in which the norms are added.
         """
         self._zero = zero
-        self._share: Assignment | None = None
+        self._assignment: Assignment | None = None
         self._take: TakeNorms | None = None
         self._own_sqr = zero
         self._buckets: list[Tensor] = []
         self._last: tuple[GradientNorms, TakeNorms] | None = None
         """Of the last step; `small_sqr` is this worker's part of the mean alone."""
 
-    def begin(self, share: Assignment, take: TakeNorms | None) -> None:
+    def begin(self, assignment: Assignment, take: TakeNorms | None) -> None:
         """A step begins whose norms `take` wants to know."""
-        self._share = share
+        self._assignment = assignment
         # One part alone tells nothing of noise.
-        self._take = take if _num_parts(share) > 1 else None
+        self._take = take if _num_parts(assignment) > 1 else None
         self._own_sqr = torch.zeros_like(self._zero)
         self._buckets = []
 
@@ -85,16 +85,16 @@ class WorkerNorms:
             norms, take = self._last
             take(replace(norms, small_sqr=small_sqr))
         self._last = None
-        if self._take is not None and self._share is not None:
-            share = self._share
+        if self._take is not None and self._assignment is not None:
+            assignment = self._assignment
             # The weighted mean of |g|^2, where buckets held weight * g; a worker with a stand-in has no part in it.
-            weight = sum(share.sizes) / share.global_size
-            own = self._own_sqr / weight if share.sizes else self._zero
-            num_samples = share.global_size
-            norms = GradientNorms(own, num_samples / _num_parts(share), squared_norm(self._buckets), num_samples)
+            weight = sum(assignment.sizes) / assignment.global_size
+            own = self._own_sqr / weight if assignment.sizes else self._zero
+            num_samples = assignment.global_size
+            norms = GradientNorms(own, num_samples / _num_parts(assignment), squared_norm(self._buckets), num_samples)
             self._last = norms, self._take
         self._buckets = []
 
 
-def _num_parts(share: Assignment) -> int:
-    return sum(start < stop for start, stop in share.runs)
+def _num_parts(assignment: Assignment) -> int:
+    return sum(start < stop for start, stop in assignment.shards_of_rank)

@@ -1,17 +1,17 @@
-"""`aggregation.method = "local_sgd"` and `"diloco"`: workers train by themselves and meet every few steps.
+"""`aggregation.method = "local_sgd"` and `"diloco"`: workers train by themselves and synchronise every few steps.
 
-Between two meetings a worker updates its own weights by the gradient of its own samples. At a meeting, with a the
-weights of the last one, x_w those of worker w by now and n_w the samples it has computed in between,
+Between two outer steps a worker updates its own weights by the gradient of its own samples. With a the weights after
+the last outer step, x_w those of worker w now and n_w the samples it has computed in between, an outer step finds
 
     d = sum over w of n_w / n (x_w - a),    n = sum over w of n_w
 
-is the way from a to the weighted mean of all x_w, and every worker goes on from
+the difference between a and the weighted mean of all x_w, and every worker goes on from
 
     a + d                                       local_sgd
     a + outer_lr (d + outer_momentum v)         diloco, after v <- outer_momentum v + d
 
-so that local_sgd is diloco with outer_lr = 1 and outer_momentum = 0, and with a meeting after every step of plain SGD
-it is synchronous training: d is then -lr times the mean gradient over all samples. The second line is a step of SGD
+so that local_sgd is diloco with outer_lr = 1 and outer_momentum = 0, and with an outer step after every step of plain
+SGD it is synchronous training: d is then -lr times the mean gradient over all samples. The second line is a step of SGD
 with Nesterov momentum along the pseudo-gradient -d. The optimizer that makes the steps in between keeps its state.
 
 Stich, "Local SGD Converges Fast and Communicates Little", 2018, arXiv 1805.09767; Lin, Stich, Patel, Jaggi, "Don't
@@ -34,18 +34,19 @@ from torch import Tensor, nn
 from paceline.comm import ALGORITHMS, Aggregator, Bucket, Links, Scheduler
 from paceline.comm.links import open_node_group
 from paceline.errors import JobError
-from paceline.parallel.aggregation import BUCKET_BYTES, compressor_state, load_compressor_state
+from paceline.parallel.aggregation import compressor_state, load_compressor_state
 from paceline.parallel.assignment import Assignment
-from paceline.parallel.clock import Clock, Mark
+from paceline.parallel.buckets import buckets
+from paceline.parallel.clock import Clock
 from paceline.parallel.dp import DataParallel
-from paceline.parallel.engine import HoldsAll, StepInput, Update, broadcast
+from paceline.parallel.engine import Engine, StepInput, Update, broadcast
 from paceline.spec import AggregationSpec, Job, Plan
 
 
-class LocalSGD(HoldsAll):
-    """Trains alone, or with the workers of its node, and meets all others every `sync_every` steps.
+class LocalSGD(Engine):
+    """Trains alone, or with the workers of its node; an outer step with all others follows every `sync_every` steps.
 
-    What travels at a meeting are the weighted moves n_w / n (x_w - a), as gradients would. Running statistics of norm
+    An outer step sends the weighted moves n_w / n (x_w - a), as gradients would. Running statistics of norm
     layers, and other floating-point buffers, are averaged like the weights, exactly and without the outer step (an
     extrapolated variance could be negative); all other buffers become rank 0's.
     """
@@ -63,12 +64,12 @@ class LocalSGD(HoldsAll):
         """
         Args:
             aggregator: over all workers; None for a worker that has no others.
-            inside: over the workers of this node, if they meet every step; see `aggregator_inside_node`.
+            inside: over the workers of this node, if they aggregate every step; see `aggregator_inside_node`.
         """
         if job.norm == "sync":
             raise JobError(
                 "norm = 'sync' needs the other workers in every forward pass, but with aggregation.method = "
-                f"{job.aggregation.method!r} they meet every few steps; use norm = 'shard' or 'local'."
+                f"{job.aggregation.method!r} they synchronise every few steps; use norm = 'shard' or 'local'."
             )
         self._spec = job.aggregation
         self._aggregator = aggregator
@@ -84,18 +85,24 @@ class LocalSGD(HoldsAll):
         is_local_sgd = self._spec.method == "local_sgd"
         self._outer_lr = 1.0 if is_local_sgd else self._spec.outer_lr
         self._outer_momentum = 0.0 if is_local_sgd else self._spec.outer_momentum
-        self._weights = [_Weights(part, bool(self._outer_momentum)) for part in _parts(self._model)]
+        self._weights = [
+            _Weights(bucket, bool(self._outer_momentum))
+            for bucket in buckets(
+                ((name, p) for name, p in self._model.named_parameters() if p.requires_grad),
+                lambda named: (_wide(named[1]), named[1].numel() * _wide(named[1]).itemsize),
+            )
+        ]
         self._buffers = _floating_buffers(self._model)
         self._has_begun = False
         self._num_steps = 0
-        """Since the last meeting, as the next two."""
+        """Since the last outer step, as the next two."""
         self._own_samples = 0
         self._all_samples = 0
         self._holds_consensus = False
         self._device = device
         self._clock = Clock(device)
-        self.communication: tuple[Mark, Mark] = self._every_step.communication
-        """Of a step with a meeting, the meeting; else the inside of the node, if anything."""
+        self.communication = self._every_step.communication
+        """That of an outer step at the end of the last step; else that among the workers of the node, if any."""
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
@@ -110,7 +117,7 @@ class LocalSGD(HoldsAll):
         update(loss)
         if self._num_steps == self._spec.sync_every:
             begin = self._clock.mark()
-            self._meet()
+            self._outer_step()
             self.communication = begin, self._clock.mark()
         return loss
 
@@ -121,10 +128,10 @@ class LocalSGD(HoldsAll):
             self._remember()
             self._has_begun = True
         self._num_steps += 1
-        self._own_samples += sum(step.share.sizes)
-        self._all_samples += step.share.global_size
-        mine = _among(step, self._ranks or (step.share.rank,))
-        if not mine.share.all_sizes:
+        self._own_samples += sum(step.assignment.sizes)
+        self._all_samples += step.assignment.global_size
+        mine = _among(step, self._ranks or (step.assignment.rank,))
+        if not mine.assignment.shard_sizes:
             now = self._clock.mark()
             self.communication = now, now
             return torch.full((), torch.nan, device=self._device)
@@ -133,9 +140,9 @@ class LocalSGD(HoldsAll):
         return loss
 
     @torch.no_grad()
-    def _meet(self) -> None:
+    def _outer_step(self) -> None:
         if self._aggregator is not None:
-            # The scheduler's step is a meeting, so that the calls of the first meetings are compared.
+            # To the scheduler this is a step, so that the calls of the first outer steps are compared.
             self._aggregator.scheduler.begin_step()
         for weights, move in self._moves(lambda one, bucket: one.sum_bucket(bucket)):
             weights.step(move, self._outer_lr, self._outer_momentum)
@@ -168,7 +175,6 @@ class LocalSGD(HoldsAll):
                 for tensor, own in zip(tensors, kept, strict=True):
                     tensor.copy_(own)
 
-    reads_assignment = True
     weights_diverge = True
     changes_buffers = True
 
@@ -194,7 +200,7 @@ class LocalSGD(HoldsAll):
         load_compressor_state(self._aggregator, own)
 
     def state_dict(self) -> dict[str, Any]:
-        """What meetings need besides model and optimizer; between two of them all three differ from worker to worker.
+        """What outer steps need besides model and optimizer; in between all three differ from worker to worker.
 
         Values are views of what training goes on with, parameter by parameter. Buffers are not among them: the mean of
         today's is the same from wherever their moves are counted, so long as that is one place for all workers.
@@ -226,7 +232,7 @@ class LocalSGD(HoldsAll):
 
     @property
     def _own_part(self) -> float:
-        """This worker's part of the samples since the last meeting; before there are any, all workers count alike."""
+        """This worker's part of the samples since the last outer step; before there are any, all weigh the same."""
         if self._all_samples:
             return self._own_samples / self._all_samples
         return 1.0 if self._group is None else 1 / dist.get_world_size(self._group)
@@ -234,7 +240,7 @@ class LocalSGD(HoldsAll):
     def _moves(
         self, begin_sum: Callable[[Aggregator, Bucket], torch.futures.Future[Tensor]]
     ) -> Iterator[tuple[_Weights, Tensor]]:
-        """What leads from the last meeting's weights to the mean of today's; while one is used, others travel."""
+        """The moves from the last agreed weights to the mean of the current ones; while one is used, others travel."""
         sums = []
         for weights in self._weights:
             move = (weights.current() - weights.agreed).mul_(self._own_part)
@@ -277,7 +283,7 @@ class LocalSGD(HoldsAll):
 
 
 class _Weights:
-    """Some parameters, about as many as travel in one message, and where they stood at the last meeting."""
+    """Some parameters, about as many as travel in one message, and their values after the last outer step."""
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], has_momentum: bool) -> None:
         self._parameters = parameters
@@ -310,8 +316,8 @@ class _Weights:
 def aggregator_inside_node(links: Links, plan: Plan) -> Aggregator | None:
     """How the workers of this node add up among themselves, exactly; None for a worker alone on its node.
 
-    A common act of all workers of `links`. Memory that the node's workers share is used by both aggregators, one after
-    the other: a meeting begins when the step's gradients have been added.
+    A collective of all workers of `links`. Memory that the node's workers share is used by both aggregators, one after
+    the other: an outer step begins when the step's gradients have been added.
     """
     group = open_node_group(links.nodes, links.group, plan.timeout_s)
     if group is None:
@@ -320,49 +326,34 @@ def aggregator_inside_node(links: Links, plan: Plan) -> Aggregator | None:
     return Aggregator(ALGORITHMS["hierarchical"], inside, Scheduler(group, links.device, check_always=plan.debug_comm))
 
 
-def describe_meetings(spec: AggregationSpec) -> str:
+def describe_outer_steps(spec: AggregationSpec) -> str:
     """What a reader of the result must know."""
     who = "nodes" if spec.sync_inside_nodes else "workers"
     when = "step" if spec.sync_every == 1 else f"{spec.sync_every} steps"
     outer = f", outer lr {spec.outer_lr:g}, momentum {spec.outer_momentum:g}" if spec.method == "diloco" else ""
     return (
-        f"the {who}' weights meet every {when} ({spec.method}{outer}); between meetings each of them trains on its own "
-        "part of every batch, so the result depends on their number, and the training loss is that of rank 0's part"
+        f"the {who}' weights are averaged every {when} ({spec.method}{outer}); in between each trains on its own part "
+        "of every batch, so the result depends on their number, and the training loss is that of rank 0's part"
     )
 
 
 def _among(step: StepInput, ranks: tuple[int, ...]) -> StepInput:
     """The step as if these ranks' samples were the whole batch; every shard keeps its own random numbers."""
-    share = step.share
-    shards = [shard for rank in ranks for shard in range(*share.runs[rank])]
+    whole = step.assignment
+    shards = [shard for rank in ranks for shard in range(*whole.shards_of_rank[rank])]
     ends = [0]
     for rank in ranks:
-        start, stop = share.runs[rank]
+        start, stop = whole.shards_of_rank[rank]
         ends.append(ends[-1] + stop - start)
     return dataclasses.replace(
         step,
-        share=Assignment(
-            all_sizes=tuple(share.all_sizes[shard] for shard in shards),
-            runs=tuple(itertools.pairwise(ends)),
-            rank=ranks.index(share.rank),
+        assignment=Assignment(
+            shard_sizes=tuple(whole.shard_sizes[shard] for shard in shards),
+            shards_of_rank=tuple(itertools.pairwise(ends)),
+            rank=ranks.index(whole.rank),
         ),
         seed_shard=lambda shard: step.seed_shard(shards[shard]),
     )
-
-
-def _parts(model: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
-    """The trained parameters in order, cut into parts of one dtype and about the size of a gradient bucket."""
-    parts: list[list[tuple[str, nn.Parameter]]] = []
-    num_bytes = 0
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if not parts or num_bytes >= BUCKET_BYTES or _wide(parts[-1][0][1]) != _wide(parameter):
-            parts.append([])
-            num_bytes = 0
-        parts[-1].append((name, parameter))
-        num_bytes += parameter.numel() * _wide(parameter).itemsize
-    return parts
 
 
 def _floating_buffers(model: nn.Module) -> dict[str, Tensor]:

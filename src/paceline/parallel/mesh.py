@@ -1,8 +1,8 @@
-"""Sharded, pipeline and tensor parallelism and their meshes: one engine for all that plain data parallelism is not.
+"""Sharded, pipeline and tensor parallelism in any combination: the engine for all meshes but plain data parallelism.
 
-The axes act on a model one after the other: it is cut into stages, the layers of a stage are shared out, then their
-parameters. What a step computes is what one worker alone would: losses are weighted by samples, gradients are sums
-over virtual shards, and no number of workers appears in any formula.
+The axes act on a model one after the other: it is cut into stages, the layers of a stage are sharded, then the
+parameters of the layers. A step computes what one worker alone would: losses are weighted by samples, gradients are
+sums over virtual shards, and no number of workers appears in any formula.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from torch.utils import _pytree as pytree
 from paceline.comm import Aggregator
 from paceline.parallel.aggregation import set_up_aggregation
 from paceline.parallel.assignment import Assignment, ShardRange
-from paceline.parallel.clock import Clock, Mark
-from paceline.parallel.engine import EqualAfterEveryStep, StepInput, broadcast, check_loss, cut, statistics_dtype
-from paceline.parallel.generators import generator_states
+from paceline.parallel.clock import Clock
+from paceline.parallel.dtensor import device_mesh_of, full_tensor, is_sharded, local_shard
+from paceline.parallel.engine import Engine, StepInput, broadcast, cut, statistics_dtype
 from paceline.parallel.gradient_norms import GradientNorms, squared_norm
-from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm, standing_in, unknown_buffers
-from paceline.parallel.parts import device_mesh_of, is_sharded, local, whole
+from paceline.parallel.initial_weights import initial_weights
+from paceline.parallel.norm import ShardBatchNorm, replace_batch_norm, standing_in, unknown_buffers
+from paceline.parallel.passes import DrewTogetherError, Passes
 from paceline.parallel.pipeline import MicroBatch, Pipeline, stage_limits
-from paceline.parallel.replicas import ReplicaSums
+from paceline.parallel.replica_sums import ReplicaSums
 from paceline.parallel.sharded import recompute, shard, sharded_modules
-from paceline.parallel.start import start_weights
 from paceline.parallel.tensor import tensor_parallel
 from paceline.partition import StageLimits
 from paceline.spec import AlgorithmName, Job, Mesh, Plan
@@ -45,13 +45,13 @@ class Axes:
     device_mesh: DeviceMesh
     world: dist.ProcessGroup
     data: dist.ProcessGroup | None
-    """Workers that hold the same part of the model, or shards of it, and share the batch."""
+    """The dp and fsdp axes together: workers among which the batch is divided."""
     dp: dist.ProcessGroup | None
     pp: dist.ProcessGroup | None
 
 
 def open_axes(mesh: Mesh, device: torch.device, world: dist.ProcessGroup) -> Axes:
-    """A common act of all workers."""
+    """Open the process groups of a mesh; a collective of all workers."""
     device_mesh = device_mesh_of(mesh, device.type)
     data = None
     if mesh.num_assignments > 1:
@@ -67,7 +67,7 @@ def open_axes(mesh: Mesh, device: torch.device, world: dist.ProcessGroup) -> Axe
 
 
 def _limits(job: Job, plan: Plan, mesh: Mesh, device: torch.device, example: tuple[Any, ...] | None) -> StageLimits:
-    """Of a stage on a GPU; what of a node's memory is a CPU worker's, nobody tells it."""
+    """What a stage may hold: a GPU's memory. On CPUs no limit is known, since workers share the node's memory."""
     memory_bytes = math.inf if device.type != "cuda" else float(torch.cuda.mem_get_info(device)[1])
     sizes = [len(leaf) for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor) and leaf.dim()]
     return stage_limits(
@@ -81,12 +81,12 @@ def _limits(job: Job, plan: Plan, mesh: Mesh, device: torch.device, example: tup
     )
 
 
-class MeshParallel(EqualAfterEveryStep):
-    """An `Engine`: the model is spread over a mesh. A step is equal on any mesh up to rounding.
+class MeshParallel(Engine):
+    """The model is sharded over a mesh; a step is equal on any mesh up to rounding.
 
-    Every pass of a worker goes through the same collectives on all workers of its fsdp axis, so who has fewer shards
-    than others lets a stand-in sample pass that counts for nothing. A worker's shards go through the model together
-    unless the model draws random numbers: then one by one, on all workers, from the second step on, as in the first.
+    All workers of an fsdp axis go through the same collectives in every pass, so one with fewer shards than others
+    computes stand-in samples that count for nothing. Whether the model draws random numbers is agreed at the end of a
+    step: the first step goes shard by shard, and a step in which shards that went together drew any is made again.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class MeshParallel(EqualAfterEveryStep):
         if job.norm == "shard":
             model = replace_batch_norm(model, ShardBatchNorm)
         self._dtype = statistics_dtype(model)  # of all of it: a stage may have no parameter
-        weights = start_weights(model, axes.world)
+        weights = initial_weights(model, axes.world)
         self._pipeline: Pipeline | None = None
         if axes.pp is not None:
             self._pipeline = Pipeline(
@@ -131,30 +131,30 @@ class MeshParallel(EqualAfterEveryStep):
         self.notes: list[str] = [] if self._pipeline is None else list(self._pipeline.notes)
         stages = [model] if self._pipeline is None else self._pipeline.stages
         for stage in stages:
-            self._spread(stage)
+            self._shard(stage)
         self.module = model
         weights(model, device)
-        self._norm = NormStatistics(model)
-        self._draws_randomness: bool | None = None
+        self._passes = Passes(model, device, plan.micro_batch_size, one_by_one=self._pipeline is not None)
         self._has_drawn = False
-        self._last_gradient = self._aggregated = self._clock.mark()
+        now = self._clock.mark()
+        self.communication = now, now
         self._aggregator: Aggregator | None = None
         self._replica_sums: ReplicaSums | None = None
         self.algorithm: AlgorithmName = plan.algorithm
         if axes.dp is not None:
-            mine = [local(parameter) for parameter in model.parameters() if parameter.requires_grad]
+            mine = [local_shard(parameter) for parameter in model.parameters() if parameter.requires_grad]
             of_axis = replace(plan, world_size=axes.mesh.dp)
             aggregation = set_up_aggregation(job, of_axis, device, axes.dp, mine)
             self._aggregator, self.algorithm = aggregation.aggregator, aggregation.algorithm
             self.notes += aggregation.notes
             shared = () if self._pipeline is None else self._pipeline.shared_parameters
             self._replica_sums = ReplicaSums(model, stages, shared, aggregation.aggregator, device)
-        if job.measure_noise and not (self._adds_up_replicas or self._adds_up_every_pass):
+        if job.measure_noise and not (axes.mesh.dp > 1 or self._adds_up_every_pass):
             self.notes.append(f"the gradient noise scale is not measured under the strategy {axes.mesh}")
         model.register_forward_hook(self._after_evaluation)
 
-    def _spread(self, stage: nn.Module) -> None:
-        """Assignment out a stage's layers, then its parameters."""
+    def _shard(self, stage: nn.Module) -> None:
+        """Shard a stage's layers over the tp axis, then its parameters over the fsdp axis."""
         mesh, device_mesh, plan = self._axes.mesh, self._axes.device_mesh, self._plan
         if mesh.tp > 1:
             self.notes += tensor_parallel(stage, device_mesh["tp"], sequence_parallel=plan.sequence_parallel).notes
@@ -164,7 +164,7 @@ class MeshParallel(EqualAfterEveryStep):
             shard(stage, device_mesh["fsdp"], mesh.zero_stage, cpu_offload=plan.cpu_offload, may_skip=self._may_skip)
 
     def _after_evaluation(self, module: nn.Module, _arguments: Any, _output: Any) -> None:
-        # No backward follows that would give up the gathered parameters, and what comes next reads the parts.
+        # No backward pass follows that would free the gathered parameters, and what comes next reads the shards.
         if not torch.is_grad_enabled():
             for sharded in sharded_modules(module):
                 sharded.reshard()
@@ -178,43 +178,56 @@ class MeshParallel(EqualAfterEveryStep):
     def gradients(self, step: StepInput) -> Tensor:
         if self._aggregator is not None:
             self._aggregator.scheduler.begin_step()
+        return self._passes.starting_over(lambda: self._train(step))
+
+    def _train(self, step: StepInput) -> Tensor:
+        """Compute and aggregate the gradient; returns the loss.
+
+        Raises:
+            DrewTogetherError: on all workers, if the model of any of them has begun to draw random numbers.
+        """
+        assignment = step.assignment
+        self._has_drawn = False
         if self._replica_sums is not None:
             self._replica_sums.begin_step()
-        self._norm.shards.all = step.share.all_sizes
-        losses = self._passes(step) if self._pipeline is None else self._piped(self._pipeline, step)
-        self._norm.shards.current = None
+        losses, first_norm = self._compute(step) if self._pipeline is None else self._piped(self._pipeline, step)
+        self._passes.norm.shards.current = None
         loss = self._sum_what_is_known(losses)
-        self._last_gradient = self._clock.mark()
-        num_parts = sum(self._samples_of_replica(step.share, one) > 0 for one in range(self._axes.mesh.dp))
-        # One part alone tells nothing of noise.
-        take = step.take_norms if self._adds_up_replicas and num_parts > 1 else None
-        parts_sqr = None if take is None else self._squared_norm_of_parts(step.share)
+        last_gradient = self._clock.mark()
+        num_replicas = sum(self._samples_of_replica(assignment, one) > 0 for one in range(self._axes.mesh.dp))
+        replicas_sqr: Tensor | None = None
+        if step.take_norms is not None and num_replicas > 1:  # one alone shows no noise
+            replicas_sqr = self._squared_norm_of_replicas(assignment)
         if self._replica_sums is not None:
             self._replica_sums.finish()
-        if take is not None and parts_sqr is not None:
-            size = step.share.global_size
-            take(GradientNorms(parts_sqr, size / num_parts, self._squared_norm(), size))
-        self._aggregated = self._clock.mark()
+        if step.take_norms is not None and replicas_sqr is not None:
+            size = assignment.global_size
+            step.take_norms(GradientNorms(replicas_sqr, size / num_replicas, self._squared_norm(), size))
+        elif step.take_norms is not None and first_norm is not None:
+            step.take_norms(GradientNorms(*first_norm, self._squared_norm(), assignment.global_size))
+        self.communication = last_gradient, self._clock.mark()
         return loss
 
     def _sum_what_is_known(self, losses: Tensor) -> Tensor:
         """The sums over workers that a step needs besides its gradients, in one message; returns the loss."""
-        trained = [p for p in self.module.parameters() if p.requires_grad] if self._tells_of_gradients else []
+        trained = [p for p in self.module.parameters() if p.requires_grad] if self._gradients_may_differ else []
         uses = torch.tensor([float(self._has_gradient(p)) for p in trained], dtype=losses.dtype, device=self._device)
         draws = losses.new_tensor([float(self._has_drawn)])
-        statistics = torch.cat([losses.new_zeros(0), *self._norm.collect(losses)])
+        statistics = torch.cat([losses.new_zeros(0), *self._passes.norm.collect(losses)])
         summed = torch.cat([losses.view(1), draws, uses, statistics])
         if self._axes.data is not None:
             dist.all_reduce(summed, group=self._axes.data)
         loss, draws, uses, statistics = torch.split(summed, [1, 1, len(uses), len(statistics)])
         if self._axes.pp is not None:
             # The last stage alone knows the loss; and norm layers of no stage move where those of one must not.
-            known = torch.cat([loss, statistics.sum().view(1) * 0.0])
+            known = torch.cat([loss, statistics.sum().view(1) * 0.0, draws])
             dist.all_reduce(known, group=self._axes.pp)
-            loss, statistics = known[:1], statistics + known[1]
-        elif self._draws_randomness is None:
-            self._draws_randomness = bool(draws > 0)
-        self._norm.apply(statistics)
+            loss, statistics, draws = known[:1], statistics + known[1], known[2:]
+        if self._must_start_over(bool(draws > 0)):
+            if self._replica_sums is not None:
+                self._replica_sums.finish()  # other replicas may have begun more sums than this one
+            raise DrewTogetherError
+        self._passes.norm.apply(statistics)
         if trained:
             self._agree_on_gradients(trained, uses)
         return loss[0]
@@ -223,7 +236,7 @@ class MeshParallel(EqualAfterEveryStep):
         if parameter.grad is None:
             return False
         # Where a parameter may be unused, it was added up all the same, as zeros.
-        return not self._may_skip or bool(local(parameter.grad).any())
+        return not self._may_skip or bool(local_shard(parameter.grad).any())
 
     def _agree_on_gradients(self, trained: Sequence[Tensor], uses: Tensor) -> None:
         """A parameter that the batch used anywhere has a gradient everywhere, and one that nobody used has none."""
@@ -236,82 +249,68 @@ class MeshParallel(EqualAfterEveryStep):
                 parameter.grad = torch.zeros_like(parameter)
 
     @property
-    def _tells_of_gradients(self) -> bool:
-        """Whether workers might have gradients of other parameters than others."""
+    def _gradients_may_differ(self) -> bool:
+        """Whether workers may have gradients of different parameters."""
         return self._axes.dp is not None or self._may_skip
 
-    @property
-    def _adds_up_replicas(self) -> bool:
-        """Whether replicas' gradients are added up, and nothing is done to them besides."""
-        return self._aggregator is not None and self._aggregator.compressor is None
-
-    def _samples_of_replica(self, share: Assignment, replica: int) -> int:
+    def _samples_of_replica(self, assignment: Assignment, replica: int) -> int:
         degree = self._axes.mesh.fsdp
-        return sum(sum(share.all_sizes[start:stop]) for start, stop in share.runs[replica * degree :][:degree])
+        of_workers = assignment.shards_of_rank[replica * degree :][:degree]
+        return sum(sum(assignment.shard_sizes[start:stop]) for start, stop in of_workers)
 
-    def _squared_norm_of_parts(self, share: Assignment) -> Tensor:
-        """Of the replicas' gradients, before they are added up: the mean, weighted by samples."""
-        weight = self._samples_of_replica(share, share.rank // self._axes.mesh.fsdp) / share.global_size
+    def _squared_norm_of_replicas(self, assignment: Assignment) -> Tensor:
+        """The mean, weighted by samples, of the replicas' squared gradient norms before they are added up."""
+        own = self._samples_of_replica(assignment, assignment.rank // self._axes.mesh.fsdp)
+        weight = own / assignment.global_size
         # A replica holds weight * g, and is one of dp copies in the whole model's norm.
         return self._squared_norm(self._axes.mesh.dp / weight if weight else 0.0)
 
-    def _passes(self, step: StepInput) -> Tensor:
-        """This worker's pieces forward and backward, one after the other; the sum of their weighted losses."""
-        share = step.share
-        pieces = self._pieces(share, share.rank)
-        # Collectives in forward and backward: everybody has to come by as often.
-        num_passes = max(len(self._pieces(share, rank)) for rank in range(len(share.runs)))
+    def _must_start_over(self, somebody_draws: bool) -> bool:
+        if self._pipeline is not None:
+            if somebody_draws:
+                self._pipeline.carry_generators()
+            return somebody_draws
+        if self._passes.is_drawn is None:  # all shards went one by one
+            self._passes.is_drawn = somebody_draws
+            return False
+        return somebody_draws
+
+    def _compute(self, step: StepInput) -> tuple[Tensor, tuple[Tensor, int] | None]:
+        """This worker's shards forward and backward; returns the sum of their weighted losses.
+
+        Also, where gradient noise can be measured by it: the squared norm of the gradient of all workers' first passes,
+        and the number of samples behind it.
+        """
+        assignment, passes = step.assignment, self._passes
+        ranges = [passes.ranges(assignment, rank) for rank in range(len(assignment.shards_of_rank))]
+        own = ranges[assignment.rank]
+        # Collectives in forward and backward: all workers go through as many passes as the busiest one.
+        num_passes = max(len(of_rank) for of_rank in ranges)
         losses = torch.zeros((), dtype=self._dtype, device=self._device)
-        wants_norms = step.take_norms is not None and num_passes > 1 and self._adds_up_every_pass
-        first_sqr: Tensor | None = None
+        first_norm: tuple[Tensor, int] | None = None
         for number in range(num_passes):
             self._sync_gradients(self.module, False)
             if number == num_passes - 1:
                 self._before_last_backward(self.module)
-            if number < len(pieces):
-                losses += self._pass(step, pieces[number])
+            if number < len(own):
+                loss, drew = passes.forward(step, self.module, own[number])
+                self._has_drawn |= drew
+                losses += loss.detach() * own[number].weight
+                passes.backward(step, own[number], loss)
             else:
-                self._stand_in(step)
-            if wants_norms and number == 0:
-                first_sqr = self._squared_norm()
-        if first_sqr is not None and step.take_norms is not None:
-            firsts = [found[0] for rank in range(len(share.runs)) if (found := self._pieces(share, rank))]
-            num_first = sum(sum(piece.sizes) for piece in firsts)
-            weight = sum(piece.weight for piece in firsts)
-            norms = GradientNorms(first_sqr / weight**2, num_first, self._squared_norm(), share.global_size)
-            step.take_norms(norms)
-        return losses
+                with passes.stand_in(step, self.module) as loss:
+                    loss.backward()
+            if number == 0 and num_passes > 1 and step.take_norms is not None and self._adds_up_every_pass:
+                firsts = [of_rank[0] for of_rank in ranges if of_rank]
+                weight = sum(shards.weight for shards in firsts)
+                first_norm = self._squared_norm() / weight**2, sum(sum(shards.sizes) for shards in firsts)
+        return losses, first_norm
 
     @property
     def _adds_up_every_pass(self) -> bool:
         """Whether gradients of all workers are in `.grad` after every pass."""
         mesh = self._axes.mesh
         return mesh.dp == mesh.pp == 1 and (mesh.fsdp == 1 or mesh.zero_stage > 1)
-
-    def _pieces(self, share: Assignment, rank: int) -> list[ShardRange]:
-        one_by_one = self._draws_randomness is not False or self._pipeline is not None
-        of_rank = replace(share, rank=rank)
-        first, stop = share.runs[rank]
-        found: list[ShardRange] = []
-        while first < stop:
-            found.append(of_rank.piece(first, 1 if one_by_one else self._plan.micro_batch_size))
-            first += len(found[-1].sizes)
-        return found
-
-    def _pass(self, step: StepInput, piece: ShardRange) -> Tensor:
-        step.seed_shard(piece.first_shard)
-        self._norm.shards.current = piece.sizes
-        before = generator_states(self._device) if self._draws_randomness is None else None
-        loss = check_loss(step.loss_of(self.module, cut(step.batch, piece.start, piece.stop)))
-        self._has_drawn |= before is not None and before != generator_states(self._device)
-        with self._norm.backward():
-            step.scale(loss * piece.weight).backward()
-        return loss.detach() * piece.weight
-
-    def _stand_in(self, step: StepInput) -> None:
-        with standing_in(self.module):
-            loss = check_loss(step.loss_of(self.module, cut(step.batch, 0, 1)))
-            step.scale(loss * 0.0).backward()
 
     def _sync_gradients(self, module: nn.Module, is_last: bool) -> None:
         """ZeRO 1 adds gradients up once a step, 2 and 3 after every pass."""
@@ -325,33 +324,33 @@ class MeshParallel(EqualAfterEveryStep):
         if self._replica_sums is not None:
             self._replica_sums.await_last(stage)
 
-    def _piped(self, pipeline: Pipeline, step: StepInput) -> Tensor:
-        """This worker's pieces through the stages, as many as those have whom it gathers parameters with."""
-        share = step.share
-        micro_batches = [self._micro_batch(step, piece) for piece in self._pieces(share, share.rank)]
+    def _piped(self, pipeline: Pipeline, step: StepInput) -> tuple[Tensor, None]:
+        """As `_compute`, through the stages; as many micro-batches as the workers it gathers parameters with."""
+        assignment = step.assignment
+        ranges = [self._passes.ranges(assignment, rank) for rank in range(len(assignment.shards_of_rank))]
+        micro_batches = [self._micro_batch(step, shards) for shards in ranges[assignment.rank]]
         if self._axes.mesh.fsdp > 1:
-            most = max(len(self._pieces(share, rank)) for rank in range(len(share.runs)))
+            most = max(len(of_rank) for of_rank in ranges)
             micro_batches += [self._stand_in_batch(step)] * (most - len(micro_batches))
         self._sync_gradients(self.module, False)
-        return pipeline.train_step(micro_batches)
+        losses = pipeline.train_step(micro_batches)
+        self._has_drawn = pipeline.draws_unexpectedly
+        return losses, None
 
-    def _micro_batch(self, step: StepInput, piece: ShardRange) -> MicroBatch:
-        def before_forward() -> None:
-            step.seed_shard(piece.first_shard)
-            self._norm.shards.current = piece.sizes
-
+    def _micro_batch(self, step: StepInput, shards: ShardRange) -> MicroBatch:
         @contextmanager
         def backward() -> Iterator[None]:
-            self._norm.shards.current = piece.sizes  # layers may run again, and another piece was here meanwhile
-            with self._norm.backward():
+            # Layers may run again, and other shards were here meanwhile.
+            self._passes.norm.shards.current = shards.sizes
+            with self._passes.norm.backward():
                 yield
 
         return MicroBatch(
-            loss_of=lambda model: step.loss_of(model, cut(step.batch, piece.start, piece.stop)),
-            before_forward=before_forward,
+            loss_of=lambda model: step.loss_of(model, cut(step.batch, shards.start, shards.stop)),
+            before_forward=lambda: self._passes.enter(step, shards),
             within=step.within,
             backward=backward,
-            weight=piece.weight,
+            weight=shards.weight,
             scale=step.scale,
         )
 
@@ -364,7 +363,7 @@ class MeshParallel(EqualAfterEveryStep):
         return MicroBatch(
             loss_of=lambda model: step.loss_of(model, cut(step.batch, 0, 1)),
             within=within,
-            backward=self._norm.backward,
+            backward=self._passes.norm.backward,
             weight=0.0,
             scale=step.scale,
         )
@@ -375,23 +374,23 @@ class MeshParallel(EqualAfterEveryStep):
         return self._squared_norm().sqrt()
 
     def _squared_norm(self, factor: float = 1.0) -> Tensor:
-        """Of the whole model's gradient; what several workers hold alike counts once. A common act of all workers.
+        """The squared norm of the whole model's gradient; shards that several workers hold count once. A collective.
 
         Args:
-            factor: this worker's part of the sum counts so many times.
+            factor: multiplies what this worker adds to the sum.
         """
-        parts: dict[int, list[Tensor]] = {}
+        shards: dict[int, list[Tensor]] = {}
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None:
-                parts.setdefault(self._num_copies(name, parameter), []).append(local(parameter.grad))
+                shards.setdefault(self._num_copies(name, parameter), []).append(local_shard(parameter.grad))
         zero = torch.zeros((), dtype=self._dtype, device=self._device)
-        total = sum((squared_norm(tensors).to(zero.dtype) / copies for copies, tensors in parts.items()), zero)
+        total = sum((squared_norm(tensors).to(zero.dtype) / copies for copies, tensors in shards.items()), zero)
         total = total * factor
         dist.all_reduce(total, group=self._axes.world)
         return total
 
     def _num_copies(self, name: str, parameter: Tensor) -> int:
-        """How many workers hold just the same part of a parameter."""
+        """How many workers hold the same shard of a parameter."""
         mesh = self._axes.mesh
         copies = mesh.dp
         for axis, degree in (("fsdp", mesh.fsdp), ("tp", mesh.tp)):
@@ -405,7 +404,7 @@ class MeshParallel(EqualAfterEveryStep):
         keeps = place["dp"] == place["fsdp"] == place["tp"] == 0
         for name, tensor in tensors.items():
             if tensor not in gathered:
-                all_of_it = whole(tensor)
+                all_of_it = full_tensor(tensor)
                 gathered[tensor] = all_of_it.cpu() if keeps else all_of_it.new_empty(0)
             found[name] = gathered[tensor]
         if self._axes.pp is not None:
@@ -414,27 +413,20 @@ class MeshParallel(EqualAfterEveryStep):
             found = {name: tensor for stage in stages or [] for name, tensor in stage.items()}
         return found if dist.get_rank(self._axes.world) == 0 else {}
 
-    # --- the rest of the seam ---
-
-    holds_all = False
+    # --- the rest of the contract ---
 
     @property
-    def communication(self) -> tuple[Mark, Mark]:
-        return self._last_gradient, self._aggregated
-
-    @property
-    def changes_buffers(self) -> bool:
-        return bool(unknown_buffers(self.module))
+    def holds_all(self) -> bool:
+        return False
 
     def sync_buffers(self) -> bool:
         broadcast(unknown_buffers(self.module), self._axes.data)
         return True
 
     def shared_state(self) -> dict[str, Any]:
-        return {"draws_randomness": self._draws_randomness}
-
-    def own_state(self) -> dict[str, Any]:
-        return {}
+        return {"draws_randomness": self._passes.is_drawn}
 
     def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:  # noqa: ARG002 - it is an engine
-        self._draws_randomness = shared.get("draws_randomness")
+        self._passes.is_drawn = shared.get("draws_randomness")
+        if self._pipeline is not None and self._passes.is_drawn:
+            self._pipeline.carry_generators()

@@ -8,6 +8,7 @@ statistics of the whole global batch, on CPU too.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -107,6 +108,12 @@ class NormStatistics:
                 yield layer.batch_weight.to(like.dtype)
             layer.batch_mean = layer.batch_var = layer.batch_weight = None
 
+    def reset(self) -> None:
+        """Forget what was seen since the last `collect`."""
+        self.shards.current = None
+        for layer in self.layers:
+            layer.batch_mean = layer.batch_var = layer.batch_weight = None
+
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Gradients are computed within: what layers see of the shards there has been counted already."""
@@ -138,15 +145,18 @@ class NormStatistics:
 
 
 def unknown_buffers(model: nn.Module) -> list[Tensor]:
-    """All buffers but those of our norm layers, which keep theirs equal on all workers, and change them only at the
-    end of a step."""
-    kept_equal = {
-        id(buffer)
-        for layer in model.modules()
-        if isinstance(layer, ShardBatchNorm | SyncBatchNorm)
-        for buffer in layer.buffers(recurse=False)
-    }
-    return [buffer for buffer in model.buffers() if id(buffer) not in kept_equal]
+    """All buffers but those of our norm layers, which keep theirs equal on all workers."""
+    return _buffers_besides(model, ShardBatchNorm | SyncBatchNorm)
+
+
+def forward_buffers(model: nn.Module) -> list[Tensor]:
+    """All buffers that a forward pass may change; `ShardBatchNorm` changes its own at the end of a step."""
+    return _buffers_besides(model, ShardBatchNorm)
+
+
+def _buffers_besides(model: nn.Module, kind: type | types.UnionType) -> list[Tensor]:
+    known = {id(buffer) for layer in model.modules() if isinstance(layer, kind) for buffer in layer._buffers.values()}
+    return [buffer for buffer in model.buffers() if id(buffer) not in known]
 
 
 class SyncBatchNorm(_BatchNorm):

@@ -26,12 +26,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from paceline.errors import JobError, ModelError
-from paceline.parallel.assignment import Assignment, shard_run
-from paceline.parallel.clock import Clock, Mark
-from paceline.parallel.engine import EqualAfterEveryStep, HoldsAll, StepInput, check_loss, cut, statistics_dtype
-from paceline.parallel.generators import generator_states
+from paceline.parallel.assignment import Assignment, shards_of_rank
+from paceline.parallel.clock import Clock
+from paceline.parallel.engine import Engine, StepInput, cut, statistics_dtype
 from paceline.parallel.gradient_norms import GradientNorms, squared_norm
-from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm, unknown_buffers
+from paceline.parallel.norm import ShardBatchNorm, replace_batch_norm
+from paceline.parallel.passes import Passes, Randomness
 from paceline.spec import Job, Plan
 
 
@@ -61,12 +61,11 @@ def describe_one_process(num_devices: int) -> str:
     )
 
 
-class OneProcessDataParallel(EqualAfterEveryStep, HoldsAll):
+class OneProcessDataParallel(Engine):
     """Equal to one device up to rounding; the first device holds the model itself, the others copies of it.
 
-    Masks belong to virtual shards, but threads share the CPU's generator. The very first step therefore goes from
-    device to device, its first pass is one shard, and if that is seen to draw random numbers, every step goes shard by
-    shard from device to device.
+    Dropout masks belong to virtual shards, but threads share the CPU's generator. So the first step goes from device to
+    device, and so does every step once the model has been seen to draw random numbers.
     """
 
     def __init__(self, model: nn.Module, job: Job, plan: Plan, devices: Sequence[torch.device]) -> None:
@@ -88,43 +87,60 @@ class OneProcessDataParallel(EqualAfterEveryStep, HoldsAll):
         self.module = replace_batch_norm(model, ShardBatchNorm) if job.norm == "shard" else model
         self._plan = plan
         first, *others = devices
-        self._replicas = [_Replica(self.module, first)]
-        self._replicas += [_Replica(copy.deepcopy(self.module).to(device), device) for device in others]
+        self._randomness = Randomness()
+        models = [self.module, *(copy.deepcopy(self.module).to(device) for device in others)]
+        self._replicas = [
+            _Replica(model, device, self._passes(model, device, len(devices)))
+            for model, device in zip(models, devices, strict=True)
+        ]
         self._dtype = statistics_dtype(self.module)
-        # Where a norm's statistics depend on the device's share, it is not split for the sake of randomness.
-        self._may_split = job.norm == "shard" or not any(isinstance(m, _BatchNorm) for m in model.modules())
-        self._draws_randomness: bool | None = None
         self._clock = Clock(first)
-        self._last_gradient = self._aggregated = self._clock.mark()
+        now = self._clock.mark()
+        self.communication = now, now
         self._threads = ThreadPoolExecutor(max(1, len(others)), "paceline-device")
 
     def close(self) -> None:
         """End the threads."""
         self._threads.shutdown()
 
+    def _passes(self, model: nn.Module, device: torch.device, num_devices: int) -> Passes:
+        return Passes(
+            model,
+            device,
+            self._plan.micro_batch_size,
+            may_split=all(isinstance(m, ShardBatchNorm) for m in model.modules() if isinstance(m, _BatchNorm)),
+            is_concurrent=num_devices > 1,
+            randomness=self._randomness,
+        )
+
     def gradients(self, step: StepInput) -> Tensor:
-        shares = _spread(step.share, len(self._replicas))
-        busy = self._replicas[: len(shares)]
+        return self._replicas[0].passes.starting_over(lambda: self._train(step))
+
+    def _train(self, step: StepInput) -> Tensor:
+        """Compute and aggregate the gradient; returns the loss."""
+        assignments = _divide(step.assignment, len(self._replicas))
+        busy = self._replicas[: len(assignments)]
         for replica in busy[1:]:
             replica.take_over(self.module)
         computing = [
-            functools.partial(self._compute, replica, step, share) for replica, share in zip(busy, shares, strict=True)
+            functools.partial(self._compute, replica, step, assignment)
+            for replica, assignment in zip(busy, assignments, strict=True)
         ]
-        told = self._run(computing)
-        self._last_gradient = self._clock.mark()
+        statistics = self._run(computing)
+        last_gradient = self._clock.mark()
         small_sqrs = [replica.squared_norm() for replica in busy] if step.take_norms is not None else []
         for replica in busy[1:]:
             replica.add_gradients_to(self.module)
-        summed = torch.stack([one.to(told[0].device) for one in told]).sum(0)
-        busy[0].norm.apply(summed[1:])
-        self._aggregated = self._clock.mark()
+        summed = torch.stack([one.to(statistics[0].device) for one in statistics]).sum(0)
+        busy[0].passes.norm.apply(summed[1:])
+        self.communication = last_gradient, self._clock.mark()
         if step.take_norms is not None and len(busy) > 1:
-            step.take_norms(self._norms(step.share, shares, small_sqrs))
+            step.take_norms(self._norms(step.assignment, assignments, small_sqrs))
         return summed[0]
 
     def _run(self, computing: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
         """A thread for each device, this one for the first; an error is raised when none of them computes any more."""
-        if self._draws_randomness is not False:
+        if self._randomness.is_drawn is not False:
             return [compute() for compute in computing]
         others = [self._threads.submit(compute) for compute in computing[1:]]
         try:
@@ -133,82 +149,57 @@ class OneProcessDataParallel(EqualAfterEveryStep, HoldsAll):
             wait(others)
         return [mine, *(other.result() for other in others)]
 
-    def _compute(self, replica: _Replica, step: StepInput, share: Assignment) -> Tensor:
+    def _compute(self, replica: _Replica, step: StepInput, assignment: Assignment) -> Tensor:
         """One device's part of a step: returns [loss, norm statistics], leaves gradients with the replica."""
+        passes = replica.passes
         with torch.cuda.device(replica.device) if replica.device.type == "cuda" else nullcontext():
-            batch = _to(cut(step.batch, *_within(step.share, share)), replica.device)
+            batch = _to(cut(step.batch, *_within(step.assignment, assignment)), replica.device)
             losses = torch.zeros((), dtype=self._dtype, device=replica.device)
-            replica.norm.shards.all = share.all_sizes
-            next_shard, stop = share.runs[share.rank]
-            while next_shard < stop:
-                one_by_one = self._may_split and self._draws_randomness is not False
-                piece = share.piece(next_shard, 1 if one_by_one else self._plan.micro_batch_size)
-                next_shard += len(piece.sizes)
-                replica.norm.shards.current = piece.sizes
-                loss = self._forward(replica, step, piece.first_shard, cut(batch, piece.start, piece.stop))
-                losses += loss.detach() * piece.weight
-                with replica.norm.backward():
-                    step.scale(loss * piece.weight).backward()
-            replica.norm.shards.current = None
+            on_device = dataclasses.replace(step, assignment=assignment, batch=batch)
+            for shards, loss in passes.losses(on_device, replica.module):
+                losses += loss.detach() * shards.weight
+                passes.backward(step, shards, loss)
             if all(parameter.grad is None for parameter in replica.module.parameters()):
                 raise ModelError(
                     "The loss did not go through the model that the loss function is given, which is another one on "
                     "each device of dp_one_process; call that model."
                 )
-            return torch.cat([losses.view(1), *replica.norm.collect(losses)])
+            return torch.cat([losses.view(1), *passes.norm.collect(losses)])
 
-    def _forward(self, replica: _Replica, step: StepInput, shard: int, part: Any) -> Tensor:
-        if self._draws_randomness is False:
-            return check_loss(step.loss_of(replica.module, part))
-        step.seed_shard(shard)
-        before = generator_states(replica.device) if self._draws_randomness is None else ()
-        loss = check_loss(step.loss_of(replica.module, part))
-        if self._draws_randomness is None:
-            self._draws_randomness = before != generator_states(replica.device)
-        return loss
-
-    def _norms(self, whole: Assignment, shares: Sequence[Assignment], small_sqrs: Sequence[Tensor]) -> GradientNorms:
-        """Gradients of the devices' parts and of the batch; the replicas held weight * gradient."""
-        weights = [sum(share.sizes) / whole.global_size for share in shares]
+    def _norms(
+        self, whole: Assignment, assignments: Sequence[Assignment], small_sqrs: Sequence[Tensor]
+    ) -> GradientNorms:
+        """Norms of the devices' gradients and of their sum; the replicas held weight * gradient."""
+        weights = [sum(assignment.sizes) / whole.global_size for assignment in assignments]
         first = small_sqrs[0].device
         means = [sqr.to(first) / weight for sqr, weight in zip(small_sqrs, weights, strict=True)]
         large_sqr = self._replicas[0].squared_norm()
-        return GradientNorms(torch.stack(means).sum(), whole.global_size / len(shares), large_sqr, whole.global_size)
-
-    @property
-    def changes_buffers(self) -> bool:
-        return bool(unknown_buffers(self.module))
-
-    def sync_buffers(self) -> bool:
-        return True
+        return GradientNorms(
+            torch.stack(means).sum(), whole.global_size / len(assignments), large_sqr, whole.global_size
+        )
 
     def shared_state(self) -> dict[str, Any]:
-        return {"draws_randomness": self._draws_randomness}
+        return {"draws_randomness": self._randomness.is_drawn}
 
-    def own_state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:  # noqa: ARG002
-        self._draws_randomness = shared.get("draws_randomness")
-
-    @property
-    def communication(self) -> tuple[Mark, Mark]:
-        return self._last_gradient, self._aggregated
+    def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:  # noqa: ARG002 - it is an engine
+        self._randomness.is_drawn = shared.get("draws_randomness")
 
 
 class _Replica:
-    """The model on one device, with the statistics that its norm layers collect there."""
+    """The model on one device."""
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, passes: Passes) -> None:
         self.module = module
         self.device = device
-        self.norm = NormStatistics(module)
+        self.passes = passes
 
     @torch.no_grad()
     def take_over(self, model: nn.Module) -> None:
-        """Parameters, buffers and modes of `model`; no gradients."""
+        """Parameters, buffers, modes and settings (a dropout rate) of `model`; no gradients, no norm statistics."""
+        self.passes.norm.reset()
         for mine, theirs in zip(self.module.modules(), model.modules(), strict=True):
-            mine.training = theirs.training
+            settings = {key: value for key, value in vars(theirs).items() if isinstance(value, bool | int | float)}
+            vars(mine).update(settings)
         for own, other in zip(self.module.parameters(), model.parameters(), strict=True):
             own.copy_(other, non_blocking=True)
             own.requires_grad_(other.requires_grad)
@@ -229,13 +220,13 @@ class _Replica:
         return squared_norm(p.grad for p in self.module.parameters() if p.grad is not None)
 
 
-def _spread(share: Assignment, num_devices: int) -> list[Assignment]:
-    """The worker's shards over its devices, neighbours together; fewer parts where there are fewer shards."""
-    start, stop = share.runs[share.rank]
-    num_parts = min(num_devices, stop - start)
-    own = [shard_run(part, num_parts, stop - start) for part in range(num_parts)]
-    runs = tuple((start + begin, start + end) for begin, end in own)
-    return [dataclasses.replace(share, runs=runs, rank=part) for part in range(num_parts)]
+def _divide(assignment: Assignment, num_devices: int) -> list[Assignment]:
+    """The worker's shards over its devices, neighbours together; fewer devices where there are fewer shards."""
+    start, stop = assignment.own
+    num_busy = min(num_devices, stop - start)
+    own = [shards_of_rank(device, num_busy, stop - start) for device in range(num_busy)]
+    of_devices = tuple((start + begin, start + end) for begin, end in own)
+    return [dataclasses.replace(assignment, shards_of_rank=of_devices, rank=device) for device in range(num_busy)]
 
 
 def _within(whole: Assignment, part: Assignment) -> tuple[int, int]:
@@ -246,4 +237,4 @@ def _within(whole: Assignment, part: Assignment) -> tuple[int, int]:
 
 
 def _to(batch: Any, device: torch.device) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch)
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device, non_blocking=True), batch)

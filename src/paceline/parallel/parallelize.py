@@ -16,9 +16,9 @@ from paceline.parallel.async_servers import AsyncServers, describe_asynchrony
 from paceline.parallel.bitwise import BitwiseDataParallel
 from paceline.parallel.dp import DataParallel
 from paceline.parallel.engine import Engine
-from paceline.parallel.local_sgd import LocalSGD, aggregator_inside_node, describe_meetings
+from paceline.parallel.initial_weights import initial_weights, is_on_meta
+from paceline.parallel.local_sgd import LocalSGD, aggregator_inside_node, describe_outer_steps
 from paceline.parallel.one_process import OneProcessDataParallel, describe_one_process, devices_of_process
-from paceline.parallel.start import is_on_meta, start_weights
 from paceline.spec import AlgorithmName, Job, Plan, check_mesh
 
 
@@ -62,7 +62,7 @@ def parallelize(
         meshed = MeshParallel(model, job, plan, device, axes, example, may_skip=find_unused_parameters)
         return Parallelized(meshed, meshed.algorithm, tuple(meshed.notes), _closing(meshed.close))
     if is_on_meta(model):
-        start_weights(model, group)(model, device)
+        initial_weights(model, group)(model, device)
     if plan.devices_in_process > 1:
         one = OneProcessDataParallel(model, job, plan, devices_of_process(plan, device))
         return Parallelized(one, plan.algorithm, (describe_one_process(plan.devices_in_process),), _closing(one.close))
@@ -92,7 +92,7 @@ def parallelize(
                 inside = aggregator_inside_node(aggregator.links, plan)
             if inside is not None:
                 on_error.callback(inside.scheduler.close)
-            notes.append(describe_meetings(spec))
+            notes.append(describe_outer_steps(spec))
             engine = LocalSGD(model, job, plan, device, aggregator, inside, find_unused_parameters)
         return Parallelized(engine, algorithm, tuple(notes), on_error.pop_all())
 

@@ -1,7 +1,7 @@
-"""The fsdp axis: every worker keeps a part of the parameters and gathers a block's just before it computes with it.
+"""The fsdp axis: every worker keeps a shard of the parameters and gathers a block's just before computing with it.
 
-torch's `fully_shard` does it (Zhao et al. 2023, "PyTorch FSDP"; Rajbhandari et al. 2020, "ZeRO", for the stages). What
-is ours: which modules make a block, and sums in place of means, because losses are weighted by samples already.
+By torch's `fully_shard` (Zhao et al. 2023, "PyTorch FSDP"; Rajbhandari et al. 2020, "ZeRO", for the stages). Ours are
+the choice of the blocks, and sums in place of means, because losses are weighted by samples already.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def groups_of(found: list[nn.Module], min_bytes: int = MIN_BLOCK_BYTES) -> Iterator[list[nn.Module]]:
+def block_groups(found: list[nn.Module], min_bytes: int = MIN_BLOCK_BYTES) -> Iterator[list[nn.Module]]:
     """Neighbours together until they hold `min_bytes` of parameters."""
     group: list[nn.Module] = []
     size_bytes = 0
@@ -48,8 +48,8 @@ def groups_of(found: list[nn.Module], min_bytes: int = MIN_BLOCK_BYTES) -> Itera
         yield group
 
 
-def apart(model: nn.Module, found: list[nn.Module]) -> list[nn.Module]:
-    """Of some blocks, those that share no parameter with anything else; the others are the whole model's to gather."""
+def independent_blocks(model: nn.Module, found: list[nn.Module]) -> list[nn.Module]:
+    """Those of some blocks that share no parameter with any other module; the model itself gathers the rest."""
     holders: Counter[nn.Parameter] = Counter()
     for module in model.modules():
         holders.update(set(module.parameters(recurse=False)))
@@ -67,7 +67,7 @@ def apart(model: nn.Module, found: list[nn.Module]) -> list[nn.Module]:
 def shard(
     model: nn.Module, mesh: DeviceMesh, zero_stage: int, *, cpu_offload: bool, may_skip: bool = False
 ) -> FSDPModule:
-    """Assignment out the parameters of `model` over the axis `mesh`, in place; they become DTensors.
+    """Shard the parameters of `model` over the axis `mesh`, in place; they become DTensors.
 
     Parameters may be on the meta device, or DTensors of another axis of the same mesh.
 
@@ -77,9 +77,9 @@ def shard(
     """
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     wrap = functools.partial(fully_shard, mesh=mesh, reshard_after_forward=zero_stage == 3, offload_policy=offload)
-    found = [] if may_skip else apart(model, blocks(model))
+    found = [] if may_skip else independent_blocks(model, blocks(model))
     if found and found[0] is not model:
-        for group in groups_of(found):
+        for group in block_groups(found):
             wrap(cast(Any, group if len(group) > 1 else group[0]))
     wrap(model)
     for module in sharded_modules(model):

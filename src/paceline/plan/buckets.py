@@ -8,7 +8,7 @@ from collections.abc import Callable
 BUCKET_BYTES = 25 * 2**20
 """What DistributedDataParallel collects before it sends (Li et al. 2020, "PyTorch Distributed", section 4.2)."""
 BACKWARD_SHARE = 2 / 3
-"""Of a pass: backward multiplies twice where forward multiplies once."""
+"""The fraction of a pass that backward takes: it multiplies twice where forward multiplies once."""
 
 
 def num_buckets(size_bytes: float) -> int:

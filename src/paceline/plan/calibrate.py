@@ -20,11 +20,9 @@ from numpy.typing import NDArray
 
 from paceline.errors import JobError
 from paceline.plan.collectives import COSTS
-from paceline.plan.model import Layout, Level, Network, StepForecast
+from paceline.plan.model import Layout, LinkCost, Network, StepForecast
 from paceline.plan.step_time import (
     INTERVAL_SIGMAS,
-    ComputeTime,
-    StepModel,
     bound_by,
     compute_s,
     expected_maximum,
@@ -50,8 +48,8 @@ _TINY_STEP = 1e-5
 """In the logarithm of a constant, for a slope."""
 _FARTHEST = 3.5
 """Deviations of the prior within which a constant must stay."""
-_CONTRADICTS_SIGMAS, _CONTRADICTS_FACTOR = 4.0, 1.1
-"""A row contradicts the others if their forecast misses it by both."""
+_OUTLIER_SIGMAS, _OUTLIER_FACTOR = 4.0, 1.1
+"""A row is an outlier if the forecast from the others misses it by both."""
 
 
 @dataclass(frozen=True)
@@ -82,16 +80,16 @@ class Constants:
     """What is fitted; all of it positive."""
 
     fixed_s: float
-    """Of a micro-batch, however small."""
+    """Seconds of a micro-batch, however small."""
     per_sample_s: float
     floor_s: float
     """Launching the kernels of a micro-batch."""
     inside_alpha_s: float
-    """A message inside a node. A step's gradients travel in several buckets, so it is the sum over those."""
+    """Latency of messages inside a node: the sum over the buckets in which a step's gradients travel."""
     inside_beta_s_per_byte: float
     between_alpha_s: float
     between_beta_s_per_byte: float
-    """The link between three nodes."""
+    """Seconds a byte takes between the nodes of three or more."""
     pair_slowdown: float
     """Two nodes alone have one path between them, whose flows a cloud caps: each byte takes 1 + this as long."""
     growth_slowdown: float
@@ -114,8 +112,8 @@ class Constants:
         nodes = layout.num_nodes
         slowdown = 1 + self.pair_slowdown if nodes == 2 else 1 + self.growth_slowdown * math.log2(max(nodes, 2) / 2)
         return Network(
-            inside=Level(self.inside_alpha_s, self.inside_beta_s_per_byte),
-            between=Level(self.between_alpha_s, self.between_beta_s_per_byte * slowdown * link_ratio),
+            inside=LinkCost(self.inside_alpha_s, self.inside_beta_s_per_byte),
+            between=LinkCost(self.between_alpha_s, self.between_beta_s_per_byte * slowdown * link_ratio),
         )
 
 
@@ -128,7 +126,7 @@ class Prior:
 
 
 @dataclass(frozen=True)
-class Contradiction:
+class Outlier:
     """A row that the others do not explain."""
 
     row: int
@@ -150,29 +148,17 @@ class Calibration:
 
     constants: Constants
     covariance: Array
-    """Of the logarithms of the constants, in their order."""
-    ends: Array
-    """Logarithms of the constants as far as they may be from the fitted ones: rows 2 k and 2 k + 1 are the ends of one
-    principal axis of what is uncertain, where a normal quantity is nine times of ten."""
+    """Covariance of the logarithms of the constants, in their order."""
+    axis_ends: Array
+    """Logarithms of the constants at the ends of the 90 % interval along each principal axis of their uncertainty: rows
+    2 k and 2 k + 1 are the two ends of axis k."""
     error: float
     """Standard deviation of log(measured / forecast) that the constants leave."""
     gradient_bytes: float
-    """Of a placement that does not say."""
+    """Gradient size of a placement that does not give its own."""
     link_bytes_per_s: float | None
     """What `between_beta_s_per_byte` is for, where the rows tell."""
-    contradictions: tuple[Contradiction, ...] = ()
-
-    def step_model(self) -> StepModel:
-        """What is known of the job's step but for communication."""
-        constants = self.constants
-        return StepModel(
-            compute=ComputeTime(constants.fixed_s, constants.per_sample_s, constants.floor_s),
-            overlap_exponent=1 + constants.overlap_beyond_sum,
-            tail_fraction=min(constants.tail_fraction, 1.0),
-            straggler_spread=constants.straggler_spread,
-            neighbour_slowdown=constants.neighbour_slowdown,
-            error=math.hypot(self.error, _UNSEEN_ERROR),
-        )
+    outliers: tuple[Outlier, ...] = ()
 
     def relative_deviation(self, name: str) -> float:
         """How uncertain a constant still is: a factor of e^this."""
@@ -191,7 +177,7 @@ def fit(observations: Sequence[Observation]) -> Calibration:
         JobError: no row, or one whose algorithm has no price.
     """
     calibration = _fit(observations)
-    return replace(calibration, contradictions=_contradictions(observations, calibration))
+    return replace(calibration, outliers=_outliers(observations, calibration))
 
 
 def predict(calibration: Calibration, placements: Sequence[Placement]) -> list[StepForecast]:
@@ -221,7 +207,7 @@ def predict(calibration: Calibration, placements: Sequence[Placement]) -> list[S
 
 
 def _interval(calibration: Calibration, steps: _Steps, total: Array) -> tuple[Array, Array]:
-    """The factors to either end of the interval in which a measurement is nine times of ten.
+    """The factors to either end of the 90 % prediction interval of a measurement.
 
     Along each principal axis of the constants the slope tells what it does to the forecast, or its end where that is
     more: how slow a sum may be that hides behind computing shows in no slope. Axes are independent: squares add up.
@@ -234,7 +220,7 @@ def _interval(calibration: Calibration, steps: _Steps, total: Array) -> tuple[Ar
     rises = falls.copy()
     for axis, slope in enumerate(linear.T):
         shifts = []
-        for end in calibration.ends[2 * axis : 2 * axis + 2]:
+        for end in calibration.axis_ends[2 * axis : 2 * axis + 2]:
             constants = _constants(end)
             there = steps.parts(constants, steps.communication_s(constants))
             shifts.append(np.log(there.total_s / total))
@@ -243,17 +229,17 @@ def _interval(calibration: Calibration, steps: _Steps, total: Array) -> tuple[Ar
     return np.exp(-np.sqrt(falls)), np.exp(np.sqrt(rises))
 
 
-def _ends(logs: Array, covariance: Array, misfit: Callable[[Array], float]) -> Array:
+def _axis_ends(logs: Array, covariance: Array, misfit: Callable[[Array], float]) -> Array:
     """The ends of the principal axes, nearer where the rows do not bear as much as the covariance promises."""
     variances, directions = np.linalg.eigh(covariance)
     most = misfit(logs) + 2 * INTERVAL_SIGMAS**2  # a normal distribution would have half of this added
-    ends = []
+    axis_ends = []
     for axis in (INTERVAL_SIGMAS * np.sqrt(np.maximum(variances, 0.0)) * directions).T:
         for shift in (axis, -axis):
             while misfit(logs + shift) > most and np.abs(shift).max() > _TINY_STEP:
                 shift = shift / 2
-            ends.append(logs + shift)
-    return np.array(ends)
+            axis_ends.append(logs + shift)
+    return np.array(axis_ends)
 
 
 def sensitivities(calibration: Calibration, placements: Sequence[Placement]) -> Array:
@@ -280,7 +266,7 @@ def uninformed(placements: Sequence[Placement], step_time_s: float = 0.1) -> Cal
     return Calibration(
         constants=medians,
         covariance=covariance,
-        ends=_ends(_logs(medians), covariance, lambda logs: 0.0),  # noqa: ARG005 - no row to miss
+        axis_ends=_axis_ends(_logs(medians), covariance, lambda logs: 0.0),  # noqa: ARG005 - no row to miss
         error=_PRIOR_ERROR,
         gradient_bytes=gradient_bytes or UNKNOWN_GRADIENT_BYTES,
         link_bytes_per_s=link,
@@ -320,7 +306,7 @@ def _priors(step_s: float, micro_batch_size: int, gradient_bytes: float | None, 
 
 @dataclass(frozen=True)
 class _Parts:
-    """Of many steps, an array each."""
+    """Seconds of many steps: an array for each part of a step."""
 
     compute_s: Array
     slowest_s: Array
@@ -397,19 +383,21 @@ def _fit(observations: Sequence[Observation], near: Calibration | None = None) -
     lowest, highest = medians - _FARTHEST * deviations, medians + _FARTHEST * deviations
     steps = _Steps.of(placements, gradient_bytes or UNKNOWN_GRADIENT_BYTES, link)
     measured = np.log([observation.step_time_s for observation in observations])
-    alone = np.log([_alone_s(observation) for observation in observations])
-    with_alone = np.flatnonzero(np.isfinite(alone))
-    num_measured = len(measured) + len(with_alone)
+    compute_only = np.log([_compute_only_s(observation) for observation in observations])
+    with_compute = np.flatnonzero(np.isfinite(compute_only))
+    num_measured = len(measured) + len(with_compute)
 
     def misses(logs: Array) -> Array:
-        """log(forecast / measured), of steps and then of what was computed alone where that was measured."""
+        """log(forecast / measured), of steps and then of computing by itself where that was measured."""
         constants = _constants(logs)
         parts = steps.parts(constants, steps.communication_s(constants))
-        return np.concatenate([np.log(parts.total_s) - measured, (np.log(parts.compute_s) - alone)[with_alone]])
+        return np.concatenate(
+            [np.log(parts.total_s) - measured, (np.log(parts.compute_s) - compute_only)[with_compute]]
+        )
 
     def jacobian(logs: Array, error: float) -> Array:
         of_total, of_compute = _slopes(steps, logs, np.full(len(logs), _TINY_STEP))
-        return np.concatenate([of_total / error, of_compute[with_alone] / error, np.diag(1 / deviations)])
+        return np.concatenate([of_total / error, of_compute[with_compute] / error, np.diag(1 / deviations)])
 
     def residuals(logs: Array, error: float) -> Array:
         return np.concatenate([misses(logs) / error, (logs - medians) / deviations])
@@ -445,7 +433,7 @@ def _fit(observations: Sequence[Observation], near: Calibration | None = None) -
     return Calibration(
         constants=_constants(solution.x),
         covariance=covariance,
-        ends=_ends(solution.x, covariance, lambda logs: misfit(logs, error)),
+        axis_ends=_axis_ends(solution.x, covariance, lambda logs: misfit(logs, error)),
         error=error,
         gradient_bytes=gradient_bytes or UNKNOWN_GRADIENT_BYTES,
         link_bytes_per_s=link,
@@ -459,7 +447,7 @@ def _common(placements: Sequence[Placement]) -> tuple[float | None, float | None
     return (float(np.median(sizes)) if sizes else None), (float(np.median(links)) if links else None)
 
 
-def _alone_s(observation: Observation) -> float:
+def _compute_only_s(observation: Observation) -> float:
     """What a worker computed, where the time it waited was measured; NaN elsewhere."""
     if observation.sync_time_s is None:
         return math.nan
@@ -486,7 +474,7 @@ def _error_left(misses: Array, error: float, jacobian: Array, num_constants: int
     return math.sqrt((_PRIOR_ERROR_WEIGHT * _PRIOR_ERROR**2 + squares.sum()) / (_PRIOR_ERROR_WEIGHT + freedom))
 
 
-def _contradictions(observations: Sequence[Observation], calibration: Calibration) -> tuple[Contradiction, ...]:
+def _outliers(observations: Sequence[Observation], calibration: Calibration) -> tuple[Outlier, ...]:
     """Rows that a fit of all others misses by far; only those are tried that the common fit has trouble with."""
     if len(observations) < 4:
         return ()
@@ -505,8 +493,8 @@ def _contradictions(observations: Sequence[Observation], calibration: Calibratio
         miss = math.log(observations[row].step_time_s / forecast.total_s)
         end_s = forecast.high_s if miss > 0 else forecast.low_s
         sigma = abs(math.log(end_s / forecast.total_s)) / INTERVAL_SIGMAS
-        if abs(miss) > max(_CONTRADICTS_SIGMAS * sigma, math.log(_CONTRADICTS_FACTOR)):
-            found.append(Contradiction(row, observations[row].step_time_s, forecast.total_s))
+        if abs(miss) > max(_OUTLIER_SIGMAS * sigma, math.log(_OUTLIER_FACTOR)):
+            found.append(Outlier(row, observations[row].step_time_s, forecast.total_s))
     return tuple(found)
 
 

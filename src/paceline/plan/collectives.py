@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from paceline.errors import JobError
-from paceline.plan.model import Layout, Level, Network
+from paceline.plan.model import Layout, LinkCost, Network
 from paceline.spec import AlgorithmName
 
 Cost = Callable[[float, Layout, Network, int], float]
@@ -184,17 +184,7 @@ COSTS: dict[AlgorithmName, Cost] = {
 _TWO_LEVEL = ("hierarchical", "parameter_server_two_level")
 
 
-def bandwidth_bound_s(size_bytes: float, layout: Layout, network: Network) -> float:
-    """What no algorithm beats, whatever its latency: for N > 1 nodes 2 (N - 1) / N of the vector over a node's link
-    (Patarasuk and Yuan 2009, with a node as one participant); inside a single node the same over a worker's link."""
-    n = layout.num_nodes
-    level = network.between
-    if n == 1:
-        n, level = layout.num_workers, network.inside
-    return 2 * (n - 1) / n * size_bytes * level.beta_s_per_byte
-
-
-def _start_s(level: Level, network: Network) -> float:
+def _start_s(level: LinkCost, network: Network) -> float:
     return level.alpha_s + network.per_message_s
 
 

@@ -1,4 +1,4 @@
-"""How much memory a device needs for a job, by the way the model is shared out.
+"""How much memory a device needs for a job on a mesh, and how much it has.
 
 Four things lie in a device's memory: parameters, gradients, optimizer state, and the activations that the backward pass
 waits for. The first three follow from the number of parameters (Rajbhandari et al. 2020, "ZeRO", section 3); the
@@ -14,23 +14,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 from paceline.errors import ModelError
 from paceline.partition import StageLimits, best_cut, micro_batches_in_flight, split
-from paceline.spec import Job, Mesh, MicroBatchTiming
+from paceline.spec import Cluster, Job, Mesh, MicroBatchTiming
 from paceline.spec.model_cost import Activations, DeviceMemory, LayerCost, Layers
 
-Recompute = Literal["none", "selective", "full"]
-
 USABLE_FRACTION = 0.92
-"""Of a device's memory; the rest is the driver's, the communication library's and lost between allocations."""
-ACTIVATION_WIDTH = 2.0
+"""The rest of a device's memory is the driver's, the communication library's and lost between allocations."""
+_ACTIVATION_BYTES = 2.0
 """Bytes of an activation in 16 bits, which transformers are counted in."""
 _ALL_REDUCES_PER_LAYER = 4
-"""Of tensor parallelism: two forward, two backward (Shoeybi et al. 2019, "Megatron-LM", section 3)."""
+"""All-reduces of a tensor group, two forward and two backward (Shoeybi et al. 2019, "Megatron-LM", section 3)."""
 _REPLICATED_FRACTION = 10 / 34
-"""Of a transformer layer's activations, what each worker of a tensor group keeps whole (Korthikanti et al. 2022)."""
+"""The fraction of a transformer layer's activations that tensor groups do not divide (Korthikanti et al. 2022)."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +43,6 @@ class StateBytes:
         return self.parameter + self.gradient + self.optimizer
 
 
-MIXED_ADAM = StateBytes(2.0, 2.0, 12.0)
-"""Adam over 16-bit parameters: a float32 copy, momentum and variance (Rajbhandari et al. 2020, K = 12)."""
-
-
 def state_bytes(job: Job) -> StateBytes:
     """What the job's optimizer keeps. 16-bit precisions compute in 16 bits; parameters stay float32."""
     width = 8.0 if job.precision == "float64" else 4.0
@@ -58,11 +51,11 @@ def state_bytes(job: Job) -> StateBytes:
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """What sharing out a transformer depends on."""
+    """The dimensions that a transformer's memory and messages depend on."""
 
     num_layers: int
     width: int
-    """Of a token's vector; h in the papers."""
+    """Length of a token's vector; h in the papers."""
     num_heads: int
     sequence: int
     """Tokens a sample."""
@@ -86,50 +79,41 @@ def measured_activations(
     return Activations(slope, max(0.0, mean_peak - slope * mean_size - held))
 
 
-def transformer_activation_bytes(
-    shape: TransformerShape,
-    num_samples: int,
-    *,
-    tp: int = 1,
-    is_sequence_parallel: bool = False,
-    recompute: Recompute = "none",
-) -> float:
-    """Bytes of all layers' activations in 16 bits, kept for the backward pass.
-
-    With s tokens, b samples, width h, a heads and tensor degree t, a layer keeps (Korthikanti et al. 2022, table 2)
-    sbh (10 + 24/t + 5as/(ht)), with sequence parallelism sbh/t (34 + 5as/h); selective recomputation drops the terms
-    with 5as, full recomputation leaves 2sbh.
-    """
-    tokens = shape.sequence * num_samples * shape.width
-    attention = 0.0 if recompute == "selective" else 5 * shape.num_heads * shape.sequence / shape.width
-    if recompute == "full":
-        per_token = 2.0
-    elif is_sequence_parallel:
-        per_token = (34 + attention) / tp
-    else:
-        per_token = 10 + (24 + attention) / tp
-    return shape.num_layers * tokens * per_token
-
-
-def transformer_activations(shape: TransformerShape, recompute: Recompute = "none") -> Activations:
-    """The same on one device, by sample."""
-    return Activations(transformer_activation_bytes(shape, 1, recompute=recompute))
-
-
 def transformer_layers(shape: TransformerShape, num_parameters: float) -> Layers:
-    """Equal layers that share all the parameters; what stands before and behind them is small beside them."""
-    activation_bytes = shape.sequence * shape.width * ACTIVATION_WIDTH
+    """Equal layers that share all the parameters; what stands before and behind them is small beside them.
+
+    In 16 bits, with s tokens, width h and a heads, a layer keeps s h (34 + 5 a s / h) bytes of activations a sample
+    (Korthikanti et al. 2022, table 2), of which a tensor group keeps 10 s h on every worker.
+    """
+    token_bytes = shape.sequence * shape.width
     layer = LayerCost(
         time_s=1.0,
         parameter_bytes=num_parameters / shape.num_layers,
-        activation_bytes=transformer_activation_bytes(shape, 1) / shape.num_layers,
-        output_bytes=activation_bytes,
+        activation_bytes=token_bytes * (34 + 5 * shape.num_heads * shape.sequence / shape.width),
+        output_bytes=token_bytes * _ACTIVATION_BYTES,
         num_tensor_slices=shape.num_heads,
         num_all_reduces=_ALL_REDUCES_PER_LAYER,
-        all_reduce_bytes=activation_bytes,
+        all_reduce_bytes=token_bytes * _ACTIVATION_BYTES,
         replicated_fraction=_REPLICATED_FRACTION,
     )
     return (layer,) * shape.num_layers
+
+
+def smallest_device_bytes(cluster: Cluster) -> float:
+    return float(min(device.memory_bytes for device in cluster.devices))
+
+
+def worker_memory_bytes(cluster: Cluster, most_on_node: int) -> float:
+    """Memory of one worker: the smallest device's; on CPU the workers of the fullest node share the smallest node's."""
+    if cluster.device_kind == "cuda":
+        return smallest_device_bytes(cluster)
+    return min(node.memory_bytes for node in cluster.nodes) / most_on_node
+
+
+def workers_on_fullest_node(cluster: Cluster, num_workers: int) -> int:
+    """How many of a run's workers the fullest of the cluster's nodes gets."""
+    on_first = min(num_workers, len(cluster.nodes[0].devices))
+    return max(on_first, -(-num_workers // len(cluster.nodes)))
 
 
 @lru_cache(maxsize=256)
@@ -165,10 +149,10 @@ def device_memory(
     activations of the stage's layers. Recomputation keeps what layers give each other, and one layer's activations.
 
     Args:
-        micro_batch_size: Samples of one forward pass of one share of the batch.
-        num_micro_batches: Of one share in one step.
-        layers: Empty: as many equal ones as there are stages, which tensor groups share out as transformers'.
-        memory_bytes: Of one device.
+        micro_batch_size: Samples of one forward pass.
+        num_micro_batches: Micro-batches of one worker in a step.
+        layers: Empty: as many equal ones as there are stages, which tensor groups divide like a transformer's.
+        memory_bytes: Memory of one device.
     """
     layers = layers or (_equal_layer(mesh.tp),) * mesh.pp
     per_parameter = num_parameters / (sum(layer.parameter_bytes for layer in layers) or 1.0)

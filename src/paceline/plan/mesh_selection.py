@@ -7,17 +7,25 @@ import math
 from dataclasses import dataclass, field
 
 from paceline.errors import ClusterError, JobError
-from paceline.plan.advice import duration
-from paceline.plan.forecast import ForecastInputs, Question, needs_replicas, shard_size
-from paceline.plan.memory import USABLE_FRACTION, device_memory, fits, state_bytes
-from paceline.plan.model import Level, Network
-from paceline.plan.network_costs import BETWEEN_ALPHA_S, INSIDE_ALPHA_S, PER_MESSAGE_S, between_level, inside_level
-from paceline.plan.search import MeshCandidate, SearchResult, Workload, search, size
+from paceline.plan.forecast_row import search_meshes
+from paceline.plan.inputs import ForecastRequest, needs_replicas, plan_inputs, shard_size
+from paceline.plan.memory import (
+    USABLE_FRACTION,
+    device_memory,
+    fits,
+    state_bytes,
+    worker_memory_bytes,
+    workers_on_fullest_node,
+)
+from paceline.plan.model import LinkCost, Network
+from paceline.plan.network_costs import BETWEEN_ALPHA_S, INSIDE_ALPHA_S, PER_MESSAGE_S, between_link, inside_link
+from paceline.plan.search import MeshCandidate, SearchResult, Workload, search
+from paceline.plan.words import duration, size
 from paceline.spec import Cluster, DeviceKind, Job, Mesh, PipelineSpec, Plan
 from paceline.spec.model_cost import Activations, DeviceMemory, ModelCost
 
 _CLEARLY_FASTER = 0.9
-"""A mesh has to need at most this part of the replicas' step to be taken in their place."""
+"""A mesh is taken in place of replicas where its step takes at most this fraction of theirs."""
 # What is assumed of hardware that nobody measured; it decides only between meshes when replicas do not fit.
 _FLOPS_PER_S: dict[DeviceKind, float] = {"cuda": 50e12, "cpu": 20e9}
 _INSIDE_BYTES_PER_S: dict[DeviceKind, float] = {"cuda": 50e9, "cpu": 2e9}
@@ -26,7 +34,7 @@ _BETWEEN_BYTES_PER_S = 1.25e9
 
 @dataclass(frozen=True)
 class MeshChoice:
-    """How to share out a model, and why."""
+    """The mesh to train a model on, and why."""
 
     mesh: Mesh
     reason: str
@@ -39,7 +47,7 @@ class MeshChoice:
     """None: nobody timed enough to tell."""
 
     def applied(self, plan: Plan) -> Plan:
-        """`plan`, which spreads so many workers, with the model shared out like that."""
+        """`plan`, which is for as many workers, with this mesh."""
         return dataclasses.replace(
             plan,
             mesh=None if self.mesh.is_plain else self.mesh,
@@ -51,40 +59,39 @@ class MeshChoice:
 
 def choose_mesh(
     job: Job,
-    facts: ModelCost,
+    model: ModelCost,
     cluster: Cluster,
     num_workers: int,
     *,
     memory_bytes: float | None = None,
     link_bytes_per_s: float | None = None,
 ) -> MeshChoice:
-    """How `num_workers` workers best share out the model.
+    """The best mesh of `num_workers` workers.
 
     Replicas fit if one virtual shard does. Where the job was probed, the fastest mesh wins if it is clearly faster;
     where it was not, replicas do if they fit.
 
     Args:
-        facts: What a trace of the model told.
-        memory_bytes: Of one worker; None: the smallest device's, on CPU its part of its node's memory.
+        model: What a trace of it told.
+        memory_bytes: Memory of one worker; None: the smallest device's, on CPU its part of its node's memory.
         link_bytes_per_s: Between nodes, where no probe measured it.
 
     Raises:
         JobError: no mesh fits, or replicas do not and the job needs them.
     """
     plain = Mesh(dp=num_workers)
-    room = memory_bytes or worker_memory_bytes(cluster, num_workers)
-    needed = _replica(job, facts, plain)
+    room = memory_bytes or worker_memory_bytes(cluster, workers_on_fullest_node(cluster, num_workers))
+    needed = _replica(job, model, plain)
     if num_workers == 1 or needs_replicas(job):
-        check_fits(job, facts, plain, room)
+        check_fits(job, model, plain, room)
         reason = "one worker has nothing to share out" if num_workers == 1 else "this job needs whole replicas"
-        return MeshChoice(plain, f"{plain}: {reason}.", _micro_batch(job, facts, plain, room))
+        return MeshChoice(plain, f"{plain}: {reason}.", _micro_batch(job, model, plain, room))
     try:
-        found = ForecastInputs.of(job, cluster, Question(link_bytes_per_s=link_bytes_per_s), num_workers, facts).found(
-            num_workers, room
-        )
+        request = ForecastRequest(link_bytes_per_s=link_bytes_per_s)
+        found = search_meshes(plan_inputs(job, cluster, request, num_workers, model), num_workers, room)
         is_timed = True
     except ClusterError:  # nobody measured enough
-        found, is_timed = _by_assumption(job, facts, cluster, num_workers, room, link_bytes_per_s), False
+        found, is_timed = _by_assumption(job, model, cluster, num_workers, room, link_bytes_per_s), False
     winner = found.winner
     replicas = next((one for one in found.candidates if one.mesh.is_plain), None)
     if replicas is not None and (not is_timed or winner.step_s > _CLEARLY_FASTER * replicas.step_s):
@@ -101,19 +108,19 @@ def choose_mesh(
     return _choice(winner, f"{winner.mesh}: {reason}.", is_timed)
 
 
-def timed_facts(job: Job, cluster: Cluster) -> ModelCost:
+def measured_model_cost(job: Job, cluster: Cluster) -> ModelCost:
     """What the probe's timing of a job tells of its model. Raises `ClusterError` where there is none."""
-    known = ForecastInputs.of(job, cluster, Question(), 1)
+    known = plan_inputs(job, cluster, ForecastRequest(), 1)
     return ModelCost(known.timing.num_parameters, known.activations or Activations(0.0), known.layers)
 
 
-def check_fits(job: Job, facts: ModelCost, mesh: Mesh, memory_bytes: float, *, recompute: bool = False) -> None:
+def check_fits(job: Job, model: ModelCost, mesh: Mesh, memory_bytes: float, *, recompute: bool = False) -> None:
     """Refuses a mesh on whose workers not even one virtual shard fits.
 
     Raises:
         JobError: it does not; the message has what is needed and what is there.
     """
-    needed = _replica(job, facts, mesh, recompute, memory_bytes)
+    needed = _replica(job, model, mesh, recompute, memory_bytes)
     if fits(needed, memory_bytes):
         return
     what = "whole replicas need" if mesh.is_plain else f"{mesh} needs"
@@ -128,41 +135,32 @@ def check_fits(job: Job, facts: ModelCost, mesh: Mesh, memory_bytes: float, *, r
     )
 
 
-def worker_memory_bytes(cluster: Cluster, num_workers: int) -> float:
-    """Of the smallest device; on CPU the workers of the fullest node share the memory of the smallest one."""
-    if cluster.device_kind == "cuda":
-        return float(min(device.memory_bytes for device in cluster.devices))
-    on_first = min(num_workers, len(cluster.nodes[0].devices))
-    fullest = max(on_first, -(-num_workers // len(cluster.nodes)))
-    return min(node.memory_bytes for node in cluster.nodes) / fullest
-
-
 def _replica(
-    job: Job, facts: ModelCost, mesh: Mesh, recompute: bool = False, memory_bytes: float = math.inf
+    job: Job, model: ModelCost, mesh: Mesh, recompute: bool = False, memory_bytes: float = math.inf
 ) -> DeviceMemory:
     """With one virtual shard in memory at a time; stages are cut so that they fit, if they can."""
     num_shards = -(-job.virtual_shards // mesh.num_assignments)
     return device_memory(
-        facts.num_parameters,
+        model.num_parameters,
         state_bytes(job),
         mesh,
-        facts.activations,
+        model.activations,
         shard_size(job),
         num_micro_batches=num_shards,
-        layers=facts.layers,
+        layers=model.layers,
         recompute=recompute,
         memory_bytes=memory_bytes,
     )
 
 
-def _micro_batch(job: Job, facts: ModelCost, mesh: Mesh, room: float) -> int | None:
+def _micro_batch(job: Job, model: ModelCost, mesh: Mesh, room: float) -> int | None:
     """None: a worker's whole share fits."""
     shard = shard_size(job)
     num_shards = -(-job.virtual_shards // mesh.num_assignments)
 
     def has_room(count: int) -> bool:
         memory = device_memory(
-            facts.num_parameters, state_bytes(job), mesh, facts.activations, count * shard, layers=facts.layers
+            model.num_parameters, state_bytes(job), mesh, model.activations, count * shard, layers=model.layers
         )
         return fits(memory, room)
 
@@ -172,23 +170,23 @@ def _micro_batch(job: Job, facts: ModelCost, mesh: Mesh, room: float) -> int | N
 
 
 def _by_assumption(
-    job: Job, facts: ModelCost, cluster: Cluster, num_workers: int, room: float, link_bytes_per_s: float | None
+    job: Job, model: ModelCost, cluster: Cluster, num_workers: int, room: float, link_bytes_per_s: float | None
 ) -> SearchResult:
     kind = cluster.device_kind
     on_node = -(-num_workers // len(cluster.nodes))
     try:
-        inside = inside_level(cluster.nodes[0], min(on_node, max(1, len(cluster.nodes[0].devices))))
+        inside = inside_link(cluster.nodes[0], min(on_node, max(1, len(cluster.nodes[0].devices))))
     except ClusterError:
-        inside = Level(INSIDE_ALPHA_S[kind], 1 / _INSIDE_BYTES_PER_S[kind])
-    between = between_level(cluster, link_bytes_per_s) or Level(BETWEEN_ALPHA_S, 1 / _BETWEEN_BYTES_PER_S)
+        inside = LinkCost(INSIDE_ALPHA_S[kind], 1 / _INSIDE_BYTES_PER_S[kind])
+    between = between_link(cluster, link_bytes_per_s) or LinkCost(BETWEEN_ALPHA_S, 1 / _BETWEEN_BYTES_PER_S)
     workload = Workload(
-        num_parameters=facts.num_parameters,
+        num_parameters=model.num_parameters,
         global_batch_size=job.global_batch_size,
         state=state_bytes(job),
-        activations=facts.activations,
-        compute_s=lambda samples: samples * facts.flops_per_sample / _FLOPS_PER_S[kind],
+        activations=model.activations,
+        compute_s=lambda samples: samples * model.flops_per_sample / _FLOPS_PER_S[kind],
         memory_bytes=room,
-        layers=facts.layers,
+        layers=model.layers,
         shard_size=shard_size(job),
         backend="nccl" if kind == "cuda" else "gloo",
     )

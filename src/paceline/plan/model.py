@@ -23,7 +23,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Level:
+class LinkCost:
     """One kind of link: a message of n bytes takes alpha_s + n * beta_s_per_byte in one direction."""
 
     alpha_s: float
@@ -34,8 +34,8 @@ class Level:
 class Network:
     """Links inside a node and between nodes; all workers of a node share its link to the others."""
 
-    inside: Level
-    between: Level
+    inside: LinkCost
+    between: LinkCost
     per_message_s: float = 0.0
     """What the software adds to every message."""
 
@@ -56,4 +56,4 @@ class StepForecast:
     bound_by: BoundBy
     low_s: float
     high_s: float
-    """The interval in which a measurement is expected nine times of ten."""
+    """The 90 % prediction interval of a measured step."""

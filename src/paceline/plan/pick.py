@@ -72,12 +72,12 @@ class _Graph:
     devices: tuple[int, ...]
     links: tuple[tuple[Link | None, ...], ...]
     weights: tuple[tuple[float, ...], ...]
-    """Of each pair, the larger the better: bytes/s in whole numbers, which add up exactly."""
+    """[vertex][vertex]: bytes/s of the link in whole numbers, which add up exactly; the larger the better."""
     crossing: tuple[int, ...]
-    """Of each vertex, those that SYS joins it with, as bits."""
+    """[vertex]: the vertices that SYS joins it with, as bits."""
     numa_nodes: tuple[int | None, ...]
     nic_nearness: tuple[tuple[int, float], ...]
-    """Of each vertex, the shortest way to a network card: nearness of the label, weight."""
+    """[vertex]: nearness of the label and weight of the shortest path to a network card."""
 
     @classmethod
     def of(cls, node: Node, allowed: Sequence[int] | None) -> _Graph:

@@ -42,8 +42,8 @@ def best_ring(
     is the first in the order of tuples, from the lowest vertex towards the smaller of its two neighbours.
 
     Args:
-        apart: Of each vertex, those that may not stand in one ring with it, as bits.
-        rank: Of the vertices of a ring, ascending. No two sets rank the same.
+        apart: [vertex]: the vertices that may not be in one ring with it, as bits.
+        rank: What the set of a ring's vertices, ascending, is compared by. No two sets rank the same.
 
     Returns:
         None where there is no ring.
@@ -77,7 +77,7 @@ def _best_paths(edges: Weights, by_size: Sequence[Sets], worth: np.ufunc) -> Pat
     """The best paths through each of the sets.
 
     Args:
-        worth: Of a path with one edge more, from what it was worth before and the edge.
+        worth: (worth of a path, weight of an edge) -> worth of the path with that edge more.
     """
     paths = np.full((len(edges), 1 << len(edges)), NO_EDGE)
     for start, end in combinations(range(len(edges)), 2):
@@ -113,7 +113,7 @@ def _first_ring(edges: Weights, sums: Paths, vertices: Sequence[int]) -> tuple[i
 
 
 def _vertices(sets: Sets, size: int) -> list[list[int]]:
-    """Of each of the sets, all of `size` vertices, ascending."""
+    """[set][member]: the vertices of each set, all of `size` vertices, ascending."""
     places = np.arange(int(sets.max()).bit_length())
     vertices: list[list[int]] = np.nonzero(sets[:, None] >> places & 1)[1].reshape(-1, size).tolist()
     return vertices

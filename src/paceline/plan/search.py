@@ -1,4 +1,4 @@
-"""Which way to share out a model over so many devices: data, sharded, pipeline, tensor, and their meshes.
+"""Which mesh trains a model fastest on so many devices: data, sharded, pipeline and tensor parallelism, and mixtures.
 
 All meshes are listed, those that do not fit into memory are pruned, the rest are priced, and the winner and the
 runner-up are explained. Prices are those of `parallel`: gradients of replicas travel while backward computes,
@@ -11,23 +11,25 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 from paceline.errors import JobError
-from paceline.plan.advice import duration
 from paceline.plan.buckets import exposed_s, sums_s
 from paceline.plan.collectives import COSTS, ring
 from paceline.plan.memory import USABLE_FRACTION, StateBytes, cut, device_memory, fits
-from paceline.plan.model import Layout, Level, Network
-from paceline.plan.traffic import Backend, num_gathers_and_scatters
+from paceline.plan.model import Layout, LinkCost, Network
+from paceline.plan.words import size
 from paceline.spec import Mesh, PipelineSpec
 from paceline.spec.model_cost import Activations, DeviceMemory, Layers
+
+Backend = Literal["nccl", "gloo"]
 
 _CLOSE = 1.03
 """Meshes whose steps are within 3 % of the fastest one's are as good; the simplest of them wins."""
 _RECOMPUTE_FACTOR = 4 / 3
 """Forward once more, where backward takes twice as long as forward (Chen et al. 2016, "Sublinear Memory Cost")."""
 _WORTH_SHARING = 0.5
-"""A tensor group pays where it shares out this part of the computing at least."""
+"""A tensor group pays where it divides at least this fraction of the computing."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,11 @@ class Workload:
     compute_s: Callable[[int], float]
     """Seconds of a forward and backward pass of the whole model over so many samples on one device."""
     memory_bytes: float
-    """Of one device."""
+    """Memory of one device."""
     optimizer_s: float = 0.0
     """Seconds in which one device updates the whole model."""
     layers: Layers = ()
-    """Empty: nobody knows them; the model can be shared out by data and by sharding only."""
+    """Empty: nobody knows them; only data parallelism and sharding are possible."""
     shard_size: int = 1
     """Samples of a virtual shard: the smallest micro-batch, and the micro-batch of a pipeline."""
     backend: Backend = "nccl"
@@ -168,7 +170,7 @@ def _memory(workload: Workload, mesh: Mesh, micro_batch_size: int, recompute: bo
 
 
 def meshes(num_workers: int, devices_per_node: int, layers: Layers) -> Iterator[Mesh]:
-    """Every mesh of so many devices: tensor groups lie evenly in nodes, or nodes in them, and share out most layers
+    """Every mesh of so many devices: tensor groups lie evenly in nodes, or nodes in them, and divide most layers
     evenly; stages have a layer each at least."""
     for tp in _divisors(num_workers):
         if tp > 1 and ((devices_per_node % tp and tp % devices_per_node) or not _pays(layers, tp)):
@@ -255,7 +257,7 @@ def _priced(
 
 
 def _busiest(stages: Sequence[Layers], mesh: Mesh) -> float:
-    """What the busiest worker computes of a pass, as a part of the whole model's; every pp-th stage is a worker's."""
+    """The fraction of a pass that the busiest worker computes; every pp-th stage is on one worker."""
     times = [sum(layer.time_s / layer.tensor_shards(mesh.tp) for layer in stage) for stage in stages]
     return max(sum(times[place :: mesh.pp]) for place in range(mesh.pp)) / sum(
         layer.time_s for stage in stages for layer in stage
@@ -263,7 +265,7 @@ def _busiest(stages: Sequence[Layers], mesh: Mesh) -> float:
 
 
 def _largest_part(stages: Sequence[Layers], mesh: Mesh) -> float:
-    """Of the parameters, what the stage with the most of them holds on one worker, before they are sharded."""
+    """The fraction of all parameters that a worker of the largest stage holds before they are sharded."""
     held = [sum(layer.parameter_bytes / layer.tensor_shards(mesh.tp) for layer in stage) for stage in stages]
     return max(held) / (sum(layer.parameter_bytes for stage in stages for layer in stage) or 1.0)
 
@@ -300,8 +302,16 @@ def _inside_model_s(
     return seconds
 
 
-def _send_s(level: Level, size_bytes: float, network: Network) -> float:
+def _send_s(level: LinkCost, size_bytes: float, network: Network) -> float:
     return network.per_message_s + level.alpha_s + size_bytes * level.beta_s_per_byte
+
+
+def num_gathers_and_scatters(zero_stage: int, num_passes: int) -> tuple[int, int]:
+    """How often a step gathers parameters and scatters gradients along fsdp (Rajbhandari et al. 2020, section 7).
+
+    Stage 1 does both once a step, stage 2 in every pass, and stage 3 gathers again for backward.
+    """
+    return {1: (1, 1), 2: (num_passes, num_passes), 3: (2 * num_passes, num_passes)}[zero_stage]
 
 
 def _data_s(
@@ -360,76 +370,16 @@ def _group(degree: int, stride: int, mesh: Mesh, devices_per_node: int, network:
 
 
 def _ring_s(size_bytes: float, layout: Layout, network: Network) -> float:
-    """Of one sum by Gloo, which knows nothing but rings."""
+    """Seconds of one sum by Gloo, which has rings only."""
     return ring(size_bytes, layout, network) if size_bytes else 0.0
 
 
 @lru_cache(maxsize=8192)
 def cheapest_s(size_bytes: float, layout: Layout, network: Network) -> float:
-    """Of one sum over `layout`, by the algorithms that stand for what tuned libraries do."""
+    """Seconds of one sum over `layout`, by the algorithms that stand for what tuned libraries do."""
     if layout.num_workers == 1 or not size_bytes:
         return 0.0
     return min(COSTS[name](size_bytes, layout, network, 1) for name in ("ring", "halving_doubling", "hierarchical"))
-
-
-# --- words ---
-
-
-def explain(result: SearchResult, workload: Workload) -> tuple[str, ...]:
-    """Two lines about the winner and two about the runner-up: how fast, and why."""
-    winner = result.winner
-    lines = [f"{winner.mesh}: {duration(winner.step_s)} a step, {_batches(winner)}.", _why(result, winner, workload)]
-    other = result.runner_up
-    if other is not None:
-        slower = other.step_s / winner.step_s - 1
-        behind = f"{100 * abs(slower):.0f} % {'slower' if slower > 0 else 'faster, but less simple'}"
-        behind = behind if abs(slower) >= 0.005 else "as fast, but less simple"
-        lines += [f"Then {other.mesh}: {duration(other.step_s)} a step ({behind}), {_batches(other)}."]
-        lines += [_difference(winner, other)]
-    return tuple(lines)
-
-
-def _batches(candidate: MeshCandidate) -> str:
-    m = candidate.num_micro_batches
-    again = ", activations computed again" * candidate.recompute
-    return f"{m} micro-batch{'es' * (m > 1)} of {candidate.micro_batch_size}{again}"
-
-
-def _why(result: SearchResult, winner: MeshCandidate, workload: Workload) -> str:
-    held = f"It holds {size(winner.memory.total_bytes)} of {size(workload.memory_bytes)}"
-    plain = next((memory for mesh, memory in result.too_large if mesh.is_plain), None)
-    if plain is not None:
-        return f"{held}, where whole replicas would need {size(plain.total_bytes)}; {_longest_part(winner)}."
-    return f"{held}; {_longest_part(winner)}."
-
-
-def _longest_part(candidate: MeshCandidate) -> str:
-    parts = _parts(candidate)
-    name = max(parts, key=lambda key: parts[key])
-    if parts[name] < 0.01 * candidate.step_s:
-        return "nothing but compute takes time"
-    return f"beside compute, {name} takes most: {duration(parts[name])}"
-
-
-def _parts(candidate: MeshCandidate) -> dict[str, float]:
-    return {
-        "waiting for gradients": candidate.exposed_s,
-        "the pipeline's bubble": candidate.bubble_s,
-        "sums inside of layers": candidate.tensor_s,
-        "the optimizer": candidate.optimizer_s,
-    }
-
-
-def _difference(winner: MeshCandidate, other: MeshCandidate) -> str:
-    """What the runner-up loses by, or saves."""
-    mine, theirs = _parts(winner) | {"compute": winner.compute_s}, _parts(other) | {"compute": other.compute_s}
-    name = max(mine, key=lambda key: theirs[key] - mine[key])
-    saved = winner.memory.total_bytes - other.memory.total_bytes
-    memory = f"it needs {size(abs(saved))} {'less' if saved > 0 else 'more'} memory"
-    more_s = theirs[name] - mine[name]
-    if more_s < 0.005 * winner.step_s:
-        return f"No part of its step is longer; {memory}."
-    return f"It loses by {name}, {duration(more_s)} more; {memory}."
 
 
 def _nothing_fits(workload: Workload, num_workers: int, too_large: list[tuple[Mesh, DeviceMemory]]) -> str:
@@ -444,10 +394,3 @@ def _nothing_fits(workload: Workload, num_workers: int, too_large: list[tuple[Me
         f"{size(memory.total_bytes)} a device, and {size(USABLE_FRACTION * workload.memory_bytes)} can be used; "
         "take more devices or a smaller model."
     )
-
-
-def size(num_bytes: float) -> str:
-    for name, unit in (("GiB", 2**30), ("MiB", 2**20)):
-        if num_bytes >= unit / 2:
-            return f"{num_bytes / unit:.3g} {name}"
-    return f"{num_bytes / 1024:.3g} KiB"

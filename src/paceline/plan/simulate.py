@@ -1,23 +1,19 @@
-"""Machines that nobody has at hand: thousands of nodes, stragglers, failures, checkpoints and restarts.
+"""Steps of machines that nobody has at hand: thousands of nodes, stragglers and links that differ.
 
-Time is followed node by node, and many steps side by side. A step: every device computes, a node is ready with its
-slowest device, buckets of gradients travel between nodes while backward goes on, and every message waits for the
-node that sends it. A run: steps, a checkpoint every so often, failures of single nodes that throw the run back to
-the last checkpoint. The same seed gives the same result.
-
-Where a closed form exists, it stands here too, and tests hold the simulation to it.
+Time is followed node by node, and many steps side by side: every device computes, a node is ready with its slowest
+device, buckets of gradients travel between nodes while backward goes on, and every message waits for the node that
+sends it. The same seed gives the same result. `exchange_s` is the closed form that tests hold the simulation to.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Literal
 
 from paceline.plan.buckets import BACKWARD_SHARE
-from paceline.plan.model import Level, Network
+from paceline.plan.model import LinkCost, Network
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,11 +23,6 @@ if TYPE_CHECKING:
 
 Pattern = Literal["ring", "halving_doubling"]
 """How nodes exchange what they have summed inside."""
-
-_HOPELESS = 50.0
-"""Expected tries of one segment beyond which a run is said never to end."""
-_MANY = 1024
-"""Steps whose sum is drawn at once as a normal number instead of one by one."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +44,8 @@ class Jitter:
 
     compute_spread: float = 0.0
     """Standard deviation of a device's computing time over its mean, drawn anew in every step."""
-    slow_share: float = 0.0
-    """The part of the nodes that is slow all the time."""
+    slow_fraction: float = 0.0
+    """The fraction of the nodes that is slow all the time."""
     slow_factor: float = 1.0
     """How many times as long they compute."""
     link_spread: float = 0.0
@@ -96,7 +87,7 @@ def simulate_steps(
     rng = np.random.default_rng(seed)
     shape = (num_steps, machine.num_nodes)
     stretch = _slowest_of(machine.devices_per_node, jitter.compute_spread, rng.random(shape))
-    num_slow = round(jitter.slow_share * machine.num_nodes)
+    num_slow = round(jitter.slow_fraction * machine.num_nodes)
     slow = rng.permutation(machine.num_nodes)[:num_slow]
     stretch[:, slow] *= jitter.slow_factor
     links = np.exp(jitter.link_spread * rng.standard_normal(shape)) if jitter.link_spread else np.ones(shape)
@@ -130,11 +121,11 @@ def _inside_s(machine: Machine, size_bytes: float) -> float:
     return 2 * (g - 1) * _message_s(machine.network.inside, size_bytes / g, machine.network.per_message_s)
 
 
-def _message_s(level: Level, size_bytes: float, per_message_s: float) -> float:
+def _message_s(level: LinkCost, size_bytes: float, per_message_s: float) -> float:
     return per_message_s + level.alpha_s + size_bytes * level.beta_s_per_byte
 
 
-def _ring(start: Array, size_bytes: float, level: Level, per_message_s: float, links: Array) -> Array:
+def _ring(start: Array, size_bytes: float, level: LinkCost, per_message_s: float, links: Array) -> Array:
     """When each node has the sum: in every phase it waits for its own last message and for that of its neighbour."""
     import numpy as np
 
@@ -146,7 +137,7 @@ def _ring(start: Array, size_bytes: float, level: Level, per_message_s: float, l
     return time
 
 
-def _halving_doubling(start: Array, size_bytes: float, level: Level, per_message_s: float, links: Array) -> Array:
+def _halving_doubling(start: Array, size_bytes: float, level: LinkCost, per_message_s: float, links: Array) -> Array:
     """Nodes beyond a power of two give theirs to a partner first, and get the sum from it at last."""
     import numpy as np
 
@@ -186,121 +177,3 @@ def exchange_s(machine: Machine, gradient_bytes: float, pattern: Pattern = "ring
     doubling_s = 2 * math.log2(core) * latency_s
     doubling_s += 2 * (core - 1) / core * gradient_bytes * network.between.beta_s_per_byte
     return inside_s + doubling_s + (2 * _message_s(network.between, gradient_bytes, network.per_message_s)) * (n > core)
-
-
-# --- failures ---
-
-
-@dataclass(frozen=True)
-class Faults:
-    """How nodes fail, and what it costs to go on."""
-
-    node_mtbf_s: float
-    """Mean time between failures of one node."""
-    checkpoint_s: float
-    """Training stands still for so long to write one."""
-    restart_s: float
-    """From a failure to the first step after it."""
-
-    def mtbf_s(self, num_nodes: int) -> float:
-        """Of a machine that fails with its first node."""
-        return self.node_mtbf_s / num_nodes
-
-
-def young_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
-    """Seconds of work between checkpoints: sqrt(2 delta M) (Young 1974)."""
-    return math.sqrt(2 * checkpoint_s * mtbf_s)
-
-
-def daly_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
-    """The same to a higher order: sqrt(2 delta M) (1 + sqrt(x) / 3 + x / 9) - delta with x = delta / (2 M).
-
-    M where delta reaches 2 M (Daly 2006, equation 37).
-    """
-    x = checkpoint_s / (2 * mtbf_s)
-    if x >= 1:
-        return mtbf_s
-    return young_interval_s(checkpoint_s, mtbf_s) * (1 + math.sqrt(x) / 3 + x / 9) - checkpoint_s
-
-
-def expected_run_s(work_s: float, interval_s: float, faults: Faults, num_nodes: int) -> float:
-    """M e^(R/M) (e^((tau + delta)/M) - 1) work / tau (Daly 2006, equation 20); inf where it exceeds all bounds."""
-    mtbf_s = faults.mtbf_s(num_nodes)
-    exponent = (interval_s + faults.checkpoint_s) / mtbf_s
-    if exponent + faults.restart_s / mtbf_s > 500:
-        return math.inf
-    return mtbf_s * math.exp(faults.restart_s / mtbf_s) * math.expm1(exponent) * work_s / interval_s
-
-
-def availability(faults: Faults, num_nodes: int) -> float:
-    """The part of a long run that goes into work that lasts, with Daly's interval; 1 where nothing fails."""
-    mtbf_s = faults.mtbf_s(num_nodes)
-    if math.isinf(mtbf_s):
-        return 1.0
-    # Free checkpoints would be written without a pause; a second of work between them is near enough.
-    interval_s = max(daly_interval_s(faults.checkpoint_s, mtbf_s), min(1.0, mtbf_s))
-    return 1.0 / expected_run_s(1.0, interval_s, faults, num_nodes)
-
-
-@dataclass(frozen=True)
-class RunOutcome:
-    """Where the time of one simulated run went, in seconds; the parts add up to the whole."""
-
-    total_s: float
-    work_s: float
-    """Steps that lasted."""
-    checkpoint_s: float
-    lost_s: float
-    """Work and checkpoints that a failure undid."""
-    restart_s: float
-    num_failures: int
-
-
-def simulate_run(
-    step_s: Array, num_steps: int, num_nodes: int, faults: Faults, interval_s: float, *, seed: int = 0
-) -> RunOutcome:
-    """One run of `num_steps` steps, each as long as one drawn from `step_s`, with failures of single nodes.
-
-    A segment is as many whole steps as fit into `interval_s`, and a checkpoint. Nodes fail independently, with
-    exponential times; whoever fails, all go back to the last checkpoint, and a failure during a restart begins it
-    again. A run that hardly ever reaches its next checkpoint ends in infinity.
-    """
-    import numpy as np
-
-    rng = np.random.default_rng(seed)
-    mean_s, deviation_s = float(step_s.mean()), float(step_s.std())
-
-    def sum_of(size: int) -> float:
-        """The time of `size` steps drawn from `step_s`; of many of them, by the central limit."""
-        if size <= _MANY:
-            return float(rng.choice(step_s, size).sum())
-        return max(0.0, size * mean_s + math.sqrt(size) * deviation_s * float(rng.standard_normal()))
-
-    steps_a_segment = max(1, round(interval_s / mean_s))
-    segment_s = steps_a_segment * mean_s + faults.checkpoint_s
-    if segment_s / faults.mtbf_s(num_nodes) > math.log(_HOPELESS):
-        return RunOutcome(math.inf, 0.0, 0.0, math.inf, 0.0, 0)
-    failures = [(float(when), node) for node, when in enumerate(rng.exponential(faults.node_mtbf_s, num_nodes))]
-    heapq.heapify(failures)
-    now = work_s = checkpoint_s = lost_s = restart_s = 0.0
-    done = num_failures = 0
-    while done < num_steps:
-        size = min(steps_a_segment, num_steps - done)
-        steps_s = sum_of(size)
-        end = now + steps_s + faults.checkpoint_s
-        if end <= failures[0][0]:
-            now, done = end, done + size
-            work_s += steps_s
-            checkpoint_s += faults.checkpoint_s
-            continue
-        lost_s += failures[0][0] - now
-        began = failures[0][0]
-        up = began
-        while failures[0][0] <= up:
-            when, node = failures[0]
-            up = when + faults.restart_s
-            num_failures += 1
-            heapq.heapreplace(failures, (when + float(rng.exponential(faults.node_mtbf_s)), node))
-        restart_s += up - began
-        now = up
-    return RunOutcome(now, work_s, checkpoint_s, lost_s, restart_s, num_failures)

@@ -10,67 +10,23 @@ Formulas take numbers, or arrays of one shape for many steps at once. Times are 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from paceline.plan.model import Layout, StepForecast
 from paceline.spec.forecast import BoundBy
 
 _FLOOR_SHARPNESS = 8.0
 """How abruptly launching kernels stops to be the limit as a micro-batch grows; 8 adds 9 % where both are equal."""
 
 INTERVAL_SIGMAS = 1.645
-"""Standard deviations to either side in which a normal quantity is nine times of ten."""
-
-
-@dataclass(frozen=True)
-class ComputeTime:
-    """Forward and backward pass of a micro-batch: fixed_s + per_sample_s * samples, but floor_s at least."""
-
-    fixed_s: float
-    per_sample_s: float
-    floor_s: float = 0.0
-    """What launching the kernels takes, however little they do."""
-
-    def seconds(self, micro_batch_size: float) -> float:
-        return float(compute_s(micro_batch_size, self.fixed_s, self.per_sample_s, self.floor_s))
+"""Standard deviations to either side of the 90 % interval of a normal quantity."""
 
 
 def compute_s(micro_batch_size: Any, fixed_s: float, per_sample_s: float, floor_s: float = 0.0) -> Any:
     """max(floor_s, fixed_s + per_sample_s * micro_batch_size), rounded off at the corner so that it can be fitted."""
     return smooth_max(fixed_s + per_sample_s * micro_batch_size, floor_s, _FLOOR_SHARPNESS)
-
-
-def compute_from_flops(num_flops_per_sample: float, flops_per_s: float, efficiency: float = 0.3) -> ComputeTime:
-    """Where nothing was measured: the floating-point operations of a forward and backward pass over what a device does.
-
-    Args:
-        flops_per_s: by the datasheet.
-        efficiency: the part that training reaches; 0.2 to 0.5 is common (Chowdhery et al. 2022, "PaLM", table 3).
-    """
-    return ComputeTime(0.0, num_flops_per_sample / (efficiency * flops_per_s))
-
-
-def fit_compute(micro_batch_sizes: Sequence[int], seconds: Sequence[float]) -> ComputeTime:
-    """The line through measured micro-batches with the smallest relative errors, neither part below zero.
-
-    One timing does not tell the fixed part from the part of each sample: all is taken to grow with the samples.
-    """
-    sizes, times = np.asarray(micro_batch_sizes, float), np.asarray(seconds, float)
-    columns = np.stack([np.ones_like(sizes), sizes], axis=1) / times[:, None]
-    lines = []
-    for kept in ([0, 1], [1], [0]) if len(set(micro_batch_sizes)) > 1 else ([1],):
-        part = columns[:, kept]
-        solution = np.zeros(2)
-        solution[kept] = np.linalg.lstsq(part, np.ones(len(part)), rcond=None)[0]
-        if (solution >= 0).all():
-            lines.append((float(np.square(columns @ solution - 1).sum()), solution))
-    fixed_s, per_sample_s = min(lines, key=lambda line: line[0])[1]
-    return ComputeTime(float(fixed_s), float(per_sample_s))
 
 
 def smooth_max(one: Any, other: Any, exponent: float) -> Any:
@@ -93,7 +49,7 @@ def overlapped_s(compute: Any, communication: Any, exponent: float, tail_fractio
 
 @lru_cache(maxsize=4096)
 def expected_maximum(num_workers: int) -> float:
-    """Of so many independent standard normal numbers: 0 for one, 0.564 for two, about sqrt(2 ln n) for many.
+    """The mean of the maximum of n independent standard normal numbers: 0 for one, 0.564 for two, about sqrt(2 ln n).
 
     The integral of 1 - F(x)^n - (1 - F(x))^n over x > 0, with F the normal distribution (David and Nagaraja 2003,
     "Order Statistics", 3.1), by Simpson's rule.
@@ -115,73 +71,15 @@ def slowest_s(compute: Any, spread: float, expected_maximum_of_workers: Any) -> 
     return compute * (1 + spread * expected_maximum_of_workers)
 
 
-@dataclass(frozen=True)
-class StepModel:
-    """What is known of one job's step, but for communication."""
-
-    compute: ComputeTime
-    overlap_exponent: float = 6.0
-    tail_fraction: float = 0.03
-    straggler_spread: float = 0.0
-    """Standard deviation over mean of one worker's computing time."""
-    neighbour_slowdown: float = 0.0
-    """Many workers on a node share its memory, power and cores: each computes slower by up to this part."""
-    overhead_s: float = 0.0
-    """Optimizer and launch overhead of a step."""
-    loader_samples_per_s: float | None = None
-    """What the loader of one node delivers to all its workers; None: never the limit."""
-    loads_between_passes: bool = False
-    """Whether a worker makes each batch itself before it computes; else that goes on meanwhile."""
-    error: float = 0.0
-    """Standard deviation of log(measured / forecast), for the interval."""
-
-
-def local_compute_s(model: StepModel, micro_batch_size: float, layout: Layout, num_micro_steps: int = 1) -> float:
-    """What an average worker on the fullest node computes in a step."""
-    g = max(layout.workers_per_node)
-    return (
-        num_micro_steps
-        * model.compute.seconds(micro_batch_size)
-        * float(neighbours_factor(model.neighbour_slowdown, g))
-    )
-
-
 def neighbours_factor(slowdown: Any, num_on_node: Any) -> Any:
-    """1 alone on a node, 1 + slowdown among many: what the others take of what all share."""
+    """How many times as long a worker computes: 1 by itself on a node, nearly 1 + slowdown among many, which share
+    memory and power."""
     return 1 + slowdown * (1 - 1 / num_on_node)
 
 
 def neighbour_slowdown(factor: float, num_on_node: int) -> float:
-    """The slowdown that explains how many times as long a worker takes among so many on its node as it does alone."""
+    """The slowdown with which `neighbours_factor` gives `factor` for so many workers on a node."""
     return max(0.0, factor - 1) / (1 - 1 / num_on_node) if num_on_node > 1 else 0.0
-
-
-def forecast_step(
-    model: StepModel, layout: Layout, micro_batch_size: float, communication_s: float, num_micro_steps: int = 1
-) -> StepForecast:
-    """One step with `num_micro_steps` micro-batches, of which the last one's backward pass hides communication."""
-    mean_s = local_compute_s(model, micro_batch_size, layout, num_micro_steps)
-    waiting_s = slowest_s(mean_s, model.straggler_spread, expected_maximum(layout.num_workers)) - mean_s
-    accumulating_s = mean_s * (num_micro_steps - 1) / num_micro_steps
-    last_s = mean_s - accumulating_s + waiting_s
-    device_s = accumulating_s + overlapped_s(last_s, communication_s, model.overlap_exponent, model.tail_fraction)
-    num_samples = micro_batch_size * num_micro_steps * max(layout.workers_per_node)
-    loader_s = 0.0 if model.loader_samples_per_s is None else num_samples / model.loader_samples_per_s
-    overhead_s = model.overhead_s + waiting_s
-    busy_s = device_s + model.overhead_s
-    total_s = busy_s + loader_s if model.loads_between_passes else max(busy_s, loader_s)
-    width = math.exp(INTERVAL_SIGMAS * model.error)
-    return StepForecast(
-        total_s=float(total_s),
-        compute_s=float(mean_s),
-        communication_s=float(communication_s),
-        exposed_s=float(device_s - mean_s - waiting_s),
-        loader_s=float(loader_s),
-        overhead_s=float(overhead_s),
-        bound_by=bound_by(mean_s, communication_s, loader_s, overhead_s, total_s, model.loads_between_passes),
-        low_s=float(total_s / width),
-        high_s=float(total_s * width),
-    )
 
 
 def bound_by(

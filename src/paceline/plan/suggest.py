@@ -26,7 +26,7 @@ class Suggestion:
 
     placement: Placement
     expected_error: float
-    """Of forecasts over the range once it and all before it are measured: the mean standard deviation, as a part."""
+    """Mean relative standard deviation of forecasts over the range once it and all before it are measured."""
 
 
 def suggest(observations: Sequence[Observation], candidates: Sequence[Placement], budget: int) -> list[Suggestion]:
@@ -47,7 +47,7 @@ def suggest(observations: Sequence[Observation], candidates: Sequence[Placement]
     is_left = np.ones(len(candidates), bool)
     knows_many = any(observation.placement.layout.num_nodes > 2 for observation in observations)
     suggestions: list[Suggestion] = []
-    first = [] if observations else _alone(candidates)
+    first = [] if observations else _smallest(candidates)
     while len(suggestions) < budget and is_left.any():
         spread = slopes @ covariance
         variances = (spread * slopes).sum(axis=1)
@@ -64,9 +64,9 @@ def suggest(observations: Sequence[Observation], candidates: Sequence[Placement]
     return suggestions
 
 
-def _alone(candidates: Sequence[Placement]) -> list[int]:
+def _smallest(candidates: Sequence[Placement]) -> list[int]:
     """The fewest workers at their middle micro-batch."""
     fewest = min(candidate.layout.num_workers for candidate in candidates)
-    alone = [place for place, candidate in enumerate(candidates) if candidate.layout.num_workers == fewest]
-    alone.sort(key=lambda place: candidates[place].micro_batch_size)
-    return [alone[len(alone) // 2]]
+    smallest = [place for place, candidate in enumerate(candidates) if candidate.layout.num_workers == fewest]
+    smallest.sort(key=lambda place: candidates[place].micro_batch_size)
+    return [smallest[len(smallest) // 2]]

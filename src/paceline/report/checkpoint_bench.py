@@ -9,8 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from paceline.report.comm_bench import megabytes_text, rate_text, ratio_text, time_text
-from paceline.report.formats import percent
+from paceline.report.formats import megabytes_text, percent, rate_text, ratio_text, time_text
 from paceline.spec import CheckpointSpec
 from paceline.spec.checkpoint_timing import CheckpointTimings
 

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 from paceline.errors import JobError, PacelineError
-from paceline.report.comm_bench import MARKDOWN_FILE, PAGE_FILE, comm_markdown
+from paceline.report.comm_bench import MARKDOWN_FILE, PAGE_FILE
 from paceline.report.comm_page import render_comm_page
+from paceline.report.comm_table import comm_markdown
 from paceline.spec.comm_timing import TIMINGS_FILE, CommTimings
 
 

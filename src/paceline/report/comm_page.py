@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from paceline.report import comm_bench
+from paceline.report import comm_bench, formats
 from paceline.report.comm_plots import comm_plots, dash, series
+from paceline.report.comm_table import figure_columns
 from paceline.report.templates import render
 from paceline.spec.comm_timing import CommTimings
 
@@ -25,24 +26,13 @@ def render_comm_page(timings: CommTimings) -> str:
         best=comm_bench.fastest_exact(largest) or min(largest, key=lambda row: row.timing.median_s),
         quickest=min(comm_bench.at_size(timings, sizes[0]), key=lambda row: row.timing.median_s),
         fastest_s={size: min(row.timing.median_s for row in rows if row.size_bytes == size) for size in sizes},
-        times_s={(row.case, row.size_bytes): row.timing.median_s for row in rows},
-        columns=_columns(timings),
+        times_s=comm_bench.times_s(timings),
+        columns=figure_columns(timings),
         has_limit=any(row.minimum_s is not None for row in rows),
         keys=[(str(case), series(case), _DASHES[dash(case)]) for case in comm_bench.cases(timings)],
         plots=comm_plots(timings),
         meaning=_meaning(timings),
     )
-
-
-def _columns(timings: CommTimings) -> list[str]:
-    """Figures that not every benchmark has."""
-    rows = comm_bench.comm_rows(timings)
-    found = {
-        "link_bytes": any(row.timing.link_bytes is not None for row in rows),
-        "minimum": any(row.minimum_s is not None for row in rows),
-        "baseline": any(row.over_baseline is not None for row in rows),
-    }
-    return [name for name, is_there in found.items() if is_there]
 
 
 def _meaning(timings: CommTimings) -> list[tuple[str, str]]:
@@ -74,7 +64,7 @@ def _meaning(timings: CommTimings) -> list[tuple[str, str]]:
             (
                 "Limit and share of the link",
                 f"Each of the {m} {who}s has to send and receive 2 ({m} - 1) / {m} of the message at least, at "
-                f"{comm_bench.rate_text(rate)}; a rounded format has less to send and a lower limit of its own. The "
+                f"{formats.rate_text(rate)}; a rounded format has less to send and a lower limit of its own. The "
                 "share is that limit over the time.",
             )
         )

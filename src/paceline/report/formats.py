@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 NOTHING = "\N{EN DASH}"
 """Stands where there is no number."""
@@ -87,9 +88,59 @@ def listing(words: list[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
+def size_text(num_bytes: int) -> str:
+    """In the unit in which it is a round number: 4096 as "4 KiB", 100,000,000 as "100 MB"."""
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if num_bytes >= 1024**power and num_bytes % 1024**power == 0:
+            return f"{num_bytes // 1024**power} {unit}"
+    return _scaled(num_bytes, ("B", "KB", "MB", "GB"))
+
+
+def rate_text(bytes_per_s: float | None) -> str:
+    """Three digits: "23.4 MB/s"."""
+    return NOTHING if bytes_per_s is None else _scaled(bytes_per_s, ("B/s", "KB/s", "MB/s", "GB/s", "TB/s"))
+
+
+def time_text(seconds: float | None) -> str:
+    """Three digits: "476 µs", "7.31 ms", "4.18 s"."""
+    if seconds is None:
+        return NOTHING
+    for scale, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
+        if seconds * scale >= 0.9995 or scale == 1e6:
+            return f"{_three(seconds * scale)} {unit}"
+    raise AssertionError
+
+
+def ratio_text(factor: float | None) -> str:
+    return NOTHING if factor is None else f"{_three(factor)}x"
+
+
+def megabytes_text(num_bytes: float | None) -> str:
+    """Three digits, without the unit."""
+    return NOTHING if num_bytes is None else _three(num_bytes / 1e6)
+
+
+def inverse_rate_text(beta_s_per_byte: float) -> str:
+    """1 / beta as a rate: what a long message approaches."""
+    return rate_text(1 / beta_s_per_byte if beta_s_per_byte > 0 else None)
+
+
 def _significant(number: float) -> str:
     """Three significant digits at most, and never more than one decimal."""
     if number == 0:
         return "0"
     decimals = 1 if math.floor(math.log10(abs(number))) < 2 else 0
     return f"{number:.{decimals}f}"
+
+
+def _scaled(number: float, units: Sequence[str]) -> str:
+    power = min(max(0, int(math.log10(max(number, 1)) // 3)), len(units) - 1)
+    scaled = number / 1000**power
+    return f"{scaled:g} {units[power]}" if scaled == int(scaled) else f"{_three(scaled)} {units[power]}"
+
+
+def _three(number: float) -> str:
+    """Three significant digits, without an exponent."""
+    if number <= 0:
+        return "0"
+    return f"{number:.{max(0, 2 - math.floor(math.log10(number)))}f}"

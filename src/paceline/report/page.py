@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from paceline.report import formats
 from paceline.report.job_text import job_toml
-from paceline.report.plots import study_plots
 from paceline.report.study import Study, StudyRow
+from paceline.report.study_plots import study_plots
 from paceline.report.templates import render
 from paceline.spec.record import RunRecord
 
@@ -37,7 +37,7 @@ def _tags(study: Study, row: StudyRow) -> str:
 
 
 def _notes(study: Study) -> list[tuple[str, str]]:
-    """(who, note) of what the runs wish their reader to know, each note once."""
+    """(who, note) of the notes of the runs, each note once."""
     holders: dict[str, list[RunRecord]] = {}
     for run in study.records:
         for note in dict.fromkeys(run.notes):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from paceline.report import formats
+from paceline.report.tables import table
 from paceline.spec.forecast import Forecast, ForecastRow
 
 _FULL_WIDTH = 160
@@ -84,7 +84,7 @@ def shown_rows(forecast: Forecast) -> list[ForecastRow]:
 
 
 def plan_table(forecast: Forecast, width: int = _FULL_WIDTH) -> RenderableType:
-    """The verdict, the rows with the recommended one marked, where scaling bends, and how to share out the model."""
+    """The verdict, the rows with the recommended one marked, where more devices stop paying, and the best meshes."""
     rows = shown_rows(forecast)
     grown = ", batch grows with the devices" if forecast.grow == "batch" else ""
     lines: list[RenderableType] = [
@@ -104,18 +104,14 @@ def plan_table(forecast: Forecast, width: int = _FULL_WIDTH) -> RenderableType:
 
 
 def _table(forecast: Forecast, rows: Sequence[ForecastRow], cells: Sequence[Column], width: int) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("")
     kept = _fitting(rows, cells, width - 2)
-    for heading, _ in kept:
-        is_word = heading in ("algorithm", "bound by")
-        table.add_column(heading, justify="left" if is_word else "right", no_wrap=True)
+    found = table("", *(heading for heading, _ in kept), left=("", "algorithm", "bound by"), no_wrap=True)
     for row in rows:
         is_chosen = row.devices == forecast.recommended_devices
         style = "bold green" if is_chosen else "dim" if row.objection else ""
         mark = "\N{BLACK RIGHT-POINTING POINTER}" if is_chosen else ""
-        table.add_row(mark, *(cell(row) for _, cell in kept), style=style)
-    return table
+        found.add_row(mark, *(cell(row) for _, cell in kept), style=style)
+    return found
 
 
 def _fitting(rows: Sequence[ForecastRow], cells: Sequence[Column], width: int) -> list[Column]:

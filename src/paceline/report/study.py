@@ -62,7 +62,7 @@ class StudyRow:
 
     @property
     def forecast_error(self) -> float | None:
-        """Of the forecast, as a part of what was measured."""
+        """The relative error of the forecast: 0.1 is 10 % more than was measured."""
         expected = self.forecast_samples_per_s
         return None if expected is None or not self.samples_per_s else expected / self.samples_per_s - 1
 
@@ -134,6 +134,19 @@ class Study:
     @property
     def has_accuracy(self) -> bool:
         return any(row.accuracy is not None for row in self.rows)
+
+    def page(self) -> str:
+        """The HTML page: the table, with plots of every run."""
+        from paceline.report.page import render_page
+
+        return render_page(self)
+
+    def _repr_html_(self) -> str:
+        """The table, for notebooks."""
+        from paceline.report.html_table import html_of
+        from paceline.report.study_table import study_table
+
+        return html_of(lambda _columns: study_table(self))
 
 
 def analyse(records: Sequence[RunRecord], *, grow: Grow, tolerance: float, efficiency_floor: float = 0.5) -> Study:

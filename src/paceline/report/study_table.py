@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from paceline.report import formats
 from paceline.report.study import Study, StudyRow
+from paceline.report.tables import table
 
 MARK = "*"
 """Stands before the recommended device count, so that the mark survives a pipe without colours."""
@@ -17,23 +16,21 @@ MARK = "*"
 def study_table(study: Study) -> RenderableType:
     """Devices x time x speed-up x efficiency x accuracy, the recommended row marked, the verdict below."""
     grows = study.grow == "batch"
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     # The usual numbers fit into the 80 columns of a pipe; where they do not, cells fold and none is cut.
     headings = ["devices", *(["batch", "rate"] if grows else []), "time", "speed-up", "efficiency"]
     headings += [] if grows else ["samples/s"]
     headings += ["forecast", "error"] if study.has_forecast else []
     headings += ["accuracy", *(["spread"] if study.has_spread else []), "change"] if study.has_accuracy else []
-    for heading in headings:
-        table.add_column(heading, justify="right", overflow="fold")
+    rows = table(*headings)
     for row in study.rows:
-        table.add_row(*_cells(study, row, grows), style="bold green" if _is_marked(study, row) else None)
+        rows.add_row(*_cells(study, row, grows), style="bold green" if _is_marked(study, row) else None)
     found = study.recommendation
     lines = [Text(found.verdict, style="bold"), Text(found.reason), *map(Text, found.rejected.values())]
     if study.same_weights:
         counts = formats.listing([str(row.devices) for row in study.rows])
         lines.append(Text(f"Same weights bit for bit on {counts} devices: {_hashes(study)}"))
     legend = Text(f"{MARK} recommended", style="dim") if len(study.rows) > 1 else Text()
-    return Group(table, legend, Text(), *lines)
+    return Group(rows, legend, Text(), *lines)
 
 
 def _is_marked(study: Study, row: StudyRow) -> bool:

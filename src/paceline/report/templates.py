@@ -8,6 +8,7 @@ from importlib import resources
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from paceline.report import formats
+from paceline.report.figure import TEMPLATE
 
 
 def render(name: str, **values: object) -> str:
@@ -23,7 +24,7 @@ def render(name: str, **values: object) -> str:
     )
     environment.filters["tie"] = _tie
     page = environment.get_template(name)
-    return page.render(f=formats, style=_read("page.css"), plotly_js=get_plotlyjs(), **values)
+    return page.render(f=formats, style=_read("page.css"), plotly_js=get_plotlyjs(), template=TEMPLATE, **values)
 
 
 def _read(name: str) -> str:

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from paceline.report.formats import NOTHING, duration, listing, times
+from paceline.report.tables import table
 from paceline.spec import Device, Link, Node, Peripheral
 from paceline.spec.device_choice import DeviceChoice, DeviceRing
 
@@ -44,7 +44,7 @@ def label_words(label: str) -> str:
 
 
 def num_nvlinks(label: str) -> int:
-    """Of a label NV1 … NV18; 0 for every other one."""
+    """The number in a label NV1 … NV18; 0 for every other label."""
     bonds = label.removeprefix("NV")
     return int(bonds) if bonds != label and bonds.isdecimal() else 0
 
@@ -176,10 +176,10 @@ def _facts(rows: Sequence[tuple[str, Mapping[str, str]]], otherwise: Sequence[st
     columns = [name for name in (rows[0][1] if rows else {}) if any(facts[name] for _, facts in rows)]
     if not set(columns) - {"name", "NUMA"}:
         return [Text(line) for line in otherwise]
-    table = _table("", *columns)
+    found = table("", *columns, left=("", *columns), no_wrap=True)
     for label, facts in rows:
-        table.add_row(label, *(facts[name] or NOTHING for name in columns))
-    return [Text(), table]
+        found.add_row(label, *(facts[name] or NOTHING for name in columns))
+    return [Text(), found]
 
 
 def _memory_text(num_bytes: int) -> str:
@@ -204,10 +204,10 @@ def _matrices(node: Node, width: int, ring: Sequence[int]) -> list[RenderableTyp
         while left and (not part or room >= _column_width(left[0], cells)):
             room -= _column_width(left[0], cells)
             part.append(left.pop(0))
-        table = _table("", *part)
+        found = table("", *part, left=("", *part), no_wrap=True)
         for row in rows:
-            table.add_row(row, *(cells[row, column] for column in part))
-        tables.append(table)
+            found.add_row(row, *(cells[row, column] for column in part))
+        tables.append(found)
     return tables
 
 
@@ -233,13 +233,13 @@ def _hops(ring: Sequence[int]) -> set[frozenset[str]]:
 
 
 def _legend(node: Node, ring: Sequence[int]) -> list[RenderableType]:
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    legend = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for label in labels_in_use(node):
         words = label_words(label)
-        table.add_row(
+        legend.add_row(
             Text(label, style=_STYLES[label_class(label)]), words[0].upper() + words[1:], label_bandwidth(node, label)
         )
-    lines: list[RenderableType] = [Text(), table] if table.row_count else []
+    lines: list[RenderableType] = [Text(), legend] if legend.row_count else []
     return [*lines, Text(f"{RING_MARK} a link of the ring")] if len(ring) > 1 else lines
 
 
@@ -267,13 +267,6 @@ def label_bandwidth(node: Node, label: str) -> str:
 
 def _notes(node: Node) -> list[RenderableType]:
     return [Text(), *map(Text, node.notes)] if node.notes else []
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    for heading in headings:
-        table.add_column(heading, no_wrap=True)
-    return table
 
 
 # --- The choice ---

@@ -36,7 +36,7 @@ _FULL_TURN = 2 * math.pi
 _MOST_LABELLED = 4
 """Devices up to which each link carries its label; with more, labels would cover each other."""
 _MOST_NVLINKS = 18
-"""Of one GPU, up to NVLink 5 (NVIDIA Blackwell architecture); who seems to have more hangs on a switch."""
+"""NVLinks of one GPU, up to NVLink 5 (NVIDIA Blackwell architecture); a GPU that seems to have more is on a switch."""
 _MOST_WAYS = 4
 """From a card that are drawn; one that is as near to more devices, or only on their NUMA node, stands on their side."""
 _NEAREST_FIRST = ("PIX", "PXB", "PHB", "NODE")
@@ -124,7 +124,7 @@ def _places(node: Node, devices: Sequence[Device], nics: Sequence[Peripheral]) -
 
 
 def _radius(num_boxes: int, space: float) -> float:
-    """Of a circle on which boxes stand without touching; two stand side by side."""
+    """Radius of a circle on which boxes stand without touching; two stand side by side."""
     return max(150.0, space / (2 * math.sin(math.pi / num_boxes))) if num_boxes > 1 else 0.0
 
 

@@ -20,9 +20,9 @@ class CheckpointRequest:
     address: str
     """A folder that all nodes see, or an address such as s3://bucket/place; it is removed in the end."""
     num_parameters: int = at_least(1, 100_000_000)
-    """In float32; Adam's two averages are saved with each, so a checkpoint has 12 bytes for it."""
+    """Parameters in float32, each saved with Adam's two averages: 12 bytes a parameter."""
     num_rounds: int = at_least(1, 5)
-    """After a first one, which also has to find memory."""
+    """Checkpoints that are timed after a first one, which also has to find memory."""
     device_kind: DeviceKind | None = None
     """None: GPUs where there are any."""
     timeout_s: float = at_least(1, 600.0)
@@ -44,11 +44,11 @@ class CheckpointTimings:
     world_size: int
     device_kind: DeviceKind
     num_bytes: int
-    """Of all files of a checkpoint."""
+    """The size of all files of a checkpoint."""
     first_stall_s: float
-    """For how long training waits the first time."""
+    """How long training waits for the first checkpoint."""
     stalls_s: tuple[float, ...]
-    """And every time after that."""
+    """How long training waits for each later checkpoint."""
     copies_s: tuple[float, ...]
     """The same numbers copied into memory that is there already: no stall can be shorter, all else being equal."""
     completes_s: tuple[float, ...]

@@ -62,7 +62,7 @@ class Link:
     """The path between two parts of one node, the same in both directions."""
 
     ends: tuple[str, str]
-    """Labels of its ends, devices first and in ascending order: ("GPU0", "GPU3"), ("GPU0", "NIC1")."""
+    """Labels of both ends, devices first and in ascending order: ("GPU0", "GPU3"), ("GPU0", "NIC1")."""
     label: str
     """As `nvidia-smi topo -m` has it: NV1 … NV18, PIX, PXB, PHB, NODE, SYS; XGMI on AMD."""
     bytes_per_s: float | None = None
@@ -107,7 +107,7 @@ class NetworkLink:
     latency_s: float
     """Until a small message has arrived."""
     interface: str = ""
-    """Of the first end."""
+    """The network interface of the first end."""
     single_stream_bytes_per_s: float | None = None
     """By one connection, which clouds hold below what the link can do; None: not measured."""
 
@@ -141,7 +141,7 @@ class JobTiming:
     threads_per_worker: int
     micro_batches: tuple[MicroBatchTiming, ...] = ()
     largest_micro_batch_size: int | None = None
-    """Of those tried, the largest that fits in memory."""
+    """The largest of those tried that fits in memory."""
     loader_samples_per_s: float | None = None
     checkpoint_bytes_per_s: float | None = None
     loads_between_passes: bool = False
@@ -149,15 +149,15 @@ class JobTiming:
     update_s: float | None = None
     """What a step takes besides its passes: clipping, the optimizer, freeing gradients."""
     workers_together: int = 1
-    """All of a plan, which computed at the same time."""
+    """How many workers computed at the same time: all of a plan."""
     workers_together_on_node: int = 1
-    """Of these the fullest node had so many."""
+    """How many of them the fullest node had."""
     together_micro_batch_size: int = 0
-    """Samples of each worker's pass then."""
+    """Samples of each worker's pass while they computed at the same time."""
     together_slowdown: float = 1.0
-    """Seconds until the slowest of them had made a pass and an update, over those of a worker alone."""
+    """Seconds until the slowest of them had made a pass and an update, over those of a worker by itself."""
     sums: tuple[SumTiming, ...] = ()
-    """Of all workers together, in the job's wire format; empty where nobody timed it."""
+    """Timed with all workers together, in the job's wire format; empty where nobody timed it."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class ForecastCheck:
 
     @property
     def error(self) -> float:
-        """Of the forecast, as a part of what was measured."""
+        """The relative error of the forecast: 0.1 is 10 % more than was measured."""
         return self.forecast_samples_per_s / self.measured_samples_per_s - 1
 
 
@@ -194,7 +194,7 @@ class Cluster:
         return replace(self, checks=(*self.checks, check)[-MOST_CHECKS:])
 
     def past_error(self) -> str:
-        """ "within 4 % on the last 12 runs": nine of ten of them; empty without a run."""
+        """ "within 4 % on the last 12 runs", the 90th percentile of their errors; empty without a run."""
         if not self.checks:
             return ""
         errors = sorted(abs(check.error) for check in self.checks)
@@ -204,7 +204,7 @@ class Cluster:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Of all nodes, in their order."""
+        """The devices of all nodes, in the order of the nodes."""
         return tuple(device for node in self.nodes for device in node.devices)
 
     @property
@@ -230,7 +230,7 @@ class Cluster:
         """Read cluster.json.
 
         Raises:
-            ClusterError: no such file, not JSON, of another version, or keys and values that cannot be meant.
+            ClusterError: no such file, not JSON, of another version, or unknown keys and invalid values.
         """
         try:
             text = path.read_text(encoding="utf-8")

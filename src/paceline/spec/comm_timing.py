@@ -53,9 +53,9 @@ class CommRequest:
 
     cases: tuple[CommCase, ...] = tuple(CommCase(name) for name in algorithm_names())
     sizes_bytes: tuple[int, ...] = message_sizes()
-    """Of the vector that is summed, in `dtype`."""
+    """Sizes of the vector that is summed, in `dtype`."""
     dtype: Precision = "float32"
-    """Of the vector; 16 bits are widened to float32, summed and rounded once, as gradients are."""
+    """Type of the vector; 16 bits are widened to float32, summed and rounded once, as gradients are."""
     device_kind: DeviceKind | None = None
     """None: GPUs where there are any."""
     num_servers: int = at_least(1, 1)
@@ -66,7 +66,7 @@ class CommRequest:
     timeout_s: float = at_least(1, 600.0)
     """How long a call waits for a silent worker."""
     link_rate_bytes_per_s: float | None = above(0, None)
-    """Of the links between nodes, or between workers on one node, in one direction; None: not known."""
+    """What links between nodes, or between workers on one node, carry in one direction; None: not known."""
     interface: str | None = None
     """Network interface of the nodes whose bytes are to be counted, such as "eth0"."""
 

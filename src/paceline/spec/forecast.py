@@ -38,7 +38,7 @@ class ForecastRow:
     bound_by: BoundBy
     low_s: float
     high_s: float
-    """A measured step is expected in between nine times of ten."""
+    """`low_s` to `high_s` is the 90 % prediction interval of a measured step."""
     samples_per_s: float
     speedup: float
     """Throughput over that of one device."""
@@ -52,7 +52,7 @@ class ForecastRow:
     cost_to_target: float | None
     cost_per_million_samples: float | None
     memory_bytes: float | None
-    """Of the fullest device."""
+    """What the fullest device holds."""
     objection: str = ""
     """Why this job cannot run like that; empty: it can."""
 
@@ -67,7 +67,7 @@ class SimulatedRow:
     """The median."""
     low_s: float
     high_s: float
-    """Nine steps of ten lie in between."""
+    """The fastest and the slowest simulated step are `low_s` and `high_s`."""
     availability: float
     """The part of the time that goes into work that lasts."""
     hours_between_failures: float
@@ -88,9 +88,9 @@ class Forecast:
     reason: str
     """One sentence or a few."""
     bend: str
-    """Where scaling bends, and why."""
+    """From which number of devices on a further device adds little, and why."""
     strategy: tuple[str, ...] = ()
-    """Two lines each about the best way to share out the model on the recommended devices and the next best."""
+    """Two lines each about the best mesh on the recommended devices and the next best."""
     simulated: tuple[SimulatedRow, ...] = ()
     assumptions: tuple[str, ...] = ()
     """What was not measured and what was taken instead, a sentence each."""

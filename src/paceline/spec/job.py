@@ -90,7 +90,7 @@ class OptimSpec:
 
 @dataclass(frozen=True)
 class AggregationSpec:
-    """What workers tell each other of their gradients, and how often.
+    """How workers aggregate their gradients, and how often.
 
     The defaults keep the law: the number of workers does not change what is learned. Everything else trades
     some of that for less traffic, and a run's summary says so.
@@ -103,9 +103,10 @@ class AggregationSpec:
     density: float = between(0, 1, 0.01)
     """The part of the gradients that topk and randomk send."""
     sync_every: int = at_least(1, 16)
-    """Steps between two meetings, with local_sgd and diloco."""
+    """Steps between two outer steps, with local_sgd and diloco."""
     sync_inside_nodes: bool = False
-    """With local_sgd and diloco: the workers of one node meet every step, the nodes every `sync_every` steps."""
+    """With local_sgd and diloco: the workers of one node synchronise every step, the nodes every
+    `sync_every` steps."""
     outer_lr: float = above(0, 0.7)
     outer_momentum: float = between(0, 1, 0.9)
     staleness: int = at_least(0, 4)

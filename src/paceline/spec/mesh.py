@@ -1,4 +1,4 @@
-"""`Mesh`: how many workers share out what, axis by axis, and the words by which users name it."""
+"""`Mesh`: how many workers divide what, axis by axis, and how users name it."""
 
 from __future__ import annotations
 

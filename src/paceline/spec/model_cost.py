@@ -22,9 +22,9 @@ class LayerCost:
     num_tensor_slices: int = 1
     """Heads, groups or output channels that tensor parallelism can distribute; 1: every worker computes all of it."""
     num_all_reduces: int = 0
-    """Of a tensor group, forward and backward …"""
+    """How many all-reduces a tensor group makes, forward and backward."""
     all_reduce_bytes: float = 0.0
-    """… of so many bytes each."""
+    """The size of each of them."""
     all_gather_bytes: float = 0.0
     """What a tensor group gathers, forward and backward."""
     replicated_fraction: float = 1.0

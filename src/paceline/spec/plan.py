@@ -50,7 +50,7 @@ class Plan:
     threads_per_worker: int = at_least(1, 1)
     """CPU threads a worker computes with. A CPU device is a fixed number of threads."""
     micro_batch_size: int | None = at_least(1, None)
-    """Most samples in one forward pass of a worker; None: its whole share of the global batch."""
+    """Most samples in one forward pass of a worker; None: all that it computes of the global batch."""
     algorithm: AlgorithmName = "auto"
     """How gradients are summed over workers; "auto": the fastest at the start of the run, by measurement."""
     num_servers: int = at_least(1, 1)
@@ -61,9 +61,9 @@ class Plan:
     recompute: bool = False
     """Activation checkpointing: backward computes a block's activations again instead of keeping them."""
     sequence_parallel: bool = False
-    """Between the layers that a tensor axis placements, its workers keep a part each of the positions."""
+    """Between the layers that a tensor axis divides, each of its workers keeps a slice of the positions."""
     cpu_offload: bool = False
-    """Sharded parameters and optimizer state wait in host memory while they are not computed with."""
+    """Sharded parameters and optimizer state wait in CPU memory while they are not computed with."""
     devices_in_process: int = at_least(1, 1)
     """Devices that one worker drives by itself (the strategy dp_one_process)."""
     debug_comm: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ class RunRecord:
     """From launch to the end of the first optimizer update."""
     samples_per_s: float
     """Steady throughput over all workers: samples a step over the median step time, or over all training where workers
-    meet every few steps only."""
+    synchronise every few steps only."""
     step_time: StepTime
     weights_sha256: str
     epochs: tuple[EpochRecord, ...] = ()
@@ -73,6 +74,13 @@ class RunRecord:
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(to_mapping(self), indent=2) + "\n", encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        """The summary as a table, for notebooks."""
+        rows = "".join(
+            f"<tr><th>{name}</th><td>{escape(str(value))}</td></tr>" for name, value in self.summary().items()
+        )
+        return f"<table>{rows}</table>"
 
     def summary(self) -> dict[str, Any]:
         """The stable one-line result of `paceline train --json`; null for what diverged, since JSON has no NaN."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.errors import ModelError
-from paceline.parallel.parts import local
+from paceline.parallel.dtensor import local_shard
 from paceline.train.session import Session
 
 MOST_IN_A_ROW = 10
@@ -72,7 +72,7 @@ class NonFiniteGuard:
         own = [
             name
             for name, parameter in self._trained.model.named_parameters()
-            if parameter.grad is not None and not bool(torch.isfinite(local(parameter.grad)).all())
+            if parameter.grad is not None and not bool(torch.isfinite(local_shard(parameter.grad)).all())
         ]
         if self._trained.engine.holds_all:
             return own

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.checkpoint import SameCatalogue, newest_good, newest_that, put_together, read_together, take_apart
+from paceline.checkpoint import SharedCatalogue, flatten_state, newest_good, newest_that, read_together, unflatten_state
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.storage import Storage
 from paceline.errors import CheckpointError
@@ -99,7 +99,7 @@ class CheckpointReader:
             )
 
         try:
-            found, problems = newest_that(read, SameCatalogue(self._storage, group))
+            found, problems = newest_that(read, SharedCatalogue(self._storage, group))
         except OSError as failure:
             raise CheckpointError(str(failure)) from None
         for problem in problems:
@@ -156,7 +156,7 @@ def broadcast_tree(tree: Any, group: dist.ProcessGroup | None) -> Any:
     if group is None:
         return tree
     is_source = dist.get_rank(group) == 0
-    plain, tensors = take_apart(tree) if is_source else (None, {})
+    plain, tensors = flatten_state(tree) if is_source else (None, {})
     message: list[Any] = [plain, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}]
     dist.broadcast_object_list(message, group_src=0, group=group)
     plain, kinds = message
@@ -164,7 +164,7 @@ def broadcast_tree(tree: Any, group: dist.ProcessGroup | None) -> Any:
     for name, (shape, dtype) in kinds.items():
         received[name] = tensors[name].cpu().contiguous() if is_source else torch.empty(shape, dtype=dtype)
         dist.broadcast(received[name], group_src=0, group=group)
-    return put_together(plain, received.__getitem__)
+    return unflatten_state(plain, received.__getitem__)
 
 
 def scatter_trees(trees: Sequence[Any], group: dist.ProcessGroup | None) -> Any:
@@ -173,7 +173,7 @@ def scatter_trees(trees: Sequence[Any], group: dist.ProcessGroup | None) -> Any:
         return trees[0]
     if dist.get_rank(group) == 0:
         for receiver in range(1, dist.get_world_size(group)):
-            plain, tensors = take_apart(trees[receiver])
+            plain, tensors = flatten_state(trees[receiver])
             kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
             dist.send_object_list([plain, kinds], group_dst=receiver, group=group)
             for tensor in tensors.values():
@@ -184,4 +184,4 @@ def scatter_trees(trees: Sequence[Any], group: dist.ProcessGroup | None) -> Any:
     received = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in message[1].items()}
     for tensor in received.values():
         dist.recv(tensor, group_src=0, group=group)
-    return put_together(message[0], received.__getitem__)
+    return unflatten_state(message[0], received.__getitem__)

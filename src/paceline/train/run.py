@@ -23,7 +23,7 @@ from paceline.errors import JobError
 from paceline.heartbeat import Heartbeat
 from paceline.noise import SmoothedNoise
 from paceline.parallel import Engine, check_shards, parallelize
-from paceline.parallel.start import is_on_meta
+from paceline.parallel.initial_weights import is_on_meta
 from paceline.spec import Job, Mesh, Plan
 from paceline.train.data_progress import DataProgress
 from paceline.train.digest import weights_sha256

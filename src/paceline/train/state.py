@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from paceline.checkpoint import Loaded, Stored
 from paceline.errors import CheckpointError, ModelError
 from paceline.parallel import Engine, unwrapped
-from paceline.parallel.parts import local, part_like, slice_of
+from paceline.parallel.dtensor import local_shard, shard_like, shard_slice
 from paceline.train.numerics import Precision
 
 
@@ -181,11 +181,11 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], *, holds_all: b
     for name, value in mine.items():
         kept = state[name]
         if isinstance(kept, Loaded):
-            local(value).copy_(kept.values)
+            local_shard(value).copy_(kept.values)
         elif isinstance(value, Tensor):
             if value.shape != kept.shape:
                 raise RuntimeError(f"'{name}' has the shape {tuple(kept.shape)}, not {tuple(value.shape)}")
-            local(value).copy_(local(part_like(kept, value)))
+            local_shard(value).copy_(local_shard(shard_like(kept, value)))
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -195,16 +195,16 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 def _shard_of(stored: Any, like: Any) -> Any:
     """The shard that this worker needs of a stored tensor: where it holds a shard of `like`, the same of it."""
     is_spread = isinstance(stored, Stored) and isinstance(like, DTensor) and stored.shape == tuple(like.shape)
-    return stored.part(*slice_of(like)) if is_spread else stored
+    return stored.slice_at(*shard_slice(like)) if is_spread else stored
 
 
 def _state_like(parameter: Tensor, value: Any) -> Any:
     """This worker's shard of a tensor of the parameter's shape, in the memory layout an optimizer would have made."""
     if isinstance(value, Loaded):
         found = torch.empty_like(parameter, dtype=value.values.dtype)
-        local(found).copy_(value.values)
+        local_shard(found).copy_(value.values)
         return found
     if isinstance(value, Tensor) and value.shape == parameter.shape:
-        shard = part_like(value.to(parameter.device), parameter)
+        shard = shard_like(value.to(parameter.device), parameter)
         return torch.empty_like(parameter, dtype=value.dtype).copy_(shard)
     return value

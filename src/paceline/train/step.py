@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from paceline.errors import JobError, ModelError
 from paceline.parallel import AnyShard, Assignment, StepInput, check_batch
 from paceline.parallel.assignment import shard_sizes
-from paceline.parallel.parts import clip
+from paceline.parallel.dtensor import clip_gradients
 from paceline.spec import Mesh
 from paceline.train.data_progress import Batch
 from paceline.train.nonfinite import NonFiniteGuard
@@ -95,7 +95,7 @@ class Stepper:
         """For an assignment of the global batch with this number, counted over the whole run."""
         precision, seed = self.trained.precision, self._state.job.seed
         return StepInput(
-            share=assignment,
+            assignment=assignment,
             batch=content,
             loss_of=precision.of(loss_fn),
             seed_shard=lambda shard: seed_shard(seed, index, shard, self._device),
@@ -115,7 +115,7 @@ class Stepper:
         self.is_whole = False
         if is_made and clip_norm is not None:
             scaler.unscale_(trained.optimizer)
-            clip(trained.model.parameters(), clip_norm, norm())
+            clip_gradients(trained.model.parameters(), clip_norm, norm())
         idle = not batch.assignment.sizes or not self._counts_samples
         self._tracer.before_update(step, trained.model, engine.whole, loss, content, idle=idle)
         if is_made:

@@ -141,7 +141,7 @@ def export(checkpoint: str, target: str, *, force: bool = False, say: Say = sile
         CheckpointError: there is none that can be used, the file is there already, or a storage fails.
     """
     from paceline.checkpoint import newest_good, read_checkpoint
-    from paceline.checkpoint.place import find_place, split_address, storage_problems
+    from paceline.checkpoint.location import find_location, split_address, storage_problems
     from paceline.checkpoint.storage import open_storage
     from paceline.checkpoint.weights import export_weights
 
@@ -151,7 +151,7 @@ def export(checkpoint: str, target: str, *, force: bool = False, say: Say = sile
         if not force and file in beside.names():
             raise CheckpointError(f"{target} is there already; choose another name, or replace it with --force.")
     with storage_problems(checkpoint):
-        place = find_place(checkpoint)
+        place = find_location(checkpoint)
         if place.name is None:
             found, problems = newest_good(place.storage)
             for problem in problems:
@@ -176,10 +176,10 @@ def open_checkpoints(place: str) -> Iterator[tuple[Storage, list[str]]]:
         CheckpointError: there are none, or the storage fails.
     """
     from paceline.checkpoint.load import list_folders
-    from paceline.checkpoint.place import find_place, storage_problems
+    from paceline.checkpoint.location import find_location, storage_problems
 
     with storage_problems(place):
-        found = find_place(place)
+        found = find_location(place)
         names = list_folders(found.storage) if found.name is None else [found.name]
         if not names:
             raise CheckpointError(f"There is no checkpoint in {found.storage.address}.")

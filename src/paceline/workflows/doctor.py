@@ -41,9 +41,9 @@ def doctor(*, hosts: str = "", folder: Path = Path("runs")) -> tuple[Finding, ..
     found = survey(names, _start_over_ssh, doctor=command, folder=folder.absolute(), explain=explain_ssh_failure)
     findings = list(found.problems)
     for host, facts in found.nodes.items():
-        findings += [dataclasses.replace(finding, node=host) for finding in check_node(facts, len(names))]
+        findings += [dataclasses.replace(finding, node=host) for finding in check_node(facts)]
     if len(found.nodes) > 1:
-        findings += check_nodes(found.nodes, found.reaches, found.marker)
+        findings += check_nodes(found)
     return tuple(findings)
 
 

@@ -11,7 +11,6 @@ from paceline.errors import JobError
 from paceline.spec import Job, Mesh, parse_mesh
 from paceline.spec.mesh import AXES, AxisName, num_named
 from paceline.workflows.jobs import resolve_job
-from paceline.workflows.notebook import html_of
 from paceline.workflows.traced_model import model_on_paper
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ class MeshDryRun:
         from rich.console import Group
         from rich.table import Table
 
-        from paceline.plan.search import size
+        from paceline.plan.words import size
 
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
         for heading in ("stage", "layers", "parameters", "activations", "memory"):
@@ -58,6 +57,8 @@ class MeshDryRun:
         )
 
     def _repr_html_(self) -> str:
+        from paceline.report.html_table import html_of
+
         return html_of(lambda _columns: self.table())
 
 

@@ -16,11 +16,10 @@ from paceline.spec import Cluster, Job, Plan
 from paceline.spec.forecast import Forecast, Grow
 from paceline.workflows.forecasts import CLUSTER_FILE
 from paceline.workflows.jobs import resolve_job
-from paceline.workflows.notebook import html_of
 from paceline.workflows.traced_model import trace_model
 
 if TYPE_CHECKING:
-    from paceline.plan.forecast import Question
+    from paceline.plan.inputs import ForecastRequest
     from paceline.spec.model_cost import ModelCost
 
 PLAN_FILE, PAGE_FILE, FORECAST_FILE = "plan.json", "plan.html", "forecast.json"
@@ -42,6 +41,7 @@ class PlannedJob:
         return render_plan_page(self.forecast)
 
     def _repr_html_(self) -> str:
+        from paceline.report.html_table import html_of
         from paceline.report.plan_table import plan_table
 
         return html_of(lambda columns: plan_table(self.forecast, columns))
@@ -90,11 +90,12 @@ def plan(
         PacelineError: a file cannot be written.
     """
     # NumPy, SciPy and what plots: not for `paceline --help`.
-    from paceline.plan.forecast import Question, forecast
+    from paceline.plan.forecast import forecast
+    from paceline.plan.inputs import ForecastRequest
 
     resolved = resolve_job(job, settings, data, model)
     known = cluster if isinstance(cluster, Cluster) else _load_cluster(cluster, job)
-    question = Question(
+    request = ForecastRequest(
         grow=grow,
         efficiency_floor=efficiency_floor,
         price_per_device_hour=price,
@@ -105,9 +106,9 @@ def plan(
     )
     wanted = f"1..{max(1, len(known.devices))}" if devices is None else devices
     counts = device_counts(wanted) if isinstance(wanted, str) else sorted(set(wanted))
-    facts = trace_model(resolved) if trace else None
-    found = forecast(resolved, known, counts, question, facts)
-    planned = PlannedJob(found, recommended_plan(resolved, known, found, question, facts))
+    model_cost = trace_model(resolved) if trace else None
+    found = forecast(resolved, known, counts, request, model_cost)
+    planned = PlannedJob(found, recommended_plan(resolved, known, found, request, model_cost))
     if out is not None:
         _write(planned, out)
     return planned
@@ -143,20 +144,24 @@ def device_counts(text: str) -> list[int]:
 
 
 def recommended_plan(
-    job: Job, cluster: Cluster, forecast: Forecast, question: Question | None = None, facts: ModelCost | None = None
+    job: Job,
+    cluster: Cluster,
+    forecast: Forecast,
+    request: ForecastRequest | None = None,
+    model: ModelCost | None = None,
 ) -> Plan | None:
     """The plan of the recommended row; None where the cluster has too few devices for it.
 
     Its workers are laid out on a mesh where replicas do not fit or a mesh is clearly faster.
     """
-    from paceline.plan.mesh_selection import choose_mesh, timed_facts
+    from paceline.plan.mesh_selection import choose_mesh, measured_model_cost
 
     row = forecast.recommended
     if row.devices > len(cluster.devices):
         return None
     grown = job.grown(row.devices) if forecast.grow == "batch" else job
-    rate = None if question is None else question.link_bytes_per_s
-    choice = choose_mesh(grown, facts or timed_facts(job, cluster), cluster, row.devices, link_bytes_per_s=rate)
+    rate = None if request is None else request.link_bytes_per_s
+    choice = choose_mesh(grown, model or measured_model_cost(job, cluster), cluster, row.devices, link_bytes_per_s=rate)
     if not choice.mesh.is_plain:
         plan = choice.applied(place(grown, cluster, row.devices, mesh=choice.mesh))
         samples_per_s = row.samples_per_s if choice.step_s is None else grown.global_batch_size / choice.step_s

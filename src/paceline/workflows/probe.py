@@ -203,9 +203,9 @@ def measure_job(
     job: Job, plan: Plan, allocation: Allocation, scratch: Path, budget_s: float, *, quiet: bool
 ) -> tuple[JobTiming, list[str]]:
     """The times of the job's parts on the plan's first device, alone and beside the other workers; what is missing."""
-    from paceline.plan.forecast import largest_share  # NumPy: not for those who only want help
+    from paceline.plan.inputs import largest_assignment  # NumPy: not for those who only want help
 
-    share, shard, _ = largest_share(job, plan.world_size)
+    share, shard, _ = largest_assignment(job, plan.world_size)
     whole = job.global_batch_size
     if job.parity == "bitwise":  # a pass for each virtual shard
         share = whole = shard

@@ -75,7 +75,7 @@ def fit_step_times(observations: Path, queries: Path) -> FittedSteps:
     wanted = tuple(row.placement for row in _read(queries))
     calibration = fit([observation for _, observation in measured])
     contradictions = []
-    for one in calibration.contradictions:
+    for one in calibration.outliers:
         line = measured[one.row][0]
         sentence = one.sentence(f"{observations}, line {line},")
         contradictions.append(ContradictingRow(line, one.measured_s, one.forecast_s, sentence))

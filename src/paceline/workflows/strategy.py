@@ -163,9 +163,10 @@ def check_may_shrink(plan_within: PlanFor, cluster: Cluster, least: int, most: i
 
 def worker_memory_bytes(cluster: Cluster, num_workers: int) -> float:
     """The bytes that one worker may use: its share of the hardware, or less where this process is limited."""
-    from paceline.plan.mesh_selection import worker_memory_bytes as of_hardware
+    from paceline.plan.memory import worker_memory_bytes as of_hardware
+    from paceline.plan.memory import workers_on_fullest_node
 
-    limits = [of_hardware(cluster, num_workers)]
+    limits = [of_hardware(cluster, workers_on_fullest_node(cluster, num_workers))]
     if cluster.device_kind == "cpu":
         soft = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
         limits += [float(limit) for limit in soft if limit != resource.RLIM_INFINITY]

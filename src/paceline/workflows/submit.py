@@ -58,7 +58,8 @@ def slurm(
         workers: number of workers on each node, one a GPU.
         cpus: cores for each worker.
         on_cpu: ask for no GPU.
-        time_limit_s: the time limit of the job.
+        time_limit_s: the time limit of the job; None: the cluster's.
+        partition, account: where it runs, and who pays; None: the cluster's default.
         out: the run's folder, which all nodes see; None: a new one under runs/.
         dry_run: submit nothing and write nothing.
 

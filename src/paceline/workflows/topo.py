@@ -21,6 +21,11 @@ class Topology:
     choice: DeviceChoice | None
     pair_sentence: str | None = None
 
+    def _repr_html_(self) -> str:
+        from paceline.report.topology_svg import draw_topology
+
+        return draw_topology(self.node, self.choice.ring.devices if self.choice else ())
+
 
 def topo(
     source: str | Path | Cluster | None = None,

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.data_file import NAMES, ChecksumStream, StagedFile
 from paceline.checkpoint.load import folder_name
-from paceline.checkpoint.manifest import MANIFEST_FILE, Chunk, Manifest, TensorEntry
-from paceline.checkpoint.part import NAMES, Part, Summed
+from paceline.checkpoint.manifest import MANIFEST_FILE, Manifest, StoredSlice, TensorEntry
 from paceline.checkpoint.storage import Piece
 
 
@@ -77,13 +77,13 @@ def write_checkpoint(storage: Memory, step: int, metrics: Mapping[str, float] | 
         files.append(write_part(storage, step, rank, {**part, own: state[own]}))
     first, second = (file.name for file in files)
     halves = (
-        Chunk((0, 0), (2, 3), first, "model/weight@0,0"),
-        Chunk((2, 0), (2, 3), second, "model/weight@2,0"),
+        StoredSlice((0, 0), (2, 3), first, "model/weight@0,0"),
+        StoredSlice((2, 0), (2, 3), second, "model/weight@2,0"),
     )
     tensors = {"model/weight": TensorEntry("F32", (4, 3), halves)}
     for name, file in (("model/bias", first), ("worker:0/sums", first), ("worker:1/sums", second)):
         shape = tuple(state[name].shape)
-        whole = Chunk((0,) * len(shape), shape, file, name)
+        whole = StoredSlice((0,) * len(shape), shape, file, name)
         tensors[name] = TensorEntry(NAMES[state[name].dtype], shape, (whole,))
     model = {"weight": {"tensor": "model/weight"}, "bias": {"tensor": "model/bias"}, "head": {"tensor": "model/weight"}}
     manifest = Manifest(
@@ -103,9 +103,9 @@ def write_checkpoint(storage: Memory, step: int, metrics: Mapping[str, float] | 
 
 def write_part(storage: Memory, step: int, rank: int, tensors: Mapping[str, Tensor]) -> Any:
     """One worker's file, and what a manifest says of it."""
-    part, name = Part(), f"worker-{rank:05d}.safetensors"
+    part, name = StagedFile(), f"worker-{rank:05d}.safetensors"
     part.stage(tensors)
-    summed = Summed(part.pieces())
+    summed = ChecksumStream(part.pieces())
     storage.write(f"{folder_name(step)}/{name}", summed)
     return summed.file(name)
 

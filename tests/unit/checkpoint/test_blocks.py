@@ -10,8 +10,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from paceline.checkpoint.blocks import BLOCK_BYTES, BlockReader, num_blocks, sum_of_blocks
-from paceline.checkpoint.manifest import PartFile
+from paceline.checkpoint.block_checksums import BLOCK_BYTES, BlockReader, num_blocks, sum_of_blocks
+from paceline.checkpoint.manifest import DataFile
 from paceline.checkpoint.slice import Slice
 from paceline.errors import CheckpointError
 from tests.unit.checkpoint.memory import Memory
@@ -19,12 +19,12 @@ from tests.unit.checkpoint.memory import Memory
 CONTENT = random.Random(5).randbytes(3 * BLOCK_BYTES + 77)
 
 
-def _reader(content: bytes, file: PartFile) -> BlockReader:
+def _reader(content: bytes, file: DataFile) -> BlockReader:
     return BlockReader(Memory({"a": content}), "a", file)
 
 
-def _file(content: bytes) -> PartFile:
-    return PartFile("a", len(content), f"{zlib.crc32(content):08x}")
+def _file(content: bytes) -> DataFile:
+    return DataFile("a", len(content), f"{zlib.crc32(content):08x}")
 
 
 @settings(max_examples=30, deadline=None)

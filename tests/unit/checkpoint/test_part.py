@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.checkpoint.manifest import PartFile
-from paceline.checkpoint.part import DTYPES, Part, Summed, read_part, verify_part
+from paceline.checkpoint.data_file import DTYPES, ChecksumStream, StagedFile, read_data_file, verify_data_file
+from paceline.checkpoint.manifest import DataFile
 from paceline.errors import CheckpointError
 
 
-def _file(tensors: Mapping[str, Tensor], part: Part | None = None) -> tuple[bytes, PartFile]:
-    part = part or Part()
+def _file(tensors: Mapping[str, Tensor], part: StagedFile | None = None) -> tuple[bytes, DataFile]:
+    part = part or StagedFile()
     part.stage(tensors)
-    summed = Summed(part.pieces())
+    summed = ChecksumStream(part.pieces())
     content = b"".join(bytes(piece) for piece in summed)
     return content, summed.file("a")
 
@@ -56,13 +56,13 @@ _TENSORS = st.builds(
 def test_the_library_reads_what_we_write(tensors: dict[str, Tensor]) -> None:
     content, file = _file(tensors)
     _assert_alike(tensors, safetensors.torch.load(content))
-    _assert_alike(tensors, read_part([content], file))
+    _assert_alike(tensors, read_data_file([content], file))
 
 
 @given(st.dictionaries(st.text("abc", min_size=1, max_size=3), _TENSORS, max_size=5))
 def test_we_read_what_the_library_writes(tensors: dict[str, Tensor]) -> None:
     content = safetensors.torch.save(tensors, metadata={"format": "pt"})
-    _assert_alike(tensors, read_part([content], PartFile("a", len(content), f"{zlib.crc32(content):08x}")))
+    _assert_alike(tensors, read_data_file([content], DataFile("a", len(content), f"{zlib.crc32(content):08x}")))
 
 
 def test_views_of_other_tensors() -> None:
@@ -77,19 +77,19 @@ def test_views_of_other_tensors() -> None:
         "parameter": torch.nn.Parameter(whole[1]),
     }
     content, file = _file(views)
-    _assert_alike({name: view.detach() for name, view in views.items()}, read_part([content], file))
+    _assert_alike({name: view.detach() for name, view in views.items()}, read_data_file([content], file))
     _assert_alike({name: view.detach() for name, view in views.items()}, safetensors.torch.load(content))
 
 
 def test_a_block_serves_again_and_forgets() -> None:
-    part = Part()
+    part = StagedFile()
     first, _ = _file({"a": torch.ones(1000), "b": torch.zeros((), dtype=torch.int64)}, part)
     tensors = {"a": torch.zeros(1000), "b": torch.ones((), dtype=torch.int64)}
     second, file = _file(tensors, part)
     assert len(first) == len(second)
-    _assert_alike(tensors, read_part([second], file))
+    _assert_alike(tensors, read_data_file([second], file))
     smaller, file = _file({"c": torch.ones(3)}, part)
-    _assert_alike({"c": torch.ones(3)}, read_part([smaller], file))
+    _assert_alike({"c": torch.ones(3)}, read_data_file([smaller], file))
 
 
 @given(st.integers(0, 2**32))
@@ -99,12 +99,12 @@ def test_pieces_may_be_of_any_size(seed: int) -> None:
     draw = random.Random(seed)
     cuts = sorted(draw.sample(range(len(content)), 5))
     pieces = [content[start:end] for start, end in zip([0, *cuts], [*cuts, len(content)], strict=True)]
-    _assert_alike(tensors, read_part(pieces, file))
-    held = verify_part(pieces, file)
+    _assert_alike(tensors, read_data_file(pieces, file))
+    held = verify_data_file(pieces, file)
     assert {name: (t.dtype, t.shape) for name, t in held.items()} == {n: (t.dtype, t.shape) for n, t in tensors.items()}
     assert all(tensor.is_meta for tensor in held.values())
 
 
 def test_dtypes_that_the_format_lacks() -> None:
     with pytest.raises(CheckpointError, match=r"'a' has dtype torch.complex64, which a checkpoint cannot hold"):
-        Part().stage({"a": torch.zeros(2, dtype=torch.complex64)})
+        StagedFile().stage({"a": torch.zeros(2, dtype=torch.complex64)})

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from paceline.checkpoint.part import Part, _layout
+from paceline.checkpoint.data_file import StagedFile, _layout
 
 CACHE_LINE_BYTES = 64
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.uint8)
@@ -29,7 +29,7 @@ def test_numbers_lie_where_the_processor_likes_them(kinds: list[tuple[torch.dtyp
         if tensor.element_size() == widest and tensor.nbytes % CACHE_LINE_BYTES == 0:
             assert starts[name] % CACHE_LINE_BYTES == 0
 
-    part = Part()
+    part = StagedFile()
     part.stage(tensors)
     content = b"".join(part.pieces())
     assert len(content) == num_bytes
@@ -37,7 +37,7 @@ def test_numbers_lie_where_the_processor_likes_them(kinds: list[tuple[torch.dtyp
 
 
 def test_a_block_serves_every_checkpoint_of_one_size() -> None:
-    part = Part()
+    part = StagedFile()
     part.stage({"a": torch.zeros(1000)})
     first = memoryview(next(part.pieces()))
     part.stage({"a": torch.ones(1000)})
@@ -48,13 +48,13 @@ def test_a_block_serves_every_checkpoint_of_one_size() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can leave memory out of a fork, and tell of it")
 def test_the_block_stays_out_of_forks() -> None:
-    part = Part()
+    part = StagedFile()
     part.stage({"a": torch.zeros(1 << 20)})
     assert "dc" in _flags_at(part._block.data_ptr())  # "do not copy area on fork"
 
 
 def test_a_block_is_laid_out_anew_for_other_tensors_of_the_same_size() -> None:
-    part = Part()
+    part = StagedFile()
     for tensors in ({"a": torch.ones(64)}, {"b": torch.ones(64)}, {"b": torch.ones(8, 8)}, {"b": torch.ones(64).int()}):
         part.stage(tensors)
         found = load(b"".join(part.pieces()))

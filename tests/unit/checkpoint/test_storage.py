@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.checkpoint.place import find_place, split_address, storage_problems
+from paceline.checkpoint.location import find_location, split_address, storage_problems
 from paceline.checkpoint.storage import Folder, Remote, Storage, open_storage
 from paceline.errors import CheckpointError
 from tests.unit.checkpoint.memory import Memory
@@ -116,28 +116,28 @@ def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inside = Folder(tmp_path / "run" / "checkpoints")
     inside.write("step-00000003/manifest.json", [b""])
     for address in ("run", "run/", "run/checkpoints", str(tmp_path / "run"), f"file://{tmp_path}/run", "run/../run"):
-        place = find_place(address)
+        place = find_location(address)
         assert place.name is None and place.storage.folders() == ["step-00000003"], address
     for address in (
         "run/checkpoints/step-00000003",
         "run/checkpoints/step-00000003/",
         f"file://{tmp_path}/run/checkpoints/step-00000003",
     ):
-        place = find_place(address)
+        place = find_location(address)
         assert place.name == "step-00000003" and place.storage.folders() == ["step-00000003"], address
     monkeypatch.chdir("run/checkpoints/step-00000003")
-    assert find_place(".").name == "step-00000003"
+    assert find_location(".").name == "step-00000003"
     with pytest.raises(CheckpointError, match="There is no folder 'nowhere'"):
-        find_place("nowhere")
+        find_location("nowhere")
 
 
 def test_places_behind_an_address() -> None:
     root = f"memory://{uuid.uuid4().hex}"
     open_storage(f"{root}/run/checkpoints").write("step-00000003/manifest.json", [b""])
     for address in (f"{root}/run", f"{root}/run/", f"{root}/run/checkpoints"):
-        place = find_place(address)
+        place = find_location(address)
         assert place.name is None and place.storage.folders() == ["step-00000003"], address
-    assert find_place(f"{root}/run/checkpoints/step-00000003").name == "step-00000003"
+    assert find_location(f"{root}/run/checkpoints/step-00000003").name == "step-00000003"
     assert split_address(f"{root}/model.safetensors") == (root, "model.safetensors")
     open_storage(root).remove("")
 

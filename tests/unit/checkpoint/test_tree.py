@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.checkpoint import put_together, take_apart
-from paceline.checkpoint.tree import tensor_names
+from paceline.checkpoint import flatten_state, unflatten_state
+from paceline.checkpoint.state_tree import tensor_names
 from paceline.errors import CheckpointError
 
 _NAMES = st.sampled_from(["tensor", "tuple", "pairs", "number", "a", "a/b", "b", "0", "a'", "", "__metadata__"])
@@ -56,25 +56,25 @@ def _alike(one: Any, other: Any) -> bool:
 
 @given(_STATES, st.sampled_from(["", "worker:3"]))
 def test_round_trip(state: Any, path: str) -> None:
-    plain, tensors = take_apart(state, path)
+    plain, tensors = flatten_state(state, path)
     through_json = json.loads(json.dumps(plain, allow_nan=False))
-    assert _alike(state, put_together(through_json, tensors.__getitem__))
+    assert _alike(state, unflatten_state(through_json, tensors.__getitem__))
     assert tensor_names(through_json) == tensors.keys()
     assert "__metadata__" not in tensors
     assert all(name.startswith(path) for name in tensors)
 
 
 def test_names_are_the_way_to_a_tensor() -> None:
-    _, tensors = take_apart({"model": {"conv.weight": torch.zeros(1)}, "list": [{3: torch.ones(1)}]})
+    _, tensors = flatten_state({"model": {"conv.weight": torch.zeros(1)}, "list": [{3: torch.ones(1)}]})
     assert list(tensors) == ["model/conv.weight", "list/0/3"]
 
 
 def test_tied_tensors_are_one() -> None:
     weight = torch.zeros(3, requires_grad=True)
     state = {"a": weight, "b": weight.detach(), "view": weight[:2], "other": torch.zeros(3), "turned": torch.eye(2).t()}
-    plain, tensors = take_apart(state)
+    plain, tensors = flatten_state(state)
     assert tensors.keys() == {"a", "view", "other", "turned"}
-    again = put_together(plain, tensors.__getitem__)
+    again = unflatten_state(plain, tensors.__getitem__)
     assert again["a"] is again["b"] and again["view"].shape == (2,)
 
 
@@ -86,8 +86,8 @@ class _Point:
 
 def test_numbers_of_numpy_and_dataclasses() -> None:
     state = {"nan": np.float64("nan"), "i": np.int32(3), "f": np.float32(0.5), "p": _Point(1.0, torch.ones(2))}
-    plain, tensors = take_apart(state)
-    again = put_together(json.loads(json.dumps(plain, allow_nan=False)), tensors.__getitem__)
+    plain, tensors = flatten_state(state)
+    again = unflatten_state(json.loads(json.dumps(plain, allow_nan=False)), tensors.__getitem__)
     assert math.isnan(again["nan"]) and again["i"] == 3 and again["f"] == 0.5
     assert again["p"]["x"] == 1.0 and torch.equal(again["p"]["y"], torch.ones(2))
 
@@ -95,11 +95,11 @@ def test_numbers_of_numpy_and_dataclasses() -> None:
 @pytest.mark.parametrize("alien", [object(), {1.5: 2}, {1, 2}, b"bytes", torch.float32, len, _Point])
 def test_what_cannot_be_kept_is_named(alien: Any) -> None:
     with pytest.raises(CheckpointError, match=r"The state at 'kept/mine/1' is a .*cannot hold"):
-        take_apart({"kept": {"mine": [0, alien]}})
+        flatten_state({"kept": {"mine": [0, alien]}})
 
 
 def test_a_state_that_contains_itself() -> None:
     state: list[Any] = []
     state.append(state)
     with pytest.raises(CheckpointError, match="contains itself"):
-        take_apart(state)
+        flatten_state(state)

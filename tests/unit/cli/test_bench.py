@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from paceline.cli.bench import parse_names
 from paceline.cli.options import parse_size
 from paceline.errors import JobError
-from paceline.report.comm_bench import size_text
+from paceline.report.formats import size_text
 from paceline.spec import Cluster, Device, Node
 from paceline.spec.cluster import DeviceKind
 from paceline.workflows.bench import bench_plan

@@ -91,8 +91,8 @@ def _start_here(_host: str, program: Sequence[str]) -> subprocess.Popen[str]:
 
 
 def _surveyed(found: Survey) -> list[Finding]:
-    findings = [*found.problems, *check_nodes(found.nodes, found.reaches, found.marker)]
-    return findings + [finding for facts in found.nodes.values() for finding in check_node(facts, len(found.nodes))]
+    findings = [*found.problems, *check_nodes(found)]
+    return findings + [finding for facts in found.nodes.values() for finding in check_node(facts)]
 
 
 def test_one_machine_that_is_named_twice_is_found_out(tmp_path: Path) -> None:
@@ -161,10 +161,8 @@ def test_nodes_knock_at_each_other(tmp_path: Path) -> None:
         def wrong() -> dict[str, Finding]:
             found = survey(names, lambda host, argv: _start_inside(cluster, host, argv), doctor=DOCTOR, folder=tmp_path)
             assert set(found.nodes) == set(names)
-            between = [*found.problems, *check_nodes(found.nodes, found.reaches, found.marker)]
-            of_each = [
-                f for facts in found.nodes.values() for f in check_node(facts, 2) if f.check.startswith("way to")
-            ]
+            between = [*found.problems, *check_nodes(found)]
+            of_each = [f for facts in found.nodes.values() for f in check_node(facts) if f.check.startswith("way to")]
             return {finding.check: finding for finding in between + of_each if finding.level != "ok"}
 
         assert wrong() == {}

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,23 +22,25 @@ from paceline.hardware.checks import (
     Finding,
     NodeFacts,
     ReachTest,
+    Survey,
+    between_nodes,
     check_node,
     check_nodes,
+    gpu_facts,
     node_facts,
-    nodes,
-    pcie,
-    system,
+    node_table,
+    pcie_facts,
+    system_facts,
     try_to_reach,
 )
-from paceline.hardware.checks import gpu as gpu_checks
-from paceline.hardware.checks import network_checks as network
-from paceline.hardware.checks import storage_checks as storage
-from paceline.hardware.checks.finding import size_text, words
-from paceline.hardware.checks.gpu import GpuFacts, GpusFacts, collect_gpus
-from paceline.hardware.checks.network_checks import Interface, Lookup, NetworkFacts
+from paceline.hardware.checks import network_facts as network
+from paceline.hardware.checks.engine import Check, error, filled_in, size_text, warning, words
+from paceline.hardware.checks.gpu_facts import GpuFacts, GpusFacts, collect_gpus
+from paceline.hardware.checks.network_facts import Interface, Lookup, NetworkFacts
+from paceline.hardware.checks.pcie_facts import PcieFacts
 from paceline.hardware.checks.reachability import answer_until
-from paceline.hardware.checks.storage_checks import StorageFacts
-from paceline.hardware.checks.system import Limit, SystemFacts
+from paceline.hardware.checks.storage_facts import StorageFacts, collect_storage
+from paceline.hardware.checks.system_facts import Limit, SystemFacts
 
 CUDA_12 = {"torch": "2.9.0+cu126", "CUDA": "12.6", "paceline": "0.1.0", "python": "3.11.7", "NCCL": "2.27.5"}
 
@@ -55,6 +56,37 @@ def only(findings: list[Finding], level: str, *patterns: str) -> Finding:
     for pattern in patterns:
         assert re.search(pattern, f"{finding.what} | {finding.fix}"), finding
     return finding
+
+
+def found(check: str, **facts: Any) -> list[Finding]:
+    """What one check finds on a node of which nothing but `facts` is known."""
+    return [finding for finding in check_node(NodeFacts("here", **facts)) if finding.check == check]
+
+
+# --- the engine ---
+
+
+def test_a_check_names_every_problem_until_one_hides_the_others() -> None:
+    check = Check[dict[str, int], complex](
+        "numbers of {numbers}",
+        lambda facts: [complex(n) for n in facts.values()] or None,
+        "All {0} are fine.".format,
+        warning(lambda n: n.real > 1, "{real:g} is large.", "halve it", hides_others=False),
+        error(lambda n: n.real > 2, "{real:g} is too large.", lambda n: f"take {n.real / 2:g}"),
+        error(lambda n: n.real > 2, "never said", ""),
+        named="number {real:g}",
+    )
+
+    class Facts(dict[str, int]):
+        numbers = "mine"
+
+    assert check.findings(Facts()) == []
+    assert check.findings(Facts(a=1)) == [Finding("ok", "numbers of mine", "All {'a': 1} are fine.")]
+    assert check.findings(Facts(a=1, b=2, c=4)) == [
+        Finding("warning", "number 2", "2 is large.", "halve it"),
+        Finding("warning", "number 4", "4 is large.", "halve it"),
+        Finding("error", "number 4", "4 is too large.", "take 2"),
+    ]
 
 
 # --- GPUs ---
@@ -98,10 +130,7 @@ class FakeNvml:
 
 HEALTHY: dict[str, Any] = {
     "nvmlSystemGetDriverVersion": b"570.124.06",
-    "nvmlSystemGetCudaDriverVersion": 12080,
     "nvmlDeviceGetName": "NVIDIA H100 80GB HBM3",
-    "nvmlDeviceGetUUID": lambda gpu: f"GPU-{gpu}",
-    "nvmlDeviceGetPciInfo": lambda gpu: SimpleNamespace(busId=f"00000000:{gpu + 26:02X}:00.0".encode()),
     "nvmlDeviceGetEccMode": [1, 1],
     "nvmlDeviceGetTotalEccErrors": 0,
     "nvmlDeviceGetRemappedRows": [0, 0, 0, 0],
@@ -117,15 +146,21 @@ HEALTHY: dict[str, Any] = {
 }
 
 
+GPU_CHECKS = {check.name for check in node_table.GPU_CHECKS}
+
+
+def about_gpus(gpus: GpusFacts, versions: dict[str, str] = CUDA_12) -> list[Finding]:
+    findings = check_node(NodeFacts("here", gpus=gpus, system=SystemFacts(versions=versions)))
+    return [finding for finding in findings if finding.check in GPU_CHECKS]
+
+
 def test_healthy_gpus_are_all_fine() -> None:
     nvml = FakeNvml(4, **HEALTHY)
     facts = collect_gpus(nvml, num_on_bus=4)
     assert nvml.num_open == 0
-    assert (facts.driver, facts.driver_cuda, len(facts.gpus)) == ("570.124.06", "12.8", 4)
-    assert facts.gpus[1].pci_bus_id == "0000:1b:00.0"
+    assert (facts.driver, len(facts.gpus), facts.gpus[1].name) == ("570.124.06", 4, "NVIDIA H100 80GB HBM3")
     assert facts.p2p == dict.fromkeys(("0-1", "0-2", "0-3", "1-2", "1-3", "2-3"), 0)
-    findings = gpu_checks.check_gpus(dataclasses.replace(facts, xids={}, torch_sees=4), CUDA_12)
-    assert levels(findings) == ["ok"] * 8
+    assert levels(about_gpus(dataclasses.replace(facts, xids={}, torch_sees=4))) == ["ok"] * 8
 
 
 @pytest.mark.parametrize(
@@ -149,73 +184,85 @@ def test_healthy_gpus_are_all_fine() -> None:
 )
 def test_one_thing_wrong_with_a_gpu_is_the_one_finding(question: str, answer: Any, level: str, pattern: str) -> None:
     facts = collect_gpus(FakeNvml(1, **{**HEALTHY, question: answer}), num_on_bus=1)
-    only([f for f in gpu_checks.check_gpus(facts, CUDA_12) if f.level != "ok"], level, pattern)
+    only([f for f in about_gpus(facts) if f.level != "ok"], level, pattern)
 
 
 @pytest.mark.parametrize("reasons", [0x0, 0x1, 0x4, 0x10, 0x100])
 def test_idle_and_power_capped_gpus_are_fine(reasons: int) -> None:
-    assert gpu_checks.check_speed(GpuFacts(0, throttle_reasons=reasons)) == []
+    only(found("gpu speed", gpus=GpusFacts(gpus=(GpuFacts(0, throttle_reasons=reasons),))), "ok")
 
 
 def test_a_gpu_that_tells_nothing_of_itself_is_not_accused() -> None:
     facts = collect_gpus(FakeNvml(2), num_on_bus=2)
     assert facts.gpus[0] == GpuFacts(0)
     assert facts.p2p is None
-    assert set(levels(gpu_checks.check_gpus(facts, CUDA_12))) == {"ok"}
+    assert set(levels(about_gpus(facts))) == {"ok"}
 
 
 def test_pairs_without_peer_access_are_named() -> None:
     status = {(0, 1): 0, (0, 2): 3, (1, 2): 3}
     answers = {**HEALTHY, "nvmlDeviceGetP2PStatus": lambda one, other, _kind: status[one, other]}
-    p2p = collect_gpus(FakeNvml(3, **answers)).p2p
-    only(gpu_checks.check_p2p(p2p), "warning", "GPUs 0-2 and 1-2 cannot reach", "places on the PCIe", "topo --pick")
+    gpus = collect_gpus(FakeNvml(3, **answers))
+    only(
+        found("peer-to-peer", gpus=gpus),
+        "warning",
+        "GPUs 0-2 and 1-2 cannot reach",
+        "places on the PCIe",
+        "topo --pick",
+    )
 
 
 def test_a_driver_that_does_not_answer_is_an_error_only_where_there_are_gpus() -> None:
     nvml = FakeNvml(0)
     nvml.nvmlInit = lambda: (_ for _ in ()).throw(NVMLError("Driver Not Loaded"))  # type: ignore[method-assign]
-    only(gpu_checks.check_gpus(collect_gpus(nvml), {}), "ok", "no NVIDIA GPU")
-    only(gpu_checks.check_gpus(collect_gpus(nvml, 2), {}), "error", "2 NVIDIA GPUs are on the PCI bus.*Driver Not")
+    only(about_gpus(collect_gpus(nvml), {}), "ok", "no NVIDIA GPU")
+    only(about_gpus(collect_gpus(nvml, 2), {}), "error", "2 NVIDIA GPUs are on the PCI bus.*Driver Not")
 
 
 def test_one_gpu_fallen_off_the_bus() -> None:
-    findings = gpu_checks.check_driver_answers(GpusFacts(driver="570", num_on_bus=8, gpus=(GpuFacts(0),) * 7))
-    only(findings, "error", "8 NVIDIA GPUs are on the PCI bus, but the driver knows 7")
+    gpus = GpusFacts(driver="570", num_on_bus=8, gpus=(GpuFacts(0),) * 7)
+    only(found("gpu driver", gpus=gpus), "error", "8 NVIDIA GPUs are on the PCI bus, but the driver knows 7")
 
 
 def test_torch_without_cuda_is_an_error_beside_gpus() -> None:
-    only(gpu_checks.check_driver_version("570.1", {"torch": "2.9.0+cpu"}), "error", r"torch 2.9.0\+cpu.*CPU alone")
-    only(gpu_checks.check_torch_sees(0, 8), "error", "none of 8")
+    gpus = GpusFacts(driver="570.1", gpus=(GpuFacts(0),) * 8, torch_sees=0)
+    system = SystemFacts(versions={"torch": "2.9.0+cpu"})
+    only(found("driver and CUDA", gpus=gpus, system=system), "error", r"torch 2.9.0\+cpu.*CPU alone")
+    only(found("torch and GPUs", gpus=gpus), "error", "none of 8")
 
 
 def test_xids_are_counted_and_only_hardware_is_accused() -> None:
     log = (
         "[1.0] NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus.\n[2.0] NVRM: Xid (PCI:0): 31, x\n" * 2
     )
-    assert gpu_checks.count_xids(log) == {"79": 2, "31": 2}
-    only(gpu_checks.check_xids({"79": 2, "31": 2}), "warning", r"boot: Xid 79 \(fallen off the bus\)\.")
-    only(gpu_checks.check_xids({"31": 2}), "ok")
-    assert gpu_checks.check_xids(None) == []
+    assert gpu_facts.count_xids(log) == {"79": 2, "31": 2}
+
+    def of(xids: dict[str, int] | None) -> list[Finding]:
+        return found("gpu errors", gpus=GpusFacts(gpus=(GpuFacts(0),), xids=xids))
+
+    only(of({"79": 2, "31": 2}), "warning", r"boot: Xid 79 \(fallen off the bus\)\.")
+    only(of({"31": 2}), "ok")
+    assert of(None) == []
 
 
 def test_the_stand_in_speaks_as_the_library_does() -> None:
     pynvml = pytest.importorskip("pynvml")
-    source = Path(gpu_checks.__file__).read_text()
+    source = Path(gpu_facts.__file__).read_text()
     asked = set(re.findall(r'"(nvml[A-Z]\w+)"', source)) | {name for name in vars(FakeNvml) if name.startswith("nvml")}
     assert len(asked) > 15
     assert [name for name in {*asked, *HEALTHY} if not hasattr(pynvml, name)] == []
-    assert gpu_checks.UNCORRECTED == pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
-    assert gpu_checks.VOLATILE == pynvml.NVML_VOLATILE_ECC
-    assert gpu_checks.PROHIBITED == pynvml.NVML_COMPUTEMODE_PROHIBITED
-    assert len(gpu_checks.RETIREMENT_CAUSES) == pynvml.NVML_PAGE_RETIREMENT_CAUSE_COUNT
-    assert [*gpu_checks.THROTTLING, gpu_checks.HELD_CLOCKS] == [
+    assert gpu_facts.UNCORRECTED == pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+    assert gpu_facts.VOLATILE == pynvml.NVML_VOLATILE_ECC
+    assert gpu_facts.PROHIBITED == pynvml.NVML_COMPUTEMODE_PROHIBITED
+    assert len(gpu_facts.RETIREMENT_CAUSES) == pynvml.NVML_PAGE_RETIREMENT_CAUSE_COUNT
+    assert [*node_table.THROTTLING, node_table.HELD_CLOCKS] == [
         pynvml.nvmlClocksThrottleReasonHwSlowdown,
         pynvml.nvmlClocksThrottleReasonSwThermalSlowdown,
         pynvml.nvmlClocksThrottleReasonHwThermalSlowdown,
         pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown,
         pynvml.nvmlClocksThrottleReasonApplicationsClocksSetting,
     ]
-    assert [*gpu_checks.P2P] == [
+    assert [*node_table.P2P] == [
         pynvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED,
         pynvml.NVML_P2P_STATUS_GPU_NOT_SUPPORTED,
         pynvml.NVML_P2P_STATUS_IOH_TOPOLOGY_NOT_SUPPORTED,
@@ -241,12 +288,16 @@ LSPCI = """\
 
 
 def test_access_control_counts_at_bridges_that_switch_it_on() -> None:
-    assert pcie.acs_bridges(LSPCI.format(acs="+")) == ("00:01.0",)
-    assert pcie.acs_bridges(LSPCI.format(acs="-")) == ()
-    assert pcie.acs_bridges("00:01.0 PCI bridge: x\n\tCapabilities: <access denied>\n") is None
-    assert pcie.acs_bridges(None) is None
-    only(pcie.check_acs(("00:01.0",)), "warning", r"setpci -s 00:01.0 ECAP_ACS\+0x6.w=0000")
-    only(pcie.check_acs(None), "warning", "cannot be seen")
+    assert pcie_facts.acs_bridges(LSPCI.format(acs="+")) == ("00:01.0",)
+    assert pcie_facts.acs_bridges(LSPCI.format(acs="-")) == ()
+    assert pcie_facts.acs_bridges("00:01.0 PCI bridge: x\n\tCapabilities: <access denied>\n") is None
+    assert pcie_facts.acs_bridges(None) is None
+    only(
+        found("PCIe ACS", pcie=PcieFacts(("00:01.0",), num_gpus=2)),
+        "warning",
+        r"setpci -s 00:01.0 ECAP_ACS\+0x6.w=0000",
+    )
+    only(found("PCIe ACS", pcie=PcieFacts(num_gpus=2)), "warning", "cannot be seen")
 
 
 @pytest.mark.parametrize(
@@ -260,15 +311,20 @@ def test_access_control_counts_at_bridges_that_switch_it_on() -> None:
     ],
 )
 def test_address_translation(arguments: str, iommus: list[str], domains: dict[str, str], level: str) -> None:
-    finding = only(pcie.check_iommu(arguments, iommus, domains), level)
+    facts = PcieFacts(None, arguments, tuple(iommus), domains, num_gpus=2)
+    finding = only(found("IOMMU", pcie=facts), level)
     assert level == "ok" or ("amd_iommu=off" if "ivhd0" in iommus else "intel_iommu=off") in finding.fix
 
 
 def test_one_gpu_or_a_virtual_machine_has_no_such_trap() -> None:
-    trapped = pcie.PcieFacts(acs_bridges=("00:01.0",), iommus=("dmar0",), num_gpus=2)
-    assert levels(pcie.check_pcie(trapped)) == ["warning", "warning"]
-    only(pcie.check_pcie(dataclasses.replace(trapped, num_gpus=1)), "ok")
-    only(pcie.check_pcie(dataclasses.replace(trapped, is_virtual=True)), "ok")
+    trapped = PcieFacts(acs_bridges=("00:01.0",), iommus=("dmar0",), num_gpus=2)
+
+    def of(pcie: PcieFacts) -> list[Finding]:
+        return [finding for check in node_table.PCIE_CHECKS for finding in found(check.name, pcie=pcie)]
+
+    assert levels(of(trapped)) == ["warning", "warning"]
+    only(of(dataclasses.replace(trapped, num_gpus=1)), "ok")
+    only(of(dataclasses.replace(trapped, is_virtual=True)), "ok")
 
 
 def test_gpus_are_found_in_sysfs(tmp_path: Path) -> None:
@@ -276,7 +332,7 @@ def test_gpus_are_found_in_sysfs(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "vendor").write_text(f"{vendor}\n")
         (tmp_path / name / "class").write_text(f"{kind}\n")
-    assert [gpu.name for gpu in pcie.nvidia_gpus(tmp_path)] == ["a"]
+    assert [gpu.name for gpu in pcie_facts.nvidia_gpus(tmp_path)] == ["a"]
 
 
 # --- system ---
@@ -298,17 +354,22 @@ def test_the_quota_of_control_groups(own: str, files: dict[str, str], cores: flo
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    assert system.quota_cores(own, tmp_path) == cores
+    assert system_facts.quota_cores(own, tmp_path) == cores
 
 
 def test_processor_time_less_than_what_is_visible() -> None:
-    only(system.check_quota(64, 4.0), "warning", "time of 4 cores, but 64 are visible", "taskset -c 0-3")
-    only(system.check_quota(64, 0.5), "warning", "taskset -c 0-0")
-    only(system.check_quota(4, None), "ok")
-    only(system.check_threads_per_core(64, 2, has_gpus=False), "warning", "at most 32 workers")
-    only(system.check_threads_per_core(64, 2, has_gpus=True), "ok")
-    only(system.check_governor("powersave", "acpi-cpufreq"), "warning", "cpupower")
-    only(system.check_governor("powersave", "intel_pstate"), "ok")
+    def quota(num_cores: int, quota_cores: float | None) -> list[Finding]:
+        return found("cpu quota", system=SystemFacts(num_cores=num_cores, quota_cores=quota_cores))
+
+    only(quota(64, 4.0), "warning", "time of 4 cores, but 64 are visible", "taskset -c 0-3")
+    only(quota(64, 0.5), "warning", "taskset -c 0-0")
+    only(quota(4, None), "ok")
+    shared = SystemFacts(num_cores=64, threads_per_core=2)
+    only(found("hyper-threads", system=shared), "warning", "at most 32 workers")
+    only(found("hyper-threads", system=shared, gpus=GpusFacts(gpus=(GpuFacts(0),))), "ok")
+    slow = SystemFacts(governor="powersave", scaling_driver="acpi-cpufreq")
+    only(found("cpu governor", system=slow), "warning", "cpupower")
+    only(found("cpu governor", system=dataclasses.replace(slow, scaling_driver="intel_pstate")), "ok")
 
 
 @pytest.mark.parametrize(
@@ -322,29 +383,34 @@ def test_processor_time_less_than_what_is_visible() -> None:
     ],
 )
 def test_open_files(limit: Limit, level: str, fix: str) -> None:
-    finding = only(system.check_open_files(limit), level)
+    finding = only(found("ulimit nofile", system=SystemFacts(limits={"nofile": limit})), level)
     assert re.search(fix, finding.fix)
 
 
 def test_locked_memory_matters_to_rdma_alone() -> None:
-    only(system.check_locked_memory(Limit(65536, 65536), has_rdma=False), "ok")
-    only(system.check_locked_memory(Limit(65536, 65536), has_rdma=True), "error", "64 KiB", "memlock=-1")
-    only(system.check_locked_memory(Limit(None, None), has_rdma=True), "ok")
+    def of(limit: Limit, **rdma_ports: str) -> list[Finding]:
+        system, ports = SystemFacts(limits={"memlock": limit}), NetworkFacts(rdma_ports=rdma_ports)
+        return found("ulimit memlock", system=system, network=ports)
+
+    only(of(Limit(65536, 65536)), "ok")
+    only(of(Limit(65536, 65536), mlx5_0="ACTIVE"), "error", "64 KiB", "memlock=-1")
+    only(of(Limit(65536, None), mlx5_0="ACTIVE"), "error", "ulimit -l unlimited")
+    only(of(Limit(None, None), mlx5_0="ACTIVE"), "ok")
 
 
 @given(st.text(max_size=40))
 def test_whatever_the_kernel_lists_is_counted_or_zero(text: str) -> None:
-    assert system.count_cpus(text) >= 0
+    assert system_facts.count_cpus(text) >= 0
 
 
 def test_siblings_are_counted() -> None:
-    assert [system.count_cpus(text) for text in ("0", "0,64", "0-1", "")] == [1, 2, 2, 0]
+    assert [system_facts.count_cpus(text) for text in ("0", "0,64", "0-1", "")] == [1, 2, 2, 0]
 
 
 def test_this_python_has_versions_of_what_trains() -> None:
     import torch
 
-    versions = system.collect_versions()
+    versions = system_facts.collect_versions()
     assert versions["torch"] == torch.__version__
     assert versions.get("CUDA") == torch.version.cuda
 
@@ -363,37 +429,49 @@ def test_this_python_has_versions_of_what_trains() -> None:
     ],
 )
 def test_shared_memory(total: int | None, free: int | None, level: str, pattern: str) -> None:
-    only(storage.check_shared_memory(total, free), level, pattern)
+    only(found("/dev/shm", storage=StorageFacts(total, free)), level, pattern)
 
 
 def test_the_run_folder(tmp_path: Path) -> None:
-    facts = storage.collect_storage(tmp_path / "not" / "yet", shm=tmp_path)
+    facts = collect_storage(tmp_path / "not" / "yet", shm=tmp_path)
     assert (facts.folder, facts.is_writable) == (str(tmp_path / "not" / "yet"), True)
     assert facts.free_bytes
-    only(storage.check_folder("/runs", is_writable=True, free_bytes=2**20), "error", "1 MiB free")
-    only(storage.check_folder("/runs", is_writable=True, free_bytes=2**32), "warning")
-    only(storage.check_folder("/runs", is_writable=False, free_bytes=2**40), "error", "--out")
+
+    def of(free_bytes: int, is_writable: bool = True) -> list[Finding]:
+        storage = StorageFacts(folder="/runs", is_writable=is_writable, free_bytes=free_bytes)
+        return found("run folder", storage=storage)
+
+    only(of(2**20), "error", "1 MiB free")
+    only(of(2**32), "warning")
+    only(of(2**40), "ok")
+    only(of(2**40, is_writable=False), "error", "--out")
 
 
 # --- network ---
 
-ETH = Interface("eth0", True, 1500, 25e9, ("10.0.0.1",))
+ETH = Interface("eth0", True, 1500, ("10.0.0.1",))
+
+
+def of_network(check: str, num_nodes: int = 1, **facts: Any) -> list[Finding]:
+    peers = tuple(Lookup(f"peer{number}", ("10.0.0.9",)) for number in range(1, num_nodes))
+    return found(check, network=NetworkFacts(interfaces=(ETH,), **{"peers": peers, **facts}))
 
 
 def test_the_own_name_that_means_loopback_is_a_trap_between_nodes_only() -> None:
     trapped = Lookup("gpu1", ("127.0.1.1",))
-    only(network.check_own_name(trapped, [ETH]), "ok")
-    only(network.check_own_name(trapped, [ETH], 2), "error", "replace 127.0.1.1 by 10.0.0.1")
+    only(of_network("own name", own_name=trapped), "ok")
+    only(of_network("own name", 2, own_name=trapped), "error", "replace 127.0.1.1 by 10.0.0.1")
     nameless = Lookup("gpu1", problem="Name or service not known")
-    only(network.check_own_name(nameless, [ETH]), "warning", "10.0.0.1 gpu1")
-    only(network.check_own_name(nameless, [ETH], 2), "error")
+    only(of_network("own name", own_name=nameless), "warning", "10.0.0.1 gpu1")
+    only(of_network("own name", 2, own_name=nameless), "error")
 
 
 def test_slow_lookups_are_named_one_by_one() -> None:
     slow = Lookup("gpu1", ("10.0.0.1",), forward_s=0.01, reverse_s=5.02)
-    only(network.check_own_name(slow, [ETH], 2), "warning", "5.0 s to find the name of 10.0.0.1", "/etc/hosts")
+    only(of_network("own name", 2, own_name=slow), "warning", "5.0 s to find the name of 10.0.0.1", "/etc/hosts")
     both = dataclasses.replace(slow, forward_s=10.0)
-    assert levels(network.check_own_name(both, [ETH], 2)) == ["warning", "warning"]
+    assert levels(of_network("own name", 2, own_name=both)) == ["warning", "warning"]
+    assert levels(of_network("way to gpu1", peers=(both,))) == ["warning", "warning", "error"]
 
 
 @pytest.mark.parametrize(
@@ -406,7 +484,13 @@ def test_slow_lookups_are_named_one_by_one() -> None:
     ],
 )
 def test_the_way_to_a_peer(interface: str, level: str, pattern: str) -> None:
-    only(network.check_peer(Lookup("gpu2", ("10.0.0.2",)), interface), level, pattern)
+    peers = (Lookup("gpu2", ("10.0.0.2",)),)
+    only(of_network("way to gpu2", peers=peers, routes={"gpu2": interface}), level, pattern)
+
+
+def test_a_peer_without_an_address() -> None:
+    peers = (Lookup("gpu2", problem="Name or service not known"),)
+    only(of_network("way to gpu2", peers=peers), "error", "not known.*echo 'ADDRESS gpu2'")
 
 
 @pytest.mark.parametrize(
@@ -425,7 +509,11 @@ def test_the_way_to_a_peer(interface: str, level: str, pattern: str) -> None:
     ],
 )
 def test_interfaces_that_the_environment_names(variables: dict[str, str], num_nodes: int, level: str) -> None:
-    only(network.check_variables(variables, ["docker0", "eth0", "lo"], num_nodes), level)
+    interfaces = tuple(Interface(name, True, 1500) for name in ("docker0", "eth0", "lo"))
+    peers = (Lookup("other", ("10.0.0.9",)),) if num_nodes > 1 else ()
+    facts = NetworkFacts(interfaces, variables, peers=peers)
+    name = "interface" if level == "ok" else next(iter(variables))
+    only(found(name, network=facts), level)
 
 
 @given(
@@ -433,10 +521,10 @@ def test_interfaces_that_the_environment_names(variables: dict[str, str], num_no
     st.lists(st.sampled_from(["eth0", "eth1", "lo", "tun"]), unique=True),
 )
 def test_what_nccl_means_is_some_of_the_interfaces(value: str, names: list[str]) -> None:
-    chosen = network.matching(value, names)
+    chosen = network.chosen_interfaces("NCCL_SOCKET_IFNAME", value, names)
     assert [name for name in names if name in chosen] == chosen
     if not value.startswith("^"):
-        assert not set(chosen) & set(network.matching("^" + value, names))
+        assert not set(chosen) & set(network.chosen_interfaces("NCCL_SOCKET_IFNAME", "^" + value, names))
 
 
 def test_rdma_ports_from_sysfs(tmp_path: Path) -> None:
@@ -445,14 +533,20 @@ def test_rdma_ports_from_sysfs(tmp_path: Path) -> None:
         (tmp_path / card / "ports/1/state").write_text(state + "\n")
     ports = network._rdma_ports(tmp_path)
     assert ports == {"mlx5_0/1": "ACTIVE", "mlx5_1/1": "DOWN"}
-    only(network.check_rdma(ports), "warning", "1 of 2 RDMA ports carry nothing: mlx5_1/1", r"NCCL_IB_HCA=\^mlx5_1$")
+    only(
+        of_network("RDMA ports", rdma_ports=ports),
+        "warning",
+        "1 of 2 RDMA ports carry nothing: mlx5_1/1",
+        r"NCCL_IB_HCA=\^mlx5_1$",
+    )
 
 
 def test_a_port_in_use_is_noticed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert not network.is_free(taken.getsockname()[1])
-    only(network.check_ports(28232, is_torchrun_port_free=False), "warning", "29500", "paceline launch")
-    only(network.check_ports(100, is_torchrun_port_free=True), "warning", "ip_local_port_range")
+    only(of_network("free ports", num_ports=28232, is_torchrun_port_free=False), "warning", "29500", "paceline launch")
+    only(of_network("free ports", num_ports=100), "warning", "ip_local_port_range")
+    assert levels(of_network("free ports", num_ports=100, is_torchrun_port_free=False)) == ["warning", "warning"]
 
 
 def test_a_silent_name_server_is_left_behind() -> None:
@@ -473,7 +567,7 @@ def test_lookups_and_routes_on_this_machine() -> None:
 
 
 def node(name: str, marker: str = "M", mtu: int = 1500, **versions: str) -> NodeFacts:
-    interface = Interface("eth0", True, mtu, None, ("10.0.0.1",))
+    interface = Interface("eth0", True, mtu, ("10.0.0.1",))
     return NodeFacts(
         name,
         system=SystemFacts(versions={**CUDA_12, **versions}),
@@ -482,11 +576,19 @@ def node(name: str, marker: str = "M", mtu: int = 1500, **versions: str) -> Node
     )
 
 
-REACHES = [ReachTest("a", "b", rtt_s=0.001, skew_s=0.002), ReachTest("b", "a", rtt_s=0.001, skew_s=-0.002)]
+REACHES = (ReachTest("a", "b", rtt_s=0.001, skew_s=0.002), ReachTest("b", "a", rtt_s=0.001, skew_s=-0.002))
+
+
+def between(check: str, *reaches: ReachTest) -> list[Finding]:
+    return [
+        finding
+        for finding in check_nodes(Survey({"a": node("a"), "b": node("b")}, reaches, "M"))
+        if finding.check == check
+    ]
 
 
 def test_nodes_alike_are_fine() -> None:
-    findings = check_nodes({"a": node("a"), "b": node("b", python="3.11.9")}, REACHES, "M")
+    findings = check_nodes(Survey({"a": node("a"), "b": node("b", python="3.11.9")}, REACHES, "M"))
     assert set(levels(findings)) == {"ok"}
     assert len({finding.check for finding in findings}) == len(findings) == 7
 
@@ -503,20 +605,17 @@ def test_nodes_alike_are_fine() -> None:
     ],
 )
 def test_one_node_that_differs(other: NodeFacts, level: str, check: str, pattern: str) -> None:
-    findings = [f for f in check_nodes({"a": node("a"), "b": other}, REACHES, "M") if f.level != "ok"]
+    findings = [f for f in check_nodes(Survey({"a": node("a"), "b": other}, REACHES, "M")) if f.level != "ok"]
     assert only(findings, level, pattern).check == check
 
 
 def test_shut_doors_and_wrong_clocks() -> None:
     shut = ReachTest("b", "a", problem="timed out")
-    only(nodes.check_reaches([REACHES[0], shut]), "error", "b cannot connect to a port of a: timed out", "on a,")
-    only(
-        nodes.check_clocks([ReachTest("a", "b", rtt_s=0.1, skew_s=-30), shut]),
-        "warning",
-        "b is 30.0 s behind that of a",
-    )
-    only(nodes.check_clocks([ReachTest("a", "b", rtt_s=60, skew_s=29)]), "ok")  # slow lines prove nothing
-    assert nodes.check_clocks([shut]) == []
+    only(between("firewall", REACHES[0], shut), "error", "b cannot connect to a port of a: timed out", "on a,")
+    behind = ReachTest("a", "b", rtt_s=0.1, skew_s=-30)
+    only(between("clocks", behind, shut), "warning", "b is 30.0 s behind that of a")
+    only(between("clocks", ReachTest("a", "b", rtt_s=60, skew_s=29)), "ok")  # slow lines prove nothing
+    assert between("clocks", shut) == []
 
 
 class _Door:
@@ -598,6 +697,49 @@ def test_facts_of_this_machine_travel_as_json_and_can_be_judged(tmp_path: Path) 
 
 def test_a_node_of_which_nothing_is_known_is_judged_without_a_traceback() -> None:
     assert {finding.check for finding in check_node(NodeFacts("bare"))} >= {"torch", "/dev/shm"}
+
+
+def test_every_sentence_names_facts_that_there_are() -> None:
+    """Templates are not seen by a type checker: each is filled in for facts with every fault."""
+    checks = [
+        *(check for name, table in vars(node_table).items() if name.endswith("_CHECKS") for check in table),
+        node_table.OWN_NAME_CHECK,
+        node_table.PEER_NAME_CHECK,
+    ]
+    name = node_table._NodeName(Lookup("a", ("b",)), "c")
+    subjects = (
+        GpuFacts(0, uncorrected_errors=1, retired_pages=60, power_limit_w=1.0, default_power_limit_w=2.0),
+        GpusFacts(),
+        PcieFacts(acs_bridges=("a",)),
+        SystemFacts(quota_cores=1.0),
+        StorageFacts(),
+        NetworkFacts(own_name=name.lookup),
+        Limit(1, 1),
+        name,
+        node_table._Variable("a", "b", ["c"], "d", True),
+        node_table._NoPeerAccess("a", "b", True),
+        node_table._Driver("570", "2.9", "12.6"),
+        between_nodes._Different("a", "b", "c", "d"),
+        between_nodes._Mtu(1, "a"),
+        REACHES[0],
+    )
+    templates = [
+        template
+        for check in (*checks, *between_nodes.CHECKS_BETWEEN_NODES)
+        for problem in check.problems
+        for template in (problem.what, problem.fix)
+        if isinstance(template, str)
+    ]
+    assert len(templates) > 60
+    for template in templates:
+        assert any(_fits(template, subject) for subject in subjects), template
+
+
+def _fits(template: str, subject: object) -> bool:
+    try:
+        return bool(filled_in(template, subject))
+    except AttributeError:
+        return False
 
 
 def test_words_and_sizes() -> None:

@@ -50,12 +50,12 @@ def dropout_net() -> nn.Module:
 
 
 def step_input(batch: Batch, loss: Loss = loss_of, take_norms: Any = None, step: int = 0) -> StepInput:
-    share = Assignment.of(len(batch[1]), NUM_SHARDS, 0, 1)
+    assignment = Assignment.of(len(batch[1]), NUM_SHARDS, 0, 1)
 
     def seed(shard: int) -> None:
         torch.default_generator.manual_seed(1000 * step + shard)
 
-    return StepInput(share, batch, loss, seed, lambda value: value, take_norms=take_norms)
+    return StepInput(assignment, batch, loss, seed, lambda value: value, take_norms=take_norms)
 
 
 @contextmanager
@@ -128,7 +128,7 @@ def test_devices_compute_at_once_unless_random_numbers_are_drawn(
     assert len(threads) == num_threads
 
 
-def test_a_device_splits_its_share_into_micro_batches() -> None:
+def test_a_device_splits_its_samples_into_micro_batches() -> None:
     sizes = []
 
     def seen(model: nn.Module, batch: Any) -> Tensor:

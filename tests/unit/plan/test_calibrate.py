@@ -23,7 +23,6 @@ from paceline.plan.calibrate import (
     uninformed,
 )
 from paceline.plan.model import Layout
-from paceline.plan.step_time import forecast_step
 from paceline.plan.suggest import suggest
 
 TRUTH = Constants(
@@ -78,7 +77,7 @@ def test_steps_that_the_model_makes_are_forecast_from_a_third_of_them() -> None:
     assert np.median(misses(calibration, rows[2::3])) < 0.02
     assert misses(calibration, rows[2::3]).max() < 0.12
     assert 0.01 < calibration.error < 0.03
-    assert calibration.contradictions == ()
+    assert calibration.outliers == ()
 
 
 @pytest.mark.parametrize("factor", [0.7, 10.0, 1000.0])
@@ -123,8 +122,8 @@ def test_constants_stay_physical_whatever_the_rows_say() -> None:
 def test_a_row_that_contradicts_the_others_is_named() -> None:
     rows = steps_of(TRUTH, placements()[:24], noise=0.01)
     wrong = [*rows[:7], replace(rows[7], step_time_s=2 * rows[7].step_time_s, sync_time_s=None), *rows[8:]]
-    assert [one.row for one in fit(wrong).contradictions] == [7]
-    (found,) = fit(wrong).contradictions
+    assert [one.row for one in fit(wrong).outliers] == [7]
+    (found,) = fit(wrong).outliers
     assert found.forecast_s == pytest.approx(rows[7].step_time_s, rel=0.1)
     assert "contradicts the other rows" in found.sentence("obs.csv, line 9,")
 
@@ -138,16 +137,6 @@ def test_a_faster_link_and_another_algorithm_are_priced() -> None:
     assert (at_slow.bound_by, at_fast.bound_by) == ("communication", "compute")
     assert at_fast.communication_s < 0.2 * at_slow.communication_s
     assert at_server.communication_s > 3 * at_slow.communication_s  # 2 (n - 1) against 2 (n - 1) / n, for n = 8
-
-
-def test_a_forecast_is_the_one_that_step_time_makes() -> None:
-    calibration = fit(steps_of(TRUTH, placements()[:12]))
-    placement = Placement(Layout((2, 2, 2)), 64)
-    (forecast,) = predict(calibration, [placement])
-    again = forecast_step(calibration.step_model(), placement.layout, 64, forecast.communication_s)
-    assert again.total_s == pytest.approx(forecast.total_s)
-    assert again.compute_s == pytest.approx(forecast.compute_s)
-    assert again.bound_by == forecast.bound_by
 
 
 def test_nothing_measured_and_an_algorithm_without_a_price() -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from paceline.errors import JobError
 from paceline.plan import place
-from paceline.plan.mesh_selection import check_fits, choose_mesh, worker_memory_bytes
+from paceline.plan.memory import worker_memory_bytes, workers_on_fullest_node
+from paceline.plan.mesh_selection import check_fits, choose_mesh
 from paceline.spec import Cluster, Job, Mesh, Plan
 from paceline.spec.model_cost import Activations, LayerCost, ModelCost
 from tests.sample_clusters import GIB, cpu_cluster, gpu_cluster
@@ -75,6 +76,7 @@ def test_one_worker_has_nothing_to_choose() -> None:
 
 
 def test_workers_share_the_memory_of_their_node() -> None:
-    assert worker_memory_bytes(gpu_cluster(), 16) == 80 * GIB
-    assert worker_memory_bytes(cpu_cluster(2), 2) == 4 * GIB  # both on the first of nodes with two cores
-    assert worker_memory_bytes(cpu_cluster(2), 8) == 2 * GIB
+    assert worker_memory_bytes(gpu_cluster(), 8) == 80 * GIB
+    cluster = cpu_cluster(2)  # nodes with two cores: both workers on the first one
+    assert worker_memory_bytes(cluster, workers_on_fullest_node(cluster, 2)) == 4 * GIB
+    assert worker_memory_bytes(cluster, workers_on_fullest_node(cluster, 8)) == 2 * GIB

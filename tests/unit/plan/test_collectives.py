@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import JobError
-from paceline.plan.collectives import COSTS, WIRE_FACTORS, bandwidth_bound_s, cost_s
-from paceline.plan.model import Layout, Level, Network
+from paceline.plan.collectives import COSTS, WIRE_FACTORS, cost_s
+from paceline.plan.model import Layout, LinkCost, Network
 from paceline.spec import AlgorithmName
 
 SIZE = 1e8
@@ -25,7 +25,7 @@ algorithms = st.sampled_from(sorted(COSTS))
 
 
 def network(inside: float = 0.0, between: float = BETA, alpha: float = 0.0, per_message: float = 0.0) -> Network:
-    return Network(Level(alpha, inside), Level(alpha, between), per_message)
+    return Network(LinkCost(alpha, inside), LinkCost(alpha, between), per_message)
 
 
 def one_each(num_nodes: int) -> Layout:
@@ -112,6 +112,16 @@ def test_halving_and_doubling_counts_what_crosses_as_a_replay_does(layout: Layou
     assert cost_s("halving_doubling", SIZE, layout, network()) == pytest.approx(expected)
 
 
+def bandwidth_bound_s(size_bytes: float, layout: Layout, network: Network) -> float:
+    """What no algorithm beats, whatever its latency: for N > 1 nodes 2 (N - 1) / N of the vector over a node's link
+    (Patarasuk and Yuan 2009, with a node as one participant); inside a single node the same over a worker's link."""
+    n = layout.num_nodes
+    level = network.between
+    if n == 1:
+        n, level = layout.num_workers, network.inside
+    return 2 * (n - 1) / n * size_bytes * level.beta_s_per_byte
+
+
 @given(algorithms, layouts, st.integers(1, 9), st.floats(0, 1e-8))
 def test_no_algorithm_beats_the_bandwidth_bound(
     algorithm: AlgorithmName, layout: Layout, num_servers: int, inside: float
@@ -139,10 +149,10 @@ def test_more_bytes_slower_links_longer_waits_and_more_overhead_never_cost_less(
     assert price(size * factor, slow) >= base
     assert price(size, dataclasses.replace(slow, per_message_s=slow.per_message_s * factor)) >= base
     for level in ("inside", "between"):
-        link: Level = getattr(slow, level)
+        link: LinkCost = getattr(slow, level)
         for worse in (
-            Level(link.alpha_s * factor, link.beta_s_per_byte),
-            Level(link.alpha_s, link.beta_s_per_byte * factor),
+            LinkCost(link.alpha_s * factor, link.beta_s_per_byte),
+            LinkCost(link.alpha_s, link.beta_s_per_byte * factor),
         ):
             changed = {"inside": slow.inside, "between": slow.between, level: worse}
             assert price(size, Network(**changed, per_message_s=slow.per_message_s)) >= base

@@ -9,16 +9,11 @@ from hypothesis import strategies as st
 
 from paceline.errors import ClusterError, JobError
 from paceline.plan.collectives import cost_s
-from paceline.plan.forecast import (
-    STEP_OVERHEAD_S,
-    STRAGGLER_SPREAD,
-    Question,
-    counts_between,
-    forecast,
-    pass_s,
-    transformer_shape,
-)
-from paceline.plan.model import Layout, Level, Network
+from paceline.plan.forecast import counts_between, forecast
+from paceline.plan.forecast_row import STEP_OVERHEAD_S
+from paceline.plan.gradient_sums import STRAGGLER_SPREAD
+from paceline.plan.inputs import ForecastRequest, pass_s, transformer_shape
+from paceline.plan.model import Layout, LinkCost, Network
 from paceline.plan.network_costs import PER_MESSAGE_S
 from paceline.plan.step_time import expected_maximum, slowest_s
 from paceline.spec import Cluster, Job, JobTiming, MicroBatchTiming, OptimSpec, SumTiming
@@ -94,7 +89,7 @@ def test_a_row_adds_up_and_says_what_was_measured() -> None:
 def test_the_algorithm_is_the_cheapest_by_the_costs() -> None:
     job, cluster = dataclasses.replace(JOB, global_batch_size=64, virtual_shards=64), gpu_cluster(link_bytes_per_s=1e9)
     (row,) = forecast(job, cluster, [16]).rows
-    network = Network(Level(5e-6, 1 / 250e9), Level(15e-6, 1 / 1e9), PER_MESSAGE_S["cuda"])
+    network = Network(LinkCost(5e-6, 1 / 250e9), LinkCost(15e-6, 1 / 1e9), PER_MESSAGE_S["cuda"])
     prices = {name: 4 * cost_s(name, 25e6, Layout((8, 8)), network) for name in ("all_reduce", "hierarchical")}
     assert prices["hierarchical"] < 0.9 * prices["all_reduce"]
     assert row.algorithm == "hierarchical"
@@ -166,7 +161,7 @@ def test_sums_cost_what_steps_of_all_workers_have_shown() -> None:
 
     # More nodes than were timed, and another wire: the price grows or falls by what the links say.
     job_of_eight = dataclasses.replace(job, global_batch_size=1024)
-    eight = forecast(job_of_eight, both, [8], Question(devices_per_node=2)).rows[0]
+    eight = forecast(job_of_eight, both, [8], ForecastRequest(devices_per_node=2)).rows[0]
     assert eight.communication_s > four.communication_s
     light = forecast(job.with_values(aggregation={"wire": "bfloat16"}), both, [4]).rows[0]
     assert 0.4 < light.communication_s / four.communication_s < 0.6
@@ -222,7 +217,7 @@ def test_more_of_the_same_never_slows_a_link_or_a_device(count: int, rate: float
 
 def test_batches_that_grow_keep_the_part_of_a_device() -> None:
     job = Job(global_batch_size=128, virtual_shards=8)
-    rows = forecast(job, gpu_cluster(), [1, 4, 16], Question(grow="batch")).rows
+    rows = forecast(job, gpu_cluster(), [1, 4, 16], ForecastRequest(grow="batch")).rows
     assert [row.global_batch_size for row in rows] == [128, 512, 2048]
     assert [row.micro_batch_size for row in rows] == [128, 128, 128]
     assert rows[2].speedup > 15
@@ -232,7 +227,7 @@ def test_batches_that_grow_keep_the_part_of_a_device() -> None:
 
 
 def test_time_and_cost_to_a_target() -> None:
-    question = Question(price_per_device_hour=2.5, target_samples=1e8)
+    question = ForecastRequest(price_per_device_hour=2.5, target_samples=1e8)
     for row in forecast(JOB, gpu_cluster(), [1, 16], question).rows:
         assert row.samples_to_target == 1e8
         assert row.time_to_target_s is not None
@@ -244,7 +239,7 @@ def test_time_and_cost_to_a_target() -> None:
 def test_a_noise_scale_counts_samples_as_mccandlish_does() -> None:
     """Samples to the target grow as 1 + B / B_noise (McCandlish et al. 2018, equation 2.11)."""
     job = Job(global_batch_size=128, virtual_shards=8)
-    question = Question(grow="batch", noise_scale=1000, target_samples=1e6)
+    question = ForecastRequest(grow="batch", noise_scale=1000, target_samples=1e6)
     one, sixteen = forecast(job, gpu_cluster(), [1, 16], question).rows
     assert one.samples_to_target == pytest.approx(1e6)
     assert sixteen.samples_to_target == pytest.approx(1e6 * (1 + 2.048) / (1 + 0.128))
@@ -270,16 +265,16 @@ def test_a_small_model_on_a_slow_link_stays_where_it_is() -> None:
 
 def test_a_batch_beyond_the_noise_scale_takes_fewer_devices() -> None:
     job = Job(global_batch_size=256, virtual_shards=8)
-    without = forecast(job, gpu_cluster(), [1, 2, 4, 8, 16], Question(grow="batch"))
+    without = forecast(job, gpu_cluster(), [1, 2, 4, 8, 16], ForecastRequest(grow="batch"))
     assert without.recommended_devices == 16
-    found = forecast(job, gpu_cluster(), [1, 2, 4, 8, 16], Question(grow="batch", noise_scale=500))
+    found = forecast(job, gpu_cluster(), [1, 2, 4, 8, 16], ForecastRequest(grow="batch", noise_scale=500))
     assert found.recommended_devices < 8
     assert "what they cost makes progress, below the floor of 50 %" in found.reason
     assert "--set global_batch_size" not in found.reason  # it follows the devices
 
 
 def test_a_batch_that_was_too_large_from_the_start_is_told_with_a_better_one() -> None:
-    found = forecast(JOB, gpu_cluster(), [1, 2, 4, 8, 16], Question(noise_scale=256))
+    found = forecast(JOB, gpu_cluster(), [1, 2, 4, 8, 16], ForecastRequest(noise_scale=256))
     assert found.recommended_devices == 1
     assert "The global batch of 4,096 is 16x the noise scale of 256: 94 % of its samples bring nothing." in found.reason
     assert "--set global_batch_size=" in found.reason
@@ -339,7 +334,7 @@ def test_without_a_network_there_is_one_node_unless_a_rate_is_given() -> None:
     assert forecast(JOB, alone, [1, 8]).recommended_devices == 8
     with pytest.raises(ClusterError, match=r"16 devices need several nodes, .* \(one node has 8\); .* --link-rate"):
         forecast(JOB, alone, [1, 16])
-    found = forecast(JOB, alone, [1, 16], Question(link_bytes_per_s=12.5e9, devices_per_node=4))
+    found = forecast(JOB, alone, [1, 16], ForecastRequest(link_bytes_per_s=12.5e9, devices_per_node=4))
     assert found.rows[1].nodes == 3  # the eight that there are, and two of four
     assert any("12.5 GB/s as given" in sentence for sentence in found.assumptions)
 

@@ -11,23 +11,19 @@ from scipy.integrate import quad
 from scipy.optimize import minimize_scalar
 from scipy.stats import norm
 
-from paceline.plan.model import Level, Network
+from paceline.plan.model import LinkCost, Network
+from paceline.plan.reliability import Faults, availability, daly_interval_s, expected_run_s, young_interval_s
 from paceline.plan.simulate import (
-    Faults,
     Jitter,
     Machine,
     Pattern,
-    availability,
-    daly_interval_s,
     exchange_s,
-    expected_run_s,
-    simulate_run,
     simulate_steps,
-    young_interval_s,
 )
+from tests.unit.plan.simulated_run import simulate_run
 
-FREE = Network(Level(0.0, 0.0), Level(0.0, 0.0))
-ETHERNET = Network(Level(5e-6, 1 / 100e9), Level(30e-6, 1 / 3e9), 2e-6)
+FREE = Network(LinkCost(0.0, 0.0), LinkCost(0.0, 0.0))
+ETHERNET = Network(LinkCost(5e-6, 1 / 100e9), LinkCost(30e-6, 1 / 3e9), 2e-6)
 HOUR_S = 3600.0
 
 patterns = st.sampled_from(["ring", "halving_doubling"])
@@ -66,7 +62,7 @@ def test_buckets_hide_and_jitter_costs(num_nodes: int, devices: int, pattern: Pa
         return float(found.total_s.mean())
 
     assert mean_s(Jitter(), 4) < mean_s(Jitter(), 1)
-    assert mean_s(Jitter(), 4) <= mean_s(Jitter(slow_share=0.5, slow_factor=1.5), 4)
+    assert mean_s(Jitter(), 4) <= mean_s(Jitter(slow_fraction=0.5, slow_factor=1.5), 4)
     assert mean_s(Jitter(), 4) >= 0.2
 
 
@@ -84,7 +80,7 @@ def test_waiting_for_the_slowest_agrees_with_the_integral(num_workers: int) -> N
 
 
 def test_one_slow_node_holds_everybody() -> None:
-    jitter = Jitter(slow_share=1 / 64, slow_factor=1.3)
+    jitter = Jitter(slow_fraction=1 / 64, slow_factor=1.3)
     found = simulate_steps(machine(64, network=FREE), 1.0, 0.0, jitter=jitter)
     assert found.total_s == pytest.approx([1.3] * 16)
 

@@ -6,9 +6,10 @@ from html.parser import HTMLParser
 
 import pytest
 
+from paceline.report.figure import NUM_SERIES, Plot
 from paceline.report.page import render_page
-from paceline.report.plots import NUM_SERIES, Plot, study_plots
 from paceline.report.study import Study, analyse
+from paceline.report.study_plots import study_plots
 from paceline.spec import StepTime
 from tests.sample_records import ENVIRONMENT, sample_job, sample_record, sample_study_records
 

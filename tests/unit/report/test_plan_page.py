@@ -7,8 +7,10 @@ import json
 import pytest
 from rich.console import Console
 
-from paceline.plan.forecast import Question, counts_between, forecast
-from paceline.report.plan_page import plan_plots, render_plan_page
+from paceline.plan.forecast import counts_between, forecast
+from paceline.plan.inputs import ForecastRequest
+from paceline.report.plan_page import render_plan_page
+from paceline.report.plan_plots import plan_plots
 from paceline.report.plan_table import columns, plan_table, shown_rows
 from paceline.spec import Job
 from paceline.spec.forecast import Forecast
@@ -16,7 +18,7 @@ from tests.sample_clusters import gpu_cluster
 from tests.unit.report.test_page import Outline
 
 JOB = Job(global_batch_size=1024, virtual_shards=1024)
-FULL = Question(price_per_device_hour=2.5, noise_scale=3000, target_samples=1e8)
+FULL = ForecastRequest(price_per_device_hour=2.5, noise_scale=3000, target_samples=1e8)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +105,7 @@ def test_what_was_not_asked_for_has_no_column(few: Forecast, many: Forecast) -> 
     assert "time to target" not in few_names
     assert "useful" not in few_names
     assert {"useful", "time to target", "cost to target", "memory"} <= set(many_names)
-    priced = forecast(JOB, gpu_cluster(), [1], Question(price_per_device_hour=1.0))
+    priced = forecast(JOB, gpu_cluster(), [1], ForecastRequest(price_per_device_hour=1.0))
     assert "cost / million" in [name for name, _ in columns(priced)]
 
 

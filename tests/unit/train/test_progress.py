@@ -7,6 +7,7 @@ import io
 import pytest
 import torch
 
+from paceline.train import progress
 from paceline.train.progress import Progress
 from tests.unit.train.clocks import FakeTime
 
@@ -30,7 +31,7 @@ LOSS = torch.tensor(0.5)
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
     fake = FakeTime()
-    monkeypatch.setattr("paceline.train.progress.time", fake)
+    monkeypatch.setattr(progress, "time", fake)
     return fake
 
 

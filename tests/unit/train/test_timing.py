@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.spec import StepTime
+from paceline.train import timing
 from paceline.train.timing import StepTimer
 from tests.unit.train.clocks import FakeTime
 
@@ -12,7 +13,7 @@ from tests.unit.train.clocks import FakeTime
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
     fake = FakeTime()
-    monkeypatch.setattr("paceline.train.timing.time", fake)
+    monkeypatch.setattr(timing, "time", fake)
     return fake
 
 

@@ -34,11 +34,11 @@ class ParameterRange:
 
 @dataclass(frozen=True)
 class TaskReport:
-    """What became of a task."""
+    """A worker reports what became of its task."""
 
     task: Task
     arrived: bool
-    """All servers have all of its shards."""
+    """Whether all servers have all of its shards."""
     blocks: tuple[Block, ...]
     statistics: tuple[Tensor, ...]
     """The sum of the shards' statistics, one for every block."""
@@ -46,34 +46,34 @@ class TaskReport:
 
 @dataclass(frozen=True)
 class WorkRequest:
-    """What a worker says when it asks for work."""
+    """A worker asks the coordinator for work."""
 
     rank: int
     until: int
-    """It wants shards of batches before this one."""
+    """The worker wants shards of batches before this one."""
     most: int
-    """It can take so many at once."""
+    """How many shards it can take at once."""
     seen: int
-    """It knows of all batches before this one that they are finished."""
+    """The worker has the statistics of all batches before this one."""
     wants_rest: bool = False
-    """All should meet as soon as what is begun is done."""
+    """All workers should stop as soon as the batches that are begun are finished."""
     report: TaskReport | None = None
 
 
 @dataclass(frozen=True)
 class WorkReply:
-    """What it hears. Neither a task nor the end of its batches: ask again."""
+    """The coordinator's answer. With neither a task nor the end of the batches, the worker asks again."""
 
     finished: int
     """All batches before this one are in the parameters, on every server."""
     rest_at: int | None = None
-    """With all batches before this one finished, all meet: somebody wanted it."""
+    """All workers stop when all batches before this one are finished, because some worker wanted it."""
     statistics: tuple[Tensor, ...] = ()
-    """Of every batch from `WorkRequest.seen` to `finished` - 1: the sum over its shards."""
+    """The sums over the shards of every batch from `WorkRequest.seen` to `finished` - 1."""
     task: Task | None = None
     lost_server: int | None = None
     is_given_up: bool = False
-    """The worker itself could not be reached for a while; others have its work."""
+    """This worker could not be reached for a while, and other workers have its shards."""
 
 
 MESSAGES: tuple[type, ...] = (ParameterRange, Task, TaskReport, WorkReply, WorkRequest)

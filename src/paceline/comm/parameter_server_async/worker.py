@@ -42,32 +42,32 @@ and returns statistics to be added over the shards: a 1-D tensor, of one length 
 
 @dataclass(frozen=True)
 class UpdateSchedule:
-    """What is learnt, update by update: the same on every worker."""
+    """The batches and learning rates of all updates; the same on every worker."""
 
     num_shards: Callable[[int], int]
     """Virtual shards of batch k, counted from the beginning of the run."""
     lr_factor: Callable[[int], float] = lambda _batch: 1.0
     """The factor on the optimizer's learning rates for update k."""
     first_batch: int = 0
-    """Updates that the parameters and the optimizer have behind them."""
+    """The number of updates that parameters and optimizer have already had."""
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """How the workers deal with one another."""
+    """Staleness, number of servers and time limits."""
 
     staleness: int = 4
     """A shard of batch k is computed on parameters after k - staleness updates or more."""
     num_servers: int = 1
-    """So many workers (or nodes, where a node acts as one) serve as well, the first ones."""
+    """The number of workers (or nodes, where a node acts as one) that also serve: the first ones."""
     lease_s: float = 60.0
-    """Others may take a shard that takes longer than this."""
+    """A shard that takes longer than this is given to another worker too."""
     timeout_s: float = 60.0
-    """Who does not answer for so long is lost."""
+    """A worker that does not answer for so long is lost."""
 
 
 class ParameterServerAsync:
-    """One worker's hold on asynchronous training; a context manager that all workers enter together.
+    """Asynchronous training as one worker takes part in it; a context manager that all workers enter together.
 
     Args:
         optimizer: element-wise, over the parameters to train; parameters, rates and state alike on every worker. The
@@ -132,7 +132,7 @@ class ParameterServerAsync:
             self.close()
         elif self._node.leads:
             if self._coordinator is not None and isinstance(error, PeerLost) and error.rank is not None:
-                # The others shall hear whom the run has lost, and not think that it was this worker.
+                # The others should be told which worker was lost, and not take this one for it.
                 self._coordinator.leave(error.rank)
                 self._coordinator.wait_until_alone(self._terms.timeout_s)
             self._leave()
@@ -180,8 +180,8 @@ class ParameterServerAsync:
     def collect(self) -> None:
         """Bring the optimizer's whole state to every worker: with the parameters, what one worker alone would have now.
 
-        A common act between two calls of `work`. To go on from it, on any number of servers, open with that optimizer
-        on every worker, and the number of updates made as `UpdateSchedule.first_batch`.
+        A collective between two calls of `work`. To continue from it, on any number of servers, open with that
+        optimizer on every worker, and the number of updates made as `UpdateSchedule.first_batch`.
         """
         for parts in self._node.on_leader(partial(self._ask_servers, "state")):
             for piece, values in parts:
@@ -189,11 +189,11 @@ class ParameterServerAsync:
         self.barrier()
 
     def close(self) -> None:
-        """Part, once all workers that are still there have come to do so. A collective."""
+        """Leave when all workers that are still there do so. A collective."""
         self._wait_for_all()
         if self._node.leads:
             if self._coordinator is not None:
-                # The others may still have to hear that all have come.
+                # Other workers may not have been told yet that all have arrived at the barrier.
                 self._coordinator.wait_until_alone(self._terms.timeout_s)
             self._leave()
 
@@ -213,7 +213,7 @@ class ParameterServerAsync:
                 whole[name] = value
 
     def _leave(self) -> None:
-        """Go without the others; they will not wait for this worker."""
+        """Leave without waiting; the other workers will not wait for this one."""
         assert self._peers is not None
         if self._coordinator is not None:
             self._coordinator.stop()

@@ -1,10 +1,11 @@
-"""The checks of `paceline doctor`, a theme a file: what is looked at, and functions of it that say what is wrong."""
+"""The checks of `paceline doctor`: files of facts, tables of what can be wrong with them, and the engine of both."""
 
 from __future__ import annotations
 
-from paceline.hardware.checks.facts import NodeFacts, check_node, node_facts
-from paceline.hardware.checks.finding import Finding, Level
-from paceline.hardware.checks.nodes import check_nodes
+from paceline.hardware.checks.between_nodes import check_nodes
+from paceline.hardware.checks.engine import Finding, Level
+from paceline.hardware.checks.node_facts import NodeFacts, node_facts
+from paceline.hardware.checks.node_table import check_node
 from paceline.hardware.checks.reachability import ReachTest, answer_until, try_to_reach
 from paceline.hardware.checks.survey import Survey, survey
 

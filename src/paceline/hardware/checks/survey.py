@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import JobError
-from paceline.hardware.checks.facts import NodeFacts
-from paceline.hardware.checks.finding import Finding
+from paceline.hardware.checks.engine import Finding
+from paceline.hardware.checks.node_facts import NodeFacts
 from paceline.hardware.checks.reachability import ReachTest
 from paceline.spec.codec import from_mapping
 
@@ -26,6 +26,7 @@ Explain = Callable[[int, str, str], str | None]
 FACTS_LIMIT_S = 180.0
 """Looking up every peer of a cluster without a name server takes this long."""
 ANSWER_LIMIT_S = 60.0
+ONE_ENVIRONMENT = "Use one environment on all nodes: a shared folder, a container, or pip install from one list."
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,10 @@ def survey(
             nodes[host] = NodeFacts.from_mapping(mapping if isinstance(mapping, dict) else {})
         except (JobError, ValueError):
             ask.problems.append(
-                Finding("error", "same versions", f"{host} has another version of Paceline.", _ONE_ENVIRONMENT, host)
+                Finding("error", "same versions", f"{host} has another version of Paceline.", ONE_ENVIRONMENT, host)
             )
     reaches = _knock(ask, nodes)
     return Survey(nodes, reaches, marker, tuple(ask.problems))
-
-
-_ONE_ENVIRONMENT = "Use one environment on all nodes: a shared folder, a container, or pip install from one list."
 
 
 def _knock(ask: _Asking, nodes: Mapping[str, NodeFacts]) -> tuple[ReachTest, ...]:

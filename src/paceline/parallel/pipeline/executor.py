@@ -77,6 +77,8 @@ class Step:
         self._calls = [calls.record(micro_batch, self._training) for micro_batch in micro_batches]
         self._passes: dict[tuple[int, int], _Pass] = {}
         self._outbox = Outbox()
+        self.draws_unexpectedly = False
+        """Whether a stage drew random numbers of which `draws` says that it does not."""
         others = [rank for rank in range(links.num_workers) if rank != links.rank]
         # By sender: what it will send, in its order, and what of that is on its way.
         self._expected = {source: list(self._messages(schedule[source])) for source in others}
@@ -152,7 +154,10 @@ class Step:
         def run(call: StageCall) -> tuple[Any, ...]:
             if any(self._draws):  # as if one worker had computed all stages in a row
                 set_generator_state(generators, self._links.device)
+            before = None if self._draws[stage] else generator_state(self._links.device)
             leaving: tuple[Any, ...] = self._stages[stage](call.arguments, *values)
+            if before is not None:
+                self.draws_unexpectedly |= not torch.equal(before, generator_state(self._links.device))
             return leaving
 
         micro_batch.before_forward()

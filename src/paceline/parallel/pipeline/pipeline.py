@@ -92,6 +92,8 @@ class Pipeline:
         self.module: nn.Module = Stages(list(self._stages.values()), self._evaluate)
         """This worker's part of the model; called, the whole of it."""
         self._schedules: dict[int, Schedule] = {}
+        self.draws_unexpectedly = False
+        """Whether a stage of this worker drew random numbers in the last step that did not when the model was cut."""
 
     def train_step(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Forward and backward of all micro-batches; a common act of all workers, with as many of them on each.
@@ -102,8 +104,9 @@ class Pipeline:
             The sum of the weighted losses where the last stage is; 0 elsewhere.
         """
         losses = torch.zeros((), dtype=self._dtype, device=self._device)
+        self.draws_unexpectedly = False
         if micro_batches:
-            Step(
+            step = Step(
                 self._links,
                 self._calls,
                 self._stages,
@@ -112,9 +115,19 @@ class Pipeline:
                 micro_batches,
                 self._before_last_backward,
                 losses,
-            ).run()
+            )
+            step.run()
+            self.draws_unexpectedly = step.draws_unexpectedly
             self._sum_shared_gradients()
         return losses
+
+    def carry_generators(self) -> None:
+        """From now on, hand the generators' state from stage to stage, as if any of them drew random numbers.
+
+        To be called on all workers at the same moment.
+        """
+        self._draws = (True,) * self._links.num_stages
+        self._links.forget_forms()
 
     def _schedule(self, num_micro_batches: int) -> Schedule:
         if num_micro_batches not in self._schedules:

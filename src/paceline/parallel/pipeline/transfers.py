@@ -85,6 +85,10 @@ class StageLinks:
         """What arrives at a stage when the model is called as `signature` says, if that has happened before."""
         return self._forms.get((stage, signature))
 
+    def forget_forms(self) -> None:
+        """Messages have another form from now on; on all workers at the same moment."""
+        self._forms.clear()
+
     def send(self, tensors: Sequence[Tensor], forms: Sequence[TensorForm], to: int, outbox: Outbox) -> None:
         outbox.send(tensors, forms, self._channel(self.rank, to), to)
 

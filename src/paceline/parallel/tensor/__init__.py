@@ -1,23 +1,61 @@
-"""Tensor parallelism: the workers of one axis compute a part each of every layer."""
+"""Tensor parallelism: the workers of one axis compute a slice each of every layer.
 
-from paceline.parallel.tensor.layout import (
-    LayerSize,
-    SplitLayer,
-    TensorLayout,
-    bytes_per_pass,
-    bytes_per_sample,
-    layer_sizes,
-)
-from paceline.parallel.tensor.split import LARGE, find_layout, tensor_parallel
+A plan says which module is shared how. `given_plan` makes one of what the user or the model says, `find_plan` finds
+one, and `apply_plan` carries it out, whoever made it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from paceline.parallel.tensor.apply import apply_plan
+from paceline.parallel.tensor.finder import LARGE, find_plan
+from paceline.parallel.tensor.plan import TensorPlan, given_plan, styles_of_model
+from paceline.parallel.tensor.region_finder import add_sequence_regions
+from paceline.parallel.tensor.traffic import LayerSize, bytes_per_pass, bytes_per_sample, layer_sizes
 
 __all__ = [
     "LARGE",
     "LayerSize",
-    "SplitLayer",
-    "TensorLayout",
+    "TensorPlan",
+    "add_sequence_regions",
+    "apply_plan",
     "bytes_per_pass",
     "bytes_per_sample",
-    "find_layout",
+    "find_plan",
+    "given_plan",
     "layer_sizes",
+    "styles_of_model",
     "tensor_parallel",
 ]
+
+
+def tensor_parallel(
+    model: nn.Module,
+    axis: DeviceMesh,
+    *,
+    given: TensorPlan | None = None,
+    large: int = LARGE,
+    sequence_parallel: bool = False,
+) -> TensorPlan:
+    """Let the workers of `axis` share the layers of a model, or of one stage of it; a collective of them.
+
+    Args:
+        given: a plan of the whole model, of which the modules of this stage are taken; None: one is found.
+        large, sequence_parallel: as for `find_plan`.
+
+    Returns:
+        The plan that was applied.
+    """
+    if given is None:
+        plan = find_plan(model, axis.size(), large=large, sequence_parallel=sequence_parallel)
+    else:
+        here = {name for name, _ in model.named_modules()}
+        plan = replace(given, styles={name: style for name, style in given.styles.items() if name in here})
+        if sequence_parallel and not any("sequence" in style for style in plan.styles.values()):
+            plan = add_sequence_regions(model, plan)
+    apply_plan(model, axis, plan)
+    return plan

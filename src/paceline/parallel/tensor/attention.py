@@ -1,10 +1,9 @@
-"""Attention whose heads are divided among workers: found by its looks, believed only after a trial.
+"""Finds attention modules whose heads can be divided among workers, and checks each by computing it both ways.
 
-A module with a number of heads, and with four linear layers or two of which the first makes query, key and value at
-once, is taken for attention. Then each worker's heads are computed here, on random input and random weights, and
-what enters the output layer must be the whole module's, part by part. A module that fails (other dimensions derived
-from the number of heads, dropout on the attention weights, more inputs than can be guessed) keeps its heads together,
-and its layers are shared out one by one.
+A candidate has an attribute that counts heads, and four linear layers, or two of which the first makes query, key and
+value at once. It is computed whole and worker by worker, here, on random input with random weights: what enters the
+output layer must be the same. Where it is not (other dimensions derived from the number of heads, dropout on the
+attention weights, arguments that cannot be guessed), heads stay together and the layers are shared one by one.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import ModelError
-from paceline.parallel.tensor.axis import degrees_that_fit
 from paceline.parallel.tensor.exchange import block_runs
+from paceline.parallel.tensor.plan import check_heads
 
 
 @dataclass(frozen=True)
@@ -31,9 +29,10 @@ class Heads:
     output: str
     num_blocks: int
     """Matrices above each other in an input layer: 3 or 1."""
-    own_numbers: dict[str, int]
-    """Attributes that count a worker's own heads or features, and their values."""
-    shares_input: bool
+    own_numbers: tuple[str, ...]
+    """Attributes that count a worker's own heads or features."""
+    has_one_input: bool
+    """Whether all input layers take the same tensor."""
 
 
 class _EnteredOutput(Exception):  # noqa: N818 - it ends a trial's forward pass
@@ -63,14 +62,6 @@ def find_heads(name: str, module: nn.Module, degree: int) -> Heads | None:
             return None
         check_heads(name, next(value for value in counts.values() if value % degree), degree)
     return _divide(module, layers, counts, degree)
-
-
-def check_heads(name: str, num_heads: int, degree: int) -> None:
-    """Raises `ModelError` where they cannot be divided."""
-    if num_heads % degree:
-        raise ModelError(
-            f"'{name}': {num_heads} heads cannot be shared by {degree} workers; use {degrees_that_fit(num_heads)}."
-        )
 
 
 def _counts_heads(attribute: str) -> bool:
@@ -106,14 +97,14 @@ def _try_out(module: nn.Module, layers: dict[str, nn.Linear], counts: dict[str, 
         return None
     for divided in ({}, {key: value for key, value in vars(module).items() if _is_width(value, width)}):
         numbers = {key: value // degree for key, value in (counts | divided).items()}
-        parts = [
+        slices = [
             _heads_of(trial, [key for key, _ in given], output, num_blocks, numbers, inputs, rank, degree)
             for rank in range(degree)
         ]
-        whole = torch.cat([part for part in parts if part is not None], -1) if None not in parts else None
+        whole = torch.cat([own for own in slices if own is not None], -1) if None not in slices else None
         if whole is not None and whole.shape == entered.shape and torch.allclose(whole, entered, rtol=1e-3, atol=1e-4):
-            shares_input = all(value is given[0][1] for _, value in given)
-            return Heads(tuple(key for key, _ in given), output, num_blocks, numbers, shares_input)
+            has_one_input = all(value is given[0][1] for _, value in given)
+            return Heads(tuple(key for key, _ in given), output, num_blocks, tuple(numbers), has_one_input)
     return None
 
 

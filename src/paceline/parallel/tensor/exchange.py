@@ -1,87 +1,102 @@
-"""What workers of the tensor axis tell each other: pairs of a forward and a backward act, none of which divides.
+"""Collectives of the tensor axis as differentiable functions: one in forward, another one for the gradient.
 
-Shoeybi et al. 2019, "Megatron-LM", section 3: where a layer's parts begin, its whole input is left as it is and the
-input's gradients, of which each worker has one part's, are summed in backward (their f); where parts end, the outputs
-are summed in forward and the gradient, which is whole on every worker, is left as it is (their g), or the outputs are
-laid side by side and every worker takes its own slice of the gradient.
+Shoeybi et al. 2019, "Megatron-LM", section 3: where workers begin to compute with their slices of a layer, its whole
+input is left as it is and the input's gradients, of which each worker has one term, are summed in backward (their f);
+behind it the outputs are summed in forward and the gradient, which is whole on every worker, is left as it is (their
+g), or the outputs are gathered and every worker takes its own slice of the gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from paceline.parallel.tensor.axis import Axis, part, part_size
+from paceline.parallel.tensor.slices import slice_of, slice_size
+
+Exchange = Callable[[Tensor], Tensor]
 
 
-def enter(whole: Tensor, axis: Axis) -> Tensor:
-    """The whole tensor, of which this worker goes on to compute a part of something; its gradient is summed."""
+def local_slice(parameter: Tensor) -> Tensor:
+    """What this worker computes with, differentiable."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def sum_gradient(whole: Tensor, axis: DeviceMesh) -> Tensor:
+    """The tensor as it is; its gradient is summed over workers, each of which goes on with a slice of a layer."""
     if not (whole.requires_grad and torch.is_grad_enabled()):
         return whole
-    entered: Tensor = _Enter.apply(whole, axis)  # type: ignore[no-untyped-call]
-    return entered
+    return exchange(whole, lambda tensor: tensor.view_as(tensor), partial(_all_reduce, axis=axis))
 
 
-def total(term: Tensor, axis: Axis) -> Tensor:
-    """The sum of every worker's term, whole on all of them."""
-    summed: Tensor = _Total.apply(term, axis)  # type: ignore[no-untyped-call]
-    return summed
+def all_reduce(term: Tensor, bias: Tensor | None, axis: DeviceMesh) -> Tensor:
+    """The sum of every worker's term, plus the bias, whole on all of them."""
+    summed = exchange(term, partial(_all_reduce, axis=axis), as_it_is)
+    return summed if bias is None else summed + bias
 
 
-def gather(own: Tensor, dim: int, length: int, axis: Axis) -> Tensor:
-    """All workers' parts side by side along `dim`, `length` in all."""
-    gathered: Tensor = _Gather.apply(own, dim % own.dim(), length, axis, _own_slice)  # type: ignore[no-untyped-call]
-    return gathered
+def all_gather(own: Tensor, dim: int, length: int, axis: DeviceMesh) -> Tensor:
+    """All workers' slices side by side along `dim`, `length` in all; each takes its slice of the gradient."""
+    dim %= own.dim()
+    return exchange(own, partial(_all_gather, dim=dim, length=length, axis=axis), partial(_take, dim=dim, axis=axis))
 
 
-def sum_gradients(parameters: Sequence[Tensor], axis: Axis) -> tuple[Tensor, ...]:
-    """Parameters with which this worker goes on to treat its part of the positions; their gradients are summed."""
+def all_gather_to_divide(own: Tensor, dim: int, length: int, axis: DeviceMesh) -> Tensor:
+    """As `all_gather`, but every worker goes on with a slice of a layer: the gradients are summed and scattered."""
+    dim %= own.dim()
+    gather = partial(_all_gather, dim=dim, length=length, axis=axis)
+    return exchange(own, gather, partial(_reduce_scatter, dim=dim, axis=axis))
+
+
+def take_slice(whole: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
+    """This worker's slice along `dim`, the only one that it uses; the slices' gradients are gathered."""
+    dim %= whole.dim()
+    gather = partial(_all_gather, dim=dim, length=whole.shape[dim], axis=axis)
+    return exchange(whole, partial(_take, dim=dim, axis=axis), gather)
+
+
+def reduce_scatter(term: Tensor, bias: Tensor | None, dim: int, axis: DeviceMesh) -> Tensor:
+    """This worker's slice along `dim` of the sum of every worker's term, plus the bias; the gradient is gathered.
+
+    `bias` is whole and runs along the last dimension; so is its gradient, because the term's is gathered anyway.
+    """
+    own: Tensor = _ReduceScatter.apply(term, bias, dim % term.dim(), axis)  # type: ignore[no-untyped-call]
+    return own
+
+
+def sum_gradients(parameters: Sequence[Tensor], axis: DeviceMesh) -> tuple[Tensor, ...]:
+    """Parameters that this worker applies to its own positions; their gradients are summed over workers, at once."""
     if not (torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)):
         return tuple(parameters)
     summed: tuple[Tensor, ...] = _SumGradients.apply(axis, *parameters)  # type: ignore[no-untyped-call]
     return summed
 
 
-def enter_from_parts(own: Tensor, dim: int, length: int, axis: Axis) -> Tensor:
-    """All workers' parts side by side along `dim`, of which this worker goes on to compute a part of something.
+def redistribute_rows(own: Tensor, num_blocks: int, axis: DeviceMesh) -> Tensor:
+    """An all-to-all from this worker's rows of a matrix to its slice of each of the matrix's `num_blocks` equal blocks.
 
-    The gradients of the whole, of which each worker has one part's, are summed, and every worker gets its slice.
+    The matrix of (all rows, ...) is, say, query, key and value above each other: a worker holds neighbouring rows of it
+    and needs its heads' rows of all three. Rows and blocks divide by the degree.
     """
-    entered: Tensor = _Gather.apply(own, dim % own.dim(), length, axis, _reduce_scatter)  # type: ignore[no-untyped-call]
-    return entered
+    return exchange(
+        own,
+        partial(_redistribute, num_blocks=num_blocks, axis=axis, back=False),
+        partial(_redistribute, num_blocks=num_blocks, axis=axis, back=True),
+    )
 
 
-def total_in_parts(term: Tensor, bias: Tensor | None, dim: int, axis: Axis) -> Tensor:
-    """This worker's slice along `dim` of the sum of every worker's term, plus the bias; the gradient is gathered.
-
-    `bias` is whole and runs along the last dimension; so is its gradient, because the term's is gathered anyway.
-    """
-    own: Tensor = _TotalInParts.apply(term, bias, dim % term.dim(), axis)  # type: ignore[no-untyped-call]
-    return own
-
-
-def take_own(whole: Tensor, dim: int, axis: Axis) -> Tensor:
-    """This worker's slice along `dim`, the only one that it uses; the slices' gradients are gathered."""
-    own: Tensor = _TakeOwn.apply(whole, dim % whole.dim(), axis)  # type: ignore[no-untyped-call]
-    return own
-
-
-def trade_rows(own: Tensor, num_blocks: int, axis: Axis) -> Tensor:
-    """From this worker's rows of a matrix to its part of each of the matrix's `num_blocks` equal blocks.
-
-    The matrix of (all rows, ...) is query, key and value above each other, and a worker that holds neighbouring rows
-    of it needs its heads' rows of all three. Rows and blocks divide by the degree.
-    """
-    traded: Tensor = _TradeRows.apply(own, num_blocks, axis)  # type: ignore[no-untyped-call]
-    return traded
-
-
-def rows_to_trade(num_rows: int, num_blocks: int, degree: int) -> list[list[int]]:
+def rows_to_send(num_rows: int, num_blocks: int, degree: int) -> list[list[int]]:
     """How many rows each worker (outer list) has of what each one needs, itself included."""
     workers = range(degree)
     return [[sum(b - a for a, b in _runs(num_rows, num_blocks, degree, h, u)) for u in workers] for h in workers]
@@ -89,7 +104,7 @@ def rows_to_trade(num_rows: int, num_blocks: int, degree: int) -> list[list[int]
 
 def _runs(num_rows: int, num_blocks: int, degree: int, holder: int, user: int) -> list[tuple[int, int]]:
     """The rows start … stop - 1 that lie with `holder` and are for `user`, in order."""
-    first, last = part(num_rows, degree, holder)
+    first, last = slice_of(num_rows, degree, holder)
     wanted = block_runs(num_rows, num_blocks, degree, user)
     common = [(max(first, start), min(last, stop)) for start, stop in wanted]
     return [(start, stop) for start, stop in common if start < stop]
@@ -98,7 +113,7 @@ def _runs(num_rows: int, num_blocks: int, degree: int, holder: int, user: int) -
 def block_runs(num_rows: int, num_blocks: int, degree: int, rank: int) -> list[tuple[int, int]]:
     """The rows start … stop - 1 of `rank`'s part of every block, in order."""
     block = num_rows // num_blocks
-    start, stop = part(block, degree, rank)
+    start, stop = slice_of(block, degree, rank)
     return [(first + start, first + stop) for first in range(0, num_rows, block)]
 
 
@@ -113,10 +128,10 @@ def memory_order(tensor: Tensor) -> tuple[list[int], list[int]]:
     return order, sorted(range(len(order)), key=order.__getitem__)
 
 
-def _all_reduce(term: Tensor, axis: Axis) -> Tensor:
+def _all_reduce(term: Tensor, axis: DeviceMesh) -> Tensor:
     order, back = memory_order(term)
     summed = term.permute(order).clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(summed, group=axis.group)
+    dist.all_reduce(summed, group=axis.get_group())
     return summed.permute(back)
 
 
@@ -126,73 +141,54 @@ def _filled(tensor: Tensor, dim: int, length: int) -> Tensor:
     return F.pad(tensor, (*(0, 0) * (tensor.dim() - 1 - dim), 0, missing)) if missing else tensor
 
 
-def _all_gather(own: Tensor, dim: int, length: int, axis: Axis) -> Tensor:
+def _all_gather(own: Tensor, dim: int, length: int, axis: DeviceMesh) -> Tensor:
     order, back = memory_order(own)
     own, dim = own.permute(order), order.index(dim)
-    own = _filled(own, dim, part_size(length, axis.degree)).contiguous()
-    parts = own.new_empty(axis.degree, *own.shape)
-    dist.all_gather(list(parts.unbind()), own, group=axis.group)
+    own = _filled(own, dim, slice_size(length, axis.size())).contiguous()
+    parts = own.new_empty(axis.size(), *own.shape)
+    dist.all_gather(list(parts.unbind()), own, group=axis.get_group())
     whole = torch.cat(parts.unbind(), dim).narrow(dim, 0, length)
     return whole.contiguous().permute(back)
 
 
-def _reduce_scatter(term: Tensor, dim: int, axis: Axis) -> Tensor:
+def _reduce_scatter(term: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
     order, back = memory_order(term)
     term, dim = term.permute(order), order.index(dim)
-    length, size = term.shape[dim], part_size(term.shape[dim], axis.degree)
-    parts = torch.stack(_filled(term, dim, size * axis.degree).split(size, dim))
+    length, size = term.shape[dim], slice_size(term.shape[dim], axis.size())
+    parts = torch.stack(_filled(term, dim, size * axis.size()).split(size, dim))
     own = torch.empty_like(parts[0])
-    dist.reduce_scatter(own, list(parts.unbind()), group=axis.group)
-    start, stop = part(length, axis.degree, axis.rank)
+    dist.reduce_scatter(own, list(parts.unbind()), group=axis.get_group())
+    start, stop = slice_of(length, axis.size(), axis.get_local_rank())
     return own.narrow(dim, 0, stop - start).contiguous().permute(back)
 
 
-def _own_slice(whole: Tensor, dim: int, axis: Axis) -> Tensor:
-    start, stop = part(whole.shape[dim], axis.degree, axis.rank)
+def _take(whole: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
+    start, stop = slice_of(whole.shape[dim], axis.size(), axis.get_local_rank())
     own = whole.narrow(dim, start, stop - start)
     order, back = memory_order(whole)
     return own.permute(order).contiguous().permute(back)
 
 
-class _Enter(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grad, ctx.axis), None
-
-
-class _Total(torch.autograd.Function):
-    @staticmethod
-    def forward(_: Any, term: Tensor, axis: Axis) -> Tensor:
-        return _all_reduce(term, axis)
+    def forward(ctx: Any, tensor: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
+        ctx.exchange = backward
+        return forward(tensor)
 
     @staticmethod
-    def backward(_: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.exchange(grad), None, None
 
 
-class _Gather(torch.autograd.Function):
-    """`back` makes the part's gradient of the whole's: (gradient, dim, axis) -> this worker's slice."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, own: Tensor, dim: int, length: int, axis: Axis, back: Callable[[Tensor, int, Axis], Tensor]
-    ) -> Tensor:
-        ctx.dim, ctx.axis, ctx.back = dim, axis, back
-        return _all_gather(own, dim, length, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return ctx.back(grad, ctx.dim, ctx.axis), None, None, None, None
+def exchange(tensor: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
+    """`forward(tensor)`, whose gradient is `backward` of the gradient."""
+    exchanged: Tensor = _Exchange.apply(tensor, forward, backward)  # type: ignore[no-untyped-call]
+    return exchanged
 
 
 class _SumGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, axis: Axis, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, axis: DeviceMesh, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.axis = axis
         return tuple(parameter.view_as(parameter) for parameter in parameters)
 
@@ -208,9 +204,9 @@ class _SumGradients(torch.autograd.Function):
         return None, *summed
 
 
-class _TotalInParts(torch.autograd.Function):
+class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, term: Tensor, bias: Tensor | None, dim: int, axis: Axis) -> Tensor:
+    def forward(ctx: Any, term: Tensor, bias: Tensor | None, dim: int, axis: DeviceMesh) -> Tensor:
         ctx.dim, ctx.axis, ctx.length = dim, axis, term.shape[dim]
         own = _reduce_scatter(term, dim, axis)
         return own if bias is None else own + bias
@@ -222,38 +218,16 @@ class _TotalInParts(torch.autograd.Function):
         return whole, bias_grad, None, None
 
 
-class _TakeOwn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, dim: int, axis: Axis) -> Tensor:
-        ctx.dim, ctx.axis, ctx.length = dim, axis, whole.shape[dim]
-        return _own_slice(whole, dim, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _all_gather(grad, ctx.dim, ctx.length, ctx.axis), None, None
-
-
-class _TradeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, num_blocks: int, axis: Axis) -> Tensor:
-        ctx.num_blocks, ctx.axis = num_blocks, axis
-        return _trade(own, num_blocks, axis, back=False)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _trade(grad, ctx.num_blocks, ctx.axis, back=True), None, None
-
-
-def _trade(own: Tensor, num_blocks: int, axis: Axis, *, back: bool) -> Tensor:
+def _redistribute(own: Tensor, num_blocks: int, axis: DeviceMesh, *, back: bool) -> Tensor:
     """Rows from their holders to their users, or `back`.
 
     The users need not sort: rows arrive in the order of their holders, which is the order of the rows.
     """
-    degree, rank = axis.degree, axis.rank
+    degree, rank = axis.size(), axis.get_local_rank()
     num_rows = own.shape[0] * degree
-    counts = rows_to_trade(num_rows, num_blocks, degree)
+    counts = rows_to_send(num_rows, num_blocks, degree)
     for_users, from_holders = counts[rank], [counts[holder][rank] for holder in range(degree)]
-    held = part(num_rows, degree, rank)[0]
+    held = slice_of(num_rows, degree, rank)[0]
     runs = [
         slice(start - held, stop - held)
         for user in range(degree)
@@ -262,10 +236,10 @@ def _trade(own: Tensor, num_blocks: int, axis: Axis, *, back: bool) -> Tensor:
     if not back:
         outgoing = torch.cat([own[run] for run in runs])
         arrived = torch.empty_like(outgoing)
-        dist.all_to_all_single(arrived, outgoing, from_holders, for_users, group=axis.group)
+        dist.all_to_all_single(arrived, outgoing, from_holders, for_users, group=axis.get_group())
         return arrived
     arrived = torch.empty_like(own, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(arrived, own.contiguous(), for_users, from_holders, group=axis.group)
+    dist.all_to_all_single(arrived, own.contiguous(), for_users, from_holders, group=axis.get_group())
     sorted_rows = torch.empty_like(arrived)
     for run, rows in zip(runs, arrived.split([run.stop - run.start for run in runs]), strict=True):
         sorted_rows[run] = rows

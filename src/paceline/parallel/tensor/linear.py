@@ -1,7 +1,7 @@
-"""Linear layers and embeddings of which every worker holds and computes a part.
+"""Linear layers, embeddings and dropout of which every worker holds and computes a slice.
 
 A layer becomes one of these in place: it keeps its name, hooks and attributes and changes its class. Its parameters
-are DTensors; forward computes on their local parts, so uneven parts work, what stays whole stays a plain tensor, and
+are DTensors; forward computes on their local slices, so uneven slices work, what stays whole stays a plain tensor, and
 fully_shard may cut the parameters again along another axis.
 """
 
@@ -14,95 +14,101 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 
 from paceline.errors import ModelError
-from paceline.parallel.tensor.axis import Axis, part
-from paceline.parallel.tensor.exchange import enter, gather, total, trade_rows
-from paceline.parallel.tensor.positions import Positions, drop_own, total_with_bias
+from paceline.parallel.tensor.exchange import (
+    Exchange,
+    all_gather,
+    all_reduce,
+    local_slice,
+    redistribute_rows,
+    sum_gradient,
+)
+from paceline.parallel.tensor.sequence_region import drop_slice
+from paceline.parallel.tensor.slices import slice_of
+
+Output = Callable[[Tensor, Tensor | None], Tensor]
+"""From this worker's term of an output, and the bias, to the output."""
 
 
-def local(parameter: Tensor) -> Tensor:
-    """What this worker computes with."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+class SharedInput:
+    """The input collective of several layers that take the same tensor, so that it is done once."""
 
-
-class Entrance:
-    """The door by which several layers take the same input, so that it is gathered, or its gradient summed, once."""
-
-    def __init__(self, enter: Callable[[Tensor], Tensor], num_layers: int = 1) -> None:
-        self._enter = enter
+    def __init__(self, take: Exchange, num_layers: int) -> None:
+        self._take = take
         self._num_layers = num_layers
         self._held: tuple[Tensor, Tensor] | None = None
         self._num_to_come = 0
 
     def __call__(self, given: Tensor) -> Tensor:
         if self._held is None or self._held[0] is not given:
-            self._held, self._num_to_come = (given, self._enter(given)), self._num_layers
-        entered = self._held[1]
+            self._held, self._num_to_come = (given, self._take(given)), self._num_layers
+        taken = self._held[1]
         self._num_to_come -= 1
         if not self._num_to_come:  # what is held would keep the step's activations alive
             self._held = None
-        return entered
+        return taken
 
 
 class ColumnLinear(nn.Linear):
-    """Every worker computes its own output features: (..., in) -> (..., own part of out), or all of them gathered."""
+    """Every worker computes its own output features: (..., in) -> (..., own slice of out), or all of them gathered."""
 
-    axis: Axis
-    entrance: Entrance
-    gathers: bool
+    axis: DeviceMesh
+    take_input: Exchange
+    give_output: Exchange
     num_blocks: int
-    """More than one: the output is that many layers' side by side, and a part is a part of each."""
+    """More than one: the output is that many layers' side by side, and a slice is a slice of each."""
 
     def forward(self, input: Tensor) -> Tensor:
-        weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
+        weight, bias = local_slice(self.weight), None if self.bias is None else local_slice(self.bias)
         if self.num_blocks > 1:
-            weight = trade_rows(weight, self.num_blocks, self.axis)
-            bias = None if bias is None else trade_rows(bias, self.num_blocks, self.axis)
-        own = F.linear(self.entrance(input), weight, bias)
-        return gather(own, -1, self.out_features, self.axis) if self.gathers else own
+            weight = redistribute_rows(weight, self.num_blocks, self.axis)
+            bias = None if bias is None else redistribute_rows(bias, self.num_blocks, self.axis)
+        return self.give_output(F.linear(self.take_input(input), weight, bias))
 
 
 class RowLinear(nn.Linear):
-    """Every worker multiplies the input features it has: (..., own part of in) -> (..., out), summed, plus the bias.
+    """Every worker multiplies the input features it has: (..., own slice of in) -> (..., out), summed, plus the bias.
 
-    Of a stretch of positions it returns the worker's own: (..., own part of positions, out).
+    In a sequence-parallel region it returns the worker's own positions: (..., own slice of positions, out).
     """
 
-    axis: Axis
-    positions: Positions | None = None
+    name: str
+    take_input: Exchange
+    give_output: Output
 
     def forward(self, input: Tensor) -> Tensor:
-        weight = local(self.weight)
-        if input.shape[-1] != weight.shape[1]:
+        weight, own = local_slice(self.weight), self.take_input(input)
+        if own.shape[-1] != weight.shape[1]:
             raise ModelError(
-                f"A linear layer of {self.in_features} input features that is shared by {self.axis.degree} workers "
-                f"got {input.shape[-1]} of them instead of its own {weight.shape[1]}: the model calls it in another "
-                "way than its module's forward does; name it in `whole`."
+                f"'{self.name}', a linear layer of {self.in_features} input features, was given {own.shape[-1]} of "
+                f"them instead of this worker's {weight.shape[1]}: the layer before it does not leave its features "
+                "divided; take both out of the tensor plan, or make this one rowwise_split_input."
             )
-        return total_with_bias(F.linear(input, weight), self.bias, self.axis, self.positions)
+        return self.give_output(F.linear(own, weight), self.bias)
 
 
-class PartDropout(nn.Dropout):
+class LocalDropout(nn.Dropout):
     """Dropout on this worker's features of (..., length): draws the mask of all of them, and uses its own slice."""
 
-    axis: Axis
+    axis: DeviceMesh
     length: int
 
     def forward(self, input: Tensor) -> Tensor:
-        return drop_own(input, -1, self.length, self.p, self.axis) if self.training else input
+        return drop_slice(input, -1, self.length, self.p, self.axis) if self.training else input
 
 
 class VocabularyEmbedding(nn.Embedding):
     """Every worker looks up the words it holds: indices (...) -> (..., width), summed over workers."""
 
-    axis: Axis
+    axis: DeviceMesh
 
     def forward(self, input: Tensor) -> Tensor:
-        weight = local(self.weight)
-        start, stop = part(self.num_embeddings, self.axis.degree, self.axis.rank)
+        weight = local_slice(self.weight)
+        start, stop = slice_of(self.num_embeddings, self.axis.size(), self.axis.get_local_rank())
         is_own = (input >= start) & (input < stop)
         if input.device.type == "cpu" and not bool(((input >= 0) & (input < self.num_embeddings)).all()):
             raise IndexError("index out of range in self")  # torch's words; nobody would hold that one
@@ -111,7 +117,7 @@ class VocabularyEmbedding(nn.Embedding):
             padding = self.padding_idx - start
         found = F.embedding((input - start).where(is_own, 0), weight, padding)
         # Not a product with 0: another word's row may hold an infinity.
-        return total(found.where(is_own.unsqueeze(-1), 0), self.axis)
+        return all_reduce(found.where(is_own.unsqueeze(-1), 0), None, self.axis)
 
 
 class TiedClassifier(TorchFunctionMode):
@@ -121,7 +127,7 @@ class TiedClassifier(TorchFunctionMode):
     x @ embedding.weight.T.
     """
 
-    def __init__(self, axis: Axis) -> None:
+    def __init__(self, axis: DeviceMesh) -> None:
         super().__init__()
         self._axis = axis
 
@@ -130,8 +136,8 @@ class TiedClassifier(TorchFunctionMode):
     ) -> Any:
         product = tied_product(func, args, kwargs or {})
         if product is not None and product.is_by_output and isinstance(product.matrix, DTensor):
-            own = product.compute(enter(product.input, self._axis), product.matrix.to_local())
-            return gather(own, -1, product.num_outputs, self._axis)
+            own = product.compute(sum_gradient(product.input, self._axis), product.matrix.to_local())
+            return all_gather(own, -1, product.num_outputs, self._axis)
         return func(*args, **(kwargs or {}))
 
 

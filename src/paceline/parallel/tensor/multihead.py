@@ -5,22 +5,23 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from paceline.parallel.tensor.axis import Axis, part
-from paceline.parallel.tensor.exchange import enter, gather, trade_rows
-from paceline.parallel.tensor.linear import local
-from paceline.parallel.tensor.positions import Positions, drop_own, total_with_bias
+from paceline.parallel.tensor.exchange import Exchange, all_gather, local_slice, redistribute_rows
+from paceline.parallel.tensor.linear import Output
+from paceline.parallel.tensor.sequence_region import drop_slice
+from paceline.parallel.tensor.slices import slice_of
 
 
-class HeadsAttention(nn.MultiheadAttention):
+class DividedAttention(nn.MultiheadAttention):
     """Computes this worker's heads; takes and returns what `nn.MultiheadAttention` does, whole.
 
     Dropout of attention weights draws the mask of all heads, as torch does on a CPU, and uses that of its own.
     """
 
-    axis: Axis
-    positions: Positions | None = None
-    """Where it stands in a stretch of them: then query, key and value are this worker's own, and so is the output."""
+    axis: DeviceMesh
+    take_input: Exchange
+    give_output: Output
 
     def forward(
         self,
@@ -33,14 +34,15 @@ class HeadsAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        weight, bias = trade_rows(local(self.in_proj_weight), 3, self.axis), None
+        weight, bias = redistribute_rows(local_slice(self.in_proj_weight), 3, self.axis), None
         if self.in_proj_bias is not None:
-            bias = trade_rows(local(self.in_proj_bias), 3, self.axis)
+            bias = redistribute_rows(local_slice(self.in_proj_bias), 3, self.axis)
         biases = (None,) * 3 if bias is None else bias.chunk(3)
-        # What is the same tensor has one gradient to be summed.
-        entered = {id(tensor): self._enter(tensor) for tensor in {id(one): one for one in (query, key, value)}.values()}
+        # The gradient of what is the same tensor is summed once.
+        given = {id(tensor): tensor for tensor in (query, key, value)}
+        taken = {at: self.take_input(tensor) for at, tensor in given.items()}
         own = [
-            self._heads(F.linear(entered[id(tensor)], matrix, vector))
+            self._heads(F.linear(taken[id(tensor)], matrix, vector))
             for tensor, matrix, vector in zip((query, key, value), weight.chunk(3), biases, strict=True)
         ]
         mask = self._mask(own[0], attn_mask, key_padding_mask)
@@ -51,26 +53,23 @@ class HeadsAttention(nn.MultiheadAttention):
             scores = own[0] @ own[1].transpose(-2, -1) * self.head_dim**-0.5
             weights = torch.softmax(scores if mask is None else scores + mask, -1)
             if self.training:
-                weights = drop_own(weights, 1, self.num_heads, self.dropout, self.axis)
+                weights = drop_slice(weights, 1, self.num_heads, self.dropout, self.axis)
             seen = weights @ own[2]
         else:
             seen = F.scaled_dot_product_attention(own[0], own[1], own[2], mask)
         # Length before batch, as torch lets it lie in memory: a dropout behind it draws in that order.
         seen = seen.permute(2, 0, 1, 3).flatten(-2)
-        output = F.linear(seen, local(self.out_proj.weight))
+        output = F.linear(seen, local_slice(self.out_proj.weight))
         if query.dim() == 2:
             output = output.squeeze(1)
         elif self.batch_first:
             output = output.transpose(0, 1)
-        output = total_with_bias(output, self.out_proj.bias, self.axis, self.positions)
+        output = self.give_output(output, self.out_proj.bias)
         if not need_weights or weights is None:
             return output, None
-        weights = gather(weights, 1, self.num_heads, self.axis)
+        weights = all_gather(weights, 1, self.num_heads, self.axis)
         weights = weights.mean(1) if average_attn_weights else weights
         return output, weights.squeeze(0) if query.dim() == 2 else weights
-
-    def _enter(self, tensor: Tensor) -> Tensor:
-        return enter(tensor, self.axis) if self.positions is None else self.positions.gather(tensor)
 
     def _heads(self, x: Tensor) -> Tensor:
         """(b, L, own width), (L, b, own width) or (L, own width) -> (b, own heads, L, head_dim)."""
@@ -87,7 +86,7 @@ class HeadsAttention(nn.MultiheadAttention):
         if attn_mask is not None:
             found = _additive(attn_mask, like.dtype)
             if found.dim() == 3:
-                start, stop = part(self.num_heads, self.axis.degree, self.axis.rank)
+                start, stop = slice_of(self.num_heads, self.axis.size(), self.axis.get_local_rank())
                 found = found.unflatten(0, (-1, self.num_heads))[:, start:stop]
         if key_padding_mask is not None:
             padding = _additive(key_padding_mask, like.dtype)
@@ -102,6 +101,6 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
 
 
-def can_divide(layer: nn.MultiheadAttention) -> bool:
+def has_divisible_heads(layer: nn.MultiheadAttention) -> bool:
     """Query, key and value are of one width, and nothing is added to keys and values."""
     return layer._qkv_same_embed_dim and layer.bias_k is None and not layer.add_zero_attn

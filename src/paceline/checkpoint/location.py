@@ -1,0 +1,64 @@
+"""What a user may name: a run folder, a folder of checkpoints, or one checkpoint; as a path or an address."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.checkpoint.load import list_folders
+from paceline.checkpoint.manifest import MANIFEST_FILE
+from paceline.checkpoint.storage import Storage, open_storage
+from paceline.errors import CheckpointError
+
+IN_RUN_FOLDER = "checkpoints"
+"""The folder of checkpoints in a run folder."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder of checkpoints, or one checkpoint in it."""
+
+    storage: Storage
+    name: str | None
+    """The name of the one checkpoint; None: all of them."""
+
+
+def find_location(address: str) -> Place:
+    """The checkpoints at a path or an address.
+
+    Raises:
+        CheckpointError: there is nothing at that address.
+        OSError: the address cannot be read.
+    """
+    storage = open_storage(address)
+    names = storage.names()
+    if MANIFEST_FILE in names:
+        folder, name = split_address(address)
+        return Place(open_storage(folder), name)
+    if IN_RUN_FOLDER in names and not list_folders(storage):
+        return Place(open_storage(f"{address.rstrip('/')}/{IN_RUN_FOLDER}"), None)
+    if not names:
+        raise CheckpointError(f"There is no folder '{address}', or there is nothing in it.")
+    return Place(storage, None)
+
+
+def split_address(address: str) -> tuple[str, str]:
+    """The parent folder, and the name in it."""
+    if "://" in address and not address.startswith("file://"):
+        folder, _, name = address.rstrip("/").rpartition("/")
+        return folder, name
+    path = Path(address.removeprefix("file://")).absolute()
+    # A name that is no name, "." or "..", is found where it leads to.
+    path = path if path.name not in ("", "..") else path.resolve()
+    return str(path.parent), path.name
+
+
+@contextlib.contextmanager
+def storage_problems(address: str, done: str = "read") -> Iterator[None]:
+    """Raises a `CheckpointError` of one sentence in place of an `OSError` of the storage."""
+    try:
+        yield
+    except OSError as problem:
+        raise CheckpointError(f"{address} cannot be {done}: {problem.strerror or problem}.") from None

@@ -1,0 +1,35 @@
+"""Tensors that travel in one message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+import torch
+
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
+"""DistributedDataParallel's own: a small first bucket, so that the first message leaves early."""
+
+Item = TypeVar("Item")
+
+
+def buckets(
+    items: Iterable[Item], kind_of: Callable[[Item], tuple[torch.dtype, int]], first_bytes: int = BUCKET_BYTES
+) -> Iterator[list[Item]]:
+    """Neighbours of one dtype, until a bucket has reached `BUCKET_BYTES`, the first one `first_bytes`.
+
+    Args:
+        kind_of: an item's dtype and its size in bytes.
+    """
+    bucket: list[Item] = []
+    dtype, size_bytes, limit_bytes = torch.float32, 0, first_bytes
+    for item in items:
+        item_dtype, item_bytes = kind_of(item)
+        if bucket and (size_bytes >= limit_bytes or item_dtype != dtype):
+            yield bucket
+            bucket, size_bytes, limit_bytes = [], 0, BUCKET_BYTES
+        bucket.append(item)
+        dtype = item_dtype
+        size_bytes += item_bytes
+    if bucket:
+        yield bucket

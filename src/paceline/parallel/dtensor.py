@@ -1,0 +1,84 @@
+"""Full tensors and the shards of them that workers hold: plain tensors or DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from paceline.spec import Mesh
+from paceline.spec.mesh import AXES
+
+
+def device_mesh_of(mesh: Mesh, device_kind: str) -> DeviceMesh:
+    """All workers as a torch `DeviceMesh` with an axis of each name; a collective."""
+    return init_device_mesh(device_kind, tuple(mesh.degree(axis) for axis in AXES), mesh_dim_names=AXES)
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """This worker's shard of `tensor`, or all of a plain tensor; shares its memory."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+@torch.no_grad()
+def full_tensor(tensor: Tensor) -> Tensor:
+    """All of `tensor`; a collective of the workers that hold its shards."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    gathered = tensor
+    # Axis by axis, the outer first: torch warns where it has to find that order itself.
+    for axis in range(gathered.device_mesh.ndim):
+        placements = [Replicate() if one == axis else placed for one, placed in enumerate(gathered.placements)]
+        gathered = gathered.redistribute(placements=placements)
+    return gathered.to_local().detach()
+
+
+def shard_slice(like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where this worker's shard begins in the full tensor, and its sizes, along each dimension."""
+    sizes, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    return tuple(offsets), tuple(sizes)
+
+
+def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """The full `tensor` sharded like `like`: this worker's shard, as a DTensor; no communication."""
+    if not isinstance(like, DTensor):
+        return tensor
+    offsets, sizes = shard_slice(like)
+    mine = tensor[tuple(slice(start, start + length) for start, length in zip(offsets, sizes, strict=True))]
+    # A copy: a view would keep the full tensor in memory.
+    own = mine.to(like.device, copy=True)
+    return DTensor.from_local(
+        own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def local_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of this worker's shards."""
+    return sum(mine.numel() * mine.element_size() for mine in map(local_shard, tensors))
+
+
+def is_sharded(tensor: Tensor, axis: str) -> bool:
+    """Whether workers along the mesh axis `axis` hold different shards of `tensor`."""
+    if not isinstance(tensor, DTensor):
+        return False
+    names = tensor.device_mesh.mesh_dim_names or ()
+    # torch's own subclass of Shard for two axes on one dimension says no to is_shard().
+    return any(
+        name == axis and not placement.is_replicate() for name, placement in zip(names, tensor.placements, strict=True)
+    )
+
+
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scale the gradients down so that the norm of the whole model's gradient, now `norm`, is at most `max_norm`."""
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's clip_grad_norm_ has it
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            mine = local_shard(parameter.grad)
+            alike.setdefault((mine.device, mine.dtype), []).append(mine)
+    for (device, dtype), gradients in alike.items():
+        torch._foreach_mul_(gradients, factor.to(device, dtype))  # on a GPU one kernel for many

@@ -1,0 +1,84 @@
+"""The weights that training starts from: rank 0's, or drawn layer by layer where no worker could hold them all."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.errors import ModelError
+from paceline.parallel.dtensor import local_shard, shard_like
+from paceline.parallel.engine import broadcast
+
+Fill = Callable[[nn.Module, torch.device], None]
+"""Called with what a worker holds of a model and its device; gives it its weights."""
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether a model is shapes alone, built under `with torch.device("meta")`."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def initial_weights(model: nn.Module, group: dist.ProcessGroup | None) -> Fill:
+    """Make the weights of `model` equal on all workers before it is sharded; a collective of `group`.
+
+    A model on the meta device gets its weights after it was sharded, by the returned function: every worker makes one
+    layer of the whole model at a time in host memory, lets its `reset_parameters` draw, and keeps its shard. So the
+    weights do not depend on how the model is sharded, and no worker ever holds more than its shards and one layer.
+    """
+    if is_on_meta(model):
+        shapes = copy.deepcopy(model)
+        return lambda mine, device: _draw(shapes, mine, device)
+    broadcast([*model.parameters(), *model.buffers()], group)
+    return lambda _mine, _device: None
+
+
+def _draw(shapes: nn.Module, mine: nn.Module, device: torch.device) -> None:
+    """Raises `ModelError` for a layer that cannot draw its own weights."""
+    allocate(mine, device)
+    targets = dict(_named(mine))
+    drawn: set[int] = set()
+    for path, layer in shapes.named_modules():
+        own = {name: value for name, value in _direct(layer) if id(value) not in drawn}
+        drawn |= {id(value) for value in own.values()}
+        if not own:
+            continue
+        reset = getattr(type(layer), "reset_parameters", None)
+        if reset is None:
+            raise ModelError(
+                f"The layer '{path or 'model'}' of type {type(layer).__name__} was built on the meta device and has no "
+                "reset_parameters() to draw its weights with; give it one, or build the model on a real device."
+            )
+        layer.to_empty(device="cpu", recurse=False)
+        reset(layer)
+        for name in own:
+            key = f"{path}.{name}" if path else name
+            if key in targets:
+                fresh = dict(_direct(layer))[name].detach()
+                local_shard(targets[key]).copy_(local_shard(shard_like(fresh, targets[key])))
+        layer.to_empty(device="meta", recurse=False)
+
+
+def _direct(layer: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    yield from layer.named_parameters(recurse=False)
+    yield from layer.named_buffers(recurse=False)
+
+
+def _named(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def allocate(mine: nn.Module, device: torch.device) -> None:
+    """Memory for all parameters; one that stands in several places still does."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for layer in mine.modules():
+        for name, parameter in layer.named_parameters(recurse=False):
+            places.setdefault(id(parameter), []).append((layer, name))
+    mine.to_empty(device=device)
+    for (first, first_name), *others in places.values():
+        for layer, name in others:
+            setattr(layer, name, getattr(first, first_name))

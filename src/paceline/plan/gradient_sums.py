@@ -1,0 +1,104 @@
+"""Which algorithm sums a step's gradients, what that takes, and how much of it a step waits for."""
+
+from __future__ import annotations
+
+from paceline.plan.buckets import exposed_s, sums_of_exposed_s, sums_s
+from paceline.plan.collectives import COSTS, WIRE_FACTORS, cost_s
+from paceline.plan.inputs import PlanInputs, pass_s
+from paceline.plan.model import Layout
+from paceline.plan.network_costs import SHARED_MEMORY
+from paceline.plan.step_time import expected_maximum, neighbour_slowdown, neighbours_factor, slowest_s
+from paceline.spec import AlgorithmName, Job
+
+ALGORITHM_MARGIN = 0.1
+"""An algorithm has to be so much faster than the backend's own to be chosen, as at the start of a run."""
+STRAGGLER_SPREAD = 0.02
+"""Standard deviation over mean of one worker's computing time; the probe does not measure it."""
+_MIN_SUM_FACTOR = 0.25
+"""No step is believed that shows a sum to cost less than this part of its price: links cannot be that wrong."""
+
+
+def cheapest_algorithm(inputs: PlanInputs, job: Job, layout: Layout) -> tuple[AlgorithmName, float]:
+    """The algorithm and its seconds for all gradients of a step, by the rules of `algorithm = "auto"`."""
+    if layout.num_workers == 1:
+        return "all_reduce", 0.0
+    candidates, factors = _candidates(inputs, job, layout), _measured_factors(inputs, layout)
+    # What was timed is not beaten by what nobody has seen.
+    names = [name for name in candidates if name in factors] or candidates
+    # Workers that synchronise every k-th step pay the k-th part.
+    every = job.aggregation.sync_every if job.aggregation.method in ("local_sgd", "diloco") else 1
+    wire = job.aggregation.wire
+    prices = {name: _price_s(inputs, name, layout, wire) * factors.get(name, 1.0) / every for name in names}
+    best = min(prices, key=lambda name: prices[name])
+    plain = prices.get("all_reduce")
+    if plain is not None and prices[best] > (1 - ALGORITHM_MARGIN) * plain:
+        best = "all_reduce"
+    return best, prices[best]
+
+
+def neighbours_factor_of(inputs: PlanInputs, layout: Layout) -> float:
+    """How many times as long a worker computes on the fullest node as by itself, from what was timed together."""
+    timing = inputs.timing
+    # Without what waiting for the slowest is taken to cost.
+    waiting = slowest_s(1.0, STRAGGLER_SPREAD, expected_maximum(timing.workers_together))
+    slowdown = neighbour_slowdown(timing.together_slowdown / waiting, timing.workers_together_on_node)
+    return float(neighbours_factor(slowdown, max(layout.workers_per_node)))
+
+
+def exposed_sums_s(inputs: PlanInputs, compute_s: float, communication_s: float, layout: Layout) -> float:
+    """What of the sums a step waits for, whose last pass takes `compute_s`."""
+    if layout.num_workers == 1:
+        return 0.0
+    if _sums_on_busy_cores(inputs, layout):
+        return communication_s
+    return exposed_s(compute_s, 4.0 * inputs.timing.num_parameters, communication_s)
+
+
+def _candidates(inputs: PlanInputs, job: Job, layout: Layout) -> list[AlgorithmName]:
+    if job.parity == "bitwise":
+        return ["tree_exact"]
+    if layout.num_nodes == 1:
+        return ["all_reduce"] if inputs.cluster.device_kind == "cuda" else ["all_reduce", "hierarchical"]
+    has_levels = max(layout.workers_per_node) > 1
+    return [
+        name
+        for name in COSTS
+        if name in ("all_reduce", "ring", "halving_doubling") or (name == "hierarchical" and has_levels)
+    ]
+
+
+def _price_s(inputs: PlanInputs, name: AlgorithmName, layout: Layout, wire: str) -> float:
+    """What links make of it, in seconds; a wire format without a price is taken for float32."""
+    # The two-level sum moves data inside a CPU node through memory that its workers share.
+    label = SHARED_MEMORY if name == "hierarchical" and inputs.cluster.device_kind == "cpu" else None
+    network = inputs.network(layout, label)
+    priced = wire if wire in WIRE_FACTORS else "float32"
+    return sums_s(
+        4.0 * inputs.timing.num_parameters, lambda size_bytes: cost_s(name, size_bytes, layout, network, wire=priced)
+    )
+
+
+def _measured_factors(inputs: PlanInputs, layout: Layout) -> dict[AlgorithmName, float]:
+    """How many times its price each timed algorithm took in steps of all workers, on one node or several as here."""
+    timing = inputs.timing
+    together = inputs.layout(timing.workers_together)
+    if (together.num_nodes == 1) != (layout.num_nodes == 1):
+        return {}
+    compute_s = neighbours_factor_of(inputs, together) * pass_s(timing, timing.together_micro_batch_size)
+    factors: dict[AlgorithmName, float] = {}
+    for timed in timing.sums:
+        if _sums_on_busy_cores(inputs, together):
+            took_s = timed.waiting_s
+        else:
+            took_s = sums_of_exposed_s(compute_s, 4.0 * timing.num_parameters, timed.waiting_s)
+        # A compressor may send far less than its price says.
+        least = _MIN_SUM_FACTOR if timed.wire in WIRE_FACTORS else 0.0
+        factors[timed.algorithm] = max(least, took_s / _price_s(inputs, timed.algorithm, together, timed.wire))
+    return factors
+
+
+def _sums_on_busy_cores(inputs: PlanInputs, layout: Layout) -> bool:
+    """On CPU, cores that all compute cannot add up on their node meanwhile."""
+    num_busy = max(layout.workers_per_node) * inputs.timing.threads_per_worker
+    is_full = inputs.cluster.device_kind == "cpu" and num_busy >= inputs.cluster.nodes[0].num_cores
+    return is_full and layout.num_nodes == 1

@@ -1,0 +1,183 @@
+"""What every forecast is made from: a probed job, its cluster, and what the user asks."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.errors import ClusterError
+from paceline.plan.memory import (
+    TransformerShape,
+    measured_activations,
+    smallest_device_bytes,
+    state_bytes,
+    transformer_layers,
+)
+from paceline.plan.model import Layout, LinkCost, Network
+from paceline.plan.network_costs import PER_MESSAGE_S, between_link, inside_link
+from paceline.spec import Cluster, Job, JobTiming
+from paceline.spec.forecast import Grow
+from paceline.spec.model_cost import Activations, Layers, ModelCost
+
+
+@dataclass(frozen=True)
+class ForecastRequest:
+    """What the user wants to know, besides the job and the devices."""
+
+    grow: Grow = "none"
+    efficiency_floor: float = 0.5
+    price_per_device_hour: float | None = None
+    noise_scale: float | None = None
+    """In samples."""
+    target_samples: float | None = None
+    """Samples that the job needs to its target with its own global batch."""
+    link_bytes_per_s: float | None = None
+    """Between nodes, where no probe measured it."""
+    devices_per_node: int | None = None
+    """Devices of each node beyond the cluster; None: as many as its largest node has."""
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """Job, cluster and request, with what follows from them for every number of devices."""
+
+    job: Job
+    cluster: Cluster
+    request: ForecastRequest
+    timing: JobTiming
+    node_sizes: tuple[int, ...]
+    """Devices of each node that there is."""
+    more_devices_per_node: int
+    """Devices of each node beyond the cluster."""
+    between: LinkCost | None
+    activations: Activations | None
+    memory_bytes: float | None
+    """Memory of the smallest GPU; None: there is no GPU, or nobody knows."""
+    layers: Layers
+    """Layers of the model; empty: nobody knows them."""
+
+    def job_on(self, count: int) -> Job:
+        return self.job.grown(count) if self.request.grow == "batch" else self.job
+
+    def with_batch(self, global_batch_size: int, virtual_shards: int) -> PlanInputs:
+        """The same for another global batch, whatever the devices."""
+        job = dataclasses.replace(self.job, global_batch_size=global_batch_size, virtual_shards=virtual_shards)
+        return dataclasses.replace(self, job=job, request=dataclasses.replace(self.request, grow="none"))
+
+    def layout(self, count: int) -> Layout:
+        """The nodes that there are, the first ones first, then more of the same kind."""
+        workers: list[int] = []
+        left = count
+        for size in self.node_sizes:
+            if left:
+                workers.append(min(size, left))
+                left -= workers[-1]
+        full, rest = divmod(left, self.more_devices_per_node)
+        return Layout((*workers, *(self.more_devices_per_node,) * full, *((rest,) if rest else ())))
+
+    def network(self, layout: Layout, label: str | None = None) -> Network:
+        """The links of a layout; `label` names the kind of link inside a CPU node."""
+        inside = inside_link(self.cluster.nodes[0], max(layout.workers_per_node), label)
+        return Network(inside, self.between or inside, PER_MESSAGE_S[self.cluster.device_kind])
+
+
+def plan_inputs(
+    job: Job, cluster: Cluster, request: ForecastRequest, most_devices: int, model: ModelCost | None = None
+) -> PlanInputs:
+    """Everything that forecasts of up to `most_devices` devices need.
+
+    Args:
+        model: what a trace told; None: what was timed, and what the job's options tell.
+
+    Raises:
+        ClusterError: the cluster has no devices or no timing of this job, or nobody knows the links between nodes.
+    """
+    if not cluster.nodes or not cluster.devices:
+        raise ClusterError("This cluster has no devices; write one with paceline probe.")
+    timing = _timing_of(job, cluster)
+    sizes = tuple(len(node.devices) for node in cluster.nodes)
+    between = between_link(cluster, request.link_bytes_per_s)
+    if between is None and most_devices > sizes[0]:
+        raise ClusterError(
+            f"{most_devices} devices need several nodes, and nobody measured what links them (one node has "
+            f"{sizes[0]}); run paceline probe with --hosts, or give the rate in one direction: --link-rate 1.25e9."
+        )
+    measured = measured_activations(timing.micro_batches, timing.num_parameters, state_bytes(job))
+    shape = transformer_shape(job)
+    if model is not None:
+        layers = model.layers
+    else:
+        layers = () if shape is None else transformer_layers(shape, timing.num_parameters)
+    return PlanInputs(
+        job=job,
+        cluster=cluster,
+        request=request,
+        timing=timing,
+        node_sizes=sizes,
+        more_devices_per_node=request.devices_per_node or max(sizes),
+        between=between,
+        activations=measured if measured or model is None else model.activations,
+        memory_bytes=smallest_device_bytes(cluster) or None if cluster.device_kind == "cuda" else None,
+        layers=layers,
+    )
+
+
+def _timing_of(job: Job, cluster: Cluster) -> JobTiming:
+    """The timing of this job; of several, the latest one. Raises `ClusterError` where there is none."""
+    found = [timing for timing in cluster.timings if timing.job == job.name and timing.micro_batches]
+    if found:
+        return found[-1]
+    others = sorted({timing.job for timing in cluster.timings})
+    known = f"it has timings of {', '.join(others)}" if others else "it has timings of no job"
+    raise ClusterError(f"The cluster has no timing of the job '{job.name}' ({known}); run paceline probe JOB first.")
+
+
+def pass_s(timing: JobTiming, num_samples: float) -> float:
+    """Seconds of one pass: straight lines between the sizes that were timed, the last one continued beyond them.
+
+    Below the smallest size a pass takes as long as that one: it is launching kernels that takes the time. Over the only
+    size that was timed all grows with the samples.
+    """
+    known = sorted((row.micro_batch_size, row.seconds) for row in timing.micro_batches)
+    sizes, times_s = zip(*known, strict=True)
+    if num_samples <= sizes[-1]:
+        return float(np.interp(num_samples, sizes, times_s))
+    if len(known) == 1:
+        return float(times_s[0] * num_samples / sizes[0])
+    slope = (times_s[-1] - times_s[-2]) / (sizes[-1] - sizes[-2])
+    return float(times_s[-1] + max(0.0, slope) * (num_samples - sizes[-1]))
+
+
+def transformer_shape(job: Job) -> TransformerShape | None:
+    """The shape that a job's own options tell; None where they leave any of it open."""
+    options = job.model.options | job.data.options
+    try:
+        return TransformerShape(*(int(options[name]) for name in ("num_layers", "width", "num_heads", "context")))
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def shard_size(job: Job) -> int:
+    """Samples of the largest virtual shard."""
+    return -(-job.global_batch_size // job.virtual_shards)
+
+
+def needs_replicas(job: Job) -> bool:
+    """Whether only workers with the whole model can train it."""
+    return (
+        job.parity == "bitwise"
+        or job.aggregation.method != "every_step"
+        or job.aggregation.wire in ("powersgd", "topk", "randomk", "auto-lossy")
+        or job.norm == "sync"
+        or job.precision == "float16"
+    )
+
+
+def largest_assignment(job: Job, count: int) -> tuple[int, int, int]:
+    """Samples, samples of the largest virtual shard, and virtual shards of the worker with the most to do."""
+    shards = max(job.virtual_shards, min(count, job.global_batch_size))
+    shard = -(-job.global_batch_size // shards)
+    num_shards = -(-shards // count)
+    return min(job.global_batch_size, num_shards * shard), shard, num_shards

@@ -1,0 +1,272 @@
+"""The plots of a forecast."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from paceline.report import formats
+from paceline.report.figure import (
+    Figure,
+    Plot,
+    Trace,
+    axis,
+    dashed,
+    error_bars,
+    figure,
+    interval,
+    line,
+    log_axis,
+    points,
+    series_color,
+)
+from paceline.report.plan_table import cost_text
+from paceline.spec.forecast import Forecast, ForecastRow
+
+Value = Callable[[ForecastRow], float | None]
+Say = Callable[[float | None], str]
+
+_STEP_PARTS: tuple[tuple[str, str, Callable[[ForecastRow], float]], ...] = (
+    ("compute", "compute", lambda row: row.compute_s),
+    ("waiting for gradients", "comm", lambda row: row.exposed_s),
+    ("loader, optimizer, stragglers", "other", lambda row: max(0.0, row.step_s - row.compute_s - row.exposed_s)),
+)
+"""(name, colour of the style sheet, seconds) of the parts of a step."""
+_MOST_LINEAR = 32
+"""Devices beyond which axes are logarithmic."""
+_NEGLIGIBLE_FAILURES = 0.995
+"""Availability above which failures need no plot."""
+
+
+def plan_plots(forecast: Forecast) -> list[Plot]:
+    """All plots that have data, in the order of the page."""
+    rows = forecast.rows
+    plots = [_step(forecast), _throughput(forecast), _speedup(forecast), _efficiency(forecast)]
+    if any(row.time_to_target_s is not None for row in rows):
+        plots.append(_to_target(forecast, "time", "Time to the target", "hours", _hours_to_target))
+    if any(row.cost_to_target is not None for row in rows):
+        plots.append(_to_target(forecast, "cost", "Cost to the target", "cost", lambda row: row.cost_to_target))
+    elif any(row.cost_per_million_samples is not None for row in rows):
+        title = "Cost of a million samples"
+        plots.append(_to_target(forecast, "cost", title, "cost", lambda row: row.cost_per_million_samples))
+    if len(plots) % 2 == 0:  # the first one is wide: an odd number of others would leave a hole
+        plots[-1] = dataclasses.replace(plots[-1], wide=True)
+    if any(row.availability < _NEGLIGIBLE_FAILURES for row in forecast.simulated):
+        plots.append(_availability(forecast))
+    return plots
+
+
+def _step(forecast: Forecast) -> Plot:
+    """Parts of the step on top of each other; in percent over a wide range, where one step would hide all others."""
+    rows, best = forecast.rows, forecast.recommended
+    unit, norm = ("%", "percent") if _is_wide_range(forecast) else ("ms", "")
+    data = [
+        line(
+            [row.devices for row in rows],
+            [1e3 * seconds(row) for row in rows],
+            f"var(--part-{color})",
+            name=name,
+            hover="%{x} devices<br>%{y:.3g} " + f"{unit} {name}",
+            width=0.5,
+            marker={} if len(rows) == 1 else None,
+            stackgroup="step",
+            groupnorm=norm,
+            fillcolor=f"var(--part-{color})",
+        )
+        for name, color, seconds in _STEP_PARTS
+    ]
+    return Plot(
+        "plan-step",
+        "Where the time of a step goes",
+        "Communication that compute hides is not in it.",
+        f"Milliseconds of a step against devices. On {formats.devices(best.devices)}: "
+        f"{formats.duration(best.compute_s)} compute, {formats.duration(best.exposed_s)} waiting for gradients, "
+        f"{formats.duration(best.step_s)} in all.",
+        figure(data, _devices_axis(forecast), axis(unit, rangemode="tozero"), showlegend=True),
+        wide=True,
+    )
+
+
+def _throughput(forecast: Forecast) -> Plot:
+    """With the prediction interval, the straight line that one device promises, and the simulation beside it."""
+    first = forecast.rows[0]
+    caption = "The coloured area is the 90 % prediction interval; the dashed line is one device times n."
+    if forecast.simulated:
+        caption += " Diamonds are simulated node by node, with slow nodes and links."
+    drawn = _against_devices(forecast, lambda row: row.samples_per_s, "samples/s", formats.quantity)
+    drawn["data"] = [
+        _interval(forecast, lambda row: row.samples_per_s),
+        _ideal(forecast, first.samples_per_s / first.speedup),
+        *drawn["data"],
+        *_simulated(forecast),
+    ]
+    return Plot(
+        "plan-throughput",
+        "Throughput",
+        caption,
+        "Samples a second against devices. " + _in_words(forecast, lambda row: formats.quantity(row.samples_per_s)),
+        drawn,
+    )
+
+
+def _speedup(forecast: Forecast) -> Plot:
+    drawn = _against_devices(forecast, lambda row: row.speedup, "speed-up", formats.times)
+    # The base's own uncertainty cancels in part; what is drawn is that of the row.
+    drawn["data"] = [_interval(forecast, lambda row: row.speedup), _ideal(forecast, 1.0), *drawn["data"]]
+    return Plot(
+        "plan-speedup",
+        "Speed-up",
+        forecast.bend,
+        "Throughput over that of one device. " + _in_words(forecast, lambda row: formats.times(row.speedup)),
+        drawn,
+    )
+
+
+def _efficiency(forecast: Forecast) -> Plot:
+    drawn = _against_devices(
+        forecast, lambda row: 100 * row.efficiency, "efficiency, %", lambda value: f"{value:.0f} %"
+    )
+    if any(row.useful_efficiency is not None for row in forecast.rows):
+        useful = _line(forecast, _useful_percent, lambda value: f"{value:.0f} % useful", 2)
+        drawn["data"].append({**useful, "name": "useful: weighed by the noise scale"})
+        drawn["data"][0]["name"] = "throughput"
+        drawn["layout"]["showlegend"] = True
+    floor = 100 * forecast.efficiency_floor
+    ends = [forecast.rows[0].devices, forecast.rows[-1].devices]
+    drawn["data"].append(dashed(ends, [floor, floor], "floor", hover=f"the floor: {floor:g} %"))
+    drawn["layout"]["yaxis"] = axis("efficiency, %", rangemode="tozero")
+    return Plot(
+        "plan-efficiency",
+        "Scaling efficiency",
+        f"Speed-up over devices. Below the dashed floor of {floor:g} % a count is not recommended.",
+        "Efficiency against devices. " + _in_words(forecast, lambda row: formats.percent(row.efficiency, 0)),
+        drawn,
+    )
+
+
+def _useful_percent(row: ForecastRow) -> float | None:
+    return None if row.useful_efficiency is None else 100 * row.useful_efficiency
+
+
+def _hours_to_target(row: ForecastRow) -> float | None:
+    return None if row.time_to_target_s is None else row.time_to_target_s / 3600
+
+
+def _to_target(forecast: Forecast, key: str, title: str, unit: str, value: Value) -> Plot:
+    def say(number: float | None) -> str:
+        return formats.NOTHING if number is None else f"{cost_text(number)} {unit}"
+
+    return Plot(
+        f"plan-{key}",
+        title,
+        "Failures, checkpoints and restarts are part of it.",
+        f"{title} against devices. " + _in_words(forecast, lambda row: say(value(row))),
+        _against_devices(forecast, value, unit, say),
+    )
+
+
+def _availability(forecast: Forecast) -> Plot:
+    """What failures leave of a long run."""
+    rows = forecast.simulated
+    percents = [100 * row.availability for row in rows]
+    data = line(
+        [row.devices for row in rows],
+        percents,
+        series_color(3),
+        marker={"size": 7},
+        hover=[
+            f"{row.devices:,} devices on {row.nodes:,} nodes<br>{percent:.1f} % of the time lasts<br>"
+            f"a failure every {formats.quantity(row.hours_between_failures)} hours"
+            for row, percent in zip(rows, percents, strict=True)
+        ],
+    )
+    return Plot(
+        "plan-lasting",
+        "What failures leave",
+        "The part of a long run that is work which lasts, with checkpoints at Daly's interval.",
+        "Percent of time that lasts. "
+        + "; ".join(f"{row.devices:,} devices: {percent:.1f} %" for row, percent in zip(rows, percents, strict=True)),
+        figure([data], _devices_axis(forecast), axis("%", range=[0, 102])),
+        wide=True,
+    )
+
+
+# --- traces and axes ---
+
+
+def _against_devices(forecast: Forecast, value: Value, title: str, say: Say) -> Figure:
+    """One line, and a ring around the recommended row."""
+    best = forecast.recommended
+    outline = {"color": series_color(1), "width": 3}
+    ring = points([best.devices], [value(best)], "rgba(0,0,0,0)", size=15, line=outline)
+    ring |= {"name": "recommended", "showlegend": False}
+    style = {"type": "log", "nticks": 6} if _is_wide_range(forecast) else {"rangemode": "tozero"}
+    return figure([_line(forecast, value, say, 0), ring], _devices_axis(forecast), axis(title, **style))
+
+
+def _line(forecast: Forecast, value: Value, say: Say, series: int) -> Trace:
+    rows = forecast.rows
+    return line(
+        [row.devices for row in rows],
+        [value(row) for row in rows],
+        series_color(series),
+        name="forecast",
+        marker={"size": 6} if len(rows) <= _MOST_LINEAR else None,
+        hover=[
+            f"{formats.devices(row.devices)}: {say(value(row))}<br>bound by {row.bound_by}"
+            + (f"<br>{row.objection}" if row.objection else "")
+            for row in rows
+        ],
+    )
+
+
+def _interval(forecast: Forecast, rate: Callable[[ForecastRow], float]) -> Trace:
+    """The prediction interval of a quantity that is inverse to the time of a step."""
+    rows = forecast.rows
+    low, high = (
+        [rate(row) * row.step_s / row.high_s for row in rows],
+        [rate(row) * row.step_s / row.low_s for row in rows],
+    )
+    return interval([row.devices for row in rows], low, high, series_color(0), name="interval")
+
+
+def _ideal(forecast: Forecast, per_device: float) -> Trace:
+    ends = [forecast.rows[0].devices, forecast.rows[-1].devices]
+    return dashed(ends, [per_device * count for count in ends], "ideal")
+
+
+def _simulated(forecast: Forecast) -> list[Trace]:
+    """Samples/s of the simulation, with a bar from its slowest to its fastest step."""
+    batches = {row.devices: row.global_batch_size for row in forecast.rows}
+    known = [(row, batches[row.devices]) for row in forecast.simulated if row.devices in batches]
+    if not known:
+        return []
+    rates = [batch / row.step_s for row, batch in known]
+    low, high = [batch / row.high_s for row, batch in known], [batch / row.low_s for row, batch in known]
+    trace = points(
+        [row.devices for row, _ in known],
+        rates,
+        series_color(1),
+        size=8,
+        symbol="diamond",
+        hover=[f"simulated, {row.nodes:,} nodes: {formats.duration(row.step_s)} a step" for row, _ in known],
+    )
+    return [{**trace, "name": "simulated", "error_y": error_bars(rates, low, high, series_color(1), thickness=1.5)}]
+
+
+def _is_wide_range(forecast: Forecast) -> bool:
+    return forecast.rows[-1].devices > _MOST_LINEAR
+
+
+def _devices_axis(forecast: Forecast) -> Figure:
+    if not _is_wide_range(forecast):
+        return axis("devices", rangemode="tozero")
+    first, last = forecast.rows[0].devices, forecast.rows[-1].devices
+    ticks = [1 << power for power in range(last.bit_length()) if first <= 1 << power <= last]
+    ticks = ticks[:: -(-len(ticks) // 7)]
+    return log_axis("devices", ticks, [f"{tick:,}" for tick in ticks])
+
+
+def _in_words(forecast: Forecast, say: Callable[[ForecastRow], str]) -> str:
+    shown = dict.fromkeys((forecast.recommended, forecast.rows[-1]))
+    return "; ".join(f"{formats.devices(row.devices)}: {say(row)}" for row in shown) + "."

@@ -1,0 +1,468 @@
+"""The plots of a scaling study."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from paceline.report import formats
+from paceline.report.figure import (
+    INK,
+    MUTED,
+    SURFACE,
+    SYMBOLS,
+    Figure,
+    Plot,
+    Trace,
+    axis,
+    dashed,
+    error_bars,
+    figure,
+    fill_the_grid,
+    horizontal_line,
+    interval,
+    line,
+    log_axis,
+    log_ticks,
+    points,
+    series_color,
+)
+from paceline.report.study import Study, StudyRow
+from paceline.spec.record import EpochRecord, RunRecord
+
+_DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "solid", "dash")
+_LABEL = {"color": INK, "size": 13}
+
+
+def study_plots(study: Study) -> list[Plot]:
+    """All plots that have data, in the order of the page."""
+    several = len(study.rows) > 1
+    plots = [
+        _speedup(study) if several else None,
+        _efficiency(study) if several else None,
+        _accuracy(study) if study.has_accuracy else None,
+        _train_time(study),
+        _throughput(study),
+        _accuracy_over_time(study),
+        _step_time(study) if any(row.step_time.total_s > 0 for row in study.rows) else None,
+        _over_epochs(study, "loss-epochs", "Training loss over epochs", "training loss", _train_loss),
+        _over_epochs(study, "accuracy-epochs", "Accuracy over epochs", "accuracy", _epoch_accuracy)
+        or _over_epochs(study, "eval-loss-epochs", "Evaluation loss over epochs", "evaluation loss", _epoch_loss),
+    ]
+    return fill_the_grid(plot for plot in plots if plot is not None)
+
+
+def _counts(study: Study) -> list[str]:
+    return [str(row.devices) for row in study.rows]
+
+
+def _devices_axis(study: Study, **style: Any) -> Figure:
+    return axis("devices", type="category", fixedrange=True, categoryarray=_counts(study), **style)
+
+
+def _bars(study: Study, values: Sequence[float | None], labels: Sequence[str], yaxis: Figure, **layout: Any) -> Figure:
+    """One labelled bar per device count, each in its colour."""
+    top = max((value for value in values if value is not None), default=0.0) or 1.0
+    bars = {
+        "type": "bar",
+        "x": _counts(study),
+        "y": list(values),
+        "text": list(labels),
+        "textposition": "outside",
+        "constraintext": "none",
+        "textfont": _LABEL,
+        "cliponaxis": False,
+        "width": 0.17 * min(3, len(study.rows)),
+        "marker": {"color": [series_color(index) for index in range(len(study.rows))]},
+        "hovertemplate": "%{x} devices: %{text}<extra></extra>",
+    }
+    return figure([bars], _devices_axis(study), {"range": [0, 1.16 * top], "fixedrange": True, **yaxis}, **layout)
+
+
+def _in_words(study: Study, say: Callable[[StudyRow], str]) -> str:
+    return "; ".join(f"{formats.devices(row.devices)}: {say(row)}" for row in study.rows) + "."
+
+
+def _speedup(study: Study) -> Plot:
+    base = study.base.devices
+    counts = [row.devices for row in study.rows]
+    ideal = dashed(
+        counts,
+        [count / base for count in counts],
+        "ideal",
+        color=MUTED,
+        hover="ideal at %{x} devices: %{y:.2f}x",
+    )
+    # A linear axis crowds the small counts of a long ladder; on log axes the ideal is a straight line too.
+    is_log = counts[-1] >= 16 * counts[0]
+    measured = line(
+        counts,
+        [row.speedup for row in study.rows],
+        INK,
+        name="measured",
+        hover="%{x} devices: %{text}",
+        marker={
+            "size": 12,
+            "color": [series_color(index) for index in range(len(counts))],
+            "symbol": [SYMBOLS[index % len(SYMBOLS)] for index in range(len(counts))],
+            "line": {"color": SURFACE, "width": 2},
+        },
+        text=[formats.times(row.speedup) for row in study.rows],
+        textposition="bottom center" if is_log else "bottom right",
+        textfont=_LABEL,
+        cliponaxis=False,
+    )
+    measured["mode"] += "+text"
+    xaxis = axis("devices", tickvals=counts, ticktext=_counts(study), fixedrange=True)
+    if is_log:
+        doublings = [2**power for power in range(math.ceil(math.log2(counts[-1] / base)) + 1)]
+        xaxis["type"] = "log"
+        yaxis = log_axis("speed-up", doublings, [f"{factor}x" for factor in doublings], fixedrange=True)
+    else:
+        span = counts[-1] - counts[0]
+        xaxis["range"] = [counts[0] - 0.08 * span, counts[-1] + 0.2 * span]
+        top = 1.1 * max(counts[-1] / base, *(row.speedup or 0 for row in study.rows))
+        yaxis = axis("speed-up", ticksuffix="x", range=[0, top], fixedrange=True)
+    return Plot(
+        "speedup",
+        "Speed-up",
+        f"Training time on {formats.devices(base)} over the time on more; the dashed line is the ideal.",
+        "Speed-up against devices. " + _in_words(study, lambda row: formats.times(row.speedup)),
+        figure([ideal, measured], xaxis, yaxis, showlegend=True),
+    )
+
+
+def _efficiency(study: Study) -> Plot:
+    values = [None if row.efficiency is None else 100 * row.efficiency for row in study.rows]
+    labels = [formats.percent(row.efficiency) for row in study.rows]
+    floor = horizontal_line(100 * study.efficiency_floor)
+    return Plot(
+        "efficiency",
+        "Scaling efficiency",
+        "Speed-up divided by the added devices; "
+        f"the dashed line is the floor of {formats.short_percent(study.efficiency_floor)}.",
+        "Scaling efficiency. " + _in_words(study, lambda row: formats.percent(row.efficiency)),
+        _bars(study, values, labels, axis("scaling efficiency", ticksuffix=" %"), **floor),
+    )
+
+
+def _accuracy(study: Study) -> Plot:
+    data: list[Trace] = []
+    labels: list[Figure] = []
+    for index, row in enumerate(study.rows):
+        if row.accuracy is not None:
+            data += _accuracies(row, series_color(index), SYMBOLS[index % len(SYMBOLS)])
+            labels.append(
+                {
+                    "x": str(row.devices),
+                    "y": 100 * (row.accuracy if row.accuracy_max is None else row.accuracy_max),
+                    "yshift": 13,
+                    "text": f"{100 * row.accuracy:.2f}" if len(study.rows) > 4 else formats.percent(row.accuracy, 2),
+                    "showarrow": False,
+                    "font": _LABEL,
+                }
+            )
+    caption = f"Over {len(study.seeds)} seeds: mean, and a bar from the lowest to the highest seed."
+    if not any(row.has_spread for row in study.rows):
+        caption = "One seed only: how much of a difference is chance cannot be said."
+    tolerated: dict[str, Any] = {}
+    if study.base.accuracy is not None and len(study.rows) > 1:
+        tolerated = horizontal_line(100 * (study.base.accuracy - study.tolerance))
+        limit = f"{formats.short_points(study.tolerance)} below {formats.devices(study.base.devices)}"
+        caption += f" The dashed line lies {limit}."
+    return Plot(
+        "accuracy",
+        "Accuracy",
+        caption,
+        "Accuracy. " + _in_words(study, _accuracy_in_words),
+        figure(
+            data,
+            _devices_axis(study, range=[-0.5, len(study.rows) - 0.5]),
+            axis("accuracy", ticksuffix=" %", fixedrange=True, range=_accuracy_range(study)),
+            annotations=labels,
+            **tolerated,
+        ),
+    )
+
+
+def _accuracies(row: StudyRow, color: str, symbol: str) -> list[Trace]:
+    """The mean of one device count; with several seeds each of them, and a bar from the lowest to the highest."""
+    assert row.accuracy is not None
+    name, value = str(row.devices), 100 * row.accuracy
+    hover = f"{formats.devices(row.devices)}: mean %{{y:.2f}} %"
+    mean = points([name], [value], color, size=13, hover=hover, symbol=symbol)
+    if not row.has_spread or row.accuracy_min is None or row.accuracy_max is None:
+        return [mean]
+    ends = [100 * row.accuracy_min], [100 * row.accuracy_max]
+    seeds = [run for run in row.runs if _finite(run.accuracy) is not None]
+    each = points(
+        [name] * len(seeds),
+        [100 * (run.accuracy or 0.0) for run in seeds],
+        f"{color} 55%",
+        size=7,
+        hover=[f"seed {run.job.seed}: {100 * (run.accuracy or 0.0):.2f} %" for run in seeds],
+    )
+    return [each, mean | {"error_y": error_bars([value], *ends, color, thickness=2.5, width=9)}]
+
+
+def _accuracy_in_words(row: StudyRow) -> str:
+    spread = f" (seeds {formats.spread(row.accuracy_min, row.accuracy_max)} %)" if row.has_spread else ""
+    return formats.percent(row.accuracy, 2) + spread
+
+
+def _accuracy_range(study: Study) -> list[float]:
+    values = [
+        100 * value
+        for row in study.rows
+        for value in (row.accuracy, row.accuracy_min, row.accuracy_max)
+        if value is not None
+    ]
+    if study.base.accuracy is not None:
+        values.append(100 * (study.base.accuracy - study.tolerance))
+    margin = 0.2 * (max(values) - min(values)) or 1.0
+    return [max(0.0, min(values) - margin), max(values) + margin]
+
+
+def _train_time(study: Study) -> Plot:
+    # One unit for the whole axis, fit for the longest time.
+    longest = max(row.train_s for row in study.rows)
+    unit, scale = ("h", 3600.0) if longest >= 7200 else ("min", 60.0) if longest >= 120 else ("s", 1.0)
+    labels = [formats.duration(row.train_s) for row in study.rows]
+    what = "Seconds" if unit == "s" else "Time"
+    return Plot(
+        "train-time",
+        "Training time",
+        f"{what} in training steps alone, without start-up and evaluation; the median over seeds.",
+        "Training time. " + _in_words(study, lambda row: formats.duration(row.train_s)),
+        _bars(study, [row.train_s / scale for row in study.rows], labels, axis(f"training time ({unit})")),
+    )
+
+
+def _throughput(study: Study) -> Plot:
+    labels = [formats.quantity(row.samples_per_s) for row in study.rows]
+    yaxis = axis("samples/s", tickformat="~s")
+    return Plot(
+        "throughput",
+        "Throughput",
+        "Training samples a second over all devices, from the median step.",
+        "Throughput in samples a second. " + _in_words(study, lambda row: formats.quantity(row.samples_per_s)),
+        _bars(study, [row.samples_per_s for row in study.rows], labels, yaxis),
+    )
+
+
+def _step_time(study: Study) -> Plot:
+    unit, scale = ("s", 1.0) if max(row.step_time.total_s for row in study.rows) >= 1 else ("ms", 1e3)
+    parts = _step_parts(study)
+    counts = [formats.devices(row.devices) for row in study.rows]
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": name,
+            "y": counts,
+            "x": [scale * seconds for seconds in values],
+            "text": [formats.duration(seconds) if seconds > 0 else "" for seconds in values],
+            "textposition": "inside",
+            "insidetextanchor": "middle",
+            "textangle": 0,
+            "textfont": {"color": f"var(--part-{token}-ink)", "size": 12},
+            "width": 0.6,
+            "marker": {"color": f"var(--part-{token})", "line": {"color": SURFACE, "width": 1.5}},
+            "hovertemplate": "%{y}, " + name + ": %{text}<extra></extra>",
+        }
+        for name, token, values in parts
+    ]
+    exposed = [
+        f"{formats.percent(row.step_time.exposed_comm_s / row.step_time.total_s, 0)} on {formats.devices(row.devices)}"
+        for row in study.rows
+        if row.step_time.total_s > 0 and row.step_time.exposed_comm_s > 0
+    ]
+    lines = [[scale * values[place] for _, _, values in parts] for place in range(len(study.rows))]
+    return Plot(
+        "step-time",
+        "Where each step's time went",
+        f"Communication that compute does not hide: {formats.listing(exposed) if exposed else 'none'}.",
+        "Parts of the median step. " + _in_words(study, _step_in_words),
+        figure(
+            data,
+            axis(f"median step ({unit})", fixedrange=True, showgrid=True),
+            # The smallest count on top, as in the table.
+            axis("", autorange="reversed", fixedrange=True, showgrid=False),
+            barmode="stack",
+            uniformtext={"mode": "hide", "minsize": 11},
+            showlegend=True,
+            legend={"traceorder": "normal"},
+        ),
+        wide=True,
+        table=(
+            (f"median step ({unit})", *(name for name, _, _ in parts), "total"),
+            *(
+                (count, *(f"{value:.2f}" for value in (*values, scale * row.step_time.total_s)))
+                for row, count, values in zip(study.rows, counts, lines, strict=True)
+            ),
+        ),
+    )
+
+
+def _step_parts(study: Study) -> list[tuple[str, str, list[float]]]:
+    """(name, colour of the style sheet, seconds of each row)."""
+    steps = [row.step_time for row in study.rows]
+    parts = [
+        ("compute", "compute", [step.compute_s for step in steps]),
+        ("data", "data", [step.data_s for step in steps]),
+        ("exposed communication", "comm", [step.exposed_comm_s for step in steps]),
+    ]
+    rest = [max(0.0, step.total_s - step.data_s - step.compute_s - step.exposed_comm_s) for step in steps]
+    if any(left > 0.01 * step.total_s for left, step in zip(rest, steps, strict=True)):
+        parts.append(("other", "other", rest))
+    return parts
+
+
+def _step_in_words(row: StudyRow) -> str:
+    step = row.step_time
+    return (
+        f"data {formats.duration(step.data_s)}, compute {formats.duration(step.compute_s)}, "
+        f"exposed communication {formats.duration(step.exposed_comm_s)}"
+    )
+
+
+# --- curves over epochs ---
+
+Measure = Callable[[EpochRecord], float | None]
+
+
+def _train_loss(epoch: EpochRecord) -> float | None:
+    return _finite(epoch.train_loss)
+
+
+def _epoch_loss(epoch: EpochRecord) -> float | None:
+    return _finite(epoch.metrics.get("loss"))
+
+
+def _epoch_accuracy(epoch: EpochRecord) -> float | None:
+    accuracy = _finite(epoch.metrics.get("accuracy"))
+    return None if accuracy is None else 100 * accuracy
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+@dataclass(frozen=True)
+class _Point:
+    """One epoch over the seeds of a device count."""
+
+    epoch: int
+    time_s: float
+    """Mean training time up to its end."""
+    mean: float
+    low: float
+    high: float
+
+
+def _curve(row: StudyRow, measure: Measure) -> list[_Point]:
+    """The epochs at which every run of the row was measured."""
+    by_epoch: dict[int, list[tuple[float, float]]] = {}
+    for run in row.runs:
+        for epoch, time_s, value in _measured(run, measure):
+            by_epoch.setdefault(epoch, []).append((time_s, value))
+    return [
+        _Point(epoch, fmean(time_s for time_s, _ in found), fmean(values), min(values), max(values))
+        for epoch, found in sorted(by_epoch.items())
+        if len(found) == len(row.runs) and (values := [value for _, value in found])
+    ]
+
+
+def _measured(run: RunRecord, measure: Measure) -> list[tuple[int, float, float]]:
+    """(epoch, training time up to its end, value) of the epochs that have a value."""
+    found, time_s = [], 0.0
+    for epoch in run.epochs:
+        time_s += epoch.train_s
+        value = measure(epoch)
+        if value is not None:
+            found.append((epoch.epoch, time_s, value))
+    return found
+
+
+def _curves(study: Study, curves: list[list[_Point]], over_time: bool) -> list[Trace]:
+    """One line per device count, over the range from the lowest to the highest seed where there are several."""
+    data: list[Trace] = []
+    # Where all device counts give the same curve the lines lie on one another: wide below, narrow on top.
+    is_same = study.same_weights and not over_time
+    for index, (row, curve) in enumerate(zip(study.rows, curves, strict=True)):
+        if not curve:
+            continue
+        color, name = series_color(index), formats.devices(row.devices)
+        x = [point.time_s if over_time else point.epoch for point in curve]
+        width = 2 + 3.0 * (len(study.rows) - 1 - index) if is_same else 2.25
+        if len(row.runs) > 1 and not (is_same and index > 0):
+            low, high = [point.low for point in curve], [point.high for point in curve]
+            data.append(interval(x, low, high, color, legendgroup=name))
+        marker = {"size": 6 + (width if is_same else 0), "symbol": SYMBOLS[index % len(SYMBOLS)]}
+        data.append(
+            line(
+                x,
+                [point.mean for point in curve],
+                color,
+                name=name,
+                legendgroup=name,
+                width=width,
+                dash="solid" if is_same else _DASHES[index % len(_DASHES)],
+                marker=marker if len(curve) <= 30 else None,
+                hover=name + (": %{y:.4~g} after %{x:.1f} s" if over_time else ": %{y:.4~g} after epoch %{x}"),
+            )
+        )
+    return data
+
+
+def _curves_caption(study: Study, over_time: bool = False) -> str:
+    if study.same_weights and not over_time:
+        return "The curves of all device counts lie on one another: they learn the same, bit for bit."
+    if len(study.seeds) > 1:
+        return "Mean over seeds; the coloured area reaches from the lowest to the highest."
+    return "One line per device count."
+
+
+def _over_epochs(study: Study, key: str, title: str, unit: str, measure: Measure) -> Plot | None:
+    curves = [_curve(row, measure) for row in study.rows]
+    if not any(curves):
+        return None
+    values = [point.mean for curve in curves for point in curve]
+    yaxis = axis(unit, **({"ticksuffix": " %"} if measure is _epoch_accuracy else {}))
+    if key.startswith("loss") and min(values) > 0 and max(values) > 20 * min(values):
+        yaxis = log_axis(unit, log_ticks(min(values), max(values), most_decades=3))
+    longest = max(point.epoch for curve in curves for point in curve)
+    xaxis = axis("epoch", **({"dtick": 1} if longest <= 12 else {}))
+    return Plot(
+        key,
+        title,
+        _curves_caption(study),
+        f"{title}. Last value: " + _last_values(study, curves),
+        figure(_curves(study, curves, over_time=False), xaxis, yaxis, showlegend=True),
+    )
+
+
+def _accuracy_over_time(study: Study) -> Plot | None:
+    curves = [_curve(row, _epoch_accuracy) for row in study.rows]
+    if not any(curves):
+        return None
+    xaxis, yaxis = axis("training time (s)", rangemode="tozero"), axis("accuracy", ticksuffix=" %")
+    return Plot(
+        "accuracy-time",
+        "Accuracy over training time",
+        "How soon each device count gets there. " + _curves_caption(study, over_time=True),
+        "Accuracy in percent over training time in seconds. Last value: " + _last_values(study, curves),
+        figure(_curves(study, curves, over_time=True), xaxis, yaxis, showlegend=True),
+    )
+
+
+def _last_values(study: Study, curves: list[list[_Point]]) -> str:
+    said = [
+        f"{formats.devices(row.devices)}: {curve[-1].mean:.4g}"
+        for row, curve in zip(study.rows, curves, strict=True)
+        if curve
+    ]
+    return "; ".join(said) + "."

@@ -1,0 +1,22 @@
+"""The one style of tables in a terminal, plain when piped, and in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from rich import box
+from rich.table import Table
+
+
+def table(*headings: str, left: Collection[str] = (), no_wrap: bool = False) -> Table:
+    """A table with these columns, to the right but for those in `left`; cells fold where they have no room."""
+    found = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    for heading in headings:
+        found.add_column(heading, justify="left" if heading in left else "right", overflow="fold", no_wrap=no_wrap)
+    return found
+
+
+def markdown_table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, its first column to the left and all others to the right."""
+    rule = ["---", *["---:"] * (len(headings) - 1)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (headings, rule, *lines))
