@@ -74,6 +74,7 @@ class Strategy:
                 plan,
                 pipeline=planned.pipeline,
                 recompute=planned.recompute,
+                tensor_plan=planned.tensor_plan,
                 sequence_parallel=self.sequence_parallel or planned.sequence_parallel,
             )
         mesh = None
