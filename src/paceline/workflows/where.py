@@ -8,8 +8,8 @@ from typing import Literal
 
 from paceline.errors import LaunchError
 from paceline.launch.elastic import ElasticLimits
-from paceline.launch.hosts import HostSlots, parse_hosts, read_hosts_file
-from paceline.launch.run_workers import HANG_TIMEOUT_S
+from paceline.launch.node_list import NodeSlots, parse_node_list, read_node_file
+from paceline.launch.team import HANG_TIMEOUT_S
 
 LauncherName = Literal["auto", "local", "debug", "ssh", "slurm", "ray"]
 _MAX_RESTARTS = 3
@@ -49,13 +49,13 @@ class Where:
         metadata={"help": "Seconds to wait for a silent worker or node.", "names": ("--hang-timeout",), "min": 1.0},
     )
 
-    def named_hosts(self) -> tuple[HostSlots, ...]:
+    def named_hosts(self) -> tuple[NodeSlots, ...]:
         """The nodes that are named. Raises `LaunchError` where they are named twice, or a name is invalid."""
         if self.hosts is not None and self.hosts_file is not None:
             raise LaunchError("--hosts and --hosts-file name nodes twice; give one of them.")
         if self.hosts is not None:
-            return parse_hosts(self.hosts)
-        return () if self.hosts_file is None else read_hosts_file(self.hosts_file)
+            return parse_node_list(self.hosts)
+        return () if self.hosts_file is None else read_node_file(self.hosts_file)
 
 
 HERE = Where()
