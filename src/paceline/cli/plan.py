@@ -163,4 +163,8 @@ def _show_mesh(job: Job, mesh: str, sequence_parallel: bool, *, as_json: bool) -
         "sent_bytes": tried.sent_bytes,
         "bubble": found.bubble,
     }
+    if tried.mesh.pp > 1:
+        facts["cuts"] = found.cuts
+    if tried.mesh.tp > 1:
+        facts["tensor_plan"] = dict(found.tensor_plan.styles)
     print(json.dumps(facts))

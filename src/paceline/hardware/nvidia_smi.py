@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-
 from paceline.hardware.nvml import busy, short_bus_id
+from paceline.hardware.sources import output_of
 from paceline.spec import Device
 
 TIMEOUT_S = 20.0
@@ -18,13 +17,7 @@ def list_gpus() -> list[Device]:
 
 def run(*arguments: str) -> str:
     """What it prints; nothing where it is missing, fails or hangs."""
-    command = ["nvidia-smi", *arguments]
-    try:
-        return subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
+    return output_of(["nvidia-smi", *arguments], TIMEOUT_S) or ""
 
 
 def parse_gpus(listing: str) -> list[Device]:

@@ -59,6 +59,9 @@ class Plan(JsonValue):
     pipeline: PipelineSpec = PipelineSpec()
     recompute: bool = False
     """Activation checkpointing: backward computes a block's activations again instead of keeping them."""
+    tensor_plan: dict[str, str] | None = None
+    """Which modules the workers of the axis tp share, and how, such as {"blocks.*.up": "colwise", "blocks.*.down":
+    "rowwise"}; None: as the model says, or as is found."""
     sequence_parallel: bool = False
     """Between the layers that a tensor axis divides, each of its workers keeps a slice of the positions."""
     cpu_offload: bool = False

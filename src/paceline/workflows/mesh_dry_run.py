@@ -53,6 +53,8 @@ class MeshDryRun:
             f"{self.mesh}: {self.mesh.num_workers} workers, {count} micro-batch{'es' * (count > 1)} of "
             f"{self.virtual_shard_size} a share and step",
             table,
+            *([f"--cut {' --cut '.join(self.found.cuts)}"] if self.found.cuts else []),
+            *([f"tensor plan:\n{self.found.tensor_plan}"] if self.mesh.tp > 1 else []),
             *(f"{axis}: a worker sends {size(num_bytes)} a step" for axis, num_bytes in self.sent_bytes.items()),
             f"pipeline bubble: {self.found.bubble:.0%}",
         )
