@@ -32,7 +32,7 @@ from paceline.parallel.passes import DrewTogetherError, Passes
 from paceline.parallel.pipeline import MicroBatch, Pipeline, stage_limits
 from paceline.parallel.replica_sums import ReplicaSums
 from paceline.parallel.sharded import recompute, shard, sharded_modules
-from paceline.parallel.tensor import tensor_parallel
+from paceline.parallel.tensor import declared_plan, tensor_parallel
 from paceline.partition import StageLimits
 from paceline.spec import AlgorithmName, Job, Mesh, Plan
 
@@ -114,6 +114,7 @@ class MeshParallel(Engine):
             model = replace_batch_norm(model, ShardBatchNorm)
         self._dtype = statistics_dtype(model)  # of all of it: a stage may have no parameter
         weights = initial_weights(model, axes.world)
+        self._tensor_plan = declared_plan(model, plan.tensor_plan, axes.mesh.tp) if axes.mesh.tp > 1 else None
         self._pipeline: Pipeline | None = None
         if axes.pp is not None:
             self._pipeline = Pipeline(
@@ -157,7 +158,10 @@ class MeshParallel(Engine):
         """Shard a stage's layers over the tp axis, then its parameters over the fsdp axis."""
         mesh, device_mesh, plan = self._axes.mesh, self._axes.device_mesh, self._plan
         if mesh.tp > 1:
-            self.notes += tensor_parallel(stage, device_mesh["tp"], sequence_parallel=plan.sequence_parallel).notes
+            applied = tensor_parallel(
+                stage, device_mesh["tp"], given=self._tensor_plan, sequence_parallel=plan.sequence_parallel
+            )
+            self.notes += [f"tensor plan: {'; '.join(str(applied).splitlines()) or 'none'}", *applied.notes]
         if plan.recompute:
             recompute(stage)
         if mesh.fsdp > 1:
