@@ -16,8 +16,9 @@ import torch.distributed as dist
 from paceline.checkpoint import Saver, SharedCatalogue, Snapshot, newest_good, newest_that, open_storage, read_together
 from paceline.checkpoint.manifest import Manifest
 from paceline.errors import CheckpointError
+from paceline.object_collectives import broadcast_object, scatter_objects
 from paceline.spec.job import CheckpointSpec
-from paceline.train.state import broadcast_tree, hand_out, scatter_trees
+from paceline.train.state import hand_out
 from paceline.train.status_exchange import Request
 
 _FAREWELL_S = 5.0
@@ -90,8 +91,7 @@ class Checkpoints:
 
     def _read_whole(self) -> Found | None:
         """Rank 0 reads and checks it; all others hear from it."""
-        found: list[Any] = [None, None]
-        shared: Any = None
+        name = why_not = shared = None
         owns: list[dict[str, Any]] = []
         if self._rank == 0:
             try:
@@ -100,22 +100,18 @@ class Checkpoints:
                     self._say(problem)
                 if checkpoint is not None:
                     self._check_is_run(checkpoint.name, checkpoint.manifest)
-                    found = [checkpoint.name, None]
+                    name = checkpoint.name
                     shared = {"job": checkpoint.manifest.job, **checkpoint.shared}
                     owns = [checkpoint.own(rank) for rank in range(checkpoint.manifest.world_size)]
             except (CheckpointError, OSError) as problem:
-                found = [None, str(problem)]
-        if self._group is not None:
-            dist.broadcast_object_list(found, group_src=0, group=self._group)
-        name, why_not = found
+                name, why_not = None, str(problem)
+        name, why_not, shared = broadcast_object((name, why_not, shared), self._group)
         if why_not is not None:
             raise CheckpointError(why_not)
         if name is None:
             return None
-        shared = broadcast_tree(shared, self._group)
         num_workers = 1 if self._group is None else dist.get_world_size(self._group)
-        own = scatter_trees(hand_out(owns, num_workers), self._group)
-        return Found(name, shared, own)
+        return Found(name, shared, scatter_objects(hand_out(owns, num_workers), self._group))
 
     def _read_parts(self, group: dist.ProcessGroup, parts: Callable[[dict[str, Any]], dict[str, Any]]) -> Found | None:
         """Every worker reads what it will hold; together they check all of it. None of them has a state of its own."""

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from paceline.checkpoint import Loaded, Stored, flatten_state, unflatten_state
+from paceline.checkpoint import Loaded, Stored
 from paceline.errors import CheckpointError, ModelError
 from paceline.parallel import Engine, unwrapped
 from paceline.parallel.dtensor import local_shard, shard_like, shard_slice
@@ -231,40 +230,3 @@ def _combined(values: Sequence[Any], factor: float) -> Any:
     if isinstance(first, Tensor) and first.is_floating_point():
         return torch.stack([value.double() for value in values]).sum(0).mul_(factor).to(first.dtype)
     return sum(values) * factor if isinstance(first, float) else first
-
-
-def broadcast_tree(tree: Any, group: dist.ProcessGroup | None) -> Any:
-    """Rank 0's `tree` on every worker of `group`, tensors in host memory; a common act."""
-    if group is None:
-        return tree
-    is_source = dist.get_rank(group) == 0
-    plain, tensors = flatten_state(tree) if is_source else (None, {})
-    message: list[Any] = [plain, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}]
-    dist.broadcast_object_list(message, group_src=0, group=group)
-    plain, kinds = message
-    received = {}
-    for name, (shape, dtype) in kinds.items():
-        received[name] = tensors[name].cpu().contiguous() if is_source else torch.empty(shape, dtype=dtype)
-        dist.broadcast(received[name], group_src=0, group=group)
-    return unflatten_state(plain, received.__getitem__)
-
-
-def scatter_trees(trees: Sequence[Any], group: dist.ProcessGroup | None) -> Any:
-    """Of rank 0's `trees`, one for each worker of `group`, this worker's; a common act."""
-    if group is None:
-        return trees[0]
-    rank = dist.get_rank(group)
-    if rank == 0:
-        for receiver in range(1, dist.get_world_size(group)):
-            plain, tensors = flatten_state(trees[receiver])
-            kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-            dist.send_object_list([plain, kinds], group_dst=receiver, group=group)
-            for tensor in tensors.values():
-                dist.send(tensor.contiguous(), group_dst=receiver, group=group)
-        return trees[0]
-    message: list[Any] = [None, {}]
-    dist.recv_object_list(message, group_src=0, group=group)
-    received = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in message[1].items()}
-    for tensor in received.values():
-        dist.recv(tensor, group_src=0, group=group)
-    return unflatten_state(message[0], received.__getitem__)
