@@ -17,7 +17,7 @@ import pytest
 from paceline.errors import LaunchError, PacelineError, WorkerFailed
 from paceline.launch import messages, run_workers
 from paceline.launch.remote_team import NodeAccess, RemoteTeam, open_nodes
-from paceline.launch.team import Orders
+from paceline.launch.team import LaunchOptions
 from paceline.spec import NodePlacement, Plan
 from tests.ranks.launching import Stage, open_stage
 
@@ -153,8 +153,10 @@ def test_a_node_that_cannot_take_part_is_one_sentence(odd: NodeAccess, sentence:
 def test_a_node_that_does_not_see_the_run_folder_is_refused(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     begin_run = RemoteTeam.begin_run
 
-    def elsewhere(team: RemoteTeam, number: int, commands: Any, orders: Orders, **options: Any) -> None:
-        begin_run(team, number, commands, replace(orders, run_dir=stage.folder / "elsewhere"), **options)
+    def elsewhere(
+        team: RemoteTeam, number: int, commands: Any, options: LaunchOptions, *more: Any, **named: Any
+    ) -> None:
+        begin_run(team, number, commands, replace(options, run_dir=stage.folder / "elsewhere"), *more, **named)
 
     monkeypatch.setattr(RemoteTeam, "begin_run", elsewhere)
     with (
@@ -177,12 +179,12 @@ class _Bare:
             [sys.executable, "-m", "paceline", "agent"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
 
-    def say(self, message: messages.AgentMessage) -> None:
+    def send(self, message: messages.AgentMessage) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(message.encode())
         self.process.stdin.flush()
 
-    def hear(self, kind: type[messages.AgentMessage]) -> messages.AgentMessage:
+    def receive(self, kind: type[messages.AgentMessage]) -> messages.AgentMessage:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             message = messages.decode(line)
@@ -205,10 +207,10 @@ def test_workers_do_not_outlive_launcher_or_agent(stage: Stage, ending: str) -> 
     (stage.run_dir / "marker").touch()
     agent = _Bare()
     try:
-        agent.hear(messages.Hello)
+        agent.receive(messages.Hello)
         command = _command(stage.script("tell('ready')\npark()"), stage)
-        agent.say(messages.Start([command], str(stage.run_dir), "marker", None, False, 2.0, 0, []))
-        agent.hear(messages.Started)
+        agent.send(messages.Start([command], str(stage.run_dir), "marker", None, False, 2.0, 0, []))
+        agent.receive(messages.Started)
         if ending == "end of input":
             stage.await_marks("ready")
             assert agent.process.stdin is not None

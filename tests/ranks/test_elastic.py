@@ -249,7 +249,7 @@ def test_an_agent_that_ended_is_reached_again(stage: Stage) -> None:
             assert fleet.lose_unusable([], 0.0) == []
             assert [node.hostname for node in fleet.cluster.nodes] == ["b"]
             wait_until(lambda: fleet.has_returned)
-            assert not fleet.is_hopeful
+            assert not fleet.awaits_first_retry
             assert fleet.take_back() == ["a"]
             assert [node.hostname for node in fleet.cluster.nodes] == ["a", "b"]
             assert sorted(team.hostname for team in fleet.teams) == ["a", "b"]
@@ -266,7 +266,7 @@ def test_a_node_that_is_gone_for_good_is_tried_until_the_end(stage: Stage) -> No
         node = replace(from_mapping(Node, hellos[0].node), hostname="a", is_remote=True)
         with contextlib.closing(Fleet(Cluster((node,)), teams, lambda _hostname, _hello: node)) as fleet:
             fleet.lose("a")
-            wait_until(lambda: not fleet.is_hopeful)
+            wait_until(lambda: not fleet.awaits_first_retry)
             assert attempts.read_text() == "again\n"
             assert (fleet.take_back(), fleet.has_returned, fleet.num_slots) == ([], False, 0)
 

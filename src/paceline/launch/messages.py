@@ -85,7 +85,7 @@ class Started(AgentMessage):
 
 
 @dataclass(frozen=True)
-class Beat(AgentMessage):
+class WorkerStates(AgentMessage):
     """Everything is as it should be with the agent; how the workers are."""
 
     workers: list[dict[str, Any]]

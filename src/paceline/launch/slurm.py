@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from paceline.errors import LaunchError
-from paceline.launch.hosts import HostSlots
+from paceline.launch.node_list import NodeSlots
 from paceline.launch.variables import with_variables
 
 ASK_TIMEOUT_S = 30.0
@@ -56,7 +56,7 @@ def is_inside_allocation(environ: Mapping[str, str]) -> bool:
     return "SLURM_JOB_NODELIST" in environ
 
 
-def allocation(environ: Mapping[str, str], run: Run | None = None) -> tuple[HostSlots, ...]:
+def allocation(environ: Mapping[str, str], run: Run | None = None) -> tuple[NodeSlots, ...]:
     """The nodes of the current allocation, with as many workers as GPUs were asked for there, else as tasks.
 
     Raises:
@@ -70,7 +70,7 @@ def allocation(environ: Mapping[str, str], run: Run | None = None) -> tuple[Host
     except LaunchError:
         names = list(expand_nodelist(nodelist))  # a container may lack scontrol
     counts = _workers_per_node(environ, len(names))
-    return tuple(HostSlots(name, count) for name, count in zip(names, counts, strict=True))
+    return tuple(NodeSlots(name, count) for name, count in zip(names, counts, strict=True))
 
 
 def expand_nodelist(text: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from paceline.launch.events import Events, Signalled, TeamLost, WorkerExited
 from paceline.launch.failures import Ending, is_consequence
-from paceline.launch.hang import Hang, WorkerState, interval_s, judge
+from paceline.launch.hang import Hang, WorkerState, find_hang, interval_s
 from paceline.launch.team import Team
 
 CULPRIT_WAIT_S = 1.0
@@ -49,7 +49,7 @@ class Outcome:
     """The number of the signal that ended it."""
     signalled: int | None = None
     """The number of the first signal that asked for its end, also after a failure."""
-    made_room: bool = False
+    ended_to_grow: bool = False
     """Whether it was ended to go on with more workers."""
     trained_at: float | None = None
     """Seconds since the epoch when the first update was done."""
@@ -73,7 +73,7 @@ class Supervisor:
         grace_s: float,
         hang_timeout_s: float,
         save_s: float | None = None,
-        goes_on: bool = False,
+        is_elastic: bool = False,
         could_grow: Callable[[], bool] = lambda: False,
     ) -> None:
         """Watch workers that have been started.
@@ -81,18 +81,18 @@ class Supervisor:
         Args:
             grace_s: between SIGTERM and SIGKILL.
             save_s: the same for workers that are asked to save what they have; None: `grace_s`.
-            goes_on: the run will start again after a failure: then nobody is asked to end. Who does not end by itself
-                within a moment, and does not save what it has, is killed.
+            is_elastic: the run will start again after a failure: then nobody is asked to end. A worker that does not
+                end by itself within a moment, and does not save what it has, is killed.
             could_grow: whether there is a reason to start again with more workers.
         """
         self._teams = teams
         self._events = events
         self._grace_s = grace_s
         self._save_s = grace_s if save_s is None else save_s
-        self._goes_on = goes_on
+        self._is_elastic = is_elastic
         self._could_grow = could_grow
         self._signalled: int | None = None
-        self._made_room = False
+        self._ended_to_grow = False
         self._trained_at: float | None = None
         self._interval_s = interval_s(hang_timeout_s)
         # A worker looks at itself, its agent at the worker, we at the agent: each up to one interval late. What lasts
@@ -119,7 +119,7 @@ class Supervisor:
             try:
                 event = self._events.get(timeout=self._seconds_left())
             except queue.Empty:
-                self._what_is_due()
+                self._on_timeout()
                 continue
             match event:
                 case WorkerExited(team, rank):
@@ -130,7 +130,7 @@ class Supervisor:
                     for each in self._teams:
                         each.ask_to_save()
                 case Signalled(number):
-                    hurries = self._signalled is not None or (self._is_stopping and not self._goes_on)
+                    hurries = self._signalled is not None or (self._is_stopping and not self._is_elastic)
                     self._note_signal(number)
                     if hurries:
                         self._kill()
@@ -151,7 +151,7 @@ class Supervisor:
             self._stopped_at,
             self._interrupted_by,
             self._signalled,
-            self._made_room,
+            self._ended_to_grow,
             self._trained_at,
             self._hang,
             self._hang_at,
@@ -168,7 +168,7 @@ class Supervisor:
         due = self._next_look if self._deadline is None else min(self._next_look, self._deadline)
         return max(0.0, due - time.monotonic())
 
-    def _what_is_due(self) -> None:
+    def _on_timeout(self) -> None:
         now = time.monotonic()
         if self._deadline is not None and now >= self._deadline:
             if not self._is_stopping:
@@ -188,13 +188,13 @@ class Supervisor:
                 self._lose(number, silent_s)
         for number, team in enumerate(self._teams):
             if number not in self._lost:
-                team.tend()
+                team.prepare_standby()
         if self._is_stopping or self._deadline is not None:
             return
         states = self._all_states()
         for state in states:
             self._note_training(state.trained_s)
-        hang = judge(states, self._bound_s)
+        hang = find_hang(states, self._bound_s)
         if hang is not None:
             self._hang, self._states, self._hang_at = hang, tuple(states), time.time()
             if hang.kind != "stopped":  # who is stopped can write nothing down
@@ -202,7 +202,7 @@ class Supervisor:
             self._end(hang.culprits)
         # One that has not made a step since it was started would only lose time.
         elif states and all(state.trained_s is not None for state in states) and self._could_grow():
-            self._made_room = True
+            self._ended_to_grow = True
             self._ask_to_end(self._save_s)
 
     def _all_states(self) -> list[WorkerState]:
@@ -222,7 +222,7 @@ class Supervisor:
             return
         if ending.failure is not None and is_consequence(ending.failure):
             self._wait_at_most(CULPRIT_WAIT_S)
-        elif ending.exit_code > 0 and self._goes_on and not self._all_wait():
+        elif ending.exit_code > 0 and self._is_elastic and not self._all_wait():
             self._wait_at_most(OTHERS_WAIT_S)
         else:
             self._end()
@@ -260,7 +260,7 @@ class Supervisor:
 
     def _end(self, hanging: Sequence[int] = ()) -> None:
         """After a failure; those that hang are the ones that others wait for."""
-        if not self._goes_on:
+        if not self._is_elastic:
             self._ask_to_end(self._grace_s)
             return
         self._stopped_at = time.time()

@@ -15,7 +15,7 @@ from paceline.parallel.dtensor import local_shard
 from paceline.train.session import Session
 
 MOST_IN_A_ROW = 10
-"""Steps without an update; a run that cannot make one any more is not worth paying for."""
+"""The run ends after so many steps without an update."""
 
 _SHOWN_SAMPLES = 8
 
@@ -91,7 +91,7 @@ def is_finite(loss: Tensor, gradients: Sequence[Tensor]) -> bool:
 
 
 def _describe(step: int, loss: Tensor, culprits: Sequence[str], samples: NDArray[Any]) -> str:
-    """What is not finite in step `step`, the first of its kind, and the numbers of the samples that led there."""
+    """What is not finite in step `step`, and the numbers of the samples in its batch."""
     what = [] if bool(torch.isfinite(loss)) else [f"the loss is {float(loss)}"]
     if not what and not culprits:
         what.append("the norm of the gradient is not finite")

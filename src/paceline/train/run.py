@@ -159,9 +159,9 @@ class Run:
             self.say(sentence)  # whatever it is then
 
         state = RunState(self.job, self._progress, self._noise, trained, self._kept, self.metrics)
-        session = Session(state, self.plan, self.world, self._heartbeat, self._checkpoint_address, say, self.notes)
+        session = Session(state, self.plan, self.world, self._heartbeat, say, self.notes)
         self._at_close.callback(session.close)
-        if session.resume(force=self._force):
+        if session.resume(self._checkpoint_address, force=self._force):
             seed_between_steps(self.job.seed, self.steps, self.device)
         return session
 
