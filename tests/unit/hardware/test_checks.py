@@ -609,16 +609,16 @@ def test_one_node_that_differs(other: NodeFacts, level: str, check: str, pattern
     assert only(findings, level, pattern).check == check
 
 
-def test_shut_doors_and_wrong_clocks() -> None:
-    shut = ReachTest("b", "a", problem="timed out")
-    only(between("firewall", REACHES[0], shut), "error", "b cannot connect to a port of a: timed out", "on a,")
+def test_closed_ports_and_wrong_clocks() -> None:
+    closed = ReachTest("b", "a", problem="timed out")
+    only(between("firewall", REACHES[0], closed), "error", "b cannot connect to a port of a: timed out", "on a,")
     behind = ReachTest("a", "b", rtt_s=0.1, skew_s=-30)
-    only(between("clocks", behind, shut), "warning", "b is 30.0 s behind that of a")
+    only(between("clocks", behind, closed), "warning", "b is 30.0 s behind that of a")
     only(between("clocks", ReachTest("a", "b", rtt_s=60, skew_s=29)), "ok")  # slow lines prove nothing
-    assert between("clocks", shut) == []
+    assert between("clocks", closed) == []
 
 
-class _Door:
+class _Listening:
     """`answer_until` in a thread, on loopback, until the pipe is closed."""
 
     def __enter__(self) -> int:
@@ -639,10 +639,10 @@ class _Door:
         self._out.close()
 
 
-def test_a_door_answers_with_its_clock_and_shuts_when_asked() -> None:
-    with _Door() as port:
+def test_a_listening_node_answers_with_its_clock_and_ends_when_asked() -> None:
+    with _Listening() as port:
         with socket.create_connection(("127.0.0.1", port)):
-            pass  # somebody who knocks and goes does not take the door down
+            pass  # somebody who connects and goes does not end it
         reach, nothing = try_to_reach("a", [("b", "127.0.0.1", port), ("c", "127.0.0.1", 1)])
     assert (reach.source, reach.target, reach.problem) == ("a", "b", "")
     assert reach.rtt_s > 0
@@ -652,31 +652,31 @@ def test_a_door_answers_with_its_clock_and_shuts_when_asked() -> None:
 
 
 def test_a_clock_that_is_ahead_is_measured() -> None:
-    def answer(door: socket.socket) -> None:
-        connection, _ = door.accept()
+    def answer(server: socket.socket) -> None:
+        connection, _ = server.accept()
         with connection:
             while connection.recv(1):
                 connection.sendall(f"{time.time() + 40!r}\n".encode())
 
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        thread = threading.Thread(target=answer, args=(door,))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=answer, args=(server,))
         thread.start()
-        (reach,) = try_to_reach("a", [("b", "127.0.0.1", door.getsockname()[1])])
+        (reach,) = try_to_reach("a", [("b", "127.0.0.1", server.getsockname()[1])])
         thread.join(10)
     assert reach.skew_s == pytest.approx(40, abs=5)
 
 
-def test_something_else_behind_the_door_is_a_problem_not_a_crash() -> None:
-    def answer(door: socket.socket) -> None:
-        connection, _ = door.accept()
+def test_something_else_on_the_port_is_a_problem_not_a_crash() -> None:
+    def answer(server: socket.socket) -> None:
+        connection, _ = server.accept()
         with connection:
             connection.recv(1)
             connection.sendall(b"HTTP/1.1 400 Bad Request\r\n")
 
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        thread = threading.Thread(target=answer, args=(door,))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=answer, args=(server,))
         thread.start()
-        (reach,) = try_to_reach("a", [("b", "127.0.0.1", door.getsockname()[1])])
+        (reach,) = try_to_reach("a", [("b", "127.0.0.1", server.getsockname()[1])])
         thread.join(10)
     assert "HTTP" in reach.problem
 
