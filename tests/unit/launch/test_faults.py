@@ -93,7 +93,7 @@ ROWS = {
     "node_down": Row(is_cut, None, "Node {node} (ranks {ranks}) went down", "node {node} was lost"),
     "agent_lost": Row(is_cut, None, "The agent on node {node} was killed or ended", "node {node} was lost"),
 }
-PLANS = {
+PLANS: dict[str, tuple[Plan, list[tuple[str, tuple[int, ...]]]]] = {
     "this node": (Plan(world_size=4), [("", (0, 1, 2, 3))]),
     "two nodes": (
         Plan(world_size=4, nodes=(NodePlacement("a", 2), NodePlacement("b", 2))),
