@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -155,16 +156,12 @@ def broadcast_tree(tree: Any, group: dist.ProcessGroup | None) -> Any:
     """Rank 0's `tree` on every worker of `group`, tensors in host memory. A collective."""
     if group is None:
         return tree
-    is_source = dist.get_rank(group) == 0
-    plain, tensors = flatten_state(tree) if is_source else (None, {})
-    message: list[Any] = [plain, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}]
-    dist.broadcast_object_list(message, group_src=0, group=group)
-    plain, kinds = message
-    received = {}
-    for name, (shape, dtype) in kinds.items():
-        received[name] = tensors[name].cpu().contiguous() if is_source else torch.empty(shape, dtype=dtype)
-        dist.broadcast(received[name], group_src=0, group=group)
-    return unflatten_state(plain, received.__getitem__)
+    objects = functools.partial(dist.broadcast_object_list, group_src=0, group=group)
+    tensors = functools.partial(dist.broadcast, group_src=0, group=group)
+    if dist.get_rank(group) == 0:
+        _send_tree(tree, objects, tensors)
+        return tree
+    return _receive_tree(objects, tensors)
 
 
 def scatter_trees(trees: Sequence[Any], group: dist.ProcessGroup | None) -> Any:
@@ -173,15 +170,29 @@ def scatter_trees(trees: Sequence[Any], group: dist.ProcessGroup | None) -> Any:
         return trees[0]
     if dist.get_rank(group) == 0:
         for receiver in range(1, dist.get_world_size(group)):
-            plain, tensors = flatten_state(trees[receiver])
-            kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-            dist.send_object_list([plain, kinds], group_dst=receiver, group=group)
-            for tensor in tensors.values():
-                dist.send(tensor.contiguous(), group_dst=receiver, group=group)
+            to: dict[str, Any] = {"group_dst": receiver, "group": group}
+            _send_tree(
+                trees[receiver], functools.partial(dist.send_object_list, **to), functools.partial(dist.send, **to)
+            )
         return trees[0]
+    source: dict[str, Any] = {"group_src": 0, "group": group}
+    return _receive_tree(functools.partial(dist.recv_object_list, **source), functools.partial(dist.recv, **source))
+
+
+# Tensors travel one by one, as they are: pickled with the rest they would be in memory several times.
+
+
+def _send_tree(tree: Any, send_objects: Callable[[list[Any]], Any], send: Callable[[Tensor], Any]) -> None:
+    plain, tensors = flatten_state(tree)
+    send_objects([plain, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}])
+    for tensor in tensors.values():
+        send(tensor.contiguous())
+
+
+def _receive_tree(receive_objects: Callable[[list[Any]], Any], receive: Callable[[Tensor], Any]) -> Any:
     message: list[Any] = [None, {}]
-    dist.recv_object_list(message, group_src=0, group=group)
+    receive_objects(message)
     received = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in message[1].items()}
     for tensor in received.values():
-        dist.recv(tensor, group_src=0, group=group)
+        receive(tensor)
     return unflatten_state(message[0], received.__getitem__)
