@@ -27,10 +27,12 @@ from paceline.hardware.checks import (
     check_node,
     check_nodes,
     gpu_facts,
+    gpu_table,
+    network_table,
     node_facts,
-    node_table,
     pcie_facts,
     system_facts,
+    system_table,
     try_to_reach,
 )
 from paceline.hardware.checks import network_facts as network
@@ -146,7 +148,7 @@ HEALTHY: dict[str, Any] = {
 }
 
 
-GPU_CHECKS = {check.name for check in node_table.GPU_CHECKS}
+GPU_CHECKS = {check.name for check in gpu_table.GPU_CHECKS}
 
 
 def about_gpus(gpus: GpusFacts, versions: dict[str, str] = CUDA_12) -> list[Finding]:
@@ -255,14 +257,14 @@ def test_the_stand_in_speaks_as_the_library_does() -> None:
     assert gpu_facts.VOLATILE == pynvml.NVML_VOLATILE_ECC
     assert gpu_facts.PROHIBITED == pynvml.NVML_COMPUTEMODE_PROHIBITED
     assert len(gpu_facts.RETIREMENT_CAUSES) == pynvml.NVML_PAGE_RETIREMENT_CAUSE_COUNT
-    assert [*node_table.THROTTLING, node_table.HELD_CLOCKS] == [
+    assert [*gpu_table.THROTTLING, gpu_table.HELD_CLOCKS] == [
         pynvml.nvmlClocksThrottleReasonHwSlowdown,
         pynvml.nvmlClocksThrottleReasonSwThermalSlowdown,
         pynvml.nvmlClocksThrottleReasonHwThermalSlowdown,
         pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown,
         pynvml.nvmlClocksThrottleReasonApplicationsClocksSetting,
     ]
-    assert [*node_table.P2P] == [
+    assert [*gpu_table.P2P] == [
         pynvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED,
         pynvml.NVML_P2P_STATUS_GPU_NOT_SUPPORTED,
         pynvml.NVML_P2P_STATUS_IOH_TOPOLOGY_NOT_SUPPORTED,
@@ -320,7 +322,7 @@ def test_one_gpu_or_a_virtual_machine_has_no_such_trap() -> None:
     trapped = PcieFacts(acs_bridges=("00:01.0",), iommus=("dmar0",), num_gpus=2)
 
     def of(pcie: PcieFacts) -> list[Finding]:
-        return [finding for check in node_table.PCIE_CHECKS for finding in found(check.name, pcie=pcie)]
+        return [finding for check in gpu_table.PCIE_CHECKS for finding in found(check.name, pcie=pcie)]
 
     assert levels(of(trapped)) == ["warning", "warning"]
     only(of(dataclasses.replace(trapped, num_gpus=1)), "ok")
@@ -701,12 +703,13 @@ def test_a_node_of_which_nothing_is_known_is_judged_without_a_traceback() -> Non
 
 def test_every_sentence_names_facts_that_there_are() -> None:
     """Templates are not seen by a type checker: each is filled in for facts with every fault."""
-    checks = [
-        *(check for name, table in vars(node_table).items() if name.endswith("_CHECKS") for check in table),
-        node_table.OWN_NAME_CHECK,
-        node_table.PEER_NAME_CHECK,
+    checks: list[Check[Any, Any]] = [
+        *(*gpu_table.GPU_CHECKS, *gpu_table.PCIE_CHECKS, *system_table.SYSTEM_CHECKS),
+        *(*system_table.STORAGE_CHECKS, *network_table.NETWORK_CHECKS),
+        network_table.OWN_NAME_CHECK,
+        network_table.PEER_NAME_CHECK,
     ]
-    name = node_table._NodeName(Lookup("a", ("b",)), "c")
+    name = network_table.NodeName(Lookup("a", ("b",)), "c")
     subjects = (
         GpuFacts(0, uncorrected_errors=1, retired_pages=60, power_limit_w=1.0, default_power_limit_w=2.0),
         GpusFacts(),
@@ -716,9 +719,9 @@ def test_every_sentence_names_facts_that_there_are() -> None:
         NetworkFacts(own_name=name.lookup),
         Limit(1, 1),
         name,
-        node_table._Variable("a", "b", ["c"], "d", True),
-        node_table._NoPeerAccess("a", "b", True),
-        node_table._Driver("570", "2.9", "12.6"),
+        network_table._Variable("a", "b", ["c"], "d", True),
+        gpu_table._NoPeerAccess("a", "b", True),
+        gpu_table._Driver("570", "2.9", "12.6"),
         between_nodes._Different("a", "b", "c", "d"),
         between_nodes._Mtu(1, "a"),
         REACHES[0],
