@@ -122,25 +122,27 @@ class _Agent:
             case messages.ShowStacks(ranks):
                 stacks = {} if self._team is None else self._team.stacks(ranks)
                 self.send(messages.Stacks({str(rank): text for rank, text in stacks.items()}))
-            case messages.AskToSave():
-                if self._team is not None:
-                    self._team.ask_to_save()
-            case messages.AskToEnd():
-                if self._team is not None:
-                    self._team.ask_to_end()
-            case messages.Kill(ranks):
-                if self._team is not None:
-                    self._team.kill(ranks)
-                else:
-                    self.send(messages.RunEnded())
+            case messages.SignalWorkers(method, ranks):
+                self._signal_workers(method, ranks)
             case WorkerExited(_, rank):
                 self._note_exit(rank)
+
+    def _signal_workers(self, method: str, ranks: list[int] | None) -> None:
+        if self._team is None:
+            if method == "kill":
+                self.send(messages.RunEnded())
+        elif method == "kill":
+            self._team.kill(ranks)
+        elif method == "ask_to_end":
+            self._team.ask_to_end()
+        else:
+            self._team.ask_to_save()
 
     def _start(self, start: messages.Start) -> None:
         if self._team is not None:
             raise LaunchError("An earlier run still has workers on this node; wait for it to end.")
         run_dir = Path(start.run_dir)
-        _await_marker(run_dir, start.marker)
+        await_marker(run_dir, start.marker)
         # The launcher's interpreter may lie elsewhere here, or in no container.
         commands = [
             replace(WorkerCommand(**command), argv=(sys.executable, *command["argv"][1:])) for command in start.commands
@@ -189,7 +191,7 @@ class _Agent:
         self._endpoints = []
 
 
-def _await_marker(run_dir: Path, marker: str) -> None:
+def await_marker(run_dir: Path, marker: str) -> None:
     deadline = time.monotonic() + MARKER_WAIT_S
     while not (run_dir / marker).exists():
         if time.monotonic() > deadline:

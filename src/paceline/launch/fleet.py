@@ -179,7 +179,7 @@ class Fleet:
         """A new agent on the node of `lost`; raises `LaunchError` if there can be none."""
         with contextlib.ExitStack() as on_error:
             with self._lock:
-                team = RemoteTeam(lost.reach)
+                team = RemoteTeam(lost.access)
                 on_error.callback(team.close)
                 self._trying[lost.hostname] = team
             if self._is_closing.is_set():

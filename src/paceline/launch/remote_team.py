@@ -47,14 +47,20 @@ class NodeAccess:
     python: str = sys.executable
     """The node's interpreter; Paceline is installed for it."""
 
+    def run(self, program: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+        """Run a program there to its end; raises `OSError` or `subprocess.TimeoutExpired`."""
+        return subprocess.run(
+            self.argv(program), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
+        )
+
 
 class RemoteTeam:
     """One node's agent, from the connection to its end; between them it may serve several runs."""
 
-    def __init__(self, reach: NodeAccess) -> None:
+    def __init__(self, access: NodeAccess) -> None:
         """Start the agent."""
-        self.hostname = reach.hostname
-        self.reach = reach
+        self.hostname = access.hostname
+        self.access = access
         self.versions: dict[str, str] = {}
         """What its first word said of them."""
         self._number = 0
@@ -63,7 +69,7 @@ class RemoteTeam:
         self._endings: dict[int, Ending] = {}
         self._states: list[WorkerState] = []
         self._answers: queue.SimpleQueue[AgentMessage | None] = queue.SimpleQueue()
-        self._is_closing = False
+        self._closing = threading.Event()
         self._is_disconnected = False
         self._has_refused = False
         self._has_ended = threading.Event()
@@ -72,7 +78,7 @@ class RemoteTeam:
         self._clock = WatchClock(self._interval_s)
         self._send_lock = threading.Lock()
         self._stderr_tail: deque[str] = deque(maxlen=STDERR_TAIL_LINES)
-        argv = reach.argv([reach.python, "-m", "paceline", "agent"])
+        argv = access.argv([access.python, "-m", "paceline", "agent"])
         try:
             self._process = subprocess.Popen(
                 argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
@@ -171,7 +177,7 @@ class RemoteTeam:
         """Wait until the agent has let go of the run's workers, killing those that are left."""
         if self._notify is None:
             return
-        self.send(messages.Kill(None))
+        self.send(messages.SignalWorkers("kill"))
         self._has_ended.wait(self._last_word_timeout_s())
         self._notify = None
         self._running.clear()
@@ -204,28 +210,20 @@ class RemoteTeam:
         """The agent does."""
 
     def ask_to_save(self) -> None:
-        self.send(messages.AskToSave())
+        self.send(messages.SignalWorkers("ask_to_save"))
 
     def ask_to_end(self) -> None:
-        self.send(messages.AskToEnd())
+        self.send(messages.SignalWorkers("ask_to_end"))
 
     def kill(self, ranks: Sequence[int] | None = None) -> None:
-        self.send(messages.Kill(None if ranks is None else list(ranks)))
+        self.send(messages.SignalWorkers("kill", None if ranks is None else list(ranks)))
 
     def answers(self) -> bool:
         """Whether the node itself still answers."""
         try:
-            done = subprocess.run(
-                self.reach.argv(["true"]),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=ANSWER_TIMEOUT_S,
-                check=False,
-            )
+            return self.access.run(["true"], ANSWER_TIMEOUT_S).returncode == 0
         except (OSError, subprocess.TimeoutExpired):
             return False
-        return done.returncode == 0
 
     @property
     def is_gone(self) -> bool:
@@ -233,9 +231,9 @@ class RemoteTeam:
         return self._is_disconnected or self._has_refused or self.silent_s() >= 4 * self._interval_s
 
     def close(self) -> None:
-        if self._is_closing:
+        if self._closing.is_set():
             return
-        self._is_closing = True
+        self._closing.set()
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()  # which tells the agent, and it its workers, to end
@@ -259,7 +257,7 @@ class RemoteTeam:
             self._process.wait(CLOSE_TIMEOUT_S)
         self._threads[1].join(CLOSE_TIMEOUT_S)
         exit_code, stderr = self._process.returncode, "\n".join(self._stderr_tail)
-        explained = self.reach.explain(exit_code or 0, stderr)
+        explained = self.access.explain(exit_code or 0, stderr)
         if explained:
             return explained
         last = f": {self._stderr_tail[-1]}" if self._stderr_tail else ""
@@ -277,7 +275,7 @@ class RemoteTeam:
         self._is_disconnected = True
         self._has_ended.set()
         self._answers.put(None)
-        if self._notify is not None and not self._is_closing:
+        if self._notify is not None and not self._closing.is_set():
             self._notify(TeamLost(self._number))
 
     def _take(self, message: AgentMessage) -> None:
@@ -302,14 +300,15 @@ class RemoteTeam:
             self._stderr_tail.append(line.decode(errors="replace").rstrip())
 
     def _ping(self) -> None:
-        while not self._is_closing and self._process.poll() is None:
+        while self._process.poll() is None:
             self._clock.look()
             self.send(messages.Ping())
-            time.sleep(self._interval_s)
+            if self._closing.wait(self._interval_s):
+                return
 
 
 @contextlib.contextmanager
-def open_nodes(reaches: Sequence[NodeAccess]) -> Iterator[tuple[list[RemoteTeam], list[messages.Hello]]]:
+def open_nodes(accesses: Sequence[NodeAccess]) -> Iterator[tuple[list[RemoteTeam], list[messages.Hello]]]:
     """Agents on all nodes, and what they said of themselves; they end with the block.
 
     Raises:
@@ -317,8 +316,8 @@ def open_nodes(reaches: Sequence[NodeAccess]) -> Iterator[tuple[list[RemoteTeam]
     """
     with contextlib.ExitStack() as at_end:
         teams = []
-        for reach in reaches:
-            teams.append(at_end.enter_context(contextlib.closing(RemoteTeam(reach))))
+        for access in accesses:
+            teams.append(at_end.enter_context(contextlib.closing(RemoteTeam(access))))
         hellos = [team.hello() for team in teams]  # they have all been started
         for team in teams:
             check_versions(teams[0], team)

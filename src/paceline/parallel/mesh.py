@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from paceline.comm import Aggregator
+from paceline.object_collectives import gather_objects
 from paceline.parallel.aggregation import set_up_aggregation
 from paceline.parallel.assignment import Assignment, ShardRange
 from paceline.parallel.clock import Clock
@@ -412,8 +413,7 @@ class MeshParallel(Engine):
                 gathered[tensor] = all_of_it.cpu() if keeps else all_of_it.new_empty(0)
             found[name] = gathered[tensor]
         if self._axes.pp is not None:
-            stages: list[Any] | None = [None] * self._axes.mesh.pp if dist.get_rank(self._axes.pp) == 0 else None
-            dist.gather_object(found, stages, group_dst=0, group=self._axes.pp)
+            stages = gather_objects(found, self._axes.pp)
             found = {name: tensor for stage in stages or [] for name, tensor in stage.items()}
         return found if dist.get_rank(self._axes.world) == 0 else {}
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.errors import ModelError
+from paceline.object_collectives import broadcast_object
 from paceline.train.process_group import World
 
 Measure = Callable[[nn.Module, Any], dict[str, Tensor]]
@@ -92,8 +93,5 @@ def _chunk_sum(name: str, value: Tensor, num_samples: int) -> float:
 
 def _agreed_names(names: list[str], world: World) -> list[str]:
     """Rank 0's metric names; it always has a chunk, others may not."""
-    if world.group is None:
-        return names
-    shared = [names]
-    dist.broadcast_object_list(shared, src=0, group=world.group)
-    return shared[0]
+    agreed: list[str] = broadcast_object(names, world.group)
+    return agreed

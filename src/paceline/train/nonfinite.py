@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.errors import ModelError
+from paceline.object_collectives import all_gather_objects
 from paceline.parallel.dtensor import local_shard
 from paceline.train.session import Session
 
@@ -76,9 +76,7 @@ class NonFiniteGuard:
         ]
         if self._trained.engine.holds_all:
             return own
-        gathered: list[Any] = [None] * self._session.world.world_size
-        dist.all_gather_object(gathered, own, group=self._session.world.group)
-        found = {name for names in gathered for name in names}
+        found = {name for names in all_gather_objects(own, self._session.world.group) for name in names}
         return [name for name in self._trained.names.first if name in found]  # in the model's order
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.checkpoint import SharedCatalogue, flatten_state, newest_good, newest_that, read_together, unflatten_state
+from paceline.checkpoint import SharedCatalogue, newest_good, newest_that, read_together
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.storage import Storage
 from paceline.errors import CheckpointError
+from paceline.object_collectives import broadcast_object, scatter_objects
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,7 @@ class CheckpointReader:
 
     def _read_on_rank_0(self) -> Found | None:
         """Rank 0 reads and checks it, and sends it to the others."""
-        found: list[Any] = [None, None]
-        shared: Any = None
+        name = why_not = shared = None
         owns: list[dict[str, Any]] = []
         if self._group is None or dist.get_rank(self._group) == 0:
             try:
@@ -72,22 +71,18 @@ class CheckpointReader:
                     self._say(problem)
                 if checkpoint is not None:
                     self._check_is_run(checkpoint.name, checkpoint.manifest)
-                    found = [checkpoint.name, None]
+                    name = checkpoint.name
                     shared = {"job": checkpoint.manifest.job, **checkpoint.shared}
                     owns = [checkpoint.own(rank) for rank in range(checkpoint.manifest.world_size)]
             except (CheckpointError, OSError) as problem:
-                found = [None, str(problem)]
-        if self._group is not None:
-            dist.broadcast_object_list(found, group_src=0, group=self._group)
-        name, why_not = found
+                name, why_not = None, str(problem)
+        name, why_not, shared = broadcast_object((name, why_not, shared), self._group)
         if why_not is not None:
             raise CheckpointError(why_not)
         if name is None:
             return None
-        shared = broadcast_tree(shared, self._group)
         num_workers = 1 if self._group is None else dist.get_world_size(self._group)
-        own = scatter_trees(redistribute(owns, num_workers), self._group)
-        return Found(name, shared, own)
+        return Found(name, shared, scatter_objects(redistribute(owns, num_workers), self._group))
 
     def _read_shards(
         self, group: dist.ProcessGroup, wanted: Callable[[dict[str, Any]], dict[str, Any]]
@@ -150,49 +145,3 @@ def _scaled_sum(values: Sequence[Any], factor: float) -> Any:
     if isinstance(first, Tensor) and first.is_floating_point():
         return torch.stack([value.double() for value in values]).sum(0).mul_(factor).to(first.dtype)
     return sum(values) * factor if isinstance(first, float) else first
-
-
-def broadcast_tree(tree: Any, group: dist.ProcessGroup | None) -> Any:
-    """Rank 0's `tree` on every worker of `group`, tensors in host memory. A collective."""
-    if group is None:
-        return tree
-    objects = functools.partial(dist.broadcast_object_list, group_src=0, group=group)
-    tensors = functools.partial(dist.broadcast, group_src=0, group=group)
-    if dist.get_rank(group) == 0:
-        _send_tree(tree, objects, tensors)
-        return tree
-    return _receive_tree(objects, tensors)
-
-
-def scatter_trees(trees: Sequence[Any], group: dist.ProcessGroup | None) -> Any:
-    """This worker's tree of rank 0's `trees`, one for each worker of `group`. A collective."""
-    if group is None:
-        return trees[0]
-    if dist.get_rank(group) == 0:
-        for receiver in range(1, dist.get_world_size(group)):
-            to: dict[str, Any] = {"group_dst": receiver, "group": group}
-            _send_tree(
-                trees[receiver], functools.partial(dist.send_object_list, **to), functools.partial(dist.send, **to)
-            )
-        return trees[0]
-    source: dict[str, Any] = {"group_src": 0, "group": group}
-    return _receive_tree(functools.partial(dist.recv_object_list, **source), functools.partial(dist.recv, **source))
-
-
-# Tensors travel one by one, as they are: pickled with the rest they would be in memory several times.
-
-
-def _send_tree(tree: Any, send_objects: Callable[[list[Any]], Any], send: Callable[[Tensor], Any]) -> None:
-    plain, tensors = flatten_state(tree)
-    send_objects([plain, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}])
-    for tensor in tensors.values():
-        send(tensor.contiguous())
-
-
-def _receive_tree(receive_objects: Callable[[list[Any]], Any], receive: Callable[[Tensor], Any]) -> Any:
-    message: list[Any] = [None, {}]
-    receive_objects(message)
-    received = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in message[1].items()}
-    for tensor in received.values():
-        receive(tensor)
-    return unflatten_state(message[0], received.__getitem__)

@@ -33,7 +33,7 @@ from paceline.workflows.strategy import PlanFor, check_may_shrink, largest_that_
 from paceline.workflows.where import Elastic, LauncherName, Where
 
 PRELOAD = ("paceline.train.loop", "torch._dynamo")
-"""What takes long to load and every training needs; torch loads the last when it wraps a model or an optimizer."""
+"""Modules that take long to load and that every training needs; torch loads the last when it wraps an optimizer."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Allocation:
     image: str = ""
     """The container and its digest; empty without one."""
     describe: Describe | None = None
-    """What a node that was lost is when it is back."""
+    """Describes a node that was lost and is back."""
 
     def run(
         self,
@@ -138,7 +138,7 @@ class Allocation:
 
 @contextlib.contextmanager
 def open_allocation(where: Where, run_dir: Path | None = None) -> Iterator[Allocation]:
-    """The nodes that are meant; agents on other nodes live as long as the block.
+    """The nodes that `where` names; agents on other nodes live as long as the block.
 
     Args:
         run_dir: what containers see beside the working directory.
@@ -174,7 +174,7 @@ def open_allocation(where: Where, run_dir: Path | None = None) -> Iterator[Alloc
 
 
 def allocation_on_paper(where: Where) -> Allocation:
-    """The same without a connection to anybody: other nodes are taken to be like this one."""
+    """The allocation without a connection to any node: other nodes are taken to be like this one."""
     slots = where.named_hosts()
     where = replace(where, launcher=chosen_launcher(where.launcher, slots))
     here = detect()
