@@ -484,3 +484,49 @@ def test_unusual_models_on_three_workers() -> None:
         for name, (error, styles) in found.items():
             assert error < 1e-10, name
             assert styles == ZOO[name].styles, name
+
+
+GIVEN = {
+    "tokens": "embedding_rowwise",
+    "blocks.*.attention": "heads(num_heads)",
+    "blocks.*.attention.query_key_value": "packed_colwise(3)",
+    "blocks.*.attention.output": "rowwise",
+    "blocks.0.mlp.input": "colwise_rep",
+    "blocks.1.mlp.output": "rowwise_split_input",
+}
+
+
+def _with_given_plan(strategy: str, is_carried: bool) -> tuple[list[float], list[str], list[str]]:
+    """Losses of a GPT, which of its parameters are divided along tp, and the run's notes on that."""
+    num_workers = worker_facts().world_size
+    job = Job().with_values(global_batch_size=8, virtual_shards=2, epochs=1, precision="float64")
+    draw = torch.Generator().manual_seed(0)
+    tokens, targets = (torch.randint(33, (24, 7), generator=draw) for _ in range(2))
+    mesh = parse_mesh(strategy, num_workers)
+    with paceline.init(job, plan=Plan(world_size=num_workers, mesh=mesh, timeout_s=60)) as run:
+        model = MODELS["gpt"].make_model()
+        if is_carried:
+            model._tp_plan = GIVEN  # type: ignore[assignment]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.prepare(model, optimizer, example=tokens[:2], tensor_plan=None if is_carried else GIVEN)
+        data = torch.utils.data.TensorDataset(tokens, targets)
+        losses = [float(run.step(batch, lambda model, batch: _loss(model, *batch))) for batch in run.batches(data)]
+        divided = [name for name, parameter in run.model.named_parameters() if isinstance(parameter, DTensor)]
+        return losses, divided, [note for note in run.notes if note.startswith("tensor plan")]
+
+
+@pytest.mark.slow
+def test_a_given_plan_is_applied_as_one_that_was_found() -> None:
+    ((losses, none, _),) = run_ranks(_with_given_plan, 1, "dp", False)
+    assert len(losses) == 3 and not none
+    for is_carried in (False, True):
+        other, divided, notes = run_ranks(_with_given_plan, 2, "tp", is_carried)[0]
+        assert other == pytest.approx(losses, rel=1e-12)
+        assert {name for name in divided if "mlp" in name} == {
+            "blocks.0.mlp.input.weight",
+            "blocks.0.mlp.input.bias",
+            "blocks.1.mlp.output.weight",
+        }
+        assert len(notes) == 1 and "blocks.*.attention.query_key_value: packed_colwise(3)" in notes[0]
+    for other, _, notes in run_ranks(_with_given_plan, 4, "pp2 x tp2", False, timeout_s=100):
+        assert other == pytest.approx(losses, rel=1e-12) and len(notes) == 1

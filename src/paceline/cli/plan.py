@@ -13,7 +13,7 @@ from paceline.cli.options import AsJson, DataDir, EfficiencyFloor, GrowOption, S
 from paceline.cli.step_times import fit_and_predict, suggest_next
 from paceline.errors import JobError
 from paceline.spec import Job, parse_mesh
-from paceline.spec.mesh import num_named
+from paceline.spec.mesh_name import num_named
 from paceline.workflows import plan as workflow
 from paceline.workflows.forecasts import CLUSTER_FILE
 from paceline.workflows.jobs import resolve_job
@@ -163,4 +163,8 @@ def _show_mesh(job: Job, mesh: str, sequence_parallel: bool, *, as_json: bool) -
         "sent_bytes": tried.sent_bytes,
         "bubble": found.bubble,
     }
+    if tried.mesh.pp > 1:
+        facts["cuts"] = found.cuts
+    if tried.mesh.tp > 1:
+        facts["tensor_plan"] = dict(found.tensor_plan.styles)
     print(json.dumps(facts))

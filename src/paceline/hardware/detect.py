@@ -17,9 +17,10 @@ from pathlib import Path
 from paceline import env
 from paceline.errors import ClusterError
 from paceline.hardware import nvidia_smi, nvml, sysfs
-from paceline.hardware.datasheet import link_bytes_per_s
+from paceline.hardware.pair_links import links_of_pairs
 from paceline.hardware.pci_path import distance
 from paceline.hardware.smi_matrix import parse_topology
+from paceline.hardware.sources import read_text
 from paceline.spec import Cluster, Device, Link, Node, Peripheral
 
 
@@ -61,21 +62,21 @@ def with_gpus(node: Node, found: nvml.Gpus, root: Path) -> Node:
         if place.lanes and place.missing_lanes
     )
     attached = [*sysfs.nics(root), *sysfs.disks(root)]
-    peripherals = tuple(part.peripheral for part in attached)
-    if matrix and not any(part.kind == "nic" for part in peripherals):
+    peripherals = tuple(card.peripheral for card in attached)
+    if matrix and not any(card.kind == "nic" for card in peripherals):
         peripherals += matrix.peripherals  # a container may hide the cards from sysfs
-    places |= {part.peripheral.label: part.pci for part in attached}
+    places |= {card.peripheral.label: card.pci for card in attached}
     return dataclasses.replace(
         node,
         devices=tuple(_placed(gpu, places.get(gpu.label), matrix) for gpu in gpus),
         peripherals=peripherals,
-        links=tuple(_links(gpus, peripherals, places, matrix, found.labels)),
+        links=_links(gpus, peripherals, places, matrix, found.labels),
         notes=(*node.notes, *found.notes, *notes),
     )
 
 
 def _matrix() -> tuple[Node | None, tuple[str, ...]]:
-    """What `nvidia-smi topo -m` says, and a note if it says something that cannot be meant."""
+    """What `nvidia-smi topo -m` says, and a note if that is no matrix."""
     text = nvidia_smi.run("topo", "-m")
     if not text.strip():
         return None, ()
@@ -102,26 +103,26 @@ def _links(
     peripherals: Sequence[Peripheral],
     places: Mapping[str, sysfs.PciDevice],
     matrix: Node | None,
-    labels: Mapping[tuple[int, int], str],
-) -> list[Link]:
+    told: Mapping[tuple[int, int], str],
+) -> tuple[Link, ...]:
     """From each GPU to the GPUs after it and to every card and disk, as far as any source tells."""
-    links = []
-    for position, gpu in enumerate(gpus):
-        others: list[Device | Peripheral] = [*gpus[position + 1 :], *peripherals]
-        for other in others:
-            drawn = _drawn(gpu, other, matrix)
-            told = labels.get((gpu.index, other.index), "") if isinstance(other, Device) else ""
-            place, other_place = places.get(gpu.label), places.get(other.label)
-            counted = distance(place.path, other_place.path, sysfs.PORTS_PER_SWITCH) if place and other_place else ""
-            label = drawn or told or counted
-            names = [end.name for end in (gpu, other) if isinstance(end, Device)]
-            lanes = [end.lanes for end in (place, other_place) if end and end.lanes]
-            if label:
-                links.append(Link((gpu.label, other.label), label, link_bytes_per_s(label, names, lanes)))
-    return links
+    ends: dict[str, Device | Peripheral] = {gpu.label: gpu for gpu in gpus}
+    ends |= {card.label: card for card in peripherals}
+
+    def label_of(one: str, other: str) -> str:
+        gpu, end = ends[one], ends[other]
+        drawn = _drawn(gpu, end, matrix)
+        if isinstance(gpu, Device) and isinstance(end, Device):
+            drawn = drawn or told.get((gpu.index, end.index), "")
+        if drawn or one not in places or other not in places:
+            return drawn
+        return distance(places[one].path, places[other].path, sysfs.PORTS_PER_SWITCH)
+
+    lanes = {label: place.lanes for label, place in places.items() if place.lanes}
+    return links_of_pairs(gpus, peripherals, label_of, {gpu.label: gpu.name for gpu in gpus}, lanes)
 
 
-def _drawn(gpu: Device, other: Device | Peripheral, matrix: Node | None) -> str:
+def _drawn(gpu: Device | Peripheral, other: Device | Peripheral, matrix: Node | None) -> str:
     """The label in the matrix, which has cards by name and in an order of its own."""
     if not matrix:
         return ""
@@ -139,10 +140,7 @@ def _with_cpus(node: Node) -> Node:
 
 
 def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        lines = []
+    lines = read_text(Path("/proc/cpuinfo")).splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
 

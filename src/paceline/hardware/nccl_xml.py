@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
 from paceline.errors import ClusterError
 from paceline.hardware.cpu_list import parse_mask
-from paceline.hardware.datasheet import PcieLanes, link_bytes_per_s
+from paceline.hardware.datasheet import PcieLanes
+from paceline.hardware.pair_links import links_of_pairs, num_cores
 from paceline.hardware.pci_path import PciPath, distance
-from paceline.spec import Device, Link, Node, Peripheral
+from paceline.spec import Device, Node, Peripheral
 
 SM_NAMES = {60: "P100", 70: "V100", 75: "Quadro RTX", 80: "A100", 86: "RTX A6000", 89: "L40", 90: "H100", 100: "B200"}
 """The best known GPU of each compute capability: the dump has no names, and a name decides the bandwidth of NVLink."""
@@ -28,13 +29,13 @@ SWITCH_CLASS = "0x0680"
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Found:
     """A <gpu> or <net> and what stands around it."""
 
     element: ElementTree.Element
     path: PciPath
-    lanes: tuple[PcieLanes, ...]
-    """Of its own connection; empty where NCCL could not read it."""
+    lanes: PcieLanes | None = None
+    """The PCIe connection of the device itself; None where NCCL could not read it."""
     cpus: tuple[int, ...] = ()
 
     @property
@@ -48,9 +49,9 @@ def parse_nccl_xml(text: str, hostname: str = "") -> Node:
     Raises:
         ClusterError: no XML, not NCCL's, without GPUs, or with links that contradict each other.
     """
-    parts = list(_parts(_root(text)))
-    gpus = sorted((part for part in parts if part.element.tag == "gpu"), key=lambda part: _number(part.element, "dev"))
-    nets = [part for part in parts if part.element.tag == "net"]
+    found = list(_found(_root(text)))
+    gpus = sorted((one for one in found if one.element.tag == "gpu"), key=lambda gpu: _number(gpu.element, "dev"))
+    nets = [one for one in found if one.element.tag == "net"]
     if not gpus:
         raise ClusterError("This NCCL topology has no <gpu>; dump it with NCCL_TOPO_DUMP_FILE from a run on all GPUs.")
     devices = [_device(gpu) for gpu in gpus]
@@ -58,15 +59,21 @@ def parse_nccl_xml(text: str, hostname: str = "") -> Node:
         if one.index == other.index:
             raise ClusterError(f"This NCCL topology has two <gpu dev={one.index}>; give the dump of one node alone.")
     nics = [_nic(number, net) for number, net in enumerate(nets)]
-    links = []
-    for position, (device, gpu) in enumerate(zip(devices, gpus, strict=True)):
-        for peer, peer_gpu in zip(devices[position + 1 :], gpus[position + 1 :], strict=True):
-            label = _fabric_label(gpu, peer_gpu) or distance(gpu.path, peer_gpu.path)
-            links.append(_link(device, peer.label, label, (gpu, peer_gpu)))
-        for nic, net in zip(nics, nets, strict=True):
-            links.append(_link(device, nic.label, distance(gpu.path, net.path), (gpu, net)))
-    cores = {core for device in devices for core in device.cpus}
-    return Node(hostname, len(cores), 0, "", tuple(devices), tuple(nics), tuple(links))
+    found_by_label = {
+        **{device.label: gpu for device, gpu in zip(devices, gpus, strict=True)},
+        **{nic.label: net for nic, net in zip(nics, nets, strict=True)},
+    }
+
+    def label_of(one: str, other: str) -> str:
+        ends = (found_by_label[one], found_by_label[other])
+        return _fabric_label(*ends) or distance(ends[0].path, ends[1].path)
+
+    models = {
+        device.label: SM_NAMES.get(_optional(gpu.element, "sm"), "") for device, gpu in zip(devices, gpus, strict=True)
+    }
+    lanes = {label: end.lanes for label, end in found_by_label.items() if end.lanes}
+    links = links_of_pairs(devices, nics, label_of, models, lanes)
+    return Node(hostname, num_cores(devices), 0, "", tuple(devices), tuple(nics), links)
 
 
 def _root(text: str) -> ElementTree.Element:
@@ -82,9 +89,9 @@ def _root(text: str) -> ElementTree.Element:
     return root
 
 
-def _parts(root: ElementTree.Element) -> Iterator[_Part]:
+def _found(root: ElementTree.Element) -> Iterator[_Found]:
     """All GPUs and network ports, in the order of the file."""
-    stack = [(child, _Part(child, PciPath(), ())) for child in reversed(root)]
+    stack = [(child, _Found(child, PciPath())) for child in reversed(root)]
     num_cpus = 0
     while stack:
         element, around = stack.pop()
@@ -98,11 +105,11 @@ def _parts(root: ElementTree.Element) -> Iterator[_Part]:
                 raise ClusterError("A <pci> in this NCCL topology has no busid.")
             path, lanes = PciPath(path.root, path.numa_node, (*path.bridges, bus_id.lower())), _lanes(element)
         elif element.tag in ("gpu", "net"):
-            yield _Part(element, path, lanes, cpus)
-        stack += [(child, _Part(child, path, lanes, cpus)) for child in reversed(element)]
+            yield _Found(element, path, lanes, cpus)
+        stack += [(child, _Found(child, path, lanes, cpus)) for child in reversed(element)]
 
 
-def _device(gpu: _Part) -> Device:
+def _device(gpu: _Found) -> Device:
     return Device(
         "cuda",
         _number(gpu.element, "dev"),
@@ -114,30 +121,16 @@ def _device(gpu: _Part) -> Device:
     )
 
 
-def _nic(number: int, net: _Part) -> Peripheral:
-    megabits_per_s = _number(net.element, "speed") if net.element.get("speed") else 0
-    return Peripheral(
-        "nic",
-        f"NIC{number}",
-        net.element.get("name", ""),
-        net.bus_id,
-        net.path.numa_node,
-        megabits_per_s * 1e6 / 8 or None,
-    )
+def _nic(number: int, net: _Found) -> Peripheral:
+    bytes_per_s = _optional(net.element, "speed") * 1e6 / 8 or None
+    name = net.element.get("name", "")
+    return Peripheral("nic", f"NIC{number}", name, net.bus_id, net.path.numa_node, bytes_per_s)
 
 
-def _link(device: Device, other: str, label: str, parts: Sequence[_Part]) -> Link:
-    names = [SM_NAMES.get(_compute_capability(part), "") for part in parts if part.element.tag == "gpu"]
-    lanes = [lane for part in parts for lane in part.lanes]
-    return Link((device.label, other), label, link_bytes_per_s(label, names, lanes))
-
-
-def _compute_capability(gpu: _Part) -> int:
-    return _number(gpu.element, "sm") if gpu.element.get("sm") else 0
-
-
-def _fabric_label(one: _Part, other: _Part) -> str:
-    """NVk or XGMI; empty where the two have PCIe only."""
+def _fabric_label(one: _Found, other: _Found) -> str:
+    """NVk or XGMI; empty where the two have PCIe only, as cards have."""
+    if other.element.tag != "gpu":
+        return ""
     there, back = _num_links(one, other.bus_id), _num_links(other, one.bus_id)
     if there != back:
         raise ClusterError(
@@ -150,7 +143,7 @@ def _fabric_label(one: _Part, other: _Part) -> str:
     return f"NV{through_switches}" if through_switches else ""
 
 
-def _num_links(gpu: _Part, target: str | None = None) -> int:
+def _num_links(gpu: _Found, target: str | None = None) -> int:
     """NVLinks from a GPU to the bus id `target`; to switches for None."""
     return sum(
         _number(link, "count")
@@ -171,6 +164,11 @@ def _number(element: ElementTree.Element, name: str) -> int:
     return int(text)
 
 
+def _optional(element: ElementTree.Element, name: str) -> int:
+    """The number, 0 where there is no such attribute."""
+    return _number(element, name) if element.get(name) else 0
+
+
 def _cores(cpu: ElementTree.Element) -> tuple[int, ...]:
     try:
         return parse_mask(cpu.get("affinity", "0"))
@@ -178,10 +176,10 @@ def _cores(cpu: ElementTree.Element) -> tuple[int, ...]:
         raise ClusterError(f"The affinity of a <cpu> in this NCCL topology: {problem}.") from None
 
 
-def _lanes(pci: ElementTree.Element) -> tuple[PcieLanes, ...]:
-    """Of link_speed="16.0 GT/s PCIe" and link_width="16"; empty where NCCL wrote neither."""
+def _lanes(pci: ElementTree.Element) -> PcieLanes | None:
+    """The lanes in link_speed="16.0 GT/s PCIe" and link_width="16"; None where NCCL wrote neither."""
     speed = re.match(r"([0-9]{1,3}(?:\.[0-9]{1,3})?) GT/s", pci.get("link_speed", ""))
     width = re.fullmatch(r"[0-9]{1,2}", pci.get("link_width", ""))
     if not speed or not width or not int(width[0]) or not float(speed[1]):
-        return ()
-    return (PcieLanes(float(speed[1]), int(width[0])),)
+        return None
+    return PcieLanes(float(speed[1]), int(width[0]))

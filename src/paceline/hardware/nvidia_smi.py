@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-
 from paceline.hardware.nvml import busy, short_bus_id
+from paceline.hardware.sources import output_of
 from paceline.spec import Device
 
 TIMEOUT_S = 20.0
@@ -18,13 +17,7 @@ def list_gpus() -> list[Device]:
 
 def run(*arguments: str) -> str:
     """What it prints; nothing where it is missing, fails or hangs."""
-    command = ["nvidia-smi", *arguments]
-    try:
-        return subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
+    return output_of(["nvidia-smi", *arguments], TIMEOUT_S) or ""
 
 
 def parse_gpus(listing: str) -> list[Device]:
@@ -34,10 +27,10 @@ def parse_gpus(listing: str) -> list[Device]:
     """
     gpus = []
     for line in listing.splitlines():
-        parts = [part.strip() for part in line.split(",")]
-        if len(parts) < 4 or not parts[0].isdecimal() or not (parts[2].isdecimal() or parts[2].startswith("[")):
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) < 4 or not cells[0].isdecimal() or not (cells[2].isdecimal() or cells[2].startswith("[")):
             continue
-        index, name, memory, uuid, bus_id, utilization, used = (parts + [""] * 3)[:7]
+        index, name, memory, uuid, bus_id, utilization, used = (cells + [""] * 3)[:7]
         gpus.append(
             Device(
                 "cuda",

@@ -7,15 +7,18 @@ system optimization guide). The weight says more: 15 for each XGMI link on the w
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from paceline.errors import ClusterError
-from paceline.hardware.datasheet import link_bytes_per_s
+from paceline.hardware.pair_links import links_of_pairs
+from paceline.hardware.square_table import square_cells
 from paceline.spec import Device, Link, Node
 
 WEIGHT_OF_XGMI = 15
-UNNAMED = ("MI100",)
+SLOWEST_MODEL = "MI100"
 """The tables name no GPU; this one has the slowest links of those with a figure."""
 
 _GPU = re.compile(r"GPU(\d{1,4})", re.ASCII)
@@ -40,69 +43,43 @@ def parse_rocm(text: str, hostname: str = "") -> Node:
     hops = _table("Hops", lines, r"\d{1,4}")
     weights = _table("Weight", lines, r"\d{1,6}")
     numa_nodes = {int(found[1]): int(found[2]) for line in lines if (found := _NUMA.fullmatch(line))}
-    indices = sorted({row for row, _ in kinds})
-    if not indices:
+    labels = [row for row, column in kinds if row == column]
+    if not labels:
         raise ClusterError("There is no table of link types here; give the whole output of rocm-smi --showtopo.")
-    devices = [Device("cuda", index, "", 0, numa_node=_known(numa_nodes.get(index, -1))) for index in indices]
-    links = []
-    for one in devices:
-        for other in devices[one.index + 1 :]:
-            pair = (one.index, other.index)
-            if kinds[pair] == "XGMI":
-                num_links = max(1, int(weights.get(pair, "0")) // WEIGHT_OF_XGMI)
-                links.append(
-                    Link((one.label, other.label), "XGMI", (link_bytes_per_s("XGMI", UNNAMED) or 0.0) / num_links)
-                )
-            else:
-                label = "PHB" if hops.get(pair) == "2" else "SYS"
-                links.append(Link((one.label, other.label), label, link_bytes_per_s(label, UNNAMED)))
-    return Node(hostname, 0, 0, "", tuple(devices), links=tuple(links))
+
+    def label_of(one: str, other: str) -> str:
+        if kinds[one, other] == "XGMI":
+            return "XGMI"
+        return "PHB" if hops.get((one, other)) == "2" else "SYS"
+
+    def carried(link: Link) -> Link:
+        num_links = max(1, int(weights.get(link.ends, "0")) // WEIGHT_OF_XGMI)
+        if link.label != "XGMI" or link.bytes_per_s is None:
+            return link
+        return replace(link, bytes_per_s=link.bytes_per_s / num_links)
+
+    known = [numa_nodes.get(index, -1) for index in range(len(labels))]
+    devices = [
+        Device("cuda", index, "", 0, numa_node=None if numa_node < 0 else numa_node)
+        for index, numa_node in enumerate(known)
+    ]
+    links = links_of_pairs(devices, (), label_of, dict.fromkeys(labels, SLOWEST_MODEL))
+    return Node(hostname, 0, 0, "", tuple(devices), links=tuple(map(carried, links)))
 
 
-def _known(numa_node: int) -> int | None:
-    return None if numa_node < 0 else numa_node
-
-
-def _table(title: str, lines: Sequence[str], allowed: str) -> dict[tuple[int, int], str]:
-    """The cells of one table by row and column, without the diagonal; empty if it is not there."""
+def _table(title: str, lines: Sequence[str], allowed: str) -> dict[tuple[str, str], str]:
+    """The cells of one table by row and column; empty if it is not there."""
     start = next((i for i, line in enumerate(lines) if f"{title} between two GPUs" in line), None)
     if start is None:
         return {}
-    columns: list[int] = []
-    cells: dict[tuple[int, int], str] = {}
-    rows: set[int] = set()
-    for line in lines[start + 1 :]:
+    columns: list[str] = []
+    rows: list[tuple[str, list[str]]] = []
+    for line in itertools.takewhile(lambda line: not line.startswith("==="), lines[start + 1 :]):
         words = line.split()
-        if line.startswith("==="):
-            break
-        gpus = [int(found[1]) for word in words if (found := _GPU.fullmatch(word))]
-        if words and len(gpus) == len(words) and not columns:
-            if gpus != list(range(len(gpus))):
-                raise ClusterError(f"The columns of the table '{title}' are not GPU0, GPU1 and so on.")
-            columns = gpus
-        elif gpus and words[0] == f"GPU{gpus[0]}":
-            if gpus[0] in rows or gpus[0] not in columns:
-                raise ClusterError(f"The table '{title}' has a row GPU{gpus[0]} twice or without a column.")
-            rows.add(gpus[0])
-            cells.update(_row(title, gpus[0], words[1:], columns, allowed))
-    for column in columns:
-        if column not in rows:
-            raise ClusterError(f"The table '{title}' has a column GPU{column} but no row of that name.")
-    for (row, column), cell in cells.items():
-        if cells[column, row] != cell:
-            raise ClusterError(
-                f"Row GPU{row}, column GPU{column} of the table '{title}' says {cell}, but row GPU{column}, "
-                f"column GPU{row} says {cells[column, row]}; a link is the same in both directions."
-            )
-    return cells
-
-
-def _row(
-    title: str, row: int, words: Sequence[str], columns: Sequence[int], allowed: str
-) -> dict[tuple[int, int], str]:
-    if len(words) != len(columns):
-        raise ClusterError(f"Row GPU{row} of the table '{title}' has {len(words)} cells for {len(columns)} columns.")
-    for column, word in zip(columns, words, strict=True):
-        if not re.fullmatch("0" if row == column else allowed, word, re.ASCII):
-            raise ClusterError(f"Row GPU{row}, column GPU{column} of the table '{title}' says {word[:40]!r}.")
-    return {(row, column): word for column, word in zip(columns, words, strict=True) if row != column}
+        if words and not columns and all(map(_GPU.fullmatch, words)):
+            columns = words
+        elif words and _GPU.fullmatch(words[0]):
+            rows.append((words[0], words[1:]))
+    if columns != [f"GPU{index}" for index in range(len(columns))]:
+        raise ClusterError(f"The columns of the table '{title}' are not GPU0, GPU1 and so on.")
+    return square_cells(f"the table '{title}'", columns, rows, "0", allowed)

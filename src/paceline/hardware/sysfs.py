@@ -15,6 +15,7 @@ from pathlib import Path
 from paceline.hardware.cpu_list import parse_cpus
 from paceline.hardware.datasheet import PcieLanes
 from paceline.hardware.pci_path import PciPath
+from paceline.hardware.sources import read_integer, read_text
 from paceline.spec import Peripheral
 
 SYS = Path("/sys")
@@ -94,13 +95,13 @@ def _pci_device(folder: Path) -> PciDevice | None:
         if place == place.parent:
             return None
         place = place.parent
-    above = [part for part in (place, *place.parents) if _BUS_ID.fullmatch(part.name)]
+    above = [level for level in (place, *place.parents) if _BUS_ID.fullmatch(level.name)]
     host_bridge = above[-1].parent.name
-    numa_node = _integer(place / "numa_node")
+    numa_node = read_integer(place / "numa_node")
     path = PciPath(
         host_bridge,
         None if numa_node is None or numa_node < 0 else numa_node,
-        tuple(part.name for part in reversed(above)),
+        tuple(level.name for level in reversed(above)),
     )
     lanes, missing = _lanes(place)
     return PciDevice(path, lanes, _cpus(place / "local_cpulist"), missing)
@@ -114,7 +115,7 @@ def _lanes(place: Path) -> tuple[PcieLanes | None, int]:
     """
     speeds = [_gt_per_s(folder / "max_link_speed") for folder in (place, place.parent)]
     known = [speed for speed in speeds if speed]
-    width, widest = _integer(place / "current_link_width"), _integer(place / "max_link_width")
+    width, widest = read_integer(place / "current_link_width"), read_integer(place / "max_link_width")
     if not known or not width or not 0 < width <= 32:
         return None, 0
     return PcieLanes(min(known), width), max(0, widest - width) if widest and widest <= 32 else 0
@@ -122,38 +123,26 @@ def _lanes(place: Path) -> tuple[PcieLanes | None, int]:
 
 def _cpus(path: Path) -> tuple[int, ...]:
     try:
-        return parse_cpus(_text(path))
+        return parse_cpus(read_text(path))
     except ValueError:
         return ()
 
 
 def _rdma_bytes_per_s(folder: Path) -> float | None:
-    """Of its fastest port: "400 Gb/sec (4X NDR)"."""
-    rates = [re.match(r"([0-9]{1,5}(?:\.[0-9]+)?) Gb/sec", _text(port)) for port in folder.glob("ports/*/rate")]
+    """The rate of its fastest port: "400 Gb/sec (4X NDR)"."""
+    rates = [re.match(r"([0-9]{1,5}(?:\.[0-9]+)?) Gb/sec", read_text(port)) for port in folder.glob("ports/*/rate")]
     return max((float(rate[1]) * 1e9 / 8 for rate in rates if rate), default=None)
 
 
 def _ethernet_bytes_per_s(folder: Path) -> float | None:
     """From Mbit/s; -1 while the link is down, unreadable on some virtual cards."""
-    megabits_per_s = _integer(folder / "speed")
+    megabits_per_s = read_integer(folder / "speed")
     return megabits_per_s * 1e6 / 8 if megabits_per_s and megabits_per_s > 0 else None
 
 
 def _gt_per_s(path: Path) -> float | None:
-    found = re.match(r"([0-9]{1,3}(?:\.[0-9]+)?) GT/s", _text(path))
+    found = re.match(r"([0-9]{1,3}(?:\.[0-9]+)?) GT/s", read_text(path))
     return float(found[1]) if found else None
-
-
-def _integer(path: Path) -> int | None:
-    text = _text(path)
-    return int(text) if re.fullmatch(r"-?[0-9]{1,9}", text) else None
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii", errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def _folders(path: Path) -> list[Path]:
@@ -162,4 +151,4 @@ def _folders(path: Path) -> list[Path]:
         found = list(path.iterdir())
     except OSError:
         return []
-    return sorted(found, key=lambda folder: [(len(part), part) for part in re.split(r"(\d+)", folder.name)])
+    return sorted(found, key=lambda folder: [(len(word), word) for word in re.split(r"(\d+)", folder.name)])

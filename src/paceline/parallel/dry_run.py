@@ -29,7 +29,14 @@ from paceline.parallel.pipeline.chain import Chain, trace
 from paceline.parallel.pipeline.layer_costs import measure_layers
 from paceline.parallel.pipeline.stage import Stage
 from paceline.parallel.sharded import recompute, shard
-from paceline.parallel.tensor import TensorPlan, bytes_per_sample, find_plan, layer_sizes, tensor_parallel
+from paceline.parallel.tensor import (
+    TensorPlan,
+    bytes_per_sample,
+    declared_plan,
+    find_plan,
+    layer_sizes,
+    tensor_parallel,
+)
 from paceline.partition import best_cut, micro_batches_in_flight
 from paceline.spec import Mesh
 from paceline.spec.mesh import AxisName
@@ -69,6 +76,8 @@ class DryRun:
     stages: tuple[StageCost, ...]
     optimizer_copies: int
     """Numbers that the optimizer keeps for each parameter."""
+    tensor_plan: TensorPlan
+    """Of all stages."""
 
     @property
     def memory(self) -> tuple[DeviceMemory, ...]:
@@ -105,6 +114,11 @@ class DryRun:
         return times * stage.sent_bytes.get(axis, 0.0) + stage.tied_bytes * (axis == "pp")
 
     @property
+    def cuts(self) -> tuple[str, ...]:
+        """The modules that begin a stage, all but the first's; such as `PipelineSpec` takes."""
+        return tuple(stage.layers[0] for stage in self.stages[1:])
+
+    @property
     def bubble(self) -> float:
         """The part of the time in which workers of a pipeline wait: 1 - m t / ((m + p - 1) t_max), t the mean stage's
         time (Huang et al. 2019, "GPipe", section 2.3, for stages that differ)."""
@@ -122,37 +136,43 @@ def dry_run(
     optimizer_copies: int = 1,
     recomputes: bool = False,
     sequence_parallel: bool = False,
+    cuts: Sequence[str] = (),
+    tensor_plan: Mapping[str, str] | None = None,
 ) -> DryRun:
     """Try `mesh` with a model on the meta device, which is used up.
 
     Args:
         arguments: What the model is called with for one micro-batch, on the meta device.
-        recomputes, sequence_parallel: as a plan's.
+        recomputes, sequence_parallel, tensor_plan: as in a `Plan`.
+        cuts: as in a `PipelineSpec`.
 
     Raises:
         JobError: this process trains already.
-        ModelError: the model cannot be cut or shared out like that.
+        ModelError: the model cannot be cut into stages, or its layers be divided, like that.
     """
+    declared = declared_plan(model, tensor_plan, mesh.tp) if mesh.tp > 1 else None
     chain, costs = traced(model, arguments)
-    starts = best_cut(costs, mesh.pp) if mesh.pp > 1 else (0,)
+    starts = chain.starts(cuts, mesh.pp) if cuts else best_cut(costs, mesh.pp) if mesh.pp > 1 else (0,)
     runs = list(zip(starts, (*starts[1:], len(costs)), strict=True))
     # All of them first: what stages share would else be shared out twice.
     stages = _stages(chain, runs)
     holders = Counter(parameter for stage in stages for parameter in stage.parameters())
     others = [{name: holders[parameter] - 1 for name, parameter in stage.named_parameters()} for stage in stages]
     found: list[StageCost] = []
+    styles: dict[str, str] = {}
     message = _Message()
     with _pretended(mesh) as device_mesh:
         for stage, run, num_others in zip(stages, runs, others, strict=True):
             # As with every model that is built on the meta device: shared out first, then given its memory, here
             # pretended.
             if mesh.tp > 1:
-                tensor_parallel(stage, device_mesh["tp"], sequence_parallel=sequence_parallel)
+                applied = tensor_parallel(stage, device_mesh["tp"], given=declared, sequence_parallel=sequence_parallel)
+                styles |= applied.styles
             if recomputes:
                 recompute(stage)
             facts, message = _try_stage(stage, chain, costs, run, message, num_others, device_mesh, mesh, arguments)
             found.append(facts)
-    return DryRun(mesh, num_micro_batches, tuple(found), optimizer_copies)
+    return DryRun(mesh, num_micro_batches, tuple(found), optimizer_copies, TensorPlan(mesh.tp, styles))
 
 
 def _stages(chain: Chain, runs: Sequence[tuple[int, int]]) -> list[nn.Module]:

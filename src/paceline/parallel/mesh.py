@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from paceline.comm import Aggregator
+from paceline.object_collectives import gather_objects
 from paceline.parallel.aggregation import set_up_aggregation
 from paceline.parallel.assignment import Assignment, ShardRange
 from paceline.parallel.clock import Clock
@@ -32,7 +33,7 @@ from paceline.parallel.passes import DrewTogetherError, Passes
 from paceline.parallel.pipeline import MicroBatch, Pipeline, stage_limits
 from paceline.parallel.replica_sums import ReplicaSums
 from paceline.parallel.sharded import recompute, shard, sharded_modules
-from paceline.parallel.tensor import tensor_parallel
+from paceline.parallel.tensor import declared_plan, tensor_parallel
 from paceline.partition import StageLimits
 from paceline.spec import AlgorithmName, Job, Mesh, Plan
 
@@ -114,6 +115,7 @@ class MeshParallel(Engine):
             model = replace_batch_norm(model, ShardBatchNorm)
         self._dtype = statistics_dtype(model)  # of all of it: a stage may have no parameter
         weights = initial_weights(model, axes.world)
+        self._tensor_plan = declared_plan(model, plan.tensor_plan, axes.mesh.tp) if axes.mesh.tp > 1 else None
         self._pipeline: Pipeline | None = None
         if axes.pp is not None:
             self._pipeline = Pipeline(
@@ -160,7 +162,10 @@ class MeshParallel(Engine):
         """Shard a stage's layers over the tp axis, then its parameters over the fsdp axis."""
         mesh, device_mesh, plan = self._axes.mesh, self._axes.device_mesh, self._plan
         if mesh.tp > 1:
-            self.notes += tensor_parallel(stage, device_mesh["tp"], sequence_parallel=plan.sequence_parallel).notes
+            applied = tensor_parallel(
+                stage, device_mesh["tp"], given=self._tensor_plan, sequence_parallel=plan.sequence_parallel
+            )
+            self.notes += [f"tensor plan: {'; '.join(str(applied).splitlines()) or 'none'}", *applied.notes]
         if plan.recompute:
             recompute(stage)
         if mesh.fsdp > 1:
@@ -411,8 +416,7 @@ class MeshParallel(Engine):
                 gathered[tensor] = all_of_it.cpu() if keeps else all_of_it.new_empty(0)
             found[name] = gathered[tensor]
         if self._axes.pp is not None:
-            stages: list[Any] | None = [None] * self._axes.mesh.pp if dist.get_rank(self._axes.pp) == 0 else None
-            dist.gather_object(found, stages, group_dst=0, group=self._axes.pp)
+            stages = gather_objects(found, self._axes.pp)
             found = {name: tensor for stage in stages or [] for name, tensor in stage.items()}
         return found if dist.get_rank(self._axes.world) == 0 else {}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.report import comm_bench, formats
+from paceline.report import comm_bench
 from paceline.report.comm_plots import comm_plots, dash, series
 from paceline.report.comm_table import figure_columns
 from paceline.report.templates import render
@@ -31,57 +31,6 @@ def render_comm_page(timings: CommTimings) -> str:
         has_limit=any(row.minimum_s is not None for row in rows),
         keys=[(str(case), series(case), _DASHES[dash(case)]) for case in comm_bench.cases(timings)],
         plots=comm_plots(timings),
-        meaning=_meaning(timings),
+        has_wires=any(row.case.wire != "float32" for row in rows),
+        has_link_bytes=any(row.timing.link_bytes is not None for row in rows),
     )
-
-
-def _meaning(timings: CommTimings) -> list[tuple[str, str]]:
-    """(term, sentence): what the numbers of this page are, and what they cannot say."""
-    n = timings.world_size
-    terms = [
-        (
-            "Time",
-            f"Of the slowest of the {n} workers, from when all were ready; the median of "
-            f"{comm_bench.rounds_text(comm_bench.comm_rows(timings))}. In a round all algorithms take turns. Every "
-            "sum was compared with what it should be.",
-        ),
-        (
-            "algbw and busbw",
-            "algbw is bytes over time. busbw is algbw times 2 (n - 1) / n for n workers: what goes over each worker's "
-            "link in a ring, and comparable between numbers of workers. As in nccl-tests.",
-        ),
-        (
-            "alpha and beta",
-            "The line alpha + bytes x beta with the least relative error through the medians: alpha is the latency, "
-            "1/beta the algbw that a long message approaches.",
-        ),
-    ]
-    rate = timings.request.link_rate_bytes_per_s
-    if rate is not None and n > 1:
-        several = len(timings.nodes) > 1
-        who, m = ("node", len(timings.nodes)) if several else ("worker", n)
-        terms.append(
-            (
-                "Limit and share of the link",
-                f"Each of the {m} {who}s has to send and receive 2 ({m} - 1) / {m} of the message at least, at "
-                f"{formats.rate_text(rate)}; a rounded format has less to send and a lower limit of its own. The "
-                "share is that limit over the time.",
-            )
-        )
-    if any(case.wire != "float32" for case in comm_bench.cases(timings)):
-        terms.append(
-            (
-                "Formats",
-                "bfloat16, float16 and int8 are how values travel. They are added in float32, and rounded on the way; "
-                "without a format, values travel as they are.",
-            )
-        )
-    if any(timing.link_bytes is not None for timing in timings.timings):
-        terms.append(
-            (
-                "MB a link",
-                f"What the network interface {timings.request.interface} of the busiest node sent or received in one "
-                "call, headers included; the larger of both, and the median over the rounds.",
-            )
-        )
-    return terms

@@ -21,7 +21,9 @@ def render_page(study: Study) -> str:
         plots=study_plots(study),
         tags=_tags,
         notes=_notes(study),
-        meaning=_meaning(study),
+        device=_device(study),
+        seeds=_seeds(study),
+        differences=_differences(study),
         job_text=job_toml(study.job),
         environment=_environment(study),
     )
@@ -66,52 +68,6 @@ def _environment(study: Study) -> list[tuple[str, str]]:
         (key, next(iter(found)) if len(found) == 1 else "differs between runs: " + "; ".join(found))
         for key, found in values.items()
     ]
-
-
-def _meaning(study: Study) -> list[tuple[str, str]]:
-    """(term, sentence): what the numbers of this page are, and what they cannot say."""
-    base = study.base
-    reference, divisor = formats.devices(base.devices), "n"
-    if base.devices > 1:
-        divisor = f"n/{base.devices}, because no run on 1 device is part of this study"
-    terms = [
-        ("Device", _device(study)),
-        (
-            "Time",
-            "Time spent in training steps, without start-up, evaluation and saving. First step and wall are "
-            "counted from launch. Each is the median over seeds.",
-        ),
-        (
-            "Speed-up and efficiency",
-            f"Speed-up is the time on {reference} over the time on n devices; efficiency is the speed-up "
-            f"over {divisor}.",
-        ),
-        (
-            "How the batch grows",
-            "The global batch is the same on every device count, so each device gets a smaller piece of it "
-            "as devices are added (strong scaling)."
-            if study.grow == "none"
-            else "The batch per device is the same on every device count, so the global batch and, by its "
-            "rule, the learning rate grow; the number of samples trained on stays the same.",
-        ),
-        (
-            "Where the time went",
-            "Measured on rank 0 in the median step. Exposed communication is waiting for other devices that "
-            "no computing hides.",
-        ),
-        ("Seeds", _seeds(study)),
-    ]
-    if study.has_accuracy and len(study.rows) > 1:
-        terms.append(("Differences in accuracy", _differences(study)))
-    if study.grow == "none" and study.job.parity == "numeric" and len(study.rows) > 1 and not study.same_weights:
-        terms.append(
-            (
-                "Weights",
-                "With parity = 'numeric' the order in which gradients are added depends on the number of "
-                "devices, so weights agree up to rounding, not bit for bit.",
-            )
-        )
-    return terms
 
 
 def _device(study: Study) -> str:

@@ -19,12 +19,21 @@ def render(name: str, **values: object) -> str:
     # Late, because it takes longer to import than all of ours, and only this function needs it.
     from plotly.offline import get_plotlyjs
 
+    page = _environment().get_template(name)
+    return page.render(f=formats, style=_read("page.css"), plotly_js=get_plotlyjs(), template=TEMPLATE, **values)
+
+
+def render_svg(name: str, **values: object) -> str:
+    """The drawing of that template, in the same way."""
+    return _environment().get_template(name).render(**values) + "\n"
+
+
+def _environment() -> Environment:
     environment = Environment(
         loader=FunctionLoader(_read), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["tie"] = _tie
-    page = environment.get_template(name)
-    return page.render(f=formats, style=_read("page.css"), plotly_js=get_plotlyjs(), template=TEMPLATE, **values)
+    environment.filters |= {"tie": _tie, "px": "{:.1f}".format, "short": _short, "printable": _printable}
+    return environment
 
 
 def _read(name: str) -> str:
@@ -33,5 +42,14 @@ def _read(name: str) -> str:
 
 
 def _tie(text: str) -> str:
-    """Keep a number and its unit on one line."""
-    return re.sub(r"(?<=\d) (?=%|devices?\b|points?\b|m?s\b)", "\N{NO-BREAK SPACE}", text)
+    """Keep a number and its unit on one line; what is escaped already stays so."""
+    return type(text)(re.sub(r"(?<=\d) (?=%|devices?\b|points?\b|m?s\b)", "\N{NO-BREAK SPACE}", text))
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
+
+def _printable(text: str) -> str:
+    """Fit for XML, which has no place for control characters."""
+    return "".join(letter for letter in text if letter.isprintable())

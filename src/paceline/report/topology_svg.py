@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
+from dataclasses import dataclass
 from itertools import combinations
 
+from paceline.report.templates import render_svg
 from paceline.report.topology import (
     device_words,
     label_bandwidth,
@@ -42,33 +43,24 @@ _MOST_WAYS = 4
 _NEAREST_FIRST = ("PIX", "PXB", "PHB", "NODE")
 """Ways from a card that give it a side; SYS leads from everywhere to everywhere."""
 
-_STYLE = """
-:root { color-scheme: light dark; }
-svg { --surface: #ffffff; --ink: #16202c; --muted: #566272; --card: #f0f3f7; --edge: #8b99a9; --accent: #0b5fa8;
-  --wash: #dcecfa; --NVLink: #0a8f68; --PCIe: #2a7fb8; --host: #a67c00; --sockets: #b4434a; --other: #7a4fc4; }
-@media (prefers-color-scheme: dark) {
-  svg { --surface: #18202a; --ink: #e9eef4; --muted: #a3b0bf; --card: #26313e; --edge: #6d7d8f; --accent: #6cb4f0;
-    --wash: #1d3b57; --NVLink: #35c596; --PCIe: #8fd8f5; --host: #dcb431; --sockets: #f0848a; --other: #b79bf2; }
-}
-text { font: 13px system-ui, "Segoe UI", "Liberation Sans", sans-serif; fill: var(--ink); }
-.surface { fill: var(--surface); }
-.title { font-size: 18px; font-weight: 600; }
-.small, .muted { fill: var(--muted); }
-.small { font-size: 11px; }
-.strong { font-weight: 600; }
-.middle { text-anchor: middle; }
-.link { fill: none; stroke-linecap: round; stroke: var(--other); opacity: 0.75; }
-.link.NVLink { stroke: var(--NVLink); } .link.PCIe { stroke: var(--PCIe); } .link.host { stroke: var(--host); }
-.link.sockets { stroke: var(--sockets); stroke-dasharray: 4 5; opacity: 0.35; }
-.sample.sockets { opacity: 0.8; }
-.ring { fill: none; stroke: var(--accent); stroke-linecap: round; opacity: 0.35; }
-.device rect { fill: var(--card); stroke: var(--edge); stroke-width: 1.5; }
-.device.chosen rect { fill: var(--wash); stroke: var(--accent); stroke-width: 2.5; }
-.device.busy rect { stroke-dasharray: 5 4; }
-.nic rect { fill: var(--surface); stroke: var(--edge); }
-.switch rect { fill: var(--card); stroke: var(--NVLink); stroke-width: 2; }
-.tag { fill: var(--surface); opacity: 0.92; }
-"""
+
+@dataclass(frozen=True)
+class _Stroke:
+    kind: str
+    """Its classes in the style sheet."""
+    start: Point
+    end: Point
+    width: float
+
+
+@dataclass(frozen=True)
+class _Box:
+    kind: str
+    centre: Point
+    width: int
+    height: int
+    name: str
+    detail: str
 
 
 def draw_topology(node: Node, ring: Sequence[int] = ()) -> str:
@@ -87,20 +79,21 @@ def draw_topology(node: Node, ring: Sequence[int] = ()) -> str:
     legend_top = centre[1] + lowest + 44 if devices else top
     links = _drawn_links(node, devices, nics)
     legend = list(_legend(node, links, ring, legend_top))
-    height = math.ceil(legend_top + _LINE_HEIGHT * len(legend) + _MARGIN / 2)
-    parts = [
-        *_text_lines(heading),
-        *_ring(ring, places),
-        *_wires(links, switch_link(node), devices, places, centre),
-        *_tags(node, devices, places, centre),
-        *(_nic(part, places[part.label]) for part in nics),
-        *(_device(device, places[device.label], is_chosen=device.index in ring) for device in devices),
-        *legend,
-    ]
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img">\n<title>{_clean(title(node))}</title>\n<style>{_STYLE}</style>\n'
-        f'<rect class="surface" width="{width}" height="{height}"/>\n' + "\n".join(parts) + "\n</svg>\n"
+    switch = switch_link(node)
+    return render_svg(
+        "topology.svg",
+        width=width,
+        height=math.ceil(legend_top + _LINE_HEIGHT * len(legend) + _MARGIN / 2),
+        heading=heading,
+        ring=[places[f"GPU{index}"] for index in ring if f"GPU{index}" in places],
+        lines=_lines(links, switch, devices, places, centre),
+        switch=None if switch is None else _Box("switch", centre, 128, 58, "NVSwitch", link_text(switch)),
+        tags=list(_tags(node, devices, places, centre)),
+        boxes=[
+            *(_nic(part, places[part.label]) for part in nics),
+            *(_device(device, places[device.label], is_chosen=device.index in ring) for device in devices),
+        ],
+        legend=legend,
     )
 
 
@@ -162,26 +155,19 @@ def _nic_places(node: Node, nics: Sequence[Peripheral], places: Mapping[str, Poi
 def spread_out(angles: Sequence[float], gap: float) -> list[float]:
     """Ascending angles in [0, 2 pi), each moved as little as it takes to keep `gap` to the next around the circle.
 
-    Neighbours that are too near are pooled and spread about the mean of where they want to be (isotonic regression).
-    Where there is no room for all gaps they stand at equal distances.
+    Neighbours that are too near are spread about the mean of where they want to be (isotonic regression of the angles
+    less the gaps before them). Where there is no room for all gaps they stand at equal distances.
     """
-    count = len(angles)
-    full = _FULL_TURN
+    from scipy.optimize import isotonic_regression  # takes its time to load
+
+    count, full = len(angles), _FULL_TURN
     if count < 2:
         return list(angles)
     # The circle is opened at its widest empty part.
     first = max(range(count), key=lambda i: (angles[i] - angles[i - 1]) % full if i else angles[0] - angles[-1] + full)
     opened = [angles[(first + i) % count] + (full if first + i >= count else 0.0) for i in range(count)]
-    pools: list[tuple[float, int]] = []  # mean of what is wanted less the gaps before it, members
-    for place, angle in enumerate(opened):
-        mean, size = angle - place * gap, 1
-        while pools and pools[-1][0] >= mean:
-            before, num_before = pools.pop()
-            mean = (mean * size + before * num_before) / (size + num_before)
-            size += num_before
-        pools.append((mean, size))
-    means = [mean for mean, size in pools for _ in range(size)]
-    spread = [mean + place * gap for place, mean in enumerate(means)]
+    means = isotonic_regression([angle - place * gap for place, angle in enumerate(opened)]).x
+    spread = [float(mean) + place * gap for place, mean in enumerate(means)]
     if spread[-1] - spread[0] > full - gap:
         spread = [opened[0] + place * full / count for place in range(count)]
     # Back to the order of the angles that came in.
@@ -219,13 +205,6 @@ def _heading(node: Node, ring: Sequence[int]) -> list[str]:
     return lines
 
 
-def _text_lines(lines: Sequence[str]) -> Iterator[str]:
-    for place, line in enumerate(lines):
-        kind, most = ("muted", 130) if place else ("title", 84)
-        y = _MARGIN + 8 + _LINE_HEIGHT * place
-        yield f'<text class="{kind}" x="{_MARGIN}" y="{y}">{_clean(_short(line, most))}</text>'
-
-
 def _drawn_links(node: Node, devices: Sequence[Device], nics: Sequence[Peripheral]) -> list[Link]:
     """Those between devices, the slowest first so that none hides a faster one; those of the cards before them."""
     labels = {device.label for device in devices}
@@ -236,24 +215,22 @@ def _drawn_links(node: Node, devices: Sequence[Device], nics: Sequence[Periphera
     return of_nics + between
 
 
-def _wires(
-    links: Sequence[Link],
-    switch: Link | None,
-    devices: Sequence[Device],
-    places: Mapping[str, Point],
-    centre: Point,
-) -> Iterator[str]:
+def _lines(
+    links: Sequence[Link], switch: Link | None, devices: Sequence[Device], places: Mapping[str, Point], centre: Point
+) -> list[_Stroke]:
+    """The links; with a switch those between devices lead to it."""
     fastest = _fastest(links)
+    found = []
     for link in links:
-        kind = label_class(link.label)
+        kind, start, end = label_class(link.label), places[link.ends[0]], places[link.ends[1]]
         if not link.ends[1].startswith("GPU"):
-            yield _line(f"link to-nic {kind}", places[link.ends[0]], places[link.ends[1]], _NIC_STROKE)
+            found.append(_Stroke(f"link to-nic {kind}", start, end, _NIC_STROKE))
         elif switch is None:
-            yield _line(f"link {kind}", places[link.ends[0]], places[link.ends[1]], _stroke(link, fastest))
+            found.append(_Stroke(f"link {kind}", start, end, _stroke(link, fastest)))
     if switch is not None:
-        for device in devices:
-            yield _line("link NVLink", places[device.label], centre, _stroke(switch, fastest))
-        yield _box("switch", centre, 128, 58, "NVSwitch", link_text(switch))
+        width = _stroke(switch, fastest)
+        found += [_Stroke("link NVLink", places[device.label], centre, width) for device in devices]
+    return found
 
 
 def _fastest(links: Sequence[Link]) -> float:
@@ -267,15 +244,11 @@ def _stroke(link: Link, fastest: float) -> float:
     return max(_LEAST_WIDTH, _MOST_WIDTH * math.sqrt(link.bytes_per_s / fastest))
 
 
-def _ring(ring: Sequence[int], places: Mapping[str, Point]) -> Iterator[str]:
-    stops = [places[f"GPU{index}"] for index in ring if f"GPU{index}" in places]
-    if len(stops) > 1:
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in stops)
-        yield f'<polygon class="ring" stroke-width="{_RING_STROKE}" points="{points}"/>'
-
-
-def _tags(node: Node, devices: Sequence[Device], places: Mapping[str, Point], centre: Point) -> Iterator[str]:
-    """The label on each link where there is room; beside the middle, where the links of four devices cross."""
+def _tags(
+    node: Node, devices: Sequence[Device], places: Mapping[str, Point], centre: Point
+) -> Iterator[tuple[float, float, float, str]]:
+    """(x, y, half of its width, text) of the label on each link where there is room; beside the middle, where the links
+    of four devices cross."""
     if len(devices) > _MOST_LABELLED or switch_link(node) is not None:
         return
     for one, other in combinations(devices, 2):
@@ -285,71 +258,37 @@ def _tags(node: Node, devices: Sequence[Device], places: Mapping[str, Point], ce
         (x1, y1), (x2, y2) = places[one.label], places[other.label]
         is_diagonal = math.hypot((x1 + x2) / 2 - centre[0], (y1 + y2) / 2 - centre[1]) < 1 and len(devices) > 2
         share = 0.33 if is_diagonal else 0.5
-        x, y = x1 + (x2 - x1) * share, y1 + (y2 - y1) * share
-        half = 4 + 3.6 * len(link_text(link)) if len(devices) == 2 else 4 + 4.2 * len(link.label)
-        text = link_text(link) if len(devices) == 2 else link.label
-        yield (
-            f'<rect class="tag" x="{x - half:.1f}" y="{y - 10:.1f}" width="{2 * half:.1f}" height="20" rx="4"/>'
-            f'<text class="middle" x="{x:.1f}" y="{y + 4.5:.1f}">{_clean(text)}</text>'
+        text, half = (
+            (link_text(link), 4 + 3.6 * len(link_text(link)))
+            if len(devices) == 2
+            else (link.label, 4 + 4.2 * len(link.label))
         )
+        yield x1 + (x2 - x1) * share, y1 + (y2 - y1) * share, half, text
 
 
-def _line(kind: str, one: Point, other: Point, width: float) -> str:
-    ends = f'x1="{one[0]:.1f}" y1="{one[1]:.1f}" x2="{other[0]:.1f}" y2="{other[1]:.1f}"'
-    return f'<line class="{kind}" {ends} stroke-width="{width:.1f}"/>'
-
-
-def _device(device: Device, place: Point, *, is_chosen: bool) -> str:
+def _device(device: Device, place: Point, *, is_chosen: bool) -> _Box:
     kind = f"device{' chosen' * is_chosen}{' busy' * bool(device.busy)}"
     detail = "busy" if device.busy else "" if device.numa_node is None else f"NUMA {device.numa_node}"
-    return _box(kind, place, _DEVICE_WIDTH, _DEVICE_HEIGHT, f"GPU {device.index}", detail)
+    return _Box(kind, place, _DEVICE_WIDTH, _DEVICE_HEIGHT, f"GPU {device.index}", detail)
 
 
-def _nic(part: Peripheral, place: Point) -> str:
-    return _box("nic", place, _NIC_WIDTH, _NIC_HEIGHT, part.label, "" if part.name == part.label else part.name)
+def _nic(part: Peripheral, place: Point) -> _Box:
+    return _Box("nic", place, _NIC_WIDTH, _NIC_HEIGHT, part.label, "" if part.name == part.label else part.name)
 
 
-def _box(kind: str, centre: Point, width: int, height: int, name: str, detail: str) -> str:
-    x, y = centre
-    lines = f'<text class="strong middle" x="{x:.1f}" y="{y - 2 if detail else y + 5:.1f}">{_clean(name)}</text>'
-    if detail:
-        lines += f'<text class="small middle" x="{x:.1f}" y="{y + 13:.1f}">{_clean(_short(detail, width // 6))}</text>'
-    return (
-        f'<g class="{kind}"><rect x="{x - width / 2:.1f}" y="{y - height / 2:.1f}" width="{width}" height="{height}" '
-        f'rx="8"/>{lines}</g>'
-    )
-
-
-def _legend(node: Node, links: Sequence[Link], ring: Sequence[int], top: float) -> Iterator[str]:
-    """A line for each label that is drawn, and one for the ring."""
-    x, y = _MARGIN, top
+def _legend(node: Node, links: Sequence[Link], ring: Sequence[int], top: float) -> Iterator[tuple[_Stroke, str, str]]:
+    """(line, name, words) for each label that is drawn, and for the ring."""
     drawn = {link.label: link for link in links}
     between_gpus = {link.label for link in links if link.ends[1].startswith("GPU")}
-    for label in labels_in_use(node):
-        if label in drawn:
-            width = _stroke(drawn[label], _fastest(links)) if label in between_gpus else _NIC_STROKE
-            words = ", ".join(filter(None, [label_words(label), label_bandwidth(node, label)]))
-            sample = _line(f"link sample {label_class(label)}", (x, y), (x + 42, y), width)
-            yield sample + _legend_words(x, y, label, words)
-            y += _LINE_HEIGHT
+    shown = [label for label in labels_in_use(node) if label in drawn]
+    for place, label in enumerate(shown):
+        width = _stroke(drawn[label], _fastest(links)) if label in between_gpus else _NIC_STROKE
+        words = ", ".join(filter(None, [label_words(label), label_bandwidth(node, label)]))
+        yield _sample(f"link sample {label_class(label)}", top + _LINE_HEIGHT * place, width), label, words
     if len(ring) > 1:
-        yield (
-            _line("ring", (x, y), (x + 42, y), _RING_STROKE)
-            + _legend_words(x, y, "ring", "the order in which the chosen GPUs pass data on")
-        )
+        sample = _sample("ring", top + _LINE_HEIGHT * len(shown), _RING_STROKE)
+        yield sample, "ring", "the order in which the chosen GPUs pass data on"
 
 
-def _legend_words(x: float, y: float, name: str, words: str) -> str:
-    return (
-        f'<text class="strong" x="{x + 56}" y="{y + 4.5}">{_clean(name)}</text>'
-        f'<text class="muted" x="{x + 112}" y="{y + 4.5}">{_clean(words)}</text>'
-    )
-
-
-def _short(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "\N{HORIZONTAL ELLIPSIS}"
-
-
-def _clean(text: str) -> str:
-    """Fit for XML, which has no place for control characters."""
-    return escape("".join(letter for letter in text if letter.isprintable()))
+def _sample(kind: str, y: float, width: float) -> _Stroke:
+    return _Stroke(kind, (_MARGIN, y), (_MARGIN + 42, y), width)

@@ -1,4 +1,4 @@
-"""Where measured values go: JSON lines always, experiment trackers by a switch."""
+"""Sinks of measured values: JSON lines always, experiment trackers where asked for."""
 
 from __future__ import annotations
 

@@ -7,14 +7,13 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,6 +21,7 @@ from paceline import env
 from paceline.errors import JobError
 from paceline.heartbeat import Heartbeat
 from paceline.noise import SmoothedNoise
+from paceline.object_collectives import broadcast_object
 from paceline.parallel import Engine, check_shards, parallelize
 from paceline.parallel.initial_weights import is_on_meta
 from paceline.spec import Job, Mesh, Plan
@@ -99,6 +99,7 @@ class Run:
         *,
         find_unused_parameters: bool = False,
         example: Any = None,
+        tensor_plan: Mapping[str, str] | None = None,
     ) -> tuple[nn.Module, OptimizerT]:
         """Place `model` on this worker's device and tie it to its copies on the other workers.
 
@@ -111,12 +112,16 @@ class Run:
             find_unused_parameters: set it if some parameters get no gradient in some steps.
             example: what `model` is called with for a few samples, a tensor or a tuple; a pipeline needs it, to cut the
                 model into stages that take equally long.
+            tensor_plan: which modules the workers of the mesh axis tp share, and how: {"blocks.*.up": "colwise",
+                "blocks.*.down": "rowwise"}; None: the plan's, the model's own `_tp_plan`, or what is found.
 
         Returns:
             The model to call and the optimizer.
         """
         if self._prepared is not None:
             raise JobError("This run has a model already; a second one needs a paceline.init of its own.")
+        if tensor_plan is not None:
+            self.plan = dataclasses.replace(self.plan, tensor_plan=dict(tensor_plan))
         job = self.job
         rates = LearningRates(job, optimizer)
         names = Names.of(optimizer, model)
@@ -154,9 +159,9 @@ class Run:
             self.say(sentence)  # whatever it is then
 
         state = RunState(self.job, self._progress, self._noise, trained, self._kept, self.metrics)
-        session = Session(state, self.plan, self.world, self._heartbeat, self._checkpoint_address, say, self.notes)
+        session = Session(state, self.plan, self.world, self._heartbeat, say, self.notes)
         self._at_close.callback(session.close)
-        if session.resume(force=self._force):
+        if session.resume(self._checkpoint_address, force=self._force):
             seed_between_steps(self.job.seed, self.steps, self.device)
         return session
 
@@ -279,9 +284,8 @@ class Run:
         state = self.whole_state()
         if self.engine.holds_all:
             return weights_sha256(state)
-        digest = [weights_sha256(state)] if self.rank == 0 else [""]
-        dist.broadcast_object_list(digest, src=0, group=self.world.group)
-        return digest[0]
+        digest: str = broadcast_object(weights_sha256(state) if self.rank == 0 else None, self.world.group)
+        return digest
 
     def close(self) -> None:
         """End the run: files are closed and torch's settings are again what they were before it."""

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import JobError
 from paceline.spec import Job, Mesh, parse_mesh
-from paceline.spec.mesh import AXES, AxisName, num_named
+from paceline.spec.mesh import AXES, AxisName
+from paceline.spec.mesh_name import num_named
 from paceline.workflows.jobs import resolve_job
 from paceline.workflows.traced_model import model_on_paper
 
@@ -52,6 +53,8 @@ class MeshDryRun:
             f"{self.mesh}: {self.mesh.num_workers} workers, {count} micro-batch{'es' * (count > 1)} of "
             f"{self.virtual_shard_size} a share and step",
             table,
+            *([f"--cut {' --cut '.join(self.found.cuts)}"] if self.found.cuts else []),
+            *([f"tensor plan:\n{self.found.tensor_plan}"] if self.mesh.tp > 1 else []),
             *(f"{axis}: a worker sends {size(num_bytes)} a step" for axis, num_bytes in self.sent_bytes.items()),
             f"pipeline bubble: {self.found.bubble:.0%}",
         )

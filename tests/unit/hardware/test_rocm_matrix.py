@@ -42,7 +42,7 @@ def test_two_links_in_a_row_carry_half_of_one() -> None:
         ("0            PCIE", "0            QPI ", ["Row GPU0", "column GPU1", "'QPI'"]),
         ("0            PCIE", "0            XGMI", ["GPU0", "GPU1", "XGMI", "PCIE", "both directions"]),
         ("GPU1   PCIE", "GPU9   PCIE", ["row GPU9"]),
-        ("GPU1   PCIE", "GPU0   PCIE", ["row GPU0"]),
+        ("GPU1   PCIE", "GPU0   PCIE", ["two rows GPU0"]),
         ("GPU1   PCIE", "CPU1   PCIE", ["column GPU1", "no row"]),
         ("0            52", "0            far", ["Row GPU0", "Weight", "'far'"]),
         ("       GPU0         GPU1", "       GPU1         GPU0", ["columns"]),

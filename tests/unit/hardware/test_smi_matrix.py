@@ -105,7 +105,7 @@ def test_gpus_keep_their_numbers_where_some_are_missing() -> None:
     [
         ("GPU1\tNV2", "GPU1\tNV1", ["GPU1", "GPU0", "NV1", "NV2", "both directions"]),
         ("NIC0\tPIX", "NIC0\tNODE", ["NIC0", "GPU0", "NODE", "PIX"]),
-        ("GPU1\tNV2\t X \tSYS\t4-7\t1", "GPU1\tNV2\t X ", ["GPU1", "NIC0", "2 labels for 3 columns"]),
+        ("GPU1\tNV2\t X \tSYS\t4-7\t1", "GPU1\tNV2\t X ", ["GPU1", "NIC0", "2 cells for 3 columns"]),
         ("GPU1\tNV2\t X \tSYS", "GPU1\tNV2\t X ", ["GPU1", "NIC0", "'4-7'"]),
         ("NV2\tPIX\t0-3", "NV19\tPIX\t0-3", ["GPU0", "GPU1", "'NV19'"]),
         ("NV2\tPIX\t0-3", "nv2\tPIX\t0-3", ["GPU0", "GPU1", "'nv2'"]),
@@ -116,7 +116,7 @@ def test_gpus_keep_their_numbers_where_some_are_missing() -> None:
         ("GPU1\tNV2", "GPU7\tNV2", ["row GPU7", "no column"]),
         ("\tGPU0\tGPU1", "\tGPU0\tGPU0", ["2 columns GPU0"]),
         ("\tGPU0\tGPU1", "\tX\tGPU1", ["column names"]),
-        ("GPU1\tNIC0\tCPU", "GPU1\tCPU", ["GPU0", "'0'", "after its last column"]),
+        ("GPU1\tNIC0\tCPU", "GPU1\tCPU", ["row NIC0", "no column"]),
         ("0-3,8-11", "0-3,8-x", ["GPU0", "CPU Affinity"]),
         ("0-3,8-11", "11-8", ["GPU0", "CPU Affinity"]),
         ("0-3,8-11", "0-999999999", ["GPU0", "CPU Affinity"]),

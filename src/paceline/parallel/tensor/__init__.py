@@ -1,11 +1,12 @@
 """Tensor parallelism: the workers of one axis compute a slice each of every layer.
 
-A plan says which module is shared how. `given_plan` makes one of what the user or the model says, `find_plan` finds
+A plan says which module is shared how. `declared_plan` is what the user gives or the model carries, `find_plan` finds
 one, and `apply_plan` carries it out, whoever made it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -21,16 +22,28 @@ __all__ = [
     "LARGE",
     "LayerSize",
     "TensorPlan",
-    "add_sequence_regions",
     "apply_plan",
     "bytes_per_pass",
     "bytes_per_sample",
+    "declared_plan",
     "find_plan",
     "given_plan",
     "layer_sizes",
-    "styles_of_model",
     "tensor_parallel",
 ]
+
+
+def declared_plan(model: nn.Module, styles: Mapping[str, str] | None, degree: int) -> TensorPlan | None:
+    """The plan that the user gives, or else the model carries; None: one has to be found.
+
+    Args:
+        styles: by names of modules of the whole model, in which * stands for one part of a name; None: none given.
+
+    Raises:
+        ModelError: the model cannot be shared so by `degree` workers.
+    """
+    declared = styles_of_model(model) if styles is None else styles
+    return given_plan(model, declared, degree) if declared or styles is not None else None
 
 
 def tensor_parallel(
@@ -44,7 +57,7 @@ def tensor_parallel(
     """Let the workers of `axis` share the layers of a model, or of one stage of it; a collective of them.
 
     Args:
-        given: a plan of the whole model, of which the modules of this stage are taken; None: one is found.
+        given: the plan of a whole model, of which the modules of this stage are taken; None: one is found.
         large, sequence_parallel: as for `find_plan`.
 
     Returns:

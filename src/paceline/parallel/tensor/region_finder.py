@@ -41,7 +41,7 @@ def add_sequence_regions(model: nn.Module, plan: TensorPlan) -> TensorPlan:
             styles[name] = f"{styles[name]} + {style}" if name in styles else style
         styles[first] = f"enter_sequence_region + {styles[first]}" if first in styles else "enter_sequence_region"
         styles[last] = f"{styles[last]} + leave_sequence_region" if last in styles else "leave_sequence_region"
-    plan = replace(plan, styles=styles)
+    plan = replace(plan, styles={name: styles[name] for name, _ in model.named_modules() if name in styles})
     entries = plan.entries.values()
     num_pairs = sum("rowwise" in entry or "attention" in entry for entry in entries)
     num_found = sum("scatter_sequence" in entry for entry in entries)

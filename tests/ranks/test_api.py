@@ -1,0 +1,120 @@
+"""The functions that start workers, called from Python as a notebook does."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import paceline
+from paceline.errors import JobError, PacelineError, WorkerFailed
+from paceline.spec import RunRecord
+
+pytestmark = pytest.mark.slow
+
+MODULE = """
+import torch
+from torch.utils.data import TensorDataset
+
+def model():
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 4))
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    images, labels = torch.randn(64, 16, generator=generator), torch.randint(4, (64,), generator=generator)
+    return TensorDataset(images, labels), TensorDataset(images[:16], labels[:16])
+
+def broken():
+    raise RuntimeError("this model is broken")
+"""
+
+SCRIPT = """
+import sys, paceline
+with paceline.init(global_batch_size=8, seed=0) as run:
+    print(f"rank {run.rank} of {run.world_size} with {sys.argv[1:]}")
+"""
+
+JOB = paceline.Job(name="mine", global_batch_size=16, virtual_shards=2, epochs=1)
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module beside the notebook, written by one of its cells."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PACELINE_DEVICE", "cpu")
+    Path("mine.py").write_text(MODULE, encoding="utf-8")
+    importlib.invalidate_caches()
+    return importlib.import_module("mine")
+
+
+def test_a_model_and_data_of_a_module_are_trained_on_two_workers(mine: ModuleType) -> None:
+    record = paceline.train(JOB, model=mine.model, data=mine.data, workers=2, max_steps=3, out=Path("run"))
+    assert (record.steps, record.world_size, record.job.model.name) == (3, 2, "mine:model")
+    assert RunRecord.load(Path("run/record.json")) == record
+    assert f"<td>{record.weights_sha256}</td>" in record._repr_html_()
+    found = paceline.checkpoint.ls("run")
+    assert [one.state for one in found.states] == ["complete"]
+    assert paceline.checkpoint.export("run", "model.safetensors").step == 3
+    with pytest.raises(PacelineError, match="already holds a finished run"):
+        paceline.train(JOB, out=Path("run"))
+
+
+def test_a_study_shows_itself(mine: ModuleType) -> None:
+    study = paceline.scale(JOB, model=mine.model, data=mine.data, devices=[2, 1], max_steps=2, out=Path("study"))
+    assert [row.devices for row in study.rows] == [1, 2]
+    assert "devices" in study._repr_html_() and study._repr_html_().startswith("<pre")
+    assert study.page() == Path("study/report.html").read_text(encoding="utf-8")
+    assert paceline.report(sorted(Path("study/runs").iterdir())).records == study.records
+
+
+def test_workers_are_verified(mine: ModuleType) -> None:
+    verdicts = paceline.verify(JOB, model=mine.model, data=mine.data, workers=[1, 2], steps=2)
+    assert [(verdict.workers, verdict.passed) for verdict in verdicts] == [(1, True), (2, True)]
+
+
+def test_a_failing_worker_is_an_exception_with_its_traceback(mine: ModuleType) -> None:
+    with pytest.raises(WorkerFailed) as failed:
+        paceline.train(JOB, model=mine.broken, data=mine.data, workers=2, out=Path("run"))
+    assert "this model is broken" in failed.value.details
+    failures: list[str] = []
+    with pytest.raises(WorkerFailed, match="Every run of the study failed"):
+        paceline.scale(
+            JOB, model=mine.broken, data=mine.data, devices=[1], out=Path("study"),
+            on_failure=lambda name, _failure: failures.append(name),
+        )  # fmt: skip
+    assert failures == ["devices1-seed0"]
+
+
+def test_a_script_is_launched(tmp_path: Path, mine: ModuleType) -> None:
+    Path("script.py").write_text(SCRIPT, encoding="utf-8")
+    folder = paceline.launch("script.py", ["--epochs", "3"], workers=2, out=tmp_path / "logs")
+    assert folder == tmp_path / "logs"
+    assert "rank 1 of 2 with ['--epochs', '3']" in (folder / "logs" / "rank1.log").read_text()
+
+
+def test_links_and_collectives_are_measured(mine: ModuleType) -> None:
+    probed = paceline.probe(out=Path("cluster.json"), folder=Path("scratch"))
+    assert probed.timing is None and paceline.Cluster.load(Path("cluster.json")).nodes == probed.measured.nodes
+    timings = paceline.bench.comm(workers=2, algorithms=["all_reduce"], max_bytes=16 << 10, rounds=2, out=Path("comm"))
+    assert {timing.size_bytes for timing in timings.timings} == {4096, 16384}
+    assert paceline.bench.comm(draw=Path("comm")) == timings
+    saves = paceline.bench.checkpoint(workers=2, parameters=1000, rounds=1, out=Path("saves"))
+    assert saves.world_size == 2
+
+
+def test_a_model_of_the_notebook_itself_is_one_sentence(mine: ModuleType) -> None:
+    def model() -> None: ...
+
+    for build in (model, lambda: None, mine.data()[0]):
+        with pytest.raises(JobError) as refused:
+            paceline.train(JOB, model=build, workers=2)
+        assert "worker processes cannot import it" in str(refused.value) or "not a value of type" in str(refused.value)
+        assert str(refused.value).count("\n") == 0
+    model.__qualname__, model.__module__ = "model", "__main__"
+    with pytest.raises(JobError, match=r"write it to a module \(in a notebook with %%writefile my_module.py\)"):
+        paceline.train(JOB, model=model, workers=2)
+    with pytest.raises(JobError, match="data should be a function in a module"):
+        paceline.train(JOB, data=mine.data(), workers=2)

@@ -1,0 +1,89 @@
+"""The functions that start no workers, called from Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import paceline
+from paceline.errors import ClusterError
+from tests import topologies
+from tests.fixtures.checkpoint import FOLDER
+from tests.sample_clusters import cpu_cluster, gpu_cluster
+from tests.sample_records import sample_study_records
+
+JOB = paceline.Job(name="job", global_batch_size=1024, virtual_shards=1024)
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_topology_shows_itself() -> None:
+    found = paceline.topo(topologies.path_of("dgx1"), pick=2, pair="0,3", svg=Path("node.svg"))
+    assert found.choice is not None and found.choice.devices == (0, 3)
+    assert found.pair_sentence is not None and "NVLink" in found.pair_sentence
+    assert found._repr_html_() == Path("node.svg").read_text(encoding="utf-8")
+    assert paceline.topo(cpu_cluster()).choice is None
+    with pytest.raises(ClusterError, match="--pick 9 is not possible"):
+        paceline.topo(topologies.path_of("dgx1"), pick=9)
+
+
+def test_a_plan_shows_itself_and_writes_only_where_it_is_asked_to() -> None:
+    planned = paceline.plan(JOB, cluster=gpu_cluster(), devices=[1, 2, 4])
+    assert [row.devices for row in planned.forecast.rows] == [1, 2, 4]
+    assert planned.plan is not None and planned.plan.world_size == planned.forecast.recommended_devices
+    assert "samples/s" in planned._repr_html_() and "<title>job" in planned.page()
+    assert list(Path().iterdir()) == []
+    paceline.plan(JOB, cluster=gpu_cluster(), devices="1..2", out=Path("out"))
+    assert sorted(path.name for path in Path("out").iterdir()) == ["forecast.json", "plan.html", "plan.json"]
+    with pytest.raises(ClusterError, match="run paceline probe job first"):
+        paceline.plan(JOB)
+
+
+def test_step_times_are_fitted_and_measurements_suggested() -> None:
+    rows = "num_nodes,devices_per_node,micro_batch_size,step_time_s\n1,1,64,0.0723\n1,2,64,0.0804\n"
+    Path("obs.csv").write_text(rows, encoding="utf-8")
+    Path("q.csv").write_text(rows.splitlines()[0] + "\n1,3,64,\n", encoding="utf-8")
+    fitted = paceline.fit_step_times(Path("obs.csv"), Path("q.csv"))
+    assert fitted.forecasts[0].total_s == pytest.approx(0.083, rel=0.05)
+    assert fitted.placements[0].layout.num_workers == 3 and fitted.contradictions == ()
+    assert len(paceline.suggest_measurements(Path("obs.csv"), budget=2)) == 2
+
+
+def test_a_mesh_is_tried_on_paper() -> None:
+    tried = paceline.dry_run_mesh("digits-lenet", "dp2 x pp2")
+    assert tried.sent_bytes.keys() == {"pp", "dp"} and tried.mesh.num_workers == 4
+    assert "a worker sends" in tried._repr_html_()
+
+
+def test_a_report_is_made_of_folders() -> None:
+    for number, record in enumerate(sample_study_records()):
+        Path(f"run{number}").mkdir()
+        record.save(Path(f"run{number}/record.json"))
+    study = paceline.report(Path().glob("run*"), tolerance=0.02, out=Path("report"))
+    assert study.tolerance == 0.02 and study.page() == Path("report/report.html").read_text(encoding="utf-8")
+
+
+def test_checkpoints_are_looked_at() -> None:
+    place = str(FOLDER)
+    (known,) = paceline.checkpoint.ls(place).states
+    assert (known.name, known.state, known.step) == ("step-00000005", "complete", 5)
+    assert [one.state for one in paceline.checkpoint.verify(place)] == ["good"]
+    assert paceline.checkpoint.prune(place, dry_run=True).stay == ("step-00000005",)
+    assert paceline.checkpoint.export(place, "model.safetensors").name == "step-00000005"
+
+
+def test_runs_are_handed_to_schedulers() -> None:
+    job = paceline.submit.slurm("train", ["digits-lenet"], nodes=2, time_limit_s=3600, dry_run=True)
+    assert "#SBATCH --nodes=2" in job.script and job.job_id == ""
+    manifests = paceline.submit.kubernetes("digits-lenet", image="a", claim="b", out=Path("/data/run"), on_cpu=True)
+    assert "kind: Job" in manifests
+    assert list(Path().iterdir()) == []
+
+
+def test_this_node_is_checked() -> None:
+    levels = {finding.level for finding in paceline.doctor()}
+    assert "ok" in levels and levels <= {"ok", "warning", "error"}
