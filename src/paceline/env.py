@@ -33,7 +33,7 @@ CONTAINER = "PACELINE_CONTAINER"
 STRATEGY = "PACELINE_STRATEGY"
 
 PASSED_ON = (DATA_DIR, DEVICE, "PYTHONPATH")
-"""What a user sets here and means everywhere."""
+"""Variables of the user that hold on every node."""
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Where Gloo, the RPC layer and NCCL look for the interface to use."""
@@ -48,7 +48,7 @@ READ_LATE = frozenset(
         *(RENDEZVOUS, LAUNCHED_AT, HEARTBEAT, STORE_FD, TORCH_STORE_FD, CPUS, *INTERFACE_VARIABLES),
     }
 )
-"""What nobody reads before a worker joins the others; whatever asks CUDA for its devices fixes what it may see."""
+"""Variables that nothing reads before a worker joins the others; asking CUDA for devices fixes the visible ones."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def worker_variables(
 
 
 def node_variables(heartbeat: Path, sockets: Mapping[str, int]) -> dict[str, str]:
-    """What only the node can tell a worker: its heartbeat file, and the listening sockets that it inherits."""
+    """Variables that only the node can set for a worker: its heartbeat file, and the sockets that it inherits."""
     return {HEARTBEAT: str(heartbeat)} | {name: str(descriptor) for name, descriptor in sockets.items()}
 
 
@@ -259,7 +259,7 @@ def passed_on() -> dict[str, str]:
 
 
 def container_note(image: str) -> dict[str, str]:
-    """What tells workers which image they run in; nothing for none."""
+    """The variable that tells workers which image they run in; empty without an image."""
     return {CONTAINER: image} if image else {}
 
 
@@ -274,14 +274,14 @@ def own_interface() -> str | None:
 
 
 def terminal() -> dict[str, str]:
-    """What has a worker draw for this process's terminal, from another node too; nothing where there is none."""
+    """Variables that let workers draw progress for this process's terminal, from other nodes too; empty without one."""
     if not sys.stderr.isatty():
         return {}
     return {"FORCE_COLOR": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
 
 
 def socket_interfaces() -> dict[str, str]:
-    """What each variable that names a network interface says, where it says anything."""
+    """The values of the variables that name a network interface, where they are set."""
     return {name: os.environ[name] for name in INTERFACE_VARIABLES if os.environ.get(name)}
 
 
@@ -375,7 +375,7 @@ def deterministic_cuda() -> None:
 
 
 def visible_gpus() -> list[str] | None:
-    """What CUDA_VISIBLE_DEVICES lists; None where it is unset."""
+    """The entries of CUDA_VISIBLE_DEVICES; None where it is unset."""
     text = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
 

@@ -1,8 +1,8 @@
 """Everything Paceline raises on purpose.
 
 PacelineError                 one sentence for the user: what is wrong, where, what to do; no traceback
-├── JobError                  a job file, flag or keyword that cannot be meant
-├── ClusterError              a description of nodes, devices and wires that cannot be meant
+├── JobError                  an invalid job file, flag or keyword
+├── ClusterError              an invalid description of nodes, devices and links
 ├── DataError                 a data set that is missing, truncated or corrupt
 ├── ModelError                a model that cannot be built, or cannot be trained the way the job asks
 ├── CheckpointError           a checkpoint that cannot be written, read or trusted
@@ -20,17 +20,17 @@ from pathlib import Path
 
 
 class PacelineError(Exception):
-    """A mistake the user can mend; its message is one sentence."""
+    """A mistake that the user can correct; its message is one sentence."""
 
     exit_code = 2
 
 
 class JobError(PacelineError):
-    """A job that cannot be meant: unknown key, wrong type, impossible value."""
+    """An invalid job: unknown key, wrong type, impossible value."""
 
 
 class ClusterError(PacelineError):
-    """A description of nodes, devices and wires that cannot be meant; the message names row and column, or key."""
+    """An invalid description of nodes, devices and links; the message names row and column, or key."""
 
 
 class DataError(PacelineError):
@@ -69,7 +69,7 @@ class WorkerFailed(PacelineError):  # noqa: N818 - it says what happened
     """A worker ended before its work did.
 
     `rank` is the first worker that failed, `details` its own traceback (empty when a signal left none), `report` a file
-    that says more.
+    that says more. Where nobody catches it, as in a notebook, Python shows that traceback below the message.
     """
 
     exit_code = 1
@@ -88,3 +88,5 @@ class WorkerFailed(PacelineError):  # noqa: N818 - it says what happened
         self.details = details
         self.exit_code = exit_code
         self.report = report
+        if details:
+            self.add_note(details.rstrip())

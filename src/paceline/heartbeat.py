@@ -14,19 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Speaker = Literal["paceline", "torch"]
+Source = Literal["paceline", "torch"]
 """Who waits for other workers: Paceline's own communication, or any collective that torch recorded."""
 
-RENDEZVOUS = "the first meeting of all workers"
+RENDEZVOUS = "the rendezvous of all workers"
 """What a worker is in that has found the others' meeting point and waits for them."""
 
-_SPEAKERS: tuple[Speaker, ...] = ("paceline", "torch")
+_SOURCES: tuple[Source, ...] = ("paceline", "torch")
 _HEADER = struct.Struct("=qdd?")
 """Steps done, -1 before a run; when the worker's interpreter last ran its beating thread; when the first update that
 this process made was done, 0 before; whether it saves what it has before it ends."""
 _SLOT = struct.Struct("=d240s")
-"""Since when the speaker is inside a collective, or minus the time when it left the last one; that collective."""
-_SIZE = _HEADER.size + len(_SPEAKERS) * _SLOT.size
+"""Since when the source is inside a collective, or minus the time when it left the last one; that collective."""
+_SIZE = _HEADER.size + len(_SOURCES) * _SLOT.size
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,14 @@ class Heartbeat:
         """The interpreter is alive."""
         struct.pack_into("=d", self._memory, 8, time.monotonic())
 
-    def enter(self, speaker: Speaker, collective: str, since: float | None = None) -> None:
-        """`speaker` is inside a collective, since now or since a time of the monotonic clock."""
+    def enter(self, source: Source, collective: str, since: float | None = None) -> None:
+        """`source` is inside a collective, since now or since a time of the monotonic clock."""
         text = collective.encode()[:240]
-        _SLOT.pack_into(self._memory, _offset(speaker), since or time.monotonic(), text)
+        _SLOT.pack_into(self._memory, _offset(source), since or time.monotonic(), text)
 
-    def leave(self, speaker: Speaker) -> None:
+    def leave(self, source: Source) -> None:
         """It is through; what it was in stays readable."""
-        struct.pack_into("=d", self._memory, _offset(speaker), -time.monotonic())
+        struct.pack_into("=d", self._memory, _offset(source), -time.monotonic())
 
 
 def read_vitals(path: Path) -> Vitals:
@@ -102,7 +102,7 @@ def read_vitals(path: Path) -> Vitals:
         return Vitals()
     now = time.monotonic()
     step, beat, trained, is_saving = _HEADER.unpack_from(content)
-    slots = [_SLOT.unpack_from(content, _offset(speaker)) for speaker in _SPEAKERS]
+    slots = [_SLOT.unpack_from(content, _offset(source)) for source in _SOURCES]
     inside = [slot for slot in slots if slot[0] > 0]
     since, text = min(inside) if inside else min(slots, key=lambda slot: slot[0])  # the one left last
     return Vitals(
@@ -115,5 +115,5 @@ def read_vitals(path: Path) -> Vitals:
     )
 
 
-def _offset(speaker: Speaker) -> int:
-    return _HEADER.size + _SPEAKERS.index(speaker) * _SLOT.size
+def _offset(source: Source) -> int:
+    return _HEADER.size + _SOURCES.index(source) * _SLOT.size

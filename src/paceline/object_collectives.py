@@ -5,7 +5,7 @@ Values are those of `plain_messages`. Tensors arrive in host memory, whatever th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +72,21 @@ def gather_objects(
         return None
     ranks = range(dist.get_world_size(group))
     return [value if rank == destination else recv_object(group, rank, classes) for rank in ranks]
+
+
+def scatter_objects(values: Sequence[Any], group: dist.ProcessGroup | None, classes: Iterable[type] = ()) -> Any:
+    """The value that rank 0 has for this worker; a collective.
+
+    Args:
+        values: one for every rank; ignored on all ranks but 0.
+    """
+    if group is None:
+        return values[0]
+    if dist.get_rank(group) != 0:
+        return recv_object(group, 0, classes)
+    for receiver, value in enumerate(values[1:], start=1):
+        send_object(value, group, receiver)
+    return values[0]
 
 
 def send_object(value: Any, group: dist.ProcessGroup, destination: int) -> None:

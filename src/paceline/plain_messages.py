@@ -25,12 +25,15 @@ MAX_TEXT_BYTES = 1 << 28
 def encode(value: Any) -> tuple[bytes, list[Tensor]]:
     """The text of `value`, and the tensors that it refers to by number, contiguous and in host memory.
 
+    Tensors that share memory, such as tied weights, are sent once and are one tensor again when they arrive.
+
     Raises:
         TypeError: a value of a type that messages do not have.
     """
-    tensors: list[Tensor] = []
-    text = json.dumps({"value": _plain(value, tensors), "tensors": [[str(t.dtype)[6:], [*t.shape]] for t in tensors]})
-    return text.encode(), tensors
+    found = _Tensors()
+    plain = _plain(value, found)
+    text = json.dumps({"value": plain, "tensors": [[str(t.dtype)[6:], [*t.shape]] for t in found.tensors]})
+    return text.encode(), found.tensors
 
 
 def empty_tensors(text: bytes) -> list[Tensor]:
@@ -77,8 +80,24 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
+class _Tensors:
+    """The tensors of a message."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self._numbers: dict[tuple[object, ...], int] = {}
+
+    def number(self, tensor: Tensor) -> int:
+        memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and memory in self._numbers:
+            return self._numbers[memory]
+        self._numbers[memory] = len(self.tensors)
+        self.tensors.append(tensor.cpu().contiguous())
+        return self._numbers[memory]
+
+
 # Every value but None, booleans, numbers, texts and lists is a list of a tag and its contents, inside an object.
-def _plain(value: Any, tensors: list[Tensor]) -> Any:
+def _plain(value: Any, tensors: _Tensors) -> Any:
     match value:
         case None | bool() | str():
             return value
@@ -87,11 +106,10 @@ def _plain(value: Any, tensors: list[Tensor]) -> Any:
         case float():
             return value if math.isfinite(value) else {"float": repr(value)}
         case Tensor():
-            tensors.append(value.detach().cpu().contiguous())
-            return {"tensor": len(tensors) - 1}
+            return {"tensor": tensors.number(value.detach())}
         case bytes():
-            tensors.append(torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0).byte())
-            return {"bytes": len(tensors) - 1}
+            flat = torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0).byte()
+            return {"bytes": tensors.number(flat)}
         case torch.dtype():
             return {"dtype": str(value)[6:]}
         case list():
@@ -107,7 +125,7 @@ def _plain(value: Any, tensors: list[Tensor]) -> Any:
     raise TypeError(f"A message cannot hold a {type(value).__name__}.")
 
 
-def _fields(value: Any, tensors: list[Tensor]) -> Iterator[Any]:
+def _fields(value: Any, tensors: _Tensors) -> Iterator[Any]:
     for field in dataclasses.fields(value):
         yield _plain(getattr(value, field.name), tensors)
 

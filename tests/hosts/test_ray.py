@@ -73,7 +73,7 @@ def test_what_goes_wrong_is_one_sentence(cluster: Cluster, node: str, program: s
 
 def test_its_nodes(cluster: Cluster) -> None:
     program = (
-        "from paceline.launch.ray import ray_nodes; print([(node.host, node.num_workers) for node in ray_nodes()])"
+        "from paceline.launch.ray import ray_nodes; print([(node.address, node.num_workers) for node in ray_nodes()])"
     )
     client = cluster.nodes[1].exec([sys.executable, "-c", program], env=RAY_VARIABLES)
     assert client.wait(TIMEOUT_S) == 0, client.output

@@ -8,16 +8,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.errors import LaunchError, PacelineError, WorkerFailed
-from paceline.launch import messages, run_workers
+from paceline.launch import agent, messages, run_workers
 from paceline.launch.remote_team import NodeAccess, RemoteTeam, open_nodes
-from paceline.launch.team import Orders
+from paceline.launch.team import LaunchOptions
 from paceline.spec import NodePlacement, Plan
 from tests.ranks.launching import Stage, open_stage
 
@@ -87,7 +86,7 @@ def test_jobs_that_start_in_the_same_instant_do_not_meet_each_other(stage: Stage
     def launch(name: str) -> None:
         try:
             with open_nodes([_here("a"), _here("b")]) as (teams, _):
-                for attempt in range(20):
+                for attempt in range(6):
                     barrier.wait(60)
                     run_workers(TWO_NODES, [script], run_dir=stage.folder / f"{name}{attempt}", nodes=teams)
         except BaseException as problem:
@@ -149,19 +148,20 @@ def test_a_node_that_cannot_take_part_is_one_sentence(odd: NodeAccess, sentence:
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.slow
-def test_a_node_that_does_not_see_the_run_folder_is_refused(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin_run = RemoteTeam.begin_run
+def test_what_an_agent_refuses_to_start_is_told_with_its_node(stage: Stage) -> None:
+    refuses = _answering(_hello(), messages.Listening([]).encode(), messages.Refused("there is no room.").encode())
+    with contextlib.closing(RemoteTeam(refuses)) as team:
+        team.hello()
+        with pytest.raises(LaunchError, match=r"odd: there is no room\."):
+            team.begin_run(0, [], LaunchOptions(stage.run_dir), lambda _event: None, marker="", port=None)
 
-    def elsewhere(team: RemoteTeam, number: int, commands: Any, orders: Orders, **options: Any) -> None:
-        begin_run(team, number, commands, replace(orders, run_dir=stage.folder / "elsewhere"), **options)
 
-    monkeypatch.setattr(RemoteTeam, "begin_run", elsewhere)
-    with (
-        open_nodes([_here("a"), _here("b")]) as (teams, _),
-        pytest.raises(LaunchError, match=r"a: the run folder .* that all nodes share"),
-    ):
-        run_workers(TWO_NODES, [stage.script("park()")], run_dir=stage.run_dir, nodes=teams)
+def test_a_run_folder_that_a_node_does_not_see(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "MARKER_WAIT_S", 0.3)
+    (stage.folder / "marker").touch()
+    agent.await_marker(stage.folder, "marker")
+    with pytest.raises(LaunchError, match=r"the run folder .* that all nodes share"):
+        agent.await_marker(stage.folder, "another")
 
 
 def test_a_plan_for_nodes_that_are_not_there(stage: Stage) -> None:
@@ -177,12 +177,12 @@ class _Bare:
             [sys.executable, "-m", "paceline", "agent"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
 
-    def say(self, message: messages.AgentMessage) -> None:
+    def send(self, message: messages.AgentMessage) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(message.encode())
         self.process.stdin.flush()
 
-    def hear(self, kind: type[messages.AgentMessage]) -> messages.AgentMessage:
+    def receive(self, kind: type[messages.AgentMessage]) -> messages.AgentMessage:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             message = messages.decode(line)
@@ -203,23 +203,23 @@ class _Bare:
 def test_workers_do_not_outlive_launcher_or_agent(stage: Stage, ending: str) -> None:
     stage.run("", world_size=1)  # makes the folders
     (stage.run_dir / "marker").touch()
-    agent = _Bare()
+    bare = _Bare()
     try:
-        agent.hear(messages.Hello)
+        bare.receive(messages.Hello)
         command = _command(stage.script("tell('ready')\npark()"), stage)
-        agent.say(messages.Start([command], str(stage.run_dir), "marker", None, False, 2.0, 0, []))
-        agent.hear(messages.Started)
+        bare.send(messages.Start([command], str(stage.run_dir), "marker", None, False, 2.0, 0, []))
+        bare.receive(messages.Started)
         if ending == "end of input":
             stage.await_marks("ready")
-            assert agent.process.stdin is not None
-            agent.process.stdin.close()
+            assert bare.process.stdin is not None
+            bare.process.stdin.close()
         elif ending == "kill":
             stage.await_marks("ready")
-            agent.process.kill()
-        assert agent.process.wait(20) == (-9 if ending == "kill" else 0)
+            bare.process.kill()
+        assert bare.process.wait(20) == (-9 if ending == "kill" else 0)
         stage.assert_nobody_left()
     finally:
-        agent.close()
+        bare.close()
 
 
 def _command(script: str, stage: Stage) -> dict[str, Any]:

@@ -23,9 +23,10 @@ from paceline.spec import Cluster, Node
 from paceline.spec.codec import from_mapping
 from tests.ranks.launching import (
     COUNT_TO_THE_END,
-    COUNTING,
+    COUNTING_WITHOUT_TORCH,
     GENERATION,
     PATIENCE_S,
+    TO_THE_END,
     Stage,
     open_stage,
     processes_of,
@@ -42,6 +43,9 @@ START_S = 90.0
 def stage(tmp_path: Path) -> Iterator[Stage]:
     with open_stage(tmp_path) as stage:
         yield stage
+
+
+COUNTS = COUNTING_WITHOUT_TORCH + TO_THE_END
 
 
 def launch(stage: Stage, body: str, *options: str) -> subprocess.Popen[str]:
@@ -112,7 +116,7 @@ def test_two_workers_are_killed_in_turn(stage: Stage) -> None:
 
 
 def test_a_worker_that_was_stopped_is_replaced(stage: Stage) -> None:
-    launcher = launch(stage, COUNT_TO_THE_END, "-n", "2", "--min-workers", "1", "--hang-timeout", "2")
+    launcher = launch(stage, COUNTS, "-n", "2", "--min-workers", "1", "--no-standby", "--hang-timeout", "2")
     await_training(stage, 0, 2)
     hit(stage, 0, 1, signal.SIGSTOP)
     await_training(stage, 1, 2)
@@ -138,7 +142,7 @@ await_mark("finish")
 
 
 def test_a_place_that_fails_again_and_again_is_left_out(stage: Stage) -> None:
-    launcher = launch(stage, FAILS_IN_ITS_THIRD_PLACE, "-n", "3", "--min-workers", "2")
+    launcher = launch(stage, FAILS_IN_ITS_THIRD_PLACE, "-n", "3", "--min-workers", "2", "--no-standby")
     await_training(stage, 2, 2)
     (stage.folder / "finish").touch()
     out, err = launcher.communicate(timeout=START_S)
@@ -148,7 +152,7 @@ def test_a_place_that_fails_again_and_again_is_left_out(stage: Stage) -> None:
 
 
 def test_fewer_workers_than_wanted_are_the_end(stage: Stage) -> None:
-    launcher = launch(stage, FAILS_IN_ITS_THIRD_PLACE, "-n", "3", "--min-workers", "3")
+    launcher = launch(stage, FAILS_IN_ITS_THIRD_PLACE, "-n", "3", "--min-workers", "3", "--no-standby")
     out, err = launcher.communicate(timeout=START_S)
     assert launcher.returncode == 128 + signal.SIGKILL, out + err
     assert "Rank 2 of 3" in err and "was killed by SIGKILL" in err
@@ -188,7 +192,15 @@ def test_those_who_are_left_have_the_time_to_save(stage: Stage) -> None:
 
 
 def test_an_exception_of_every_worker_is_the_programs_fault(stage: Stage) -> None:
-    launcher = launch(stage, COUNTING + "raise ValueError('no such label: 11')", "-n", "2", "--min-workers", "1")
+    launcher = launch(
+        stage,
+        COUNTING_WITHOUT_TORCH + "raise ValueError('no such label: 11')",
+        "-n",
+        "2",
+        "--min-workers",
+        "1",
+        "--no-standby",
+    )
     out, err = launcher.communicate(timeout=START_S)
     assert launcher.returncode == 1, out + err
     assert "failed with ValueError: no such label: 11" in err and "going on" not in err
@@ -199,7 +211,7 @@ def test_an_exception_of_one_worker_is_not(stage: Stage) -> None:
     body = (
         "if RANK == 1 and not (STAGE / 'begun.0.1').exists():\n    tell('begun.0.1')\n    raise OSError('a bad disk')\n"
     )
-    launcher = launch(stage, body + COUNT_TO_THE_END, "-n", "2", "--min-workers", "1")
+    launcher = launch(stage, body + COUNTS, "-n", "2", "--min-workers", "1", "--no-standby")
     await_training(stage, 1, 2)
     (line,) = said_in_the_end(stage, launcher)
     assert line.startswith("paceline: worker 1 raised an error (OSError: a bad disk) before the first step; ")
@@ -207,14 +219,14 @@ def test_an_exception_of_one_worker_is_not(stage: Stage) -> None:
 
 def test_the_users_mistake_keeps_its_sentence(stage: Stage) -> None:
     body = "from paceline.errors import DataError\nraise DataError('train.bin is cut short.')"
-    launcher = launch(stage, body, "-n", "2", "--min-workers", "1")
+    launcher = launch(stage, body, "-n", "2", "--min-workers", "1", "--no-standby")
     out, err = launcher.communicate(timeout=START_S)
     assert (launcher.returncode, err) == (2, "paceline: train.bin is cut short.\n"), out + err
 
 
 @pytest.mark.parametrize("moment", ["training", "restarting"])
 def test_the_launcher_is_asked_to_end(stage: Stage, moment: str) -> None:
-    launcher = launch(stage, COUNT_TO_THE_END, "-n", "2", "--min-workers", "1")
+    launcher = launch(stage, COUNTS, "-n", "2", "--min-workers", "1", "--no-standby")
     await_training(stage, 0, 2)
     if moment == "restarting":
         hit(stage, 0, 1)
@@ -229,7 +241,7 @@ def test_the_launcher_is_asked_to_end(stage: Stage, moment: str) -> None:
 
 
 def test_nothing_is_left_of_a_launcher_that_is_killed(stage: Stage) -> None:
-    launcher = launch(stage, COUNT_TO_THE_END, "-n", "2", "--min-workers", "1")
+    launcher = launch(stage, COUNTS, "-n", "2", "--min-workers", "1")
     await_training(stage, 0, 2)
     wait_until(lambda: any("fork_server" in line for line in left(stage)), START_S)
     launcher.kill()
@@ -249,7 +261,7 @@ def test_an_agent_that_ended_is_reached_again(stage: Stage) -> None:
             assert fleet.lose_unusable([], 0.0) == []
             assert [node.hostname for node in fleet.cluster.nodes] == ["b"]
             wait_until(lambda: fleet.has_returned)
-            assert not fleet.is_hopeful
+            assert not fleet.awaits_first_retry
             assert fleet.take_back() == ["a"]
             assert [node.hostname for node in fleet.cluster.nodes] == ["a", "b"]
             assert sorted(team.hostname for team in fleet.teams) == ["a", "b"]
@@ -266,7 +278,7 @@ def test_a_node_that_is_gone_for_good_is_tried_until_the_end(stage: Stage) -> No
         node = replace(from_mapping(Node, hellos[0].node), hostname="a", is_remote=True)
         with contextlib.closing(Fleet(Cluster((node,)), teams, lambda _hostname, _hello: node)) as fleet:
             fleet.lose("a")
-            wait_until(lambda: not fleet.is_hopeful)
+            wait_until(lambda: not fleet.awaits_first_retry)
             assert attempts.read_text() == "again\n"
             assert (fleet.take_back(), fleet.has_returned, fleet.num_slots) == ([], False, 0)
 

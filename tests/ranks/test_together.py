@@ -17,8 +17,9 @@ from paceline import env
 from paceline.checkpoint import Loaded, SharedCatalogue, block_checksums, newest_that, read_together
 from paceline.checkpoint.storage import Folder
 from paceline.spec import Job, PipelineSpec, Plan, parse_mesh
-from paceline.train import checkpoints
+from paceline.train import session
 from paceline.train.process_group import join
+from paceline.train.resume import CheckpointReader
 from tests.ranks.harness import run_ranks
 from tests.unit.checkpoint.memory import Memory, state_at, write_checkpoint
 
@@ -138,7 +139,7 @@ def _peak_bytes() -> int:
 def _train(strategy: str, num_workers: int, folder: str) -> tuple[int, int, int, str]:
     """Bytes read to resume, most bytes of memory that came on top meanwhile, steps before it, and the weights then."""
     storage = _Counting(Path(folder))
-    checkpoints.open_storage = lambda _address: storage  # type: ignore[attr-defined,assignment]
+    session.open_storage = lambda _address: storage  # type: ignore[attr-defined,assignment]
     mesh = parse_mesh(strategy, num_workers)
     # Given, so that no measuring on a busy machine makes parts of different sizes.
     cuts = tuple(str(LAYERS * stage // mesh.pp) for stage in range(1, mesh.pp))
@@ -149,14 +150,14 @@ def _train(strategy: str, num_workers: int, folder: str) -> tuple[int, int, int,
     with paceline.init(job, plan=plan, max_steps=1, checkpoint_dir=folder) as run:
         torch.manual_seed(1)
         model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)])
-        before, looked = [0], checkpoints.Checkpoints.read
+        before, looked = [0], CheckpointReader.newest
 
-        def read(self: Any) -> Any:
+        def newest(self: Any) -> Any:
             Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
             before[0] = _peak_bytes()
             return looked(self)
 
-        checkpoints.Checkpoints.read = read  # type: ignore[method-assign]
+        CheckpointReader.newest = newest  # type: ignore[method-assign]
         run.prepare(model, torch.optim.Adam(model.parameters()), example=torch.zeros(2, WIDTH))
         num_read, peak, steps = storage.num_bytes, _peak_bytes() - before[0], run.steps
         data = torch.utils.data.TensorDataset(torch.ones(8, WIDTH), torch.arange(8))

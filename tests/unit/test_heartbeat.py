@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.heartbeat import Heartbeat, Speaker, Vitals, read_vitals
+from paceline.heartbeat import Heartbeat, Source, Vitals, read_vitals
 
 WORKER = """
 import os, sys
@@ -129,7 +129,7 @@ def test_what_a_worker_has_left_stays_readable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [("paceline", "torch"), ("torch", "paceline")])
-def test_of_two_that_wait_the_longer_one_is_told(tmp_path: Path, first: Speaker, second: Speaker) -> None:
+def test_of_two_that_wait_the_longer_one_is_told(tmp_path: Path, first: Source, second: Source) -> None:
     heartbeat, now = Heartbeat(tmp_path / "heartbeat"), time.monotonic()
     heartbeat.enter(first, "long", since=now - 30)
     heartbeat.enter(second, "short", since=now - 10)

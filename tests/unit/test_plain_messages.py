@@ -70,6 +70,13 @@ def test_tensors_of_every_dtype_and_shape_arrive_bit_for_bit() -> None:
     assert math.isnan(sent(math.nan))
 
 
+def test_tensors_that_share_memory_are_sent_once_and_are_one_again() -> None:
+    tied = torch.randn(3)
+    assert len(encode([tied, tied, tied.clone()])[1]) == 2
+    first, second, other = sent([tied, tied, tied.clone()])
+    assert first.data_ptr() == second.data_ptr() != other.data_ptr()
+
+
 def test_what_messages_cannot_hold_is_an_error_of_the_sender() -> None:
     with pytest.raises(TypeError, match="cannot hold a object"):
         encode([object()])

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from paceline.errors import JobError
 from paceline.spec import AlgorithmName
 from paceline.spec.forecast import Grow
-from paceline.spec.mesh import ScheduleName
 from paceline.workflows.strategy import Strategy
-from paceline.workflows.where import Elastic, LauncherName, Where
+from paceline.workflows.where import Elastic, Where
 
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job file (TOML) or the name of a recipe.")]
 Settings = Annotated[
@@ -58,87 +58,7 @@ Trackers = Annotated[
     list[str] | None,
     typer.Option("--track", metavar="NAME", help="Also log to tensorboard, wandb or mlflow. Repeatable."),
 ]
-StrategyName = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME|MESH",
-        help="How workers divide the model: dp (the default; named, it is checked to fit), fsdp, zero1, zero2, "
-        "hsdp, pp, tp, dp_one_process, a mesh such as 'dp2 x pp2', or auto: the planner chooses.",
-    ),
-]
-
-GROUPS: dict[type, dict[str, Any]] = {
-    Where: {
-        "launcher": Annotated[
-            LauncherName,
-            typer.Option(
-                help="How nodes are reached; slurm and ray: those of the allocation or cluster; debug: no process."
-            ),
-        ],
-        "hosts": Annotated[
-            str | None, typer.Option(metavar="a:8,b:8", help="Nodes and the number of workers on each.")
-        ],
-        "hosts_file": Annotated[Path | None, typer.Option(help="Nodes from a file, one on each line: name slots=8.")],
-        "interface": Annotated[
-            str | None, typer.Option(help="Network interface between nodes (default: found by trying).")
-        ],
-        "container": Annotated[
-            str | None, typer.Option(metavar="IMAGE", help="Run in image.sif, docker://NAME@sha256:… or podman://NAME.")
-        ],
-        "python": Annotated[
-            str | None,
-            typer.Option(metavar="PATH", help="The interpreter on other nodes (default: as here)."),
-        ],
-        "hang_timeout_s": Annotated[
-            float, typer.Option("--hang-timeout", min=1.0, help="Seconds to wait for a silent worker or node.")
-        ],
-    },
-    Elastic: {
-        "min_workers": Annotated[
-            int | None, typer.Option(min=1, help="Go on after a failure with at least so many workers.")
-        ],
-        "max_workers": Annotated[int | None, typer.Option(min=1, help="Never more workers, when nodes come back.")],
-        "max_restarts": Annotated[
-            int | None, typer.Option(min=0, help="Restarts in a row without progress (default: 3 with --min-workers).")
-        ],
-        "exclude_slower": Annotated[
-            float | None,
-            typer.Option(
-                min=1.0, metavar="X", help="Go on without a worker that lastingly takes X times as long as the others."
-            ),
-        ],
-        "standby": Annotated[
-            bool, typer.Option(help="Keep a process on every node that has torch loaded, for quick restarts.")
-        ],
-    },
-    Strategy: {
-        "strategy": StrategyName,
-        "schedule": Annotated[ScheduleName, typer.Option(help="In which order a pipeline's stages take turns.")],
-        "stages_per_worker": Annotated[
-            int, typer.Option(min=1, help="Stages each worker of a pipeline computes, with the schedule interleaved.")
-        ],
-        "cut": Annotated[
-            list[str] | None,
-            typer.Option(
-                metavar="MODULE", help="A module that begins a stage (default: stages of equal time). Repeatable."
-            ),
-        ],
-        "recompute": Annotated[
-            bool, typer.Option("--recompute", help="Compute activations again in backward instead of keeping them.")
-        ],
-        "sequence_parallel": Annotated[
-            bool,
-            typer.Option(
-                "--sequence-parallel",
-                help="Between layers divided by tp, each worker keeps a slice of the positions.",
-            ),
-        ],
-        "cpu_offload": Annotated[
-            bool, typer.Option("--cpu-offload", help="Keep sharded parameters in CPU memory while they are not used.")
-        ],
-    },
-}
-"""The options of a command that takes these values as parameters: one for each field."""
+GROUPS = (Where, Elastic, Strategy)
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -147,22 +67,34 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     The command-line library reads the options of a command from its signature.
     """
     signature = inspect.signature(command, eval_str=True)
-    groups = {name: p.annotation for name, p in signature.parameters.items() if p.annotation in GROUPS}
-    flat = []
-    for name, parameter in signature.parameters.items():
-        options = GROUPS[groups[name]] if name in groups else {name: parameter.annotation}
-        defaults = inspect.signature(groups[name]).parameters if name in groups else {name: parameter}
-        for option, annotation in options.items():
-            default = defaults[option].default
-            flat.append(inspect.Parameter(option, parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+    groups = {name: _options(p.annotation) for name, p in signature.parameters.items() if p.annotation in GROUPS}
+    parameters = [groups.get(name, [parameter]) for name, parameter in signature.parameters.items()]
+    flat = [one.replace(kind=one.KEYWORD_ONLY) for several in parameters for one in several]
 
     @functools.wraps(command)
     def with_options(**values: Any) -> None:
-        together = {name: kind(**{field: values.pop(field) for field in GROUPS[kind]}) for name, kind in groups.items()}
+        together = {
+            name: signature.parameters[name].annotation(**{one.name: values.pop(one.name) for one in options})
+            for name, options in groups.items()
+        }
         command(**together, **values)
 
+    # Of the signature it takes names and defaults, of the annotations the types.
+    with_options.__annotations__ = {one.name: one.annotation for one in flat}
     with_options.__signature__ = signature.replace(parameters=flat)  # type: ignore[attr-defined]
     return with_options
+
+
+def _options(group: type) -> list[inspect.Parameter]:
+    """The fields of a dataclass as parameters of a command; their metadata is what `typer.Option` takes."""
+    types = get_type_hints(group)
+    parameters = []
+    for one in dataclasses.fields(group):
+        details = dict(one.metadata)
+        default = typer.Option(one.default, *details.pop("names", ()), **details)
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(one.name, kind, default=default, annotation=types[one.name]))
+    return parameters
 
 
 def to_stderr(line: str) -> None:

@@ -13,7 +13,7 @@ from paceline.cli.options import AsJson, DataDir, EfficiencyFloor, GrowOption, S
 from paceline.cli.step_times import fit_and_predict, suggest_next
 from paceline.errors import JobError
 from paceline.spec import Job, parse_mesh
-from paceline.spec.mesh import num_named
+from paceline.spec.mesh_name import num_named
 from paceline.workflows import plan as workflow
 from paceline.workflows.forecasts import CLUSTER_FILE
 from paceline.workflows.jobs import resolve_job

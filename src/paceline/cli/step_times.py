@@ -10,8 +10,8 @@ from paceline.cli.console import print_table
 from paceline.workflows.step_times import fit_step_times, suggest_measurements
 
 if TYPE_CHECKING:
-    from paceline.plan.calibrate import Placement
     from paceline.plan.model import Layout, StepForecast
+    from paceline.plan.step_constants import Placement
 
 
 def fit_and_predict(obs: Path, queries: Path, as_json: bool) -> None:

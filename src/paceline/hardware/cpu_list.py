@@ -7,7 +7,7 @@ import re
 MOST = 65536
 """No kernel numbers more cores (NR_CPUS is 8192 at most); a longer list is a typing error."""
 
-_PART = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
+_RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:
@@ -17,13 +17,13 @@ def parse_cpus(text: str) -> tuple[int, ...]:
         ValueError: the text is no such list; its message is a sentence without a full stop.
     """
     numbers: set[int] = set()
-    for part in text.strip().split(","):
-        found = _PART.fullmatch(part.strip())
+    for item in text.strip().split(","):
+        found = _RANGE.fullmatch(item.strip())
         if not found:
             raise ValueError(f"{text[:40]!r} is no list of numbers such as 0-23,96-119")
         low, high = int(found[1]), int(found[2] or found[1])
         if low > high or high >= MOST:
-            raise ValueError(f"{part.strip()!r} is no range of numbers below {MOST}")
+            raise ValueError(f"{item.strip()!r} is no range of numbers below {MOST}")
         numbers.update(range(low, high + 1))
     return tuple(sorted(numbers))
 

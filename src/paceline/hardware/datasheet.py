@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 PROTOCOL_SHARE = 0.75
-"""Of what PCIe wires carry, what NCCL counts on: PCI_BW over 16 lanes of 8 GT/s."""
+"""NCCL's estimate as a share of the raw PCIe bandwidth: PCI_BW over 16 lanes of 8 GT/s."""
 EIGHT_OF_TEN = 0.8
 """PCIe before generation 3 spends 2 bits of 10 on coding."""
 HOST_BRIDGE_SHARE = 5 / 6
-"""Of the bandwidth of PCIe, what passes a host bridge: 1 / INTEL_P2P_OVERHEAD."""
+"""Share of the PCIe bandwidth that passes a host bridge: 1 / INTEL_P2P_OVERHEAD."""
 BETWEEN_SOCKETS = ((8.0, 6e9), (16.0, 10e9), (32.0, 22e9), (float("inf"), 40e9))
 """PCIe speed of a server in GT/s, at most, and bytes/s between its sockets in one direction."""
 
@@ -55,7 +55,7 @@ class GpuModel:
     name: str
     """A regular expression for the name that the driver gives."""
     nvlink_bytes_per_s: float
-    """Of one link in one direction; of Infinity Fabric on AMD."""
+    """One link in one direction; Infinity Fabric on AMD."""
     pcie: PcieLanes
 
 

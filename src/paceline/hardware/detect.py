@@ -62,10 +62,10 @@ def with_gpus(node: Node, found: nvml.Gpus, root: Path) -> Node:
         if place.lanes and place.missing_lanes
     )
     attached = [*sysfs.nics(root), *sysfs.disks(root)]
-    peripherals = tuple(part.peripheral for part in attached)
-    if matrix and not any(part.kind == "nic" for part in peripherals):
+    peripherals = tuple(card.peripheral for card in attached)
+    if matrix and not any(card.kind == "nic" for card in peripherals):
         peripherals += matrix.peripherals  # a container may hide the cards from sysfs
-    places |= {part.peripheral.label: part.pci for part in attached}
+    places |= {card.peripheral.label: card.pci for card in attached}
     return dataclasses.replace(
         node,
         devices=tuple(_placed(gpu, places.get(gpu.label), matrix) for gpu in gpus),
@@ -76,7 +76,7 @@ def with_gpus(node: Node, found: nvml.Gpus, root: Path) -> Node:
 
 
 def _matrix() -> tuple[Node | None, tuple[str, ...]]:
-    """What `nvidia-smi topo -m` says, and a note if it says something that cannot be meant."""
+    """What `nvidia-smi topo -m` says, and a note if that is no matrix."""
     text = nvidia_smi.run("topo", "-m")
     if not text.strip():
         return None, ()

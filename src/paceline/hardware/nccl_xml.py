@@ -29,13 +29,13 @@ SWITCH_CLASS = "0x0680"
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Found:
     """A <gpu> or <net> and what stands around it."""
 
     element: ElementTree.Element
     path: PciPath
     lanes: PcieLanes | None = None
-    """Of its own connection; None where NCCL could not read it."""
+    """The PCIe connection of the device itself; None where NCCL could not read it."""
     cpus: tuple[int, ...] = ()
 
     @property
@@ -49,9 +49,9 @@ def parse_nccl_xml(text: str, hostname: str = "") -> Node:
     Raises:
         ClusterError: no XML, not NCCL's, without GPUs, or with links that contradict each other.
     """
-    parts = list(_parts(_root(text)))
-    gpus = sorted((part for part in parts if part.element.tag == "gpu"), key=lambda part: _number(part.element, "dev"))
-    nets = [part for part in parts if part.element.tag == "net"]
+    found = list(_found(_root(text)))
+    gpus = sorted((one for one in found if one.element.tag == "gpu"), key=lambda gpu: _number(gpu.element, "dev"))
+    nets = [one for one in found if one.element.tag == "net"]
     if not gpus:
         raise ClusterError("This NCCL topology has no <gpu>; dump it with NCCL_TOPO_DUMP_FILE from a run on all GPUs.")
     devices = [_device(gpu) for gpu in gpus]
@@ -59,19 +59,19 @@ def parse_nccl_xml(text: str, hostname: str = "") -> Node:
         if one.index == other.index:
             raise ClusterError(f"This NCCL topology has two <gpu dev={one.index}>; give the dump of one node alone.")
     nics = [_nic(number, net) for number, net in enumerate(nets)]
-    parts_by_label = {
+    found_by_label = {
         **{device.label: gpu for device, gpu in zip(devices, gpus, strict=True)},
         **{nic.label: net for nic, net in zip(nics, nets, strict=True)},
     }
 
     def label_of(one: str, other: str) -> str:
-        ends = (parts_by_label[one], parts_by_label[other])
+        ends = (found_by_label[one], found_by_label[other])
         return _fabric_label(*ends) or distance(ends[0].path, ends[1].path)
 
     models = {
         device.label: SM_NAMES.get(_optional(gpu.element, "sm"), "") for device, gpu in zip(devices, gpus, strict=True)
     }
-    lanes = {label: part.lanes for label, part in parts_by_label.items() if part.lanes}
+    lanes = {label: end.lanes for label, end in found_by_label.items() if end.lanes}
     links = links_of_pairs(devices, nics, label_of, models, lanes)
     return Node(hostname, num_cores(devices), 0, "", tuple(devices), tuple(nics), links)
 
@@ -89,9 +89,9 @@ def _root(text: str) -> ElementTree.Element:
     return root
 
 
-def _parts(root: ElementTree.Element) -> Iterator[_Part]:
+def _found(root: ElementTree.Element) -> Iterator[_Found]:
     """All GPUs and network ports, in the order of the file."""
-    stack = [(child, _Part(child, PciPath())) for child in reversed(root)]
+    stack = [(child, _Found(child, PciPath())) for child in reversed(root)]
     num_cpus = 0
     while stack:
         element, around = stack.pop()
@@ -105,11 +105,11 @@ def _parts(root: ElementTree.Element) -> Iterator[_Part]:
                 raise ClusterError("A <pci> in this NCCL topology has no busid.")
             path, lanes = PciPath(path.root, path.numa_node, (*path.bridges, bus_id.lower())), _lanes(element)
         elif element.tag in ("gpu", "net"):
-            yield _Part(element, path, lanes, cpus)
-        stack += [(child, _Part(child, path, lanes, cpus)) for child in reversed(element)]
+            yield _Found(element, path, lanes, cpus)
+        stack += [(child, _Found(child, path, lanes, cpus)) for child in reversed(element)]
 
 
-def _device(gpu: _Part) -> Device:
+def _device(gpu: _Found) -> Device:
     return Device(
         "cuda",
         _number(gpu.element, "dev"),
@@ -121,13 +121,13 @@ def _device(gpu: _Part) -> Device:
     )
 
 
-def _nic(number: int, net: _Part) -> Peripheral:
+def _nic(number: int, net: _Found) -> Peripheral:
     bytes_per_s = _optional(net.element, "speed") * 1e6 / 8 or None
     name = net.element.get("name", "")
     return Peripheral("nic", f"NIC{number}", name, net.bus_id, net.path.numa_node, bytes_per_s)
 
 
-def _fabric_label(one: _Part, other: _Part) -> str:
+def _fabric_label(one: _Found, other: _Found) -> str:
     """NVk or XGMI; empty where the two have PCIe only, as cards have."""
     if other.element.tag != "gpu":
         return ""
@@ -143,7 +143,7 @@ def _fabric_label(one: _Part, other: _Part) -> str:
     return f"NV{through_switches}" if through_switches else ""
 
 
-def _num_links(gpu: _Part, target: str | None = None) -> int:
+def _num_links(gpu: _Found, target: str | None = None) -> int:
     """NVLinks from a GPU to the bus id `target`; to switches for None."""
     return sum(
         _number(link, "count")
@@ -177,7 +177,7 @@ def _cores(cpu: ElementTree.Element) -> tuple[int, ...]:
 
 
 def _lanes(pci: ElementTree.Element) -> PcieLanes | None:
-    """Of link_speed="16.0 GT/s PCIe" and link_width="16"; None where NCCL wrote neither."""
+    """The lanes in link_speed="16.0 GT/s PCIe" and link_width="16"; None where NCCL wrote neither."""
     speed = re.match(r"([0-9]{1,3}(?:\.[0-9]{1,3})?) GT/s", pci.get("link_speed", ""))
     width = re.fullmatch(r"[0-9]{1,2}", pci.get("link_width", ""))
     if not speed or not width or not int(width[0]) or not float(speed[1]):

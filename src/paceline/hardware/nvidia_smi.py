@@ -27,10 +27,10 @@ def parse_gpus(listing: str) -> list[Device]:
     """
     gpus = []
     for line in listing.splitlines():
-        parts = [part.strip() for part in line.split(",")]
-        if len(parts) < 4 or not parts[0].isdecimal() or not (parts[2].isdecimal() or parts[2].startswith("[")):
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) < 4 or not cells[0].isdecimal() or not (cells[2].isdecimal() or cells[2].startswith("[")):
             continue
-        index, name, memory, uuid, bus_id, utilization, used = (parts + [""] * 3)[:7]
+        index, name, memory, uuid, bus_id, utilization, used = (cells + [""] * 3)[:7]
         gpus.append(
             Device(
                 "cuda",

@@ -84,7 +84,7 @@ class Gpus:
 
     devices: tuple[Device, ...] = ()
     labels: Mapping[tuple[int, int], str] = field(default_factory=dict)
-    """Of each pair of indices in ascending order, as far as the driver tells."""
+    """The label of each pair of indices in ascending order, as far as the driver tells."""
     notes: tuple[str, ...] = ()
 
 

@@ -21,7 +21,7 @@ def read_topology(source: Path | str) -> Cluster:
         source: A path, or the text itself: a string of several lines, or one that begins like JSON or XML.
 
     Raises:
-        ClusterError: no such file, or a content that cannot be meant.
+        ClusterError: no such file, or text that is none of these.
     """
     if isinstance(source, str) and (len(source.splitlines()) > 1 or source.startswith(("{", "<"))):
         return _parse(source)

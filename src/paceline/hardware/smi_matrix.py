@@ -135,7 +135,7 @@ def _listing(lines: Sequence[str]) -> dict[int, _Listed]:
         gpu, mig = _LISTED_GPU.search(line), _LISTED_SLICE.match(line)
         if gpu:
             known = _UUID.match(gpu[2])
-            for index in (int(part) for part in gpu[1].split(",")):
+            for index in map(int, gpu[1].split(",")):
                 last = index
                 listed[index] = _Listed(known[1].strip(), known[2]) if known else _Listed(gpu[2].strip(), "")
         elif mig and last is not None:

@@ -95,13 +95,13 @@ def _pci_device(folder: Path) -> PciDevice | None:
         if place == place.parent:
             return None
         place = place.parent
-    above = [part for part in (place, *place.parents) if _BUS_ID.fullmatch(part.name)]
+    above = [level for level in (place, *place.parents) if _BUS_ID.fullmatch(level.name)]
     host_bridge = above[-1].parent.name
     numa_node = read_integer(place / "numa_node")
     path = PciPath(
         host_bridge,
         None if numa_node is None or numa_node < 0 else numa_node,
-        tuple(part.name for part in reversed(above)),
+        tuple(level.name for level in reversed(above)),
     )
     lanes, missing = _lanes(place)
     return PciDevice(path, lanes, _cpus(place / "local_cpulist"), missing)
@@ -129,7 +129,7 @@ def _cpus(path: Path) -> tuple[int, ...]:
 
 
 def _rdma_bytes_per_s(folder: Path) -> float | None:
-    """Of its fastest port: "400 Gb/sec (4X NDR)"."""
+    """The rate of its fastest port: "400 Gb/sec (4X NDR)"."""
     rates = [re.match(r"([0-9]{1,5}(?:\.[0-9]+)?) Gb/sec", read_text(port)) for port in folder.glob("ports/*/rate")]
     return max((float(rate[1]) * 1e9 / 8 for rate in rates if rate), default=None)
 
@@ -151,4 +151,4 @@ def _folders(path: Path) -> list[Path]:
         found = list(path.iterdir())
     except OSError:
         return []
-    return sorted(found, key=lambda folder: [(len(part), part) for part in re.split(r"(\d+)", folder.name)])
+    return sorted(found, key=lambda folder: [(len(word), word) for word in re.split(r"(\d+)", folder.name)])

@@ -29,7 +29,7 @@ from paceline.launch.events import WorkerExited
 from paceline.launch.forking import ForkServer
 from paceline.launch.hang import WatchClock, interval_s
 from paceline.launch.messages import AgentMessage
-from paceline.launch.team import LocalTeam, Orders, Output, aged
+from paceline.launch.team import LaunchOptions, LocalTeam, with_age
 
 MARKER_WAIT_S = 5.0
 """For a file on a network file system to be seen: clients remember for some seconds what was not there."""
@@ -38,8 +38,8 @@ MARKER_WAIT_S = 5.0
 def serve(node: dict[str, Any]) -> None:
     """Say hello as `node` (a `spec.Node` as a mapping), then obey until the launcher is gone."""
     with contextlib.closing(_Agent()) as agent:
-        agent.say(messages.Hello(socket.gethostname(), os.getpid(), versions(), node))
-        agent.obey()
+        agent.send(messages.Hello(socket.gethostname(), os.getpid(), versions(), node))
+        agent.run()
 
 
 def versions() -> dict[str, str]:
@@ -57,40 +57,40 @@ class _Agent:
         # Whatever prints here must not be taken for a message.
         self._channel: IO[bytes] = os.fdopen(os.dup(1), "wb")
         os.dup2(2, 1)
-        self._saying = threading.Lock()
+        self._send_lock = threading.Lock()
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._team: LocalTeam | None = None
         self._fork_server: ForkServer | None = None
         self._endpoints: list[OpenEndpoint] = []
-        self._heard_at = time.monotonic()
+        self._last_message_at = time.monotonic()
         self._silence_s = float("inf")
         self._interval_s = interval_s(60.0)
         self._clock = WatchClock(self._interval_s)
         threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
-    def say(self, message: AgentMessage) -> None:
-        with self._saying, contextlib.suppress(OSError):  # the launcher is gone: the inbox will say so
+    def send(self, message: AgentMessage) -> None:
+        with self._send_lock, contextlib.suppress(OSError):  # the launcher is gone: the inbox will say so
             self._channel.write(message.encode())
             self._channel.flush()
 
-    def obey(self) -> None:
-        next_beat = time.monotonic()
-        while self._clock.watched_s(time.monotonic() - self._heard_at) < self._silence_s:
+    def run(self) -> None:
+        next_report = time.monotonic()
+        while self._clock.watched_s(time.monotonic() - self._last_message_at) < self._silence_s:
             try:
-                item = self._inbox.get(timeout=max(0.0, next_beat - time.monotonic()))
+                item = self._inbox.get(timeout=max(0.0, next_report - time.monotonic()))
             except queue.Empty:
-                next_beat = time.monotonic() + self._interval_s
+                next_report = time.monotonic() + self._interval_s
                 workers = [] if self._team is None else [asdict(state) for state in self._team.states()]
-                self.say(messages.Beat(workers))
+                self.send(messages.WorkerStates(workers))
                 if self._team is not None:
-                    self._team.tend()
+                    self._team.prepare_standby()
                 continue
             if item is None:
                 return
             try:
                 self._do(item)
             except LaunchError as error:
-                self.say(messages.Refused(str(error)))
+                self.send(messages.Refused(str(error)))
 
     def close(self) -> None:
         if self._team is not None:
@@ -102,7 +102,7 @@ class _Agent:
     def _listen(self) -> None:
         with os.fdopen(os.dup(0), "rb") as incoming:
             for line in incoming:
-                self._heard_at = time.monotonic()
+                self._last_message_at = time.monotonic()
                 message = messages.decode(line)
                 if not isinstance(message, messages.Ping):
                     self._inbox.put(message)
@@ -113,34 +113,36 @@ class _Agent:
             case messages.Listen(interface):
                 self._close_endpoints()
                 self._endpoints = open_endpoints(interface)
-                self.say(messages.Listening([asdict(each.endpoint) for each in self._endpoints]))
+                self.send(messages.Listening([asdict(each.endpoint) for each in self._endpoints]))
             case messages.TryEndpoints(endpoints, interface):
                 found = try_endpoints([Endpoint(**endpoint) for endpoint in endpoints], interface)
-                self.say(messages.Reached([name for name, _ in found], [problem for _, problem in found]))
+                self.send(messages.Reached([name for name, _ in found], [problem for _, problem in found]))
             case messages.Start():
                 self._start(item)
             case messages.ShowStacks(ranks):
                 stacks = {} if self._team is None else self._team.stacks(ranks)
-                self.say(messages.Stacks({str(rank): text for rank, text in stacks.items()}))
-            case messages.AskToSave():
-                if self._team is not None:
-                    self._team.ask_to_save()
-            case messages.AskToEnd():
-                if self._team is not None:
-                    self._team.ask_to_end()
-            case messages.Kill(ranks):
-                if self._team is not None:
-                    self._team.kill(ranks)
-                else:
-                    self.say(messages.RunEnded())
+                self.send(messages.Stacks({str(rank): text for rank, text in stacks.items()}))
+            case messages.SignalWorkers(method, ranks):
+                self._signal_workers(method, ranks)
             case WorkerExited(_, rank):
                 self._note_exit(rank)
+
+    def _signal_workers(self, method: str, ranks: list[int] | None) -> None:
+        if self._team is None:
+            if method == "kill":
+                self.send(messages.RunEnded())
+        elif method == "kill":
+            self._team.kill(ranks)
+        elif method == "ask_to_end":
+            self._team.ask_to_end()
+        else:
+            self._team.ask_to_save()
 
     def _start(self, start: messages.Start) -> None:
         if self._team is not None:
             raise LaunchError("An earlier run still has workers on this node; wait for it to end.")
         run_dir = Path(start.run_dir)
-        _await_marker(run_dir, start.marker)
+        await_marker(run_dir, start.marker)
         # The launcher's interpreter may lie elsewhere here, or in no container.
         commands = [
             replace(WorkerCommand(**command), argv=(sys.executable, *command["argv"][1:])) for command in start.commands
@@ -153,30 +155,35 @@ class _Agent:
         self._silence_s = start.hang_timeout_s
         self._interval_s = interval_s(start.hang_timeout_s)
         self._clock = WatchClock(self._interval_s)
-        output: Output = "all" if start.show_all else "rank0"
         preload = tuple(start.preload)
         if preload and self._fork_server is None:
             self._fork_server = ForkServer(preload)
-        orders = Orders(run_dir, output, start.hang_timeout_s, self._inbox.put, start.restart, preload)
-        self._team = LocalTeam(0, orders, self._fork_server)
+        options = LaunchOptions(
+            run_dir,
+            output="all" if start.show_all else "rank0",
+            hang_timeout_s=start.hang_timeout_s,
+            preload=preload,
+            restart=start.restart,
+        )
+        self._team = LocalTeam(0, options, self._inbox.put, self._fork_server)
         self._team.start(
             commands,
             sockets=sockets,
-            show=lambda fd, lines: self.say(messages.OutputText(fd, lines.decode(errors="replace"))),
+            show=lambda fd, lines: self.send(messages.OutputText(fd, lines.decode(errors="replace"))),
         )
         self._close_endpoints()  # rank 0 has its own hold on the one that matters
-        self.say(messages.Started(list(self._team.running)))
+        self.send(messages.Started(list(self._team.running)))
 
     def _note_exit(self, rank: int) -> None:
         assert self._team is not None
-        ending = aged(self._team.collect(rank), time.time())
+        ending = with_age(self._team.collect(rank), time.time())
         is_last = not self._team.running
         if is_last:
             self._team.close()  # which says what the workers wrote last
             self._team = None
-        self.say(messages.Exited(asdict(ending)))
+        self.send(messages.Exited(asdict(ending)))
         if is_last:
-            self.say(messages.RunEnded())
+            self.send(messages.RunEnded())
 
     def _close_endpoints(self) -> None:
         for each in self._endpoints:
@@ -184,7 +191,7 @@ class _Agent:
         self._endpoints = []
 
 
-def _await_marker(run_dir: Path, marker: str) -> None:
+def await_marker(run_dir: Path, marker: str) -> None:
     deadline = time.monotonic() + MARKER_WAIT_S
     while not (run_dir / marker).exists():
         if time.monotonic() > deadline:

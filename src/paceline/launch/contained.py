@@ -17,7 +17,7 @@ NVIDIA_DRIVER = "/dev/nvidiactl"
 
 
 def contained(
-    reaches: Sequence[NodeAccess], image: str, *, cwd: Path, binds: Sequence[Path], python: str
+    accesses: Sequence[NodeAccess], image: str, *, cwd: Path, binds: Sequence[Path], python: str
 ) -> tuple[list[NodeAccess], str]:
     """Ways to the same nodes that run a program in `image`, which sees `cwd` and `binds`; and the image's digest.
 
@@ -27,41 +27,39 @@ def contained(
     Raises:
         LaunchError: a node lacks the image, or has another one than the first.
     """
-    with ThreadPoolExecutor(max_workers=len(reaches)) as pool:
-        digests = list(pool.map(lambda reach: image_digest(image, lambda argv: _output_on(reach, argv)), reaches))
-        have_gpus = list(pool.map(lambda reach: _succeeds_on(reach, ["test", "-e", NVIDIA_DRIVER]), reaches))
-    for reach, digest in zip(reaches, digests, strict=True):
+    with ThreadPoolExecutor(max_workers=len(accesses)) as pool:
+        digests = list(pool.map(lambda access: image_digest(image, lambda argv: _output_on(access, argv)), accesses))
+        have_gpus = list(pool.map(lambda access: _succeeds_on(access, ["test", "-e", NVIDIA_DRIVER]), accesses))
+    for access, digest in zip(accesses, digests, strict=True):
         if digest != digests[0]:
             raise LaunchError(
-                f"{image} on {reach.hostname} is {digest}, but on {reaches[0].hostname} {digests[0]}; copy one image "
+                f"{image} on {access.hostname} is {digest}, but on {accesses[0].hostname} {digests[0]}; copy one image "
                 "to all nodes, or keep it on a file system that they share."
             )
 
-    def inside(reach: NodeAccess, gpus: bool) -> NodeAccess:
+    def inside(access: NodeAccess, gpus: bool) -> NodeAccess:
         def argv(program: Sequence[str]) -> Sequence[str]:
-            return reach.argv(in_container(program, image, cwd=cwd, binds=binds, gpus=gpus))
+            return access.argv(in_container(program, image, cwd=cwd, binds=binds, gpus=gpus))
 
-        return replace(reach, argv=argv, python=python)
+        return replace(access, argv=argv, python=python)
 
-    return [inside(reach, gpus) for reach, gpus in zip(reaches, have_gpus, strict=True)], digests[0]
+    return [inside(access, gpus) for access, gpus in zip(accesses, have_gpus, strict=True)], digests[0]
 
 
-def _output_on(reach: NodeAccess, argv: Sequence[str]) -> str:
+def _output_on(access: NodeAccess, argv: Sequence[str]) -> str:
     try:
-        done = subprocess.run(
-            reach.argv(argv), capture_output=True, text=True, timeout=DIGEST_TIMEOUT_S, stdin=subprocess.DEVNULL
-        )
+        done = access.run(argv, DIGEST_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as problem:
-        raise LaunchError(f"{reach.hostname} cannot be asked for its image: {problem}.") from None
+        raise LaunchError(f"{access.hostname} cannot be asked for its image: {problem}.") from None
     if done.returncode != 0:
-        explained = reach.explain(done.returncode, done.stderr)
-        raise LaunchError(explained or f"{reach.hostname}: {' '.join(done.stderr.split()) or f'{argv[0]} failed'}")
+        explained = access.explain(done.returncode, done.stderr)
+        raise LaunchError(explained or f"{access.hostname}: {' '.join(done.stderr.split()) or f'{argv[0]} failed'}")
     return done.stdout
 
 
-def _succeeds_on(reach: NodeAccess, argv: Sequence[str]) -> bool:
+def _succeeds_on(access: NodeAccess, argv: Sequence[str]) -> bool:
     try:
-        _output_on(reach, argv)
+        _output_on(access, argv)
     except LaunchError:
         return False
     return True

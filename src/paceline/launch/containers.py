@@ -10,12 +10,12 @@ through. Podman numbers processes anew inside: with the program ends all that it
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from paceline.errors import LaunchError
+from paceline.launch.output_of import output_of
 from paceline.launch.variables import with_variables
 
 Runtime = Literal["apptainer", "podman"]
@@ -107,7 +107,7 @@ def image_digest(image: str, run: Callable[[Sequence[str]], str] | None = None) 
             f"{image} may be another image on every node and on every day; name it by its digest, {image}@sha256:…, or "
             f"make a file of it once (apptainer pull image.sif {image})."
         )
-    digest = re.search(r"(?:sha256:|\A\\?)([0-9a-f]{64})\b", (run or _output_of)(argv))
+    digest = re.search(r"(?:sha256:|\A\\?)([0-9a-f]{64})\b", (run or _here)(argv))
     if digest is None:
         raise LaunchError(f"{argv[0]} does not say the digest of {image}; is it complete?")
     return f"sha256:{digest.group(1)}"
@@ -121,13 +121,10 @@ def _bindable(path: Path) -> Path:
     return path
 
 
-def _output_of(argv: Sequence[str]) -> str:
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=DIGEST_TIMEOUT_S, stdin=subprocess.DEVNULL)
-    except FileNotFoundError:
-        raise LaunchError(f"There is no {argv[0]} on this node; install it, or use another container.") from None
-    except subprocess.TimeoutExpired:
-        raise LaunchError(f"{' '.join(argv)} has not ended within {DIGEST_TIMEOUT_S:.0f} s.") from None
-    if done.returncode != 0:
-        raise LaunchError(f"There is no image {argv[-1]} on this node: {' '.join(done.stderr.split())}")
-    return done.stdout
+def _here(argv: Sequence[str]) -> str:
+    return output_of(
+        argv,
+        timeout_s=DIGEST_TIMEOUT_S,
+        where="on this node; install it, or use another container",
+        refusal=f"There is no image {argv[-1]} on this node",
+    )

@@ -9,57 +9,26 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from paceline.launch.failures import (
     Ending,
-    Failure,
     is_consequence,
     log_path,
     name_ranks,
+    one_line,
     root_cause,
-    sentence,
+    signal_name,
     stack_path,
+    whereabouts,
 )
+from paceline.launch.faults import Cause, fault_of
 from paceline.launch.hang import Hang, WorkerState
 from paceline.launch.supervise import NodeLoss, Outcome
-
-Cause = Literal[
-    "exception",
-    "exit",
-    "signal",
-    "out_of_memory",
-    "lost_touch",
-    "hung",
-    "stopped",
-    "mismatch",
-    "node_silent",
-    "agent_lost",
-    "node_down",
-]
 
 LOG_TAIL_LINES = 30
 MOST_STACK_LINES = 25
 MOST_WORKER_LINES = 12
-
-_NEXT = {
-    "exception": "Read the traceback; `paceline launch --launcher debug …` runs the program in one process, under a "
-    "debugger if you like.",
-    "exit": "Read the last lines of the worker's log, {log}.",
-    "signal": "Read where Python was, {stack}; a crash in native code is often a mismatch of versions: "
-    "`paceline doctor`.",
-    "out_of_memory": "Try --micro-batch-size with half the samples, fewer workers a node, or a higher memory limit.",
-    "lost_touch": "Look at the network between the nodes: `paceline doctor --hosts …`.",
-    "hung": "Look at the stack: a loop, a lock, a slow read, or code that only some ranks run before a collective; "
-    "--hang-timeout raises the bound if that work is meant to take so long.",
-    "stopped": "Somebody stopped the process (kill -STOP, Ctrl-Z, a debugger); kill -CONT {pid} lets one go on.",
-    "mismatch": "Compare the collectives: ranks in different ones took different branches (--debug-comm names the "
-    "first difference); in the same one, data does not get through: `paceline doctor --hosts …`.",
-    "node_silent": "Is {node} powered on and its link up? `ping {node}`; then start the run again: --hosts without it "
-    "works too.",
-    "agent_lost": "Somebody or something ended the agent; see the system's log on {node} (out of memory, a job limit).",
-    "node_down": "Is {node} up? `ping {node}`; then start the run again: --hosts without it works too.",
-}
 
 
 @dataclass(frozen=True)
@@ -160,71 +129,45 @@ def _came_first(ending: Ending, time: float) -> bool:
 
 
 def _of_loss(loss: NodeLoss, outcome: Outcome, answers: bool | None) -> FailureReport:
+    cause: Cause = "node_silent" if loss.silent_s is not None else "agent_lost" if answers else "node_down"
     ranks = name_ranks(loss.ranks)
-    if loss.silent_s is not None:
-        cause: Cause = "node_silent"
-        what = (
-            f"Node {loss.hostname} ({ranks}) has been silent for {loss.silent_s:.1f} s: it lost power, hangs, or its "
-            "link is cut."
-        )
-    elif answers:
-        cause = "agent_lost"
-        what = f"The agent on node {loss.hostname} was killed or ended; its workers ({ranks}) went with it."
-    else:
-        cause = "node_down"
-        silence = "" if answers is None else " and it does not answer any more"
-        what = f"Node {loss.hostname} ({ranks}) went down: its connection was closed{silence}."
-    steps = [state.step for state in outcome.states if state.step is not None]
-    return FailureReport(
-        cause=cause,
-        sentence=what,
+    silence = "" if answers is None else " and it does not answer any more"
+    return _report(
+        cause,
+        {"ranks": ranks, "seconds": loss.silent_s, "silence": silence},
         ranks=loss.ranks,
         hostname=loss.hostname,
-        pid=None,
-        exit_code=None,
-        step=min(steps, default=None),
+        step=min((state.step for state in outcome.states if state.step is not None), default=None),
         noticed_at=loss.time,
-        next=_NEXT[cause].format(node=loss.hostname),
-        evidence="",
         workers=(f"{ranks}: lost with node {loss.hostname}", *_lines(outcome.states)),
     )
 
 
 def _of_hang(hang: Hang, outcome: Outcome, world_size: int) -> FailureReport:
-    by_rank = {state.rank: state for state in outcome.states}
-    first = by_rank[hang.culprits[0]]
-    names = {ending.rank: ending.hostname for ending in outcome.endings}
-    hostname = names.get(first.rank, "")
-    where = f"pid {first.pid}{f' on {hostname}' if hostname else ''}"
-    waiting = (
-        f"; {name_ranks(hang.waiting)} {'waits' if len(hang.waiting) == 1 else 'wait'} for it" if hang.waiting else ""
-    )
-    if hang.kind == "mismatch":
-        who = f"All {world_size} workers" if len(hang.waiting) == world_size else f"R{name_ranks(hang.waiting)[1:]}"
-        what = f"{who} have waited for each other for {hang.seconds:.1f} s: {first.doing}."
-    elif hang.kind == "stopped":
-        what = (
-            f"Rank {first.rank} of {world_size} ({where}) has been stopped for {hang.seconds:.1f} s (SIGSTOP){waiting}."
-        )
-    else:
-        step = "" if first.step is None else f" in step {first.step + 1}"
-        hangs = "hangs" if len(hang.culprits) == 1 else f"and {name_ranks(hang.culprits[1:])} hang"
-        what = (
-            f"Rank {first.rank} of {world_size} ({where}) {hangs}{step}: {name_ranks(hang.waiting)} "
-            f"{'has' if len(hang.waiting) == 1 else 'have'} waited for it for {hang.seconds:.1f} s."
-        )
-    stacks = "\n".join(f"Stack of rank {rank}:\n{_of_the_user(text)}" for rank, text in outcome.stacks if text)
-    return FailureReport(
-        cause=hang.kind,
-        sentence=what,
+    first = next(state for state in outcome.states if state.rank == hang.culprits[0])
+    hostname = next((ending.hostname for ending in outcome.endings if ending.rank == first.rank), "")
+    waiting = name_ranks(hang.waiting) if hang.waiting else ""
+    is_one = len(hang.waiting) == 1
+    facts = {
+        "who": _who(first.rank, first.pid, hostname, world_size),
+        "everybody": f"All {world_size} workers" if len(hang.waiting) == world_size else f"R{waiting[1:]}",
+        "doing": first.doing,
+        "seconds": hang.seconds,
+        "hangs": "hangs" if len(hang.culprits) == 1 else f"and {name_ranks(hang.culprits[1:])} hang",
+        "in_step": "" if first.step is None else f" in step {first.step + 1}",
+        "waiting": waiting,
+        "have": "has" if is_one else "have",
+        "who_waits": f"; {waiting} {'waits' if is_one else 'wait'} for it" if waiting else "",
+    }
+    return _report(
+        hang.kind,
+        facts,
         ranks=hang.culprits,
         hostname=hostname,
         pid=first.pid,
-        exit_code=None,
         step=first.step,
         noticed_at=outcome.hang_at,
-        next=_NEXT[hang.kind].format(pid=first.pid),
-        evidence=stacks,
+        evidence="\n".join(f"Stack of rank {rank}:\n{_of_the_user(text)}" for rank, text in outcome.stacks if text),
         workers=_lines(sorted(outcome.states, key=lambda state: state.rank not in hang.culprits)),
     )
 
@@ -239,29 +182,66 @@ def _of_the_user(stacks: str) -> str:
 
 
 def _of_ending(root: Ending, outcome: Outcome, world_size: int, run_dir: Path) -> FailureReport:
-    cause: Cause = "exit"
+    cause: Cause = "signal" if root.exit_code < 0 else "exit"
+    what = ""
     if root.failure is not None:
         cause = "lost_touch" if is_consequence(root.failure) else "exception"
+        what = ": ".join(filter(None, (root.failure.type, one_line(root.failure.message))))
     elif root.out_of_memory:
         cause = "out_of_memory"
-    elif root.exit_code < 0:
-        cause = "signal"
-    log, stack = log_path(run_dir, root.rank), stack_path(run_dir, root.rank)
+    facts = {
+        "who": _who(root.rank, root.pid, root.hostname, world_size),
+        "what": what,
+        "peers": whereabouts(outcome.endings, outcome.stopped_at),
+        "log": log_path(run_dir, root.rank),
+        "stack": stack_path(run_dir, root.rank),
+    }
     last = f"; its last collective was {root.collective}" if root.collective else ""
     step = "" if root.step is None else f" after {root.step} step{'s' * (root.step != 1)}"
-    return FailureReport(
-        cause=cause,
-        sentence=sentence(root, outcome.endings, world_size=world_size, stopped_at=outcome.stopped_at),
+    return _report(
+        cause,
+        facts,
         ranks=(root.rank,),
         hostname=root.hostname,
         pid=root.pid,
         exit_code=root.exit_code,
         step=root.step,
         noticed_at=min(outcome.stopped_at, max(ending.time for ending in outcome.endings)),
-        next=_NEXT[cause].format(log=log, stack=stack, node=root.hostname or "this machine", pid=root.pid),
         evidence=_evidence(root, run_dir),
         workers=(f"rank {root.rank}: ended{step}{last}", *_lines(outcome.states)),
     )
+
+
+def _report(cause: Cause, facts: dict[str, Any], *, hostname: str, **values: Any) -> FailureReport:
+    """The table's texts with their `facts`; `values` are fields of the report."""
+    fields = {"pid": None, "exit_code": None, "evidence": "", **values}
+    facts = {"node": hostname, "pid": fields["pid"], **_exit_facts(fields["exit_code"]), **facts}
+    fault = fault_of(cause, fields["exit_code"])
+    sentence, advice = fault.sentence.format_map(facts), fault.next.format_map(facts)
+    return FailureReport(cause=cause, sentence=sentence, hostname=hostname, next=advice, **fields)
+
+
+def in_short(report: FailureReport, step: int) -> str:
+    """What happened, for a line on the terminal: "worker 2 on node1 was killed at step 512"."""
+    are_many = len(report.ranks) > 1
+    where = f" on {report.hostname}" if report.hostname else ""
+    facts = {
+        "workers": f"worker{'s' * are_many} {', '.join(map(str, report.ranks))}{where}",
+        "was": "were" if are_many else "was",
+        "node": report.hostname,
+        "last_line": report.evidence.rstrip().splitlines()[-1] if report.evidence else "?",
+        **_exit_facts(report.exit_code),
+    }
+    what = fault_of(report.cause, report.exit_code).short.format_map(facts)
+    return f"{what} at step {step}" if step else f"{what} before the first step"
+
+
+def _exit_facts(exit_code: int | None) -> dict[str, Any]:
+    return {"exit_code": exit_code, "signal": signal_name(-(exit_code or 0))}
+
+
+def _who(rank: int, pid: int, hostname: str, world_size: int) -> str:
+    return f"Rank {rank} of {world_size} (pid {pid}{f' on {hostname}' if hostname else ''})"
 
 
 def _lines(states: Sequence[WorkerState]) -> tuple[str, ...]:
@@ -273,9 +253,8 @@ def _lines(states: Sequence[WorkerState]) -> tuple[str, ...]:
 
 def _evidence(ending: Ending, run_dir: Path) -> str:
     """A failed worker's traceback, else where a crash found it and its last lines; may be empty."""
-    failure: Failure | None = ending.failure
-    if failure is not None:
-        return failure.traceback
+    if ending.failure is not None:
+        return ending.failure.traceback
     crash = _tail(stack_path(run_dir, ending.rank), None) if ending.exit_code < 0 else ""
     return crash + _tail(log_path(run_dir, ending.rank), LOG_TAIL_LINES)
 

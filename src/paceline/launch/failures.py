@@ -146,37 +146,8 @@ def root_cause(endings: Sequence[Ending], *, stopped_at: float) -> Ending:
     return min(failed, key=lambda e: (e.time > stopped_at, merely_lost_a_peer(e), e.time, e.rank))
 
 
-def sentence(root: Ending, endings: Sequence[Ending], *, stopped_at: float, world_size: int | None = None) -> str:
-    """What happened to the worker `root` of a run that ended as `endings`, in one sentence.
-
-    `world_size`: None: as many workers as endings.
-    """
-    where = f"pid {root.pid} on {root.hostname}" if root.hostname else f"pid {root.pid}"
-    who = f"Rank {root.rank} of {world_size or len(endings)} ({where})"
-    if root.failure is not None:
-        what = root.failure.type + (f": {message}" if (message := _one_line(root.failure.message)) else "")
-        if is_consequence(root.failure):
-            return f"{who} lost touch with the other workers{_whereabouts(endings, stopped_at)}: {what}"
-        return f"{who} failed with {what}"
-    if root.out_of_memory:
-        return (
-            f"{who} was killed by the kernel: out of memory; try a smaller micro_batch_size, fewer workers a node, "
-            "or a higher memory limit."
-        )
-    if root.exit_code == -signal.SIGKILL:
-        return (
-            f"{who} was killed by SIGKILL from outside this run: most likely the machine ran out of memory; "
-            "try a smaller micro_batch_size or fewer workers."
-        )
-    if root.exit_code < 0:
-        return f"{who} was killed by {signal_name(-root.exit_code)}."
-    if root.exit_code == 128 + signal.SIGTERM:
-        return f"{who} was ended by SIGTERM from outside this run (exit code {root.exit_code})."
-    return f"{who} ended with exit code {root.exit_code}."
-
-
-def _whereabouts(endings: Sequence[Ending], stopped_at: float) -> str:
-    """Which peers a waiting worker could not meet: those that had ended, else those busy until the stop."""
+def whereabouts(endings: Sequence[Ending], stopped_at: float) -> str:
+    """Which peers a worker lost touch with: those that had ended, else those busy until the stop; may be empty."""
     # Its sockets close before a process ends: a peer that left first may be seen to end last.
     ended = sorted(e.rank for e in endings if not e.failed and e.time <= stopped_at)
     busy = sorted(e.rank for e in endings if e.failure is None and e.time > stopped_at)
@@ -190,7 +161,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(rank) for rank in ranks)
 
 
-def _one_line(message: str) -> str:
+def one_line(message: str) -> str:
     """`message` without line breaks and the places in torch's C++ sources that it may name."""
     line = " ".join(re.sub(r"\[\S+\.(cc|cpp|h):\d+\]", "", message).split())
     return line if len(line) <= LONGEST_MESSAGE else line[: LONGEST_MESSAGE - 1] + "…"

@@ -58,7 +58,7 @@ class Fleet:
         self._is_closing = threading.Event()
         self._lock = threading.Lock()
         self._trying: dict[str, RemoteTeam] = {}
-        self._hopeful: set[str] = set()
+        self._first_retries: set[str] = set()
         """Lost nodes whose first new try is not over."""
         self._returned: list[tuple[RemoteTeam, Hello]] = []
         self._mine: list[RemoteTeam] = []
@@ -85,10 +85,10 @@ class Fleet:
             return any(not team.is_gone for team, _ in self._returned)
 
     @property
-    def is_hopeful(self) -> bool:
+    def awaits_first_retry(self) -> bool:
         """Whether a node that was lost just now may turn out to be there."""
         with self._lock:
-            return bool(self._hopeful)
+            return bool(self._first_retries)
 
     def lose(self, hostname: str) -> None:
         """The node, or its agent, does not answer; from now on it is tried again."""
@@ -155,7 +155,7 @@ class Fleet:
         name = lost.hostname
         self._num_losses[name] += 1
         pause_s = min(RETRY_S * 2 ** (self._num_losses[name] - 1), LONGEST_RETRY_S)
-        self._hopeful.add(name)
+        self._first_retries.add(name)
         thread = threading.Thread(target=self._reach, args=(lost, pause_s), name=f"{name}-again", daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -171,7 +171,7 @@ class Fleet:
                 self._trying.pop(lost.hostname, None)
                 if reached is not None:
                     self._returned.append(reached)
-                self._hopeful.discard(lost.hostname)
+                self._first_retries.discard(lost.hostname)
             if reached is not None or self._is_closing.wait(pause_s):
                 return
 
@@ -179,7 +179,7 @@ class Fleet:
         """A new agent on the node of `lost`; raises `LaunchError` if there can be none."""
         with contextlib.ExitStack() as on_error:
             with self._lock:
-                team = RemoteTeam(lost.reach)
+                team = RemoteTeam(lost.access)
                 on_error.callback(team.close)
                 self._trying[lost.hostname] = team
             if self._is_closing.is_set():

@@ -15,7 +15,7 @@ STALE_S = 2.0
 """A worker whose interpreter has not run for so long is stuck outside Python, whatever it said last."""
 
 
-MEETING_PATIENCE_S = 120.0
+RENDEZVOUS_TIMEOUT_S = 120.0
 """How long workers may wait at the first rendezvous at least: the others may be loading torch from a slow disk."""
 
 
@@ -97,7 +97,7 @@ class Hang:
     seconds: float
 
 
-def judge(states: Sequence[WorkerState], bound_s: float) -> Hang | None:
+def find_hang(states: Sequence[WorkerState], bound_s: float) -> Hang | None:
     """The hang of a run whose workers are in these `states`; None as long as nothing has lasted for `bound_s`.
 
     A worker that computes for long is no hang as long as nobody waits for it, nor is one whose output nobody reads. One
@@ -126,7 +126,7 @@ def judge(states: Sequence[WorkerState], bound_s: float) -> Hang | None:
 def _waits(state: WorkerState, bound_s: float) -> bool:
     """Whether the worker has been in a collective for that long, and its interpreter can still say so."""
     if bound_s and state.collective == RENDEZVOUS:
-        bound_s = max(bound_s, MEETING_PATIENCE_S)
+        bound_s = max(bound_s, RENDEZVOUS_TIMEOUT_S)
     if state.inside_s is None or state.inside_s < bound_s:
         return False
     return state.heartbeat_age_s is None or state.heartbeat_age_s < STALE_S

@@ -72,11 +72,12 @@ def job_manifest(name: str, program: Sequence[str], pods: Pods) -> str:
             "ports": [{"name": "rendezvous", "port": PORT}],
         },
     }
+    size = [f"--nnodes={pods.num_pods}", f"--nproc-per-node={pods.workers_per_pod}"]
     rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={name}-0.{name}:{PORT}", f"--rdzv-id={name}"]
     container = {
         "name": "workers",
         "image": pods.image,
-        "command": _torchrun([f"--nnodes={pods.num_pods}", *_workers(pods), *rendezvous], program),
+        "command": _torchrun([*size, *rendezvous], program),
         "workingDir": str(pods.mount),
         "env": _variables(pods),
         "ports": [{"containerPort": PORT}],
@@ -169,10 +170,6 @@ def _torchrun(options: Sequence[str], program: Sequence[str]) -> list[str]:
 def _literal(word: str) -> str:
     """`word` for Kubernetes, which fills in $(NAME) in commands and variables and reads $$ as $."""
     return word.replace("$", "$$")
-
-
-def _workers(pods: Pods) -> list[str]:
-    return [f"--nproc-per-node={pods.workers_per_pod}"]
 
 
 def _variables(pods: Pods) -> list[dict[str, str]]:

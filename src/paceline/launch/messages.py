@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from paceline.errors import LaunchError
 
@@ -85,7 +85,7 @@ class Started(AgentMessage):
 
 
 @dataclass(frozen=True)
-class Beat(AgentMessage):
+class WorkerStates(AgentMessage):
     """Everything is as it should be with the agent; how the workers are."""
 
     workers: list[dict[str, Any]]
@@ -163,21 +163,12 @@ class Start(AgentMessage):
 
 
 @dataclass(frozen=True)
-class AskToSave(AgentMessage):
-    """SIGUSR1 to all workers."""
+class SignalWorkers(AgentMessage):
+    """Do as the method of a `Team` of that name does; "kill" is answered by `RunEnded` if there are no workers left."""
 
-
-@dataclass(frozen=True)
-class AskToEnd(AgentMessage):
-    """SIGTERM to all workers."""
-
-
-@dataclass(frozen=True)
-class Kill(AgentMessage):
-    """SIGKILL to workers."""
-
-    ranks: list[int] | None
-    """None: to all; answered by `RunEnded` if there are none left."""
+    method: Literal["ask_to_save", "ask_to_end", "kill"]
+    ranks: list[int] | None = None
+    """Whom to kill; None: all."""
 
 
 @dataclass(frozen=True)

@@ -30,13 +30,13 @@ from typing import Any, NoReturn
 
 from paceline import env
 from paceline.errors import LaunchError
-from paceline.launch.hosts import HostSlots
+from paceline.launch.node_list import NodeSlots
 from paceline.launch.variables import with_variables
 
 JOIN_TIMEOUT_S = 60
 """How long joining the cluster, and then starting the actor, may take; a cold node needs several seconds."""
 
-KNOCK_TIMEOUT_S = 10
+ADDRESS_TIMEOUT_S = 10
 
 CHUNK_BYTES = 1 << 16
 
@@ -58,7 +58,7 @@ def ray_argv(
     return (sys.executable, "-m", "paceline.launch.ray", *options, "--", node, *with_variables(program, environ))
 
 
-def ray_nodes() -> tuple[HostSlots, ...]:
+def ray_nodes() -> tuple[NodeSlots, ...]:
     """The living nodes of the Ray cluster that RAY_ADDRESS names, or of this machine, by name, this one first.
 
     A node with GPUs has as many workers; one without leaves the number open.
@@ -76,10 +76,10 @@ def ray_nodes() -> tuple[HostSlots, ...]:
     if listing.returncode != 0:
         last = next((line for line in reversed(listing.stderr.splitlines()) if line.strip()), "no reason given")
         raise LaunchError(f"The Ray cluster cannot be asked for its nodes: {last}")
-    return tuple(HostSlots(**node) for node in json.loads(listing.stdout))
+    return tuple(NodeSlots(**node) for node in json.loads(listing.stdout))
 
 
-def name_nodes(nodes: Sequence[Mapping[str, Any]], own_id: str = "") -> tuple[HostSlots, ...]:
+def name_nodes(nodes: Sequence[Mapping[str, Any]], own_id: str = "") -> tuple[NodeSlots, ...]:
     """Ray's own list of nodes as ours: host names where they tell nodes apart, else ids."""
     # Ray lists them in any order; ranks should not depend on it.
     alive = sorted(
@@ -88,7 +88,7 @@ def name_nodes(nodes: Sequence[Mapping[str, Any]], own_id: str = "") -> tuple[Ho
     )
     times = Counter(node["NodeManagerHostname"] for node in alive)
     return tuple(
-        HostSlots(
+        NodeSlots(
             node["NodeManagerHostname"] if times[node["NodeManagerHostname"]] == 1 else node["NodeID"],
             int(node["Resources"].get("GPU", 0)) or None,
         )
@@ -108,7 +108,7 @@ def find_node(nodes: Sequence[Mapping[str, Any]], name: str) -> str:
         if node["Alive"] and name in (node["NodeID"], node["NodeManagerHostname"], node["NodeManagerAddress"])
     ]
     if len(found) != 1:
-        known = ", ".join(node.host for node in name_nodes(nodes)) or "none"
+        known = ", ".join(node.address for node in name_nodes(nodes)) or "none"
         who = f"{len(found)} nodes of the Ray cluster answer" if found else "No node of the Ray cluster answers"
         raise LaunchError(f"{who} to {name}; there are {known}.")
     return found[0]
@@ -239,7 +239,7 @@ def _ray() -> Any:
 def _check_address(address: str) -> None:
     """Knock where the cluster should be: Ray itself would try on for minutes. Raises `OSError` if nobody opens."""
     if found := re.fullmatch(r"([^/]+):([0-9]+)", address):
-        socket.create_connection((found.group(1).strip("[]"), int(found.group(2))), timeout=KNOCK_TIMEOUT_S).close()
+        socket.create_connection((found.group(1).strip("[]"), int(found.group(2))), timeout=ADDRESS_TIMEOUT_S).close()
 
 
 def _run(options: argparse.Namespace, output: int) -> int:

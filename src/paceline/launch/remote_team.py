@@ -24,7 +24,7 @@ from paceline.launch.failures import Ending
 from paceline.launch.hang import WatchClock, WorkerState, interval_s
 from paceline.launch.messages import AgentMessage
 from paceline.launch.output import show_here
-from paceline.launch.team import STACKS_WAIT_S, Orders, aged
+from paceline.launch.team import STACKS_WAIT_S, LaunchOptions, with_age
 
 OPEN_TIMEOUT_S = 60.0
 """For an agent's first word: logging in, starting a container and an interpreter, looking at the hardware."""
@@ -47,14 +47,20 @@ class NodeAccess:
     python: str = sys.executable
     """The node's interpreter; Paceline is installed for it."""
 
+    def run(self, program: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+        """Run a program there to its end; raises `OSError` or `subprocess.TimeoutExpired`."""
+        return subprocess.run(
+            self.argv(program), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
+        )
+
 
 class RemoteTeam:
     """One node's agent, from the connection to its end; between them it may serve several runs."""
 
-    def __init__(self, reach: NodeAccess) -> None:
+    def __init__(self, access: NodeAccess) -> None:
         """Start the agent."""
-        self.hostname = reach.hostname
-        self.reach = reach
+        self.hostname = access.hostname
+        self.access = access
         self.versions: dict[str, str] = {}
         """What its first word said of them."""
         self._number = 0
@@ -63,16 +69,16 @@ class RemoteTeam:
         self._endings: dict[int, Ending] = {}
         self._states: list[WorkerState] = []
         self._answers: queue.SimpleQueue[AgentMessage | None] = queue.SimpleQueue()
-        self._is_closing = False
-        self._is_cut = False
+        self._closing = threading.Event()
+        self._is_disconnected = False
         self._has_refused = False
         self._has_ended = threading.Event()
-        self._heard_at = time.monotonic()
+        self._last_message_at = time.monotonic()
         self._interval_s = interval_s(60.0)
         self._clock = WatchClock(self._interval_s)
-        self._sending = threading.Lock()
-        self._complaints: deque[str] = deque(maxlen=STDERR_TAIL_LINES)
-        argv = reach.argv([reach.python, "-m", "paceline", "agent"])
+        self._send_lock = threading.Lock()
+        self._stderr_tail: deque[str] = deque(maxlen=STDERR_TAIL_LINES)
+        argv = access.argv([access.python, "-m", "paceline", "agent"])
         try:
             self._process = subprocess.Popen(
                 argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
@@ -92,10 +98,10 @@ class RemoteTeam:
         self.versions = hello.versions
         return hello
 
-    def tell(self, message: AgentMessage) -> None:
+    def send(self, message: AgentMessage) -> None:
         """Send it; a connection that has ended swallows it."""
         assert self._process.stdin is not None
-        with self._sending, contextlib.suppress(OSError, ValueError):
+        with self._send_lock, contextlib.suppress(OSError, ValueError):
             self._process.stdin.write(message.encode())
             self._process.stdin.flush()
 
@@ -114,7 +120,7 @@ class RemoteTeam:
                     f"{self.hostname} has not answered within {timeout_s:.0f} s; is it overloaded?"
                 ) from None
             if message is None:
-                raise LaunchError(self._why_ended())
+                raise LaunchError(self._end_sentence())
             if isinstance(message, messages.Refused):
                 self._has_refused = True
                 raise LaunchError(f"{self.hostname}: {message.sentence}")
@@ -123,14 +129,15 @@ class RemoteTeam:
 
     def ask(self, question: AgentMessage, kind: type[AnyMessage], timeout_s: float = ANSWER_TIMEOUT_S) -> AnyMessage:
         """Tell and await the answer; raises as `answer` does."""
-        self.tell(question)
+        self.send(question)
         return self.answer(kind, timeout_s)
 
     def begin_run(
         self,
         number: int,
         commands: Sequence[WorkerCommand],
-        orders: Orders,
+        options: LaunchOptions,
+        notify: Callable[[Event], None],
         *,
         marker: str,
         port: int | None,
@@ -138,7 +145,8 @@ class RemoteTeam:
         """Start the node's workers.
 
         Args:
-            number: the team's own in the events it tells.
+            number: the team's own in its events.
+            notify: where events go; called from any thread.
             marker: a file of the run folder, by which the node knows the folder.
             port: of the endpoint behind which the workers meet, if it is this node's.
 
@@ -149,18 +157,18 @@ class RemoteTeam:
         self._endings.clear()
         self._states = []
         self._has_ended.clear()
-        self._interval_s = interval_s(orders.hang_timeout_s)
+        self._interval_s = interval_s(options.hang_timeout_s)
         self._clock = WatchClock(self._interval_s)
-        self._notify = orders.notify
+        self._notify = notify
         start = messages.Start(
             commands=[asdict(command) for command in commands],
-            run_dir=str(orders.run_dir.absolute()),
+            run_dir=str(options.run_dir.absolute()),
             marker=marker,
             port=port,
-            show_all=orders.output == "all",
-            hang_timeout_s=orders.hang_timeout_s,
-            restart=orders.restart,
-            preload=list(orders.preload),
+            show_all=options.output == "all",
+            hang_timeout_s=options.hang_timeout_s,
+            restart=options.restart,
+            preload=list(options.preload),
         )
         started = self.ask(start, messages.Started)
         self._running = set(started.ranks)
@@ -169,8 +177,8 @@ class RemoteTeam:
         """Wait until the agent has let go of the run's workers, killing those that are left."""
         if self._notify is None:
             return
-        self.tell(messages.Kill(None))
-        self._has_ended.wait(self._patience_s())
+        self.send(messages.SignalWorkers("kill"))
+        self._has_ended.wait(self._last_word_timeout_s())
         self._notify = None
         self._running.clear()
 
@@ -186,7 +194,7 @@ class RemoteTeam:
         return [state for state in self._states if state.rank in self._running]
 
     def silent_s(self) -> float:
-        return self._clock.watched_s(time.monotonic() - self._heard_at)
+        return self._clock.watched_s(time.monotonic() - self._last_message_at)
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         wanted = [rank for rank in ranks if rank in self._running]
@@ -198,47 +206,39 @@ class RemoteTeam:
             return {}
         return {int(rank): text for rank, text in answer.by_rank.items()}
 
-    def tend(self) -> None:
+    def prepare_standby(self) -> None:
         """The agent does."""
 
     def ask_to_save(self) -> None:
-        self.tell(messages.AskToSave())
+        self.send(messages.SignalWorkers("ask_to_save"))
 
     def ask_to_end(self) -> None:
-        self.tell(messages.AskToEnd())
+        self.send(messages.SignalWorkers("ask_to_end"))
 
     def kill(self, ranks: Sequence[int] | None = None) -> None:
-        self.tell(messages.Kill(None if ranks is None else list(ranks)))
+        self.send(messages.SignalWorkers("kill", None if ranks is None else list(ranks)))
 
     def answers(self) -> bool:
         """Whether the node itself still answers."""
         try:
-            done = subprocess.run(
-                self.reach.argv(["true"]),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=ANSWER_TIMEOUT_S,
-                check=False,
-            )
+            return self.access.run(["true"], ANSWER_TIMEOUT_S).returncode == 0
         except (OSError, subprocess.TimeoutExpired):
             return False
-        return done.returncode == 0
 
     @property
     def is_gone(self) -> bool:
         """Whether the connection has ended, nothing has come through it for several beats, or only a refusal."""
-        return self._is_cut or self._has_refused or self.silent_s() >= 4 * self._interval_s
+        return self._is_disconnected or self._has_refused or self.silent_s() >= 4 * self._interval_s
 
     def close(self) -> None:
-        if self._is_closing:
+        if self._closing.is_set():
             return
-        self._is_closing = True
+        self._closing.set()
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()  # which tells the agent, and it its workers, to end
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(self._patience_s())
+            self._process.wait(self._last_word_timeout_s())
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -248,19 +248,19 @@ class RemoteTeam:
             assert stream is not None
             stream.close()
 
-    def _patience_s(self) -> float:
+    def _last_word_timeout_s(self) -> float:
         """How long to wait for a last word: not at all if the node has been silent for several beats."""
         return CLOSE_TIMEOUT_S if self.silent_s() < 4 * self._interval_s else 0.0
 
-    def _why_ended(self) -> str:
+    def _end_sentence(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(CLOSE_TIMEOUT_S)
         self._threads[1].join(CLOSE_TIMEOUT_S)
-        exit_code, complaints = self._process.returncode, "\n".join(self._complaints)
-        explained = self.reach.explain(exit_code or 0, complaints)
+        exit_code, stderr = self._process.returncode, "\n".join(self._stderr_tail)
+        explained = self.access.explain(exit_code or 0, stderr)
         if explained:
             return explained
-        last = f": {self._complaints[-1]}" if self._complaints else ""
+        last = f": {self._stderr_tail[-1]}" if self._stderr_tail else ""
         return f"No agent runs on {self.hostname} (exit code {exit_code}){last}"
 
     def _read(self) -> None:
@@ -270,22 +270,22 @@ class RemoteTeam:
                 message = messages.decode(line)
             except LaunchError as error:
                 message = messages.Refused(str(error))
-            self._heard_at = time.monotonic()
+            self._last_message_at = time.monotonic()
             self._take(message)
-        self._is_cut = True
+        self._is_disconnected = True
         self._has_ended.set()
         self._answers.put(None)
-        if self._notify is not None and not self._is_closing:
+        if self._notify is not None and not self._closing.is_set():
             self._notify(TeamLost(self._number))
 
     def _take(self, message: AgentMessage) -> None:
         match message:
-            case messages.Beat(workers):
+            case messages.WorkerStates(workers):
                 self._states = [WorkerState(**worker) for worker in workers]
             case messages.OutputText(target_fd, text):
                 show_here(target_fd, text.encode())
             case messages.Exited(mapping):
-                ending = aged(Ending.from_mapping(mapping), time.time())
+                ending = with_age(Ending.from_mapping(mapping), time.time())
                 self._endings[ending.rank] = ending
                 if self._notify is not None:
                     self._notify(WorkerExited(self._number, ending.rank))
@@ -297,17 +297,18 @@ class RemoteTeam:
     def _relay_stderr(self) -> None:
         assert self._process.stderr is not None
         for line in self._process.stderr:
-            self._complaints.append(line.decode(errors="replace").rstrip())
+            self._stderr_tail.append(line.decode(errors="replace").rstrip())
 
     def _ping(self) -> None:
-        while not self._is_closing and self._process.poll() is None:
+        while self._process.poll() is None:
             self._clock.look()
-            self.tell(messages.Ping())
-            time.sleep(self._interval_s)
+            self.send(messages.Ping())
+            if self._closing.wait(self._interval_s):
+                return
 
 
 @contextlib.contextmanager
-def open_nodes(reaches: Sequence[NodeAccess]) -> Iterator[tuple[list[RemoteTeam], list[messages.Hello]]]:
+def open_nodes(accesses: Sequence[NodeAccess]) -> Iterator[tuple[list[RemoteTeam], list[messages.Hello]]]:
     """Agents on all nodes, and what they said of themselves; they end with the block.
 
     Raises:
@@ -315,8 +316,8 @@ def open_nodes(reaches: Sequence[NodeAccess]) -> Iterator[tuple[list[RemoteTeam]
     """
     with contextlib.ExitStack() as at_end:
         teams = []
-        for reach in reaches:
-            teams.append(at_end.enter_context(contextlib.closing(RemoteTeam(reach))))
+        for access in accesses:
+            teams.append(at_end.enter_context(contextlib.closing(RemoteTeam(access))))
         hellos = [team.hello() for team in teams]  # they have all been started
         for team in teams:
             check_versions(teams[0], team)
@@ -344,11 +345,11 @@ def arrange_rendezvous(teams: Sequence[RemoteTeam], interface: str | None) -> Re
     listening = first.ask(messages.Listen(interface or alone), messages.Listening)
     endpoints = [Endpoint(**endpoint) for endpoint in listening.endpoints]
     for team in others:
-        team.tell(messages.TryEndpoints(listening.endpoints, interface))
+        team.send(messages.TryEndpoints(listening.endpoints, interface))
     reached = [team.answer(messages.Reached, ANSWER_TIMEOUT_S + TRY_TIMEOUT_S) for team in others]
     open_to_all = [n for n in range(len(endpoints)) if all(answer.interfaces[n] is not None for answer in reached)]
     if not open_to_all:
-        raise LaunchError(_why_none(first.hostname, endpoints, [team.hostname for team in others], reached))
+        raise LaunchError(_no_endpoint_sentence(first.hostname, endpoints, [team.hostname for team in others], reached))
     best = max(open_to_all, key=lambda n: endpoints[n].bits_per_s)
     endpoint = endpoints[best]
     host = f"[{endpoint.address}]" if ":" in endpoint.address else endpoint.address
@@ -357,7 +358,7 @@ def arrange_rendezvous(teams: Sequence[RemoteTeam], interface: str | None) -> Re
     return Rendezvous(f"tcp://{host}:{endpoint.port}", interfaces, endpoint.port, torch_store)
 
 
-def _why_none(
+def _no_endpoint_sentence(
     first: str, endpoints: Sequence[Endpoint], others: Sequence[str], reached: Sequence[messages.Reached]
 ) -> str:
     if not endpoints:

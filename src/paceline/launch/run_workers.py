@@ -5,32 +5,29 @@ from __future__ import annotations
 import contextlib
 import queue
 import signal
-import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from paceline import env
 from paceline.errors import LaunchError, PacelineError, WorkerFailed
-from paceline.launch.commands import WorkerCommand, rendezvous_on_one_node, worker_commands
+from paceline.launch.commands import Rendezvous, WorkerCommand, rendezvous_on_one_node, worker_commands
 from paceline.launch.endpoints import listen
 from paceline.launch.events import Events, Signalled
 from paceline.launch.failure_report import FailureReport, clear_report, describe_failure, user_mistake
 from paceline.launch.forking import ForkServer
 from paceline.launch.remote_team import RemoteTeam, arrange_rendezvous
 from paceline.launch.supervise import Outcome, Supervisor
-from paceline.launch.team import LocalTeam, Orders, Output, Team
+from paceline.launch.team import GRACE_S, HANG_TIMEOUT_S, LaunchOptions, LocalTeam, Output, Team
 
 if TYPE_CHECKING:
     from paceline.spec import Plan
 
-HANG_TIMEOUT_S = 60.0
-GRACE_S = 3.0
 SAVE_S = 30.0
 """For training to save what it has when it is asked to end: what schedulers leave between SIGTERM and SIGKILL."""
 
@@ -76,7 +73,7 @@ def run_workers(
         SystemExit: SIGTERM or SIGHUP came; the code is 128 + its number.
     """
     prepare(run_dir)
-    conditions = Conditions(
+    options = LaunchOptions(
         run_dir,
         interface=interface,
         output=output,
@@ -85,36 +82,18 @@ def run_workers(
         hang_timeout_s=hang_timeout_s,
         environ=environ or {},
     )
-    outcome = run_once(plan, program, nodes, conditions)
+    outcome = run_once(plan, program, nodes, options)
     raise_interruption(outcome.interrupted_by)
     raise_failure(outcome, plan.world_size, run_dir, still_answers(outcome, nodes))
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """What holds for a run however often it is started."""
-
-    run_dir: Path
-    interface: str | None = None
-    output: Output = "rank0"
-    grace_s: float = GRACE_S
-    save_s: float | None = None
-    hang_timeout_s: float = HANG_TIMEOUT_S
-    environ: Mapping[str, str] = field(default_factory=dict)
-    preload: tuple[str, ...] = ()
-    """As in `Orders`."""
-    goes_on: bool = False
-    """Whether a failure is followed by another start: then nobody is given time to end."""
 
 
 def run_once(
     plan: Plan,
     program: Sequence[str],
     nodes: Sequence[RemoteTeam],
-    conditions: Conditions,
+    options: LaunchOptions,
     *,
     signals: Signals | None = None,
-    restart: int = 0,
     fork_server: ForkServer | None = None,
     could_grow: Callable[[], bool] = lambda: False,
 ) -> Outcome:
@@ -122,55 +101,84 @@ def run_once(
 
     Args:
         signals: those of a caller that has more than this to do; None: they are caught while workers run.
-        restart: how often the run has been started before.
         fork_server: of this node; agents have their own.
         could_grow: whether there is a reason to end the run and start it with more workers.
 
     Raises:
         LaunchError: a worker cannot be started, or the nodes do not reach each other.
     """
-    run_dir, hang_timeout_s = conditions.run_dir, conditions.hang_timeout_s
     events: Events = queue.SimpleQueue()
-    orders = Orders(run_dir, conditions.output, hang_timeout_s, events.put, restart, conditions.preload)
-    launched_at = time.time()
-    remote = _chosen(nodes, plan) if any(share.hostname for share in plan.nodes) else []
     with contextlib.ExitStack() as at_end:
-        torch_store = at_end.enter_context(listen("127.0.0.1"))  # of workers on this node
-        if remote:
-            rendezvous = arrange_rendezvous(remote, conditions.interface)
-        else:
-            folder = tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True)
-            address: tuple[str, int] = torch_store.getsockname()
-            rendezvous = rendezvous_on_one_node(Path(at_end.enter_context(folder)), address)
-        commands = worker_commands(
-            plan,
-            program,
-            run_dir=run_dir,
-            rendezvous=rendezvous,
-            launched_at=launched_at,
-            environ=conditions.environ,
-            restart=restart,
-        )
         signals = signals or at_end.enter_context(catch_signals())
         at_end.enter_context(signals.into(events))
-        teams: Sequence[Team]
-        if remote:
-            teams = _start_on(remote, commands, orders, rendezvous.port, at_end)
+        start = _Start(plan, program, options, events, at_end)
+        if any(placement.hostname for placement in plan.nodes):
+            teams = start.on(_chosen(nodes, plan))
         else:
-            teams = [_start_here(commands, orders, fork_server, torch_store, at_end)]
+            teams = start.here(fork_server)
         supervisor = Supervisor(
             teams,
             events,
-            grace_s=conditions.grace_s,
-            save_s=conditions.save_s,
-            hang_timeout_s=hang_timeout_s,
-            goes_on=conditions.goes_on,
+            grace_s=options.grace_s,
+            save_s=options.save_s,
+            hang_timeout_s=options.hang_timeout_s,
+            is_elastic=options.is_elastic,
             could_grow=could_grow,
         )
         supervisor.wait()
         at_end.close()
         supervisor.drain()
     return supervisor.outcome()
+
+
+@dataclass(frozen=True)
+class _Start:
+    """The start of a run's workers; what they need until its end is let go of by `at_end`."""
+
+    plan: Plan
+    program: Sequence[str]
+    options: LaunchOptions
+    events: Events
+    at_end: contextlib.ExitStack
+
+    def here(self, fork_server: ForkServer | None) -> Sequence[Team]:
+        """On this node. Its teams are being watched from now on."""
+        folder = tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True)
+        with listen("127.0.0.1") as torch_store:  # rank 0 has its own hold on it
+            rendezvous = rendezvous_on_one_node(Path(self.at_end.enter_context(folder)), torch_store.getsockname())
+            commands = self._commands(rendezvous)
+            team = LocalTeam(0, self.options, self.events.put, fork_server)
+            self.at_end.enter_context(contextlib.closing(team))
+            team.start(commands, sockets={env.TORCH_STORE_FD: torch_store.fileno()})
+        return [team]
+
+    def on(self, teams: Sequence[RemoteTeam]) -> Sequence[Team]:
+        """On the nodes of these agents."""
+        rendezvous = arrange_rendezvous(teams, self.options.interface)
+        commands = self._commands(rendezvous)
+        marker = self.at_end.enter_context(_marker_in(self.options.run_dir))
+        for number, team in enumerate(teams):
+            self.at_end.callback(team.end_run)
+            team.begin_run(
+                number,
+                [command for command in commands if command.node == number],
+                self.options,
+                self.events.put,
+                marker=marker,
+                port=rendezvous.port if number == 0 else None,
+            )
+        return teams
+
+    def _commands(self, rendezvous: Rendezvous) -> list[WorkerCommand]:
+        return worker_commands(
+            self.plan,
+            self.program,
+            run_dir=self.options.run_dir,
+            rendezvous=rendezvous,
+            launched_at=time.time(),
+            environ=self.options.environ,
+            restart=self.options.restart,
+        )
 
 
 def _chosen(nodes: Sequence[RemoteTeam], plan: Plan) -> list[RemoteTeam]:
@@ -180,34 +188,6 @@ def _chosen(nodes: Sequence[RemoteTeam], plan: Plan) -> list[RemoteTeam]:
     if unknown:
         raise LaunchError(f"The plan wants node {unknown[0]}, but this run was given {', '.join(by_name) or 'none'}.")
     return [by_name[share.hostname] for share in plan.nodes]
-
-
-def _start_here(
-    commands: Sequence[WorkerCommand],
-    orders: Orders,
-    fork_server: ForkServer | None,
-    torch_store: socket.socket,
-    at_end: contextlib.ExitStack,
-) -> LocalTeam:
-    team = at_end.enter_context(contextlib.closing(LocalTeam(0, orders, fork_server)))
-    with torch_store:  # rank 0 has its own hold on it
-        team.start(commands, sockets={env.TORCH_STORE_FD: torch_store.fileno()})
-    return team
-
-
-def _start_on(
-    teams: Sequence[RemoteTeam],
-    commands: Sequence[WorkerCommand],
-    orders: Orders,
-    port: int | None,
-    at_end: contextlib.ExitStack,
-) -> Sequence[RemoteTeam]:
-    marker = at_end.enter_context(_marker_in(orders.run_dir))
-    for number, team in enumerate(teams):
-        at_end.callback(team.end_run)
-        mine = [command for command in commands if command.node == number]
-        team.begin_run(number, mine, orders, marker=marker, port=port if number == 0 else None)
-    return teams
 
 
 @contextlib.contextmanager

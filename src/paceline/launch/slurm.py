@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import re
 import shlex
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from paceline.errors import LaunchError
-from paceline.launch.hosts import HostSlots
+from paceline.launch.node_list import NodeSlots
+from paceline.launch.output_of import output_of
 from paceline.launch.variables import with_variables
 
 ASK_TIMEOUT_S = 30.0
@@ -56,7 +56,7 @@ def is_inside_allocation(environ: Mapping[str, str]) -> bool:
     return "SLURM_JOB_NODELIST" in environ
 
 
-def allocation(environ: Mapping[str, str], run: Run | None = None) -> tuple[HostSlots, ...]:
+def allocation(environ: Mapping[str, str], run: Run | None = None) -> tuple[NodeSlots, ...]:
     """The nodes of the current allocation, with as many workers as GPUs were asked for there, else as tasks.
 
     Raises:
@@ -66,11 +66,11 @@ def allocation(environ: Mapping[str, str], run: Run | None = None) -> tuple[Host
         raise LaunchError("This is no Slurm allocation; get one with salloc or sbatch, or let paceline submit a job.")
     nodelist = environ["SLURM_JOB_NODELIST"]
     try:
-        names = (run or _output_of)(["scontrol", "show", "hostnames", nodelist], "").split()
+        names = (run or _here)(["scontrol", "show", "hostnames", nodelist], "").split()
     except LaunchError:
         names = list(expand_nodelist(nodelist))  # a container may lack scontrol
     counts = _workers_per_node(environ, len(names))
-    return tuple(HostSlots(name, count) for name, count in zip(names, counts, strict=True))
+    return tuple(NodeSlots(name, count) for name, count in zip(names, counts, strict=True))
 
 
 def expand_nodelist(text: str) -> tuple[str, ...]:
@@ -169,7 +169,7 @@ def submit(script: str, run: Run | None = None) -> str:
     Raises:
         LaunchError: sbatch is missing or refuses; the sentence holds its reason.
     """
-    answer = (run or _output_of)(["sbatch", "--parsable"], script).strip()
+    answer = (run or _here)(["sbatch", "--parsable"], script).strip()
     job_id = answer.partition(";")[0]  # "7;cluster" where there are several clusters
     if not re.fullmatch(r"[0-9]+", job_id):
         raise LaunchError(f"sbatch answered {answer!r}, which is no job id.")
@@ -198,16 +198,6 @@ def _clock(seconds: float) -> str:
     return f"{days}-{hour:02}:{minute:02}:{second:02}"
 
 
-def _output_of(argv: Sequence[str], text: str) -> str:
-    try:
-        done = subprocess.run(argv, input=text, capture_output=True, text=True, timeout=ASK_TIMEOUT_S)
-    except FileNotFoundError:
-        raise LaunchError(f"There is no {argv[0]} on this machine; run on a login node of the Slurm cluster.") from None
-    except subprocess.TimeoutExpired:
-        raise LaunchError(
-            f"{argv[0]} has not answered within {ASK_TIMEOUT_S:.0f} s; is Slurm's controller up?"
-        ) from None
-    if done.returncode != 0:
-        reason = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise LaunchError(f"{argv[0]} refused: {reason}")
-    return done.stdout
+def _here(argv: Sequence[str], stdin: str) -> str:
+    where = "on this machine; run on a login node of the Slurm cluster"
+    return output_of(argv, timeout_s=ASK_TIMEOUT_S, where=where, refusal=f"{argv[0]} refused", stdin=stdin)

@@ -7,10 +7,11 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from paceline.launch.events import Events, Signalled, TeamLost, WorkerExited
 from paceline.launch.failures import Ending, is_consequence
-from paceline.launch.hang import Hang, WorkerState, interval_s, judge
+from paceline.launch.hang import Hang, WorkerState, find_hang, interval_s
 from paceline.launch.team import Team
 
 CULPRIT_WAIT_S = 1.0
@@ -42,14 +43,14 @@ class NodeLoss:
 class Outcome:
     """How a run ended, before anybody judges it."""
 
-    endings: tuple[Ending, ...]
-    stopped_at: float
+    endings: tuple[Ending, ...] = ()
+    stopped_at: float = float("inf")
     """Seconds since the epoch when everybody was asked to end; infinite if nobody was."""
     interrupted_by: int | None = None
     """The number of the signal that ended it."""
     signalled: int | None = None
     """The number of the first signal that asked for its end, also after a failure."""
-    made_room: bool = False
+    ended_to_grow: bool = False
     """Whether it was ended to go on with more workers."""
     trained_at: float | None = None
     """Seconds since the epoch when the first update was done."""
@@ -73,7 +74,7 @@ class Supervisor:
         grace_s: float,
         hang_timeout_s: float,
         save_s: float | None = None,
-        goes_on: bool = False,
+        is_elastic: bool = False,
         could_grow: Callable[[], bool] = lambda: False,
     ) -> None:
         """Watch workers that have been started.
@@ -81,32 +82,22 @@ class Supervisor:
         Args:
             grace_s: between SIGTERM and SIGKILL.
             save_s: the same for workers that are asked to save what they have; None: `grace_s`.
-            goes_on: the run will start again after a failure: then nobody is asked to end. Who does not end by itself
-                within a moment, and does not save what it has, is killed.
+            is_elastic: the run will start again after a failure: then nobody is asked to end. A worker that does not
+                end by itself within a moment, and does not save what it has, is killed.
             could_grow: whether there is a reason to start again with more workers.
         """
         self._teams = teams
         self._events = events
         self._grace_s = grace_s
         self._save_s = grace_s if save_s is None else save_s
-        self._goes_on = goes_on
+        self._is_elastic = is_elastic
         self._could_grow = could_grow
-        self._signalled: int | None = None
-        self._made_room = False
-        self._trained_at: float | None = None
+        self._outcome = Outcome()
         self._interval_s = interval_s(hang_timeout_s)
         # A worker looks at itself, its agent at the worker, we at the agent: each up to one interval late. What lasts
         # for the whole bound is to be named within it all the same.
         self._bound_s = hang_timeout_s - 4 * self._interval_s
         self._lost: set[int] = set()
-        self._endings: list[Ending] = []
-        self._losses: list[NodeLoss] = []
-        self._interrupted_by: int | None = None
-        self._hang: Hang | None = None
-        self._hang_at = float("inf")
-        self._states: tuple[WorkerState, ...] = ()
-        self._stacks: dict[int, str] = {}
-        self._stopped_at = float("inf")
         self._deadline: float | None = None
         """On the monotonic clock: when to turn from listening to asking, or from asking to killing."""
         self._next_look = time.monotonic() + self._interval_s
@@ -119,7 +110,7 @@ class Supervisor:
             try:
                 event = self._events.get(timeout=self._seconds_left())
             except queue.Empty:
-                self._what_is_due()
+                self._on_timeout()
                 continue
             match event:
                 case WorkerExited(team, rank):
@@ -130,7 +121,7 @@ class Supervisor:
                     for each in self._teams:
                         each.ask_to_save()
                 case Signalled(number):
-                    hurries = self._signalled is not None or (self._is_stopping and not self._goes_on)
+                    hurries = self._outcome.signalled is not None or (self._is_stopping and not self._is_elastic)
                     self._note_signal(number)
                     if hurries:
                         self._kill()
@@ -146,34 +137,29 @@ class Supervisor:
                 self._note_signal(event.number)
 
     def outcome(self) -> Outcome:
-        return Outcome(
-            tuple(self._endings),
-            self._stopped_at,
-            self._interrupted_by,
-            self._signalled,
-            self._made_room,
-            self._trained_at,
-            self._hang,
-            self._hang_at,
-            self._states,
-            tuple(self._stacks.items()),
-            tuple(self._losses),
-        )
+        return self._outcome
+
+    def _note(self, **changes: Any) -> None:
+        self._outcome = replace(self._outcome, **changes)
 
     @property
     def _is_stopping(self) -> bool:
-        return self._stopped_at != float("inf")
+        return self._outcome.stopped_at != float("inf")
+
+    @property
+    def _has_time_to_save(self) -> bool:
+        return time.time() < self._outcome.stopped_at + self._save_s
 
     def _seconds_left(self) -> float:
         due = self._next_look if self._deadline is None else min(self._next_look, self._deadline)
         return max(0.0, due - time.monotonic())
 
-    def _what_is_due(self) -> None:
+    def _on_timeout(self) -> None:
         now = time.monotonic()
         if self._deadline is not None and now >= self._deadline:
             if not self._is_stopping:
                 self._end()
-            elif any(state.is_saving for state in self._all_states()) and time.time() < self._stopped_at + self._save_s:
+            elif any(state.is_saving for state in self._all_states()) and self._has_time_to_save:
                 self._deadline = now + self._settle_s
             else:
                 self._kill()
@@ -188,21 +174,21 @@ class Supervisor:
                 self._lose(number, silent_s)
         for number, team in enumerate(self._teams):
             if number not in self._lost:
-                team.tend()
+                team.prepare_standby()
         if self._is_stopping or self._deadline is not None:
             return
         states = self._all_states()
         for state in states:
             self._note_training(state.trained_s)
-        hang = judge(states, self._bound_s)
+        hang = find_hang(states, self._bound_s)
         if hang is not None:
-            self._hang, self._states, self._hang_at = hang, tuple(states), time.time()
+            self._note(hang=hang, states=tuple(states), hang_at=time.time())
             if hang.kind != "stopped":  # who is stopped can write nothing down
-                self._stacks = {rank: text for team in self._teams for rank, text in team.stacks(hang.culprits).items()}
+                self._note(stacks=tuple(stack for team in self._teams for stack in team.stacks(hang.culprits).items()))
             self._end(hang.culprits)
         # One that has not made a step since it was started would only lose time.
         elif states and all(state.trained_s is not None for state in states) and self._could_grow():
-            self._made_room = True
+            self._note(ended_to_grow=True)
             self._ask_to_end(self._save_s)
 
     def _all_states(self) -> list[WorkerState]:
@@ -214,15 +200,15 @@ class Supervisor:
         if number in self._lost:
             return
         ending = replace(team.collect(rank), hostname=team.hostname)
-        if ending.failed and not self._states:
-            self._states = tuple(self._all_states())
-        self._endings.append(ending)
+        if ending.failed and not self._outcome.states:
+            self._note(states=tuple(self._all_states()))
+        self._note(endings=(*self._outcome.endings, ending))
         self._note_training(ending.trained_s)
         if not ending.failed or self._is_stopping:
             return
         if ending.failure is not None and is_consequence(ending.failure):
             self._wait_at_most(CULPRIT_WAIT_S)
-        elif ending.exit_code > 0 and self._goes_on and not self._all_wait():
+        elif ending.exit_code > 0 and self._is_elastic and not self._all_wait():
             self._wait_at_most(OTHERS_WAIT_S)
         else:
             self._end()
@@ -238,7 +224,7 @@ class Supervisor:
 
     def _note_training(self, trained_s: float | None) -> None:
         if trained_s is not None:
-            self._trained_at = min(time.time() - trained_s, self._trained_at or float("inf"))
+            self._note(trained_at=min(time.time() - trained_s, self._outcome.trained_at or float("inf")))
 
     def _lose(self, number: int, silent_s: float | None) -> None:
         team = self._teams[number]
@@ -246,37 +232,39 @@ class Supervisor:
             return
         self._lost.add(number)
         ranks = tuple(team.running)
-        self._losses.append(NodeLoss(team.hostname, ranks, time.time(), silent_s, self._is_stopping))
+        loss = NodeLoss(team.hostname, ranks, time.time(), silent_s, self._is_stopping)
+        self._note(losses=(*self._outcome.losses, loss))
         if ranks and not self._is_stopping:
-            self._states = tuple(self._all_states())
+            self._note(states=tuple(self._all_states()))
             self._end()
 
     def _note_signal(self, number: int) -> None:
         # A failure that came before the signal is the better answer to why the run ended.
-        self._signalled = self._signalled or number
-        has_failed = any(ending.failed for ending in self._endings) or self._losses or self._hang
-        if self._interrupted_by is None and not has_failed:
-            self._interrupted_by = number
+        so_far = self._outcome
+        has_failed = any(ending.failed for ending in so_far.endings) or so_far.losses or so_far.hang
+        self._note(signalled=so_far.signalled or number)
+        if so_far.interrupted_by is None and not has_failed:
+            self._note(interrupted_by=number)
 
     def _end(self, hanging: Sequence[int] = ()) -> None:
         """After a failure; those that hang are the ones that others wait for."""
-        if not self._goes_on:
+        if not self._is_elastic:
             self._ask_to_end(self._grace_s)
             return
-        self._stopped_at = time.time()
+        self._note(stopped_at=time.time())
         self._deadline = time.monotonic() + self._settle_s
         for team in self._teams:
             if ranks := [rank for rank in team.running if rank in hanging]:
                 team.kill(ranks)
 
     def _ask_to_end(self, grace_s: float) -> None:
-        self._stopped_at = min(self._stopped_at, time.time())
+        self._note(stopped_at=min(self._outcome.stopped_at, time.time()))
         self._deadline = time.monotonic() + grace_s
         for team in self._teams:
             team.ask_to_end()
 
     def _kill(self) -> None:
-        self._stopped_at = min(self._stopped_at, time.time())
+        self._note(stopped_at=min(self._outcome.stopped_at, time.time()))
         self._deadline = None
         for team in self._teams:
             team.kill()

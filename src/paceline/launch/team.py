@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Literal, Protocol
 
@@ -31,19 +31,27 @@ STACKS_WAIT_S = 1.0
 """How long a worker may take to write down where it is; Python's own handler needs milliseconds."""
 
 
+HANG_TIMEOUT_S = 60.0
+GRACE_S = 3.0
+
+
 @dataclass(frozen=True)
-class Orders:
-    """What holds for all workers of a run, on whatever node."""
+class LaunchOptions:
+    """What holds for all workers of a run, on whatever node; the names are those of `run_workers`."""
 
     run_dir: Path
-    output: Output
-    hang_timeout_s: float
-    notify: Callable[[Event], None]
-    """Where that goes which happens to workers; called from any thread."""
-    restart: int = 0
-    """How often the run has been started before; its logs go on where they were."""
+    interface: str | None = None
+    output: Output = "rank0"
+    grace_s: float = GRACE_S
+    save_s: float | None = None
+    hang_timeout_s: float = HANG_TIMEOUT_S
+    environ: Mapping[str, str] = field(default_factory=dict)
     preload: tuple[str, ...] = ()
     """Modules that a process of each node loads, to fork the workers of the next start; none: no such process."""
+    is_elastic: bool = False
+    """Whether a failure is followed by another start: then nobody is given time to end."""
+    restart: int = 0
+    """How often the run has been started before; its logs go on where they were."""
 
 
 class Team(Protocol):
@@ -68,7 +76,7 @@ class Team(Protocol):
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         """Where the Python threads of these workers are; empty texts for those that cannot say."""
 
-    def tend(self) -> None:
+    def prepare_standby(self) -> None:
         """Do what is due; called now and then by the thread that started the workers."""
 
     def ask_to_save(self) -> None:
@@ -89,23 +97,36 @@ class LocalTeam:
 
     hostname = ""
 
-    def __init__(self, number: int, orders: Orders, fork_server: ForkServer | None = None) -> None:
-        """`number` is the team's own in the events it tells; `fork_server` forks them if it can, and is prepared
-        for the next start, unless the orders name nothing to load."""
-        self._fork_server = fork_server if orders.preload else None
+    def __init__(
+        self,
+        number: int,
+        options: LaunchOptions,
+        notify: Callable[[Event], None],
+        fork_server: ForkServer | None = None,
+    ) -> None:
+        """Start nobody yet.
+
+        Args:
+            number: the team's own in its events.
+            notify: where events go; called from any thread.
+            fork_server: forks the workers if it can, and is prepared for the next start, unless there is nothing to
+                preload.
+        """
+        self._notify = notify
+        self._fork_server = fork_server if options.preload else None
         self._variables: list[dict[str, str]] = []
         self._number = number
-        self._orders = orders
-        self._run_dir = orders.run_dir
+        self._options = options
+        self._run_dir = options.run_dir
         self._running: dict[int, Process] = {}
-        self._clock = WatchClock(interval_s(orders.hang_timeout_s))
+        self._clock = WatchClock(interval_s(options.hang_timeout_s))
         self._stopped_since: dict[int, float] = {}
         self._blocked_at: dict[int, float] = {}
         self._inherits: set[int] = set()
         """Who writes to our own standard output and error."""
         self._oom_kills: dict[int, int | None] = {}
         self._pump: LinePump | None = None
-        self._pulses = tempfile.TemporaryDirectory(prefix="paceline-heartbeat-", ignore_cleanup_errors=True)
+        self._heartbeats = tempfile.TemporaryDirectory(prefix="paceline-heartbeat-", ignore_cleanup_errors=True)
         # A worker that finds this pipe without a writer knows that this process died before it could be told.
         self._lifeline_read, self._lifeline_write = os.pipe()
 
@@ -125,7 +146,7 @@ class LocalTeam:
         Raises:
             LaunchError: the system refuses another process.
         """
-        if self._orders.output == "all" or show is not None:
+        if self._options.output == "all" or show is not None:
             self._pump = LinePump(show or show_here)
         for command in commands:
             inherited = sockets or {} if command.rank == 0 else {}
@@ -232,7 +253,7 @@ class LocalTeam:
                 written[rank] = text
         return written
 
-    def tend(self) -> None:
+    def prepare_standby(self) -> None:
         if self._fork_server is None or len(self._running) < len(self._variables):
             return
         # Not while workers start: they would get to their first step later.
@@ -262,10 +283,10 @@ class LocalTeam:
             self._pump.close()
         os.close(self._lifeline_read)
         os.close(self._lifeline_write)
-        self._pulses.cleanup()
+        self._heartbeats.cleanup()
 
     def _heartbeat(self, rank: int) -> Path:
-        return Path(self._pulses.name) / f"rank{rank}"
+        return Path(self._heartbeats.name) / f"rank{rank}"
 
     def _popen(self, command: WorkerCommand, sockets: Mapping[str, int], *, inherits: bool) -> Process:
         if inherits:
@@ -279,12 +300,12 @@ class LocalTeam:
                 (stdout, out), (stderr, err) = _pipe(on_error, theirs), _pipe(on_error, theirs)
                 process = self._spawn(command, sockets, out, err)
             on_error.pop_all()  # the pump closes them
-        prefix = b"" if command.rank == 0 else b"[rank %d] " % command.rank if self._orders.output == "all" else None
+        prefix = b"" if command.rank == 0 else b"[rank %d] " % command.rank if self._options.output == "all" else None
         self._pump.add(command.rank, stdout, stderr, prefix=prefix, log=log)
         return process
 
     def _open_log(self, rank: int) -> IO[bytes]:
-        restart = self._orders.restart
+        restart = self._options.restart
         log = open(log_path(self._run_dir, rank), "ab" if restart else "wb", buffering=0)  # noqa: SIM115
         if restart:
             with contextlib.suppress(OSError):  # a full disk is no reason not to train
@@ -323,10 +344,10 @@ class LocalTeam:
                 return  # `close` was faster
         else:
             process.wait()
-        self._orders.notify(WorkerExited(self._number, rank))
+        self._notify(WorkerExited(self._number, rank))
 
 
-def aged(ending: Ending, now: float) -> Ending:
+def with_age(ending: Ending, now: float) -> Ending:
     """The same with its age in place of its time, for another node, whose clock may differ; and back again."""
     return replace(ending, time=now - ending.time)
 

@@ -107,7 +107,7 @@ def _run_module(module: str, arguments: Sequence[str]) -> None:
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except ImportError as error:
-        if _users_part(error.__traceback__) is not None:
+        if _user_frames(error.__traceback__) is not None:
             raise
         raise LaunchError(f"Python cannot run -m {module}: {error}.") from None
 
@@ -130,7 +130,7 @@ def _run_script(script: str, arguments: Sequence[str]) -> None:
 def report(error: BaseException, rank: int, run_dir: Path | None) -> None:
     """Leave a note of `error` in the run's folder; on standard error where that is impossible."""
     is_user_error = isinstance(error, PacelineError)
-    error.__traceback__ = _users_part(error.__traceback__)
+    error.__traceback__ = _user_frames(error.__traceback__)
     lines = traceback.TracebackException.from_exception(error)
     text = "" if is_user_error else "".join(lines.format())
     try:
@@ -203,7 +203,7 @@ def _write_stacks_to(path: Path) -> None:
     faulthandler.register(signal.SIGUSR2, descriptor)
 
 
-def _users_part(trace: TracebackType | None) -> TracebackType | None:
+def _user_frames(trace: TracebackType | None) -> TracebackType | None:
     """`trace` without the frames of this file and of runpy at its top."""
     ours = (globals(), vars(runpy))
     while trace is not None and any(trace.tb_frame.f_globals is module for module in ours):

@@ -45,7 +45,7 @@ TOGETHER_FILE = "together.json"
 """Tells the workers that wait how many samples all of them are to compute, and for how long."""
 
 _LOADER_SHARE, _CHECKPOINT_SHARE, _TOGETHER_SHARE = 0.1, 0.1, 0.4
-"""Of the budget; the rest is for passes on one worker."""
+"""Shares of the budget; the rest is for passes on one worker."""
 _LOADER_S = 5.0
 _NUM_CHECKPOINTS = 3
 _LOOK_S = 0.05

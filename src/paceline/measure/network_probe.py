@@ -19,6 +19,7 @@ from paceline.measure.program import Report, run_program, unreported
 from paceline.measure.stopwatch import median_s, seconds_of
 from paceline.measure.values import NETWORK_FILE, NetworkProbe, NetworkRequest
 from paceline.measure.workers import join_workers, largest
+from paceline.object_collectives import all_gather_objects
 from paceline.spec import NetworkLink
 from paceline.train.process_group import World
 
@@ -42,8 +43,7 @@ def probe_network(request: NetworkRequest, report: Report = unreported) -> Netwo
     # A group has one connection between two workers, so as many groups are as many streams.
     timeout = timedelta(seconds=request.timeout_s)
     groups = [world.group, *(dist.new_group(timeout=timeout) for _ in range(request.num_streams - 1))]
-    interfaces = [""] * world.world_size
-    dist.all_gather_object(interfaces, env.own_interface() or "")
+    interfaces: list[str] = all_gather_objects(env.own_interface() or "", world.group)
     links = []
     for number, pair in enumerate(request.pairs):
         one, other = (request.hostnames[rank] for rank in pair)

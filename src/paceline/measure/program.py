@@ -20,7 +20,7 @@ from paceline.measure.values import read_json, write_json
 Q = TypeVar("Q")
 
 Report = Callable[[str, float], None]
-"""Told what is being done, and which part of the whole is done."""
+"""Told what is being done, and which fraction of the whole is done."""
 
 
 def unreported(_doing: str, _done: float) -> None:

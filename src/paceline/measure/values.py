@@ -69,7 +69,7 @@ class JobRequest:
     shard_size: int = at_least(1, 1)
     """Samples of a virtual shard, over which batch norm normalises."""
     workers_on_node: int = at_least(1, 1)
-    """Of the fullest node, with all workers of the plan."""
+    """On the fullest node, with all workers of the plan."""
     device_kind: DeviceKind = "cpu"
     device: str = ""
     """What the device is called in the result."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from paceline.errors import JobError
 from paceline.noise import efficiency as statistical_efficiency
-from paceline.plan.assumptions import DEVICE_MTBF_S, RESTART_S, assumptions
+from paceline.plan.assumptions import DEVICE_MTBF_S, RESTART_S, assumptions, past_error
 from paceline.plan.buckets import num_buckets
 from paceline.plan.collectives import WIRE_FACTORS
 from paceline.plan.forecast_row import forecast_row, overhead_beside_passes_s, search_meshes, workload_on
@@ -90,7 +90,7 @@ def forecast(
         efficiency_floor=request.efficiency_floor,
         price_per_device_hour=request.price_per_device_hour,
         noise_scale=request.noise_scale,
-        past_error=cluster.past_error(),
+        past_error=past_error(cluster.checks),
     )
 
 

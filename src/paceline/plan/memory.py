@@ -8,7 +8,6 @@ Recomputation in Large Transformer Models", section 4).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -142,12 +141,6 @@ def device_memory(
     """The fullest device of `mesh`, with the fastest cut into stages; where a device cannot hold that one, with the
     fastest that it can, if there is any.
 
-    Rajbhandari et al. 2020, figure 1, for psi parameters: stage 1 shards the optimizer state, 2 the gradients, 3 the
-    parameters, each by 1/fsdp; replicas shard nothing. Stage 3 gathers a layer and fetches the next one meanwhile;
-    stages 1 and 2 hold their part of the parameters beside the whole. A pipeline that takes turns (1F1B; Narayanan et
-    al. 2021, section 2.2) holds min(pp - i, micro-batches) micro-batches in its stage i = 0, 1, …, each with the
-    activations of the stage's layers. Recomputation keeps what layers give each other, and one layer's activations.
-
     Args:
         micro_batch_size: Samples of one forward pass.
         num_micro_batches: Micro-batches of one worker in a step.
@@ -155,58 +148,96 @@ def device_memory(
         memory_bytes: Memory of one device.
     """
     layers = layers or (_equal_layer(mesh.tp),) * mesh.pp
-    per_parameter = num_parameters / (sum(layer.parameter_bytes for layer in layers) or 1.0)
-    per_kept = activations.bytes_per_sample / (sum(layer.activation_bytes for layer in layers) or 1.0)
-    shards = mesh.fsdp
-    in_flight = [micro_batch_size * micro_batches_in_flight(mesh.pp, i, num_micro_batches) for i in range(mesh.pp)]
+    model = _ModelOnMesh(
+        mesh,
+        state,
+        activations.fixed_bytes,
+        num_parameters / (sum(layer.parameter_bytes for layer in layers) or 1.0),
+        activations.bytes_per_sample / (sum(layer.activation_bytes for layer in layers) or 1.0),
+        tuple(micro_batch_size * micro_batches_in_flight(mesh.pp, i, num_micro_batches) for i in range(mesh.pp)),
+        recompute,
+    )
+    memory = model.fullest(cut(layers, mesh.pp))
+    if mesh.pp == 1 or fits(memory, memory_bytes):
+        return memory
+    stages = model.fitting_stages(layers, memory_bytes)
+    return memory if stages is None else model.fullest(stages)
 
-    def held(layer: LayerCost) -> float:
-        return per_parameter * layer.parameter_bytes / layer.tensor_shards(mesh.tp)
 
-    def kept(layer: LayerCost) -> float:
-        return per_kept * layer.activation_bytes * _kept_fraction(layer, mesh.tp)
+@dataclass(frozen=True)
+class _ModelOnMesh:
+    """A model's layers on the devices of a mesh.
 
-    def of_stage(place: int, stage: Layers) -> DeviceMemory:
-        own, largest = sum(map(held, stage)), max(map(held, stage))
-        sample_bytes = sum(map(kept, stage))
-        if recompute:
-            sample_bytes = min(sample_bytes, sum(layer.output_bytes for layer in stage) + max(map(kept, stage)))
-        gathered = min(own, 2 * largest) if mesh.zero_stage == 3 else own / shards
+    Rajbhandari et al. 2020, figure 1, for psi parameters: stage 1 shards the optimizer state, 2 the gradients, 3 the
+    parameters, each by 1/fsdp; replicas shard nothing. Stage 3 gathers a layer and fetches the next one meanwhile;
+    stages 1 and 2 hold their part of the parameters beside the whole. A pipeline that takes turns (1F1B) holds the
+    activations of `micro_batches_in_flight`. Recomputation keeps what layers give each other, and one layer's
+    activations.
+    """
+
+    mesh: Mesh
+    state: StateBytes
+    fixed_bytes: float
+    """Memory of activations that does not depend on the samples."""
+    parameters_per_byte: float
+    """Parameters for each of the layers' `parameter_bytes`."""
+    kept_per_byte: float
+    """Bytes a sample for each of the layers' `activation_bytes`."""
+    in_flight: tuple[int, ...]
+    """[stage]: samples whose activations it keeps at once."""
+    recompute: bool
+
+    def parameters(self, layer: LayerCost) -> float:
+        return self.parameters_per_byte * layer.parameter_bytes / layer.tensor_shards(self.mesh.tp)
+
+    def kept(self, layer: LayerCost) -> float:
+        """Bytes of activations a sample."""
+        return self.kept_per_byte * layer.activation_bytes * _kept_fraction(layer, self.mesh.tp)
+
+    def on_stage(self, place: int, stage: Layers) -> DeviceMemory:
+        own, largest = sum(map(self.parameters, stage)), max(map(self.parameters, stage))
+        sample_bytes = sum(map(self.kept, stage))
+        if self.recompute:
+            outputs = sum(layer.output_bytes for layer in stage)
+            sample_bytes = min(sample_bytes, outputs + max(map(self.kept, stage)))
+        shards, zero_stage, state = self.mesh.fsdp, self.mesh.zero_stage, self.state
+        gathered = min(own, 2 * largest) if zero_stage == 3 else own / shards
         return DeviceMemory(
-            parameter_bytes=own * state.parameter / (shards if mesh.zero_stage == 3 else 1),
-            gradient_bytes=own * state.gradient / (shards if mesh.zero_stage >= 2 else 1),
+            parameter_bytes=own * state.parameter / (shards if zero_stage == 3 else 1),
+            gradient_bytes=own * state.gradient / (shards if zero_stage >= 2 else 1),
             optimizer_bytes=own * state.optimizer / shards,
-            activation_bytes=activations.fixed_bytes + sample_bytes * in_flight[place],
+            activation_bytes=self.fixed_bytes + sample_bytes * self.in_flight[place],
             gathered_bytes=gathered * state.parameter if shards > 1 else 0.0,
         )
 
-    def fullest(stages: tuple[Layers, ...]) -> DeviceMemory:
-        found = [of_stage(place, stage) for place, stage in enumerate(stages)]
+    def fullest(self, stages: tuple[Layers, ...]) -> DeviceMemory:
+        found = [self.on_stage(place, stage) for place, stage in enumerate(stages)]
         return dataclasses.replace(max(found, key=lambda memory: memory.total_bytes), stages=stages)
 
-    memory = fullest(cut(layers, mesh.pp))
-    if mesh.pp == 1 or fits(memory, memory_bytes):
-        return memory
-    # What grows layer by layer, and beside it the most that one layer's own needs can add to any stage.
-    alone = [of_stage(0, (layer,)) for layer in layers]
-    grows = [one.total_bytes - one.activation_bytes - (mesh.zero_stage == 3) * one.gathered_bytes for one in alone]
-    gathered = 2 * max(one.gathered_bytes for one in alone) if mesh.zero_stage == 3 else 0.0
-    again = in_flight[0] * max(map(kept, layers)) if recompute else 0.0
-    limits = StageLimits(
-        memory_bytes=USABLE_FRACTION * memory_bytes - activations.fixed_bytes - gathered - again,
-        copies_of_parameters=1.0,
-        micro_batches_kept=tuple(in_flight),
-    )
-    keeps = [layer.output_bytes if recompute else kept(layer) for layer in layers]
-    # Most meshes of a model that is far too large need no closer look.
-    if sum(grows) <= mesh.pp * limits.memory_bytes:
-        with contextlib.suppress(ModelError):
-            costs = [
-                dataclasses.replace(layer, parameter_bytes=state, activation_bytes=activation)
-                for layer, state, activation in zip(layers, grows, keeps, strict=True)
-            ]
-            return fullest(split(layers, best_cut(costs, mesh.pp, limits)))
-    return memory
+    def fitting_stages(self, layers: Layers, memory_bytes: float) -> tuple[Layers, ...] | None:
+        """The fastest stages of those that fit into a device; None: there are none."""
+        # What grows layer by layer, and beside it the most that one layer's own needs can add to any stage.
+        single = [self.on_stage(0, (layer,)) for layer in layers]
+        is_gathered = self.mesh.zero_stage == 3
+        states = [one.total_bytes - one.activation_bytes - is_gathered * one.gathered_bytes for one in single]
+        gathered = 2 * max(one.gathered_bytes for one in single) if is_gathered else 0.0
+        again = self.in_flight[0] * max(map(self.kept, layers)) if self.recompute else 0.0
+        limits = StageLimits(
+            memory_bytes=USABLE_FRACTION * memory_bytes - self.fixed_bytes - gathered - again,
+            copies_of_parameters=1.0,
+            micro_batches_kept=self.in_flight,
+        )
+        if sum(states) > self.mesh.pp * limits.memory_bytes:  # most meshes of a model that is far too large
+            return None
+        kept = [layer.output_bytes if self.recompute else self.kept(layer) for layer in layers]
+        costs = [
+            dataclasses.replace(layer, parameter_bytes=state, activation_bytes=activation)
+            for layer, state, activation in zip(layers, states, kept, strict=True)
+        ]
+        try:
+            return split(layers, best_cut(costs, self.mesh.pp, limits))
+        except ModelError:
+            return None
 
 
 def _kept_fraction(layer: LayerCost, tp: int) -> float:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.plan.calibrate import Observation, Placement, fit, sensitivities, uninformed
+from paceline.plan.calibrate import fit, sensitivities, uninformed
+from paceline.plan.step_constants import Observation, Placement
 
 _LEAST_ERROR = 0.05
 """Steps of one placement vary by this part from day to day, however well the few rows at hand agree."""

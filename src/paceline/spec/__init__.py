@@ -25,7 +25,8 @@ from paceline.spec.job import (
     OptimSpec,
     load_job,
 )
-from paceline.spec.mesh import Mesh, check_mesh, parse_mesh
+from paceline.spec.mesh import Mesh
+from paceline.spec.mesh_name import check_mesh, parse_mesh
 from paceline.spec.plan import NodePlacement, PipelineSpec, Plan
 from paceline.spec.record import EpochRecord, RunRecord, StepTime
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 from paceline.spec.cluster import DeviceKind
-from paceline.spec.codec import at_least, from_mapping, to_mapping
+from paceline.spec.codec import JsonValue, at_least
 
 
 @dataclass(frozen=True)
-class CheckpointRequest:
+class CheckpointRequest(JsonValue):
     """The state of a model and where to save it."""
 
     address: str
@@ -28,16 +24,9 @@ class CheckpointRequest:
     timeout_s: float = at_least(1, 600.0)
     """How long a call waits for a silent worker."""
 
-    @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> CheckpointRequest:
-        return from_mapping(cls, mapping)
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(to_mapping(self), indent=2) + "\n", encoding="utf-8")
-
 
 @dataclass(frozen=True)
-class CheckpointTimings:
+class CheckpointTimings(JsonValue):
     """What one benchmark measured: seconds of the slowest worker, a round each."""
 
     request: CheckpointRequest
@@ -77,10 +66,3 @@ class CheckpointTimings:
     def stall_over_copy(self) -> float:
         """The median of the rounds' own ratios: a machine whose speed drifts spoils both alike."""
         return median(stall / copy for stall, copy in zip(self.stalls_s, self.copies_s, strict=True))
-
-    @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> CheckpointTimings:
-        return from_mapping(cls, mapping)
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(to_mapping(self), indent=2) + "\n", encoding="utf-8")

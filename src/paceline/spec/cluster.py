@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from paceline.errors import ClusterError, JobError
 from paceline.spec.algorithm import AlgorithmName
-from paceline.spec.codec import from_mapping, to_mapping
+from paceline.spec.codec import JsonValue
 
 DeviceKind = Literal["cpu", "cuda"]
 Source = Literal["datasheet", "measured"]
@@ -180,7 +179,7 @@ MOST_CHECKS = 50
 
 
 @dataclass(frozen=True)
-class Cluster:
+class Cluster(JsonValue):
     """Nodes, the network between them, and what jobs took on them."""
 
     nodes: tuple[Node, ...]
@@ -193,15 +192,6 @@ class Cluster:
         """The same with one more forecast that a run has put to the test."""
         return replace(self, checks=(*self.checks, check)[-MOST_CHECKS:])
 
-    def past_error(self) -> str:
-        """ "within 4 % on the last 12 runs", the 90th percentile of their errors; empty without a run."""
-        if not self.checks:
-            return ""
-        errors = sorted(abs(check.error) for check in self.checks)
-        worst = errors[math.ceil(0.9 * len(errors)) - 1]
-        runs = "run" if len(errors) == 1 else f"{len(errors)} runs"
-        return f"within {worst:.0%} on the last {runs}".replace("%", " %")
-
     @property
     def devices(self) -> tuple[Device, ...]:
         """The devices of all nodes, in the order of the nodes."""
@@ -211,13 +201,6 @@ class Cluster:
     def device_kind(self) -> DeviceKind:
         """What every node has; CUDA needs all of them to have it."""
         return "cuda" if all(node.device_kind == "cuda" for node in self.nodes) else "cpu"
-
-    @classmethod
-    def from_mapping(cls, mapping: dict[str, Any]) -> Cluster:
-        return from_mapping(cls, mapping)
-
-    def to_mapping(self) -> dict[str, Any]:
-        return to_mapping(self)
 
     def save(self, path: Path) -> None:
         """Write cluster.json, whole or not at all."""

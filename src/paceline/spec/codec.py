@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import json
 import math
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from paceline.errors import JobError
 
@@ -40,6 +42,23 @@ def between(low: float, high: float, default: Any) -> Any:
 def above(low: float, default: Any) -> Any:
     """A dataclass field whose number is greater than `low`."""
     return dataclasses.field(default=default, metadata={"above": low})
+
+
+class JsonValue:
+    """A frozen dataclass that is also a JSON file."""
+
+    json_indent: ClassVar[int] = 2
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
+        """The value of plain dictionaries and lists. Raises `JobError` for unknown keys and invalid values."""
+        return from_mapping(cls, mapping)
+
+    def to_mapping(self) -> dict[str, Any]:
+        return to_mapping(self)
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(self.to_mapping(), indent=self.json_indent) + "\n", encoding="utf-8")
 
 
 def to_mapping(value: Any) -> dict[str, Any]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
 from paceline.errors import JobError
 from paceline.spec.algorithm import AlgorithmName, algorithm_names
 from paceline.spec.cluster import DeviceKind
-from paceline.spec.codec import above, at_least, from_mapping, to_mapping
+from paceline.spec.codec import JsonValue, above, at_least
 from paceline.spec.job import Precision
 
 TIMINGS_FILE = "timings.json"
@@ -48,7 +46,7 @@ def message_sizes(min_bytes: int = SMALLEST_BYTES, max_bytes: int = LARGEST_BYTE
 
 
 @dataclass(frozen=True)
-class CommRequest:
+class CommRequest(JsonValue):
     """What to time; an empty table asks for every algorithm, 4 KiB to 256 MiB, within a minute."""
 
     cases: tuple[CommCase, ...] = tuple(CommCase(name) for name in algorithm_names())
@@ -72,15 +70,12 @@ class CommRequest:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> CommRequest:
-        request = from_mapping(cls, mapping)
+        request = super().from_mapping(mapping)
         if not request.cases or any(case.algorithm == "auto" for case in request.cases):
             raise JobError(f"cases should name algorithms: one or more of {', '.join(algorithm_names())}.")
         if not request.sizes_bytes or min(request.sizes_bytes) < 8:
             raise JobError(f"sizes_bytes = {list(request.sizes_bytes)} should be sizes of at least 8 bytes.")
         return request
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(to_mapping(self), indent=2) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -121,7 +116,7 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
-class CommTimings:
+class CommTimings(JsonValue):
     """What one benchmark measured, in ascending order of sizes; a sum that was wrong would have been an error."""
 
     request: CommRequest
@@ -136,10 +131,3 @@ class CommTimings:
     @property
     def world_size(self) -> int:
         return sum(map(len, self.nodes))
-
-    @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> CommTimings:
-        return from_mapping(cls, mapping)
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(to_mapping(self), indent=2) + "\n", encoding="utf-8")

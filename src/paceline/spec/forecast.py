@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 from paceline.spec.algorithm import AlgorithmName
-from paceline.spec.codec import to_mapping
+from paceline.spec.codec import JsonValue
 
 BoundBy = Literal["compute", "communication", "loader", "overhead"]
 Grow = Literal["none", "batch"]
@@ -74,8 +72,10 @@ class SimulatedRow:
 
 
 @dataclass(frozen=True)
-class Forecast:
+class Forecast(JsonValue):
     """Rows in ascending order of devices, the recommended one, and the words for it."""
+
+    json_indent: ClassVar[int] = 1
 
     job: str
     device: str
@@ -103,9 +103,3 @@ class Forecast:
     @property
     def recommended(self) -> ForecastRow:
         return next(row for row in self.rows if row.devices == self.recommended_devices)
-
-    def to_mapping(self) -> dict[str, Any]:
-        return to_mapping(self)
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(self.to_mapping(), indent=1) + "\n", encoding="utf-8")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import JobError
-from paceline.spec.codec import above, at_least, between, from_mapping, to_mapping
+from paceline.spec.codec import JsonValue, above, at_least, between
 
 Parity = Literal["numeric", "bitwise"]
 Precision = Literal["float32", "bfloat16", "float16", "float64"]
@@ -139,7 +139,7 @@ class CheckpointSpec:
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(JsonValue):
     """What to train. A run is a function of its job alone: devices change how fast, never what it learns."""
 
     name: str = "job"
@@ -215,10 +215,7 @@ class Job:
         for table in ("model", "data"):
             if isinstance(plain.get(table), str):
                 plain[table] = {"name": plain[table]}
-        return from_mapping(cls, plain)
-
-    def to_mapping(self) -> dict[str, Any]:
-        return to_mapping(self)
+        return super().from_mapping(plain)
 
     def with_values(self, **changes: Any) -> Job:
         """A copy with other values; nested tables take mappings, `optim={"lr": 0.2}`, merged into what is there."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from paceline.errors import JobError
 from paceline.spec.algorithm import AlgorithmName
 from paceline.spec.cluster import DeviceKind
-from paceline.spec.codec import at_least, from_mapping, to_mapping
+from paceline.spec.codec import JsonValue, at_least
 from paceline.spec.mesh import Mesh, ScheduleName
 
 EXCLUDED = 75
@@ -40,7 +39,7 @@ class PipelineSpec:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(JsonValue):
     """World size, devices and how gradients are aggregated; nothing in it changes what a run learns."""
 
     world_size: int = at_least(1, 1)
@@ -96,10 +95,3 @@ class Plan:
     def placements(self) -> tuple[NodePlacement, ...]:
         """The nodes of the run, one at least; their workers add up to the world size."""
         return self.nodes or (NodePlacement(num_workers=self.world_size),)
-
-    @classmethod
-    def from_mapping(cls, mapping: dict[str, Any]) -> Plan:
-        return from_mapping(cls, mapping)
-
-    def to_mapping(self) -> dict[str, Any]:
-        return to_mapping(self)

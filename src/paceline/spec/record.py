@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from paceline.spec.codec import from_mapping, to_mapping
+from paceline.spec.codec import JsonValue
 from paceline.spec.job import Job
 from paceline.spec.plan import Plan
 
@@ -38,7 +38,7 @@ class EpochRecord:
 
 
 @dataclass(frozen=True)
-class RunRecord:
+class RunRecord(JsonValue):
     """What happened: `accuracy` and `loss` are the last evaluation's (None where nothing was evaluated)."""
 
     job: Job
@@ -70,10 +70,7 @@ class RunRecord:
 
     @classmethod
     def load(cls, path: Path) -> RunRecord:
-        return from_mapping(cls, json.loads(path.read_text(encoding="utf-8")))
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(to_mapping(self), indent=2) + "\n", encoding="utf-8")
+        return cls.from_mapping(json.loads(path.read_text(encoding="utf-8")))
 
     def _repr_html_(self) -> str:
         """The summary as a table, for notebooks."""

@@ -1,4 +1,4 @@
-"""What becomes of memory that a step frees: kept for the next step, or given back at once."""
+"""Whether memory that a step frees is kept for the next step or given back at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LARGE = 2**20
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc's malloc to keep what is freed instead of giving it back to the kernel. True if it listened.
+    """Tell glibc's malloc to keep what is freed instead of giving it back to the kernel. Returns whether it did.
 
     A training step frees megabytes of activations that the next one asks for again. By default they go back and
     come again page by page, each page zeroed by the kernel: a quarter of a small model's step on CPU.
@@ -24,7 +24,7 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> bool:
-    """Tell glibc's malloc to give back what is large as soon as it is freed. True if it listened.
+    """Tell glibc's malloc to give back what is large as soon as it is freed. Returns whether it did.
 
     Sharded parameters are gathered and freed block by block. Served from the heap, what is allocated in between keeps
     it from shrinking and from being used again: a worker that should hold a quarter of a model was seen to hold all.

@@ -60,7 +60,7 @@ class DataProgress:
         self._is_resumed = False
         """Whether the next batch comes from a checkpoint, and the run has not reached it yet."""
         self._order: tuple[int, EpochOrder] | None = None
-        """Of the epoch that was asked for last."""
+        """The epoch that was asked for last, and its order."""
 
     def total_steps(self, num_samples: int) -> int:
         """Updates of the whole run on a training set of `num_samples`."""

@@ -1,4 +1,4 @@
-"""What a result was measured on: versions, hardware, and the commit it was measured at."""
+"""The environment of a result: versions, hardware, and the commit of the working directory."""
 
 from __future__ import annotations
 

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.errors import ModelError
+from paceline.object_collectives import broadcast_object
 from paceline.train.process_group import World
 
 Measure = Callable[[nn.Module, Any], dict[str, Tensor]]
-"""One value per sample for every metric, from the model and a batch."""
+"""measure(model, batch): for every metric one value per sample, of shape (samples in batch,)."""
 
 
 @contextmanager
@@ -34,15 +35,14 @@ def chunk_ranges(num_samples: int, chunk_size: int) -> list[range]:
     return [range(start, min(start + chunk_size, num_samples)) for start in range(0, num_samples, chunk_size)]
 
 
-def own_chunks(num_chunks: int, share: int, num_assignments: int, *, in_step: bool) -> list[int]:
-    """Numbers of the chunks that are evaluated by who has share number `share` of the work; the first one has one if
-    anybody has.
+def own_chunks(num_chunks: int, rank: int, num_assignments: int, *, in_step: bool) -> list[int]:
+    """Numbers of the chunks that worker `rank` of `num_assignments` evaluates; the first one has one if anybody has.
 
     Args:
-        in_step: everybody has to compute equally many, because others wait in each: who has fewer computes some
+        in_step: whether all have to compute equally many, because others wait in each: who has fewer computes some
             of the next one's again.
     """
-    first, last = (-(-one * num_chunks // num_assignments) for one in (share, share + 1))
+    first, last = (-(-one * num_chunks // num_assignments) for one in (rank, rank + 1))
     most = -(-num_chunks // num_assignments)
     return [number % num_chunks for number in range(first, first + most if in_step else last)]
 
@@ -57,13 +57,14 @@ def evaluate(
 ) -> dict[str, float]:
     """Mean of every metric over all samples.
 
-    Each chunk is summed in float64 by whoever computes it. The sums meet in a table with a row a chunk, to which one
-    of those who have a chunk gives its row (adding zeros is exact), and the table is added up in order: the result
-    does not depend on who computed what.
+    Each chunk is summed in float64 by whoever computes it. The sums are all-reduced as a table with a row for each
+    chunk, which one worker fills (adding zeros is exact), and the table is added up in order: the result does not
+    depend on who computed what.
 
     Args:
-        batches: chunks and their numbers, as many as this worker computes.
-        given: the numbers of those whose rows it gives; each is one worker's.
+        batches: the chunks that this worker computes, with their numbers.
+        chunks: the samples of every chunk.
+        given: the numbers of the chunks whose rows this worker fills; each is one worker's.
 
     Raises:
         ModelError: a metric that is not one value per sample.
@@ -92,8 +93,5 @@ def _chunk_sum(name: str, value: Tensor, num_samples: int) -> float:
 
 def _agreed_names(names: list[str], world: World) -> list[str]:
     """Rank 0's metric names; it always has a chunk, others may not."""
-    if world.group is None:
-        return names
-    shared = [names]
-    dist.broadcast_object_list(shared, src=0, group=world.group)
-    return shared[0]
+    agreed: list[str] = broadcast_object(names, world.group)
+    return agreed

@@ -29,10 +29,10 @@ def init(
 
     Args:
         job: what to train; None: the defaults.
-        plan: how it is spread; None: one worker a process of this launch, on GPUs if there are any.
-        strategy: how the workers share out the model where no plan says so: "dp", "fsdp", "hsdp", "pp", "tp", or a
-            mesh such as "fsdp2 x tp2"; None: as `paceline launch --strategy` says, else "dp". One worker alone
-            has nobody to share with, whatever this says.
+        plan: how it is spread; None: one worker for each process of this launch, on GPUs if there are any.
+        strategy: how the model is spread over the workers where no plan says so: "dp", "fsdp", "hsdp", "pp", "tp", or a
+            mesh such as "fsdp2 x tp2"; None: as `paceline launch --strategy` says, else "dp". It has no effect on one
+            worker alone.
         max_steps: end `Run.batches` after this many steps, whatever the epochs say.
         checkpoint_dir: where checkpoints go if the job does not say; None: there are none.
         force: resume even a checkpoint of another job.

@@ -1,4 +1,4 @@
-"""What happened in a run so far: for the eyes, for trackers, and for the record."""
+"""The journal of a run: what happened so far, for the terminal, for trackers, and for the record."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NOISE_STEPS = 50
 
 @dataclass(frozen=True)
 class RunOutput:
-    """Where a run's results and words go."""
+    """Where a run's results and progress go."""
 
     run_dir: Path
     progress: TextIO | None
@@ -40,7 +40,7 @@ class RunOutput:
 
 
 class Journal:
-    """What happened so far; rank 0's also speaks and writes."""
+    """Takes notes of every step and epoch; rank 0's also prints and logs them."""
 
     def __init__(self, run: Run, output: RunOutput, total_steps: int) -> None:
         speaks = run.rank == 0
@@ -63,7 +63,7 @@ class Journal:
         self._epochs: list[EpochRecord] = []
         self._has_warned = False
         self._wall_s = 0.0
-        """Of earlier processes of this run, up to the checkpoint."""
+        """The time that earlier processes of this run took, up to the checkpoint."""
         run.keep("journal", self)
 
     def state_dict(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class Journal:
         mean_loss = self._epoch_loss / (run.samples_seen - samples)
         self._epoch_loss = 0.0
         noise_scale = run.noise_scale
-        # A run that was ended in the middle of an epoch, and goes on, has a record of that part.
+        # A run that ended in the middle of an epoch, and was resumed, has a record of its first batches.
         self._epochs = [record for record in self._epochs if record.epoch != epoch]
         self._epochs.append(EpochRecord(epoch, mean_loss, lr, run.timer.train_s - train_s, metrics, noise_scale))
         values = {"epoch": epoch + 1, "train_loss": mean_loss, "lr": lr}
@@ -132,7 +132,7 @@ class Journal:
         self._warn_about_batch(noise_scale)
 
     def _warn_about_batch(self, noise_scale: float | None) -> None:
-        """Once a run."""
+        """At most once in a run."""
         run = self._run
         if self._has_warned or noise_scale is None or run.noise.num_measured < _NOISE_STEPS:
             return
@@ -151,7 +151,7 @@ class Journal:
         evaluated = [e.metrics for e in self._epochs if e.metrics]
         last = evaluated[-1] if evaluated else {}
         samples_per_s = run.samples_seen / run.timer.train_s
-        # Where workers meet every few steps, the median step is one without a meeting.
+        # Where workers synchronise every few steps, the median step is one without a synchronisation.
         if step_time.total_s and run.job.aggregation.method == "every_step":
             samples_per_s = min(run.job.global_batch_size, run.samples_seen) / step_time.total_s
         return RunRecord(

@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.errors import ModelError
+from paceline.object_collectives import all_gather_objects
 from paceline.parallel.dtensor import local_shard
 from paceline.train.session import Session
 
 MOST_IN_A_ROW = 10
-"""Steps without an update; a run that cannot make one any more is not worth paying for."""
+"""The run ends after so many steps without an update."""
 
 _SHOWN_SAMPLES = 8
 
@@ -76,9 +76,7 @@ class NonFiniteGuard:
         ]
         if self._trained.engine.holds_all:
             return own
-        gathered: list[Any] = [None] * self._session.world.world_size
-        dist.all_gather_object(gathered, own, group=self._session.world.group)
-        found = {name for names in gathered for name in names}
+        found = {name for names in all_gather_objects(own, self._session.world.group) for name in names}
         return [name for name in self._trained.names.first if name in found]  # in the model's order
 
 
@@ -93,7 +91,7 @@ def is_finite(loss: Tensor, gradients: Sequence[Tensor]) -> bool:
 
 
 def _describe(step: int, loss: Tensor, culprits: Sequence[str], samples: NDArray[Any]) -> str:
-    """What is not finite in step `step`, the first of its kind, and the numbers of the samples that led there."""
+    """What is not finite in step `step`, and the numbers of the samples in its batch."""
     what = [] if bool(torch.isfinite(loss)) else [f"the loss is {float(loss)}"]
     if not what and not culprits:
         what.append("the norm of the gradient is not finite")

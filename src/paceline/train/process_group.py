@@ -24,7 +24,7 @@ from paceline.train.allocator import give_back_freed_memory, keep_freed_memory
 
 GLOO_THREAD = "pt_gloo_runloop"
 _REST_S = 2.0
-"""So long the end of a process waits for such threads at most."""
+"""The end of a process waits for Gloo's threads at most this long."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class World:
 
 
 def join(facts: env.WorkerFacts, plan: Plan) -> World:
-    """Pick this worker's device and meet the others.
+    """Pick this worker's device and join the process group of all workers.
 
     The group lasts as long as the process: workers find each other once, so the next run in it uses the group again,
     and what a script does after its run works on many workers as it does on one.

@@ -14,7 +14,6 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,6 +21,7 @@ from paceline import env
 from paceline.errors import JobError
 from paceline.heartbeat import Heartbeat
 from paceline.noise import SmoothedNoise
+from paceline.object_collectives import broadcast_object
 from paceline.parallel import Engine, check_shards, parallelize
 from paceline.parallel.initial_weights import is_on_meta
 from paceline.spec import Job, Mesh, Plan
@@ -159,9 +159,9 @@ class Run:
             self.say(sentence)  # whatever it is then
 
         state = RunState(self.job, self._progress, self._noise, trained, self._kept, self.metrics)
-        session = Session(state, self.plan, self.world, self._heartbeat, self._checkpoint_address, say, self.notes)
+        session = Session(state, self.plan, self.world, self._heartbeat, say, self.notes)
         self._at_close.callback(session.close)
-        if session.resume(force=self._force):
+        if session.resume(self._checkpoint_address, force=self._force):
             seed_between_steps(self.job.seed, self.steps, self.device)
         return session
 
@@ -284,9 +284,8 @@ class Run:
         state = self.whole_state()
         if self.engine.holds_all:
             return weights_sha256(state)
-        digest = [weights_sha256(state)] if self.rank == 0 else [""]
-        dist.broadcast_object_list(digest, src=0, group=self.world.group)
-        return digest[0]
+        digest: str = broadcast_object(weights_sha256(state) if self.rank == 0 else None, self.world.group)
+        return digest
 
     def close(self) -> None:
         """End the run: files are closed and torch's settings are again what they were before it."""

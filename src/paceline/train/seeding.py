@@ -1,4 +1,4 @@
-"""The generators of Python, NumPy and torch, set to where a piece of work needs them, whoever does it."""
+"""Seeds of the generators of Python, NumPy and torch that do not depend on which worker does the work."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from paceline.data.counter_random import key
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed all of them; not by torch.manual_seed, which keeps a call, and its stack trace, for a CUDA that is not
-    used."""
+    """Seed all generators. Not by torch.manual_seed, which keeps a call and its stack trace for an unused CUDA."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
@@ -27,7 +26,7 @@ def seed_shard(seed: int, step: int, shard: int, device: torch.device) -> None:
 
 
 def seed_between_steps(seed: int, step: int, device: torch.device) -> None:
-    """What a script draws between two steps must not depend on the part of the work this worker happened to do."""
+    """After a step: what a script draws then must not depend on the shards that this worker has computed."""
     seed_generators(key(seed, streams.BETWEEN_STEPS, 0, step), device)
 
 

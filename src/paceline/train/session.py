@@ -10,16 +10,17 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from paceline.checkpoint import Snapshot
+from paceline.checkpoint import Snapshot, open_storage
 from paceline.errors import JobError
 from paceline.heartbeat import Heartbeat
 from paceline.spec import Job, Plan
 from paceline.spec.job import differences
 from paceline.spec.plan import EXCLUDED
-from paceline.train.checkpoints import Checkpoints, Found
+from paceline.train.checkpoints import Checkpoints
 from paceline.train.data_progress import DataProgress
 from paceline.train.noise_meter import NoiseMeter
 from paceline.train.process_group import World, leave_at_once
+from paceline.train.resume import CheckpointReader, Found
 from paceline.train.state import Trained
 from paceline.train.status_exchange import StatusExchange
 from paceline.train.stragglers import Stragglers
@@ -63,7 +64,7 @@ class RunState:
     trained: Trained
     kept: Kept = field(default_factory=Kept)
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the last evaluation; changed in place."""
+    """Those of the last evaluation; changed in place."""
 
     def snapshot(self, collective: bool) -> Snapshot | None:
         """The state now; None where workers' weights differ and this step is no synchronisation point.
@@ -110,13 +111,11 @@ class Session:
         plan: Plan,
         world: World,
         heartbeat: Heartbeat,
-        checkpoint_address: str | None,
         say: Callable[[str], None],
         notes: list[str],
     ) -> None:
         """
         Args:
-            checkpoint_address: where checkpoints are; None: there are none.
             say: told what a user should know, on rank 0.
             notes: what a reader of the result must know is added to them.
         """
@@ -127,32 +126,43 @@ class Session:
         self._plan = plan
         self.world = world
         self.heartbeat = heartbeat
-        self._address = checkpoint_address
         self.say = say
         self._notes = notes
         self._status_exchange = StatusExchange(group)
         self._stragglers = Stragglers(_worker_names(plan))
+        self._group = group
+        self._reader: CheckpointReader | None = None
         self._checkpoints: Checkpoints | None = None
-        if checkpoint_address is not None:
-            shards = None if state.trained.engine.holds_all else state.trained.parts
-            self._checkpoints = Checkpoints(
-                checkpoint_address, state.job.checkpoint, group, state.snapshot, say, shards
-            )
 
-    def resume(self, *, force: bool) -> bool:
-        """Go on from the newest good checkpoint, if there is one; whether there is."""
-        found = None if self._checkpoints is None else self._checkpoints.take_found()
-        if found is None:
+    def resume(self, checkpoint_address: str | None, *, force: bool) -> bool:
+        """Go on from the newest good checkpoint if there is one, and save there from now on; whether there was one.
+
+        Args:
+            checkpoint_address: where checkpoints are; None: there are none.
+            force: whether to go on from a checkpoint of another job, too.
+        """
+        if checkpoint_address is None:
             return False
-        self.state.restore(found, force=force)
-        step = self.state.progress.steps
-        self.heartbeat.step(step)
-        self._notes.append(f"resumed at step {step} from {found.name} in {self._address}")
-        return True
+        state, trained = self.state, self.state.trained
+        storage = open_storage(checkpoint_address)
+        wanted = None if trained.engine.holds_all else trained.own_shards
+        self._reader = CheckpointReader(storage, self._group, self.say, wanted)
+        found = self._reader.newest()
+        step = None
+        if found is not None:
+            state.restore(found, force=force)
+            step = state.progress.steps
+            self.heartbeat.step(step)
+            self._notes.append(f"resumed at step {step} from {found.name} in {checkpoint_address}")
+        self._checkpoints = Checkpoints(storage, state.job.checkpoint, self._group, state.snapshot, self.say, step)
+        return found is not None
 
     def roll_back(self) -> str | None:
         """Put weights and optimizer back to the newest good checkpoint; its name, None if there is none."""
-        found = None if self._checkpoints is None else self._checkpoints.read_again()
+        if self._reader is None or self._checkpoints is None:
+            return None
+        self._checkpoints.wait()
+        found = self._reader.newest()
         if found is None:
             return None
         self.state.trained.put(found.shared, found.own, hyper=True)

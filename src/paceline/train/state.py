@@ -1,22 +1,25 @@
-"""Everything that a run needs to go on as if nothing had been: taken out of it, and put back.
+"""Model, optimizer and what belongs to them, taken out of a run for a checkpoint and put back.
 
 What all workers have alike is `shared`. What each has for itself is `own`, sorted by what must stay the same when
 other workers go on with it: the sum over all of them, or the mean.
+
+Not by torch.distributed.checkpoint.state_dict: its `get_optimizer_state_dict` makes a step with an optimizer that has
+no state yet, which Adam's bias correction then counts, and its `set_optimizer_state_dict` refuses a parameter that
+never had a gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from paceline.checkpoint import Loaded, Stored, flatten_state, unflatten_state
+from paceline.checkpoint import Loaded, Stored
 from paceline.errors import CheckpointError, ModelError
 from paceline.parallel import Engine, unwrapped
 from paceline.parallel.dtensor import local_shard, shard_like, shard_slice
@@ -38,7 +41,7 @@ class Trained:
         return unwrapped(self.engine.module)
 
     def take(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What all workers have alike, and what this one has for itself; views of what training goes on with."""
+        """`shared` and `own` of this worker; their tensors are views of what training goes on with."""
         optimizer = optimizer_state(self.optimizer, self.names, self.model)
         own = self.engine.own_state()
         if self.engine.weights_diverge:
@@ -52,23 +55,23 @@ class Trained:
         }
         return shared, own
 
-    def parts(self, shared: dict[str, Any]) -> dict[str, Any]:
-        """Of what all workers had alike, and nobody has read yet, what this one needs to go on.
+    def own_shards(self, shared: dict[str, Any]) -> dict[str, Any]:
+        """This worker's shards of a checkpoint's `shared` that nobody has read yet.
 
         What does not fit is left whole or left out: `put` will say so.
         """
         parameters = dict(zip(self.names.held(self.optimizer, self.model), _parameters(self.optimizer), strict=True))
         model, optimizer = shared["model"], shared["optimizer"]
-        mine = {name: _part(model[name], value) for name, value in self.model.state_dict().items() if name in model}
+        mine = {name: _shard_of(model[name], value) for name, value in self.model.state_dict().items() if name in model}
         state = {
-            name: {key: _part(value, parameters[name]) for key, value in entries.items()}
+            name: {key: _shard_of(value, parameters[name]) for key, value in entries.items()}
             for name, entries in optimizer["state"].items()
             if name in parameters
         }
         return shared | {"model": mine, "optimizer": optimizer | {"state": state}}
 
     def put(self, shared: dict[str, Any], own: dict[str, Any], *, hyper: bool) -> None:
-        """Go back to what `take` told; with the learning rates and the like of then if `hyper` is set.
+        """Go back to what `take` returned; to its learning rates and the like too if `hyper` is set.
 
         Raises:
             CheckpointError: it is of another model or optimizer.
@@ -79,7 +82,7 @@ class Trained:
             raise CheckpointError(f"The checkpoint is of another model: {' '.join(str(problem).split())}") from None
         optimizer = shared["optimizer"]
         means = own.get("means", {})
-        if "optimizer" in means:  # workers were apart
+        if "optimizer" in means:  # workers' weights differed
             optimizer = optimizer | {"state": means["optimizer"]}
         load_optimizer_state(self.optimizer, self.names, self.model, optimizer, hyper=hyper)
         self.engine.load_state(shared["engine"], own)
@@ -91,9 +94,9 @@ class Names:
     """What the parameters of an optimizer are called in the whole model."""
 
     groups: tuple[tuple[str, ...], ...]
-    """Of each of its groups, in its own order."""
+    """Those of each of its groups, in the group's order."""
     first: Mapping[str, str]
-    """Of every name of a parameter the one that counts: a tied one has several, and the first does."""
+    """The name that counts of a parameter, by each of its names: a tied one has several, and the first counts."""
 
     @classmethod
     def of(cls, optimizer: Optimizer, model: nn.Module) -> Self:
@@ -109,7 +112,7 @@ class Names:
         return cls(tuple(tuple(name for name in names if name is not None) for names in held), first)
 
     def held(self, optimizer: Optimizer, model: nn.Module) -> list[str]:
-        """Of the parameters that the optimizer has on this worker, by their numbers in its state."""
+        """The names of the parameters that the optimizer has on this worker, by their numbers in its state."""
         known = {id(parameter): self.first[name] for name, parameter in model.named_parameters()}
         return [known[id(parameter)] for parameter in _parameters(optimizer)]
 
@@ -159,7 +162,7 @@ def load_optimizer_state(
     for own, kept in zip(fresh["param_groups"], state["groups"], strict=True):
         groups.append((own | kept if hyper else own) | {"params": own["params"]})
     by_number = {
-        numbers[name]: {key: _like(parameters[numbers[name]], value) for key, value in entries.items()}
+        numbers[name]: {key: _state_like(parameters[numbers[name]], value) for key, value in entries.items()}
         for name, entries in state["state"].items()
         if name in numbers
     }
@@ -189,82 +192,19 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _part(stored: Any, like: Any) -> Any:
-    """Of a tensor of the shape of `like`, the slice that this worker holds of `like`."""
+def _shard_of(stored: Any, like: Any) -> Any:
+    """The shard that this worker needs of a stored tensor: where it holds a shard of `like`, the same of it."""
     is_spread = isinstance(stored, Stored) and isinstance(like, DTensor) and stored.shape == tuple(like.shape)
     return stored.slice_at(*shard_slice(like)) if is_spread else stored
 
 
-def _like(parameter: Tensor, value: Any) -> Any:
-    """Of a tensor of the parameter's shape, this worker's part, in the memory layout an optimizer would have made."""
+def _state_like(parameter: Tensor, value: Any) -> Any:
+    """This worker's shard of a tensor of the parameter's shape, in the memory layout an optimizer would have made."""
     if isinstance(value, Loaded):
         found = torch.empty_like(parameter, dtype=value.values.dtype)
         local_shard(found).copy_(value.values)
         return found
     if isinstance(value, Tensor) and value.shape == parameter.shape:
-        part = shard_like(value.to(parameter.device), parameter)
-        return torch.empty_like(parameter, dtype=value.dtype).copy_(part)
+        shard = shard_like(value.to(parameter.device), parameter)
+        return torch.empty_like(parameter, dtype=value.dtype).copy_(shard)
     return value
-
-
-def hand_out(owns: Sequence[dict[str, Any]], num_workers: int) -> list[dict[str, Any]]:
-    """What `num_workers` workers get of what those of a checkpoint had, each for itself.
-
-    As many get what there was. Others get equal parts that keep the sums of `sums` and the means of `means`.
-    """
-    if len(owns) == num_workers or not owns:
-        return list(owns)
-    part = {
-        "sums": _combined([own.get("sums", {}) for own in owns], 1 / num_workers),
-        "means": _combined([own.get("means", {}) for own in owns], 1 / len(owns)),
-    }
-    return [part] * num_workers
-
-
-def _combined(values: Sequence[Any], factor: float) -> Any:
-    """The sum of trees times a factor; whole numbers and what is no number are the first one's."""
-    first = values[0]
-    if isinstance(first, Mapping):
-        return {key: _combined([value[key] for value in values if key in value], factor) for key in first}
-    if isinstance(first, list | tuple):
-        return type(first)(_combined(items, factor) for items in zip(*values, strict=True))
-    if isinstance(first, Tensor) and first.is_floating_point():
-        return torch.stack([value.double() for value in values]).sum(0).mul_(factor).to(first.dtype)
-    return sum(values) * factor if isinstance(first, float) else first
-
-
-def broadcast_tree(tree: Any, group: dist.ProcessGroup | None) -> Any:
-    """Rank 0's `tree` on every worker of `group`, tensors in host memory; a common act."""
-    if group is None:
-        return tree
-    is_source = dist.get_rank(group) == 0
-    plain, tensors = flatten_state(tree) if is_source else (None, {})
-    message: list[Any] = [plain, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}]
-    dist.broadcast_object_list(message, group_src=0, group=group)
-    plain, kinds = message
-    received = {}
-    for name, (shape, dtype) in kinds.items():
-        received[name] = tensors[name].cpu().contiguous() if is_source else torch.empty(shape, dtype=dtype)
-        dist.broadcast(received[name], group_src=0, group=group)
-    return unflatten_state(plain, received.__getitem__)
-
-
-def scatter_trees(trees: Sequence[Any], group: dist.ProcessGroup | None) -> Any:
-    """Of rank 0's `trees`, one for each worker of `group`, this worker's; a common act."""
-    if group is None:
-        return trees[0]
-    rank = dist.get_rank(group)
-    if rank == 0:
-        for receiver in range(1, dist.get_world_size(group)):
-            plain, tensors = flatten_state(trees[receiver])
-            kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-            dist.send_object_list([plain, kinds], group_dst=receiver, group=group)
-            for tensor in tensors.values():
-                dist.send(tensor.contiguous(), group_dst=receiver, group=group)
-        return trees[0]
-    message: list[Any] = [None, {}]
-    dist.recv_object_list(message, group_src=0, group=group)
-    received = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in message[1].items()}
-    for tensor in received.values():
-        dist.recv(tensor, group_src=0, group=group)
-    return unflatten_state(message[0], received.__getitem__)

@@ -1,4 +1,4 @@
-"""Which worker holds the others up, by how much, and since when."""
+"""Stragglers: which worker slows the others down, by how much, and since when."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections import deque
 from collections.abc import Sequence
 
 WINDOW_STEPS = 50
-"""A slow worker is slow for long; a hiccup is none."""
+"""Median step times over so many steps are compared: a straggler stays slow, a hiccup does not."""
 
 SLOW = 1.3
-"""Times the median worker: below that, devices and neighbours of one kind differ anyway."""
+"""A straggler takes this many times the median of the others; less is the usual scatter of equal devices."""
 
 
 class Stragglers:
-    """Looks at the steps' own times of all workers, a window at a time."""
+    """Compares the workers' own step times, one window of steps at a time."""
 
     def __init__(self, names: Sequence[str]) -> None:
         """`names`: what to call each worker, by rank."""
@@ -22,15 +22,15 @@ class Stragglers:
         self._times: list[deque[float]] = [deque(maxlen=WINDOW_STEPS) for _ in names]
         self._num_steps = 0
         self._slow: dict[int, int] = {}
-        """Those that are slow, and in how many windows in a row."""
+        """In how many windows in a row each straggler has been slow."""
         self._times_the_others: dict[int, float] = {}
-        """How long each takes beside the median of the others, by the last window."""
+        """Each worker's time over the median of the others, in the last window."""
 
     def note(self, step: int, own_times_s: Sequence[float]) -> list[str]:
         """A sentence for every worker that has become slow, or is no longer, in the window that ends with `step`.
 
         Args:
-            own_times_s: of one step, by rank; those that are not positive say nothing.
+            own_times_s: what the step took each worker, by rank, without waiting for others; 0 where unknown.
         """
         for times, own_time_s in zip(self._times, own_times_s, strict=True):
             if own_time_s > 0:

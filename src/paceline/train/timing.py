@@ -62,18 +62,18 @@ class StepTimer:
 
     @property
     def own_s(self) -> float:
-        """The last step's that is known, without waiting for other workers; 0 before any."""
+        """Seconds of the last known step without waiting for other workers; 0 before any."""
         return self._read[-1].total_s - self._read[-1].exposed_comm_s if self._read else 0.0
 
     def median(self) -> StepTime:
-        """The median of each part; parts of medians need not add up to the median total exactly."""
+        """The median of each component; these medians need not add up to the median total exactly."""
         while self._unread:
             self._read_oldest()
         if not self._read:
             return StepTime()
         return StepTime(
             *(
-                statistics.median(getattr(step, part) for step in self._read)
-                for part in ("total_s", "data_s", "compute_s", "exposed_comm_s")
+                statistics.median(getattr(step, component) for step in self._read)
+                for component in ("total_s", "data_s", "compute_s", "exposed_comm_s")
             )
         )

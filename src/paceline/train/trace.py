@@ -1,7 +1,7 @@
 """Fingerprints of every step, for `paceline verify` to compare runs on different numbers of workers.
 
 A tensor's fingerprint is its norm and its inner products with a few fixed vectors of random signs s. Since
-E[(s.a - s.b)^2] = |a - b|^2, two fingerprints tell the distance of two tensors without keeping either
+E[(s.a - s.b)^2] = |a - b|^2, two fingerprints give the distance of two tensors without keeping either
 (Achlioptas, "Database-friendly random projections", 2003).
 """
 
@@ -24,7 +24,7 @@ from paceline.train.process_group import World
 NUM_PROJECTIONS = 8
 
 Whole = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-"""Of tensors that belong to a model, all of the model's and in one piece: an engine's."""
+"""From the tensors of a model that this worker holds to all of the model's, unsharded: `Engine.whole`."""
 
 
 class ParityTracer:
@@ -45,7 +45,7 @@ class ParityTracer:
         return cls(file)
 
     def before_update(self, step: int, model: nn.Module, whole: Whole, loss: Tensor, batch: Any, *, idle: bool) -> None:
-        """A common act where the model is spread; rank 0 then writes for all."""
+        """Where the model is spread: a collective, and rank 0 writes for all."""
         if self._file is None:
             return
         gradients = whole({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
@@ -91,7 +91,7 @@ def batch_digest(batch: Any) -> int:
     total = 0
     for row in zip(*leaves, strict=False):
         crc = 0
-        for part in row:
-            crc = zlib.crc32(part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), crc)
+        for leaf in row:
+            crc = zlib.crc32(leaf.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), crc)
         total += crc
     return total

@@ -17,14 +17,14 @@ from paceline.launch import run_workers
 from paceline.launch.contained import contained
 from paceline.launch.elastic import ElasticLimits, run_elastic
 from paceline.launch.fleet import Describe, Fleet
-from paceline.launch.hosts import HostSlots
 from paceline.launch.messages import Hello
+from paceline.launch.node_list import NodeSlots
 from paceline.launch.ray import ray_argv, ray_nodes
 from paceline.launch.remote_team import NodeAccess, RemoteTeam, open_nodes
-from paceline.launch.run_workers import SAVE_S, Conditions
+from paceline.launch.run_workers import SAVE_S
 from paceline.launch.slurm import allocation, srun_argv
 from paceline.launch.ssh import explain_ssh_failure, ssh_argv
-from paceline.launch.team import Output
+from paceline.launch.team import LaunchOptions, Output
 from paceline.launch.worker import run_program
 from paceline.plan import pick
 from paceline.spec import Cluster, Device, Node, Plan
@@ -33,7 +33,7 @@ from paceline.workflows.strategy import PlanFor, check_may_shrink, largest_that_
 from paceline.workflows.where import Elastic, LauncherName, Where
 
 PRELOAD = ("paceline.train.loop", "torch._dynamo")
-"""What takes long to load and every training needs; torch loads the last when it wraps a model or an optimizer."""
+"""Modules that take long to load and that every training needs; torch loads the last when it wraps an optimizer."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Allocation:
     image: str = ""
     """The container and its digest; empty without one."""
     describe: Describe | None = None
-    """What a node that was lost is when it is back."""
+    """Describes a node that was lost and is back."""
 
     def run(
         self,
@@ -94,7 +94,7 @@ class Allocation:
                 "--launcher debug runs in this process, which cannot outlive a failure; leave --min-workers out."
             )
         cluster = with_room(self.cluster, plan_for(self.cluster, limits.max_workers))
-        conditions = Conditions(
+        options = LaunchOptions(
             run_dir,
             interface=self.where.interface,
             output=output,
@@ -104,7 +104,7 @@ class Allocation:
             preload=PRELOAD if standby else (),
         )
         with contextlib.closing(Fleet(cluster, self.teams, self.describe)) as fleet:
-            run_elastic(fleet, limits, plan_for, program_for, conditions)
+            run_elastic(fleet, limits, plan_for, program_for, options)
 
     def run_job(
         self,
@@ -138,7 +138,7 @@ class Allocation:
 
 @contextlib.contextmanager
 def open_allocation(where: Where, run_dir: Path | None = None) -> Iterator[Allocation]:
-    """The nodes that are meant; agents on other nodes live as long as the block.
+    """The nodes that `where` names; agents on other nodes live as long as the block.
 
     Args:
         run_dir: what containers see beside the working directory.
@@ -153,16 +153,16 @@ def open_allocation(where: Where, run_dir: Path | None = None) -> Iterator[Alloc
         return
     given = given_nodes(where.launcher)
     # Ray says how many GPUs a node has; where it says nothing, the node has none.
-    gpus = {host.host: host.num_workers or 0 for host in given} if where.launcher == "ray" else {}
+    gpus = {node.address: node.num_workers or 0 for node in given} if where.launcher == "ray" else {}
     slots = slots or given
-    accesses = [node_access(where, host.host, gpus.get(host.host, 0)) for host in slots]
+    accesses = [node_access(where, node.address, gpus.get(node.address, 0)) for node in slots]
     image = ""
     if where.container is not None:
         python = where.python or "python3"
         binds = [] if run_dir is None else [run_dir.absolute()]
         accesses, digest = contained(accesses, where.container, cwd=Path.cwd(), binds=binds, python=python)
         image = f"{where.container} {digest}"
-    by_name = {host.host: host for host in slots}
+    by_name = {node.address: node for node in slots}
 
     def describe(hostname: str, hello: Hello) -> Node:
         node = replace(from_mapping(Node, hello.node), hostname=hostname, is_remote=True)
@@ -174,14 +174,14 @@ def open_allocation(where: Where, run_dir: Path | None = None) -> Iterator[Alloc
 
 
 def allocation_on_paper(where: Where) -> Allocation:
-    """The same without a connection to anybody: other nodes are taken to be like this one."""
+    """The allocation without a connection to any node: other nodes are taken to be like this one."""
     slots = where.named_hosts()
     where = replace(where, launcher=chosen_launcher(where.launcher, slots))
     here = detect()
     return Allocation(where, Cluster(tuple(_on_paper(here.nodes[0], host) for host in slots)) if slots else here)
 
 
-def chosen_launcher(launcher: LauncherName, slots: Sequence[HostSlots]) -> LauncherName:
+def chosen_launcher(launcher: LauncherName, slots: Sequence[NodeSlots]) -> LauncherName:
     """The launcher that "auto" means."""
     if launcher == "auto":
         return "ssh" if slots else "local"
@@ -192,11 +192,11 @@ def chosen_launcher(launcher: LauncherName, slots: Sequence[HostSlots]) -> Launc
     return launcher
 
 
-def given_nodes(launcher: LauncherName) -> tuple[HostSlots, ...]:
+def given_nodes(launcher: LauncherName) -> tuple[NodeSlots, ...]:
     """The nodes that a scheduler has given this command; this one where there is no scheduler."""
     if launcher == "slurm":
         return allocation(env.everything())
-    return ray_nodes() if launcher == "ray" else (HostSlots(socket.gethostname()),)
+    return ray_nodes() if launcher == "ray" else (NodeSlots(socket.gethostname()),)
 
 
 def node_access(where: Where, node: str, num_gpus: int = 0) -> NodeAccess:
@@ -215,7 +215,7 @@ def node_access(where: Where, node: str, num_gpus: int = 0) -> NodeAccess:
             return access
 
 
-def with_num_workers(node: Node, slots: HostSlots) -> Node:
+def with_num_workers(node: Node, slots: NodeSlots) -> Node:
     """The node with as many devices as the user gave it workers.
 
     Raises:
@@ -241,12 +241,12 @@ def with_room(cluster: Cluster, plan: Plan) -> Cluster:
     for node in cluster.nodes:
         count = counts.get(node.hostname if node.is_remote else "", 0)
         is_full = node.device_kind == "cpu" and count > len(node.devices)
-        nodes.append(with_num_workers(node, HostSlots(node.hostname, count)) if is_full else node)
+        nodes.append(with_num_workers(node, NodeSlots(node.hostname, count)) if is_full else node)
     return replace(cluster, nodes=tuple(nodes))
 
 
-def _on_paper(here: Node, slots: HostSlots) -> Node:
+def _on_paper(here: Node, slots: NodeSlots) -> Node:
     count = slots.num_workers or len(here.devices)
     one = here.devices[0]
     devices = tuple(Device(one.kind, index, one.name, one.memory_bytes) for index in range(count))
-    return replace(here, hostname=slots.host, is_remote=True, devices=devices, links=())
+    return replace(here, hostname=slots.address, is_remote=True, devices=devices, links=())

@@ -81,9 +81,9 @@ def connect(targets: str) -> list[ReachTest]:
 
 def _names(hosts: str) -> list[str]:
     """The names of nodes. Raises `LaunchError` for invalid ones."""
-    from paceline.launch.hosts import parse_hosts
+    from paceline.launch.node_list import parse_node_list
 
-    return [node.host for node in parse_hosts(hosts)] if hosts else []
+    return [node.address for node in parse_node_list(hosts)] if hosts else []
 
 
 def _start_over_ssh(host: str, program: Sequence[str]) -> subprocess.Popen[str]:

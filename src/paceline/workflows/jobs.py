@@ -31,7 +31,7 @@ def resolve_job(
     data: str | Path | Callable[..., Any] | None = None,
     model: str | Callable[..., Any] | None = None,
 ) -> Job:
-    """The job that is meant: a value, a file or a recipe, with changes applied.
+    """The job of a value, a file or the name of a recipe, with changes applied.
 
     Args:
         settings: keys of the job to change, such as "optim.lr=0.1".

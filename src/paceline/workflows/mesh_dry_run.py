@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import JobError
 from paceline.spec import Job, Mesh, parse_mesh
-from paceline.spec.mesh import AXES, AxisName, num_named
+from paceline.spec.mesh import AXES, AxisName
+from paceline.spec.mesh_name import num_named
 from paceline.workflows.jobs import resolve_job
 from paceline.workflows.traced_model import model_on_paper
 

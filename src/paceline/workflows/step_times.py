@@ -15,7 +15,8 @@ from paceline.plan.model import Layout, StepForecast
 from paceline.spec.algorithm import algorithm_names
 
 if TYPE_CHECKING:
-    from paceline.plan.calibrate import Calibration, Observation, Placement
+    from paceline.plan.calibrate import Calibration
+    from paceline.plan.step_constants import Observation, Placement
     from paceline.plan.suggest import Suggestion
 
 T = TypeVar("T")
@@ -111,7 +112,7 @@ def suggest_measurements(observations: Path, budget: int = 1) -> tuple[Suggestio
 
 
 def _assumed_range(measured: Sequence[Placement]) -> list[Placement]:
-    from paceline.plan.calibrate import Placement
+    from paceline.plan.step_constants import Placement
 
     most = max((max(placement.layout.workers_per_node) for placement in measured), default=0)
     sizes = sorted({placement.micro_batch_size for placement in measured})
@@ -126,7 +127,7 @@ def _assumed_range(measured: Sequence[Placement]) -> list[Placement]:
 
 def read_observations(path: Path) -> tuple[list[tuple[int, Observation]], list[Placement]]:
     """The measured rows of a file, each with its line, and the placements of rows without a time."""
-    from paceline.plan.calibrate import Observation
+    from paceline.plan.step_constants import Observation
 
     rows = _read(path)
     measured = [
@@ -177,7 +178,7 @@ class _Line:
     cells: Mapping[str, str]
 
     def row(self) -> _Row:
-        from paceline.plan.calibrate import Placement
+        from paceline.plan.step_constants import Placement
 
         step_time_s = self._number("step_time_s", float, _TINY, "time above zero, in seconds")
         sync_time_s = self._number("sync_time_s", float, 0, "time, in seconds")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from paceline.errors import LaunchError
 from paceline.launch.elastic import ElasticLimits
-from paceline.launch.hosts import HostSlots, parse_hosts, read_hosts_file
-from paceline.launch.run_workers import HANG_TIMEOUT_S
+from paceline.launch.node_list import NodeSlots, parse_node_list, read_node_file
+from paceline.launch.team import HANG_TIMEOUT_S
 
 LauncherName = Literal["auto", "local", "debug", "ssh", "slurm", "ray"]
 _MAX_RESTARTS = 3
@@ -17,30 +17,45 @@ _MAX_RESTARTS = 3
 
 @dataclass(frozen=True)
 class Where:
-    """Where workers run; the default is this node. Example: `Where(hosts="gpu1:8,gpu2:8")`."""
+    """Where workers run; the default is this node. Example: `Where(hosts="gpu1:8,gpu2:8")`.
 
-    launcher: LauncherName = "auto"
-    """How nodes are reached. slurm and ray: the nodes of the allocation or cluster; debug: in this very process."""
-    hosts: str | None = None
-    """Nodes and their numbers of workers, "a:8,b:8"."""
-    hosts_file: Path | None = None
-    """The same in a file, a node on each line: "name slots=8"."""
-    interface: str | None = None
-    """The network interface between nodes; None: one on which all nodes reach the first."""
-    container: str | None = None
-    """An image to run in: image.sif, docker://NAME@sha256:… or podman://NAME."""
-    python: str | None = None
-    """The interpreter on other nodes; None: the path of this one."""
-    hang_timeout_s: float = HANG_TIMEOUT_S
-    """How long workers may wait for another one, or a node be silent, before the run is ended."""
+    The fields are options of the command line too, with the metadata as arguments of `typer.Option`.
+    """
 
-    def named_hosts(self) -> tuple[HostSlots, ...]:
+    launcher: LauncherName = field(
+        default="auto",
+        metadata={
+            "help": "How nodes are reached; slurm and ray: those of the allocation or cluster; debug: no process."
+        },
+    )
+    hosts: str | None = field(
+        default=None, metadata={"help": "Nodes and the number of workers on each.", "metavar": "a:8,b:8"}
+    )
+    hosts_file: Path | None = field(
+        default=None, metadata={"help": "Nodes from a file, one on each line: name slots=8."}
+    )
+    interface: str | None = field(
+        default=None, metadata={"help": "Network interface between nodes (default: found by trying)."}
+    )
+    container: str | None = field(
+        default=None,
+        metadata={"help": "Run in image.sif, docker://NAME@sha256:… or podman://NAME.", "metavar": "IMAGE"},
+    )
+    python: str | None = field(
+        default=None, metadata={"help": "The interpreter on other nodes (default: as here).", "metavar": "PATH"}
+    )
+    hang_timeout_s: float = field(
+        default=HANG_TIMEOUT_S,
+        metadata={"help": "Seconds to wait for a silent worker or node.", "names": ("--hang-timeout",), "min": 1.0},
+    )
+
+    def named_hosts(self) -> tuple[NodeSlots, ...]:
         """The nodes that are named. Raises `LaunchError` where they are named twice, or a name is invalid."""
         if self.hosts is not None and self.hosts_file is not None:
             raise LaunchError("--hosts and --hosts-file name nodes twice; give one of them.")
         if self.hosts is not None:
-            return parse_hosts(self.hosts)
-        return () if self.hosts_file is None else read_hosts_file(self.hosts_file)
+            return parse_node_list(self.hosts)
+        return () if self.hosts_file is None else read_node_file(self.hosts_file)
 
 
 HERE = Where()
@@ -50,16 +65,26 @@ HERE = Where()
 class Elastic:
     """Whether and how a run goes on after a failure; by default it ends. Example: `Elastic(min_workers=4)`."""
 
-    min_workers: int | None = None
-    """Go on after a failure with at least so many workers; None: a failure ends the run."""
-    max_workers: int | None = None
-    """Never more workers than this when nodes come back; None: as many as at the start."""
-    max_restarts: int | None = None
-    """Restarts in a row without progress; None: 3."""
-    exclude_slower: float | None = None
-    """Go on without a worker that lastingly takes so many times as long as the others."""
-    standby: bool = True
-    """Keep a process on every node that has torch loaded, for quick restarts."""
+    min_workers: int | None = field(
+        default=None, metadata={"help": "Go on after a failure with at least so many workers.", "min": 1}
+    )
+    max_workers: int | None = field(
+        default=None, metadata={"help": "Never more workers, when nodes come back.", "min": 1}
+    )
+    max_restarts: int | None = field(
+        default=None, metadata={"help": "Restarts in a row without progress (default: 3 with --min-workers).", "min": 0}
+    )
+    exclude_slower: float | None = field(
+        default=None,
+        metadata={
+            "help": "Go on without a worker that lastingly takes X times as long as the others.",
+            "min": 1.0,
+            "metavar": "X",
+        },
+    )
+    standby: bool = field(
+        default=True, metadata={"help": "Keep a process on every node that has torch loaded, for quick restarts."}
+    )
 
     def limits(self, num_workers: int) -> ElasticLimits | None:
         """The limits of a run that starts with `num_workers`; None where a failure is to end it.

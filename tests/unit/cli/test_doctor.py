@@ -59,7 +59,7 @@ def test_what_needs_action_comes_first_each_with_its_fix(
     assert listed["findings"][0]["check"] == "NCCL_SOCKET_IFNAME"
 
 
-def test_hosts_that_cannot_be_meant_are_one_sentence(run: Run) -> None:
+def test_invalid_hosts_are_one_sentence(run: Run) -> None:
     for wrong in ("a:0", "a,a", "-oProxyCommand=x"):
         code, out, err = run("doctor", f"--hosts={wrong}")
         assert (code, out) == (2, "")
@@ -67,7 +67,7 @@ def test_hosts_that_cannot_be_meant_are_one_sentence(run: Run) -> None:
         assert TRACEBACK not in err
 
 
-def test_the_door_of_a_node_and_a_knock_at_it(run: Run) -> None:
+def test_one_node_listens_and_another_connects(run: Run) -> None:
     process = _start_here("anywhere", [*DOCTOR, "--listen", "127.0.0.1"])
     assert process.stdout is not None
     assert process.stdout.readline() == "Welcome\n"
@@ -152,7 +152,7 @@ def _configure(cluster: Cluster, host: str, command: str) -> None:
 
 @pytest.mark.hosts
 @pytest.mark.slow
-def test_nodes_knock_at_each_other(tmp_path: Path) -> None:
+def test_nodes_connect_to_each_other(tmp_path: Path) -> None:
     if reason := why_not():
         pytest.skip(reason)
     with Cluster(num_nodes=2, rate_bits_per_s=1e9) as cluster:

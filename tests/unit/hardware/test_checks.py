@@ -27,10 +27,12 @@ from paceline.hardware.checks import (
     check_node,
     check_nodes,
     gpu_facts,
+    gpu_table,
+    network_table,
     node_facts,
-    node_table,
     pcie_facts,
     system_facts,
+    system_table,
     try_to_reach,
 )
 from paceline.hardware.checks import network_facts as network
@@ -146,7 +148,7 @@ HEALTHY: dict[str, Any] = {
 }
 
 
-GPU_CHECKS = {check.name for check in node_table.GPU_CHECKS}
+GPU_CHECKS = {check.name for check in gpu_table.GPU_CHECKS}
 
 
 def about_gpus(gpus: GpusFacts, versions: dict[str, str] = CUDA_12) -> list[Finding]:
@@ -255,14 +257,14 @@ def test_the_stand_in_speaks_as_the_library_does() -> None:
     assert gpu_facts.VOLATILE == pynvml.NVML_VOLATILE_ECC
     assert gpu_facts.PROHIBITED == pynvml.NVML_COMPUTEMODE_PROHIBITED
     assert len(gpu_facts.RETIREMENT_CAUSES) == pynvml.NVML_PAGE_RETIREMENT_CAUSE_COUNT
-    assert [*node_table.THROTTLING, node_table.HELD_CLOCKS] == [
+    assert [*gpu_table.THROTTLING, gpu_table.HELD_CLOCKS] == [
         pynvml.nvmlClocksThrottleReasonHwSlowdown,
         pynvml.nvmlClocksThrottleReasonSwThermalSlowdown,
         pynvml.nvmlClocksThrottleReasonHwThermalSlowdown,
         pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown,
         pynvml.nvmlClocksThrottleReasonApplicationsClocksSetting,
     ]
-    assert [*node_table.P2P] == [
+    assert [*gpu_table.P2P] == [
         pynvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED,
         pynvml.NVML_P2P_STATUS_GPU_NOT_SUPPORTED,
         pynvml.NVML_P2P_STATUS_IOH_TOPOLOGY_NOT_SUPPORTED,
@@ -320,7 +322,7 @@ def test_one_gpu_or_a_virtual_machine_has_no_such_trap() -> None:
     trapped = PcieFacts(acs_bridges=("00:01.0",), iommus=("dmar0",), num_gpus=2)
 
     def of(pcie: PcieFacts) -> list[Finding]:
-        return [finding for check in node_table.PCIE_CHECKS for finding in found(check.name, pcie=pcie)]
+        return [finding for check in gpu_table.PCIE_CHECKS for finding in found(check.name, pcie=pcie)]
 
     assert levels(of(trapped)) == ["warning", "warning"]
     only(of(dataclasses.replace(trapped, num_gpus=1)), "ok")
@@ -609,16 +611,16 @@ def test_one_node_that_differs(other: NodeFacts, level: str, check: str, pattern
     assert only(findings, level, pattern).check == check
 
 
-def test_shut_doors_and_wrong_clocks() -> None:
-    shut = ReachTest("b", "a", problem="timed out")
-    only(between("firewall", REACHES[0], shut), "error", "b cannot connect to a port of a: timed out", "on a,")
+def test_closed_ports_and_wrong_clocks() -> None:
+    closed = ReachTest("b", "a", problem="timed out")
+    only(between("firewall", REACHES[0], closed), "error", "b cannot connect to a port of a: timed out", "on a,")
     behind = ReachTest("a", "b", rtt_s=0.1, skew_s=-30)
-    only(between("clocks", behind, shut), "warning", "b is 30.0 s behind that of a")
+    only(between("clocks", behind, closed), "warning", "b is 30.0 s behind that of a")
     only(between("clocks", ReachTest("a", "b", rtt_s=60, skew_s=29)), "ok")  # slow lines prove nothing
-    assert between("clocks", shut) == []
+    assert between("clocks", closed) == []
 
 
-class _Door:
+class _Listening:
     """`answer_until` in a thread, on loopback, until the pipe is closed."""
 
     def __enter__(self) -> int:
@@ -639,10 +641,10 @@ class _Door:
         self._out.close()
 
 
-def test_a_door_answers_with_its_clock_and_shuts_when_asked() -> None:
-    with _Door() as port:
+def test_a_listening_node_answers_with_its_clock_and_ends_when_asked() -> None:
+    with _Listening() as port:
         with socket.create_connection(("127.0.0.1", port)):
-            pass  # somebody who knocks and goes does not take the door down
+            pass  # somebody who connects and goes does not end it
         reach, nothing = try_to_reach("a", [("b", "127.0.0.1", port), ("c", "127.0.0.1", 1)])
     assert (reach.source, reach.target, reach.problem) == ("a", "b", "")
     assert reach.rtt_s > 0
@@ -652,31 +654,31 @@ def test_a_door_answers_with_its_clock_and_shuts_when_asked() -> None:
 
 
 def test_a_clock_that_is_ahead_is_measured() -> None:
-    def answer(door: socket.socket) -> None:
-        connection, _ = door.accept()
+    def answer(server: socket.socket) -> None:
+        connection, _ = server.accept()
         with connection:
             while connection.recv(1):
                 connection.sendall(f"{time.time() + 40!r}\n".encode())
 
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        thread = threading.Thread(target=answer, args=(door,))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=answer, args=(server,))
         thread.start()
-        (reach,) = try_to_reach("a", [("b", "127.0.0.1", door.getsockname()[1])])
+        (reach,) = try_to_reach("a", [("b", "127.0.0.1", server.getsockname()[1])])
         thread.join(10)
     assert reach.skew_s == pytest.approx(40, abs=5)
 
 
-def test_something_else_behind_the_door_is_a_problem_not_a_crash() -> None:
-    def answer(door: socket.socket) -> None:
-        connection, _ = door.accept()
+def test_something_else_on_the_port_is_a_problem_not_a_crash() -> None:
+    def answer(server: socket.socket) -> None:
+        connection, _ = server.accept()
         with connection:
             connection.recv(1)
             connection.sendall(b"HTTP/1.1 400 Bad Request\r\n")
 
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        thread = threading.Thread(target=answer, args=(door,))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=answer, args=(server,))
         thread.start()
-        (reach,) = try_to_reach("a", [("b", "127.0.0.1", door.getsockname()[1])])
+        (reach,) = try_to_reach("a", [("b", "127.0.0.1", server.getsockname()[1])])
         thread.join(10)
     assert "HTTP" in reach.problem
 
@@ -701,12 +703,13 @@ def test_a_node_of_which_nothing_is_known_is_judged_without_a_traceback() -> Non
 
 def test_every_sentence_names_facts_that_there_are() -> None:
     """Templates are not seen by a type checker: each is filled in for facts with every fault."""
-    checks = [
-        *(check for name, table in vars(node_table).items() if name.endswith("_CHECKS") for check in table),
-        node_table.OWN_NAME_CHECK,
-        node_table.PEER_NAME_CHECK,
+    checks: list[Check[Any, Any]] = [
+        *(*gpu_table.GPU_CHECKS, *gpu_table.PCIE_CHECKS, *system_table.SYSTEM_CHECKS),
+        *(*system_table.STORAGE_CHECKS, *network_table.NETWORK_CHECKS),
+        network_table.OWN_NAME_CHECK,
+        network_table.PEER_NAME_CHECK,
     ]
-    name = node_table._NodeName(Lookup("a", ("b",)), "c")
+    name = network_table.NodeName(Lookup("a", ("b",)), "c")
     subjects = (
         GpuFacts(0, uncorrected_errors=1, retired_pages=60, power_limit_w=1.0, default_power_limit_w=2.0),
         GpusFacts(),
@@ -716,9 +719,9 @@ def test_every_sentence_names_facts_that_there_are() -> None:
         NetworkFacts(own_name=name.lookup),
         Limit(1, 1),
         name,
-        node_table._Variable("a", "b", ["c"], "d", True),
-        node_table._NoPeerAccess("a", "b", True),
-        node_table._Driver("570", "2.9", "12.6"),
+        network_table._Variable("a", "b", ["c"], "d", True),
+        gpu_table._NoPeerAccess("a", "b", True),
+        gpu_table._Driver("570", "2.9", "12.6"),
         between_nodes._Different("a", "b", "c", "d"),
         between_nodes._Mtu(1, "a"),
         REACHES[0],

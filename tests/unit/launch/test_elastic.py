@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.launch.elastic import Tally, judge_end
+from paceline.launch.elastic import RestartHistory, describe_end
 from paceline.launch.failures import Ending, Failure
 from paceline.launch.fleet import Fleet, Slot, slots
 from paceline.launch.hang import Hang, WorkerState
@@ -32,33 +32,33 @@ def slot(number: int) -> Slot:
 
 
 @given(failures)
-def test_a_place_is_left_out_when_it_fails_twice_without_progress_in_between(history: list[tuple[int, int]]) -> None:
-    tally = Tally()
+def test_a_place_is_left_out_when_it_fails_twice_without_progress_in_between(ends: list[tuple[int, int]]) -> None:
+    history = RestartHistory()
     since: list[int] = []
     furthest = 0
-    for step, culprit in history:
+    for step, culprit in ends:
         has_progressed = step > furthest
         furthest = max(furthest, step)
         since = [culprit] if has_progressed else [*since, culprit]
-        tally, left_out = tally.after(step, [slot(culprit)])
+        history, left_out = history.after(step, [slot(culprit)])
         assert left_out == ({slot(culprit)} if since.count(culprit) > 1 else set())
-        assert (tally.furthest, tally.num_in_vain) == (furthest, len(since))
+        assert (history.furthest, history.num_without_progress) == (furthest, len(since))
         if left_out:  # who uses it again begins anew
             since = [one if one != culprit else -1 for one in since]
 
 
 def test_one_failure_may_have_several_culprits() -> None:
-    tally, left_out = Tally().after(5, [slot(0), slot(1)])
+    history, left_out = RestartHistory().after(5, [slot(0), slot(1)])
     assert left_out == frozenset()
-    tally, left_out = tally.after(5, [slot(1), slot(2)])
+    history, left_out = history.after(5, [slot(1), slot(2)])
     assert left_out == {slot(1)}
-    assert tally.after(6, [slot(0)]) == (Tally(6, 1, frozenset({slot(0)})), frozenset())
+    assert history.after(6, [slot(0)]) == (RestartHistory(6, 1, frozenset({slot(0)})), frozenset())
 
 
 def test_an_end_that_was_no_failure_counts_as_progress_if_it_was_some() -> None:
-    tally, _ = Tally().after(5, [slot(1)])
-    assert tally.reached(5) == tally
-    assert tally.reached(6) == Tally(6)
+    history, _ = RestartHistory().after(5, [slot(1)])
+    assert history.reached(5) == history
+    assert history.reached(6) == RestartHistory(6)
 
 
 def test_the_place_of_a_rank() -> None:
@@ -105,7 +105,7 @@ BY_CAUSE: dict[str, tuple[Outcome, str, str, list[int]]] = {
     ),
     "all left alike": (
         died(*(ending(rank, 3) for rank in range(3))),
-        "hopeless",
+        "fatal",
         "worker 0 on a left with exit code 3 at step 6",
         [0],
     ),
@@ -123,7 +123,7 @@ BY_CAUSE: dict[str, tuple[Outcome, str, str, list[int]]] = {
     ),
     "all raised": (
         died(*(ending(rank, 1, type="ValueError") for rank in range(3))),
-        "hopeless",
+        "fatal",
         "worker 0 on a raised an error (ValueError: boom) at step 6",
         [0],
     ),
@@ -133,7 +133,7 @@ BY_CAUSE: dict[str, tuple[Outcome, str, str, list[int]]] = {
         "worker 0 on a raised an error (Error0: boom) at step 6",
         [0],
     ),
-    "a mistake": (died(ending(1, 2, type="DataError"), killed(0), killed(2)), "hopeless", "boom", [1]),
+    "a mistake": (died(ending(1, 2, type="DataError"), killed(0), killed(2)), "fatal", "boom", [1]),
     "lost touch": (
         died(*(ending(rank, 1, type="RuntimeError", message=LOST) for rank in range(3))),
         "failed",
@@ -167,13 +167,13 @@ BY_CAUSE: dict[str, tuple[Outcome, str, str, list[int]]] = {
     "done": (Outcome(tuple(ending(rank, 0) for rank in range(3)), math.inf), "done", "done", []),
     "interrupted": (died(killed(0), signalled=signal.SIGTERM), "done", "ended by SIGTERM", []),
     "to grow": (
-        died(*(ending(rank, 143, STOPPED_AT + 1) for rank in range(3)), made_room=True),
+        died(*(ending(rank, 143, STOPPED_AT + 1) for rank in range(3)), ended_to_grow=True),
         "to grow",
         "a node is back at step 6",
         [],
     ),
     "done when it should have grown": (
-        died(*(ending(rank, 0, STOPPED_AT + 1) for rank in range(3)), made_room=True),
+        died(*(ending(rank, 0, STOPPED_AT + 1) for rank in range(3)), ended_to_grow=True),
         "done",
         "done",
         [],
@@ -182,7 +182,7 @@ BY_CAUSE: dict[str, tuple[Outcome, str, str, list[int]]] = {
         died(
             ending(0, 143, STOPPED_AT + 1),
             ending(1, 143, STOPPED_AT + 1),
-            made_room=True,
+            ended_to_grow=True,
             losses=(NodeLoss("b", (2,), 11.0, None, was_stopping=True),),
         ),
         "to grow",
@@ -197,14 +197,14 @@ def test_what_an_end_means(case: str) -> None:
     outcome, kind, words, ranks = BY_CAUSE[case]
     if outcome.hang is not None or outcome.losses:
         outcome = replace(outcome, states=tuple(WorkerState(rank, 100 + rank, step=6) for rank in range(3)))
-    elif kind != "done" or outcome.made_room:
+    elif kind != "done" or outcome.ended_to_grow:
         outcome = replace(outcome, states=(WorkerState(2, 102, step=6),))
-    verdict = judge_end(outcome, PLAN, NOWHERE)
-    assert (verdict.kind, verdict.why) == (kind, words)
-    assert verdict.step == (6 if outcome.states else max(one.step or 0 for one in outcome.endings))
-    assert list(verdict.culprits) == [slots(PLAN)[rank] for rank in ranks]
+    end = describe_end(outcome, PLAN, NOWHERE)
+    assert (end.kind, end.why) == (kind, words)
+    assert end.step == (6 if outcome.states else max(one.step or 0 for one in outcome.endings))
+    assert list(end.culprits) == [slots(PLAN)[rank] for rank in ranks]
     if kind == "failed":
-        assert verdict.report is not None and verdict.noticed_at == verdict.report.noticed_at
+        assert end.report is not None and end.noticed_at == end.report.noticed_at
 
 
 def node(kind: DeviceKind, hostname: str = "here", is_remote: bool = False) -> Node:

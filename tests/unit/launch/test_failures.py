@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.launch.failures import Ending, Failure, is_consequence, root_cause, sentence
+from paceline.launch.failure_report import describe_failure
+from paceline.launch.failures import Ending, Failure, is_consequence, root_cause
+from paceline.launch.supervise import Outcome
 
 LOST = "[/src/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:18315"
 
@@ -106,7 +108,9 @@ def test_the_root_is_the_earliest_independent_failure(endings: list[Ending], sto
 
 
 def tell(root: Ending, *others: Ending, stopped_at: float = 2.0) -> str:
-    return sentence(root, [root, *others], stopped_at=stopped_at)
+    report = describe_failure(Outcome((root, *others), stopped_at), 1 + len(others), Path("/nowhere"))
+    assert report is not None and report.ranks == (root.rank,)
+    return report.sentence
 
 
 def test_the_sentence_of_an_exception_is_one_line() -> None:

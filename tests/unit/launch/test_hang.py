@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.heartbeat import RENDEZVOUS
-from paceline.launch.hang import MEETING_PATIENCE_S, STALE_S, Hang, WatchClock, WorkerState, judge
+from paceline.launch.hang import RENDEZVOUS_TIMEOUT_S, STALE_S, Hang, WatchClock, WorkerState, find_hang
 
 BOUND_S = 3.0
 
@@ -27,54 +27,54 @@ def stopped(rank: int, stopped_s: float = 5.0) -> WorkerState:
 
 
 def test_the_one_that_is_not_there_holds_up_the_others() -> None:
-    assert judge([waits(0, 4.0), computes(1), waits(2, 5.0)], BOUND_S) == Hang("hung", (1,), (0, 2), 5.0)
+    assert find_hang([waits(0, 4.0), computes(1), waits(2, 5.0)], BOUND_S) == Hang("hung", (1,), (0, 2), 5.0)
 
 
 def test_a_worker_stuck_outside_python_is_not_believed_to_wait() -> None:
     stuck = dataclasses.replace(waits(1), heartbeat_age_s=STALE_S + 0.1)
-    assert judge([waits(0), stuck], BOUND_S) == Hang("hung", (1,), (0,), 5.0)
+    assert find_hang([waits(0), stuck], BOUND_S) == Hang("hung", (1,), (0,), 5.0)
 
 
 def test_nobody_waits_for_a_worker_that_computes_for_long() -> None:
-    assert judge([computes(0), computes(1)], BOUND_S) is None
+    assert find_hang([computes(0), computes(1)], BOUND_S) is None
 
 
 def test_one_that_has_just_come_ends_the_wait() -> None:
-    assert judge([waits(0), waits(1, 0.1)], BOUND_S) is None
+    assert find_hang([waits(0), waits(1, 0.1)], BOUND_S) is None
 
 
 def test_all_wait_in_different_collectives() -> None:
-    found = judge([waits(0, 4.0, "all_reduce"), waits(1, 5.0, "broadcast")], BOUND_S)
+    found = find_hang([waits(0, 4.0, "all_reduce"), waits(1, 5.0, "broadcast")], BOUND_S)
     assert found == Hang("mismatch", (0, 1), (0, 1), 5.0)
 
 
 def test_a_stopped_worker_is_named_whether_or_not_somebody_waits() -> None:
-    assert judge([stopped(0, 4.0), computes(1)], BOUND_S) == Hang("stopped", (0,), (), 4.0)
-    assert judge([stopped(0, 1.0), waits(1)], BOUND_S) == Hang("stopped", (0,), (1,), 1.0)
-    assert judge([stopped(0, 1.0), computes(1)], BOUND_S) is None
+    assert find_hang([stopped(0, 4.0), computes(1)], BOUND_S) == Hang("stopped", (0,), (), 4.0)
+    assert find_hang([stopped(0, 1.0), waits(1)], BOUND_S) == Hang("stopped", (0,), (1,), 1.0)
+    assert find_hang([stopped(0, 1.0), computes(1)], BOUND_S) is None
 
 
 def test_a_slow_start_is_no_hang_but_one_without_end_is() -> None:
     def states(seconds: float) -> list[WorkerState]:
         return [waits(0, seconds, RENDEZVOUS), WorkerState(1, 101)]
 
-    assert judge(states(MEETING_PATIENCE_S - 1), BOUND_S) is None
-    assert judge(states(MEETING_PATIENCE_S), BOUND_S) == Hang("hung", (1,), (0,), MEETING_PATIENCE_S)
-    assert judge(states(MEETING_PATIENCE_S), 2 * MEETING_PATIENCE_S) is None  # the user's bound, where it is longer
+    assert find_hang(states(RENDEZVOUS_TIMEOUT_S - 1), BOUND_S) is None
+    assert find_hang(states(RENDEZVOUS_TIMEOUT_S), BOUND_S) == Hang("hung", (1,), (0,), RENDEZVOUS_TIMEOUT_S)
+    assert find_hang(states(RENDEZVOUS_TIMEOUT_S), 2 * RENDEZVOUS_TIMEOUT_S) is None
 
 
 def test_no_worker_is_no_hang() -> None:
-    assert judge([], BOUND_S) is None
+    assert find_hang([], BOUND_S) is None
 
 
 def test_a_worker_whose_output_nobody_reads_is_not_to_blame() -> None:
     def writes(blocked_s: float) -> WorkerState:
         return dataclasses.replace(computes(1), output_blocked_s=blocked_s)
 
-    assert judge([waits(0), writes(0.0)], BOUND_S) is None
-    assert judge([waits(0), writes(BOUND_S - 0.1)], BOUND_S) is None
-    assert judge([waits(0), writes(BOUND_S)], BOUND_S) == Hang("hung", (1,), (0,), 5.0)
-    assert judge([waits(0), dataclasses.replace(waits(1), output_blocked_s=0.0)], BOUND_S) is not None
+    assert find_hang([waits(0), writes(0.0)], BOUND_S) is None
+    assert find_hang([waits(0), writes(BOUND_S - 0.1)], BOUND_S) is None
+    assert find_hang([waits(0), writes(BOUND_S)], BOUND_S) == Hang("hung", (1,), (0,), 5.0)
+    assert find_hang([waits(0), dataclasses.replace(waits(1), output_blocked_s=0.0)], BOUND_S) is not None
 
 
 class Clock:
@@ -128,7 +128,7 @@ def test_what_a_worker_does_in_words(state: WorkerState, words: str) -> None:
     assert state.doing == words
 
 
-seconds = st.floats(0, 10, allow_nan=False) | st.just(MEETING_PATIENCE_S + 1)
+seconds = st.floats(0, 10, allow_nan=False) | st.just(RENDEZVOUS_TIMEOUT_S + 1)
 worker_states = st.lists(
     st.builds(
         WorkerState,
@@ -150,7 +150,7 @@ def is_stuck(state: WorkerState) -> bool:
 
 
 def is_waiting(state: WorkerState, bound_s: float) -> bool:
-    patience_s = MEETING_PATIENCE_S if state.collective == RENDEZVOUS else 0.0
+    patience_s = RENDEZVOUS_TIMEOUT_S if state.collective == RENDEZVOUS else 0.0
     lasts = state.inside_s is not None and state.inside_s >= max(bound_s, patience_s)
     return lasts and state.stopped_s is None and not is_stuck(state)
 
@@ -159,7 +159,7 @@ def is_waiting(state: WorkerState, bound_s: float) -> bool:
 def test_a_waiting_worker_is_never_blamed_when_somebody_does_not_wait(
     states: list[WorkerState], bound_s: float
 ) -> None:
-    found = judge(states, bound_s)
+    found = find_hang(states, bound_s)
     if found is None:
         return
     by_rank = {state.rank: state for state in states}
@@ -174,7 +174,7 @@ def test_a_waiting_worker_is_never_blamed_when_somebody_does_not_wait(
 
 @given(worker_states, bounds)
 def test_stopped_workers_come_first(states: list[WorkerState], bound_s: float) -> None:
-    found = judge(states, bound_s)
+    found = find_hang(states, bound_s)
     stopped_ranks = tuple(state.rank for state in states if state.stopped_s is not None)
     if found is not None and stopped_ranks:
         assert (found.kind, found.culprits) == ("stopped", stopped_ranks)
@@ -195,7 +195,7 @@ def test_nothing_is_said_below_the_bound(states: list[WorkerState], bound_s: flo
         )
         for state in states
     ]
-    assert judge(short, bound_s) is None
+    assert find_hang(short, bound_s) is None
 
 
 @given(worker_states, bounds)
@@ -205,12 +205,12 @@ def test_somebody_is_named_as_soon_as_one_waits_and_another_is_elsewhere(
     waiting = any(is_waiting(state, bound_s) for state in states)
     elsewhere = any(state.inside_s is None or state.stopped_s is not None for state in states)
     if waiting and elsewhere:
-        assert judge(states, bound_s) is not None
+        assert find_hang(states, bound_s) is not None
 
 
 @given(worker_states, bounds)
 def test_the_order_of_the_workers_does_not_matter(states: list[WorkerState], bound_s: float) -> None:
-    one, other = judge(states, bound_s), judge(states[::-1], bound_s)
+    one, other = find_hang(states, bound_s), find_hang(states[::-1], bound_s)
     assert (one is None) == (other is None)
     if one is not None and other is not None:
         assert (one.kind, set(one.culprits), set(one.waiting), one.seconds) == (

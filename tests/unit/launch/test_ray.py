@@ -11,7 +11,7 @@ import pytest
 
 from paceline.errors import LaunchError
 from paceline.launch import ray
-from paceline.launch.hosts import HostSlots
+from paceline.launch.node_list import NodeSlots
 
 TIMEOUT_S = 20
 
@@ -41,9 +41,9 @@ def test_the_command_line() -> None:
 
 
 def test_nodes_have_names_where_names_tell_them_apart() -> None:
-    assert ray.name_nodes(NODES, own_id="bb") == (HostSlots("gpu2", 8), HostSlots("gpu1", 8))
-    assert ray.name_nodes(NODES[::-1]) == (HostSlots("gpu1", 8), HostSlots("gpu2", 8))
-    assert ray.name_nodes(TWINS[::-1]) == (HostSlots("aa", None), HostSlots("bb", None))
+    assert ray.name_nodes(NODES, own_id="bb") == (NodeSlots("gpu2", 8), NodeSlots("gpu1", 8))
+    assert ray.name_nodes(NODES[::-1]) == (NodeSlots("gpu1", 8), NodeSlots("gpu2", 8))
+    assert ray.name_nodes(TWINS[::-1]) == (NodeSlots("aa", None), NodeSlots("bb", None))
 
 
 @pytest.mark.parametrize("name", ["bb", "gpu2", "10.0.0.2"])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import LaunchError
-from paceline.launch.hosts import HostSlots
+from paceline.launch.node_list import NodeSlots
 from paceline.launch.slurm import allocation, batch_script, expand_nodelist, srun_argv, submit
 
 
@@ -74,7 +74,7 @@ def _absent(argv: Sequence[str], text: str) -> str:
 )
 def test_an_allocation(run: object, variables: dict[str, str], counts: list[int]) -> None:
     found = allocation({"SLURM_JOB_NODELIST": "gpu[1-3]"} | variables, run)  # type: ignore[arg-type]
-    assert found == tuple(HostSlots(f"gpu{number}", count) for number, count in enumerate(counts, 1))
+    assert found == tuple(NodeSlots(f"gpu{number}", count) for number, count in enumerate(counts, 1))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_where_there_is_no_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match="There is no sbatch on this machine"):
         submit("#!/bin/sh\n")
-    assert allocation({"SLURM_JOB_NODELIST": "a[1-2]"}) == (HostSlots("a1", 1), HostSlots("a2", 1))
+    assert allocation({"SLURM_JOB_NODELIST": "a[1-2]"}) == (NodeSlots("a1", 1), NodeSlots("a2", 1))
     (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: no such partition' >&2\nexit 1\n")
     (tmp_path / "sbatch").chmod(0o700)
     with pytest.raises(LaunchError, match="sbatch refused: sbatch: error: no such partition"):

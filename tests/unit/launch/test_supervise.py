@@ -54,7 +54,7 @@ class FakeTeam:
     does: Callable[[int], WorkerState] = lambda rank: WorkerState(rank, 100 + rank, step=4)
     silent: float = 0.0
     calls: list[str] = field(default_factory=list)
-    num_tended: int = 0
+    num_prepared: int = 0
     ends: dict[int, Ending] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -87,8 +87,8 @@ class FakeTeam:
         self.calls.append(f"stacks {list(ranks)}")
         return {rank: f"stack of {rank}" for rank in ranks if rank in self._running}
 
-    def tend(self) -> None:
-        self.num_tended += 1
+    def prepare_standby(self) -> None:
+        self.num_prepared += 1
 
     def ask_to_save(self) -> None:
         self.calls.append("save")
@@ -361,9 +361,11 @@ def test_the_bound_leaves_room_for_every_look(hang_timeout_s: float) -> None:
     assert 0 < interval_s(hang_timeout_s) <= min(1.0, hang_timeout_s / 10)
 
 
-def goes_on(events: Events, *teams: FakeTeam, could_grow: Callable[[], bool] = lambda: False) -> Outcome:
+def is_elastic(events: Events, *teams: FakeTeam, could_grow: Callable[[], bool] = lambda: False) -> Outcome:
     members: Sequence[Team] = teams
-    return Supervisor(members, events, grace_s=NEVER_S, hang_timeout_s=0.1, goes_on=True, could_grow=could_grow).wait()
+    return Supervisor(
+        members, events, grace_s=NEVER_S, hang_timeout_s=0.1, is_elastic=True, could_grow=could_grow
+    ).wait()
 
 
 @pytest.fixture
@@ -377,7 +379,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_would_wait_for_ever_is_killed_where_a_run_goes_on(events: Events, first: Ending) -> None:
     team = FakeTeam(0, events, [0, 1, 2])
     team.exits(first)
-    outcome = goes_on(events, team)
+    outcome = is_elastic(events, team)
     assert team.calls == ["kill"]
     assert codes(outcome) == {1: first.exit_code, 0: -signal.SIGKILL, 2: -signal.SIGKILL}
 
@@ -387,7 +389,7 @@ def test_who_notices_and_ends_is_not_killed(events: Events, monkeypatch: pytest.
     team = FakeTeam(0, events, [0, 1, 2])
     team.on_collect = lambda rank: team.exits(lost_peer(0), lost_peer(2)) if rank == 1 else None
     team.exits(ending(1, -signal.SIGKILL))
-    outcome = goes_on(events, team)
+    outcome = is_elastic(events, team)
     assert team.calls == []
     assert codes(outcome) == {1: -signal.SIGKILL, 0: 1, 2: 1}
     assert outcome.stopped_at <= min(one.time for one in outcome.endings if one.rank != 1) + 1
@@ -401,7 +403,7 @@ def test_who_saves_what_it_has_gets_the_time_for_that(events: Events, saves_in_t
     team.on_collect = lambda rank: ends_later.start() if rank == 1 else None
     team.exits(ending(1, -signal.SIGKILL))
     save_s = NEVER_S if saves_in_time else 0.1
-    Supervisor([team], events, grace_s=NEVER_S, save_s=save_s, hang_timeout_s=NEVER_S, goes_on=True).wait()
+    Supervisor([team], events, grace_s=NEVER_S, save_s=save_s, hang_timeout_s=NEVER_S, is_elastic=True).wait()
     ends_later.cancel()
     assert team.calls == ([] if saves_in_time else ["kill"])
 
@@ -409,7 +411,7 @@ def test_who_saves_what_it_has_gets_the_time_for_that(events: Events, saves_in_t
 @pytest.mark.usefixtures("quick")
 def test_those_that_hang_are_killed_before_the_others_where_a_run_goes_on(events: Events) -> None:
     team = FakeTeam(0, events, [0, 1], does=holds_up(1))
-    outcome = goes_on(events, team)
+    outcome = is_elastic(events, team)
     assert outcome.hang is not None
     assert team.calls == ["stacks [1]", "kill [1]", "kill"]
 
@@ -419,7 +421,7 @@ def test_a_run_that_goes_on_listens_whether_all_raise_the_same(events: Events, m
     team = FakeTeam(0, events, [0, 1])
     team.on_collect = lambda rank: team.exits(raised(1)) if rank == 0 else None
     team.exits(raised(0))
-    outcome = goes_on(events, team)
+    outcome = is_elastic(events, team)
     assert team.calls == []
     assert codes(outcome) == {0: 1, 1: 1}
 
@@ -429,7 +431,7 @@ def test_who_waits_for_others_will_raise_nothing_of_its_own(events: Events, monk
     monkeypatch.setattr(supervise, "SETTLE_S", SOON_S)
     team = FakeTeam(0, events, [0, 1, 2], does=lambda rank: WorkerState(rank, 100 + rank, inside_s=0.01))
     team.exits(raised(0))
-    goes_on(events, team)
+    is_elastic(events, team)
     assert team.calls == ["kill"]
 
 
@@ -438,11 +440,11 @@ def test_a_run_is_ended_to_grow_once_all_have_trained(events: Events) -> None:
     looks = 3
 
     def has_trained(rank: int) -> bool:
-        return rank == 0 or team.num_tended >= looks
+        return rank == 0 or team.num_prepared >= looks
 
     team.does = lambda rank: WorkerState(rank, 100 + rank, trained_s=9.0 if has_trained(rank) else None)
-    outcome = goes_on(events, team, could_grow=lambda: has_trained(1) or pytest.fail("one has not trained"))
-    assert (team.calls, outcome.made_room, outcome.hang) == (["ask"], True, None)
+    outcome = is_elastic(events, team, could_grow=lambda: has_trained(1) or pytest.fail("one has not trained"))
+    assert (team.calls, outcome.ended_to_grow, outcome.hang) == (["ask"], True, None)
     assert outcome.trained_at is not None and 8.5 < time.time() - outcome.trained_at < 60
     assert set(codes(outcome).values()) == {143}
 
@@ -455,8 +457,8 @@ def test_a_signal_while_a_run_ends_to_grow_does_not_hurry_it(events: Events) -> 
         team.all_end(143)
 
     team.on_ask = interrupted
-    outcome = goes_on(events, team, could_grow=lambda: True)
-    assert (team.calls, outcome.made_room) == (["ask"], True)
+    outcome = is_elastic(events, team, could_grow=lambda: True)
+    assert (team.calls, outcome.ended_to_grow) == (["ask"], True)
 
 
 def test_a_signal_after_a_failure_is_remembered(events: Events) -> None:
@@ -468,7 +470,7 @@ def test_a_signal_after_a_failure_is_remembered(events: Events) -> None:
 
     team.on_kill = interrupted
     team.exits(ending(0, -signal.SIGSEGV))
-    outcome = goes_on(events, team)
+    outcome = is_elastic(events, team)
     assert (outcome.signalled, outcome.interrupted_by) == (signal.SIGTERM, None)
 
 

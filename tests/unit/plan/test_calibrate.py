@@ -12,17 +12,9 @@ import numpy as np
 import pytest
 
 from paceline.errors import JobError
-from paceline.plan.calibrate import (
-    CONSTANT_NAMES,
-    Calibration,
-    Constants,
-    Observation,
-    Placement,
-    fit,
-    predict,
-    uninformed,
-)
+from paceline.plan.calibrate import Calibration, fit, predict, uninformed
 from paceline.plan.model import Layout
+from paceline.plan.step_constants import CONSTANT_NAMES, Constants, Observation, Placement
 from paceline.plan.suggest import suggest
 
 TRUTH = Constants(

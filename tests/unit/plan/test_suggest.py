@@ -6,8 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.plan.calibrate import Observation, Placement, predict, uninformed
+from paceline.plan.calibrate import predict, uninformed
 from paceline.plan.model import Layout
+from paceline.plan.step_constants import Observation, Placement
 from paceline.plan.suggest import suggest
 
 RANGE = [

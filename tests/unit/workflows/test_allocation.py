@@ -12,7 +12,7 @@ import pytest
 from paceline import env
 from paceline.errors import LaunchError
 from paceline.launch.elastic import ElasticLimits
-from paceline.launch.hosts import HostSlots
+from paceline.launch.node_list import NodeSlots
 from paceline.plan.placement import spread
 from paceline.spec import Cluster, Device, Node, NodePlacement, Plan
 from paceline.spec.cluster import DeviceKind
@@ -21,7 +21,7 @@ from paceline.workflows.allocation import allocation_on_paper, chosen_launcher, 
 from paceline.workflows.dry_run import dry_run
 from paceline.workflows.where import Elastic, LauncherName, Where
 
-SLOTS = (HostSlots("a", 2), HostSlots("b", 2))
+SLOTS = (NodeSlots("a", 2), NodeSlots("b", 2))
 PROGRAM = ("train.py", "--name", "two words")
 
 
@@ -35,7 +35,7 @@ def test_hosts_are_named_once(tmp_path: Path) -> None:
     path.write_text("a slots=2\nb\n")
     assert Where().named_hosts() == ()
     assert Where(hosts="a:2,b:2").named_hosts() == SLOTS
-    assert Where(hosts_file=path).named_hosts() == (HostSlots("a", 2), HostSlots("b"))
+    assert Where(hosts_file=path).named_hosts() == (NodeSlots("a", 2), NodeSlots("b"))
     with pytest.raises(LaunchError, match="--hosts and --hosts-file name nodes twice"):
         Where(hosts="a:2", hosts_file=path).named_hosts()
     with pytest.raises(LaunchError, match="entry 1"):
@@ -55,7 +55,7 @@ def test_hosts_are_named_once(tmp_path: Path) -> None:
         ("ray", (), "ray"),
     ],
 )
-def test_the_launcher_that_is_meant(launcher: LauncherName, slots: tuple[HostSlots, ...], meant: str) -> None:
+def test_the_launcher_that_is_meant(launcher: LauncherName, slots: tuple[NodeSlots, ...], meant: str) -> None:
     assert chosen_launcher(launcher, slots) == meant
 
 
@@ -67,25 +67,25 @@ def test_the_launcher_that_is_meant(launcher: LauncherName, slots: tuple[HostSlo
         ("ssh", (), "--launcher ssh needs nodes; name them with --hosts"),
     ],
 )
-def test_options_that_contradict_each_other(launcher: LauncherName, slots: tuple[HostSlots, ...], words: str) -> None:
+def test_options_that_contradict_each_other(launcher: LauncherName, slots: tuple[NodeSlots, ...], words: str) -> None:
     with pytest.raises(LaunchError, match=words):
         chosen_launcher(launcher, slots)
 
 
 def test_a_node_has_as_many_devices_as_it_was_given_workers() -> None:
-    assert with_num_workers(node(), HostSlots("here")) == node()
-    assert with_num_workers(node(), HostSlots("here", 4)) == node()
-    more = with_num_workers(node(), HostSlots("here", 8))  # CPU workers may outnumber cores and share the memory
+    assert with_num_workers(node(), NodeSlots("here")) == node()
+    assert with_num_workers(node(), NodeSlots("here", 4)) == node()
+    more = with_num_workers(node(), NodeSlots("here", 8))  # CPU workers may outnumber cores and share the memory
     assert [device.index for device in more.devices] == list(range(8))
     assert {device.kind for device in more.devices} == {"cpu"}
     assert sum(device.memory_bytes for device in more.devices) <= more.memory_bytes
-    assert len(with_num_workers(node(), HostSlots("here", 1)).devices) == 1
+    assert len(with_num_workers(node(), NodeSlots("here", 1)).devices) == 1
 
 
 def test_a_node_is_not_given_more_workers_than_gpus() -> None:
-    assert [device.index for device in with_num_workers(node("cuda"), HostSlots("here", 2)).devices] == [0, 1]
+    assert [device.index for device in with_num_workers(node("cuda"), NodeSlots("here", 2)).devices] == [0, 1]
     with pytest.raises(LaunchError, match="here has 4 free GPUs, not 5; see paceline topo there"):
-        with_num_workers(node("cuda"), HostSlots("here", 5))
+        with_num_workers(node("cuda"), NodeSlots("here", 5))
 
 
 def test_every_launcher_runs_the_program_on_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,11 +89,6 @@ def test_a_command_and_its_function_take_the_same(name: str) -> None:
     assert options - of_groups - SHOWN - others == set(parameters) - IN_PYTHON | plain_strategy
 
 
-def test_options_and_values_have_the_same_fields() -> None:
-    for group, options in GROUPS.items():
-        assert list(options) == list(inspect.signature(group).parameters)
-
-
 def test_dir_shows_the_public_names_and_no_others() -> None:
     assert dir(paceline) == sorted(paceline.__all__)
     for name in paceline.__all__:

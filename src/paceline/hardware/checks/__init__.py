@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from paceline.hardware.checks.between_nodes import check_nodes
 from paceline.hardware.checks.engine import Finding, Level
+from paceline.hardware.checks.node_checks import check_node
 from paceline.hardware.checks.node_facts import NodeFacts, node_facts
-from paceline.hardware.checks.node_table import check_node
 from paceline.hardware.checks.reachability import ReachTest, answer_until, try_to_reach
 from paceline.hardware.checks.survey import Survey, survey
 

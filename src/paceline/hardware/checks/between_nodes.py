@@ -1,4 +1,4 @@
-"""The checks of several nodes together: versions, clocks, folders and connections; a table as `node_table` has one."""
+"""The checks of several nodes together: versions, clocks, folders and connections; a table as for one node."""
 
 from __future__ import annotations
 

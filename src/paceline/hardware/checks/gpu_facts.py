@@ -12,7 +12,7 @@ from paceline.hardware.nvml import DriverProblem, Nvml, open_nvml
 from paceline.hardware.sources import output_of
 
 UNCORRECTED, VOLATILE, PROHIBITED, READ, RETIREMENT_CAUSES = 1, 0, 2, 0, (0, 1)
-"""Of nvmlMemoryErrorType_t, nvmlEccCounterType_t, nvmlComputeMode_t, nvmlGpuP2PCapsIndex_t and
+"""Values of nvmlMemoryErrorType_t, nvmlEccCounterType_t, nvmlComputeMode_t, nvmlGpuP2PCapsIndex_t and
 nvmlPageRetirementCause_t."""
 
 
@@ -24,7 +24,7 @@ class GpuFacts:
     name: str = ""
     ecc: bool | None = None
     uncorrected_errors: int | None = None
-    """Of memory, since the driver was loaded."""
+    """Memory errors since the driver was loaded."""
     retired_pages: int | None = None
     """Taken out of use after memory errors; on GPUs before Ampere."""
     is_repair_pending: bool | None = None

@@ -118,8 +118,8 @@ def _rdma_ports(folder: Path) -> dict[str, str]:
 
 def look_up(name: str, limit_s: float = LOOKUP_LIMIT_S) -> Lookup:
     """Ask for the addresses of `name` and for the name of the first of them, and time both."""
-    host = name.rpartition("@")[2]
-    forward_s, answer = _timed(lambda: socket.getaddrinfo(host, None, type=socket.SOCK_STREAM), limit_s)
+    hostname = name.rpartition("@")[2]
+    forward_s, answer = _timed(lambda: socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM), limit_s)
     if not isinstance(answer, list):
         return Lookup(name, forward_s=forward_s, problem=str(answer))
     sockaddrs = [entry[4] for entry in answer]
@@ -185,7 +185,7 @@ def chosen_interfaces(variable: str, value: str, names: Sequence[str]) -> list[s
     if not variable.startswith("NCCL"):
         return [name for name in value.split(",") if name in names]
     is_excluding, is_exact = value.startswith("^"), "=" in value[:2]
-    wanted = tuple(part for part in re.sub(r"^\^?=?", "", value).split(",") if part)
+    wanted = tuple(filter(None, re.sub(r"^\^?=?", "", value).split(",")))
     meant = [name for name in names if (name in wanted if is_exact else name.startswith(wanted))]
     return [name for name in names if (name in meant) != is_excluding]
 

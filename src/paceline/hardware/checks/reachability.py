@@ -1,6 +1,6 @@
-"""Whether one node reaches another, and what time it is there: a door on one, a knock from the other.
+"""Whether one node can connect to another, and what time it is there: one listens, the other asks.
 
-A knock is one byte; the answer is the clock of the node that answers, in seconds since the epoch, and a line's end.
+A question is one byte; the answer is the clock of the node that answers, in seconds since the epoch, and a line's end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 REACH_LIMIT_S = 3.0
-_NUM_KNOCKS = 3
+_NUM_QUESTIONS = 3
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ReachTest:
 
     source: str
     target: str
-    """Host names, or what --hosts calls them."""
+    """Names of nodes, as --hosts has them."""
     problem: str = ""
     """Why it failed; empty where it did not."""
     rtt_s: float = 0.0
@@ -40,46 +40,46 @@ def answer_until(asked_to_end: TextIO, address: str, out: TextIO) -> None:
         OSError: this node has no such address.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, 0), family=family) as door:
-        print(json.dumps({"port": door.getsockname()[1]}), file=out, flush=True)
+    with socket.create_server((address, 0), family=family) as server:
+        print(json.dumps({"port": server.getsockname()[1]}), file=out, flush=True)
         while True:
-            ready, _, _ = select.select([door.fileno(), asked_to_end.fileno()], [], [])
+            ready, _, _ = select.select([server.fileno(), asked_to_end.fileno()], [], [])
             if asked_to_end.fileno() in ready and not asked_to_end.readline():
                 return
-            if door.fileno() in ready:
+            if server.fileno() in ready:
                 with suppress(OSError):
-                    _answer(door)
+                    _answer(server)
 
 
-def _answer(door: socket.socket) -> None:
-    connection, _ = door.accept()
+def _answer(server: socket.socket) -> None:
+    connection, _ = server.accept()
     with connection:
         connection.settimeout(REACH_LIMIT_S)
         while connection.recv(1):
             connection.sendall(f"{time.time()!r}\n".encode())
 
 
-def try_to_reach(source: str, doors: Sequence[tuple[str, str, int]]) -> list[ReachTest]:
-    """Knock at each of `doors`, (host name, address, port), all at once."""
+def try_to_reach(source: str, targets: Sequence[tuple[str, str, int]]) -> list[ReachTest]:
+    """Connect to each of `targets`, (name, address, port), all at once."""
 
-    def attempt(door: tuple[str, str, int]) -> ReachTest:
-        target, address, port = door
+    def attempt(target: tuple[str, str, int]) -> ReachTest:
+        name, address, port = target
         try:
-            rtt_s, skew_s = _knock(address, port)
+            rtt_s, skew_s = _ask_time(address, port)
         except (OSError, ValueError) as problem:
-            return ReachTest(source, target, problem=getattr(problem, "strerror", None) or str(problem))
-        return ReachTest(source, target, rtt_s=rtt_s, skew_s=skew_s)
+            return ReachTest(source, name, problem=getattr(problem, "strerror", None) or str(problem))
+        return ReachTest(source, name, rtt_s=rtt_s, skew_s=skew_s)
 
-    with ThreadPoolExecutor(max_workers=max(1, min(32, len(doors)))) as pool:
-        return list(pool.map(attempt, doors))
+    with ThreadPoolExecutor(max_workers=max(1, min(32, len(targets)))) as pool:
+        return list(pool.map(attempt, targets))
 
 
-def _knock(address: str, port: int) -> tuple[float, float]:
+def _ask_time(address: str, port: int) -> tuple[float, float]:
     """Seconds there and back, and how far the other clock is ahead: of the quickest answer, as NTP does (RFC 5905)."""
     answers = []
     with socket.create_connection((address, port), timeout=REACH_LIMIT_S) as connection:
         lines = connection.makefile("rb")
-        for _ in range(_NUM_KNOCKS):
+        for _ in range(_NUM_QUESTIONS):
             sent_at = time.time()
             began = time.perf_counter()
             connection.sendall(b"?")

@@ -1,4 +1,4 @@
-"""Facts of several nodes at once, and of the ways between them, through whatever starts a program on a node."""
+"""The facts of several nodes at once, and of the connections between them, by whatever starts programs on a node."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.errors import JobError
@@ -17,11 +17,12 @@ from paceline.hardware.checks.node_facts import NodeFacts
 from paceline.hardware.checks.reachability import ReachTest
 from paceline.spec.codec import from_mapping
 
-StartOn = Callable[[str, Sequence[str]], "subprocess.Popen[str]"]
-"""Starts a program on a host, by its arguments, with text pipes for all three streams; the program has to end when its
+Process = subprocess.Popen[str]
+StartOn = Callable[[str, Sequence[str]], Process]
+"""Starts a program on a node, by its arguments, with text pipes for all three streams; the program has to end when its
 standard input does."""
 Explain = Callable[[int, str, str], str | None]
-"""A sentence on why (exit code, standard error, host) failed, if it knows one."""
+"""A sentence on why (exit code, standard error, node) failed, if it knows one."""
 
 FACTS_LIMIT_S = 180.0
 """Looking up every peer of a cluster without a name server takes this long."""
@@ -36,71 +37,64 @@ class Survey:
     nodes: dict[str, NodeFacts]
     reaches: tuple[ReachTest, ...]
     marker: str
+    """What this node wrote into the run folder for the others to read."""
     problems: tuple[Finding, ...] = ()
     """Nodes that did not answer, and why."""
 
 
 def survey(
-    hosts: Sequence[str],
+    nodes: Sequence[str],
     start_on: StartOn,
     *,
     doctor: Sequence[str],
     folder: Path,
-    explain: Explain = lambda _code, _stderr, _host: None,
+    explain: Explain = lambda _code, _stderr, _node: None,
 ) -> Survey:
-    """Ask every host for its facts, then let each knock at all others.
+    """Collect the facts of every node, then let each connect to all others.
 
     Args:
-        hosts: as the user calls them.
-        doctor: the command line of `paceline doctor` on every host.
-        folder: where runs are written; a mark is left there for the time of the survey.
+        nodes: names, as the user calls them.
+        doctor: the command line of `paceline doctor` on every node.
+        folder: where runs are written; a file is left there for the time of the survey.
     """
-    ask = _Asking(start_on, tuple(doctor), explain)
+    remote = _Remote(start_on, doctor, explain)
     with _marked(folder) as (path, marker):
-        options = [] if path is None else ["--marker", str(path)]
-        questions = {
-            host: ["--facts", "--folder", str(folder), *options, "--hosts", ",".join(h for h in hosts if h != host)]
-            for host in hosts
-        }
-        answers = ask.all(questions, FACTS_LIMIT_S)
-    nodes: dict[str, NodeFacts] = {}
-    for host, answer in answers.items():
+        options = ["--facts", "--folder", str(folder), *([] if path is None else ["--marker", str(path)])]
+        arguments = {node: [*options, "--hosts", ",".join(other for other in nodes if other != node)] for node in nodes}
+        answers = remote.answers(arguments, FACTS_LIMIT_S)
+    facts: dict[str, NodeFacts] = {}
+    for node, answer in answers.items():
         try:
             mapping = json.loads(answer)
-            nodes[host] = NodeFacts.from_mapping(mapping if isinstance(mapping, dict) else {})
+            facts[node] = NodeFacts.from_mapping(mapping if isinstance(mapping, dict) else {})
         except (JobError, ValueError):
-            ask.problems.append(
-                Finding("error", "same versions", f"{host} has another version of Paceline.", ONE_ENVIRONMENT, host)
-            )
-    reaches = _knock(ask, nodes)
-    return Survey(nodes, reaches, marker, tuple(ask.problems))
+            what = f"{node} has another version of Paceline."
+            remote.problems.append(Finding("error", "same versions", what, ONE_ENVIRONMENT, node))
+    return Survey(facts, _connect_all(remote, facts), marker, tuple(remote.problems))
 
 
-def _knock(ask: _Asking, nodes: Mapping[str, NodeFacts]) -> tuple[ReachTest, ...]:
-    """Every ordered pair of nodes, as far as they have a way to each other."""
-    addresses = {host: address for host, facts in nodes.items() if (address := rendezvous_address(facts))}
-    with ask.listening(addresses) as ports:
-        doors = {host: f"{addresses[host]}:{port}" for host, port in ports.items()}
-        questions = {
-            host: ["--connect", ",".join(f"{other}={door}" for other, door in doors.items() if other != host)]
-            for host in nodes
-            if set(doors) - {host}
+def _connect_all(remote: _Remote, nodes: Mapping[str, NodeFacts]) -> tuple[ReachTest, ...]:
+    """A test of every ordered pair of nodes, as far as an interface leads from one to the other."""
+    addresses = {node: address for node, facts in nodes.items() if (address := rendezvous_address(facts))}
+    with remote.listening(addresses) as ports:
+        targets = {node: f"{node}={addresses[node]}:{port}" for node, port in ports.items()}
+        arguments = {
+            node: ["--connect", ",".join(target for other, target in targets.items() if other != node)]
+            for node in nodes
+            if set(targets) - {node}
         }
-        answers = ask.all(questions, ANSWER_LIMIT_S)
+        answers = remote.answers(arguments, ANSWER_LIMIT_S)
     reaches = []
-    for host, answer in answers.items():
+    for node, answer in answers.items():
         with suppress(ValueError):
-            reaches += [from_mapping(ReachTest, {**attempt, "source": host}) for attempt in json.loads(answer)]
+            reaches += [from_mapping(ReachTest, {**attempt, "source": node}) for attempt in json.loads(answer)]
     return tuple(reaches)
 
 
 def rendezvous_address(facts: NodeFacts) -> str:
     """The address of a node that faces the others; empty where no interface leads to them."""
-    for name in facts.network.routes.values():
-        interface = facts.network.interface(name)
-        if interface is not None and interface.addresses:
-            return interface.addresses[0]
-    return ""
+    interfaces = (facts.network.interface(name) for name in facts.network.routes.values())
+    return next((interface.addresses[0] for interface in interfaces if interface and interface.addresses), "")
 
 
 @contextmanager
@@ -120,71 +114,74 @@ def _marked(folder: Path) -> Iterator[tuple[Path | None, str]]:
         path.unlink(missing_ok=True)
 
 
-class _Asking:
-    """Programs on hosts, and what went wrong with them; none outlives its question."""
+@dataclass
+class _Remote:
+    """`paceline doctor` on other nodes, and what went wrong with it there."""
 
-    def __init__(self, start_on: StartOn, doctor: tuple[str, ...], explain: Explain) -> None:
-        self._start_on = start_on
-        self._doctor = doctor
-        self._explain = explain
-        self.problems: list[Finding] = []
+    start_on: StartOn
+    doctor: Sequence[str]
+    explain: Explain
+    problems: list[Finding] = field(default_factory=list)
 
-    def all(self, questions: Mapping[str, Sequence[str]], limit_s: float) -> dict[str, str]:
-        """The answer of every host that gives one, all asked at once: its last line, after what a shell may say."""
-        running = {host: self._start_on(host, [*self._doctor, *words]) for host, words in questions.items()}
-        answers = {}
+    @contextmanager
+    def _running(self, arguments: Mapping[str, Sequence[str]]) -> Iterator[dict[str, Process]]:
+        """A program on every node, all at once, which ends with the `with`."""
+        running = {node: self.start_on(node, [*self.doctor, *words]) for node, words in arguments.items()}
         try:
-            for host, process in running.items():
-                try:
-                    answer, complaint = process.communicate(timeout=limit_s)
-                except subprocess.TimeoutExpired:
-                    self._complain(host, f"{host} did not answer within {limit_s:g} s.")
-                    continue
-                if process.returncode:
-                    self._complain(host, self._reason(host, process.returncode, complaint))
-                else:
-                    answers[host] = answer.strip().rpartition("\n")[2]
+            yield running
         finally:
             for process in running.values():
                 _end(process)
+
+    def answers(self, arguments: Mapping[str, Sequence[str]], limit_s: float) -> dict[str, str]:
+        """The answer of every node that gives one: its last line, after what a shell may say."""
+        answers = {}
+        with self._running(arguments) as running:
+            for node, process in running.items():
+                try:
+                    answer, complaint = process.communicate(timeout=limit_s)
+                except subprocess.TimeoutExpired:
+                    self._add_problem(node, f"{node} did not answer within {limit_s:g} s.")
+                    continue
+                if process.returncode:
+                    self._add_problem(node, self._reason(node, process.returncode, complaint))
+                else:
+                    answers[node] = answer.strip().rpartition("\n")[2]
         return answers
 
     @contextmanager
     def listening(self, addresses: Mapping[str, str]) -> Iterator[dict[str, int]]:
-        """Doors of hosts at their addresses, open inside: their ports, without those that could not be opened."""
-        running = {h: self._start_on(h, [*self._doctor, "--listen", address]) for h, address in addresses.items()}
-
-        def give_up() -> None:
-            for process in running.values():
-                process.kill()
-
-        too_late = threading.Timer(ANSWER_LIMIT_S, give_up)
-        too_late.start()
-        try:
+        """The ports that nodes listen on inside the `with`, without the nodes that cannot."""
+        with self._running({node: ["--listen", address] for node, address in addresses.items()}) as running:
+            too_late = threading.Timer(ANSWER_LIMIT_S, _kill, (list(running.values()),))
+            too_late.start()
             ports = {}
-            for host, process in running.items():
-                assert process.stdout is not None
-                if line := next((line for line in process.stdout if line.startswith("{")), ""):
-                    ports[host] = int(json.loads(line)["port"])
-                else:
-                    _, complaint = process.communicate()
-                    self._complain(host, self._reason(host, process.returncode, complaint))
-            too_late.cancel()
+            try:
+                for node, process in running.items():
+                    assert process.stdout is not None
+                    if line := next((line for line in process.stdout if line.startswith("{")), ""):
+                        ports[node] = int(json.loads(line)["port"])
+                    else:
+                        _, complaint = process.communicate()
+                        self._add_problem(node, self._reason(node, process.returncode, complaint))
+            finally:
+                too_late.cancel()
             yield ports
-        finally:
-            too_late.cancel()
-            for process in running.values():
-                _end(process)
 
-    def _reason(self, host: str, exit_code: int, complaint: str) -> str:
+    def _reason(self, node: str, exit_code: int, complaint: str) -> str:
         last = next((line for line in reversed(complaint.splitlines()) if line.strip()), "it did not say why")
-        return self._explain(exit_code, complaint, host) or f"{host} did not answer: {last.strip().rstrip('.')}."
+        return self.explain(exit_code, complaint, node) or f"{node} did not answer: {last.strip().rstrip('.')}."
 
-    def _complain(self, host: str, what: str) -> None:
-        self.problems.append(Finding("error", "node", what, f"Try by hand: ssh {host} hostname", host))
+    def _add_problem(self, node: str, what: str) -> None:
+        self.problems.append(Finding("error", "node", what, f"Try by hand: ssh {node} hostname", node))
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _kill(processes: Sequence[Process]) -> None:
+    for process in processes:
+        process.kill()
+
+
+def _end(process: Process) -> None:
     """Close its input, at which it ends by itself; kill it if it does not."""
     for stream in (process.stdin, process.stdout, process.stderr):
         if stream is not None:

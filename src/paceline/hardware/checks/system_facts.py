@@ -28,7 +28,7 @@ class SystemFacts:
     """What the operating system tells of a node."""
 
     versions: dict[str, str] = field(default_factory=dict)
-    """Of paceline, python, torch; of CUDA and NCCL where torch brings them."""
+    """By name: paceline, python, torch, and CUDA and NCCL where torch brings them."""
     num_cores: int = 1
     """Those this process may run on."""
     quota_cores: float | None = None
@@ -112,7 +112,7 @@ def quota_cores(own_cgroup: str, root: Path) -> float | None:
             continue
         base = root if is_v2 else root / "cpu"
         folder = base / path.lstrip("/")
-        # Inside a container the path may be the host's: then the mount's own root is what counts.
+        # Inside a container the path may be the node's: then the mount's own root is what counts.
         for level in (folder, *folder.parents):
             if not level.is_relative_to(base):
                 break

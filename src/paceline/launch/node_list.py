@@ -26,16 +26,16 @@ _NUMBER = re.compile(r"[1-9][0-9]{0,5}")
 
 
 @dataclass(frozen=True)
-class HostSlots:
+class NodeSlots:
     """A node as its launcher reaches it, and how many workers may run there."""
 
-    host: str
+    address: str
     """A name or an address, as `ssh` takes it: with its user in front where one was given, IPv6 without brackets."""
     num_workers: int | None = None
     """None: as many as it has devices."""
 
 
-def parse_hosts(text: str) -> tuple[HostSlots, ...]:
+def parse_node_list(text: str) -> tuple[NodeSlots, ...]:
     """ "a:8,kim@b:4,[fd00::3]" as nodes, in their order.
 
     Raises:
@@ -45,7 +45,7 @@ def parse_hosts(text: str) -> tuple[HostSlots, ...]:
     return _distinct((where, _parse_entry(entry, where)) for where, entry in entries)
 
 
-def read_hosts_file(path: Path) -> tuple[HostSlots, ...]:
+def read_node_file(path: Path) -> tuple[NodeSlots, ...]:
     """The nodes of a file, in their order: `name`, `name:8` or `name slots=8` a line; # begins a comment.
 
     Raises:
@@ -61,7 +61,7 @@ def read_hosts_file(path: Path) -> tuple[HostSlots, ...]:
     return _distinct((where, _parse_entry(entry, where)) for where, entry in entries if entry)
 
 
-def _parse_entry(entry: str, where: str) -> HostSlots:
+def _parse_entry(entry: str, where: str) -> NodeSlots:
     host, *settings = entry.split() or [""]
     host, colon, count = _split_count(host)
     for setting in settings:
@@ -73,7 +73,7 @@ def _parse_entry(entry: str, where: str) -> HostSlots:
         colon, count = "=", value
     if colon and not _NUMBER.fullmatch(count):
         raise LaunchError(f"{where}: {count!r} should be the number of workers on {host}, 1 or more.")
-    return HostSlots(_checked(host, where), int(count) if colon else None)
+    return NodeSlots(_checked(host, where), int(count) if colon else None)
 
 
 def _split_count(word: str) -> tuple[str, str, str]:
@@ -109,13 +109,14 @@ def _is_ipv6(text: str) -> bool:
     return re.fullmatch(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?", text) is not None
 
 
-def _distinct(nodes: Iterable[tuple[str, HostSlots]]) -> tuple[HostSlots, ...]:
-    found: dict[str, tuple[str, HostSlots]] = {}
+def _distinct(nodes: Iterable[tuple[str, NodeSlots]]) -> tuple[NodeSlots, ...]:
+    found: dict[str, tuple[str, NodeSlots]] = {}
     for where, node in nodes:
-        name = node.host.rpartition("@")[2].lower()
+        name = node.address.rpartition("@")[2].lower()
         if name in found:
             raise LaunchError(
-                f"{where}: {node.host} was named before ({found[name][0]}); name every node once, with all its workers."
+                f"{where}: {node.address} was named before ({found[name][0]}); name every node once, with all its "
+                "workers."
             )
         found[name] = (where, node)
     return tuple(node for _, node in found.values())

@@ -9,27 +9,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import LaunchError
-from paceline.launch.hosts import HostSlots, parse_hosts, read_hosts_file
+from paceline.launch.node_list import NodeSlots, parse_node_list, read_node_file
 
 
 def test_names_counts_users_and_addresses() -> None:
-    assert parse_hosts("a:8, kim@b.example:4,10.0.0.7,[fd00::3]:2,kim@[fd00::4]") == (
-        HostSlots("a", 8),
-        HostSlots("kim@b.example", 4),
-        HostSlots("10.0.0.7", None),
-        HostSlots("fd00::3", 2),
-        HostSlots("kim@fd00::4", None),
+    assert parse_node_list("a:8, kim@b.example:4,10.0.0.7,[fd00::3]:2,kim@[fd00::4]") == (
+        NodeSlots("a", 8),
+        NodeSlots("kim@b.example", 4),
+        NodeSlots("10.0.0.7", None),
+        NodeSlots("fd00::3", 2),
+        NodeSlots("kim@fd00::4", None),
     )
 
 
 def test_a_file_in_every_manner(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_bytes(b"# a comment\r\n\r\n  gpu1 slots=8  # another\r\nkim@gpu2:4\n\tgpu3\n[fd00::3] slots=2")
-    assert read_hosts_file(path) == (
-        HostSlots("gpu1", 8),
-        HostSlots("kim@gpu2", 4),
-        HostSlots("gpu3", None),
-        HostSlots("fd00::3", 2),
+    assert read_node_file(path) == (
+        NodeSlots("gpu1", 8),
+        NodeSlots("kim@gpu2", 4),
+        NodeSlots("gpu3", None),
+        NodeSlots("fd00::3", 2),
     )
 
 
@@ -60,7 +60,7 @@ def test_a_bad_line_is_named(line: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text(f"# nodes\n{line}\n")
     with pytest.raises(LaunchError) as caught:
-        read_hosts_file(path)
+        read_node_file(path)
     assert words in str(caught.value)
     assert str(caught.value).startswith(f"{path}, line 2: ")
 
@@ -69,32 +69,32 @@ def test_a_node_named_twice(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("gpu1:2\nkim@GPU1:2\n")
     with pytest.raises(LaunchError, match=r"line 2: kim@GPU1 was named before \(.*line 1\)"):
-        read_hosts_file(path)
+        read_node_file(path)
     with pytest.raises(LaunchError, match=r"entry 3: a was named before \(--hosts, entry 1\)"):
-        parse_hosts("a,b,a")
+        parse_node_list("a,b,a")
 
 
 def test_nothing_named(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="entry 1: '' is no name"):
-        parse_hosts("")
+        parse_node_list("")
     with pytest.raises(LaunchError, match="entry 2"):
-        parse_hosts("a,,b")
+        parse_node_list("a,,b")
     (tmp_path / "hosts").write_text("# nobody\n\n")
     with pytest.raises(LaunchError, match="names no node"):
-        read_hosts_file(tmp_path / "hosts")
+        read_node_file(tmp_path / "hosts")
     with pytest.raises(LaunchError, match="cannot be read"):
-        read_hosts_file(tmp_path / "absent")
+        read_node_file(tmp_path / "absent")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(LaunchError, match="cannot be read"):
-        read_hosts_file(tmp_path / "binary")
+        read_node_file(tmp_path / "binary")
 
 
 @given(st.text(max_size=40) | st.text("ab:[]@=,.-#1 \tslot", max_size=30))
 def test_any_text_is_nodes_or_one_sentence(text: str) -> None:
     try:
-        nodes = parse_hosts(text)
+        nodes = parse_node_list(text)
     except LaunchError as error:
         assert "\n" not in str(error)
     else:
         assert nodes
-        assert not any(node.host.startswith("-") or set(node.host) & set(" ;$`'\"\\|&<>\n") for node in nodes)
+        assert not any(node.address.startswith("-") or set(node.address) & set(" ;$`'\"\\|&<>\n") for node in nodes)

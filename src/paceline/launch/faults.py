@@ -1,0 +1,143 @@
+"""What can go wrong with a run, as one table: the cause that failure.json names, what is said, and what to do next."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.spec.plan import EXCLUDED
+
+Cause = Literal[
+    "exception",
+    "exit",
+    "signal",
+    "out_of_memory",
+    "lost_touch",
+    "hung",
+    "stopped",
+    "mismatch",
+    "node_silent",
+    "agent_lost",
+    "node_down",
+]
+
+ENDED_BY_SIGTERM = 128 + signal.SIGTERM
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One row; texts have their facts in braces."""
+
+    cause: Cause
+    sentence: str
+    """Of the report: who and what."""
+    short: str
+    """Of the line that an elastic run prints before it goes on."""
+    next: str
+    """What to try."""
+    blames_workers: bool = True
+    """Whether the places where these workers ran may be what is wrong."""
+
+
+_READ_LOG = "Read the last lines of the worker's log, {log}."
+_CRASHED = "Read where Python was, {stack}; a crash in native code is often a mismatch of versions: `paceline doctor`."
+_NODE_DOWN = "Is {node} up? `ping {node}`; then start the run again: --hosts without it works too."
+
+FAULTS: dict[str, Fault] = {
+    "exception": Fault(
+        "exception",
+        "{who} failed with {what}",
+        "{workers} raised an error ({last_line})",
+        "Read the traceback; `paceline launch --launcher debug …` runs the program in one process, under a debugger if "
+        "you like.",
+    ),
+    "exit": Fault(
+        "exit", "{who} ended with exit code {exit_code}.", "{workers} left with exit code {exit_code}", _READ_LOG
+    ),
+    "straggler": Fault(
+        "exit", "{who} ended with exit code {exit_code}.", "{workers} left, for it held the others up,", _READ_LOG
+    ),
+    "terminated": Fault(
+        "exit",
+        "{who} was ended by SIGTERM from outside this run (exit code {exit_code}).",
+        "{workers} left with exit code {exit_code}",
+        _READ_LOG,
+        blames_workers=False,
+    ),
+    "killed": Fault(
+        "signal",
+        "{who} was killed by SIGKILL from outside this run: most likely the machine ran out of memory; try a smaller "
+        "micro_batch_size or fewer workers.",
+        "{workers} was killed",
+        _CRASHED,
+    ),
+    "crashed": Fault("signal", "{who} was killed by {signal}.", "{workers} crashed ({signal})", _CRASHED),
+    "out_of_memory": Fault(
+        "out_of_memory",
+        "{who} was killed by the kernel: out of memory; try a smaller micro_batch_size, fewer workers a node, or a "
+        "higher memory limit.",
+        "{workers} ran out of memory",
+        "Try --micro-batch-size with half the samples, fewer workers a node, or a higher memory limit.",
+    ),
+    "lost_touch": Fault(
+        "lost_touch",
+        "{who} lost touch with the other workers{peers}: {what}",
+        "{workers} lost touch with the others",
+        "Look at the network between the nodes: `paceline doctor --hosts …`.",
+        blames_workers=False,
+    ),
+    "hung": Fault(
+        "hung",
+        "{who} {hangs}{in_step}: {waiting} {have} waited for it for {seconds:.1f} s.",
+        "{workers} hung",
+        "Look at the stack: a loop, a lock, a slow read, or code that only some ranks run before a collective; "
+        "--hang-timeout raises the bound if that work is meant to take so long.",
+    ),
+    "stopped": Fault(
+        "stopped",
+        "{who} has been stopped for {seconds:.1f} s (SIGSTOP){who_waits}.",
+        "{workers} {was} stopped",
+        "Somebody stopped the process (kill -STOP, Ctrl-Z, a debugger); kill -CONT {pid} lets one go on.",
+    ),
+    "mismatch": Fault(
+        "mismatch",
+        "{everybody} have waited for each other for {seconds:.1f} s: {doing}.",
+        "the workers waited for each other",
+        "Compare the collectives: ranks in different ones took different branches (--debug-comm names the first "
+        "difference); in the same one, data does not get through: `paceline doctor --hosts …`.",
+        blames_workers=False,
+    ),
+    "node_silent": Fault(
+        "node_silent",
+        "Node {node} ({ranks}) has been silent for {seconds:.1f} s: it lost power, hangs, or its link is cut.",
+        "node {node} was lost",
+        "Is {node} powered on and its link up? `ping {node}`; then start the run again: --hosts without it works too.",
+        blames_workers=False,
+    ),
+    "agent_lost": Fault(
+        "agent_lost",
+        "The agent on node {node} was killed or ended; its workers ({ranks}) went with it.",
+        "node {node} was lost",
+        "Somebody or something ended the agent; see the system's log on {node} (out of memory, a job limit).",
+        blames_workers=False,
+    ),
+    "node_down": Fault(
+        "node_down",
+        "Node {node} ({ranks}) went down: its connection was closed{silence}.",
+        "node {node} was lost",
+        _NODE_DOWN,
+        blames_workers=False,
+    ),
+}
+
+
+def fault_of(cause: Cause, exit_code: int | None = None) -> Fault:
+    """The row of a report; an exit code (negative: a signal) tells rows of one cause apart."""
+    by_exit_code = {
+        ("exit", EXCLUDED): "straggler",
+        ("exit", ENDED_BY_SIGTERM): "terminated",
+        ("signal", -signal.SIGKILL): "killed",
+    }
+    default = "crashed" if cause == "signal" else cause
+    return FAULTS[by_exit_code.get((cause, exit_code or 0), default)]

@@ -1,0 +1,162 @@
+"""The plots of a scaling study that follow training: loss and accuracy over epochs and over time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import fmean
+
+from paceline.report import formats
+from paceline.report.figure import (
+    SYMBOLS,
+    Plot,
+    Trace,
+    axis,
+    figure,
+    interval,
+    line,
+    log_axis,
+    log_ticks,
+    series_color,
+)
+from paceline.report.study import Study, StudyRow
+from paceline.spec.record import EpochRecord, RunRecord
+
+_DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "solid", "dash")
+
+Measure = Callable[[EpochRecord], float | None]
+
+
+def train_loss(epoch: EpochRecord) -> float | None:
+    return finite(epoch.train_loss)
+
+
+def epoch_loss(epoch: EpochRecord) -> float | None:
+    return finite(epoch.metrics.get("loss"))
+
+
+def epoch_accuracy(epoch: EpochRecord) -> float | None:
+    accuracy = finite(epoch.metrics.get("accuracy"))
+    return None if accuracy is None else 100 * accuracy
+
+
+def finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+@dataclass(frozen=True)
+class _Point:
+    """One epoch over the seeds of a device count."""
+
+    epoch: int
+    time_s: float
+    """Mean training time up to its end."""
+    mean: float
+    low: float
+    high: float
+
+
+def _curve(row: StudyRow, measure: Measure) -> list[_Point]:
+    """The epochs at which every run of the row was measured."""
+    by_epoch: dict[int, list[tuple[float, float]]] = {}
+    for run in row.runs:
+        for epoch, time_s, value in _measured(run, measure):
+            by_epoch.setdefault(epoch, []).append((time_s, value))
+    return [
+        _Point(epoch, fmean(time_s for time_s, _ in found), fmean(values), min(values), max(values))
+        for epoch, found in sorted(by_epoch.items())
+        if len(found) == len(row.runs) and (values := [value for _, value in found])
+    ]
+
+
+def _measured(run: RunRecord, measure: Measure) -> list[tuple[int, float, float]]:
+    """(epoch, training time up to its end, value) of the epochs that have a value."""
+    found, time_s = [], 0.0
+    for epoch in run.epochs:
+        time_s += epoch.train_s
+        value = measure(epoch)
+        if value is not None:
+            found.append((epoch.epoch, time_s, value))
+    return found
+
+
+def _curves(study: Study, curves: list[list[_Point]], over_time: bool) -> list[Trace]:
+    """One line per device count, over the range from the lowest to the highest seed where there are several."""
+    data: list[Trace] = []
+    # Where all device counts give the same curve the lines lie on one another: wide below, narrow on top.
+    is_same = study.same_weights and not over_time
+    for index, (row, curve) in enumerate(zip(study.rows, curves, strict=True)):
+        if not curve:
+            continue
+        color, name = series_color(index), formats.devices(row.devices)
+        x = [point.time_s if over_time else point.epoch for point in curve]
+        width = 2 + 3.0 * (len(study.rows) - 1 - index) if is_same else 2.25
+        if len(row.runs) > 1 and not (is_same and index > 0):
+            low, high = [point.low for point in curve], [point.high for point in curve]
+            data.append(interval(x, low, high, color, legendgroup=name))
+        marker = {"size": 6 + (width if is_same else 0), "symbol": SYMBOLS[index % len(SYMBOLS)]}
+        data.append(
+            line(
+                x,
+                [point.mean for point in curve],
+                color,
+                name=name,
+                legendgroup=name,
+                width=width,
+                dash="solid" if is_same else _DASHES[index % len(_DASHES)],
+                marker=marker if len(curve) <= 30 else None,
+                hover=name + (": %{y:.4~g} after %{x:.1f} s" if over_time else ": %{y:.4~g} after epoch %{x}"),
+            )
+        )
+    return data
+
+
+def _curves_caption(study: Study, over_time: bool = False) -> str:
+    if study.same_weights and not over_time:
+        return "The curves of all device counts lie on one another: they learn the same, bit for bit."
+    if len(study.seeds) > 1:
+        return "Mean over seeds; the coloured area reaches from the lowest to the highest."
+    return "One line per device count."
+
+
+def over_epochs(study: Study, key: str, title: str, unit: str, measure: Measure) -> Plot | None:
+    curves = [_curve(row, measure) for row in study.rows]
+    if not any(curves):
+        return None
+    values = [point.mean for curve in curves for point in curve]
+    yaxis = axis(unit, **({"ticksuffix": " %"} if measure is epoch_accuracy else {}))
+    if key.startswith("loss") and min(values) > 0 and max(values) > 20 * min(values):
+        yaxis = log_axis(unit, log_ticks(min(values), max(values), most_decades=3))
+    longest = max(point.epoch for curve in curves for point in curve)
+    xaxis = axis("epoch", **({"dtick": 1} if longest <= 12 else {}))
+    return Plot(
+        key,
+        title,
+        _curves_caption(study),
+        f"{title}. Last value: " + _last_values(study, curves),
+        figure(_curves(study, curves, over_time=False), xaxis, yaxis, showlegend=True),
+    )
+
+
+def accuracy_over_time(study: Study) -> Plot | None:
+    curves = [_curve(row, epoch_accuracy) for row in study.rows]
+    if not any(curves):
+        return None
+    xaxis, yaxis = axis("training time (s)", rangemode="tozero"), axis("accuracy", ticksuffix=" %")
+    return Plot(
+        "accuracy-time",
+        "Accuracy over training time",
+        "How soon each device count gets there. " + _curves_caption(study, over_time=True),
+        "Accuracy in percent over training time in seconds. Last value: " + _last_values(study, curves),
+        figure(_curves(study, curves, over_time=True), xaxis, yaxis, showlegend=True),
+    )
+
+
+def _last_values(study: Study, curves: list[list[_Point]]) -> str:
+    said = [
+        f"{formats.devices(row.devices)}: {curve[-1].mean:.4g}"
+        for row, curve in zip(study.rows, curves, strict=True)
+        if curve
+    ]
+    return "; ".join(said) + "."

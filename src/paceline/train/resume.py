@@ -1,0 +1,147 @@
+"""Reading the newest good checkpoint, by all workers of a run together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.checkpoint import SharedCatalogue, newest_good, newest_that, read_together
+from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.storage import Storage
+from paceline.errors import CheckpointError
+from paceline.object_collectives import broadcast_object, scatter_objects
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint, as far as this worker needs it."""
+
+    name: str
+    shared: dict[str, Any]
+    """What all workers had alike, and the job."""
+    own: dict[str, Any]
+    """What each worker had for itself, redistributed among those of this run."""
+
+
+class CheckpointReader:
+    """Finds what a run can go on from."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        group: dist.ProcessGroup | None,
+        say: Callable[[str], None],
+        wanted: Callable[[dict[str, Any]], dict[str, Any]] | None,
+    ) -> None:
+        """
+        Args:
+            group: of all workers, in host memory; None: this worker is alone.
+            say: told, on rank 0, which checkpoints cannot be used.
+            wanted: from what all workers had alike, not read yet, to what this worker reads of it
+                (`Trained.own_shards`); None: every worker holds all of it.
+        """
+        self._storage = storage
+        self._group = group
+        self._say = say
+        self._wanted = wanted
+
+    def newest(self) -> Found | None:
+        """The newest good checkpoint. A collective.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none is good.
+        """
+        if self._group is None or self._wanted is None:
+            return self._read_on_rank_0()
+        return self._read_shards(self._group, self._wanted)
+
+    def _read_on_rank_0(self) -> Found | None:
+        """Rank 0 reads and checks it, and sends it to the others."""
+        name = why_not = shared = None
+        owns: list[dict[str, Any]] = []
+        if self._group is None or dist.get_rank(self._group) == 0:
+            try:
+                checkpoint, problems = newest_good(self._storage)
+                for problem in problems:
+                    self._say(problem)
+                if checkpoint is not None:
+                    self._check_is_run(checkpoint.name, checkpoint.manifest)
+                    name = checkpoint.name
+                    shared = {"job": checkpoint.manifest.job, **checkpoint.shared}
+                    owns = [checkpoint.own(rank) for rank in range(checkpoint.manifest.world_size)]
+            except (CheckpointError, OSError) as problem:
+                name, why_not = None, str(problem)
+        name, why_not, shared = broadcast_object((name, why_not, shared), self._group)
+        if why_not is not None:
+            raise CheckpointError(why_not)
+        if name is None:
+            return None
+        num_workers = 1 if self._group is None else dist.get_world_size(self._group)
+        return Found(name, shared, scatter_objects(redistribute(owns, num_workers), self._group))
+
+    def _read_shards(
+        self, group: dist.ProcessGroup, wanted: Callable[[dict[str, Any]], dict[str, Any]]
+    ) -> Found | None:
+        """Every worker reads its shards; together they check every byte. None of them has a state of its own."""
+
+        def read(name: str) -> tuple[str, Manifest, dict[str, Any]]:
+            return name, *read_together(
+                self._storage, name, group, lambda shared: wanted(shared) if _is_run(shared) else {}
+            )
+
+        try:
+            found, problems = newest_that(read, SharedCatalogue(self._storage, group))
+        except OSError as failure:
+            raise CheckpointError(str(failure)) from None
+        for problem in problems:
+            self._say(problem)
+        if found is None:
+            return None
+        name, manifest, shared = found
+        self._check_is_run(name, manifest)
+        if any(manifest.workers):
+            raise CheckpointError(
+                f"{name} in {self._storage.address} holds state of each worker's own (means of weights that differed, "
+                "or gradients not sent yet), which a spread model cannot go on with; resume it with --strategy dp."
+            )
+        return Found(name, {"job": manifest.job, **shared}, {})
+
+    def _check_is_run(self, name: str, manifest: Manifest) -> None:
+        if not _is_run(manifest.values):
+            raise CheckpointError(f"{name} in {self._storage.address} was not saved by a run; begin in another folder.")
+
+
+def _is_run(shared: Mapping[str, Any]) -> bool:
+    return "progress" in shared
+
+
+def redistribute(owns: Sequence[dict[str, Any]], num_workers: int) -> list[dict[str, Any]]:
+    """What `num_workers` workers get of what those of a checkpoint had, each for itself.
+
+    As many workers get what there was. Others get equal amounts, which keep the sum over all workers of what is under
+    "sums", and the mean of what is under "means".
+    """
+    if len(owns) == num_workers or not owns:
+        return list(owns)
+    each = {
+        "sums": _scaled_sum([own.get("sums", {}) for own in owns], 1 / num_workers),
+        "means": _scaled_sum([own.get("means", {}) for own in owns], 1 / len(owns)),
+    }
+    return [each] * num_workers
+
+
+def _scaled_sum(values: Sequence[Any], factor: float) -> Any:
+    """The sum of trees times a factor; whole numbers and what is no number are the first one's."""
+    first = values[0]
+    if isinstance(first, Mapping):
+        return {key: _scaled_sum([value[key] for value in values if key in value], factor) for key in first}
+    if isinstance(first, list | tuple):
+        return type(first)(_scaled_sum(items, factor) for items in zip(*values, strict=True))
+    if isinstance(first, Tensor) and first.is_floating_point():
+        return torch.stack([value.double() for value in values]).sum(0).mul_(factor).to(first.dtype)
+    return sum(values) * factor if isinstance(first, float) else first
