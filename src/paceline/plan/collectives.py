@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from paceline.errors import JobError
-from paceline.plan.model import Layout, LinkCost, Network
+from paceline.plan.model import AlphaBeta, Layout, Network
 from paceline.spec import AlgorithmName
 
 Cost = Callable[[float, Layout, Network, int], float]
@@ -184,7 +184,7 @@ COSTS: dict[AlgorithmName, Cost] = {
 _TWO_LEVEL = ("hierarchical", "parameter_server_two_level")
 
 
-def _start_s(level: LinkCost, network: Network) -> float:
+def _start_s(level: AlphaBeta, network: Network) -> float:
     return level.alpha_s + network.per_message_s
 
 

@@ -15,7 +15,7 @@ from paceline.plan.memory import (
     state_bytes,
     transformer_layers,
 )
-from paceline.plan.model import Layout, LinkCost, Network
+from paceline.plan.model import AlphaBeta, Layout, Network
 from paceline.plan.network_costs import PER_MESSAGE_S, between_link, inside_link
 from paceline.spec import Cluster, Job, JobTiming
 from paceline.spec.forecast import Grow
@@ -51,7 +51,7 @@ class PlanInputs:
     """Devices of each node that there is."""
     more_devices_per_node: int
     """Devices of each node beyond the cluster."""
-    between: LinkCost | None
+    between: AlphaBeta | None
     activations: Activations | None
     memory_bytes: float | None
     """Memory of the smallest GPU; None: there is no GPU, or nobody knows."""

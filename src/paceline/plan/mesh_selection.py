@@ -17,7 +17,7 @@ from paceline.plan.memory import (
     worker_memory_bytes,
     workers_on_fullest_node,
 )
-from paceline.plan.model import LinkCost, Network
+from paceline.plan.model import AlphaBeta, Network
 from paceline.plan.network_costs import BETWEEN_ALPHA_S, INSIDE_ALPHA_S, PER_MESSAGE_S, between_link, inside_link
 from paceline.plan.search import MeshCandidate, SearchResult, Workload, search
 from paceline.plan.words import duration, size
@@ -177,8 +177,8 @@ def _by_assumption(
     try:
         inside = inside_link(cluster.nodes[0], min(on_node, max(1, len(cluster.nodes[0].devices))))
     except ClusterError:
-        inside = LinkCost(INSIDE_ALPHA_S[kind], 1 / _INSIDE_BYTES_PER_S[kind])
-    between = between_link(cluster, link_bytes_per_s) or LinkCost(BETWEEN_ALPHA_S, 1 / _BETWEEN_BYTES_PER_S)
+        inside = AlphaBeta(INSIDE_ALPHA_S[kind], 1 / _INSIDE_BYTES_PER_S[kind])
+    between = between_link(cluster, link_bytes_per_s) or AlphaBeta(BETWEEN_ALPHA_S, 1 / _BETWEEN_BYTES_PER_S)
     workload = Workload(
         num_parameters=model.num_parameters,
         global_batch_size=job.global_batch_size,

@@ -23,8 +23,8 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class LinkCost:
-    """One kind of link: a message of n bytes takes alpha_s + n * beta_s_per_byte in one direction."""
+class AlphaBeta:
+    """One kind of link in the alpha-beta model (Hockney 1994): n bytes take alpha_s + n * beta_s_per_byte one way."""
 
     alpha_s: float
     beta_s_per_byte: float
@@ -34,8 +34,8 @@ class LinkCost:
 class Network:
     """Links inside a node and between nodes; all workers of a node share its link to the others."""
 
-    inside: LinkCost
-    between: LinkCost
+    inside: AlphaBeta
+    between: AlphaBeta
     per_message_s: float = 0.0
     """What the software adds to every message."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from paceline.errors import ClusterError
-from paceline.plan.model import LinkCost
+from paceline.plan.model import AlphaBeta
 from paceline.plan.pick import pick
 from paceline.spec import Cluster, DeviceKind, Link, Node
 
@@ -20,23 +20,23 @@ PER_MESSAGE_S: dict[DeviceKind, float] = {"cuda": 3e-6, "cpu": 20e-6}
 """What NCCL and Gloo add to a message."""
 
 
-def between_link(cluster: Cluster, given_bytes_per_s: float | None = None) -> LinkCost | None:
+def between_link(cluster: Cluster, given_bytes_per_s: float | None = None) -> AlphaBeta | None:
     """The worst link between nodes that was measured, else what the user gives; None: neither is there."""
     if cluster.network:
         rate = min(link.bytes_per_s for link in cluster.network)
-        return LinkCost(max(link.latency_s for link in cluster.network), 1 / rate)
-    return None if given_bytes_per_s is None else LinkCost(BETWEEN_ALPHA_S, 1 / given_bytes_per_s)
+        return AlphaBeta(max(link.latency_s for link in cluster.network), 1 / rate)
+    return None if given_bytes_per_s is None else AlphaBeta(BETWEEN_ALPHA_S, 1 / given_bytes_per_s)
 
 
 @lru_cache(maxsize=64)
-def inside_link(node: Node, num_devices: int, label: str | None = None) -> LinkCost:
+def inside_link(node: Node, num_devices: int, label: str | None = None) -> AlphaBeta:
     """The slowest link of the best ring of so many devices; on CPU the link with that label, else the loopback.
 
     Raises:
         ClusterError: nobody knows the bandwidth between the node's devices.
     """
     if num_devices == 1:
-        return LinkCost(0.0, 0.0)
+        return AlphaBeta(0.0, 0.0)
     labels = {device.label for device in node.devices}
     links = [link for link in node.links if labels.issuperset(link.ends) and link.bytes_per_s]
     if node.device_kind == "cpu":
@@ -48,4 +48,4 @@ def inside_link(node: Node, num_devices: int, label: str | None = None) -> LinkC
     if slowest is None or not slowest.bytes_per_s:
         where = node.hostname or "the node"
         raise ClusterError(f"Nobody measured what links the devices of {where}; run paceline probe JOB first.")
-    return LinkCost(slowest.latency_s or INSIDE_ALPHA_S[node.device_kind], 1 / slowest.bytes_per_s)
+    return AlphaBeta(slowest.latency_s or INSIDE_ALPHA_S[node.device_kind], 1 / slowest.bytes_per_s)

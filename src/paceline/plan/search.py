@@ -17,7 +17,7 @@ from paceline.errors import JobError
 from paceline.plan.buckets import exposed_s, sums_s
 from paceline.plan.collectives import COSTS, ring
 from paceline.plan.memory import USABLE_FRACTION, StateBytes, cut, device_memory, fits
-from paceline.plan.model import Layout, LinkCost, Network
+from paceline.plan.model import AlphaBeta, Layout, Network
 from paceline.plan.words import size
 from paceline.spec import Mesh, PipelineSpec
 from paceline.spec.model_cost import Activations, DeviceMemory, Layers
@@ -302,7 +302,7 @@ def _inside_model_s(
     return seconds
 
 
-def _send_s(level: LinkCost, size_bytes: float, network: Network) -> float:
+def _send_s(level: AlphaBeta, size_bytes: float, network: Network) -> float:
     return network.per_message_s + level.alpha_s + size_bytes * level.beta_s_per_byte
 
 

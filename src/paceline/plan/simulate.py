@@ -13,7 +13,7 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Literal
 
 from paceline.plan.buckets import BACKWARD_SHARE
-from paceline.plan.model import LinkCost, Network
+from paceline.plan.model import AlphaBeta, Network
 
 if TYPE_CHECKING:
     import numpy as np
@@ -121,11 +121,11 @@ def _inside_s(machine: Machine, size_bytes: float) -> float:
     return 2 * (g - 1) * _message_s(machine.network.inside, size_bytes / g, machine.network.per_message_s)
 
 
-def _message_s(level: LinkCost, size_bytes: float, per_message_s: float) -> float:
+def _message_s(level: AlphaBeta, size_bytes: float, per_message_s: float) -> float:
     return per_message_s + level.alpha_s + size_bytes * level.beta_s_per_byte
 
 
-def _ring(start: Array, size_bytes: float, level: LinkCost, per_message_s: float, links: Array) -> Array:
+def _ring(start: Array, size_bytes: float, level: AlphaBeta, per_message_s: float, links: Array) -> Array:
     """When each node has the sum: in every phase it waits for its own last message and for that of its neighbour."""
     import numpy as np
 
@@ -137,7 +137,7 @@ def _ring(start: Array, size_bytes: float, level: LinkCost, per_message_s: float
     return time
 
 
-def _halving_doubling(start: Array, size_bytes: float, level: LinkCost, per_message_s: float, links: Array) -> Array:
+def _halving_doubling(start: Array, size_bytes: float, level: AlphaBeta, per_message_s: float, links: Array) -> Array:
     """Nodes beyond a power of two give theirs to a partner first, and get the sum from it at last."""
     import numpy as np
 

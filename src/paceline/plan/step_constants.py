@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import JobError
 from paceline.plan.collectives import COSTS
-from paceline.plan.model import Layout, LinkCost, Network
+from paceline.plan.model import AlphaBeta, Layout, Network
 from paceline.plan.step_time import compute_s, expected_maximum, neighbours_factor, overlapped_s, slowest_s
 from paceline.spec import AlgorithmName
 
@@ -87,8 +87,8 @@ class Constants:
         nodes = layout.num_nodes
         slowdown = 1 + self.pair_slowdown if nodes == 2 else 1 + self.growth_slowdown * math.log2(max(nodes, 2) / 2)
         return Network(
-            inside=LinkCost(self.inside_alpha_s, self.inside_beta_s_per_byte),
-            between=LinkCost(self.between_alpha_s, self.between_beta_s_per_byte * slowdown * link_ratio),
+            inside=AlphaBeta(self.inside_alpha_s, self.inside_beta_s_per_byte),
+            between=AlphaBeta(self.between_alpha_s, self.between_beta_s_per_byte * slowdown * link_ratio),
         )
 
 

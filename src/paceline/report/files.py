@@ -68,30 +68,19 @@ def study_mapping(study: Study) -> dict[str, Any]:
     }
 
 
+_ROW_KEYS = (
+    *("devices", "seeds", "global_batch_size", "learning_rate", "accuracy", "accuracy_min", "accuracy_max"),
+    *("accuracy_std", "accuracy_change", "within_spread", "train_s", "speedup", "efficiency", "samples_per_s"),
+    *("forecast_samples_per_s", "forecast_error", "time_to_first_step_s", "wall_s", "step_time", "same_weights"),
+    "weights_sha256",
+)
+"""What scaling.json holds of a row, by the names of its attributes."""
+
+
 def _row_mapping(row: StudyRow) -> dict[str, Any]:
-    return {
-        "devices": row.devices,
-        "seeds": list(row.seeds),
-        "global_batch_size": row.global_batch_size,
-        "learning_rate": row.learning_rate,
-        "accuracy": row.accuracy,
-        "accuracy_min": row.accuracy_min,
-        "accuracy_max": row.accuracy_max,
-        "accuracy_std": row.accuracy_std,
-        "accuracy_change": row.accuracy_change,
-        "within_spread": row.within_spread,
-        "train_s": row.train_s,
-        "speedup": row.speedup,
-        "efficiency": row.efficiency,
-        "samples_per_s": row.samples_per_s,
-        "forecast_samples_per_s": row.forecast_samples_per_s,
-        "forecast_error": row.forecast_error,
-        "time_to_first_step_s": row.time_to_first_step_s,
-        "wall_s": row.wall_s,
-        "step_time": asdict(row.step_time),
-        "same_weights": row.same_weights,
-        "weights_sha256": {str(seed): digest for seed, digest in row.weights_sha256.items()},
-    }
+    plain = {key: getattr(row, key) for key in _ROW_KEYS}
+    digests = {str(seed): digest for seed, digest in row.weights_sha256.items()}
+    return plain | {"seeds": list(row.seeds), "step_time": asdict(row.step_time), "weights_sha256": digests}
 
 
 def _run_mapping(run: RunRecord) -> dict[str, Any]:

@@ -45,7 +45,7 @@ _NEAREST_FIRST = ("PIX", "PXB", "PHB", "NODE")
 
 
 @dataclass(frozen=True)
-class _Line:
+class _Stroke:
     kind: str
     """Its classes in the style sheet."""
     start: Point
@@ -217,19 +217,19 @@ def _drawn_links(node: Node, devices: Sequence[Device], nics: Sequence[Periphera
 
 def _lines(
     links: Sequence[Link], switch: Link | None, devices: Sequence[Device], places: Mapping[str, Point], centre: Point
-) -> list[_Line]:
+) -> list[_Stroke]:
     """The links; with a switch those between devices lead to it."""
     fastest = _fastest(links)
     found = []
     for link in links:
         kind, start, end = label_class(link.label), places[link.ends[0]], places[link.ends[1]]
         if not link.ends[1].startswith("GPU"):
-            found.append(_Line(f"link to-nic {kind}", start, end, _NIC_STROKE))
+            found.append(_Stroke(f"link to-nic {kind}", start, end, _NIC_STROKE))
         elif switch is None:
-            found.append(_Line(f"link {kind}", start, end, _stroke(link, fastest)))
+            found.append(_Stroke(f"link {kind}", start, end, _stroke(link, fastest)))
     if switch is not None:
         width = _stroke(switch, fastest)
-        found += [_Line("link NVLink", places[device.label], centre, width) for device in devices]
+        found += [_Stroke("link NVLink", places[device.label], centre, width) for device in devices]
     return found
 
 
@@ -276,7 +276,7 @@ def _nic(part: Peripheral, place: Point) -> _Box:
     return _Box("nic", place, _NIC_WIDTH, _NIC_HEIGHT, part.label, "" if part.name == part.label else part.name)
 
 
-def _legend(node: Node, links: Sequence[Link], ring: Sequence[int], top: float) -> Iterator[tuple[_Line, str, str]]:
+def _legend(node: Node, links: Sequence[Link], ring: Sequence[int], top: float) -> Iterator[tuple[_Stroke, str, str]]:
     """(line, name, words) for each label that is drawn, and for the ring."""
     drawn = {link.label: link for link in links}
     between_gpus = {link.label for link in links if link.ends[1].startswith("GPU")}
@@ -290,5 +290,5 @@ def _legend(node: Node, links: Sequence[Link], ring: Sequence[int], top: float) 
         yield sample, "ring", "the order in which the chosen GPUs pass data on"
 
 
-def _sample(kind: str, y: float, width: float) -> _Line:
-    return _Line(kind, (_MARGIN, y), (_MARGIN + 42, y), width)
+def _sample(kind: str, y: float, width: float) -> _Stroke:
+    return _Stroke(kind, (_MARGIN, y), (_MARGIN + 42, y), width)

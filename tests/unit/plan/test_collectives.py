@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import JobError
 from paceline.plan.collectives import COSTS, WIRE_FACTORS, cost_s
-from paceline.plan.model import Layout, LinkCost, Network
+from paceline.plan.model import AlphaBeta, Layout, Network
 from paceline.spec import AlgorithmName
 
 SIZE = 1e8
@@ -25,7 +25,7 @@ algorithms = st.sampled_from(sorted(COSTS))
 
 
 def network(inside: float = 0.0, between: float = BETA, alpha: float = 0.0, per_message: float = 0.0) -> Network:
-    return Network(LinkCost(alpha, inside), LinkCost(alpha, between), per_message)
+    return Network(AlphaBeta(alpha, inside), AlphaBeta(alpha, between), per_message)
 
 
 def one_each(num_nodes: int) -> Layout:
@@ -149,10 +149,10 @@ def test_more_bytes_slower_links_longer_waits_and_more_overhead_never_cost_less(
     assert price(size * factor, slow) >= base
     assert price(size, dataclasses.replace(slow, per_message_s=slow.per_message_s * factor)) >= base
     for level in ("inside", "between"):
-        link: LinkCost = getattr(slow, level)
+        link: AlphaBeta = getattr(slow, level)
         for worse in (
-            LinkCost(link.alpha_s * factor, link.beta_s_per_byte),
-            LinkCost(link.alpha_s, link.beta_s_per_byte * factor),
+            AlphaBeta(link.alpha_s * factor, link.beta_s_per_byte),
+            AlphaBeta(link.alpha_s, link.beta_s_per_byte * factor),
         ):
             changed = {"inside": slow.inside, "between": slow.between, level: worse}
             assert price(size, Network(**changed, per_message_s=slow.per_message_s)) >= base

@@ -13,7 +13,7 @@ from paceline.plan.forecast import counts_between, forecast
 from paceline.plan.forecast_row import STEP_OVERHEAD_S
 from paceline.plan.gradient_sums import STRAGGLER_SPREAD
 from paceline.plan.inputs import ForecastRequest, pass_s, transformer_shape
-from paceline.plan.model import Layout, LinkCost, Network
+from paceline.plan.model import AlphaBeta, Layout, Network
 from paceline.plan.network_costs import PER_MESSAGE_S
 from paceline.plan.step_time import expected_maximum, slowest_s
 from paceline.spec import Cluster, Job, JobTiming, MicroBatchTiming, OptimSpec, SumTiming
@@ -89,7 +89,7 @@ def test_a_row_adds_up_and_says_what_was_measured() -> None:
 def test_the_algorithm_is_the_cheapest_by_the_costs() -> None:
     job, cluster = dataclasses.replace(JOB, global_batch_size=64, virtual_shards=64), gpu_cluster(link_bytes_per_s=1e9)
     (row,) = forecast(job, cluster, [16]).rows
-    network = Network(LinkCost(5e-6, 1 / 250e9), LinkCost(15e-6, 1 / 1e9), PER_MESSAGE_S["cuda"])
+    network = Network(AlphaBeta(5e-6, 1 / 250e9), AlphaBeta(15e-6, 1 / 1e9), PER_MESSAGE_S["cuda"])
     prices = {name: 4 * cost_s(name, 25e6, Layout((8, 8)), network) for name in ("all_reduce", "hierarchical")}
     assert prices["hierarchical"] < 0.9 * prices["all_reduce"]
     assert row.algorithm == "hierarchical"

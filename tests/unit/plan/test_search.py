@@ -15,14 +15,14 @@ from paceline.plan.memory import (
     transformer_layers,
 )
 from paceline.plan.mesh_words import explain
-from paceline.plan.model import LinkCost, Network
+from paceline.plan.model import AlphaBeta, Network
 from paceline.plan.search import Backend, Workload, meshes, search
 from paceline.spec import Mesh
 from paceline.spec.model_cost import Activations, LayerCost
 
 GIB = 2.0**30
-FAST = Network(LinkCost(3e-6, 1 / 300e9), LinkCost(10e-6, 1 / 25e9))
-SLOW = Network(LinkCost(3e-6, 1 / 300e9), LinkCost(50e-6, 1 / 1e9))
+FAST = Network(AlphaBeta(3e-6, 1 / 300e9), AlphaBeta(10e-6, 1 / 25e9))
+SLOW = Network(AlphaBeta(3e-6, 1 / 300e9), AlphaBeta(50e-6, 1 / 1e9))
 
 SMALL = Workload(
     num_parameters=25_000_000,
@@ -88,7 +88,7 @@ def test_a_slow_network_prefers_less_traffic_between_nodes() -> None:
 
 def test_a_pipeline_without_communication_has_the_bubble_of_the_papers() -> None:
     """(p - 1) / m of the ideal time (Huang et al. 2019; Narayanan et al. 2021, section 2.2.1)."""
-    free = Network(LinkCost(0.0, 0.0), LinkCost(0.0, 0.0))
+    free = Network(AlphaBeta(0.0, 0.0), AlphaBeta(0.0, 0.0))
     workload = dataclasses.replace(GPT_6B, memory_bytes=math.inf)
     for candidate in search(workload, 8, 8, free).candidates:
         expected = (candidate.mesh.pp - 1) / candidate.num_micro_batches / candidate.pipeline.stages_per_worker
@@ -213,7 +213,7 @@ def test_a_pipeline_over_nodes_sends_over_their_links() -> None:
     """Two nodes of two: one of the three boundaries of pp4 lies between them, and so do both of dp2 x pp2."""
     layers = (LayerCost("", 1.0, 1e6, 1e4, 1e6),) * 4
     workload = dataclasses.replace(SMALL, layers=layers, shard_size=16)  # 16 shards
-    free_inside = Network(LinkCost(0.0, 0.0), LinkCost(0.0, 1 / 1e9))
+    free_inside = Network(AlphaBeta(0.0, 0.0), AlphaBeta(0.0, 1 / 1e9))
     found = {one.mesh: one for one in search(workload, 4, 2, free_inside).candidates}
     message_s = 16 * 1e6 / 1e9
     assert found[Mesh(pp=4)].tensor_s == pytest.approx((16 + 3) * 2 * message_s)
@@ -226,7 +226,7 @@ def test_a_tensor_group_over_nodes_sums_over_their_links(backend: Backend) -> No
     and leaders of nodes send a whole one. Two groups of two never leave their nodes."""
     layers = (LayerCost("", 1.0, 1e6, 1e4, 1e4, True, 4, 2, 1e5, 4e4),) * 2
     workload = dataclasses.replace(SMALL, layers=layers, backend=backend)
-    free_inside = Network(LinkCost(0.0, 0.0), LinkCost(0.0, 1 / 1e9))
+    free_inside = Network(AlphaBeta(0.0, 0.0), AlphaBeta(0.0, 1 / 1e9))
     found = {one.mesh: one for one in search(workload, 4, 2, free_inside).candidates}
     over_nodes = found[Mesh(tp=4)]
     sent = 2 * 256 * (2 * 1e5 + 4e4 / 2)
@@ -238,10 +238,10 @@ def test_large_layers_of_few_samples_are_shared_out_over_slow_links() -> None:
     """Replicas would sum 100 MB over a link of 25 MB/s, a tensor group two sums of 2 MB."""
     layers = (LayerCost("", 1.0, 12.5e6, 5e4, 3e4, True, 4096, 1, 3e4),) * 2
     workload = dataclasses.replace(SMALL, global_batch_size=64, layers=layers, shard_size=8, backend="gloo")
-    network = Network(LinkCost(20e-6, 1 / 1.5e9), LinkCost(120e-6, 1 / 25e6), 20e-6)
+    network = Network(AlphaBeta(20e-6, 1 / 1.5e9), AlphaBeta(120e-6, 1 / 25e6), 20e-6)
     result = search(workload, 4, 2, network)
     assert result.winner.mesh == Mesh(tp=4)
-    fast = dataclasses.replace(network, between=LinkCost(30e-6, 1 / 25e9))
+    fast = dataclasses.replace(network, between=AlphaBeta(30e-6, 1 / 25e9))
     large_batch = dataclasses.replace(
         workload, global_batch_size=1 << 16, shard_size=1 << 13, activations=Activations(1e5)
     )

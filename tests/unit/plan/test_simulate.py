@@ -11,7 +11,7 @@ from scipy.integrate import quad
 from scipy.optimize import minimize_scalar
 from scipy.stats import norm
 
-from paceline.plan.model import LinkCost, Network
+from paceline.plan.model import AlphaBeta, Network
 from paceline.plan.reliability import Faults, availability, daly_interval_s, expected_run_s, young_interval_s
 from paceline.plan.simulate import (
     Jitter,
@@ -22,8 +22,8 @@ from paceline.plan.simulate import (
 )
 from tests.unit.plan.simulated_run import simulate_run
 
-FREE = Network(LinkCost(0.0, 0.0), LinkCost(0.0, 0.0))
-ETHERNET = Network(LinkCost(5e-6, 1 / 100e9), LinkCost(30e-6, 1 / 3e9), 2e-6)
+FREE = Network(AlphaBeta(0.0, 0.0), AlphaBeta(0.0, 0.0))
+ETHERNET = Network(AlphaBeta(5e-6, 1 / 100e9), AlphaBeta(30e-6, 1 / 3e9), 2e-6)
 HOUR_S = 3600.0
 
 patterns = st.sampled_from(["ring", "halving_doubling"])
