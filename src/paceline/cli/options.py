@@ -79,6 +79,8 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
         }
         command(**together, **values)
 
+    # Of the signature it takes names and defaults, of the annotations the types.
+    with_options.__annotations__ = {one.name: one.annotation for one in flat}
     with_options.__signature__ = signature.replace(parameters=flat)  # type: ignore[attr-defined]
     return with_options
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from paceline.cli import app
 from paceline.cli.options import parse_counts, parse_tolerance
 from paceline.errors import JobError
 from paceline.plan import place
@@ -116,3 +118,13 @@ def test_tolerance(text: str, value: float) -> None:
 def test_other_tolerances_are_refused(text: str) -> None:
     with pytest.raises(JobError, match="--tolerance"):
         parse_tolerance(text)
+
+
+def test_every_field_of_a_group_is_an_option_of_its_own_type() -> None:
+    words = ["train", "digits-lenet", "--set", "parity=numeric", "-n", "2", "--dry-run", "--hang-timeout", "30"]
+    words += ["--strategy", "fsdp", "--cpu-offload", "--min-workers", "1", "--no-standby", "--launcher", "local"]
+    shown = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.startswith("# 2 workers, launcher local")
+    wrong = CliRunner().invoke(app, ["train", "digits-lenet", "--dry-run", "--min-workers", "0"])
+    assert wrong.exit_code == 2 and "greater than or equal to 1" in wrong.output
