@@ -99,10 +99,11 @@ def place(
             f"{job.virtual_shards} workers, or --set virtual_shards={num_assignments} (it is part of the job: the same "
             "for every worker count)."
         )
-    if micro_batch_size is not None and micro_batch_size < job.shard_size:
+    shard = job.shard_size
+    if micro_batch_size is not None and micro_batch_size < shard:
         raise JobError(
-            f"A micro-batch of {micro_batch_size} is smaller than a virtual shard of {job.shard_size} samples; use --set "
-            f"virtual_shards={-(-job.global_batch_size // micro_batch_size)} or a micro-batch of {job.shard_size}."
+            f"A micro-batch of {micro_batch_size} is smaller than a virtual shard of {shard} samples; use --set "
+            f"virtual_shards={-(-job.global_batch_size // micro_batch_size)} or a micro-batch of {shard}."
         )
     if num_servers > num_workers:
         raise JobError(f"{num_servers} servers are more than {num_workers} workers; servers are some of the workers.")
