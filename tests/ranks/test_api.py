@@ -12,7 +12,7 @@ import paceline
 from paceline.errors import JobError, PacelineError, WorkerFailed
 from paceline.spec import RunRecord
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # up to five starts of torch in a test
 
 MODULE = """
 import torch
