@@ -1,4 +1,4 @@
-"""Workers that train by themselves and wait_for_all every few steps: local SGD and DiLoCo."""
+"""Workers that train by themselves and are averaged every few steps: local SGD and DiLoCo."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SGD = partial(torch.optim.SGD, lr=0.1, weight_decay=0.1)
 
 
 class _Net(nn.Module):
-    """With all that has to be averaged, broadcast or left alone at a meeting."""
+    """With all that has to be averaged, broadcast or left alone in an outer step."""
 
     mask: Tensor
 
@@ -109,7 +109,7 @@ def _train_plainly(job: Job, num_samples: int, dropout: float, two_nodes: bool, 
         (8, 3, 0.5, True, {"micro_batch_size": 2, "algorithm": "hierarchical"}),  # the third is alone on its node
     ],
 )
-def test_a_meeting_after_every_step_is_synchronous_training(
+def test_an_outer_step_after_every_step_is_synchronous_training(
     num_samples: int, world_size: int, dropout: float, two_nodes: bool, plan: dict[str, Any]
 ) -> None:
     common: dict[str, Any] = {"precision": "float64"}
@@ -165,7 +165,7 @@ def _distance_from_torchs_own(job: Job, lr: float, momentum: float) -> float:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize(("method", "lr", "momentum"), [("local_sgd", 1.0, 0.0), ("diloco", 0.7, 0.9)])
-def test_meetings_are_steps_of_nesterovs_method(method: str, lr: float, momentum: float, world_size: int) -> None:
+def test_outer_steps_are_steps_of_nesterovs_method(method: str, lr: float, momentum: float, world_size: int) -> None:
     # Batches of 6 and 2: every other step a worker of three has no sample.
     job = _job(precision="float64", aggregation={"method": method, "sync_every": 3})
     for distance in run_ranks(_distance_from_torchs_own, world_size, job, lr, momentum):
@@ -195,7 +195,7 @@ def _hashes(job: Job, two_nodes: bool) -> list[tuple[str, str, str]]:
         (True, {"method": "diloco", "wire": "topk", "density": 0.1}),
     ],
 )
-def test_workers_are_equal_at_meetings_and_in_consensus(two_nodes: bool, aggregation: dict[str, Any]) -> None:
+def test_workers_are_equal_after_outer_steps_and_in_consensus(two_nodes: bool, aggregation: dict[str, Any]) -> None:
     job = _job(aggregation={"sync_every": 3, "sync_inside_nodes": two_nodes, **aggregation})
     runs = run_ranks(_hashes, 4 if two_nodes else 3, job, two_nodes)
     for number, of_ranks in enumerate(zip(*runs, strict=True), start=1):
@@ -231,7 +231,7 @@ def test_an_evaluation_never_changes_what_is_learned() -> None:
 
 
 def _one_after_the_other(sync_every: int) -> int:
-    """Nobody begins before the rank below has made all steps but the one that ends in a meeting."""
+    """Nobody begins before the rank below has made all steps but the one with an outer step."""
     job = _job(aggregation={"method": "diloco", "sync_every": sync_every})
     with _run(job, max_steps=sync_every) as run:
         net = _Net()
@@ -246,7 +246,7 @@ def _one_after_the_other(sync_every: int) -> int:
         return run.steps
 
 
-def test_between_meetings_nobody_waits_for_anybody() -> None:
+def test_between_outer_steps_nobody_waits_for_anybody() -> None:
     assert run_ranks(_one_after_the_other, 3, 5, timeout_s=100) == [5, 5, 5]
 
 
@@ -267,12 +267,12 @@ def test_diloco_learns_about_as_much_as_synchronous_training() -> None:
         (before, after, notes), other = run_ranks(_final_loss, 2, _job(**common, aggregation=aggregation))
         assert (before, after) == other[:2]
         assert before - after > 0.8 * (before - synchronous)
-        assert any("wait_for_all every 8 steps (diloco, outer lr 0.7, momentum 0.9)" in note for note in notes)
+        assert any("are averaged every 8 steps (diloco, outer lr 0.7, momentum 0.9)" in note for note in notes)
         assert any("rounded to bfloat16" in note for note in notes) == (wire == "bfloat16")
 
 
 def _three_epochs(job: Job, interrupted: bool) -> Weights:
-    """Each epoch is a batch of 6 and one of 3, in which the second worker has no sample; a meeting follows step 3."""
+    """Each epoch is a batch of 6 and one of 3, where the second worker has no sample; an outer step follows step 3."""
     saved: list[Any] = []
     for epochs in ([0, 1], [2]) if interrupted else ([0, 1, 2],):
         with _run(job) as run:
@@ -292,7 +292,7 @@ def _three_epochs(job: Job, interrupted: bool) -> Weights:
     return weights
 
 
-def test_a_run_goes_on_from_a_state_between_two_meetings() -> None:
+def test_a_run_goes_on_from_a_state_between_two_outer_steps() -> None:
     job = _job(precision="float64", aggregation={"method": "diloco", "sync_every": 3})
     resumed, straight = run_ranks(_three_epochs, 2, job, True), run_ranks(_three_epochs, 2, job, False)
     for theirs, mine in zip(resumed, straight, strict=True):
@@ -312,9 +312,9 @@ def _loaded_after_prepare() -> tuple[Weights, Weights, Weights]:
 
 
 def test_weights_may_be_loaded_after_they_were_prepared() -> None:
-    for loaded, agreed, after_a_meeting in run_ranks(_loaded_after_prepare, 2):
+    for loaded, agreed, after_an_outer_step in run_ranks(_loaded_after_prepare, 2):
         _assert_close(agreed, loaded, 1e-6)
-        _assert_close(after_a_meeting, loaded, 0.0)
+        _assert_close(after_an_outer_step, loaded, 0.0)
 
 
 def _in_float16(job: Job) -> tuple[Weights, Weights]:
@@ -354,8 +354,8 @@ def test_a_run_by_the_loop_saves_what_all_workers_agree_on(tmp_path: Path) -> No
     records = run_ranks(_train_digits, 2, job, tmp_path)
     assert len({record.weights_sha256 for record in records}) == 1
     assert len({record.accuracy for record in records}) == 1
-    assert any("wait_for_all every 4 steps (local_sgd)" in note for note in records[0].notes)
-    # The sixth step was none with a meeting, so only a consensus makes workers equal.
+    assert any("are averaged every 4 steps (local_sgd)" in note for note in records[0].notes)
+    # No outer step followed the sixth step, so only a consensus makes workers equal.
     assert records[0].steps == 6
     saved = load_file(tmp_path / "model.safetensors")
     assert all(bool(torch.isfinite(value).all()) for value in saved.values())

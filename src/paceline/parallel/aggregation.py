@@ -41,7 +41,7 @@ _LOSSES = {
 
 @dataclass(frozen=True)
 class Aggregation:
-    """How the workers of a run add up, and what its reader should know of it."""
+    """How the workers of a run aggregate gradients."""
 
     aggregator: Aggregator
     algorithm: AlgorithmName
@@ -52,7 +52,7 @@ class Aggregation:
 def set_up_aggregation(
     job: Job, plan: Plan, device: torch.device, group: dist.ProcessGroup, parameters: Sequence[Tensor]
 ) -> Aggregation:
-    """Open the links between the workers and sync_buffers how they sum these parameters' gradients; a common act."""
+    """Open the links between the workers and choose how they sum these parameters' gradients; a collective."""
     links = replace(open_links(group, device, plan.timeout_s), num_servers=min(plan.num_servers, plan.world_size))
     wanted = job.aggregation.wire
     chosen = AlgorithmCandidate(plan.algorithm, WIRE_FORMATS.get(wanted, FLOAT32))
@@ -83,7 +83,7 @@ def candidates(plan: Plan, wanted: str, links: Links) -> list[AlgorithmCandidate
 
 
 def compressor_state(aggregator: Aggregator | None) -> dict[str, Any]:
-    """What an aggregator's compressor remembers, as an engine's `own_state`: what is owed counts by its sum."""
+    """The state of an aggregator's compressor, as an engine's `own_state`: unsent values count by their sum."""
     if aggregator is None or aggregator.compressor is None:
         return {}
     state = aggregator.compressor.state_dict()
@@ -92,7 +92,7 @@ def compressor_state(aggregator: Aggregator | None) -> dict[str, Any]:
 
 
 def load_compressor_state(aggregator: Aggregator | None, own: dict[str, Any]) -> None:
-    """Put it back."""
+    """Give an aggregator's compressor its `compressor_state` back."""
     if aggregator is not None and aggregator.compressor is not None:
         means = {key: value for key, value in own.get("means", {}).items() if isinstance(value, Tensor)}
         aggregator.compressor.load_state_dict(own.get("sums", {}) | means)

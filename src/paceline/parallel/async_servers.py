@@ -42,7 +42,7 @@ class AsyncServers(Engine):
         self._work: Iterator[tuple[int, Tensor]] | None = None
         """The updates that come before the next rest; None: this worker rests."""
         self._any_shard: AnyShard | None = None
-        """Of the last step."""
+        """That of the last step."""
         self._has_optimizer_state = False
         now = Clock(device).mark()
         self.communication = now, now

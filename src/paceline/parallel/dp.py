@@ -10,16 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.comm import Aggregator, HookState, aggregate
 from paceline.errors import ModelError
 from paceline.parallel.aggregation import compressor_state, load_compressor_state
 from paceline.parallel.clock import Clock
-from paceline.parallel.engine import Engine, StepInput, broadcast, statistics_dtype
+from paceline.parallel.engine import Engine, Randomness, StepInput, broadcast, statistics_dtype
 from paceline.parallel.gradient_norms import GradientNorms, WorkerNorms, squared_norm
-from paceline.parallel.norm import ShardBatchNorm, SyncBatchNorm, replace_batch_norm, unknown_buffers
+from paceline.parallel.norm import ShardBatchNorm, SyncBatchNorm, has_other_norms, replace_batch_norm, unknown_buffers
 from paceline.parallel.passes import Passes
 from paceline.spec import Job, Plan
 
@@ -59,13 +58,14 @@ class DataParallel(Engine):
         self._hook_state: HookState | None = None
         self._ddp = None if aggregator is None else self._wrap(aggregator, find_unused_parameters)
         self.module = self._model if self._ddp is None else self._ddp
-        norms = [layer for layer in self._model.modules() if isinstance(layer, _BatchNorm)]
-        self._is_sync = any(isinstance(layer, SyncBatchNorm) for layer in norms)
+        self._is_sync = any(isinstance(layer, SyncBatchNorm) for layer in self._model.modules())
+        self.randomness: Randomness = Randomness()
         self._passes = Passes(
             self._model,
             device,
             plan.micro_batch_size,
-            may_split=all(isinstance(layer, ShardBatchNorm) for layer in norms),
+            randomness=self.randomness,
+            may_split=not has_other_norms(self._model),
             refusal=_SYNC_REFUSAL if self._is_sync else "",
             # A pass may have to be repeated: `_aggregate_next` says which backward pass aggregates.
             forward_context=nullcontext if self._ddp is None else self._ddp.no_sync,
@@ -134,7 +134,7 @@ class DataParallel(Engine):
                 f"micro-batches of {self._plan.micro_batch_size}; leave micro_batch_size out or use norm = 'shard'."
             )
         # The very first step is cut in two only to see whether the model draws random numbers.
-        wants_norms = step.take_norms is not None and self._group is None and self._passes.is_drawn is not None
+        wants_norms = step.take_norms is not None and self._group is None and self.randomness.is_drawn is not None
         losses = self._zero_loss()
         first: tuple[Tensor, int] | None = None
         for shards, loss in self._passes.losses(step, self.module):
@@ -201,15 +201,11 @@ class DataParallel(Engine):
         broadcast(unknown_buffers(self._model), self._group)
         return True
 
-    def shared_state(self) -> dict[str, Any]:
-        # Known already, it makes the first step after a resume equal to what that step would have been.
-        return {"draws_randomness": self._passes.is_drawn}
-
     def own_state(self) -> dict[str, Any]:
         return compressor_state(self._aggregator)
 
     def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
-        self._passes.is_drawn = shared.get("draws_randomness")
+        super().load_state(shared, own)
         load_compressor_state(self._aggregator, own)
 
 

@@ -70,6 +70,12 @@ Update = Callable[[Tensor], None]
 """Called with the mean loss when the gradient is in `.grad` of every parameter: makes the optimizer's step."""
 
 
+class Randomness:
+    """Whether a model's forward pass draws random numbers; None before the first one."""
+
+    is_drawn: bool | None = None
+
+
 class Engine:
     """Trains a model together with the other workers, one global batch after the other.
 
@@ -80,6 +86,8 @@ class Engine:
     """The model as the loss function calls it."""
     communication: tuple[Mark, Mark]
     """The last step's exposed communication: when its last gradient was computed, and when the last was aggregated."""
+    randomness: Randomness | None = None
+    """Where it decides which shards go together; saved, so that a resumed run goes on alike."""
 
     # --- a step ---
 
@@ -156,14 +164,16 @@ class Engine:
 
     def shared_state(self) -> dict[str, Any]:
         """What the engine remembers besides model and optimizer, the same on all workers."""
-        return {}
+        return {} if self.randomness is None else {"draws_randomness": self.randomness.is_drawn}
 
     def own_state(self) -> dict[str, Any]:
         """What this worker alone remembers: "sums", tensors that count by their sum over workers, and "means"."""
         return {}
 
-    def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
+    def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:  # noqa: ARG002 - most have none
         """Go on from saved states, empty where nothing was saved; the model has its weights already."""
+        if self.randomness is not None:
+            self.randomness.is_drawn = shared.get("draws_randomness")
 
 
 def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:

@@ -1,4 +1,4 @@
-"""Norms of gradients before and after they are added up: what gradient noise is told from, at no extra pass."""
+"""Norms of gradients before and after they are added up: gradient noise is measured by them, at no extra pass."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class GradientNorms:
     """Squared norms of one step's gradients over fewer and over more samples; times the squared loss scale, if any."""
 
     small_sqr: Tensor
-    """Of parts of the global batch, before they are added up: the mean, weighted by samples; a scalar."""
+    """The mean over parts of the global batch, before they are added up, weighted by samples; a scalar."""
     small_batch: float
     """Samples behind a part: 1 / (weighted mean of 1 / samples), which is samples / parts."""
     large_sqr: Tensor
-    """Of the gradient of the global batch; a scalar."""
+    """That of the gradient of the global batch; a scalar."""
     large_batch: float
 
 
@@ -58,13 +58,13 @@ class WorkerNorms:
         self._own_sqr = zero
         self._buckets: list[Tensor] = []
         self._last: tuple[GradientNorms, TakeNorms] | None = None
-        """Of the last step; `small_sqr` is this worker's part of the mean alone."""
+        """Those of the last step; `small_sqr` is only what this worker adds to the mean."""
 
     def begin(self, assignment: Assignment, take: TakeNorms | None) -> None:
-        """A step begins whose norms `take` wants to know."""
+        """Begin a step whose norms `take` is to be called with."""
         self._assignment = assignment
-        # One part alone tells nothing of noise.
-        self._take = take if _num_parts(assignment) > 1 else None
+        # One worker alone shows no noise.
+        self._take = take if _num_busy_workers(assignment) > 1 else None
         self._own_sqr = torch.zeros_like(self._zero)
         self._buckets = []
 
@@ -76,11 +76,11 @@ class WorkerNorms:
 
     @property
     def to_be_summed(self) -> Tensor:
-        """What has to be added over all workers before this step ends; one number, whether or not it is wanted."""
+        """One number that has to be added over all workers before this step ends, whether or not norms are wanted."""
         return (self._zero if self._last is None else self._last[0].small_sqr).view(1)
 
     def end(self, small_sqr: Tensor) -> None:
-        """Tell the last step's norms, which this sum has made whole, and keep those of the step that ends."""
+        """Hand over the last step's norms, which this sum completes, and keep those of the step that ends."""
         if self._last is not None:
             norms, take = self._last
             take(replace(norms, small_sqr=small_sqr))
@@ -91,10 +91,12 @@ class WorkerNorms:
             weight = sum(assignment.sizes) / assignment.global_size
             own = self._own_sqr / weight if assignment.sizes else self._zero
             num_samples = assignment.global_size
-            norms = GradientNorms(own, num_samples / _num_parts(assignment), squared_norm(self._buckets), num_samples)
+            norms = GradientNorms(
+                own, num_samples / _num_busy_workers(assignment), squared_norm(self._buckets), num_samples
+            )
             self._last = norms, self._take
         self._buckets = []
 
 
-def _num_parts(assignment: Assignment) -> int:
+def _num_busy_workers(assignment: Assignment) -> int:
     return sum(start < stop for start, stop in assignment.shards_of_rank)

@@ -25,7 +25,7 @@ from paceline.parallel.aggregation import set_up_aggregation
 from paceline.parallel.assignment import Assignment, ShardRange
 from paceline.parallel.clock import Clock
 from paceline.parallel.dtensor import device_mesh_of, full_tensor, is_sharded, local_shard
-from paceline.parallel.engine import Engine, StepInput, broadcast, cut, statistics_dtype
+from paceline.parallel.engine import Engine, Randomness, StepInput, broadcast, cut, statistics_dtype
 from paceline.parallel.gradient_norms import GradientNorms, squared_norm
 from paceline.parallel.initial_weights import initial_weights
 from paceline.parallel.norm import ShardBatchNorm, replace_batch_norm, standing_in, unknown_buffers
@@ -136,7 +136,10 @@ class MeshParallel(Engine):
             self._shard(stage)
         self.module = model
         weights(model, device)
-        self._passes = Passes(model, device, plan.micro_batch_size, one_by_one=self._pipeline is not None)
+        self.randomness: Randomness = Randomness()
+        self._passes = Passes(
+            model, device, plan.micro_batch_size, randomness=self.randomness, one_by_one=self._pipeline is not None
+        )
         self._has_drawn = False
         now = self._clock.mark()
         self.communication = now, now
@@ -275,8 +278,8 @@ class MeshParallel(Engine):
             if somebody_draws:
                 self._pipeline.carry_generators()
             return somebody_draws
-        if self._passes.is_drawn is None:  # all shards went one by one
-            self._passes.is_drawn = somebody_draws
+        if self.randomness.is_drawn is None:  # all shards went one by one
+            self.randomness.is_drawn = somebody_draws
             return False
         return somebody_draws
 
@@ -427,10 +430,7 @@ class MeshParallel(Engine):
         broadcast(unknown_buffers(self.module), self._axes.data)
         return True
 
-    def shared_state(self) -> dict[str, Any]:
-        return {"draws_randomness": self._passes.is_drawn}
-
-    def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:  # noqa: ARG002 - it is an engine
-        self._passes.is_drawn = shared.get("draws_randomness")
-        if self._pipeline is not None and self._passes.is_drawn:
+    def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
+        super().load_state(shared, own)
+        if self._pipeline is not None and self.randomness.is_drawn:
             self._pipeline.carry_generators()

@@ -22,7 +22,7 @@ from paceline.errors import ModelError
 
 
 class ShardSizes:
-    """Which shards are in the model right now; one value shared by all norm layers of a model."""
+    """Which virtual shards are in the model right now; one value shared by all norm layers of a model."""
 
     def __init__(self) -> None:
         self.current: tuple[int, ...] | None = None
@@ -78,10 +78,10 @@ class ShardBatchNorm(_BatchNorm):
             # A shard with one value a channel has no variance: it says nothing, here and in the total weight.
             weight = size / sum(s for s in self.shards.all if s * values_per_sample > 1)
             mean, var = mean * weight, var * weight
-            told = mean.new_full((1,), weight)
+            total = mean.new_full((1,), weight)
             self.batch_mean = mean if self.batch_mean is None else self.batch_mean + mean
             self.batch_var = var if self.batch_var is None else self.batch_var + var
-            self.batch_weight = told if self.batch_weight is None else self.batch_weight + told
+            self.batch_weight = total if self.batch_weight is None else self.batch_weight + total
         return output
 
 
@@ -98,7 +98,7 @@ class NormStatistics:
         self.length = sum(2 * layer.num_features + 1 for layer in self.layers)
 
     def collect(self, like: Tensor) -> Iterator[Tensor]:
-        """The statistics since the last call, as the parts of a vector of `length` elements of `like`'s kind."""
+        """The statistics since the last call: slices of a vector of `length` elements, of the dtype of `like`."""
         for layer in self.layers:
             if layer.batch_mean is None or layer.batch_var is None or layer.batch_weight is None:
                 yield like.new_zeros(2 * layer.num_features + 1)
@@ -116,7 +116,7 @@ class NormStatistics:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Gradients are computed within: what layers see of the shards there has been counted already."""
+        """Inside, gradients are computed: layers that run again (activation checkpointing) count nothing."""
         self.shards.in_backward = True
         try:
             yield
@@ -142,6 +142,11 @@ class NormStatistics:
                 running = cast(Tensor, running)
                 target = torch.where(is_finite, (batch / weight).to(running.dtype), running)
                 running.lerp_(target, factor.to(running.dtype))
+
+
+def has_other_norms(model: nn.Module) -> bool:
+    """Whether there are batch norm layers whose statistics depend on all samples that go through them together."""
+    return any(isinstance(layer, _BatchNorm) and not isinstance(layer, ShardBatchNorm) for layer in model.modules())
 
 
 def unknown_buffers(model: nn.Module) -> list[Tensor]:
@@ -308,9 +313,9 @@ def _replacement(original: _BatchNorm, kind: type[ShardBatchNorm] | type[SyncBat
 
 @contextmanager
 def standing_in(model: nn.Module) -> Iterator[None]:
-    """Inside, a sample goes through that stands in for none: norm layers count nothing of it.
+    """Inside, a stand-in sample goes through the model: norm layers count nothing of it.
 
-    Only these layers know of it: a model may have other parameters, and other outputs, in evaluation mode.
+    Only they are switched: a model may use other parameters, and have other outputs, in evaluation mode.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and layer.training]
 

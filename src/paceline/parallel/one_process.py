@@ -1,4 +1,4 @@
-"""`dp_one_process`: one process drives several devices, as the textbooks tell data parallelism.
+"""`dp_one_process`: one process drives several devices, as textbooks describe data parallelism.
 
 Every step: replicate the parameters from the first device, scatter the batch, let a thread for each device compute
 forward and backward, gather the losses, and sum the gradients on the first device, which alone updates. (Zhang et al.,
@@ -18,20 +18,20 @@ import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from paceline.errors import JobError, ModelError
 from paceline.parallel.assignment import Assignment, shards_of_rank
 from paceline.parallel.clock import Clock
-from paceline.parallel.engine import Engine, StepInput, cut, statistics_dtype
+from paceline.parallel.engine import Engine, Randomness, StepInput, cut, statistics_dtype
 from paceline.parallel.gradient_norms import GradientNorms, squared_norm
-from paceline.parallel.norm import ShardBatchNorm, replace_batch_norm
-from paceline.parallel.passes import Passes, Randomness
+from paceline.parallel.norm import ShardBatchNorm, has_other_norms, replace_batch_norm
+from paceline.parallel.passes import Passes
 from paceline.spec import Job, Plan
 
 
@@ -72,7 +72,7 @@ class OneProcessDataParallel(Engine):
         """
         Raises:
             JobError: parity = "bitwise", as devices' gradients are added in an order of their own; norm = "sync", whose
-                statistics would have to meet in the middle of all forward passes.
+                statistics would have to be synchronised in the middle of all forward passes.
         """
         if job.parity == "bitwise":
             raise JobError(
@@ -87,12 +87,9 @@ class OneProcessDataParallel(Engine):
         self.module = replace_batch_norm(model, ShardBatchNorm) if job.norm == "shard" else model
         self._plan = plan
         first, *others = devices
-        self._randomness = Randomness()
+        self.randomness: Randomness = Randomness()
         models = [self.module, *(copy.deepcopy(self.module).to(device) for device in others)]
-        self._replicas = [
-            _Replica(model, device, self._passes(model, device, len(devices)))
-            for model, device in zip(models, devices, strict=True)
-        ]
+        self._replicas = [self._replica(model, device) for model, device in zip(models, devices, strict=True)]
         self._dtype = statistics_dtype(self.module)
         self._clock = Clock(first)
         now = self._clock.mark()
@@ -103,15 +100,16 @@ class OneProcessDataParallel(Engine):
         """End the threads."""
         self._threads.shutdown()
 
-    def _passes(self, model: nn.Module, device: torch.device, num_devices: int) -> Passes:
-        return Passes(
+    def _replica(self, model: nn.Module, device: torch.device) -> _Replica:
+        passes = Passes(
             model,
             device,
             self._plan.micro_batch_size,
-            may_split=all(isinstance(m, ShardBatchNorm) for m in model.modules() if isinstance(m, _BatchNorm)),
-            is_concurrent=num_devices > 1,
-            randomness=self._randomness,
+            randomness=self.randomness,
+            may_split=not has_other_norms(model),
+            is_concurrent=True,
         )
+        return _Replica(model, device, passes)
 
     def gradients(self, step: StepInput) -> Tensor:
         return self._replicas[0].passes.starting_over(lambda: self._train(step))
@@ -140,7 +138,7 @@ class OneProcessDataParallel(Engine):
 
     def _run(self, computing: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
         """A thread for each device, this one for the first; an error is raised when none of them computes any more."""
-        if self._randomness.is_drawn is not False:
+        if self.randomness.is_drawn is not False:
             return [compute() for compute in computing]
         others = [self._threads.submit(compute) for compute in computing[1:]]
         try:
@@ -178,20 +176,14 @@ class OneProcessDataParallel(Engine):
             torch.stack(means).sum(), whole.global_size / len(assignments), large_sqr, whole.global_size
         )
 
-    def shared_state(self) -> dict[str, Any]:
-        return {"draws_randomness": self._randomness.is_drawn}
 
-    def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:  # noqa: ARG002 - it is an engine
-        self._randomness.is_drawn = shared.get("draws_randomness")
-
-
+@dataclass(frozen=True)
 class _Replica:
     """The model on one device."""
 
-    def __init__(self, module: nn.Module, device: torch.device, passes: Passes) -> None:
-        self.module = module
-        self.device = device
-        self.passes = passes
+    module: nn.Module
+    device: torch.device
+    passes: Passes
 
     @torch.no_grad()
     def take_over(self, model: nn.Module) -> None:

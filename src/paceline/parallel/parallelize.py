@@ -1,4 +1,4 @@
-"""From a job and a plan to the engine that trains a model on all workers: every way of it is chosen here."""
+"""From a job and a plan to the engine that trains a model on all workers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Parallelized:
 
     engine: Engine
     algorithm: AlgorithmName
-    """The plan's, or what "auto" has become."""
+    """The plan's, or what "auto" has chosen."""
     notes: tuple[str, ...]
     """What a reader of the result must know."""
     background: contextlib.ExitStack
@@ -45,7 +45,7 @@ def parallelize(
     find_unused_parameters: bool = False,
     example: tuple[Any, ...] | None = None,
 ) -> Parallelized:
-    """A common act of all workers of `group`; None: this worker is alone.
+    """Make `model` train together with its copies on the other workers; a collective of `group`.
 
     Args:
         example: what the model is called with, for a few samples; a pipeline measures its layers by it.

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from paceline.errors import ModelError
 from paceline.parallel.assignment import Assignment, ShardRange
-from paceline.parallel.engine import StepInput, check_loss, cut, statistics_dtype
+from paceline.parallel.engine import Randomness, StepInput, check_loss, cut, statistics_dtype
 from paceline.parallel.generators import equal_states, generator_states
 from paceline.parallel.norm import NormStatistics, ShardBatchNorm, forward_buffers, replace_batch_norm, standing_in
 
@@ -28,12 +28,6 @@ Result = TypeVar("Result")
 
 class DrewTogetherError(Exception):
     """Shards that went through the model together drew random numbers, so the step has to start over."""
-
-
-class Randomness:
-    """Whether a model's forward pass draws random numbers; None before the first one."""
-
-    is_drawn: bool | None = None
 
 
 class Passes:
@@ -73,15 +67,6 @@ class Passes:
         self._is_concurrent = is_concurrent
         self._forward_context = forward_context
 
-    @property
-    def is_drawn(self) -> bool | None:
-        """Whether the model draws random numbers; None before its first pass."""
-        return self.randomness.is_drawn
-
-    @is_drawn.setter
-    def is_drawn(self, value: bool | None) -> None:
-        self.randomness.is_drawn = value
-
     # --- which shards go together ---
 
     def ranges(self, assignment: Assignment, rank: int) -> list[ShardRange]:
@@ -95,11 +80,11 @@ class Passes:
         return found
 
     def _next_range(self, assignment: Assignment, first_shard: int) -> ShardRange:
-        one_by_one = self._one_by_one or (self._may_split and self.is_drawn is not False)
+        one_by_one = self._one_by_one or (self._may_split and self.randomness.is_drawn is not False)
         return assignment.shard_range(first_shard, 1 if one_by_one else self._micro_batch_size)
 
     def _must_not_draw(self, shards: ShardRange) -> bool:
-        if self._refusal or self.is_drawn is not False:
+        if self._refusal or self.randomness.is_drawn is not False:
             return bool(self._refusal)
         return self._is_concurrent or (self._may_split and len(shards.sizes) > 1)
 
@@ -118,15 +103,15 @@ class Passes:
             loss, drew = self.forward(step, module, shards)
             if drew and is_wrong_if_drawn:
                 raise DrewTogetherError
-            if self.is_drawn is None:
-                self.is_drawn = drew
+            if self.randomness.is_drawn is None:
+                self.randomness.is_drawn = drew
             yield shards, loss
             next_shard = shards.stop_shard
 
     def forward(self, step: StepInput, module: nn.Module, shards: ShardRange) -> tuple[Tensor, bool]:
         """The mean loss over some shards, and whether they drew random numbers, if that was not known before."""
         self.enter(step, shards)
-        is_watched = self.is_drawn is None or self._must_not_draw(shards)
+        is_watched = self.randomness.is_drawn is None or self._must_not_draw(shards)
         before = generator_states(self._device) if is_watched else None
         with self._forward_context():
             loss = check_loss(step.loss_of(module, cut(step.batch, shards.start, shards.stop)))
@@ -161,7 +146,7 @@ class Passes:
         Nothing is left of the first attempt: no gradients, no norm statistics, no changes of buffers. From then on
         shards go one by one.
         """
-        if self.is_drawn:
+        if self.randomness.is_drawn:
             return attempt()
         kept = [(buffer, buffer.clone()) for buffer in forward_buffers(self._model)]
         try:
@@ -172,7 +157,7 @@ class Passes:
                     buffer.copy_(before)
         if self._refusal:
             raise ModelError(self._refusal)
-        self.is_drawn = True
+        self.randomness.is_drawn = True
         self.norm.reset()
         for parameter in self._model.parameters():
             parameter.grad = None
@@ -192,7 +177,7 @@ class ShardByShard:
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
         self.dtype = statistics_dtype(self.module)
         self._passes = Passes(self.module, device)
-        self._passes.is_drawn = True
+        self._passes.randomness.is_drawn = True
         self.num_statistics = 1 + self._passes.norm.length
 
     def compute(self, step: StepInput, shard: int) -> Tensor:

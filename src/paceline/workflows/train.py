@@ -155,7 +155,7 @@ def train_commands(
     *,
     data: str | Path | None = None,
     settings: Sequence[str] = (),
-    max_steps: int | None = None,
+    max_steps: int | None = None,  # noqa: ARG001 - a file in the run folder says it
     out: Path | None = None,
     force: bool = False,
     track: Sequence[str] = (),
@@ -168,7 +168,7 @@ def train_commands(
     resolved = resolve_job(job, settings, data)
     options = _Spread(resolved, plan=None if plan is None else load_plan(plan), **spread)
     run_dir = (out or Path("runs") / resolved.name).absolute()
-    program = training_program(run_dir, max_steps, quiet, track, force)
+    program = training_program(run_dir, quiet, track, force)
     allocation = allocation_on_paper(where)
     planned = options.plan_for(allocation.cluster, options.num_workers_on(allocation))
     return dry_run(planned, program, run_dir, allocation.where)
