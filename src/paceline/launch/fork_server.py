@@ -47,7 +47,7 @@ class ForkRequest:
 def main(arguments: Sequence[str]) -> None:
     """Load the named modules, then fork workers until nobody can ask for them any more."""
     die_with_launcher()
-    may_return = _may_return_from_niceness()
+    niceness, may_return = os.getpriority(os.PRIO_PROCESS, 0), _may_return_from_niceness()
     if may_return:
         os.nice(NICENESS)
     request = None
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> None:
             request = serve(connection)
     if request is not None:
         if may_return:
-            os.setpriority(os.PRIO_PROCESS, 0, 0)
+            os.setpriority(os.PRIO_PROCESS, 0, niceness)
         become_worker(request)
 
 

@@ -16,16 +16,16 @@ from paceline.spec import Job, Plan, RunRecord
 RECORD_FILE = "record.json"
 
 
-def new_run_dir(out: Path | None, name: str) -> Path:
+def new_run_dir(out: Path | str | None, name: str) -> Path:
     """The folder of a new run: `out`, which must not hold a finished run, or a fresh one under runs/.
 
     Raises:
         PacelineError: `out` holds a finished run, which would be lost.
     """
     if out is not None:
-        if (out / RECORD_FILE).exists():
+        if (Path(out) / RECORD_FILE).exists():
             raise PacelineError(f"{out} already holds a finished run; choose another --out or remove the folder.")
-        return out
+        return Path(out)
     stem = Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     candidates = (stem if n == 0 else stem.with_name(f"{stem.name}-{n}") for n in range(1000))
     for candidate in candidates:
