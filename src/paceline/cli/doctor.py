@@ -80,4 +80,7 @@ def _show(findings: Sequence[Finding], *, as_json: bool, show_all: bool) -> None
     if shown:
         table_console(pipe_columns=100).print(table)
     num_errors, num_warnings, num_ok = (len(by_level[level]) for level in LEVELS)
-    print(f"{num_ok} check{'s' * (num_ok != 1)} fine, {num_warnings} to look at, {num_errors} to mend.")
+    print(
+        f"{num_ok} check{'s' * (num_ok != 1)} passed, {num_warnings} warning{'s' * (num_warnings != 1)}, "
+        f"{num_errors} error{'s' * (num_errors != 1)}."
+    )

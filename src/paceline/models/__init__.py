@@ -49,7 +49,7 @@ def build(spec: ModelSpec, **data_facts: Any) -> nn.Module:
             and a fact that is None is unknown.
 
     Raises:
-        ModelError: there is no such model, or it has no such option, or the options cannot be meant. What a
+        ModelError: there is no such model, or it has no such option, or the options are invalid. What a
             user's own constructor raises passes through untouched.
     """
     constructor = _constructor(spec.name)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from paceline.checkpoint.retention import Pruning
     from paceline.checkpoint.storage import Storage
 
-__all__ = ["CheckpointState", "Checkpoints", "ExportedWeights", "export", "ls", "prune", "verify"]
+__all__ = ["CheckpointList", "CheckpointState", "ExportedWeights", "export", "ls", "prune", "verify"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class CheckpointState:
 
 
 @dataclass(frozen=True)
-class Checkpoints:
+class CheckpointList:
     """The checkpoints in a storage, oldest first."""
 
     address: str
@@ -53,7 +53,7 @@ class ExportedWeights:
     step: int
 
 
-def ls(place: str) -> Checkpoints:
+def ls(place: str) -> CheckpointList:
     """The checkpoints of a run, oldest first, by what their manifests say; only `verify` reads them.
 
     Example: `paceline.checkpoint.ls("runs/mine").states[-1].step`.
@@ -65,7 +65,7 @@ def ls(place: str) -> Checkpoints:
         CheckpointError: there are none, or the storage fails.
     """
     with open_checkpoints(place) as (storage, names):
-        return Checkpoints(storage.address, tuple(_state(storage, name) for name in names))
+        return CheckpointList(storage.address, tuple(_state(storage, name) for name in names))
 
 
 def verify(place: str, on_each: Callable[[CheckpointState], None] | None = None) -> tuple[CheckpointState, ...]:

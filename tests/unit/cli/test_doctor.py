@@ -47,7 +47,7 @@ def test_what_needs_action_comes_first_each_with_its_fix(
     assert first.startswith("error")
     assert "NCCL_SOCKET_IFNAME=nosuch0 names no interface" in " ".join((first, fix))
     assert "→ unset NCCL_SOCKET_IFNAME" in out
-    assert "checks fine, " in out.splitlines()[-1]
+    assert " checks passed, " in out.splitlines()[-1]
     assert max(map(len, out.splitlines())) <= 100
 
     listed = json.loads(run("doctor", "--json")[1])
