@@ -15,14 +15,14 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Tests of one process run two at a time; those that start workers have the machine for themselves.
+# Tests of a file stay together, two files at a time: most tests with real workers wait for processes to start or to end.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 tests/unit
-	$(BIN)/python -m pytest --ignore tests/unit --durations=15
+	$(PYTEST) --durations=15 tests
 
 test-fast: $(READY)
-	$(BIN)/python -m pytest -n 2 -m "$(FAST)" tests/unit
-	$(BIN)/python -m pytest -m "$(FAST)" --ignore tests/unit
+	$(PYTEST) -m "$(FAST)" tests
 
 # Needs DATA=DIR with mnist/ and cifar10/ in it.
 bench: $(READY)

@@ -60,7 +60,7 @@ class WorkerFacts:
     local_rank: int = 0
     local_world_size: int = 1
     init_method: str = ""
-    """How the process group meets: "env://", "file:///path", "tcp://host:port"; empty in a world of one."""
+    """The init method of the process group: "env://", "file:///path", "tcp://host:port"; empty in a world of one."""
     started_by: str = "python"
 
 
@@ -122,7 +122,7 @@ def _checked(
         )
     if init_method.startswith("tcp://127.0.0.1:") and world_size > local_world_size:
         raise LaunchError(
-            f"{started_by} started {world_size} workers on several nodes, but nothing says where they meet; set "
+            f"{started_by} started {world_size} workers on several nodes, but no rendezvous is named; set "
             "MASTER_ADDR to an address of the first node (mpirun -x MASTER_ADDR=NODE …)."
         )
     return WorkerFacts(rank, world_size, local_rank, local_world_size, init_method, started_by)
@@ -153,7 +153,7 @@ def _num_tasks(tasks_per_node: str, node: int) -> int:
 
 
 def _tcp(env: Mapping[str, str], job_id: str) -> str:
-    """A meeting point all workers of one job derive alike when nobody named one."""
+    """A rendezvous that all workers of one job derive alike when none was named."""
     address = env.get("MASTER_ADDR") or _first_host(env) or "127.0.0.1"
     port = env.get("MASTER_PORT") or str(20000 + zlib.crc32(job_id.encode()) % 12000)
     return f"tcp://{address}:{port}"
@@ -292,7 +292,7 @@ def heartbeat_path() -> Path | None:
 
 
 def store_fd() -> int | None:
-    """The listening socket that rank 0 was given for the meeting point of all workers, if it was given one."""
+    """The listening socket that rank 0 was given for the rendezvous of all workers, if it was given one."""
     text = os.environ.get(STORE_FD)
     return int(text) if text else None
 

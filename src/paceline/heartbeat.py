@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Literal
 
 Source = Literal["paceline", "torch"]
-"""Who waits for other workers: Paceline's own communication, or any collective that torch recorded."""
+"""Where a collective was noted: in Paceline's own communication, or in torch's own records."""
 
 RENDEZVOUS = "the rendezvous of all workers"
-"""What a worker is in that has found the others' meeting point and waits for them."""
+"""The collective of a worker that waits for the others to connect."""
 
 _SOURCES: tuple[Source, ...] = ("paceline", "torch")
 _HEADER = struct.Struct("=qdd?")
@@ -67,7 +67,7 @@ class Heartbeat:
         self._has_trained = False
 
     def step(self, number: int) -> None:
-        """So many optimizer updates are done; one that goes on from a checkpoint says first with how many it begins."""
+        """So many optimizer updates are done; after a resume the first call gives the number it begins with."""
         struct.pack_into("=q", self._memory, 0, number)
         if not self._has_trained and 0 <= self._num_steps == number - 1:
             self._has_trained = True

@@ -12,7 +12,7 @@ import paceline
 from paceline.errors import JobError, PacelineError, WorkerFailed
 from paceline.spec import RunRecord
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # up to five starts of torch in a test
 
 MODULE = """
 import torch
@@ -51,7 +51,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_a_model_and_data_of_a_module_are_trained_on_two_workers(mine: ModuleType) -> None:
-    record = paceline.train(JOB, model=mine.model, data=mine.data, workers=2, max_steps=3, out=Path("run"))
+    record = paceline.train(JOB, model=mine.model, data=mine.data, workers=2, max_steps=3, out="run")
     assert (record.steps, record.world_size, record.job.model.name) == (3, 2, "mine:model")
     assert RunRecord.load(Path("run/record.json")) == record
     assert f"<td>{record.weights_sha256}</td>" in record._repr_html_()
@@ -59,11 +59,11 @@ def test_a_model_and_data_of_a_module_are_trained_on_two_workers(mine: ModuleTyp
     assert [one.state for one in found.states] == ["complete"]
     assert paceline.checkpoint.export("run", "model.safetensors").step == 3
     with pytest.raises(PacelineError, match="already holds a finished run"):
-        paceline.train(JOB, out=Path("run"))
+        paceline.train(JOB, out="run")
 
 
 def test_a_study_shows_itself(mine: ModuleType) -> None:
-    study = paceline.scale(JOB, model=mine.model, data=mine.data, devices=[2, 1], max_steps=2, out=Path("study"))
+    study = paceline.scale(JOB, model=mine.model, data=mine.data, devices=[2, 1], max_steps=2, out="study")
     assert [row.devices for row in study.rows] == [1, 2]
     assert "devices" in study._repr_html_() and study._repr_html_().startswith("<pre")
     assert study.page() == Path("study/report.html").read_text(encoding="utf-8")
@@ -77,12 +77,12 @@ def test_workers_are_verified(mine: ModuleType) -> None:
 
 def test_a_failing_worker_is_an_exception_with_its_traceback(mine: ModuleType) -> None:
     with pytest.raises(WorkerFailed) as failed:
-        paceline.train(JOB, model=mine.broken, data=mine.data, workers=2, out=Path("run"))
+        paceline.train(JOB, model=mine.broken, data=mine.data, workers=2, out="run")
     assert "this model is broken" in failed.value.details
     failures: list[str] = []
     with pytest.raises(WorkerFailed, match="Every run of the study failed"):
         paceline.scale(
-            JOB, model=mine.broken, data=mine.data, devices=[1], out=Path("study"),
+            JOB, model=mine.broken, data=mine.data, devices=[1], out="study",
             on_failure=lambda name, _failure: failures.append(name),
         )  # fmt: skip
     assert failures == ["devices1-seed0"]
@@ -96,12 +96,12 @@ def test_a_script_is_launched(tmp_path: Path, mine: ModuleType) -> None:
 
 
 def test_links_and_collectives_are_measured(mine: ModuleType) -> None:
-    probed = paceline.probe(out=Path("cluster.json"), folder=Path("scratch"))
+    probed = paceline.probe(out="cluster.json", folder="scratch")
     assert probed.timing is None and paceline.Cluster.load(Path("cluster.json")).nodes == probed.measured.nodes
-    timings = paceline.bench.comm(workers=2, algorithms=["all_reduce"], max_bytes=16 << 10, rounds=2, out=Path("comm"))
+    timings = paceline.bench.comm(workers=2, algorithms=["all_reduce"], max_bytes=16 << 10, rounds=2, out="comm")
     assert {timing.size_bytes for timing in timings.timings} == {4096, 16384}
-    assert paceline.bench.comm(draw=Path("comm")) == timings
-    saves = paceline.bench.checkpoint(workers=2, parameters=1000, rounds=1, out=Path("saves"))
+    assert paceline.bench.comm(draw="comm") == timings
+    saves = paceline.bench.checkpoint(workers=2, parameters=1000, rounds=1, out="saves")
     assert saves.world_size == 2
 
 

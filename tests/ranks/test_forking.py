@@ -109,6 +109,18 @@ def test_it_sees_what_a_new_process_would_see(server: ForkServer, tmp_path: Path
             assert _looks_around(server, script, store) == new
 
 
+def test_it_is_as_nice_as_a_new_process(tmp_path: Path) -> None:
+    script = tmp_path / "nice.py"
+    script.write_text(f"import os; open({str(tmp_path / 'niceness')!r}, 'w').write(str(os.nice(0)))")
+    asker = (
+        "from tests.ranks.test_forking import *\n"
+        "with contextlib.closing(ForkServer(['decimal'])) as server:\n"
+        f"    load(server)\n    assert fork(server, Path({str(script)!r})).wait() == 0"
+    )
+    subprocess.run(["nice", "-n", "3", sys.executable, "-c", asker], check=True, timeout=60)
+    assert int((tmp_path / "niceness").read_text()) == os.nice(0) + 3
+
+
 TRAINS = """
 import torch, paceline
 from torch import nn

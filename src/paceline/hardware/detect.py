@@ -87,7 +87,7 @@ def _matrix() -> tuple[Node | None, tuple[str, ...]]:
 
 
 def _placed(gpu: Device, place: sysfs.PciDevice | None, matrix: Node | None) -> Device:
-    """The GPU with the NUMA node and the cores next to it, from sysfs or else from the matrix."""
+    """The GPU with its NUMA node and nearest cores, from sysfs or else from the matrix."""
     drawn = next((device for device in matrix.devices if device.index == gpu.index), None) if matrix else None
     numa_node = place.path.numa_node if place else None
     cpus = place.cpus if place else ()
@@ -105,7 +105,7 @@ def _links(
     matrix: Node | None,
     told: Mapping[tuple[int, int], str],
 ) -> tuple[Link, ...]:
-    """From each GPU to the GPUs after it and to every card and disk, as far as any source tells."""
+    """Links from each GPU to the GPUs after it and to every card and disk, as far as any source knows them."""
     ends: dict[str, Device | Peripheral] = {gpu.label: gpu for gpu in gpus}
     ends |= {card.label: card for card in peripherals}
 
@@ -123,7 +123,7 @@ def _links(
 
 
 def _drawn(gpu: Device | Peripheral, other: Device | Peripheral, matrix: Node | None) -> str:
-    """The label in the matrix, which has cards by name and in an order of its own."""
+    """The label in the matrix, which orders cards in its own way, so that they are found by name; empty if unknown."""
     if not matrix:
         return ""
     end = other.label

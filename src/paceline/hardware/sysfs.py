@@ -20,14 +20,14 @@ from paceline.spec import Peripheral
 
 SYS = Path("/sys")
 PORTS_PER_SWITCH = 2
-"""A switch is two folders: the port above it and the one below. For `pci_path.distance`."""
+"""In sysfs a switch is two folders, its upstream and downstream port; for `pci_path.distance`."""
 
 _BUS_ID = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 
 @dataclass(frozen=True)
 class PciDevice:
-    """One device and its way to the processor."""
+    """A PCI device and its path to the processor."""
 
     path: PciPath
     lanes: PcieLanes | None = None
@@ -43,7 +43,7 @@ class PciDevice:
 
 @dataclass(frozen=True)
 class Attached:
-    """A network card or disk and where it hangs."""
+    """A network card or disk and its PCI device."""
 
     peripheral: Peripheral
     pci: PciDevice
@@ -135,7 +135,7 @@ def _rdma_bytes_per_s(folder: Path) -> float | None:
 
 
 def _ethernet_bytes_per_s(folder: Path) -> float | None:
-    """From Mbit/s; -1 while the link is down, unreadable on some virtual cards."""
+    """The rate of an Ethernet card, which sysfs gives in Mbit/s; -1 while the link is down."""
     megabits_per_s = read_integer(folder / "speed")
     return megabits_per_s * 1e6 / 8 if megabits_per_s and megabits_per_s > 0 else None
 
@@ -146,7 +146,7 @@ def _gt_per_s(path: Path) -> float | None:
 
 
 def _folders(path: Path) -> list[Path]:
-    """By name, mlx5_2 before mlx5_10; none if there is no such folder."""
+    """Entries of a folder sorted by name, mlx5_2 before mlx5_10; none if there is no such folder."""
     try:
         found = list(path.iterdir())
     except OSError:

@@ -1,4 +1,4 @@
-"""The agent: Paceline's process on a node of a run, which starts workers there and tells the launcher about them.
+"""The agent: Paceline's process on a node of a run, which starts workers there and reports on them to the launcher.
 
 It reads messages from standard input and writes messages to standard output, so whatever runs a program on another
 machine and joins the streams (ssh, srun, an actor) can carry it; it opens no port of its own. When its input ends, or
@@ -36,7 +36,7 @@ MARKER_WAIT_S = 5.0
 
 
 def serve(node: dict[str, Any]) -> None:
-    """Say hello as `node` (a `spec.Node` as a mapping), then obey until the launcher is gone."""
+    """Introduce this node (a `spec.Node` as a mapping), then do what the launcher asks for until it is gone."""
     with contextlib.closing(_Agent()) as agent:
         agent.send(messages.Hello(socket.gethostname(), os.getpid(), versions(), node))
         agent.run()
@@ -179,7 +179,7 @@ class _Agent:
         ending = with_age(self._team.collect(rank), time.time())
         is_last = not self._team.running
         if is_last:
-            self._team.close()  # which says what the workers wrote last
+            self._team.close()  # which sends what the workers wrote last
             self._team = None
         self.send(messages.Exited(asdict(ending)))
         if is_last:

@@ -38,16 +38,16 @@ class Rendezvous:
     init_method: str
     """ "file:///path" of a file that does not exist yet, or "tcp://address:port" of a socket that listens already."""
     interfaces: tuple[str | None, ...]
-    """Of each node: the network interface for workers; None: what the environment says."""
+    """The network interface for workers on each node; None: the one in the environment."""
     port: int | None = None
-    """Of the socket that listens on the first node."""
+    """The port of the socket that listens on the first node."""
     torch_store: tuple[str, int] | None = None
     """Address and port of the socket on the first node for programs that call `init_process_group` by themselves."""
 
 
 def rendezvous_on_one_node(rendezvous_dir: Path, torch_store: tuple[str, int] | None = None) -> Rendezvous:
     """In a file of a new and empty folder: nothing listens on a port, so jobs that start in the same instant cannot
-    meet each other, and nothing of a run leaves the loopback interface unless the user named another."""
+    connect to each other, and nothing of a run leaves the loopback interface unless the user named another."""
     init_method = f"file://{rendezvous_dir.absolute()}/store"
     return Rendezvous(init_method, (env.own_interface() or "lo",), torch_store=torch_store)
 
@@ -66,7 +66,7 @@ def worker_commands(
 
     `program` is what would follow `python` on a command line: ("train.py", "--flag") or ("-m", "a.module").
     `launched_at` is in seconds since the epoch. `environ` holds variables over those that every worker gets.
-    `restart` says how often the run has been started before.
+    `restart` is the number of earlier starts of the run.
 
     Raises:
         LaunchError: `program` names nothing to run, or a node's share does not fit its workers.

@@ -26,7 +26,7 @@ DIGEST_TIMEOUT_S = 600.0
 # The caller's Python settings mean nothing inside, and Apptainer shows the program the caller's home.
 _PYTHON = {"PYTHONPATH": "", "PYTHONHOME": "", "PYTHONNOUSERSITE": "1"}
 
-# What the node's own scheduler says about the job; Podman hands over nothing unasked.
+# What the node's own scheduler sets for the job; Podman passes nothing by itself.
 _NODE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "SLURM_*", "NCCL_*", "GLOO_*")
 
 

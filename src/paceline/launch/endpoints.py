@@ -1,4 +1,4 @@
-"""On which address the workers of several nodes can meet: found by trying, not by guessing from names."""
+"""Finds an address of the first node that all other nodes reach: by connecting, not by guessing from names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Endpoint:
     """Where workers of other programs do."""
     interface: str
     bits_per_s: float
-    """What the interface says of itself; 0 where it says nothing."""
+    """The speed that the interface reports; 0 where it reports none."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def try_endpoints(endpoints: list[Endpoint], interface: str | None = None) -> li
 
 
 def _route(address: str) -> str | None:
-    """The interface of the route to an IPv4 address; an interface may have more addresses than it tells."""
+    """The interface of the route to an IPv4 address; an interface may have more addresses than it lists."""
     if ":" in address or address.startswith("127."):
         return None
     wanted = int.from_bytes(socket.inet_aton(address), sys.byteorder)

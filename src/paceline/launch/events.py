@@ -1,4 +1,4 @@
-"""What happens during a run, as those who watch it hear of it."""
+"""Events of a run, as its supervisor receives them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class WorkerExited:
 
 @dataclass(frozen=True)
 class TeamLost:
-    """The connection to a node's agent has ended, and not because it was told to."""
+    """The connection to a node's agent has ended without being closed by the launcher."""
 
     team: int
 

@@ -89,7 +89,7 @@ class Ending:
     """Seconds since the epoch: when its exception was raised, else when the process was seen to end."""
     failure: Failure | None = None
     out_of_memory: bool = False
-    """Whether the kernel says that it killed this process because memory ran out."""
+    """Whether the kernel has killed this process because memory ran out."""
     step: int | None = None
     """Optimizer updates done."""
     collective: str = ""

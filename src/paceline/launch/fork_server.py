@@ -2,7 +2,7 @@
 
     python -m paceline.launch.fork_server FD module package.module
 
-Over the socket FD it says that it has loaded. Then it gets the descriptors, the environment and the program of one
+Over the socket FD it reports that it has loaded. Then it gets the descriptors, the environment and the program of one
 worker after the other, and answers with the pid of each. The end of the socket means that nobody needs it any more.
 """
 
@@ -47,7 +47,7 @@ class ForkRequest:
 def main(arguments: Sequence[str]) -> None:
     """Load the named modules, then fork workers until nobody can ask for them any more."""
     die_with_launcher()
-    may_return = _may_return_from_niceness()
+    niceness, may_return = os.getpriority(os.PRIO_PROCESS, 0), _may_return_from_niceness()
     if may_return:
         os.nice(NICENESS)
     request = None
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> None:
             request = serve(connection)
     if request is not None:
         if may_return:
-            os.setpriority(os.PRIO_PROCESS, 0, 0)
+            os.setpriority(os.PRIO_PROCESS, 0, niceness)
         become_worker(request)
 
 
@@ -74,35 +74,35 @@ def serve(connection: socket.socket) -> ForkRequest | None:
         header, descriptors, _, _ = socket.recv_fds(connection, NUMBER.size, 8)
         if not header:
             return None
-        told = json.loads(receive(connection, *NUMBER.unpack(header)))
+        request = json.loads(receive(connection, *NUMBER.unpack(header)))
         if _fork(connection):
-            sockets = dict(zip(told["sockets"], descriptors[3:], strict=True))
-            return ForkRequest(told["program"], told["environ"], descriptors[:3], sockets)
+            sockets = dict(zip(request["sockets"], descriptors[3:], strict=True))
+            return ForkRequest(request["program"], request["environ"], descriptors[:3], sockets)
         for descriptor in descriptors:
             os.close(descriptor)
 
 
 def _fork(connection: socket.socket) -> bool:
-    """Fork an orphan and tell its pid; True in the orphan, once the one who asked has adopted it and knows of it."""
-    (waits, goes), (hears, tells) = os.pipe(), os.pipe()
+    """Fork an orphan and send its pid; True in the orphan, once its new parent knows the pid."""
+    (go_read, go_write), (pid_read, pid_write) = os.pipe(), os.pipe()
     middle = os.fork()
     if middle == 0:
         orphan = os.fork()
         if orphan:
-            os.write(tells, NUMBER.pack(orphan))
+            os.write(pid_write, NUMBER.pack(orphan))
             os._exit(0)
-        os.close(goes)
-        if not os.read(waits, 1):
-            os._exit(1)  # the server died before it could tell
-        for descriptor in (waits, hears, tells):
+        os.close(go_write)
+        if not os.read(go_read, 1):
+            os._exit(1)  # the server died before it could send the pid
+        for descriptor in (go_read, pid_read, pid_write):
             os.close(descriptor)
         return True
     os.waitpid(middle, 0)  # from now on the orphan has the parent with which it is to die
     try:
-        connection.sendall(os.read(hears, NUMBER.size))
-        os.write(goes, b".")
+        connection.sendall(os.read(pid_read, NUMBER.size))
+        os.write(go_write, b".")
     finally:
-        for descriptor in (waits, goes, hears, tells):
+        for descriptor in (go_read, go_write, pid_read, pid_write):
             os.close(descriptor)
     return False
 
@@ -120,7 +120,7 @@ def become_worker(request: ForkRequest) -> None:
 
 
 def _is_alone(connection: socket.socket) -> bool:
-    """Whether whoever started this process died before it could ask the kernel to die with it."""
+    """Whether the process that started this one died before it could ask the kernel to die with it."""
     try:
         return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:

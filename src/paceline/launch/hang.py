@@ -1,4 +1,4 @@
-"""Who holds up a run: a judgement over what all its workers are doing."""
+"""Finds hangs: which workers hold up a run, from what all its workers are doing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Literal
 from paceline.heartbeat import RENDEZVOUS
 
 STALE_S = 2.0
-"""A worker whose interpreter has not run for so long is stuck outside Python, whatever it said last."""
+"""A worker whose interpreter has not run for so long is stuck outside Python, whatever its heartbeat last showed."""
 
 
 RENDEZVOUS_TIMEOUT_S = 120.0

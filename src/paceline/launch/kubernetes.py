@@ -110,7 +110,7 @@ def job_manifest(name: str, program: Sequence[str], pods: Pods) -> str:
 
 
 def train_job_manifest(name: str, program: Sequence[str], pods: Pods, *, runtime: str = "torch-distributed") -> str:
-    """A TrainJob, as YAML; the Trainer tells torchrun by PET_… variables how many nodes there are and where they meet.
+    """A TrainJob, as YAML; the Trainer sets number of nodes and rendezvous for torchrun by PET_… variables.
 
     `runtime` is a ClusterTrainingRuntime whose replicated job and container are called "node", as Kubeflow's own are.
 

@@ -1,4 +1,4 @@
-"""What an agent on a node and the launcher say to each other: one JSON object a line."""
+"""The messages between the launcher and the agent on a node: one JSON object a line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.errors import LaunchError
 
 @dataclass(frozen=True)
 class AgentMessage:
-    """Anything said; subclasses are found by their names."""
+    """Any message; subclasses are found by their names."""
 
     kinds: ClassVar[dict[str, type[AgentMessage]]] = {}
 
@@ -72,7 +72,7 @@ class Reached(AgentMessage):
 
 @dataclass(frozen=True)
 class Refused(AgentMessage):
-    """The agent cannot do what it was told; one sentence for the user."""
+    """The agent cannot do what was asked; one sentence for the user."""
 
     sentence: str
 
@@ -86,7 +86,7 @@ class Started(AgentMessage):
 
 @dataclass(frozen=True)
 class WorkerStates(AgentMessage):
-    """Everything is as it should be with the agent; how the workers are."""
+    """Sent regularly: the agent is alive, and this is what the workers are doing."""
 
     workers: list[dict[str, Any]]
     """`WorkerState`s as mappings."""
@@ -110,7 +110,7 @@ class Exited(AgentMessage):
 
 @dataclass(frozen=True)
 class RunEnded(AgentMessage):
-    """All workers have ended and all they wrote has been said."""
+    """All workers have ended and all their output has been sent."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Stacks(AgentMessage):
 
 @dataclass(frozen=True)
 class Ping(AgentMessage):
-    """The launcher is there."""
+    """The launcher is alive."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Start(AgentMessage):
     marker: str
     """A file of the run folder that the node must see."""
     port: int | None
-    """Of the endpoint behind which the workers meet; on the first node."""
+    """The port of the rendezvous, on the first node; None on the others."""
     show_all: bool
     hang_timeout_s: float
     restart: int

@@ -1,4 +1,4 @@
-"""Did the kernel kill a process because memory ran out? Linux says so in two places."""
+"""Did the kernel kill a process because memory ran out? Linux records it in two places."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def count_oom_kills(pid: int, proc: Path = PROC, cgroups: Path = CGROUPS) -> int
 
 
 def kernel_log_names(pid: int) -> bool:
-    """Whether the kernel's log says that it killed `pid` for memory; False too where we may not read it."""
+    """Whether the kernel's log records that it killed `pid` for memory; False too where we may not read it."""
     try:
         descriptor = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:

@@ -38,7 +38,7 @@ PIPE_BYTES = 1 << 16
 
 
 def is_behind(descriptor: int) -> bool:
-    """Whether a pipe is so full that who writes to it may have to wait; either of its ends tells."""
+    """Whether a pipe is so full that its writer may have to wait; `descriptor` may be either end."""
     try:
         (num_bytes,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
     except OSError:
@@ -59,7 +59,7 @@ class _Stream:
 
 
 class LinePump:
-    """One thread that copies the output of all workers: as it is to their logs, line by line to whoever shows them.
+    """One thread that copies the output of all workers: as it is to their logs, line by line to `show`.
 
     It lives from `start` to `close`; `add` comes before `start`.
     """
@@ -85,7 +85,7 @@ class LinePump:
         self._thread.start()
 
     def is_behind(self, rank: int) -> bool:
-        """Whether the worker may have to wait until this pump reads what it wrote, or whoever is shown it."""
+        """Whether the worker may have to wait until this pump, or the reader behind it, reads what it wrote."""
         sources = [stream.source for stream in self._streams if stream.rank == rank]
         return any(is_behind(source.fileno()) for source in sources if not source.closed)
 

@@ -27,7 +27,7 @@ from paceline.launch.output import show_here
 from paceline.launch.team import STACKS_WAIT_S, LaunchOptions, with_age
 
 OPEN_TIMEOUT_S = 60.0
-"""For an agent's first word: logging in, starting a container and an interpreter, looking at the hardware."""
+"""For an agent's first message: logging in, starting a container and an interpreter, looking at the hardware."""
 ANSWER_TIMEOUT_S = 20.0
 CLOSE_TIMEOUT_S = 2.0
 STDERR_TAIL_LINES = 20
@@ -62,7 +62,7 @@ class RemoteTeam:
         self.hostname = access.hostname
         self.access = access
         self.versions: dict[str, str] = {}
-        """What its first word said of them."""
+        """As its first message listed them."""
         self._number = 0
         self._notify: Callable[[Event], None] | None = None
         self._running: set[int] = set()
@@ -93,7 +93,7 @@ class RemoteTeam:
             thread.start()
 
     def hello(self) -> messages.Hello:
-        """The agent's first word; asked for once. Raises as `answer` does."""
+        """The agent's first message; asked for once. Raises as `answer` does."""
         hello = self.answer(messages.Hello, OPEN_TIMEOUT_S)
         self.versions = hello.versions
         return hello
@@ -148,7 +148,7 @@ class RemoteTeam:
             number: the team's own in its events.
             notify: where events go; called from any thread.
             marker: a file of the run folder, by which the node knows the folder.
-            port: of the endpoint behind which the workers meet, if it is this node's.
+            port: that of the rendezvous, if it is on this node.
 
         Raises:
             LaunchError: the agent cannot start them, or does not see the run folder.
@@ -309,7 +309,7 @@ class RemoteTeam:
 
 @contextlib.contextmanager
 def open_nodes(accesses: Sequence[NodeAccess]) -> Iterator[tuple[list[RemoteTeam], list[messages.Hello]]]:
-    """Agents on all nodes, and what they said of themselves; they end with the block.
+    """Agents on all nodes, and their first messages; they end with the block.
 
     Raises:
         LaunchError: a node cannot be reached, or has other versions than the first.
@@ -325,7 +325,7 @@ def open_nodes(accesses: Sequence[NodeAccess]) -> Iterator[tuple[list[RemoteTeam
 
 
 def check_versions(first: RemoteTeam, other: RemoteTeam) -> None:
-    """Both have said hello. Raises `LaunchError` for a version that differs."""
+    """After `hello` of both. Raises `LaunchError` for a version that differs."""
     for name, version in first.versions.items():
         if other.versions.get(name) != version:
             raise LaunchError(

@@ -192,7 +192,7 @@ def _chosen(nodes: Sequence[RemoteTeam], plan: Plan) -> list[RemoteTeam]:
 
 @contextlib.contextmanager
 def _marker_in(run_dir: Path) -> Iterator[str]:
-    """The name of a file that whoever sees the run folder sees."""
+    """The name of a temporary file in the run folder, by which other nodes recognise the folder."""
     with tempfile.NamedTemporaryFile(prefix=".seen-", dir=run_dir) as file:
         yield Path(file.name).name
 
@@ -224,7 +224,7 @@ class Signals:
         return not self._waiting.empty()
 
     def end_wanted(self) -> int | None:
-        """The number of a signal that came between two runs and asks for the end; it is not told to the next run."""
+        """The number of a signal that came between two runs and asks for the end; the next run does not get it."""
         while not self._waiting.empty():
             event = self._waiting.get()
             if isinstance(event, Signalled) and event.number in _ENDINGS:
@@ -288,7 +288,7 @@ def raise_failure(outcome: Outcome, world_size: int, run_dir: Path, answers: boo
 
 
 def worker_failed(report: FailureReport, run_dir: Path, more: str = "") -> WorkerFailed:
-    """The error of a run that failed as the report in `run_dir` says; `more` is another sentence for the user."""
+    """The error of a run that failed as the report in `run_dir` describes; `more` is another sentence for the user."""
     return WorkerFailed(
         f"{report.sentence} {more}".rstrip(),
         rank=report.ranks[0],

@@ -15,10 +15,10 @@ from paceline.launch.hang import Hang, WorkerState, find_hang, interval_s
 from paceline.launch.team import Team
 
 CULPRIT_WAIT_S = 1.0
-"""How long to listen for the cause: a worker may say that it lost a peer before the peer says why it left."""
+"""How long to wait for the cause: a worker may report that it lost a peer before the peer reports why it ended."""
 
 OTHERS_WAIT_S = 3.0
-"""How long to listen, where a run may go on, whether all workers raise the same: then it is the program's fault."""
+"""How long an elastic run waits to see whether all workers raise the same: then it is the program's fault."""
 
 SETTLE_S = 0.5
 """How long workers whose peer is gone may take to notice it, where a run goes on. Most do in milliseconds, and save
@@ -34,7 +34,7 @@ class NodeLoss:
     time: float
     """Seconds since the epoch when it was noticed."""
     silent_s: float | None
-    """For how long nothing had been heard; None: the connection was closed at the other end."""
+    """For how long nothing had been received; None: the connection was closed at the other end."""
     was_stopping: bool = False
     """Whether the run was being ended already: then its loss is no cause."""
 
@@ -101,7 +101,7 @@ class Supervisor:
         self._deadline: float | None = None
         """On the monotonic clock: when to turn from listening to asking, or from asking to killing."""
         self._next_look = time.monotonic() + self._interval_s
-        # What workers of other nodes do is heard of some beats later.
+        # What workers of other nodes do is known some intervals later.
         self._settle_s = SETTLE_S + (2 * self._interval_s if any(team.hostname for team in teams) else 0.0)
 
     def wait(self) -> Outcome:

@@ -71,7 +71,7 @@ class Team(Protocol):
         """What those that run are doing."""
 
     def silent_s(self) -> float:
-        """For how long nothing was heard of the node; 0 for this one."""
+        """For how long nothing has been received from the node; 0 for this one."""
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         """Where the Python threads of these workers are; empty texts for those that cannot say."""
@@ -127,7 +127,7 @@ class LocalTeam:
         self._oom_kills: dict[int, int | None] = {}
         self._pump: LinePump | None = None
         self._heartbeats = tempfile.TemporaryDirectory(prefix="paceline-heartbeat-", ignore_cleanup_errors=True)
-        # A worker that finds this pipe without a writer knows that this process died before it could be told.
+        # A worker that finds this pipe without a writer knows that this process has died.
         self._lifeline_read, self._lifeline_write = os.pipe()
 
     def start(
@@ -377,7 +377,7 @@ def _reap_group(group: int) -> None:
 
 
 def _is_stopped(pid: int) -> bool:
-    """By SIGSTOP or a debugger; only Linux tells."""
+    """By SIGSTOP or a debugger; known on Linux only."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     except OSError:

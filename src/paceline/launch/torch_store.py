@@ -1,6 +1,6 @@
 """The store by which programs that call `torch.distributed.init_process_group` themselves find each other.
 
-As under torchrun, every rank is told an address and a port and connects as a client (TORCHELASTIC_USE_AGENT_STORE). The
+As under torchrun, every rank gets an address and a port and connects as a client (TORCHELASTIC_USE_AGENT_STORE). The
 launcher holds the socket, which no other job can take; rank 0 inherits it, and serves the store as soon as somebody
 connects. A program that never does pays for one socket and one sleeping thread.
 """

@@ -76,8 +76,8 @@ def die_with_launcher() -> None:
     """Ask the kernel (Linux) to kill this process when its launcher dies; end now if it is dead already."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # The launcher may have died before the line above; no signal will come then. Its end of the pipe tells,
-    # where a parent's pid could not: nobody told us which pid to expect.
+    # The launcher may have died before the line above; no signal will come then. Its end of the pipe shows
+    # it, where a parent's pid could not: which pid to expect is unknown.
     if not stat.S_ISFIFO(os.fstat(0).st_mode):
         return  # nobody's lifeline: torchrun, srun or a terminal started this process
     lifeline = select.poll()

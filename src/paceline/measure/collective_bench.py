@@ -115,7 +115,7 @@ def _take_turns(
     growths: Sequence[float],
     report: Report,
 ) -> dict[CommCase, list[_Sample]]:
-    """Every case once a round, fewer rounds if one more would cost the next size its only one."""
+    """Samples of every case, one a round; stops early if another round would leave no time for the next size."""
     samples: dict[CommCase, list[_Sample]] = {case: [] for case in cases}
     for number in range(num_rounds):
         for turn, case in enumerate(cases):
@@ -137,7 +137,7 @@ def _with_steps(sizes: Sequence[int]) -> list[int]:
 
 
 def _pointless(request: CommRequest, links: Links) -> list[LeftOut]:
-    """Cases in a wire format in which nothing would travel: their figures would be those of another case."""
+    """Cases whose algorithm sends nothing in their wire format: their figures would be those of float32."""
     left_out = []
     for case in dict.fromkeys(request.cases):
         if case.wire == "float32":
@@ -172,7 +172,7 @@ def _timing(case: CommCase, size_bytes: int, calls: Sequence[_Sample]) -> CommTi
 
 
 def fit(timings: Sequence[CommTiming]) -> list[CommFit]:
-    """A line for every case, through the medians of its sizes."""
+    """The cost alpha + beta n of every case, fitted through the medians of its sizes."""
     fits = []
     for case in dict.fromkeys(timing.case for timing in timings):
         mine = [timing for timing in timings if timing.case == case]
@@ -185,7 +185,7 @@ def fit(timings: Sequence[CommTiming]) -> list[CommFit]:
 class _Sample:
     sum_s: float
     whole_s: float
-    """With writing and checking the numbers."""
+    """The same including the time to write and check the numbers."""
     link_bytes: float | None
 
 
@@ -247,7 +247,7 @@ class _Bench:
         return None if self._counters is None else tuple(int(path.read_text()) for path in self._counters)
 
     def _check(self, case: CommCase, values: Tensor) -> None:
-        """Compare with the sum, which is written over."""
+        """Raise `PacelineError` if `values` are not the sum; they are overwritten."""
         for slice_, numbers in _periods(values, self._sum):
             slice_.sub_(numbers)
         error = float(torch.stack(values.aminmax()).abs().max())  # undefined if a value is
@@ -270,7 +270,7 @@ class _Bench:
 
 
 def in_turn(nodes: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """As if every worker were a node of its own, those of different nodes next to each other."""
+    """An order of ranks in which neighbours are on different nodes, each rank as a node of its own."""
     return tuple((rank,) for turn in zip_longest(*nodes) for rank in turn if rank is not None)
 
 

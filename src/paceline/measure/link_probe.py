@@ -26,10 +26,10 @@ from paceline.measure.which_links import links_to_time
 from paceline.spec import Link, Node
 
 SHARED_MEMORY, LOOPBACK = "SHM", "TCP"
-"""Labels of what CPU workers of one node talk through."""
+"""Labels of the links between CPU workers of one node."""
 
 LIMIT_S = 30.0
-"""For one exchange; it takes milliseconds."""
+"""Time limit of one exchange, which takes milliseconds."""
 _STREAM_BYTES = 64 * 2**20
 _SLOT_BYTES = 256 * 2**10
 _NUM_SLOTS = 4
@@ -41,7 +41,7 @@ _NUM_COPIES = 10
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """One direction of a link."""
+    """Bandwidth and latency of one direction of a link."""
 
     bytes_per_s: float
     latency_s: float
@@ -171,7 +171,7 @@ class _Counter:
         while self._numbers[self._place] < number:
             os.sched_yield()
             if time.monotonic() > deadline:
-                raise RuntimeError("the other process fell silent")
+                raise RuntimeError("the other process does not answer")
 
 
 class _Ring:
@@ -250,19 +250,19 @@ def _measure_gpus(node: Node) -> LinkProbe:
         try:
             one, other = (ordinals[end] for end in link.ends)
             # A link is as good as its worse direction.
-            ways = [time_copy(one, other), time_copy(other, one)]
+            directions = [time_copy(one, other), time_copy(other, one)]
         except KeyError as missing:
             reasons.append(f"{link.label}: torch does not see {missing.args[0]}")
         except RuntimeError as problem:  # torch's own, for want of memory too
             reasons.append(f"{link.label} between {' and '.join(link.ends)}: {str(problem).splitlines()[0]}")
         else:
-            rate, latency_s = min(way.bytes_per_s for way in ways), max(way.latency_s for way in ways)
+            rate, latency_s = min(d.bytes_per_s for d in directions), max(d.latency_s for d in directions)
             links.append(dataclasses.replace(link, bytes_per_s=rate, latency_s=latency_s, source="measured"))
     return LinkProbe(tuple(links), tuple(reasons))
 
 
 def _ordinals(node: Node) -> dict[str, int]:
-    """What torch calls each device: by UUID where both tell it, else by the order of those that may be seen."""
+    """Torch's number for each device: found by UUID where both tell it, else by the order of visible GPUs."""
     import torch
 
     uuids = {}

@@ -1,4 +1,4 @@
-"""Steps of one worker, timed: passes as training makes them, and the update after them."""
+"""Times one worker's steps: forward and backward passes as training makes them, and the update after them."""
 
 from __future__ import annotations
 
@@ -95,14 +95,14 @@ def step_of(
 
 
 def num_passes(pass_s: float) -> tuple[int, int]:
-    """How many warm up, and how many are timed at least."""
+    """The number of passes that warm up, and of those that are timed at least."""
     if pass_s > _SIZE_S:
         return _LONG_WARMUP_PASSES, _LONG_MIN_PASSES
     return _WARMUP_PASSES, _MIN_PASSES
 
 
 def is_enough(times: Sequence[float], spent_s: float, budget_s: float) -> bool:
-    """Whether medians over these passes, without those that warm up, are good enough."""
+    """Whether there are enough timed passes for a median, or the budget is spent."""
     if not times:
         return False
     num_warmup, num_timed = num_passes(min(times))

@@ -26,7 +26,7 @@ from paceline.train.process_group import World
 
 _MOST_ROUNDS = 40
 _NUM_WARMUP_STEPS = 2
-"""Before any counts: what draws random numbers is found out, and gradients get their places in buckets."""
+"""Steps that are not counted: in the first ones connections are made and buckets are laid out."""
 
 Steps = Mapping[AlgorithmName | None, Callable[[], object]]
 """What makes a step, by the algorithm that sums gradients in it; None: gradients are not summed."""
@@ -137,5 +137,5 @@ def _all_agree(world: World, wanted: bool) -> bool:
 
 
 def _typical(times: list[float]) -> float:
-    """The median without the first, which made connections, if there are others."""
+    """The median; the first time, in which connections were made, counts only where it is the only one."""
     return statistics.median(times[1:] or times)

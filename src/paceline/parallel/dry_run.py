@@ -1,8 +1,8 @@
-"""A mesh of any size tried on one machine in seconds: real code over pretended workers and tensors without memory.
+"""Tries a mesh of any size on one machine in seconds: the code of training, with fake workers and fake tensors.
 
-torch's fake process group has as many ranks as one likes and sends nothing; fake tensors have shapes and no values. So
-the model is traced, cut, shared out and sharded by the very functions that training uses, one forward and backward pass
-of every stage is made, and all that would be sent and kept is counted.
+torch's fake process group has any number of ranks and sends nothing; fake tensors have shapes and no values. The model
+is traced, cut, divided and sharded by the functions that training uses, one forward and backward pass of every stage is
+made, and all that would be sent and kept is counted.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from paceline.errors import JobError
 from paceline.parallel.dtensor import device_mesh_of, local_bytes, local_shard
 from paceline.parallel.initial_weights import allocate
 from paceline.parallel.pipeline.calls import generator_state
-from paceline.parallel.pipeline.chain import Chain, trace
-from paceline.parallel.pipeline.layer_costs import measure_layers
-from paceline.parallel.pipeline.stage import Stage
+from paceline.parallel.pipeline.layer_costs import backward, measure_layers, tensor_bytes
+from paceline.parallel.pipeline.stage import Stage, stages_of
+from paceline.parallel.pipeline.traced_layers import TracedLayers, trace
 from paceline.parallel.sharded import recompute, shard
 from paceline.parallel.tensor import (
     TensorPlan,
@@ -47,29 +47,29 @@ _MOST_TENSOR_WORKERS = 64
 
 @dataclass(frozen=True)
 class StageCost:
-    """One worker of a stage of a pipeline: what it holds, and what it sends for one micro-batch."""
+    """What one worker of a pipeline stage holds, and what it sends for one micro-batch."""
 
     layers: tuple[str, str]
     """The first and the last one."""
     time: float
-    """Of forward and backward, in a unit that all stages have in common."""
+    """Time of forward and backward, in a unit that all stages have in common."""
     parameter_bytes: int
-    """Of the worker's own part."""
+    """The worker's shards of parameters."""
     activation_bytes: int
     """Kept from forward for backward."""
     sent_bytes: Mapping[AxisName, float]
     """Along fsdp, tp and pp."""
     whole_parameter_bytes: int
-    """Of the stage's parameters before they are sharded along fsdp, rows filled up as there."""
+    """The stage's parameters before they are sharded along fsdp, padded as fully_shard does."""
     gradient_bytes: int
-    """Of the worker's own part: of what is trained."""
+    """The worker's shards of trained parameters."""
     tied_bytes: int
     """Gradients of parameters that other stages have too: sent to each of them, once a step."""
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a step on a mesh would take, worker by worker of a pipeline; other workers do as theirs."""
+    """What a step on a mesh would take, for one worker of each pipeline stage; the others do the same."""
 
     mesh: Mesh
     num_micro_batches: int
@@ -77,7 +77,7 @@ class DryRun:
     optimizer_copies: int
     """Numbers that the optimizer keeps for each parameter."""
     tensor_plan: TensorPlan
-    """Of all stages."""
+    """How layers of all stages are divided along tp."""
 
     @property
     def memory(self) -> tuple[DeviceMemory, ...]:
@@ -151,56 +151,45 @@ def dry_run(
         ModelError: the model cannot be cut into stages, or its layers be divided, like that.
     """
     declared = declared_plan(model, tensor_plan, mesh.tp) if mesh.tp > 1 else None
-    chain, costs = traced(model, arguments)
-    starts = chain.starts(cuts, mesh.pp) if cuts else best_cut(costs, mesh.pp) if mesh.pp > 1 else (0,)
+    traced, costs = trace_on_meta(model, arguments)
+    starts = traced.starts(cuts, mesh.pp) if cuts else best_cut(costs, mesh.pp) if mesh.pp > 1 else (0,)
     runs = list(zip(starts, (*starts[1:], len(costs)), strict=True))
-    # All of them first: what stages share would else be shared out twice.
-    stages = _stages(chain, runs)
+    # All stages before the first is divided: parameters that stages share would be divided twice.
+    # Layers that follow each other are found in a model, but not in one stage, where each stands alone.
+    stages = [one.train() for one in ([traced.model] if mesh.pp == 1 else stages_of(traced, starts))]
     holders = Counter(parameter for stage in stages for parameter in stage.parameters())
     others = [{name: holders[parameter] - 1 for name, parameter in stage.named_parameters()} for stage in stages]
     found: list[StageCost] = []
     styles: dict[str, str] = {}
     message = _Message()
-    with _pretended(mesh) as device_mesh:
+    with _fake_workers(mesh) as device_mesh:
         for stage, run, num_others in zip(stages, runs, others, strict=True):
-            # As with every model that is built on the meta device: shared out first, then given its memory, here
-            # pretended.
+            # As with every model on the meta device: divided first, then given its memory, here a fake one.
             if mesh.tp > 1:
                 applied = tensor_parallel(stage, device_mesh["tp"], given=declared, sequence_parallel=sequence_parallel)
                 styles |= applied.styles
             if recomputes:
                 recompute(stage)
-            facts, message = _try_stage(stage, chain, costs, run, message, num_others, device_mesh, mesh, arguments)
+            facts, message = _try_stage(stage, traced, costs, run, message, num_others, device_mesh, mesh, arguments)
             found.append(facts)
     return DryRun(mesh, num_micro_batches, tuple(found), optimizer_copies, TensorPlan(mesh.tp, styles))
 
 
-def _stages(chain: Chain, runs: Sequence[tuple[int, int]]) -> list[nn.Module]:
-    if len(runs) == 1:  # layers that follow each other are found in the model, and not where each stands alone
-        return [chain.model.train()]
-    stages = [Stage(chain, start, stop) for start, stop in runs]
-    used = {name for stage in stages for name, _ in stage.named_parameters(remove_duplicate=False)}
-    for name, _ in chain.model.named_parameters(remove_duplicate=False):
-        if name not in used:
-            stages[0].keep(chain.model, name)
-    return [stage.train() for stage in stages]
-
-
-def traced(model: nn.Module, arguments: Sequence[Any]) -> tuple[Chain, list[LayerCost]]:
+def trace_on_meta(model: nn.Module, arguments: Sequence[Any]) -> tuple[TracedLayers, list[LayerCost]]:
     """The layers of a model on the meta device, and what they take by their arithmetic."""
-    chain = trace(model, arguments)
-    costs = measure_layers(chain, torch.device("meta"))
+    traced = trace(model, arguments)
+    costs = measure_layers(traced, torch.device("meta"))
     # What computes no tensor has no arithmetic; it was timed by the clock.
-    return chain, [
+    return traced, [
         cost
-        if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(chain.values[node]))
+        if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(traced.values[node]))
         else replace(cost, time_s=0.0)
-        for node, cost in zip(chain.layers, costs, strict=True)
+        for node, cost in zip(traced.layers, costs, strict=True)
     ]
 
 
 def on_paper(build: Callable[[], nn.Module], sample: Any, num_samples: int) -> tuple[nn.Module, tuple[Any, ...]]:
-    """What `build` makes, and what it is called with for so many samples like `sample`: shapes alone, no memory."""
+    """What `build` makes, on the meta device, and its arguments for `num_samples` samples like `sample`."""
     with torch.device("meta"):
         model = build()
     inputs = pytree.tree_map(
@@ -217,7 +206,7 @@ def trace_model(model: nn.Module, arguments: Sequence[Any], num_samples: int) ->
     Args:
         arguments: What the model is called with for `num_samples` samples, on the meta device.
     """
-    chain, costs = traced(model, arguments)
+    traced, costs = trace_on_meta(model, arguments)
     sizes = layer_sizes(model, lambda one: one(*arguments), num_samples)
     degrees = _largest_degrees(model)
     plan = find_plan(model, 2) if degrees else TensorPlan(2, {})
@@ -230,12 +219,12 @@ def trace_model(model: nn.Module, arguments: Sequence[Any], num_samples: int) ->
     total_s = sum(cost.time_s for cost in costs) or 1.0
     layers = []
     for group in groups:
-        names = [chain.name(number) for number in group if chain.layers[number].op == "call_module"]
+        names = [traced.name(number) for number in group if traced.layers[number].op == "call_module"]
         own = [layer for layer in plan.layers if any(layer == name or layer.startswith(f"{name}.") for name in names)]
         sent_bytes = sum(bytes_per_sample(plan.of_layer(layer), sizes, itemsize) for layer in own)
         layers.append(
             LayerCost(
-                name=chain.name(group[0]),
+                name=traced.name(group[0]),
                 time_s=sum(costs[number].time_s for number in group) / total_s,
                 parameter_bytes=sum(costs[number].parameter_bytes for number in group),
                 activation_bytes=sum(costs[number].activation_bytes for number in group) / num_samples,
@@ -272,14 +261,14 @@ class _Message:
     """What one stage sends to the next."""
 
     has_gradient: tuple[bool, ...] = ()
-    """Of every tensor in it."""
+    """Whether each of its tensors has a gradient."""
     carries_generators: bool = False
     """Whether random numbers have been drawn: the next stage goes on drawing where this one has stopped."""
 
 
 def _try_stage(
     stage: nn.Module,
-    chain: Chain,
+    traced: TracedLayers,
     costs: Sequence[LayerCost],
     run: tuple[int, int],
     message: _Message,
@@ -288,14 +277,11 @@ def _try_stage(
     mesh: Mesh,
     arguments: Sequence[Any],
 ) -> tuple[StageCost, _Message]:
-    """A pass of one stage, whose layers have been shared out.
+    """A forward and backward pass of one stage, whose layers have been divided, and the message it sends on.
 
     Args:
-        message: what arrives there.
-        num_others: of every parameter, in how many other stages it is.
-
-    Returns:
-        And what it sends on.
+        message: the message that it receives.
+        num_others: in how many other stages each parameter is.
     """
     start, stop = run
     generator_bytes = generator_state(torch.device("cpu")).nbytes
@@ -304,30 +290,31 @@ def _try_stage(
         shard(stage, device_mesh["fsdp"], mesh.zero_stage, cpu_offload=False)
     with FakeTensorMode(allow_non_fake_inputs=True):
         allocate(stage, torch.device("cpu"))
-        arriving = _with_gradients([_fake(chain.values[node]) for node in chain.crossing(start)], message.has_gradient)
+        arriving = _with_gradients(
+            [_fake(traced.values[node]) for node in traced.crossing(start)], message.has_gradient
+        )
         given = [_fake(argument) for argument in arguments]
         if isinstance(stage, Stage):
-            given = [dict(zip(_argument_names(chain), given, strict=False)) | chain.fixed, *arriving]
+            given = [dict(zip(_argument_names(traced), given, strict=False)) | traced.fixed, *arriving]
         kept = _Kept({id(p) for p in stage.parameters()})
         counter = CommBytes({device_mesh[axis].get_group().group_name: axis for axis in ("fsdp", "tp")})
         with _Answers() as answers, counter:
             with torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda tensor: tensor):
                 leaving = stage(*given)
-            _backward(leaving)
+            backward(leaving)
         leaving_tensors = [leaf for leaf in pytree.tree_leaves(leaving) if isinstance(leaf, Tensor)]
         following = _Message(
             tuple(leaf.requires_grad for leaf in leaving_tensors), message.carries_generators or answers.has_drawn
         )
         sent: dict[AxisName, float] = dict(counter.sent_bytes)
         # Gradients of what arrived go back.
-        sent["pp"] = _bytes_of(
-            leaf for leaf in pytree.tree_leaves(arriving) if isinstance(leaf, Tensor) and leaf.requires_grad
-        )
+        arriving_tensors = [leaf for leaf in pytree.tree_leaves(arriving) if isinstance(leaf, Tensor)]
+        sent["pp"] = tensor_bytes([tensor for tensor in arriving_tensors if tensor.requires_grad])
         if stop < len(costs):
-            sent["pp"] += _bytes_of(leaving_tensors) + generator_bytes * following.carries_generators
+            sent["pp"] += tensor_bytes(leaving_tensors) + generator_bytes * following.carries_generators
     trained = {name: local_bytes([one]) for name, one in stage.named_parameters() if one.requires_grad}
     facts = StageCost(
-        layers=(chain.name(start), chain.name(stop - 1)),
+        layers=(traced.name(start), traced.name(stop - 1)),
         time=sum(cost.time_s for cost in costs[start:stop]),
         parameter_bytes=local_bytes(stage.parameters()),
         activation_bytes=kept.num_bytes,
@@ -340,7 +327,7 @@ def _try_stage(
 
 
 def _padded_bytes(parameter: Tensor, num_workers: int) -> int:
-    """Of one parameter as fully_shard gathers it: rows filled up to a multiple of the workers."""
+    """Bytes of one parameter as fully_shard gathers it: rows padded to a multiple of the workers."""
     rows = parameter.shape[0] if parameter.dim() else 1
     return -(-rows // num_workers) * num_workers * (parameter.nbytes // max(rows, 1))
 
@@ -352,22 +339,13 @@ def _with_gradients(values: Sequence[Any], has_gradient: Sequence[bool]) -> list
     return found
 
 
-def _argument_names(chain: Chain) -> list[str]:
-    return [str(node.target).lstrip("*") for node in chain.graph.nodes if node.op == "placeholder"]
+def _argument_names(traced: TracedLayers) -> list[str]:
+    return [str(node.target).lstrip("*") for node in traced.graph.nodes if node.op == "placeholder"]
 
 
 def _fake(value: Any) -> Any:
     """Tensors as those of `value`, in the host memory that fake tensors pretend to have."""
     return pytree.tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="cpu"), value)
-
-
-def _backward(leaving: Any) -> None:
-    outputs = [leaf for leaf in pytree.tree_leaves(leaving) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-
-
-def _bytes_of(tensors: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 class _Kept:
@@ -390,7 +368,7 @@ class _Kept:
 
 
 class _Answers(TorchDispatchMode):
-    """Who reads a number out of a tensor without values gets 1: checks of values pass. Notices who draws numbers."""
+    """Answers 1 where a number is read out of a fake tensor, so checks of values pass; notices random draws."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -450,13 +428,13 @@ class CommBytes(TorchDispatchMode):
             "_reduce_scatter_base_": (1.0, tensors[1]),  # the input
             "reduce_scatter_": (1.0, tensors[1]),
         }.get(name, (0.0, []))
-        num_bytes = factor * (n - 1) / n * _bytes_of(counted)
+        num_bytes = factor * (n - 1) / n * tensor_bytes(counted)
         if name == "send":
-            num_bytes = _bytes_of(tensors[0])
+            num_bytes = tensor_bytes(tensors[0])
         elif name == "alltoall_base_":
             # Rows for each worker, of which a worker sends all but its own; none named: equal parts.
             rows = args[4] or [1] * n
-            num_bytes = (1 - rows[group.rank()] / sum(rows)) * _bytes_of(tensors[1])
+            num_bytes = (1 - rows[group.rank()] / sum(rows)) * tensor_bytes(tensors[1])
         self.sent_bytes[axis] += num_bytes
         self.bytes_of_calls[f"{axis} {name}"] += num_bytes
 
@@ -468,8 +446,8 @@ def _group_of(value: Any) -> dist.ProcessGroup | None:
 
 
 @contextmanager
-def _pretended(mesh: Mesh) -> Iterator[DeviceMesh]:
-    """The device mesh of as many pretended workers, of which this process is the first."""
+def _fake_workers(mesh: Mesh) -> Iterator[DeviceMesh]:
+    """The device mesh of fake workers, of which this process is the first."""
     if dist.is_initialized():
         raise JobError("A dry run needs a process of its own: this one has joined other workers already.")
     from torch.testing._internal.distributed.fake_pg import FakeStore

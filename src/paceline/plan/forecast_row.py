@@ -7,7 +7,7 @@ import math
 
 from paceline.errors import JobError
 from paceline.plan.gradient_sums import STRAGGLER_SPREAD, cheapest_algorithm, exposed_sums_s, neighbours_factor_of
-from paceline.plan.inputs import PlanInputs, largest_assignment, needs_replicas, pass_s, shard_size
+from paceline.plan.inputs import PlanInputs, largest_assignment, needs_replicas, pass_s
 from paceline.plan.memory import StateBytes, device_memory, largest_micro_batch, state_bytes, worker_memory_bytes
 from paceline.plan.model import Layout
 from paceline.plan.search import SearchResult, Workload, search
@@ -124,7 +124,7 @@ def workload_on(inputs: PlanInputs, count: int, memory_bytes: float | None = Non
         optimizer_s=_update_s(inputs, job),
         memory_bytes=memory_bytes or worker_memory_bytes(cluster, max(layout.workers_per_node)) or math.inf,
         layers=inputs.layers,
-        shard_size=shard_size(job),
+        shard_size=job.shard_size,
         backend="nccl" if cluster.device_kind == "cuda" else "gloo",
     )
 

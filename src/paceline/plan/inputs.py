@@ -159,11 +159,6 @@ def transformer_shape(job: Job) -> TransformerShape | None:
         return None
 
 
-def shard_size(job: Job) -> int:
-    """Samples of the largest virtual shard."""
-    return -(-job.global_batch_size // job.virtual_shards)
-
-
 def needs_replicas(job: Job) -> bool:
     """Whether only workers with the whole model can train it."""
     return (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from paceline.errors import ClusterError, JobError
 from paceline.plan.forecast_row import search_meshes
-from paceline.plan.inputs import ForecastRequest, needs_replicas, plan_inputs, shard_size
+from paceline.plan.inputs import ForecastRequest, needs_replicas, plan_inputs
 from paceline.plan.memory import (
     USABLE_FRACTION,
     device_memory,
@@ -145,7 +145,7 @@ def _replica(
         state_bytes(job),
         mesh,
         model.activations,
-        shard_size(job),
+        job.shard_size,
         num_micro_batches=num_shards,
         layers=model.layers,
         recompute=recompute,
@@ -155,7 +155,7 @@ def _replica(
 
 def _micro_batch(job: Job, model: ModelCost, mesh: Mesh, room: float) -> int | None:
     """None: a worker's whole share fits."""
-    shard = shard_size(job)
+    shard = job.shard_size
     num_shards = -(-job.virtual_shards // mesh.num_assignments)
 
     def has_room(count: int) -> bool:
@@ -187,7 +187,7 @@ def _by_assumption(
         compute_s=lambda samples: samples * model.flops_per_sample / _FLOPS_PER_S[kind],
         memory_bytes=room,
         layers=model.layers,
-        shard_size=shard_size(job),
+        shard_size=job.shard_size,
         backend="nccl" if kind == "cuda" else "gloo",
     )
     return search(workload, num_workers, on_node, Network(inside, between, PER_MESSAGE_S[kind]))

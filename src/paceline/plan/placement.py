@@ -31,12 +31,12 @@ def spread(cluster: Cluster, num_workers: int, threads_per_worker: int | None = 
         raise JobError(
             f"{num_workers} workers need as many GPUs, but {where} {num_free}{' free' * bool(busy)}{others}."
         )
-    spread_out = _spread_out(cluster, num_workers)
-    threads = min(max(1, node.num_cores // count) for node, count in spread_out)
+    counts = _workers_by_node(cluster, num_workers)
+    threads = min(max(1, node.num_cores // count) for node, count in counts)
     plan = Plan(world_size=num_workers, device_kind=kind, threads_per_worker=threads_per_worker or threads)
-    if kind == "cpu" and not any(node.is_remote for node, _ in spread_out):
+    if kind == "cpu" and not any(node.is_remote for node, _ in counts):
         return plan
-    return dataclasses.replace(plan, nodes=tuple(_share(node, count, kind, mesh) for node, count in spread_out))
+    return dataclasses.replace(plan, nodes=tuple(_node_placement(node, count, kind, mesh) for node, count in counts))
 
 
 def _free(node: Node) -> list[int]:
@@ -44,7 +44,7 @@ def _free(node: Node) -> list[int]:
     return [device.index for device in node.devices if not device.busy]
 
 
-def _share(node: Node, num_workers: int, kind: DeviceKind, mesh: Mesh | None) -> NodePlacement:
+def _node_placement(node: Node, num_workers: int, kind: DeviceKind, mesh: Mesh | None) -> NodePlacement:
     """The GPUs with the best ring among those that nobody else uses, each worker near its GPU; on CPU, no pinning."""
     hostname = node.hostname if node.is_remote else ""
     if kind == "cpu":
@@ -56,7 +56,7 @@ def _share(node: Node, num_workers: int, kind: DeviceKind, mesh: Mesh | None) ->
     return NodePlacement(hostname, num_workers, devices, tuple(by_index[index].cpus for index in devices))
 
 
-def _spread_out(cluster: Cluster, num_workers: int) -> list[tuple[Node, int]]:
+def _workers_by_node(cluster: Cluster, num_workers: int) -> list[tuple[Node, int]]:
     """The nodes that get workers: one for each free device as long as there are, then one more for each in turn."""
     used: list[tuple[Node, int]] = []
     left = num_workers
@@ -99,11 +99,11 @@ def place(
             f"{job.virtual_shards} workers, or --set virtual_shards={num_assignments} (it is part of the job: the same "
             "for every worker count)."
         )
-    shard_size = -(-job.global_batch_size // job.virtual_shards)
-    if micro_batch_size is not None and micro_batch_size < shard_size:
+    shard = job.shard_size
+    if micro_batch_size is not None and micro_batch_size < shard:
         raise JobError(
-            f"A micro-batch of {micro_batch_size} is smaller than a virtual shard of {shard_size} samples; use "
-            f"--set virtual_shards={-(-job.global_batch_size // micro_batch_size)} or a micro-batch of {shard_size}."
+            f"A micro-batch of {micro_batch_size} is smaller than a virtual shard of {shard} samples; use --set "
+            f"virtual_shards={-(-job.global_batch_size // micro_batch_size)} or a micro-batch of {shard}."
         )
     if num_servers > num_workers:
         raise JobError(f"{num_servers} servers are more than {num_workers} workers; servers are some of the workers.")

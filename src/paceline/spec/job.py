@@ -208,6 +208,11 @@ class Job(JsonValue):
                 "result depends on the number of workers."
             )
 
+    @property
+    def shard_size(self) -> int:
+        """Samples of the largest virtual shard."""
+        return -(-self.global_batch_size // self.virtual_shards)
+
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Job:
         """A job from plain values; `model` and `data` may be just a name."""

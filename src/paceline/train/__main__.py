@@ -1,4 +1,4 @@
-"""The program of one worker: `python -m paceline.train RUN_DIR`, where the job and its plan lie as files."""
+"""The program of one worker: `python -m paceline.train RUN_DIR`; job, plan and limit are files in that folder."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from paceline.train.loop import RunOutput, train
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m paceline.train", description=__doc__)
-    parser.add_argument("run_dir", type=Path, help="folder with job.json and plan.json")
-    parser.add_argument("--max-steps", type=int, help="end after this many optimizer updates")
+    parser.add_argument("run_dir", type=Path, help="folder with job.json, plan.json and, for a limit, limit.json")
     parser.add_argument("--quiet", action="store_true", help="say nothing")
     parser.add_argument("--track", action="append", default=[], help="also log to tensorboard, wandb or mlflow")
     parser.add_argument("--force", action="store_true", help="resume even a checkpoint of another job")
@@ -25,8 +24,11 @@ def main() -> None:
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     job = Job.from_mapping(json.loads(arguments.job or (run_dir / "job.json").read_text(encoding="utf-8")))
     plan = Plan.from_mapping(json.loads(arguments.plan or (run_dir / "plan.json").read_text(encoding="utf-8")))
+    limit = run_dir / "limit.json"
+    is_limited = arguments.job is None and limit.exists()
+    max_steps = json.loads(limit.read_text(encoding="utf-8"))["max_steps"] if is_limited else None
     output = RunOutput(run_dir, None if arguments.quiet else sys.stderr, arguments.track)
-    train(job, plan, output, arguments.max_steps, force=arguments.force)
+    train(job, plan, output, max_steps, force=arguments.force)
 
 
 if __name__ == "__main__":

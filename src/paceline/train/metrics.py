@@ -4,91 +4,67 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.errors import JobError
 
 
-class Sink(Protocol):
+@dataclass(frozen=True)
+class Sink:
     """Takes named numbers at a step."""
 
-    def log(self, step: int, values: dict[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class JsonLines:
-    """metrics.jsonl in the run folder: one object a call, readable while the run goes on."""
-
-    def __init__(self, run_dir: Path, first_step: int = 0) -> None:
-        """Goes on after `first_step`: what an earlier process logged beyond it will come again."""
-        path = run_dir / "metrics.jsonl"
-        before = _lines_until(path, first_step)
-        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - open as long as the run is
-        self._file.writelines(before)
-        self._file.flush()
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+    log: Callable[[int, dict[str, float]], object]
+    close: Callable[[], object]
 
 
-class TensorBoard:
-    """Event files for TensorBoard under the run folder."""
+def json_lines(run_dir: Path, first_step: int) -> Sink:
+    """metrics.jsonl in the run folder: one object a call, readable while the run goes on.
 
-    def __init__(self, run_dir: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    It continues after `first_step`: what an earlier process logged beyond it will come again.
+    """
+    path = run_dir / "metrics.jsonl"
+    before = _lines_until(path, first_step)
+    file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - open as long as the run is
+    file.writelines(before)
+    file.flush()
 
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"))
+    def log(step: int, values: dict[str, float]) -> None:
+        file.write(json.dumps({"step": step, **values}) + "\n")
+        file.flush()
 
-    def log(self, step: int, values: dict[str, float]) -> None:
+    return Sink(log, file.close)
+
+
+def _tensorboard(run_dir: Path) -> Sink:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(run_dir / "tensorboard"))
+
+    def log(step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WeightsAndBiases:
-    """A Weights & Biases run, named after the run folder; its own settings decide where it goes."""
-
-    def __init__(self, run_dir: Path) -> None:
-        import wandb
-
-        self._run: Any = wandb.init(project="paceline", name=run_dir.name, dir=str(run_dir))
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        self._run.log(values, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    return Sink(log, writer.close)
 
 
-class MLflow:
-    """An MLflow run, named after the run folder; its own settings decide where it goes."""
+def _wandb(run_dir: Path) -> Sink:
+    import wandb
 
-    def __init__(self, run_dir: Path) -> None:
-        import mlflow
-
-        self._mlflow: Any = mlflow
-        self._mlflow.start_run(run_name=run_dir.name)
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        self._mlflow.log_metrics(values, step=step)
-
-    def close(self) -> None:
-        self._mlflow.end_run()
+    run: Any = wandb.init(project="paceline", name=run_dir.name, dir=str(run_dir))  # its settings decide where it goes
+    return Sink(lambda step, values: run.log(values, step=step), run.finish)
 
 
-SINKS: dict[str, Callable[[Path], Sink]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WeightsAndBiases,
-    "mlflow": MLflow,
-}
+def _mlflow(run_dir: Path) -> Sink:
+    import mlflow
+
+    tracking: Any = mlflow
+    tracking.start_run(run_name=run_dir.name)
+    return Sink(lambda step, values: tracking.log_metrics(values, step=step), tracking.end_run)
+
+
+TRACKERS: dict[str, Callable[[Path], Sink]] = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}
 
 
 def _lines_until(path: Path, step: int) -> list[str]:
@@ -101,12 +77,12 @@ def _lines_until(path: Path, step: int) -> list[str]:
 
 def open_sinks(run_dir: Path, trackers: Sequence[str], first_step: int = 0) -> list[Sink]:
     """JSON lines and every tracker named. Raises `JobError` for a tracker that is unknown or not installed."""
-    sinks: list[Sink] = [JsonLines(run_dir, first_step)]
+    sinks: list[Sink] = [json_lines(run_dir, first_step)]
     for name in trackers:
-        if name not in SINKS:
-            raise JobError(f"There is no tracker '{name}'; it is one of {', '.join(SINKS)}.")
+        if name not in TRACKERS:
+            raise JobError(f"There is no tracker '{name}'; it is one of {', '.join(TRACKERS)}.")
         try:
-            sinks.append(SINKS[name](run_dir))
+            sinks.append(TRACKERS[name](run_dir))
         except ImportError:
             raise JobError(f"The tracker '{name}' is not installed; pip install 'paceline[{name}]'.") from None
     return sinks

@@ -43,8 +43,8 @@ def comm(
     link_rate: float | None = None,
     rounds: int = 20,
     budget: float = 60.0,
-    out: Path | None = None,
-    draw: Path | None = None,
+    out: Path | str | None = None,
+    draw: Path | str | None = None,
     quiet: bool = True,
     where: Where = HERE,
 ) -> CommTimings:
@@ -75,8 +75,9 @@ def comm(
     from paceline.report.comm_files import load_timings, write_comm_bench  # a template engine and a plotting library
 
     if draw is not None:
-        folder = out or (draw if draw.is_dir() else draw.parent)
-        timings = load_timings(draw)
+        drawn = Path(draw)
+        folder = Path(out) if out else (drawn if drawn.is_dir() else drawn.parent)
+        timings = load_timings(drawn)
     else:
         request = CommRequest.from_mapping(
             {
@@ -107,7 +108,7 @@ def checkpoint(
     workers: int | None = None,
     parameters: float = 100e6,
     rounds: int = 5,
-    out: Path | None = None,
+    out: Path | str | None = None,
     quiet: bool = True,
     where: Where = HERE,
 ) -> CheckpointTimings:
@@ -138,7 +139,7 @@ def checkpoint(
     return CheckpointTimings.from_mapping(json.loads((folder / TIMINGS_FILE).read_text(encoding="utf-8")))
 
 
-def results_folder(out: Path | None, name: str) -> Path:
+def results_folder(out: Path | str | None, name: str) -> Path:
     """The folder of a new benchmark: `out` or a fresh one. Raises `PacelineError` where it already holds one."""
     folder = new_run_dir(out, name)
     if (folder / TIMINGS_FILE).exists():

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from paceline.hardware.checks import Finding, NodeFacts, ReachTest
 
 
-def doctor(*, hosts: str = "", folder: Path = Path("runs")) -> tuple[Finding, ...]:
+def doctor(*, hosts: str = "", folder: Path | str = Path("runs")) -> tuple[Finding, ...]:
     """Check this node, or all that are named and what is between them.
 
     Example: `[finding.what for finding in paceline.doctor() if finding.level == "error"]`.
@@ -34,11 +34,11 @@ def doctor(*, hosts: str = "", folder: Path = Path("runs")) -> tuple[Finding, ..
     from paceline.hardware.checks import check_node, check_nodes, survey
     from paceline.launch.ssh import explain_ssh_failure
 
-    names = _names(hosts)
+    names, folder = _names(hosts), Path(folder).absolute()
     if not names:
-        return tuple(check_node(own_facts(folder.absolute())))
+        return tuple(check_node(own_facts(folder)))
     command = [sys.executable, "-m", "paceline", "doctor"]
-    found = survey(names, _start_over_ssh, doctor=command, folder=folder.absolute(), explain=explain_ssh_failure)
+    found = survey(names, _start_over_ssh, doctor=command, folder=folder, explain=explain_ssh_failure)
     findings = list(found.problems)
     for host, facts in found.nodes.items():
         findings += [dataclasses.replace(finding, node=host) for finding in check_node(facts)]

@@ -23,7 +23,7 @@ def launch(
     arguments: Sequence[str] = (),
     *,
     workers: int | None = None,
-    out: Path | None = None,
+    out: Path | str | None = None,
     threads: int | None = None,
     strategy: str | None = None,
     where: Where = HERE,
@@ -50,7 +50,7 @@ def launch(
         WorkerFailed: a worker failed; says which rank, and why.
     """
     launching = _Launching(Path(script), workers, threads, strategy, debug_comm)
-    run_dir = out or new_run_dir(None, launching.script.stem)
+    run_dir = Path(out) if out else new_run_dir(None, launching.script.stem)
     with open_allocation(where, run_dir) as allocation:
         allocation.run_job(
             launching.num_workers_on(allocation),

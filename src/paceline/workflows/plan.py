@@ -50,7 +50,7 @@ class PlannedJob:
 def plan(
     job: Job | str | Path,
     *,
-    cluster: Cluster | Path = CLUSTER_FILE,
+    cluster: Cluster | Path | str = CLUSTER_FILE,
     devices: Sequence[int] | str | None = None,
     grow: Grow = "none",
     efficiency_floor: float = 0.5,
@@ -59,7 +59,7 @@ def plan(
     target_samples: float | None = None,
     link_rate: float | None = None,
     devices_per_node: int | None = None,
-    out: Path | None = None,
+    out: Path | str | None = None,
     model: str | Callable[..., Any] | None = None,
     data: str | Path | Callable[..., Any] | None = None,
     settings: Sequence[str] = (),
@@ -94,7 +94,7 @@ def plan(
     from paceline.plan.inputs import ForecastRequest
 
     resolved = resolve_job(job, settings, data, model)
-    known = cluster if isinstance(cluster, Cluster) else _load_cluster(cluster, job)
+    known = cluster if isinstance(cluster, Cluster) else _load_cluster(Path(cluster), job)
     request = ForecastRequest(
         grow=grow,
         efficiency_floor=efficiency_floor,
@@ -110,7 +110,7 @@ def plan(
     found = forecast(resolved, known, counts, request, model_cost)
     planned = PlannedJob(found, recommended_plan(resolved, known, found, request, model_cost))
     if out is not None:
-        _write(planned, out)
+        _write(planned, Path(out))
     return planned
 
 

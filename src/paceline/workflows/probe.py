@@ -55,8 +55,8 @@ def probe(
     job: Job | str | Path | None = None,
     *,
     workers: int | None = None,
-    out: Path = CLUSTER_FILE,
-    folder: Path = Path("runs"),
+    out: Path | str = CLUSTER_FILE,
+    folder: Path | str = Path("runs"),
     budget: float = 60.0,
     model: str | Callable[..., Any] | None = None,
     data: str | Path | Callable[..., Any] | None = None,
@@ -86,9 +86,10 @@ def probe(
         WorkerFailed: a worker failed.
     """
     resolved = None if job is None else resolve_job(job, settings, data, model)
-    before = Cluster.load(out) if out.exists() else None
+    file = Path(out)
+    before = Cluster.load(file) if file.exists() else None
     timings: tuple[JobTiming, ...] = ()
-    with _scratch(folder) as scratch, open_allocation(where, scratch) as allocation:
+    with _scratch(Path(folder)) as scratch, open_allocation(where, scratch) as allocation:
         plan = None if resolved is None else _plan(resolved, allocation.cluster, workers, threads)
         nodes, reasons = _measure_links(allocation, scratch, quiet=quiet)
         network, more = _measure_network(allocation, scratch, quiet=quiet)
@@ -98,7 +99,7 @@ def probe(
             timings, reasons = (timing,), reasons + more
     measured = Cluster(nodes, network, timings)
     try:
-        merge(before, measured).save(out)
+        merge(before, measured).save(file)
     except OSError as problem:
         raise ClusterError(f"{out} cannot be written: {problem}.") from None
     return ProbeResult(measured, tuple(reasons))

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def report(
-    runs: Iterable[Path | str], *, out: Path | None = None, tolerance: float = 0.01, efficiency_floor: float = 0.5
+    runs: Iterable[Path | str], *, out: Path | str | None = None, tolerance: float = 0.01, efficiency_floor: float = 0.5
 ) -> Study:
     """The study that the records in some run folders make.
 
@@ -31,5 +31,5 @@ def report(
     records = load_records(map(Path, runs))
     study = analyse(records, grow=detect_grow(records), tolerance=tolerance, efficiency_floor=efficiency_floor)
     if out is not None:
-        write_study(study, out)
+        write_study(study, Path(out))
     return study

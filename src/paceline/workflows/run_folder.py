@@ -16,16 +16,16 @@ from paceline.spec import Job, Plan, RunRecord
 RECORD_FILE = "record.json"
 
 
-def new_run_dir(out: Path | None, name: str) -> Path:
+def new_run_dir(out: Path | str | None, name: str) -> Path:
     """The folder of a new run: `out`, which must not hold a finished run, or a fresh one under runs/.
 
     Raises:
         PacelineError: `out` holds a finished run, which would be lost.
     """
     if out is not None:
-        if (out / RECORD_FILE).exists():
+        if (Path(out) / RECORD_FILE).exists():
             raise PacelineError(f"{out} already holds a finished run; choose another --out or remove the folder.")
-        return out
+        return Path(out)
     stem = Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     candidates = (stem if n == 0 else stem.with_name(f"{stem.name}-{n}") for n in range(1000))
     for candidate in candidates:
@@ -60,16 +60,13 @@ def write_run(
     _write_json(run_dir / "job.json", job.to_mapping())
     _write_json(run_dir / "plan.json", plan.to_mapping())
     _write_json(run_dir / "limit.json", {"max_steps": max_steps})
-    return training_program(run_dir, max_steps, quiet, trackers, force)
+    return training_program(run_dir, quiet, trackers, force)
 
 
-def training_program(
-    run_dir: Path, max_steps: int | None, quiet: bool, trackers: Sequence[str], force: bool
-) -> list[str]:
-    """The program that trains the job in a run folder, as python's arguments."""
+def training_program(run_dir: Path, quiet: bool, trackers: Sequence[str], force: bool) -> list[str]:
+    """The program that trains the job in a run folder, as plan and limit there say, as python's arguments."""
     # Absolute: on another node the working directory may be another.
     program = ["-m", "paceline.train", str(run_dir.absolute())]
-    program += [] if max_steps is None else ["--max-steps", str(max_steps)]
     program += ["--quiet"] if quiet else []
     program += ["--force"] if force else []
     return program + [word for tracker in trackers for word in ("--track", tracker)]

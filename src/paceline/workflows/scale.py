@@ -38,14 +38,14 @@ def scale(
     model: str | Callable[..., Any] | None = None,
     data: str | Path | Callable[..., Any] | None = None,
     max_steps: int | None = None,
-    out: Path | None = None,
+    out: Path | str | None = None,
     settings: Sequence[str] = (),
     threads: int | None = None,
     algorithm: AlgorithmName = "auto",
     quiet: bool = True,
     where: Where = HERE,
     strategy: Strategy = PLAIN,
-    cluster: Path = CLUSTER_FILE,
+    cluster: Path | str = CLUSTER_FILE,
     say: Say = silent,
     on_failure: OnFailure | None = None,
 ) -> Study:
@@ -71,7 +71,8 @@ def scale(
         WorkerFailed: every run failed; or one did, and there is no `on_failure`.
     """
     base = resolve_job(job, settings, data, model)
-    study_dir = out or new_run_dir(None, f"{base.name}-scaling")
+    study_dir = Path(out) if out else new_run_dir(None, f"{base.name}-scaling")
+    cluster_file = Path(cluster)
     counts = sorted(set(devices))
     jobs = {count: base.grown(count) if grow == "batch" else base for count in counts}
     records: list[RunRecord] = []
@@ -86,13 +87,13 @@ def scale(
             for count in counts
         ]
         if grow == "none":
-            plans = with_forecasts(base, plans, cluster, say)
+            plans = with_forecasts(base, plans, cluster_file, say)
         for seed in range(base.seed, base.seed + seeds):
             for count, plan in zip(counts, plans, strict=True):
                 name = f"devices{count}-seed{seed}"
                 run = _Run(dataclasses.replace(jobs[count], seed=seed), plan, study_dir / "runs" / name, max_steps)
                 try:
-                    records.append(run.record(allocation, cluster, quiet))
+                    records.append(run.record(allocation, cluster_file, quiet))
                 except WorkerFailed as failure:
                     failures.append(f"{name}: {failure}")
                     if on_failure is not None:

@@ -55,10 +55,10 @@ class FittedSteps:
         return {name: math.exp(self.calibration.relative_deviation(name)) for name in self.constants}
 
 
-def fit_step_times(observations: Path, queries: Path) -> FittedSteps:
+def fit_step_times(observations: Path | str, queries: Path | str) -> FittedSteps:
     """Fit the step times in one CSV file and forecast the placements in another.
 
-    Example: `paceline.fit_step_times(Path("obs.csv"), Path("q.csv")).forecasts[0].total_s`.
+    Example: `paceline.fit_step_times("obs.csv", "q.csv").forecasts[0].total_s`.
 
     Args:
         observations: columns num_nodes, devices_per_node (or devices_on_node, "2+4"), micro_batch_size, step_time_s;
@@ -70,10 +70,10 @@ def fit_step_times(observations: Path, queries: Path) -> FittedSteps:
     """
     from paceline.plan.calibrate import fit, predict
 
-    measured, _ = read_observations(observations)
+    measured, _ = read_observations(Path(observations))
     if not measured:
         raise JobError(f"{observations} has no row with a step_time_s; measure one device and two devices at least.")
-    wanted = tuple(row.placement for row in _read(queries))
+    wanted = tuple(row.placement for row in _read(Path(queries)))
     calibration = fit([observation for _, observation in measured])
     contradictions = []
     for one in calibration.outliers:
@@ -83,12 +83,12 @@ def fit_step_times(observations: Path, queries: Path) -> FittedSteps:
     return FittedSteps(wanted, tuple(predict(calibration, wanted)), calibration, tuple(contradictions))
 
 
-def suggest_measurements(observations: Path, budget: int = 1) -> tuple[Suggestion, ...]:
+def suggest_measurements(observations: Path | str, budget: int = 1) -> tuple[Suggestion, ...]:
     """Which placements to measure next, in order, so that forecasts over the user's range get surer by most.
 
     Rows without a step_time_s are the range to choose from; without such rows it is up to 16 nodes with as many devices
     as were seen on one, at the micro-batches that were seen, or the one and smaller ones, which fit too.
-    Example: `paceline.suggest_measurements(Path("obs.csv"), budget=3)`.
+    Example: `paceline.suggest_measurements("obs.csv", budget=3)`.
 
     Args:
         observations: as for `fit_step_times`.
@@ -101,7 +101,7 @@ def suggest_measurements(observations: Path, budget: int = 1) -> tuple[Suggestio
 
     if budget < 1:
         raise JobError(f"--budget {budget} leaves nothing to suggest; use at least 1.")
-    measured, unmeasured = read_observations(observations)
+    measured, unmeasured = read_observations(Path(observations))
     known = [observation for _, observation in measured]
     candidates = unmeasured or _assumed_range([observation.placement for observation in known])
     if not candidates:

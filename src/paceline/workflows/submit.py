@@ -45,7 +45,7 @@ def slurm(
     time_limit_s: float | None = None,
     partition: str | None = None,
     account: str | None = None,
-    out: Path | None = None,
+    out: Path | str | None = None,
     dry_run: bool = False,
 ) -> SlurmJob:
     """Write a job script that runs `paceline COMMAND …` on the nodes of an allocation, and submit it.
@@ -68,7 +68,7 @@ def slurm(
     """
     if command not in COMMANDS:
         raise LaunchError(f"paceline submit slurm {command!r} is not possible; submit {', '.join(COMMANDS)}.")
-    run_dir = out or (Path("runs") / command if dry_run else new_run_dir(None, command))
+    run_dir = Path(out) if out else (Path("runs") / command if dry_run else new_run_dir(None, command))
     name_of_benchmark = 1 if command == "bench" else 0  # options follow it
     options = ["--launcher", "slurm", "--out", str(run_dir.absolute())]
     program = [command, *arguments[:name_of_benchmark], *options, *arguments[name_of_benchmark:]]
@@ -98,8 +98,8 @@ def kubernetes(
     *,
     image: str,
     claim: str,
-    out: Path,
-    mount: Path = Path("/data"),
+    out: Path | str,
+    mount: Path | str = Path("/data"),
     nodes: int = 1,
     workers: int = 1,
     cpus: int = 1,
@@ -113,7 +113,7 @@ def kubernetes(
 ) -> str:
     """Manifests for `kubectl apply -f -`: one pod for each node, PyTorch's elastic agent in each.
 
-    Example: `paceline.submit.kubernetes("mnist-lenet", image="me/paceline", claim="data", out=Path("/data/run"))`.
+    Example: `paceline.submit.kubernetes("mnist-lenet", image="me/paceline", claim="data", out="/data/run")`.
 
     Args:
         job: a job, a job file, the name of a recipe, or a script in the image, with `arguments` for the script.
@@ -137,8 +137,8 @@ def kubernetes(
         workers_per_pod=workers,
         use_gpus=not on_cpu,
         claim=claim,
-        mount=mount,
-        run_dir=out,
+        mount=Path(mount),
+        run_dir=Path(out),
         cpus_per_worker=cpus,
         memory_bytes=memory_bytes,
     )

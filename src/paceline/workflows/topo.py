@@ -33,7 +33,7 @@ def topo(
     node: str | None = None,
     pair: str | None = None,
     pick: int | None = None,
-    svg: Path | None = None,
+    svg: Path | str | None = None,
     keep_busy: bool = False,
 ) -> Topology:
     """How the GPUs of a node are joined, and the best of them.
@@ -63,7 +63,7 @@ def topo(
     sentence = None if pair is None else pair_sentence(machine, *ends_of(machine, pair))
     choice = pick_devices(machine, pick or len(free), free) if free else None
     if svg is not None:
-        _draw(machine, choice, svg)
+        _draw(machine, choice, Path(svg))
     return Topology(machine, choice, sentence)
 
 

@@ -28,7 +28,7 @@ def train(
     model: str | Callable[..., Any] | None = None,
     data: str | Path | Callable[..., Any] | None = None,
     max_steps: int | None = None,
-    out: Path | None = None,
+    out: Path | str | None = None,
     force: bool = False,
     settings: Sequence[str] = (),
     threads: int | None = None,
@@ -41,8 +41,8 @@ def train(
     elastic: Elastic = RIGID,
     strategy: Strategy = PLAIN,
     debug_comm: bool = False,
-    cluster: Path = CLUSTER_FILE,
-    plan: Plan | Path | None = None,
+    cluster: Path | str = CLUSTER_FILE,
+    plan: Plan | Path | str | None = None,
     say: Say = silent,
 ) -> RunRecord:
     """Train a job in worker processes and return the record of the run.
@@ -87,8 +87,8 @@ def train(
         elastic=elastic,
         strategy=strategy,
         debug_comm=debug_comm,
-        cluster=cluster,
-        plan=load_plan(plan) if isinstance(plan, Path) else plan,
+        cluster=Path(cluster),
+        plan=plan if plan is None or isinstance(plan, Plan) else load_plan(Path(plan)),
         say=say,
     )
     run_dir = new_run_dir(out, resolved.name)
@@ -99,7 +99,7 @@ def train(
         started = time.monotonic()
         allocation.run_job(spread.num_workers_on(allocation), elastic, spread.plan_for, program_for, run_dir=run_dir)
         record = finished_record(run_dir, started)
-    feed_back([record], cluster)
+    feed_back([record], Path(cluster))
     return record
 
 
@@ -155,7 +155,7 @@ def train_commands(
     *,
     data: str | Path | None = None,
     settings: Sequence[str] = (),
-    max_steps: int | None = None,
+    max_steps: int | None = None,  # noqa: ARG001 - a file in the run folder says it
     out: Path | None = None,
     force: bool = False,
     track: Sequence[str] = (),
@@ -168,7 +168,7 @@ def train_commands(
     resolved = resolve_job(job, settings, data)
     options = _Spread(resolved, plan=None if plan is None else load_plan(plan), **spread)
     run_dir = (out or Path("runs") / resolved.name).absolute()
-    program = training_program(run_dir, max_steps, quiet, track, force)
+    program = training_program(run_dir, quiet, track, force)
     allocation = allocation_on_paper(where)
     planned = options.plan_for(allocation.cluster, options.num_workers_on(allocation))
     return dry_run(planned, program, run_dir, allocation.where)

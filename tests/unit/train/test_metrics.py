@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import JobError
-from paceline.train.metrics import SINKS, open_sinks
+from paceline.train.metrics import TRACKERS, open_sinks
 
 
 def test_json_lines_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_an_unknown_tracker_is_one_sentence(tmp_path: Path) -> None:
         open_sinks(tmp_path, ["tensorbord"])
 
 
-@pytest.mark.parametrize("name", SINKS)
+@pytest.mark.parametrize("name", TRACKERS)
 def test_a_tracker_that_is_not_installed_says_how(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = {"tensorboard": "torch.utils.tensorboard"}.get(name, name)
     real_import = builtins.__import__

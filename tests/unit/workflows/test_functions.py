@@ -22,7 +22,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_topology_shows_itself() -> None:
-    found = paceline.topo(topologies.path_of("dgx1"), pick=2, pair="0,3", svg=Path("node.svg"))
+    found = paceline.topo(topologies.path_of("dgx1"), pick=2, pair="0,3", svg="node.svg")
     assert found.choice is not None and found.choice.devices == (0, 3)
     assert found.pair_sentence is not None and "NVLink" in found.pair_sentence
     assert found._repr_html_() == Path("node.svg").read_text(encoding="utf-8")
@@ -37,7 +37,7 @@ def test_a_plan_shows_itself_and_writes_only_where_it_is_asked_to() -> None:
     assert planned.plan is not None and planned.plan.world_size == planned.forecast.recommended_devices
     assert "samples/s" in planned._repr_html_() and "<title>job" in planned.page()
     assert list(Path().iterdir()) == []
-    paceline.plan(JOB, cluster=gpu_cluster(), devices="1..2", out=Path("out"))
+    paceline.plan(JOB, cluster=gpu_cluster(), devices="1..2", out="out")
     assert sorted(path.name for path in Path("out").iterdir()) == ["forecast.json", "plan.html", "plan.json"]
     with pytest.raises(ClusterError, match="run paceline probe job first"):
         paceline.plan(JOB)
@@ -47,10 +47,10 @@ def test_step_times_are_fitted_and_measurements_suggested() -> None:
     rows = "num_nodes,devices_per_node,micro_batch_size,step_time_s\n1,1,64,0.0723\n1,2,64,0.0804\n"
     Path("obs.csv").write_text(rows, encoding="utf-8")
     Path("q.csv").write_text(rows.splitlines()[0] + "\n1,3,64,\n", encoding="utf-8")
-    fitted = paceline.fit_step_times(Path("obs.csv"), Path("q.csv"))
+    fitted = paceline.fit_step_times("obs.csv", "q.csv")
     assert fitted.forecasts[0].total_s == pytest.approx(0.083, rel=0.05)
     assert fitted.placements[0].layout.num_workers == 3 and fitted.contradictions == ()
-    assert len(paceline.suggest_measurements(Path("obs.csv"), budget=2)) == 2
+    assert len(paceline.suggest_measurements("obs.csv", budget=2)) == 2
 
 
 def test_a_mesh_is_tried_on_paper() -> None:
@@ -63,7 +63,7 @@ def test_a_report_is_made_of_folders() -> None:
     for number, record in enumerate(sample_study_records()):
         Path(f"run{number}").mkdir()
         record.save(Path(f"run{number}/record.json"))
-    study = paceline.report(Path().glob("run*"), tolerance=0.02, out=Path("report"))
+    study = paceline.report(Path().glob("run*"), tolerance=0.02, out="report")
     assert study.tolerance == 0.02 and study.page() == Path("report/report.html").read_text(encoding="utf-8")
 
 
@@ -79,7 +79,7 @@ def test_checkpoints_are_looked_at() -> None:
 def test_runs_are_handed_to_schedulers() -> None:
     job = paceline.submit.slurm("train", ["digits-lenet"], nodes=2, time_limit_s=3600, dry_run=True)
     assert "#SBATCH --nodes=2" in job.script and job.job_id == ""
-    manifests = paceline.submit.kubernetes("digits-lenet", image="a", claim="b", out=Path("/data/run"), on_cpu=True)
+    manifests = paceline.submit.kubernetes("digits-lenet", image="a", claim="b", out="/data/run", on_cpu=True)
     assert "kind: Job" in manifests
     assert list(Path().iterdir()) == []
 

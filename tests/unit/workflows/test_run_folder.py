@@ -46,7 +46,7 @@ def test_a_run_lies_ready_as_files(tmp_path: Path) -> None:
     assert begun_with(run_dir) == (job, plan, 7)
     assert program == [
         *("-m", "paceline.train", str(run_dir)),
-        *("--max-steps", "7", "--quiet", "--force", "--track", "tensorboard"),
+        *("--quiet", "--force", "--track", "tensorboard"),
     ]
 
 

@@ -26,7 +26,7 @@ class GpuFacts:
     uncorrected_errors: int | None = None
     """Memory errors since the driver was loaded."""
     retired_pages: int | None = None
-    """Taken out of use after memory errors; on GPUs before Ampere."""
+    """Memory pages taken out of use after errors; on GPUs before Ampere."""
     is_repair_pending: bool | None = None
     """A page or row of memory is taken out of use at the next reset."""
     is_repair_failed: bool | None = None
@@ -38,14 +38,14 @@ class GpuFacts:
     max_pcie_width: int | None = None
     is_persistent: bool | None = None
     is_prohibited: bool | None = None
-    """Its compute mode lets no program in."""
+    """Its compute mode is "prohibited"."""
     is_partitioned: bool | None = None
     """In MIG mode."""
 
 
 @dataclass(frozen=True)
 class GpusFacts:
-    """The GPUs of a node and what is between them."""
+    """The GPUs of a node, their driver, and whether they reach each other's memory."""
 
     driver: str = ""
     problem: str = ""
@@ -78,7 +78,7 @@ _QUESTIONS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "is_prohibited": ("nvmlDeviceGetComputeMode", lambda mode: mode == PROHIBITED),
     "is_partitioned": ("nvmlDeviceGetMigMode", lambda modes: bool(modes[0])),
 }
-"""By fact of a GPU, the question that it answers, and what to make of the answer."""
+"""For fields of `GpuFacts`, the NVML function that tells it, and how its answer is converted."""
 
 
 def collect_gpus(library: Any = None, num_on_bus: int = 0) -> GpusFacts:

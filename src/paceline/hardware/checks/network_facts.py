@@ -31,7 +31,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class Lookup:
-    """How a name becomes an address, and the address a name again."""
+    """The addresses of a name, and how long finding them took, and finding the name of the first of them."""
 
     name: str
     addresses: tuple[str, ...] = ()
@@ -47,11 +47,11 @@ class Lookup:
 
 @dataclass(frozen=True)
 class NetworkFacts:
-    """What a node knows of its network."""
+    """Names, interfaces and ports of a node."""
 
     interfaces: tuple[Interface, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
-    """What GLOO_SOCKET_IFNAME and its like say."""
+    """Environment variables that name interfaces, such as GLOO_SOCKET_IFNAME."""
     own_name: Lookup | None = None
     peers: tuple[Lookup, ...] = ()
     routes: dict[str, str] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class NetworkFacts:
     rdma_ports: dict[str, str] = field(default_factory=dict)
     """The state of each port, {"mlx5_0/1": "ACTIVE"}."""
     num_ports: int | None = None
-    """That the system may give out; None: not known."""
+    """Ports that the system may assign; None: not known."""
     is_torchrun_port_free: bool = True
 
     @property
@@ -77,7 +77,7 @@ def collect_network(
     sys: Path = Path("/sys"),
     proc: Path = Path("/proc"),
 ) -> NetworkFacts:
-    """Look around.
+    """Collect the facts of this node.
 
     Args:
         addresses: (interface, address) of this node.
@@ -111,7 +111,7 @@ def _interface(folder: Path, addresses: Sequence[tuple[str, str]]) -> Interface:
 
 
 def _rdma_ports(folder: Path) -> dict[str, str]:
-    """State files read such as "4: ACTIVE"."""
+    """The state of each RDMA port, from files with texts such as "4: ACTIVE"."""
     ports = sorted(folder.glob("*/ports/*")) if folder.is_dir() else []
     return {f"{port.parts[-3]}/{port.name}": read_text(port / "state").rpartition(": ")[2] for port in ports}
 

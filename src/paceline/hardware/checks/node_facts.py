@@ -20,7 +20,7 @@ from paceline.hardware.sources import output_of
 from paceline.spec.codec import from_mapping, to_mapping
 
 TORCH_LIMIT_S = 120.0
-"""The first touch of GPUs loads gigabytes of libraries."""
+"""Initialising CUDA loads gigabytes of libraries."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def node_facts(
     marker: Path | None = None,
     peers: Sequence[str] = (),
 ) -> NodeFacts:
-    """Look at this node.
+    """Collect the facts of this node.
 
     Args:
         addresses: (interface, address) of this node.

@@ -16,14 +16,14 @@ class PcieFacts:
     """What decides where a copy between two PCIe devices goes."""
 
     acs_bridges: tuple[str, ...] | None = None
-    """Bridges that send everything up to the root; None: lspci is missing or may not look."""
+    """Bridges with access control on; None: lspci is missing or may not read them."""
     kernel_arguments: str = ""
     iommus: tuple[str, ...] = ()
     """As /sys/class/iommu lists them; none: address translation is off."""
     gpu_domains: dict[str, str] = field(default_factory=dict)
     """The type of each GPU's IOMMU group: "identity" passes addresses through, "DMA" and "DMA-FQ" translate."""
     is_virtual: bool = False
-    """A virtual machine: the node below it has to use both."""
+    """Whether the node is a virtual machine, whose host needs both access control and address translation."""
     num_gpus: int = 0
 
     @property

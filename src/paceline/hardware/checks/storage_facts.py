@@ -12,7 +12,7 @@ from paceline.hardware.sources import read_text
 
 @dataclass(frozen=True)
 class StorageFacts:
-    """None where there is no such folder."""
+    """The run folder and /dev/shm; None where there is no such folder."""
 
     shm_bytes: int | None = None
     """The size of /dev/shm."""

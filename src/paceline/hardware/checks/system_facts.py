@@ -17,7 +17,7 @@ from paceline.hardware.sources import read_text
 
 @dataclass(frozen=True)
 class Limit:
-    """What `ulimit` shows; None: unlimited."""
+    """A limit as `ulimit` shows it; None: unlimited."""
 
     soft: int | None
     hard: int | None
@@ -30,7 +30,7 @@ class SystemFacts:
     versions: dict[str, str] = field(default_factory=dict)
     """By name: paceline, python, torch, and CUDA and NCCL where torch brings them."""
     num_cores: int = 1
-    """Those this process may run on."""
+    """Cores that this process may run on."""
     quota_cores: float | None = None
     """Processor time a container may use, in cores; None: no limit."""
     threads_per_core: int = 1
@@ -64,7 +64,7 @@ def collect_system(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Syst
 
 
 def collect_versions() -> dict[str, str]:
-    """Without importing torch, which takes seconds and would hide that it cannot be imported."""
+    """Versions by name; torch is not imported, which takes seconds and may fail."""
     versions = {"python": platform.python_version()}
     packages = (
         ("paceline", "paceline"),
@@ -126,7 +126,7 @@ def quota_cores(own_cgroup: str, root: Path) -> float | None:
 
 
 def count_cpus(text: str) -> int:
-    """How many processors a list such as "0,64" or "0-1" names; 0 for what is none."""
+    """The number of processors in a list such as "0,64" or "0-1"; 0 for any other text."""
     try:
         return len(parse_cpus(text))
     except ValueError:

@@ -4,7 +4,7 @@
 """
 
 from paceline.parallel.pipeline.calls import MicroBatch
-from paceline.parallel.pipeline.cut import cut_table, stage_limits
+from paceline.parallel.pipeline.cut import stage_limits
 from paceline.parallel.pipeline.pipeline import Pipeline
 from paceline.parallel.pipeline.schedules import Action, Schedule, Simulation, make_schedule, simulate
 
@@ -14,7 +14,6 @@ __all__ = [
     "Pipeline",
     "Schedule",
     "Simulation",
-    "cut_table",
     "make_schedule",
     "simulate",
     "stage_limits",

@@ -1,4 +1,4 @@
-"""How a loss function calls the model: found out by handing it a stand-in, since no worker has the whole model."""
+"""Records how a loss function calls the model, by a stand-in for the model, of which no worker has all."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StageCall:
     arguments: dict[str, Any]
     """By name."""
     signature: Hashable
-    """All on which the form of messages between stages depends, alike on all workers."""
+    """Everything that the form of messages between stages depends on; equal on all workers."""
     generators: Tensor
     """The state of torch's generators at that moment."""
 
@@ -77,7 +77,7 @@ class Calls:
         return StageCall(arguments, signature, generator_state(self._device))
 
     def record(self, micro_batch: MicroBatch, training: bool) -> StageCall:
-        """How the loss function calls the model for a micro-batch; it gets no further than that."""
+        """How the loss function calls the model for a micro-batch; it is stopped at the call."""
 
         def stop(call: StageCall) -> NoReturn:
             raise _CalledError(call)
@@ -92,7 +92,7 @@ class Calls:
 
 
 class StandIn(nn.Module):
-    """What a loss function is given in place of the model."""
+    """A module that a loss function is given in place of the model."""
 
     def __init__(self, calls: Calls, training: bool, answer: Callable[[StageCall], Any]) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class _CalledError(BaseException):
 
 
 def generator_state(device: torch.device) -> Tensor:
-    """Of torch's generators that `device` uses, as bytes in host memory."""
+    """The state of torch's generators that `device` uses, as bytes in host memory."""
     state = torch.get_rng_state()
     if device.type == "cuda":
         state = torch.cat([state, torch.cuda.get_rng_state(device)])

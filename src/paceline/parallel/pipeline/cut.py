@@ -1,14 +1,17 @@
-"""What limits the cut of a model into stages, and a cut for people."""
+"""Finds where to cut a model into stages that take equally long and fit into memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
+import torch
+
+from paceline.errors import ModelError
+from paceline.parallel.pipeline.layer_costs import measure_layers
 from paceline.parallel.pipeline.schedules import make_schedule, simulate
-from paceline.partition import StageLimits
+from paceline.parallel.pipeline.traced_layers import TracedLayers
+from paceline.partition import StageLimits, best_cut
 from paceline.spec import Mesh, PipelineSpec
-from paceline.spec.model_cost import LayerCost
 
 
 def stage_limits(
@@ -45,28 +48,16 @@ def stage_limits(
     )
 
 
-def cut_table(layers: Sequence[LayerCost], starts: Sequence[int], num_workers: int) -> str:
-    """The cut for people: a line a stage, with its layers, its share of the time, and what it is sent."""
-    stops = [*starts[1:], len(layers)]
-    total_s = sum(layer.time_s for layer in layers) or 1.0
-    rows = [("stage", "worker", "layers", "first", "last", "time", "ms", "parameters", "receives")]
-    for stage, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-        part = layers[start:stop]
-        time_s = sum(layer.time_s for layer in part)
-        rows.append(
-            (
-                str(stage),
-                str(stage % num_workers),
-                str(len(part)),
-                part[0].name,
-                part[-1].name,
-                f"{time_s / total_s:.1%}",
-                f"{time_s * 1e3:.2f}",
-                f"{sum(layer.parameter_bytes for layer in part) / 1e6:.2f} MB",
-                f"{layers[start - 1].output_bytes / 1e3:.1f} kB" if stage else "",
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+def find_cut(
+    traced: TracedLayers, num_stages: int, limits: StageLimits, device: torch.device
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The first layer of every stage for stages of equal measured time, and a note where they may not fit.
+
+    Raises:
+        ModelError: the model has too few layers.
+    """
+    costs = measure_layers(traced, device)
+    try:
+        return best_cut(costs, num_stages, limits), ()
+    except ModelError as problem:  # what layers keep is an upper bound: what does not fit by it may fit
+        return best_cut(costs, num_stages), (str(problem),)

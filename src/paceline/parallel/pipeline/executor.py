@@ -1,4 +1,4 @@
-"""One training step of one worker: a schedule carried out on real stages."""
+"""One training step of one worker: executes a schedule on its stages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Pass:
     left: list[Tensor]
     """What went to the stage behind and has a gradient; in the last stage the loss."""
     gradients: list[Tensor | None] | None = None
-    """Of `left`, while the whole backward pass is put off."""
+    """The gradients of `left`, while the whole backward pass is put off."""
     weight_parts: list[dict[str, Any]] | None = None
     """What the first half of a backward pass leaves for the second."""
 
@@ -101,7 +101,7 @@ class Step:
     # --- messages ---
 
     def _messages(self, actions: Sequence[Action]) -> Iterator[PipelineMessage]:
-        """What the worker that does these actions sends to this one, in its order."""
+        """The messages that the worker with these actions sends to this one, in order."""
         for action in actions:
             is_gradient = action.kind != "forward"
             message = PipelineMessage(is_gradient, action.stage + (-1 if is_gradient else 1), action.micro_batch)
@@ -109,7 +109,7 @@ class Step:
                 yield message
 
     def _forms(self, message: PipelineMessage, *, wait: bool) -> Sequence[TensorForm] | None:
-        """The tensors of a message; None where they are not known yet and nobody is to wait for that."""
+        """The tensors of a message; None where they are not known yet and `wait` is False."""
         signature = self._calls[message.micro_batch].signature
         if message.is_gradient:
             form = self._links.known_form(message.stage + 1, signature)
@@ -120,7 +120,7 @@ class Step:
         return None if form is None else form.tensors
 
     def _post_next(self, source: int, *, wait: bool = False) -> None:
-        """Make room for the next message from a worker, so that it can arrive while this one computes."""
+        """Post the receive of the next message from a worker, so that it arrives while this one computes."""
         if self._expected[source]:
             message = self._expected[source][0]
             forms = self._forms(message, wait=wait)
@@ -219,7 +219,7 @@ class Step:
             del self._passes[key]
 
     def _take_gradients(self, action: Action, passed: _Pass) -> list[Tensor | None]:
-        """Of what left the stage; none for the loss."""
+        """The gradients of what left the stage; none for the loss."""
         if action.stage == self._links.num_stages - 1:
             return [None] * len(passed.left)
         message = PipelineMessage(True, action.stage, action.micro_batch)
@@ -233,7 +233,7 @@ class Step:
         passed.arrived = []
 
     def _input_half(self, passed: _Pass, gradients: list[Tensor | None], stage: nn.Module) -> None:
-        """Only what the stage before waits for."""
+        """Compute only the gradients that the stage before waits for."""
         if isinstance(stage, FSDPModule):  # its gradients are summed up where a backward pass ends, and that is once
             _differentiate(passed, gradients)
         elif not passed.arrived:

@@ -1,8 +1,7 @@
-"""What the layers of a chain take: time, memory, and what would be sent if a stage ended there."""
+"""Measures the layers of a traced model: time, memory, and what would be sent if a stage ended there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,36 +10,37 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.parallel.clock import Clock
-from paceline.parallel.pipeline.chain import Chain, untouched
+from paceline.parallel.pipeline.traced_layers import TracedLayers, untouched
+from paceline.parallel.pipeline.tracer import call_node
 from paceline.spec.model_cost import LayerCost
 
 # A model without values has no times: its layers are compared by their arithmetic, on a device of this speed.
 _FLOPS_PER_S = 1e12
 
 
-def measure_layers(chain: Chain, device: torch.device, num_repeats: int = 3) -> list[LayerCost]:
-    """The cost of every layer for the example that the chain was traced with.
+def measure_layers(traced: TracedLayers, device: torch.device, num_repeats: int = 3) -> list[LayerCost]:
+    """The cost of every layer for the example that the model was traced with.
 
     Layers run one by one, forward and backward, on the values they had in the trace; the fastest of `num_repeats` runs
     counts, which is the least disturbed. On the meta device times are in proportion to floating-point operations.
     Without an example every layer counts as much as its parameters.
     """
-    allowed = chain.may_begin()
+    allowed = traced.may_begin()
     counted: set[int] = set()
     costs = []
-    with untouched(chain.model):
-        for number, node in enumerate(chain.layers):
-            parameters = [p for p in _parameters(chain.model, node) if id(p) not in counted]
+    with untouched(traced.model):
+        for number, node in enumerate(traced.layers):
+            parameters = [p for p in _parameters(traced.model, node) if id(p) not in counted]
             counted.update(map(id, parameters))
             parameter_bytes = sum(p.numel() * p.element_size() for p in parameters)
             time_s, activation_bytes = float(parameter_bytes), 0
-            if chain.values:
-                time_s, activation_bytes = _time_layer(chain, node, device, num_repeats)
-            is_last = number + 1 == len(chain.layers)
-            crossing = [] if is_last else chain.crossing(number + 1)
-            output_bytes = sum(_size_bytes(chain.values.get(value)) for value in crossing)
+            if traced.values:
+                time_s, activation_bytes = _time_layer(traced, node, device, num_repeats)
+            is_last = number + 1 == len(traced.layers)
+            crossing = [] if is_last else traced.crossing(number + 1)
+            output_bytes = sum(tensor_bytes(traced.values.get(value)) for value in crossing)
             costs.append(
-                LayerCost(chain.name(number), time_s, parameter_bytes, activation_bytes, output_bytes, allowed[number])
+                LayerCost(traced.name(number), time_s, parameter_bytes, activation_bytes, output_bytes, allowed[number])
             )
     return costs
 
@@ -57,11 +57,12 @@ def _attribute(model: nn.Module, target: str) -> Any:
     return getattr(model.get_submodule(owner), name)
 
 
-def _size_bytes(value: Any) -> int:
+def tensor_bytes(value: Any) -> int:
+    """Bytes of all tensors in a value, however nested."""
     return sum(leaf.numel() * leaf.element_size() for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
 
 
-def _time_layer(chain: Chain, node: fx.Node, device: torch.device, num_repeats: int) -> tuple[float, int]:
+def _time_layer(traced: TracedLayers, node: fx.Node, device: torch.device, num_repeats: int) -> tuple[float, int]:
     """Seconds forward and backward, and bytes kept in between."""
 
     def fresh(value: Any) -> Any:
@@ -71,42 +72,41 @@ def _time_layer(chain: Chain, node: fx.Node, device: torch.device, num_repeats: 
         return copy.requires_grad_() * 1 if copy.is_floating_point() or copy.is_complex() else copy
 
     def inputs() -> tuple[Any, Any]:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda before: chain.values[before])
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda before: traced.values[before])
         # A step away from the leaves, so that a layer may change its inputs in place.
         found: tuple[Any, Any] = pytree.tree_map(fresh, (args, kwargs))
         return found
 
-    call = _callable(chain.model, node)
     kept: dict[int, int] = {}
-    own = {p.data_ptr() for p in _parameters(chain.model, node)}
+    own = {p.data_ptr() for p in _parameters(traced.model, node)}
 
     def keep(tensor: Tensor) -> Tensor:
         if tensor.data_ptr() not in own or tensor.is_meta:
             kept[tensor.data_ptr() or id(tensor)] = tensor.numel() * tensor.element_size()
         return tensor
 
-    if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(chain.values[node])):
+    if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(traced.values[node])):
         args, kwargs = inputs()
         with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            _backward(call(*args, **kwargs), None)
+            backward(call_node(traced.model, node, args, kwargs))
         return counter.get_total_flops() / _FLOPS_PER_S, sum(kept.values())
     clock = Clock(device)
     times_s = []
     for repeat in range(1 + num_repeats):  # the first warms up
         args, kwargs = inputs()
-        grads = pytree.tree_map_only(Tensor, torch.ones_like, chain.values[node])
+        grads = pytree.tree_map_only(Tensor, torch.ones_like, traced.values[node])
         begin = clock.mark()
         if repeat == 0:
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-                _backward(call(*args, **kwargs), grads)
+                backward(call_node(traced.model, node, args, kwargs), grads)
         else:
-            _backward(call(*args, **kwargs), grads)
+            backward(call_node(traced.model, node, args, kwargs), grads)
         times_s.append(clock.seconds(begin, clock.mark()))
     return min(times_s[1:]), sum(kept.values())
 
 
-def _backward(output: Any, grads: Any) -> None:
-    """As in training, but gradients of parameters go nowhere."""
+def backward(output: Any, grads: Any = None) -> None:
+    """Differentiate every tensor of `output`, by `grads` or ones."""
     leaves = pytree.tree_leaves(output)
     weights = pytree.tree_leaves(grads) if grads is not None else [None] * len(leaves)
     roots = [
@@ -118,12 +118,3 @@ def _backward(output: Any, grads: Any) -> None:
         outputs = [leaf for leaf, _ in roots]
         given = [torch.ones_like(leaf) if weight is None else weight for leaf, weight in roots]
         torch.autograd.backward(outputs, given)
-
-
-def _callable(model: nn.Module, node: fx.Node) -> Callable[..., Any]:
-    target: Any = node.target
-    if node.op == "call_module":
-        return model.get_submodule(target)
-    if node.op == "call_method":
-        return lambda first, *args, **kwargs: getattr(first, target)(*args, **kwargs)
-    return target  # type: ignore[no-any-return]

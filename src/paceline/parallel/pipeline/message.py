@@ -10,7 +10,6 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -135,14 +134,3 @@ def to_bytes(plain: Any) -> Tensor:
 
 def from_bytes(text: Tensor) -> Any:
     return json.loads(text.cpu().numpy().tobytes())
-
-
-def broadcast_json(plain: Any, source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
-    """What the rank `source` of the group has, for all of its ranks; a collective."""
-    text = to_bytes(plain).to(device)
-    length = torch.tensor([len(text)], device=device)
-    dist.broadcast(length, group_src=source, group=group)
-    if dist.get_rank(group) != source:
-        text = torch.empty(int(length), dtype=torch.uint8, device=device)
-    dist.broadcast(text, group_src=source, group=group)
-    return from_bytes(text)

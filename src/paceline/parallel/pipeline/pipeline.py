@@ -1,8 +1,9 @@
-"""One worker's part of a pipeline: its stages, and the acts that it and the other workers do together."""
+"""One worker's stages of a pipeline, and the collectives that it and the other workers take part in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,17 +12,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from paceline.errors import JobError, ModelError
+from paceline.object_collectives import broadcast_object
 from paceline.parallel.engine import statistics_dtype
 from paceline.parallel.pipeline.calls import Calls, MicroBatch, generator_state, set_generator_state
-from paceline.parallel.pipeline.chain import Chain, trace
-from paceline.parallel.pipeline.cut import cut_table
+from paceline.parallel.pipeline.cut import find_cut
 from paceline.parallel.pipeline.executor import Step
-from paceline.parallel.pipeline.layer_costs import measure_layers
-from paceline.parallel.pipeline.message import TensorForm, broadcast_json
+from paceline.parallel.pipeline.message import TensorForm
 from paceline.parallel.pipeline.schedules import Schedule, make_schedule
-from paceline.parallel.pipeline.stage import Stage, Stages
+from paceline.parallel.pipeline.stage import Stage, Stages, stages_of
+from paceline.parallel.pipeline.traced_layers import TracedLayers, trace
 from paceline.parallel.pipeline.transfers import Arrival, Outbox, StageLinks
-from paceline.partition import StageLimits, best_cut
+from paceline.partition import StageLimits
 from paceline.spec import PipelineSpec
 
 
@@ -41,7 +42,7 @@ class Pipeline:
         timeout_s: float = 600.0,
         before_last_backward: Callable[[nn.Module], None] = lambda _stage: None,
     ) -> None:
-        """A common act of all workers of `group`, and of `agreement`.
+        """A collective of all workers of `group`, and of `agreement`.
 
         Args:
             model: the whole model, alike on all workers; it may be on the meta device. What is not in this worker's
@@ -49,54 +50,46 @@ class Pipeline:
             example: the arguments the model is called with, for a few samples; None: layers count by their parameters,
                 and the model must not ask for the sizes of its inputs.
             limits: what a stage should hold; where the user cuts, nothing limits it. Where no cut keeps them the
-                fastest is taken, and the table says so.
+                fastest is taken, and a note says so.
             agreement: workers that all have to cut alike, such as those of all replicas; None: those of `group`.
             timeout_s: how long NCCL waits for a message; Gloo waits as long as `group` says.
             before_last_backward: told a stage just before its last backward pass of a step.
 
         Raises:
             ModelError: the model cannot be cut, or not into as many stages.
-            JobError: a schedule, or names of cuts, that cannot be meant.
+            JobError: an invalid schedule, or invalid names in `cuts`.
         """
-        if spec.stages_per_worker > 1 and spec.schedule in ("gpipe", "1f1b"):
-            raise JobError(
-                f"pipeline.stages_per_worker = {spec.stages_per_worker} needs pipeline.schedule = 'interleaved' or "
-                f"'zero_bubble'; '{spec.schedule}' gives every worker one stage."
-            )
+        _check_schedule(spec)
         self._spec = spec
         self._device = device
         self._before_last_backward = before_last_backward
         self._dtype = statistics_dtype(model)
         self._links = links = StageLinks(group, spec.stages_per_worker, device, timeout_s)
-        chain = trace(model, example)
-        self._calls = Calls(model, chain.fixed, device)
-        starts, self._draws, self.table = _agreed_cut(chain, spec, limits or StageLimits(), links, agreement or group)
-        """The cut for people, with the times it was made by."""
-        self.cuts = tuple(chain.name(start) for start in starts[1:])
-        """The layers that begin a stage, all but the first's."""
+        traced = trace(model, example)
+        self._calls = Calls(model, traced.fixed, device)
+        cut = _agreed_cut(traced, spec, limits or StageLimits(), links, agreement or group)
+        self._draws = cut.draws
+        self.cuts = tuple(traced.name(start) for start in cut.starts[1:])
+        """The layers that begin a stage, all but the first's; such as `PipelineSpec.cuts` takes."""
         self.notes = (
             f"the model is cut into {links.num_stages} stages on {links.num_workers} workers, before "
             + ", ".join(self.cuts),
+            *cut.notes,
         )
-        stops = [*starts[1:], len(chain.layers)]
-        everywhere = [Stage(chain, start, stop) for start, stop in zip(starts, stops, strict=True)]
-        used = {name for stage in everywhere for name, _ in _tensors(stage)}
-        for name, _ in _tensors(model):
-            if name not in used:
-                everywhere[0].keep(model, name)
+        everywhere = stages_of(traced, cut.starts)
         self._stages = {n: stage for n, stage in enumerate(everywhere) if links.owner(n) == links.rank}
         self.shared_parameters = _shared_parameters(model, everywhere, links)
         """Parameters of this worker that others have too, and their ranks in the group; in the order of the model."""
         self.stages: list[nn.Module] = list(self._stages.values())
         """This worker's, in their order."""
         self.module: nn.Module = Stages(list(self._stages.values()), self._evaluate)
-        """This worker's part of the model; called, the whole of it."""
+        """This worker's stages as one module; called, it computes the whole model."""
         self._schedules: dict[int, Schedule] = {}
         self.draws_unexpectedly = False
         """Whether a stage of this worker drew random numbers in the last step that did not when the model was cut."""
 
     def train_step(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Forward and backward of all micro-batches; a common act of all workers, with as many of them on each.
+        """Forward and backward of all micro-batches; a collective of all workers, with as many of them on each.
 
         Gradients are left in `.grad`: sums over micro-batches, and over workers where several have a parameter.
 
@@ -185,51 +178,51 @@ class Pipeline:
         return links.broadcast_last(values[0] if links.num_stages - 1 in self._stages else None, call.signature)
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers under all their names."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
+def _check_schedule(spec: PipelineSpec) -> None:
+    if spec.stages_per_worker > 1 and spec.schedule in ("gpipe", "1f1b"):
+        raise JobError(
+            f"pipeline.stages_per_worker = {spec.stages_per_worker} needs pipeline.schedule = 'interleaved' or "
+            f"'zero_bubble'; '{spec.schedule}' gives every worker one stage."
+        )
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Where stages begin, as all workers of all replicas have to agree."""
+
+    starts: tuple[int, ...]
+    """The first layer of every stage."""
+    draws: tuple[bool, ...]
+    """Whether each stage may draw random numbers."""
+    notes: tuple[str, ...]
 
 
 def _agreed_cut(
-    chain: Chain, spec: PipelineSpec, limits: StageLimits, links: StageLinks, agreement: dist.ProcessGroup
-) -> tuple[tuple[int, ...], tuple[bool, ...], str]:
-    """The first layer of every stage, which stages may draw random numbers, and the cut as a table.
-
-    Layers take another time on every worker; the first one's count for all.
-    """
+    traced: TracedLayers, spec: PipelineSpec, limits: StageLimits, links: StageLinks, agreement: dist.ProcessGroup
+) -> _Cut:
+    """The user's cut, or the one that is found by the first worker's times: layers take another time on each."""
     answer: Any = None
     if dist.get_rank(agreement) == 0:
         try:
-            answer = _cut(chain, spec, limits, links)
+            answer = _cut(traced, spec, limits, links)
         except (ModelError, JobError) as problem:
             answer = {type(problem).__name__: str(problem)}
-    answer = broadcast_json(answer, 0, agreement, links.device)
-    if isinstance(answer, dict):
-        ((kind, sentence),) = answer.items()
-        raise {"ModelError": ModelError, "JobError": JobError}[kind](sentence)
-    starts, draws, table = answer
-    return tuple(starts), tuple(draws), table
+    answer = broadcast_object(answer, agreement, [_Cut])
+    if isinstance(answer, _Cut):
+        return answer
+    ((kind, sentence),) = answer.items()
+    raise {"ModelError": ModelError, "JobError": JobError}[kind](sentence)
 
 
-def _cut(
-    chain: Chain, spec: PipelineSpec, limits: StageLimits, links: StageLinks
-) -> tuple[tuple[int, ...], tuple[bool, ...], str]:
-    # Where the user cuts, times are only for the table.
-    costs = measure_layers(chain, links.device, num_repeats=1 if spec.cuts else 3)
-    doubt = ""
+def _cut(traced: TracedLayers, spec: PipelineSpec, limits: StageLimits, links: StageLinks) -> _Cut:
+    notes: tuple[str, ...] = ()
     if spec.cuts:
-        starts = chain.starts(spec.cuts, links.num_stages)
+        starts = traced.starts(spec.cuts, links.num_stages)
     else:
-        try:
-            starts = best_cut(costs, links.num_stages, limits)
-        except ModelError as problem:  # what layers keep is an upper bound: what does not fit by it may fit
-            starts = best_cut(costs, links.num_stages)
-            doubt = f"\n{problem}"
-    stops = [*starts[1:], len(chain.layers)]
-    draws = [True] * len(chain.layers) if chain.draws is None else chain.draws
-    by_stage = tuple(any(draws[start:stop]) for start, stop in zip(starts, stops, strict=True))
-    return starts, by_stage, cut_table(costs, starts, links.num_workers) + doubt
+        starts, notes = find_cut(traced, links.num_stages, limits, links.device)
+    draws = [True] * len(traced.layers) if traced.draws is None else traced.draws
+    stops = [*starts[1:], len(traced.layers)]
+    return _Cut(starts, tuple(any(draws[start:stop]) for start, stop in zip(starts, stops, strict=True)), notes)
 
 
 def _shared_parameters(model: nn.Module, stages: Sequence[Stage], links: StageLinks) -> dict[str, tuple[int, ...]]:

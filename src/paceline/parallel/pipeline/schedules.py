@@ -1,7 +1,7 @@
-"""Who does what when in a pipeline: schedules as ordered actions of every worker, and what they cost.
+"""Pipeline schedules: the ordered actions of every worker, and what they cost.
 
-Stage s lives on worker s % num_workers. A schedule is found by letting the workers act in turns of made-up length and
-writing down what they do: whatever comes out respects all dependencies, for any number of micro-batches.
+Stage s lives on worker s % num_workers. A schedule is found by simulating workers whose
+actions take unit times, so it respects all dependencies, for any number of micro-batches.
 
 GPipe: Huang et al. 2019. 1F1B: Narayanan et al. 2019 ("PipeDream"), flushed every step. Interleaved 1F1B: Narayanan
 et al. 2021, section 2.2. Zero-bubble: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", ZB-H1.
@@ -105,7 +105,7 @@ def _play(
 
 
 class _Player:
-    """One worker while a schedule is found: does the first thing that is possible and allowed."""
+    """One worker in the simulation that finds a schedule: takes the first action that is possible and allowed."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class _Player:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a schedule would take."""
+    """The time, waiting and memory of a schedule."""
 
     makespan_s: float
     bubble: float
@@ -177,7 +177,7 @@ def simulate(schedule: Schedule, seconds: Callable[[Action], float], hop_s: floa
         hop_s: how long a message takes from worker to worker; the sender goes on meanwhile.
 
     Raises:
-        ValueError: the workers would wait for each other for ever.
+        ValueError: the schedule deadlocks.
     """
     num_workers = len(schedule)
     num_stages = 1 + max((action.stage for actions in schedule for action in actions), default=-1)
@@ -198,7 +198,7 @@ def simulate(schedule: Schedule, seconds: Callable[[Action], float], hop_s: floa
                 next_up[worker] += 1
                 num_left -= 1
         if num_left == num_before:
-            raise ValueError("the workers of this schedule wait for each other")
+            raise ValueError("this schedule deadlocks: its workers wait for each other")
     makespan_s = max(clock, default=0.0)
     busy_s = sum(seconds(action) for actions in schedule for action in actions)
     bubble = 1 - busy_s / (num_workers * makespan_s) if makespan_s else 0.0

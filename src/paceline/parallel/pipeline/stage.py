@@ -9,25 +9,25 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from paceline.parallel.pipeline.chain import Chain
-from paceline.parallel.pipeline.tracer import argument_of
+from paceline.parallel.pipeline.traced_layers import TracedLayers
+from paceline.parallel.pipeline.tracer import argument_of, call_node
 
 
 class Stage(nn.Module):
-    """Neighbouring layers of a chain: takes the values that cross the cut before it, gives those of the cut behind it.
+    """Consecutive layers of a model: takes the values that cross the cut before it, gives those of the cut behind it.
 
     The last stage gives one value, the model's output.
     """
 
-    def __init__(self, chain: Chain, start: int, stop: int) -> None:
+    def __init__(self, traced: TracedLayers, start: int, stop: int) -> None:
         super().__init__()
-        self._arriving = chain.crossing(start)
-        self._layers = chain.layers[start:stop]
-        self._in_evaluation = chain.in_evaluation
-        self._modes = chain.modes
-        self._is_last = stop == len(chain.layers)
-        self._leaving = [] if self._is_last else chain.crossing(stop)
-        output = chain.graph.output_node()
+        self._arriving = traced.crossing(start)
+        self._layers = traced.layers[start:stop]
+        self._in_evaluation = traced.in_evaluation
+        self._modes = traced.modes
+        self._is_last = stop == len(traced.layers)
+        self._leaving = [] if self._is_last else traced.crossing(stop)
+        output = traced.graph.output_node()
         self._output = output.args[0]
         used = [node for layer in self._layers for node in layer.all_input_nodes]
         if self._is_last:
@@ -36,16 +36,12 @@ class Stage(nn.Module):
         self._attributes = {node: str(node.target) for node in used if node.op == "get_attr"}
         self._dropped = self._last_uses()
         modules = [str(layer.target) for layer in self._layers if layer.op == "call_module"]
-        # In an order of which every process thinks alike: other workers have the same stage, and add up its gradients.
+        # In the same order in every process: other workers have the same stage, and sum its gradients by position.
         for name in sorted(dict.fromkeys([*modules, *self._attributes.values()]), key=lambda name: name.count(".")):
-            self._attach(chain.model, name)
-
-    def keep(self, model: nn.Module, name: str) -> None:
-        """Hold a parameter or buffer that no layer uses, so that all stages together have all of `model`."""
-        self._attach(model, name)
+            self._attach(traced.model, name)
 
     def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
-        """What nobody needs any more after each layer."""
+        """The values that are not needed any more after each layer."""
         needed = set(self._leaving)
         if self._is_last:
             fx.node.map_arg(self._output, lambda node: needed.add(node))
@@ -56,7 +52,7 @@ class Stage(nn.Module):
         return dropped
 
     def as_fx_graph(self) -> fx.Graph:
-        """What the stage computes, as torch.fx has it; for those who look for layers that follow each other."""
+        """The graph of the stage's layers, in which tensor parallelism finds layers that follow each other."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in self._arriving}
         for node in (*self._arguments, *self._attributes, *self._layers):
@@ -74,7 +70,7 @@ class Stage(nn.Module):
             original = getattr(original, part)
             if part not in owner._modules:
                 kind = type(original)
-                # Of the same kind where it only lists others: whoever looks for lists of layers still finds them.
+                # A list of modules stays one: sharding and activation checkpointing look for lists of layers.
                 owner.add_module(part, kind() if kind in (nn.Sequential, nn.ModuleList, nn.ModuleDict) else nn.Module())
             owner = getattr(owner, part)
         value = getattr(original, last)
@@ -98,26 +94,34 @@ class Stage(nn.Module):
             args, kwargs = fx.node.map_arg(called_with, values.__getitem__)
             mode = self._modes.get(layer)
             with nullcontext() if mode is None else mode.applied():
-                values[layer] = self._compute(layer, args, kwargs)
+                values[layer] = call_node(self, layer, args, kwargs)
             for node in self._dropped[layer]:
                 values.pop(node, None)
         if self._is_last:
             return (fx.node.map_arg(self._output, values.__getitem__),)
         return tuple(values[node] for node in self._leaving)
 
-    def _compute(self, layer: fx.Node, args: Any, kwargs: Any) -> Any:
-        target: Any = layer.target
-        if layer.op == "call_module":
-            return self.get_submodule(target)(*args, **kwargs)
-        if layer.op == "call_method":
-            return getattr(args[0], target)(*args[1:], **kwargs)
-        return target(*args, **kwargs)
+
+def stages_of(traced: TracedLayers, starts: Sequence[int]) -> list[Stage]:
+    """The stages that begin with these layers; the first one holds what no layer uses, too."""
+    stages = [Stage(traced, start, stop) for start, stop in zip(starts, [*starts[1:], len(traced.layers)], strict=True)]
+    used = {name for stage in stages for name in _tensor_names(stage)}
+    for name in _tensor_names(traced.model):
+        if name not in used:
+            stages[0]._attach(traced.model, name)
+    return stages
+
+
+def _tensor_names(model: nn.Module) -> list[str]:
+    """All names of parameters and buffers."""
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return [name for name, _ in tensors]
 
 
 class Stages(nn.Module):
     """The stages of one worker as one module, with the names of the whole model.
 
-    Called, it is the whole model, for evaluation: a common act of all workers of the pipeline, and everyone gets the
+    Called, it is the whole model, for evaluation: a collective of all workers of the pipeline, each of which gets the
     output.
     """
 
@@ -143,7 +147,7 @@ class Stages(nn.Module):
         return destination
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As of any module; every stage takes what is its own."""
+        """As `nn.Module.load_state_dict`; every stage takes what is its own."""
         own = set(self.state_dict())
         missing = sorted(own - state_dict.keys())
         unexpected = sorted(state_dict.keys() - own)

@@ -1,7 +1,7 @@
-"""torch.fx that runs the model on an example while it writes down what the model does.
+"""A torch.fx tracer that computes every operation on an example while it records it.
 
 So questions about sizes have answers: which way a branch goes, how often a loop runs, what a number is. What was
-answered is fixed in the graph; whoever traces has to see to it that it does not depend on the number of samples.
+answered is fixed in the graph; `traced_layers` checks that it does not depend on the number of samples.
 """
 
 from __future__ import annotations
@@ -24,23 +24,11 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 # Functions that make a tensor from numbers: torch.fx looks into none of them by itself, and a constant is none that a
 # stage would have, nor a random tensor always the same one.
 _FACTORIES = (
-    "arange",
-    "empty",
-    "eye",
-    "full",
-    "linspace",
-    "ones",
-    "rand",
-    "randint",
-    "randn",
-    "randperm",
-    "tensor",
-    "tril_indices",
-    "triu_indices",
-    "zeros",
-)
+    "arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor",
+    "tril_indices", "triu_indices", "zeros",
+)  # fmt: skip
 _QUESTIONS = ("finfo", "iinfo")
-"""Of a tensor's dtype, which is another one under autocast."""
+"""Functions of a tensor's dtype, which is another one under autocast."""
 
 
 Autocast = tuple[str, torch.dtype, bool]
@@ -81,7 +69,7 @@ class GraphTracer(fx.Tracer):
         self.fixed_arguments: dict[str, Any] | None = None
         """Arguments that the example left at their defaults."""
         self.modes: dict[fx.Node, Mode] = {}
-        """Of what is computed in another way than what is around the model."""
+        """The modes of nodes that are not computed in the mode around the model."""
         self.took_numbers = False
         """Whether a number of the example has become a number of the graph."""
         self._arguments: dict[str, Any] | None = None
@@ -144,12 +132,8 @@ class GraphTracer(fx.Tracer):
             value = self._arguments[argument_of(node, self._arguments)]
         elif node.op == "get_attr":
             value = operator.attrgetter(target)(self.root)
-        elif node.op == "call_module":
-            value = self.root.get_submodule(target)(*args, **kwargs)
-        elif node.op == "call_method":
-            value = getattr(args[0], target)(*args[1:], **kwargs)
         else:
-            value = target(*args, **kwargs)
+            value = call_node(self.root, node, args, kwargs)
         self.values[node] = value
         if self.draws is not None and before is not None and not torch.equal(before, generator_state(self._device)):
             self.draws.add(node)
@@ -180,7 +164,7 @@ class GraphTracer(fx.Tracer):
         return value
 
     def length(self, node: fx.Node) -> int:
-        """Of a tensor or a sequence; fixed from now on, too."""
+        """The length of a tensor or a sequence; fixed from now on, too."""
         value = self.values.get(node)
         if value is None:
             _refuse("it asks for a length")
@@ -255,6 +239,16 @@ class _Value(fx.Proxy):
 
 class _Attribute(fx.proxy.Attribute, _Value):
     """What was asked of a value with a dot."""
+
+
+def call_node(model: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """What a layer of the graph computes of these arguments."""
+    target: Any = node.target
+    if node.op == "call_module":
+        return model.get_submodule(target)(*args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], target)(*args[1:], **kwargs)
+    return target(*args, **kwargs)
 
 
 def argument_of(placeholder: fx.Node, names: Collection[str]) -> str:

@@ -1,4 +1,4 @@
-"""Messages between the workers of a pipeline: values in strict order, with a description the first time.
+"""Sends and receives the messages between the workers of a pipeline: in strict order, with a form the first time.
 
 A message is sent without waiting and received in the order in which its sender's schedule sends, so it needs no
 address: all that Gloo and NCCL promise is that messages between two workers keep their order.
@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.errors import ModelError
-from paceline.parallel.pipeline.message import MessageForm, TensorForm, broadcast_json, from_bytes, to_bytes
+from paceline.object_collectives import broadcast_object
+from paceline.parallel.pipeline.message import MessageForm, TensorForm, from_bytes, to_bytes
 
 
 class Outbox:
@@ -57,12 +58,12 @@ class Arrival:
 
 
 class StageLinks:
-    """What one worker of a pipeline knows of the others: who they are, how to reach them, what they will send."""
+    """The process groups by which one worker reaches the others, and the known forms of what they send."""
 
     def __init__(
         self, group: dist.ProcessGroup, stages_per_worker: int, device: torch.device, timeout_s: float
     ) -> None:
-        """A common act of all workers of `group`."""
+        """A collective of all workers of `group`."""
         self.rank, self.num_workers = dist.get_rank(group), dist.get_world_size(group)
         self.num_stages = self.num_workers * stages_per_worker
         self.device = device
@@ -96,7 +97,7 @@ class StageLinks:
         return Arrival(forms, self.device, self._channel(source, self.rank), source)
 
     def send_values(self, stage: int, signature: Hashable, values: Sequence[Any], outbox: Outbox) -> MessageForm:
-        """Send to a stage what arrives there, and what that is made of unless it has been said before."""
+        """Send values to a stage, and before the first of their kind their form."""
         form, tensors = MessageForm.of(values)
         known = self._forms.setdefault((stage, signature), form)
         to = self.owner(stage)
@@ -115,7 +116,7 @@ class StageLinks:
         return form
 
     def receive_form(self, stage: int, signature: Hashable) -> MessageForm:
-        """What is going to arrive at a stage; waits for its sender to say so where it has not before."""
+        """The form of what a stage is sent; received from the sender before the first message of its kind."""
         form = self.known_form(stage, signature)
         if form is None:
             source = self.owner(stage - 1)
@@ -126,12 +127,12 @@ class StageLinks:
         return form
 
     def broadcast_last(self, value: Any, signature: Hashable) -> Any:
-        """The last stage's `value` for all workers; a common act."""
+        """The last stage's `value` for all workers; a collective."""
         source = self.owner(self.num_stages - 1)
         key = (self.num_stages, signature)
         form, tensors = MessageForm.of([value])
         if key not in self._forms:
-            plain = broadcast_json(form.to_plain() if self.rank == source else None, source, self.group, self.device)
+            plain = broadcast_object(form.to_plain() if self.rank == source else None, self.group, source=source)
             self._forms[key] = form if self.rank == source else MessageForm.from_plain(plain)
         if self.rank != source:
             form = self._forms[key]

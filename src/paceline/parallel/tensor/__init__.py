@@ -12,6 +12,7 @@ from dataclasses import replace
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from paceline.errors import ModelError
 from paceline.parallel.tensor.apply import apply_plan
 from paceline.parallel.tensor.finder import LARGE, find_plan
 from paceline.parallel.tensor.plan import TensorPlan, given_plan, styles_of_model
@@ -68,6 +69,13 @@ def tensor_parallel(
     else:
         here = {name for name, _ in model.named_modules()}
         plan = replace(given, styles={name: style for name, style in given.styles.items() if name in here})
+        for name, entry in plan.entries.items():
+            for other in (*entry.get("same_input", ()), *entry.get("gather_channels", ())):
+                if other not in here:
+                    raise ModelError(
+                        f"The tensor plan's '{name}' is shared together with '{other}', which is in another stage of "
+                        "the pipeline; cut the model elsewhere (pipeline.cuts), or leave one of them out of the plan."
+                    )
         if sequence_parallel and not any("sequence" in style for style in plan.styles.values()):
             plan = add_sequence_regions(model, plan)
     apply_plan(model, axis, plan)

@@ -97,7 +97,7 @@ def redistribute_rows(own: Tensor, num_blocks: int, axis: DeviceMesh) -> Tensor:
 
 
 def rows_to_send(num_rows: int, num_blocks: int, degree: int) -> list[list[int]]:
-    """How many rows each worker (outer list) has of what each one needs, itself included."""
+    """How many rows each worker (outer list) holds of those that each worker needs, itself included."""
     workers = range(degree)
     return [[sum(b - a for a, b in _runs(num_rows, num_blocks, degree, h, u)) for u in workers] for h in workers]
 
@@ -111,7 +111,7 @@ def _runs(num_rows: int, num_blocks: int, degree: int, holder: int, user: int) -
 
 
 def block_runs(num_rows: int, num_blocks: int, degree: int, rank: int) -> list[tuple[int, int]]:
-    """The rows start … stop - 1 of `rank`'s part of every block, in order."""
+    """The rows start … stop - 1 of `rank`'s slice of every block, in order."""
     block = num_rows // num_blocks
     start, stop = slice_of(block, degree, rank)
     return [(first + start, first + stop) for first in range(0, num_rows, block)]
@@ -123,7 +123,7 @@ def memory_order(tensor: Tensor) -> tuple[list[int], list[int]]:
     A dropout behind an exchange draws the numbers of one device only if its input lies as it would there.
     """
     order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
-    if not tensor.permute(order).is_contiguous():  # a view with gaps, or stretched: whatever is made of it is new
+    if not tensor.permute(order).is_contiguous():  # a view with gaps, or expanded: its copy has another order
         order = list(range(tensor.dim()))
     return order, sorted(range(len(order)), key=order.__getitem__)
 
@@ -136,7 +136,7 @@ def _all_reduce(term: Tensor, axis: DeviceMesh) -> Tensor:
 
 
 def _filled(tensor: Tensor, dim: int, length: int) -> Tensor:
-    """As long as that along `dim`, with zeros behind: collectives want equal parts."""
+    """The tensor padded with zeros to `length` along `dim`: collectives want slices of equal length."""
     missing = length - tensor.shape[dim]
     return F.pad(tensor, (*(0, 0) * (tensor.dim() - 1 - dim), 0, missing)) if missing else tensor
 

@@ -111,7 +111,7 @@ class VocabularyEmbedding(nn.Embedding):
         start, stop = slice_of(self.num_embeddings, self.axis.size(), self.axis.get_local_rank())
         is_own = (input >= start) & (input < stop)
         if input.device.type == "cpu" and not bool(((input >= 0) & (input < self.num_embeddings)).all()):
-            raise IndexError("index out of range in self")  # torch's words; nobody would hold that one
+            raise IndexError("index out of range in self")  # torch's words; no worker holds that one
         padding = None
         if self.padding_idx is not None and start <= self.padding_idx < stop:
             padding = self.padding_idx - start
@@ -155,7 +155,7 @@ class Product:
 
     @property
     def is_by_output(self) -> bool:
-        """Whether the matrix is shared out so that each worker can compute some of the outputs."""
+        """Whether each worker has the part of the matrix that makes some of the outputs."""
         return isinstance(self.matrix, DTensor) and self.matrix.placements == (Shard(0 if self.is_transposed else 1),)
 
     def compute(self, input: Tensor, matrix: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import ModelError
-from paceline.parallel.pipeline import cut_table, stage_limits
+from paceline.parallel.pipeline import stage_limits
 from paceline.partition import StageLimits, best_cut
 from paceline.spec import Mesh, PipelineSpec
 from paceline.spec.mesh import ScheduleName
@@ -68,14 +68,6 @@ def test_of_equally_fast_cuts_the_one_that_sends_less() -> None:
     sent = (50, 10, 50, 0)
     costs = [LayerCost(str(number), time_s, output_bytes=sent[number]) for number, time_s in enumerate((4, 0, 0, 4))]
     assert best_cut(costs, 2) == (0, 2)
-
-
-def test_the_table_says_where_stages_begin_and_how_long_they_take() -> None:
-    costs = [LayerCost(name, time_s) for name, time_s in (("stem", 0.001), ("block", 0.002), ("head", 0.001))]
-    lines = cut_table(costs, (0, 1), num_workers=2).splitlines()
-    assert len(lines) == 3
-    assert "stem" in lines[1] and "25.0%" in lines[1]
-    assert "block" in lines[2] and "head" in lines[2] and "75.0%" in lines[2]
 
 
 MIB = 2.0**20

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from paceline.parallel.pipeline.chain import trace
 from paceline.parallel.pipeline.stage import Stage
+from paceline.parallel.pipeline.traced_layers import trace
 
 
 def test_parameters_come_in_the_models_order_in_every_process() -> None:

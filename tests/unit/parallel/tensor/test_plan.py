@@ -12,7 +12,7 @@ from torch import nn
 
 from paceline.errors import ModelError
 from paceline.models import build
-from paceline.parallel.tensor import TensorPlan, declared_plan, find_plan, given_plan
+from paceline.parallel.tensor import TensorPlan, declared_plan, find_plan, given_plan, tensor_parallel
 from paceline.parallel.tensor.plan import parse_style
 from paceline.spec import ModelSpec, Plan
 from tests.ranks.tensor_zoo import Gated, SeparateHeads
@@ -101,3 +101,10 @@ def test_a_layer_with_too_few_features_is_refused_with_what_would_do() -> None:
     grouped = nn.Sequential(nn.Conv2d(6, 6, 1, groups=3))
     with pytest.raises(ModelError, match="'0' with 3 groups cannot be shared as channels by 2 workers; use 1 or 3"):
         given_plan(grouped, {"0": "channels + gather_output"}, 2)
+
+
+def test_layers_that_are_shared_together_stay_in_one_stage() -> None:
+    behind = nn.ModuleDict({"pool": nn.MaxPool2d(2)})
+    axis: Any = None
+    with pytest.raises(ModelError, match="'pool' is shared together with 'conv', which is in another stage"):
+        tensor_parallel(behind, axis, given=TensorPlan(2, {"conv": "channels", "pool": "gather_channels(conv)"}))

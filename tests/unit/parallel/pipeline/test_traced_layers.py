@@ -1,4 +1,4 @@
-"""Models as chains of layers: what is found in them, where they may be cut, and what is said when they cannot."""
+"""Models as sequences of layers: what is found in them, where they may be cut, and what is said when they cannot."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from torch.utils import _pytree as pytree
 
 from paceline.errors import JobError, ModelError
 from paceline.models import MODELS
-from paceline.parallel.pipeline.chain import Chain, trace
 from paceline.parallel.pipeline.layer_costs import measure_layers
 from paceline.parallel.pipeline.stage import Stage, Stages
+from paceline.parallel.pipeline.traced_layers import TracedLayers, trace
 
 CPU = torch.device("cpu")
 
 
-def names(chain: Chain) -> list[str]:
-    return [chain.name(number) for number in range(len(chain.layers))]
+def names(traced: TracedLayers) -> list[str]:
+    return [traced.name(number) for number in range(len(traced.layers))]
 
 
-def run_in_stages(chain: Chain, starts: list[int], *args: Any, training: bool = True) -> Any:
+def run_in_stages(traced: TracedLayers, starts: list[int], *args: Any, training: bool = True) -> Any:
     """The model's output, stage after stage."""
-    arguments = inspect.signature(chain.model.forward).bind(*args)
+    arguments = inspect.signature(traced.model.forward).bind(*args)
     arguments.apply_defaults()
     values: tuple[Any, ...] = ()
-    for start, stop in zip(starts, [*starts[1:], len(chain.layers)], strict=True):
-        values = Stage(chain, start, stop).train(training)(arguments.arguments, *values)
+    for start, stop in zip(starts, [*starts[1:], len(traced.layers)], strict=True):
+        values = Stage(traced, start, stop).train(training)(arguments.arguments, *values)
     return values[0]
 
 
@@ -44,11 +44,11 @@ def test_cut_anywhere_a_model_computes_the_same(name: str) -> None:
     model = MODELS[name](**options.get(name, {})).eval()
     shape = (2, 1, 28, 28) if name == "lenet" else (2, 3, 16, 16)
     example = torch.randint(11, (2, 5)) if name == "gpt" else torch.randn(shape)
-    chain = trace(model, (example,))
-    assert all(chain.may_begin())
+    traced = trace(model, (example,))
+    assert all(traced.may_begin())
     with torch.no_grad():
-        assert torch.equal(run_in_stages(chain, list(range(len(chain.layers))), example), model(example))
-    stages = Stages([Stage(chain, 0, 2), Stage(chain, 2, len(chain.layers))], None)
+        assert torch.equal(run_in_stages(traced, list(range(len(traced.layers))), example), model(example))
+    stages = Stages([Stage(traced, 0, 2), Stage(traced, 2, len(traced.layers))], None)
     state = stages.state_dict()
     assert set(state) == set(model.state_dict())
     assert {name for name, _ in stages.named_parameters()} == {name for name, _ in model.named_parameters()}
@@ -81,15 +81,15 @@ class Decoder(nn.Module):
 def test_a_model_that_asks_for_sizes_and_skips_blocks_can_be_cut() -> None:
     model = Decoder()
     tokens, scale = torch.randint(7, (2, 5)), torch.tensor(0.5)
-    chain = trace(model, (tokens, scale))
-    assert chain.fixed == {"mask": None}
+    traced = trace(model, (tokens, scale))
+    assert traced.fixed == {"mask": None}
     expected = model(tokens, scale)
-    starts = [number for number, allowed in enumerate(chain.may_begin()) if allowed]
-    output = run_in_stages(chain, starts, tokens, scale)
+    starts = [number for number, allowed in enumerate(traced.may_begin()) if allowed]
+    output = run_in_stages(traced, starts, tokens, scale)
     assert torch.equal(output["logits"], expected["logits"])
     assert torch.equal(output["first"], expected["first"])
     # The last stages still need what the first computed.
-    assert len(chain.crossing(chain.starts(["blocks.2"], 2)[1])) > 1
+    assert len(traced.crossing(traced.starts(["blocks.2"], 2)[1])) > 1
 
 
 class Refilled(nn.Module):
@@ -112,9 +112,9 @@ class Refilled(nn.Module):
 
 
 def test_what_changes_in_place_and_what_has_buffers_stays_together() -> None:
-    chain = trace(Refilled(), (torch.randn(3, 4),))
-    assert names(chain) == ["first", "second", "add_", "norm", "last", "norm", "add"]
-    assert chain.may_begin() == [True, False, False, True, False, False, True]
+    traced = trace(Refilled(), (torch.randn(3, 4),))
+    assert names(traced) == ["first", "second", "add_", "norm", "last", "norm", "add"]
+    assert traced.may_begin() == [True, False, False, True, False, False, True]
 
 
 class Blocks(nn.Module):
@@ -193,9 +193,9 @@ class WithDropout(Blocks):
 def test_in_stages_a_model_computes_and_learns_the_same(kind: type[nn.Module], training: bool) -> None:
     torch.manual_seed(0)
     model = kind().train(training)
-    chain = trace(model, (torch.randn(4, 8),))
+    traced = trace(model, (torch.randn(4, 8),))
     assert [module.training for module in model.modules()] == [training] * len(list(model.modules()))
-    starts = [number for number, allowed in enumerate(chain.may_begin()) if allowed]
+    starts = [number for number, allowed in enumerate(traced.may_begin()) if allowed]
     batch = torch.randn(6, 8)  # another number of samples
 
     def outcome(call: Callable[[Tensor], Any]) -> list[Tensor]:
@@ -206,7 +206,7 @@ def test_in_stages_a_model_computes_and_learns_the_same(kind: type[nn.Module], t
         return [*outputs, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
     whole = outcome(model)
-    in_stages = outcome(lambda x: run_in_stages(chain, starts, x, training=training))
+    in_stages = outcome(lambda x: run_in_stages(traced, starts, x, training=training))
     assert len(whole) == len(in_stages) > 1
     assert all(map(torch.equal, whole, in_stages))
 
@@ -252,15 +252,15 @@ def test_a_model_that_cannot_be_traced_gets_a_sentence(model: nn.Module, said: s
 
 
 def test_cuts_by_name() -> None:
-    chain = trace(MODELS["resnet20"](), (torch.randn(1, 3, 8, 8),))
-    starts = chain.starts(["stage1.1", "stage2", "head"], 4)
-    assert [chain.name(start) for start in starts[1:]] == ["stage1.1", "stage2.0", "head.pool"]
+    traced = trace(MODELS["resnet20"](), (torch.randn(1, 3, 8, 8),))
+    starts = traced.starts(["stage1.1", "stage2", "head"], 4)
+    assert [traced.name(start) for start in starts[1:]] == ["stage1.1", "stage2.0", "head.pool"]
     with pytest.raises(JobError, match=r"'stage2\.7'.*did you mean .*'stage2\.0'"):
-        chain.starts(["stage2.7"], 2)
+        traced.starts(["stage2.7"], 2)
     with pytest.raises(JobError, match="order"):
-        chain.starts(["stage3", "stage2"], 3)
+        traced.starts(["stage3", "stage2"], 3)
     with pytest.raises(JobError, match="4 stages need 3"):
-        chain.starts(["stage3"], 4)
+        traced.starts(["stage3"], 4)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -270,10 +270,10 @@ def test_measuring_changes_nothing_and_finds_the_expensive_layer(device: str) ->
             nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4096), nn.Dropout(0.5), nn.Linear(4096, 8)
         )
     before = torch.get_rng_state()
-    chain = trace(model, (torch.randn(16, 8),)) if device == "meta" else trace(model, (torch.ones(16, 8),))
+    traced = trace(model, (torch.randn(16, 8),)) if device == "meta" else trace(model, (torch.ones(16, 8),))
     if device == "cpu":
-        assert chain.draws == (False, False, False, True, False)
-    costs = measure_layers(chain, torch.device(device))
+        assert traced.draws == (False, False, False, True, False)
+    costs = measure_layers(traced, torch.device(device))
     assert all(parameter.grad is None for parameter in model.parameters())
     if device == "cpu":
         assert torch.equal(before, torch.get_rng_state())

@@ -1,7 +1,8 @@
-"""A model as a chain of layers that can be cut anywhere: traced with torch.fx, its blocks left whole.
+"""A model as a sequence of layers, traced with torch.fx, that can be cut into stages between any two of them.
 
-Skip connections over a cut are values that travel on; a parameter or a module without state of its own may be used on
-both sides of a cut. What must not be cut apart is what changes in place, and calls of one module that has buffers.
+Blocks stay whole. Skip connections over a cut are values that travel on; a parameter, or a module without state of its
+own, may be used on both sides of a cut. What must stay together is what changes in place, and calls of a module that
+has buffers.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _SAME = 1e-3
 
 
 @dataclass(frozen=True)
-class Chain:
+class TracedLayers:
     """The layers of a traced model in the order in which they are computed."""
 
     model: nn.Module
@@ -46,7 +47,7 @@ class Chain:
     in_evaluation: dict[fx.Node, tuple[Any, Any]] = field(default_factory=dict)
     """Positional and named arguments of layers that are called with others in evaluation."""
     modes: dict[fx.Node, Mode] = field(default_factory=dict)
-    """Of layers that the forward pass computes without gradients, or with another autocast than is around it."""
+    """How to compute the layers that the forward pass computes without gradients, or with an autocast of its own."""
 
     def name(self, layer: int) -> str:
         """A module's name in the model, or what torch.fx calls an operation: "blocks.0", "add_1"."""
@@ -113,7 +114,7 @@ class Chain:
         return tuple(starts)
 
 
-def trace(model: nn.Module, example: Sequence[Any] | None) -> Chain:
+def trace(model: nn.Module, example: Sequence[Any] | None) -> TracedLayers:
     """The layers of `model`.
 
     Args:
@@ -136,7 +137,7 @@ def trace(model: nn.Module, example: Sequence[Any] | None) -> Chain:
     return dataclasses.replace(trained, in_evaluation=_in_evaluation(trained, evaluated))
 
 
-def _trace(model: nn.Module, example: Sequence[Any] | None) -> Chain:
+def _trace(model: nn.Module, example: Sequence[Any] | None) -> TracedLayers:
     problem: Exception | None = None
     # First as deep as repeated blocks lie; torch's own modules may decide too much by themselves for that.
     for opens_own in (True, False):
@@ -151,7 +152,7 @@ def _trace(model: nn.Module, example: Sequence[Any] | None) -> Chain:
         except Exception as error:
             problem = problem or error
             continue
-        return _chain(model, graph, tracer)
+        return _traced_layers(model, graph, tracer)
     raise _uncut(model, str(problem).strip().split("\n")[0]) from problem
 
 
@@ -165,14 +166,14 @@ def _check_numbers(model: nn.Module, example: Sequence[Any], graph: fx.Graph, op
         raise fx.proxy.TraceError("it makes a Python number of the number of samples, by len, int or range")
 
 
-def _check_output(chain: Chain, example: Sequence[Any]) -> None:
-    """What was traced has to be what the model computes: a forward pass may ask for what no trace answers rightly."""
-    (output,) = chain.graph.output_node().args
-    traced = pytree.tree_leaves(fx.node.map_arg(output, chain.values.__getitem__))
-    with untouched(chain.model), torch.no_grad():
-        computed = pytree.tree_leaves(chain.model(*example))
-    if len(traced) != len(computed) or not all(map(_is_same, traced, computed)):
-        raise _uncut(chain.model, "what torch.fx sees of it computes something else, as where it asks isinstance")
+def _check_output(traced: TracedLayers, example: Sequence[Any]) -> None:
+    """Raises where the trace computes something else than the model, as where forward asks isinstance of a value."""
+    (output,) = traced.graph.output_node().args
+    outputs = pytree.tree_leaves(fx.node.map_arg(output, traced.values.__getitem__))
+    with untouched(traced.model), torch.no_grad():
+        computed = pytree.tree_leaves(traced.model(*example))
+    if len(outputs) != len(computed) or not all(map(_is_same, outputs, computed)):
+        raise _uncut(traced.model, "what torch.fx sees of it computes something else, as where it asks isinstance")
 
 
 def _is_on_paper(model: nn.Module) -> bool:
@@ -188,12 +189,12 @@ def _is_same(traced: Any, computed: Any) -> bool:
     return torch.allclose(traced, computed, rtol=_SAME, atol=_SAME * float(scale), equal_nan=True)
 
 
-def _in_evaluation(trained: Chain, evaluated: Chain) -> dict[fx.Node, tuple[Any, Any]]:
-    """Of layers that differ in training and evaluation by what they are called with, as F.dropout does."""
+def _in_evaluation(trained: TracedLayers, evaluated: TracedLayers) -> dict[fx.Node, tuple[Any, Any]]:
+    """The arguments in evaluation of layers that are called with others in training, as F.dropout is."""
     here, there = list(trained.graph.nodes), list(evaluated.graph.nodes)
 
-    def steps(chain: Chain) -> list[tuple[str, str, Mode | None]]:
-        return [(node.op, _name(node.target), chain.modes.get(node)) for node in chain.graph.nodes]
+    def steps(traced: TracedLayers) -> list[tuple[str, str, Mode | None]]:
+        return [(node.op, _name(node.target), traced.modes.get(node)) for node in traced.graph.nodes]
 
     if steps(trained) != steps(evaluated):
         raise _uncut(
@@ -220,7 +221,7 @@ def _uncut(model: nn.Module, reason: str) -> ModelError:
     )
 
 
-def _chain(model: nn.Module, graph: fx.Graph, tracer: GraphTracer) -> Chain:
+def _traced_layers(model: nn.Module, graph: fx.Graph, tracer: GraphTracer) -> TracedLayers:
     for node in list(graph.nodes):  # a call with other arguments is refused before it gets here
         if node.target is fx._symbolic_trace._assert_is_none:
             graph.erase_node(node)
@@ -228,7 +229,7 @@ def _chain(model: nn.Module, graph: fx.Graph, tracer: GraphTracer) -> Chain:
     layers = tuple(node for node in graph.nodes if node.op.startswith("call_"))
     draws = None if tracer.draws is None else tuple(node in tracer.draws for node in layers)
     modes = {node: mode for node, mode in tracer.modes.items() if node in layers}
-    return Chain(model, graph, layers, tracer.values, draws, tracer.fixed_arguments or {}, modes=modes)
+    return TracedLayers(model, graph, layers, tracer.values, draws, tracer.fixed_arguments or {}, modes=modes)
 
 
 def _changed_in_place(model: nn.Module, node: fx.Node) -> Iterator[fx.Node]:
@@ -248,18 +249,9 @@ def _changed_in_place(model: nn.Module, node: fx.Node) -> Iterator[fx.Node]:
 
 
 _IN_PLACE_OPERATORS = {
-    "iadd",
-    "isub",
-    "imul",
-    "itruediv",
-    "ifloordiv",
-    "imod",
-    "ipow",
-    "iand",
-    "ior",
-    "ixor",
-    "imatmul",
+    name for name in vars(operator) if name[0] == "i" and {name[1:], f"{name[1:]}_"} & vars(operator).keys()
 }
+"""iadd, imul …"""
 
 
 @contextlib.contextmanager
