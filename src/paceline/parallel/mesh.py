@@ -147,16 +147,19 @@ class MeshParallel(Engine):
         self._replica_sums: ReplicaSums | None = None
         self.algorithm: AlgorithmName = plan.algorithm
         if axes.dp is not None:
-            mine = [local_shard(parameter) for parameter in model.parameters() if parameter.requires_grad]
-            of_axis = replace(plan, world_size=axes.mesh.dp)
-            aggregation = set_up_aggregation(job, of_axis, device, axes.dp, mine)
-            self._aggregator, self.algorithm = aggregation.aggregator, aggregation.algorithm
-            self.notes += aggregation.notes
-            shared = () if self._pipeline is None else self._pipeline.shared_parameters
-            self._replica_sums = ReplicaSums(model, stages, shared, aggregation.aggregator, device)
+            self._aggregate_replicas(job, axes.dp, stages)
         if job.measure_noise and not (axes.mesh.dp > 1 or self._adds_up_every_pass):
             self.notes.append(f"the gradient noise scale is not measured under the strategy {axes.mesh}")
         model.register_forward_hook(self._after_evaluation)
+
+    def _aggregate_replicas(self, job: Job, group: dist.ProcessGroup, stages: Sequence[nn.Module]) -> None:
+        trained = [local_shard(parameter) for parameter in self.module.parameters() if parameter.requires_grad]
+        of_axis = replace(self._plan, world_size=self._axes.mesh.dp)
+        aggregation = set_up_aggregation(job, of_axis, self._device, group, trained)
+        self._aggregator, self.algorithm = aggregation.aggregator, aggregation.algorithm
+        self.notes += aggregation.notes
+        shared = () if self._pipeline is None else self._pipeline.shared_parameters
+        self._replica_sums = ReplicaSums(self.module, stages, shared, aggregation.aggregator, self._device)
 
     def _shard(self, stage: nn.Module) -> None:
         """Shard a stage's layers over the tp axis, then its parameters over the fsdp axis."""
