@@ -17,9 +17,9 @@ ALIVE_INTERVAL_S = 5
 SSH_FAILED = 255
 """The exit code of a failure of ssh itself; any other one is that of the program."""
 
-# ssh takes the first value it hears of an option: neither the user's configuration nor `options` changes these.
+# ssh takes the first value of an option: neither the user's configuration nor `options` changes these.
 _OPTIONS = (
-    # Nobody is there to type a password or yes.
+    # Nobody can type a password or "yes".
     "BatchMode=yes",
     "StrictHostKeyChecking=yes",
     f"ConnectTimeout={CONNECT_TIMEOUT_S}",
