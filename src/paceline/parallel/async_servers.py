@@ -23,8 +23,8 @@ class AsyncServers(Engine):
     """Idle workers compute the next virtual shards, of any global batch; servers make the updates.
 
     The servers start with the first step. From then on workers either work, until a number of updates is reached or
-    a worker asks for a rest, or rest: then no gradient is in flight and all have the servers' parameters. They work from
-    one `AnyShard.at_rest` to the next, through as many calls of `step` as updates are made in between.
+    a worker asks for a rest, or rest: then no gradient is in flight and all have the servers' parameters. They work
+    from one `AnyShard.at_rest` to the next, through as many calls of `step` as updates are made in between.
     """
 
     reads_assignment = False

@@ -333,7 +333,7 @@ def describe_outer_steps(spec: AggregationSpec) -> str:
     outer = f", outer lr {spec.outer_lr:g}, momentum {spec.outer_momentum:g}" if spec.method == "diloco" else ""
     return (
         f"the {who}' weights are averaged every {when} ({spec.method}{outer}); in between each trains on its own "
-        "samples of every batch, so the result depends on their number, and the training loss is that of rank 0's samples"
+        "samples of every batch, so the result depends on their number, and the training loss is that of rank 0"
     )
 
 
