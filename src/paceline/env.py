@@ -1,7 +1,7 @@
 """The one module that reads and writes environment variables.
 
-A worker learns who it is from whoever started it: Paceline's own launcher, torchrun, Slurm, Open MPI, MPICH, or
-nobody (a plain `python`, which is a world of one).
+A worker gets its rank from its launcher: Paceline's own, torchrun, Slurm, Open MPI or MPICH; a plain `python` is a
+world of one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IF
 """Where Gloo, the RPC layer and NCCL look for the interface to use."""
 
 CUDA_BY_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""Has torch ask NVML whether there are GPUs: who asks CUDA itself can fork nobody that uses one."""
+"""Makes torch ask NVML whether there are GPUs: a process that asked CUDA cannot fork a child that uses one."""
 
 READ_LATE = frozenset(
     {
@@ -48,12 +48,12 @@ READ_LATE = frozenset(
         *(RENDEZVOUS, LAUNCHED_AT, HEARTBEAT, STORE_FD, TORCH_STORE_FD, CPUS, *INTERFACE_VARIABLES),
     }
 )
-"""Variables that nothing reads before a worker joins the others; asking CUDA for devices fixes the visible ones."""
+"""Variables that are not read before the rendezvous; asking CUDA for devices fixes the visible ones."""
 
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """Who this process is among the workers of its run."""
+    """The rank of this process and the size of its run."""
 
     rank: int = 0
     world_size: int = 1
@@ -65,7 +65,7 @@ class WorkerFacts:
 
 
 def worker_facts(environ: Mapping[str, str] | None = None) -> WorkerFacts:
-    """Read this process's place from the variables its launcher set.
+    """Read this process's rank from the variables that its launcher set.
 
     Raises:
         LaunchError: the variables contradict each other or are no numbers.
@@ -90,7 +90,7 @@ def worker_facts(environ: Mapping[str, str] | None = None) -> WorkerFacts:
             init_method=_tcp(env, job_id=env.get("PMIX_NAMESPACE", env.get("OMPI_MCA_ess_base_jobid", ""))),
             started_by="mpirun",
         )
-    # A step of one task is what a login shell or an sbatch script sees of itself: a world of one all the same.
+    # A login shell or an sbatch script sees itself as a step of one task: also a world of one.
     if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
         return _checked(
             rank=_number(env, "SLURM_PROCID"),
@@ -141,7 +141,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 
 
 def _num_tasks(tasks_per_node: str, node: int) -> int:
-    """Slurm's "2(x3),1" at `node`: the first three nodes have two tasks, the fourth has one."""
+    """The tasks of `node` in Slurm's "2(x3),1": the first three nodes have two tasks, the fourth has one."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node):
         counts += [int(count)] * int(times or 1)
@@ -153,7 +153,7 @@ def _num_tasks(tasks_per_node: str, node: int) -> int:
 
 
 def _tcp(env: Mapping[str, str], job_id: str) -> str:
-    """A rendezvous that all workers of one job derive alike when none was named."""
+    """A rendezvous address that all workers of one job derive identically if none was given."""
     address = env.get("MASTER_ADDR") or _first_host(env) or "127.0.0.1"
     port = env.get("MASTER_PORT") or str(20000 + zlib.crc32(job_id.encode()) % 12000)
     return f"tcp://{address}:{port}"
@@ -183,14 +183,14 @@ def worker_variables(
     cpus: Sequence[int] = (),
     debug_comm: bool = False,
 ) -> dict[str, str]:
-    """What a worker's environment has beyond that of its node, when Paceline's launcher starts it.
+    """The variables that Paceline's launcher adds to a node's environment for a worker.
 
     Among them are those of torchrun, so that a program which calls `init_process_group` by itself finds all it needs.
 
     Args:
-        torch_store: address and port where such a program finds its store; None: nowhere.
-        interface: the network interface on which workers talk to each other; None: as the environment has it already.
-        devices: the GPUs of this node that the run uses, by PCI bus; empty: as CUDA_VISIBLE_DEVICES has them.
+        torch_store: address and port of the store of such a program; None: no store.
+        interface: the network interface between workers; None: the one in the environment.
+        devices: the GPUs of this node that the run uses, by PCI bus; empty: those of CUDA_VISIBLE_DEVICES.
         cpus: the cores to stay on; empty: any.
     """
     variables = {
@@ -237,24 +237,24 @@ def node_variables(heartbeat: Path, sockets: Mapping[str, int]) -> dict[str, str
 
 
 def everything() -> dict[str, str]:
-    """This process's environment as it is now."""
+    """This process's current environment."""
     return dict(os.environ)
 
 
 def read_early(variables: Mapping[str, str]) -> dict[str, str]:
-    """Those of a worker's `variables` that Python or a library may have read by the time it is loaded."""
+    """The subset of a worker's `variables` that Python or a library may read while it is loaded."""
     return {name: value for name, value in variables.items() if name not in READ_LATE}
 
 
 def become(variables: Mapping[str, str], sockets: Mapping[str, int]) -> None:
-    """Take `variables` for this process's whole environment; `sockets` are the descriptors of those it inherited."""
+    """Replace this process's environment by `variables`; `sockets` are the inherited descriptors."""
     os.environ.clear()
     os.environ.update(variables)
     os.environ.update({name: str(descriptor) for name, descriptor in sockets.items()})
 
 
 def passed_on() -> dict[str, str]:
-    """The variables of this process that its agents on other nodes need too."""
+    """The variables of this process that agents on other nodes also need."""
     return {name: os.environ[name] for name in PASSED_ON if name in os.environ}
 
 
@@ -269,7 +269,7 @@ def container() -> str:
 
 
 def own_interface() -> str | None:
-    """The network interface that the environment of this process names for workers; None where it names none."""
+    """The network interface that this process's environment names for workers; None if it names none."""
     return next((os.environ[name] for name in INTERFACE_VARIABLES if os.environ.get(name)), None)
 
 
@@ -286,7 +286,7 @@ def socket_interfaces() -> dict[str, str]:
 
 
 def heartbeat_path() -> Path | None:
-    """Where the launcher looks at this worker's heartbeat, if one does."""
+    """The path of this worker's heartbeat file, if its launcher set one."""
     text = os.environ.get(HEARTBEAT)
     return Path(text) if text else None
 
@@ -309,18 +309,18 @@ def cpus() -> set[int]:
 
 
 def ray_address() -> str:
-    """Where RAY_ADDRESS says that the Ray cluster is; empty where it says nothing."""
+    """The address of the Ray cluster in RAY_ADDRESS; empty if unset."""
     return os.environ.get("RAY_ADDRESS", "")
 
 
 def launched_at() -> float:
-    """When the launcher started this run, in seconds since the epoch; now, when nobody said."""
+    """When the launcher started this run, in seconds since the epoch; now, if it is not set."""
     text = os.environ.get(LAUNCHED_AT)
     return float(text) if text else time.time()
 
 
 def run_dir() -> Path | None:
-    """The run folder the launcher made, if one did."""
+    """The run folder that the launcher made, if there is one."""
     text = os.environ.get(RUN_DIR)
     return Path(text) if text else None
 
@@ -334,7 +334,7 @@ def data_dir() -> Path:
 
 
 def trace_dir() -> Path | None:
-    """Where `paceline verify` asks a run to leave its per-step fingerprints."""
+    """The folder in which `paceline verify` has a run write its per-step fingerprints."""
     text = os.environ.get(TRACE_DIR)
     return Path(text) if text else None
 
@@ -346,12 +346,12 @@ def max_steps() -> int | None:
 
 
 def strategy() -> str | None:
-    """How workers share out a model, as `paceline launch --strategy` was told."""
+    """The strategy given to `paceline launch --strategy`."""
     return os.environ.get(STRATEGY) or None
 
 
 def strategy_note(text: str | None) -> dict[str, str]:
-    """The variable that tells the workers."""
+    """The variable that passes the strategy to the workers."""
     return {} if text is None else {STRATEGY: text}
 
 
@@ -364,13 +364,13 @@ def device_kind() -> str | None:
 
 
 def thread_limit() -> int | None:
-    """Threads per worker that the launcher settled on."""
+    """The number of threads per worker set by the launcher."""
     text = os.environ.get("OMP_NUM_THREADS", "")
     return int(text) if text.isdigit() else None
 
 
 def deterministic_cuda() -> None:
-    """Make cuBLAS repeatable; it reads this when its first handle is made."""
+    """Make cuBLAS deterministic; it reads the variable when its first handle is made."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 

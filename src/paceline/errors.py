@@ -50,7 +50,7 @@ class LaunchError(PacelineError):
 
 
 class DivergenceError(PacelineError):
-    """Workers that were about to do different things together; the message names rank, tensor and step."""
+    """Workers that called different collectives; the message names rank, tensor and step."""
 
     exit_code = 1
 
@@ -69,7 +69,7 @@ class WorkerFailed(PacelineError):  # noqa: N818 - it says what happened
     """A worker ended before its work did.
 
     `rank` is the first worker that failed, `details` its own traceback (empty when a signal left none), `report` a file
-    that says more. Where nobody catches it, as in a notebook, Python shows that traceback below the message.
+    with details. If it is not caught, as in a notebook, Python shows that traceback below the message.
     """
 
     exit_code = 1

@@ -1,7 +1,7 @@
-"""What a worker lets its launcher see while it works: a few numbers in a small file that both have mapped.
+"""The heartbeat of a worker: a few numbers in a small file that the worker and its launcher both map into memory.
 
-Writing costs well under a microsecond and needs nobody's help, so the launcher can look at a worker that hangs, and
-even at one that is stopped.
+Writing costs well under a microsecond and the reader needs no answer, so the launcher can also read the state of a
+worker that hangs or is stopped.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Literal
 
 Source = Literal["paceline", "torch"]
-"""Where a collective was noted: in Paceline's own communication, or in torch's own records."""
+"""The source of a collective: Paceline's own communication, or torch's flight recorder."""
 
 RENDEZVOUS = "the rendezvous of all workers"
-"""The collective of a worker that waits for the others to connect."""
+"""The name shown for a worker that waits for the others to connect."""
 
 _SOURCES: tuple[Source, ...] = ("paceline", "torch")
 _HEADER = struct.Struct("=qdd?")
-"""Steps done, -1 before a run; when the worker's interpreter last ran its beating thread; when the first update that
-this process made was done, 0 before; whether it saves what it has before it ends."""
+"""Steps done, -1 before a run; the time of the last heartbeat; the time of this process's first update, 0 before;
+whether it is saving a checkpoint before it ends."""
 _SLOT = struct.Struct("=d240s")
-"""Since when the source is inside a collective, or minus the time when it left the last one; that collective."""
+"""The time when the source entered a collective, or minus the time when it left the last one; its name."""
 _SIZE = _HEADER.size + len(_SOURCES) * _SLOT.size
 
 
@@ -36,22 +36,22 @@ class Vitals:
     step: int | None = None
     """Optimizer updates done; None for a program without a `Run`."""
     heartbeat_age_s: float | None = None
-    """Since the interpreter last ran another thread than the main one; None before the first time."""
+    """Seconds since the last heartbeat; None before the first one."""
     inside_s: float | None = None
     """How long the worker has been inside a collective; None: it is in none."""
     collective: str = ""
     """The collective it is in, else the last one it was in."""
     trained_s: float | None = None
-    """Since this process was done with the first update that it made itself; None before that."""
+    """Seconds since the end of this process's first update; None before that."""
     is_saving: bool = False
-    """Whether it has failed and saves what it has before it ends."""
+    """Whether it has failed and is saving a checkpoint before it ends."""
 
 
 class Heartbeat:
-    """This process's side. Times are of the monotonic clock, which all processes of a node share."""
+    """The writer's side. Times are of the monotonic clock, which all processes of a node share."""
 
     def __init__(self, path: Path | None) -> None:
-        """Map the file, which is made if there is none; without a path nobody looks."""
+        """Map the file, created if missing; without a path there is no reader."""
         if path is None:
             self._memory = mmap.mmap(-1, _SIZE)
         else:
@@ -67,7 +67,7 @@ class Heartbeat:
         self._has_trained = False
 
     def step(self, number: int) -> None:
-        """So many optimizer updates are done; after a resume the first call gives the number it begins with."""
+        """Record the number of optimizer updates done; after a resume the first call gives the initial number."""
         struct.pack_into("=q", self._memory, 0, number)
         if not self._has_trained and 0 <= self._num_steps == number - 1:
             self._has_trained = True
@@ -75,25 +75,25 @@ class Heartbeat:
         self._num_steps = number
 
     def save(self) -> None:
-        """After a failure: what this worker has is saved now, and then it ends; leave it the time."""
+        """Record that this worker is saving a checkpoint after a failure and then ends; it needs time for that."""
         struct.pack_into("=?", self._memory, 24, True)
 
     def beat(self) -> None:
-        """The interpreter is alive."""
+        """Write a heartbeat: the interpreter is alive."""
         struct.pack_into("=d", self._memory, 8, time.monotonic())
 
     def enter(self, source: Source, collective: str, since: float | None = None) -> None:
-        """`source` is inside a collective, since now or since a time of the monotonic clock."""
+        """Record that `source` is inside a collective, since now or since a time of the monotonic clock."""
         text = collective.encode()[:240]
         _SLOT.pack_into(self._memory, _offset(source), since or time.monotonic(), text)
 
     def leave(self, source: Source) -> None:
-        """It is through; what it was in stays readable."""
+        """Record that `source` has left its collective, whose name stays readable."""
         struct.pack_into("=d", self._memory, _offset(source), -time.monotonic())
 
 
 def read_vitals(path: Path) -> Vitals:
-    """What the worker behind the file was doing a moment ago; nothing known where there is no such file."""
+    """Read the state of the worker that writes the file; all unknown if there is no file."""
     try:
         content = path.read_bytes()
     except OSError:

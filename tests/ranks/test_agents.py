@@ -165,7 +165,7 @@ def test_a_run_folder_that_a_node_does_not_see(stage: Stage, monkeypatch: pytest
 
 
 def test_a_plan_for_nodes_that_are_not_there(stage: Stage) -> None:
-    with pytest.raises(LaunchError, match="The plan wants node a, but this run was given none"):
+    with pytest.raises(LaunchError, match="The plan needs node a, but this run was given none"):
         run_workers(TWO_NODES, [stage.script("")], run_dir=stage.run_dir)
 
 

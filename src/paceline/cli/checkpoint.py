@@ -1,4 +1,4 @@
-"""`paceline checkpoint`: what a run has left behind, whether it is sound, and what of it is to stay."""
+"""`paceline checkpoint`: list, verify, prune and export the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def prune(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")] = False,
 ) -> None:
-    """Remove checkpoints that no rule keeps; what stays is read and found good first, or does not count."""
+    """Remove checkpoints that no rule keeps; a rule only counts checkpoints that were read and found good."""
     pruning = workflow.prune(
         place, keep_last=keep_last, keep_every_hours=keep_every_hours, keep_best=keep_best, dry_run=dry_run
     )
@@ -80,7 +80,7 @@ def export(
 
 
 def _mapping(one: CheckpointState) -> dict[str, Any]:
-    """What is known of a checkpoint in this state."""
+    """The description of a checkpoint's state."""
     if one.state != "complete":
         return {"name": one.name, "state": one.state, **({"problem": one.problem} if one.problem else {})}
     return {

@@ -1,4 +1,4 @@
-"""Tables on standard output: as wide as the terminal is, or in a pipe as wide as they need."""
+"""Tables on standard output: as wide as the terminal, or in a pipe as wide as needed."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def doctor(
     connect: Annotated[str, typer.Option(metavar="NAME=ADDRESS:PORT,…", hidden=True)] = "",
 ) -> None:
     """Check this machine and say what to fix: exit code 0 is fine, 2 is an error."""
-    # What one node is asked by the doctor on another.
+    # Options by which the doctor on one node queries another node.
     if facts:
         print(json.dumps(workflow.own_facts(folder, marker, hosts).to_mapping()))
     elif listen:

@@ -1,4 +1,4 @@
-"""`paceline plan`: what a job will do on 1, 2, … N devices, and which number to take."""
+"""`paceline plan`: forecasts a job on 1, 2, … N devices and recommends a number."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def plan(
 def _step_times(
     job: str | None, fit: Path | None, predict: Path | None, suggest: Path | None, budget: int, *, as_json: bool
 ) -> None:
-    """From step times that somebody measured, without a job or a cluster."""
+    """Forecast from measured step times, without a job or a cluster."""
     if job is not None:
         raise JobError(f"--fit and --suggest work on measured step times alone; leave {job} out.")
     if suggest is not None:

@@ -72,7 +72,7 @@ def _write(entry: Path, arrays: Arrays) -> None:
         part.mkdir()
         for name, array in arrays.items():
             np.save(part / f"{name}.npy", array, allow_pickle=False)
-        shutil.rmtree(entry, ignore_errors=True)  # a damaged one; whoever has it mapped keeps the pages
+        shutil.rmtree(entry, ignore_errors=True)  # a damaged entry; a process that has it mapped keeps the pages
         part.rename(entry)
     except OSError:
         shutil.rmtree(part, ignore_errors=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def file_lock(path: Path) -> Iterator[None]:
-    """Hold the lock `path`, making the file and its directory if need be; waits for whoever holds it.
+    """Hold the lock `path`, making the file and its directory if need be; waits until it is free.
 
     Raises:
         OSError: the file cannot be made, or its file system knows no locks.

@@ -42,7 +42,7 @@ class FolderImages:
     classes: tuple[str, ...]
     image_size: int
     augment: Augmentation | None = None
-    """Crop here means a random piece of 8 to 100 % of the area, scaled to size. Draws come from `random`."""
+    """Crop here means a random region of 8 to 100 % of the area, scaled to size. Draws come from `random`."""
 
     @property
     def num_classes(self) -> int:
@@ -157,7 +157,7 @@ def _middle_box(size: tuple[int, int]) -> Box:
 
 
 def _random_box(size: tuple[int, int]) -> Box:
-    """A piece of 8 … 100 % of the area with sides in a ratio of 3:4 … 4:3 (Szegedy et al. 2015, section
+    """A random region of 8 … 100 % of the area with sides in a ratio of 3:4 … 4:3 (Szegedy et al. 2015, section
     6)."""
     width, height = size
     for _ in range(10):

@@ -32,7 +32,7 @@ from paceline.launch.messages import AgentMessage
 from paceline.launch.team import LaunchOptions, LocalTeam, with_age
 
 MARKER_WAIT_S = 5.0
-"""For a file on a network file system to be seen: clients remember for some seconds what was not there."""
+"""How long a new file on a network file system may stay invisible: clients cache its absence for some seconds."""
 
 
 def serve(node: dict[str, Any]) -> None:
@@ -43,7 +43,7 @@ def serve(node: dict[str, Any]) -> None:
 
 
 def versions() -> dict[str, str]:
-    """What must be equal on all nodes of a run."""
+    """The versions that must be equal on all nodes of a run."""
     try:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -54,7 +54,7 @@ def versions() -> dict[str, str]:
 
 class _Agent:
     def __init__(self) -> None:
-        # Whatever prints here must not be taken for a message.
+        # Printed output must not be read as a message.
         self._channel: IO[bytes] = os.fdopen(os.dup(1), "wb")
         os.dup2(2, 1)
         self._send_lock = threading.Lock()
@@ -171,7 +171,7 @@ class _Agent:
             sockets=sockets,
             show=lambda fd, lines: self.send(messages.OutputText(fd, lines.decode(errors="replace"))),
         )
-        self._close_endpoints()  # rank 0 has its own hold on the one that matters
+        self._close_endpoints()  # rank 0 has inherited the socket that it needs
         self.send(messages.Started(list(self._team.running)))
 
     def _note_exit(self, rank: int) -> None:
@@ -179,7 +179,7 @@ class _Agent:
         ending = with_age(self._team.collect(rank), time.time())
         is_last = not self._team.running
         if is_last:
-            self._team.close()  # which sends what the workers wrote last
+            self._team.close()  # sends the last output of the workers
             self._team = None
         self.send(messages.Exited(asdict(ending)))
         if is_last:
@@ -202,7 +202,7 @@ def await_marker(run_dir: Path, marker: str) -> None:
 
 
 def _forget_callers(listening: socket.socket) -> None:
-    """Let go of those that only tried whether the endpoint opens, before the store takes them for workers."""
+    """Close connections that only probed the endpoint, before the store takes them for workers."""
     listening.setblocking(False)
     with contextlib.suppress(BlockingIOError):
         while True:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 WORKER = (sys.executable, "-m", "paceline.launch.worker")
-"""What runs a worker's program."""
+"""The program that runs the worker's program."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class WorkerCommand:
 
     rank: int
     node: int
-    """The number of its node in the plan."""
+    """The index of the worker's node in the plan."""
     argv: tuple[str, ...]
     variables: dict[str, str]
-    """What its environment has beyond that of its node."""
+    """Environment variables that the worker gets in addition to those of its node."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Rendezvous:
 
 
 def rendezvous_on_one_node(rendezvous_dir: Path, torch_store: tuple[str, int] | None = None) -> Rendezvous:
-    """In a file of a new and empty folder: nothing listens on a port, so jobs that start in the same instant cannot
+    """Rendezvous in a file of a new, empty folder: nothing listens on a port, so jobs that start simultaneously cannot
     connect to each other, and nothing of a run leaves the loopback interface unless the user named another."""
     init_method = f"file://{rendezvous_dir.absolute()}/store"
     return Rendezvous(init_method, (env.own_interface() or "lo",), torch_store=torch_store)

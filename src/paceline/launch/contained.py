@@ -13,19 +13,19 @@ from paceline.launch.containers import DIGEST_TIMEOUT_S, image_digest, in_contai
 from paceline.launch.remote_team import NodeAccess
 
 NVIDIA_DRIVER = "/dev/nvidiactl"
-"""Is there where NVIDIA's driver is loaded."""
+"""A file that exists where NVIDIA's driver is loaded."""
 
 
 def contained(
     accesses: Sequence[NodeAccess], image: str, *, cwd: Path, binds: Sequence[Path], python: str
 ) -> tuple[list[NodeAccess], str]:
-    """Ways to the same nodes that run a program in `image`, which sees `cwd` and `binds`; and the image's digest.
+    """Node accesses that run a program in `image`, which sees `cwd` and `binds`; and the image's digest.
 
     Args:
         python: the interpreter inside.
 
     Raises:
-        LaunchError: a node lacks the image, or has another one than the first.
+        LaunchError: a node lacks the image, or its image differs from that of the first node.
     """
     with ThreadPoolExecutor(max_workers=len(accesses)) as pool:
         digests = list(pool.map(lambda access: image_digest(image, lambda argv: _output_on(access, argv)), accesses))
@@ -50,7 +50,7 @@ def _output_on(access: NodeAccess, argv: Sequence[str]) -> str:
     try:
         done = access.run(argv, DIGEST_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as problem:
-        raise LaunchError(f"{access.hostname} cannot be asked for its image: {problem}.") from None
+        raise LaunchError(f"The image on {access.hostname} cannot be checked: {problem}.") from None
     if done.returncode != 0:
         explained = access.explain(done.returncode, done.stderr)
         raise LaunchError(explained or f"{access.hostname}: {' '.join(done.stderr.split()) or f'{argv[0]} failed'}")

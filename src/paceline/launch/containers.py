@@ -4,7 +4,7 @@
     podman://name:tag                      Podman
 
 The program sees the node's own network and /dev/shm, since workers talk through both. Standard input and output pass
-through. Podman numbers processes anew inside: with the program ends all that it started.
+through. Podman uses a new PID namespace: all processes that the program started end with it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from paceline.launch.variables import with_variables
 Runtime = Literal["apptainer", "podman"]
 
 DIGEST_TIMEOUT_S = 600.0
-"""How long reading a whole image file may take: 20 GB from a slow network disk."""
+"""Timeout for reading a whole image file: 20 GB from a slow network disk."""
 
 # The caller's Python settings mean nothing inside, and Apptainer shows the program the caller's home.
 _PYTHON = {"PYTHONPATH": "", "PYTHONHOME": "", "PYTHONNOUSERSITE": "1"}
 
-# What the node's own scheduler sets for the job; Podman passes nothing by itself.
+# Variables that the node's scheduler sets for the job; Podman passes none by default.
 _NODE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "SLURM_*", "NCCL_*", "GLOO_*")
 
 
@@ -55,15 +55,15 @@ def in_container(
 ) -> tuple[str, ...]:
     """The command that runs `program` inside `image`, in `cwd`, which it sees beside `binds` at their own paths.
 
-    Apptainer keeps the node's variables: by them Slurm and Ray say which devices the job has, and --cleanenv would lose
-    that. Python's own are emptied. Podman hands over those of the scheduler only.
+    Apptainer keeps the node's variables: Slurm and Ray use them to name the job's devices, and --cleanenv would drop
+    them. Python's own variables are emptied. Podman passes only those of the scheduler.
 
     Args:
         gpus: whether the node has NVIDIA GPUs to show; Podman needs the node's CDI description of them.
         runtime: another executable to run it by, such as "singularity" or a path; None: apptainer or podman.
 
     Raises:
-        LaunchError: an image or a path that cannot be meant, or `environ` holds what looks like a secret.
+        LaunchError: an invalid image or path, or `environ` holds a variable that looks like a secret.
     """
     kind = container_runtime(image)
     inside = with_variables(program, {**_PYTHON, **(environ or {})})
@@ -77,7 +77,7 @@ def in_container(
         "--network=host",
         "--ipc=host",
         "--pids-limit=-1",
-        # Volumes keep their labels: a run folder is shared with the node.
+        # Volumes keep their SELinux labels, since the run folder is shared with the node.
         "--security-opt=label=disable",
         *(["--device=nvidia.com/gpu=all"] if gpus else []),
         *(f"--env={name}" for name in _NODE_VARIABLES),
@@ -89,12 +89,12 @@ def in_container(
 
 
 def image_digest(image: str, run: Callable[[Sequence[str]], str] | None = None) -> str:
-    """ "sha256:…" of an image as a node has it: equal digests, equal images. For a .sif it is that of the file.
+    """The digest ("sha256:…") of an image on a node; equal digests mean equal images. For a .sif it is the file's.
 
-    `run` runs a command there and returns its output; None runs it here. Nothing of ours is needed on the node.
+    `run` runs a command on the node and returns its output; None runs it here. The node needs no Paceline.
 
     Raises:
-        LaunchError: there is no such image, or its name does not say which it is.
+        LaunchError: there is no such image, or its name is ambiguous.
     """
     if container_runtime(image) == "podman":
         argv: tuple[str, ...] = ("podman", "image", "inspect", "--format={{.Digest}}", image.removeprefix("podman://"))

@@ -1,7 +1,7 @@
-"""A run that goes on: after a failure it starts again on what is left, and with more workers when nodes return.
+"""Elastic runs: after a failure the run restarts on the remaining nodes, and with more workers when nodes return.
 
-Every start is a *generation*: a plan of its own, a new rendezvous, new processes. What carries the training from one
-to the next is its checkpoint, which any number of workers can read; the launcher knows nothing of it.
+Every start is a *generation* with its own plan, a new rendezvous and new processes. The training state passes from one
+to the next in a checkpoint, which any number of workers can read; the launcher does not read it.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ from paceline.spec import Cluster, Plan
 from paceline.spec.plan import EXCLUDED
 
 GONE_WAIT_S = 5.0
-"""For a node to show that it is gone, when a new start fails because another one does not reach it."""
+"""How long to wait for a lost node to be detected after a start failed because another node did not reach it."""
 
 
 @dataclass(frozen=True)
 class ElasticLimits:
-    """How far a run may shrink and grow, and how often it may fail."""
+    """The limits on the number of workers and on the number of restarts."""
 
     min_workers: int
     max_workers: int
     max_restarts: int = 3
-    """In a row, without a step beyond the furthest that was reached before."""
+    """Consecutive restarts without a step beyond the furthest one reached before."""
 
 
 @dataclass(frozen=True)
 class RestartHistory:
-    """What the failures so far mean for the next one."""
+    """The failures so far, as far as they matter for the next one."""
 
     furthest: int = 0
-    """The most updates that had been done at any failure."""
+    """The largest number of optimizer updates done at any failure."""
     num_without_progress: int = 0
-    """Failures since the last that came after progress, that one included."""
+    """Failures since the last one that followed progress, including that one."""
     blamed: frozenset[Slot] = frozenset()
-    """Places whose workers have failed since then."""
+    """Slots whose workers have failed since then."""
 
     def reached(self, step: int) -> RestartHistory:
-        """The history after an end at `step` that was no failure."""
+        """The history after a generation ended at `step` without a failure."""
         return RestartHistory(step) if step > self.furthest else self
 
     def after(self, step: int, culprits: Collection[Slot]) -> tuple[RestartHistory, frozenset[Slot]]:
-        """The history after a failure at `step`, and the places that failed again without progress: not to be used."""
+        """The history after a failure at `step`, and the slots that failed again without progress, to be excluded."""
         if step > self.furthest:
             return replace(self.reached(step), num_without_progress=1, blamed=frozenset(culprits)), frozenset()
         again = self.blamed.intersection(culprits)
@@ -73,32 +73,32 @@ class RestartHistory:
 
 @dataclass(frozen=True)
 class GenerationEnd:
-    """What the end of a generation means."""
+    """Why a generation ended, and what follows."""
 
     kind: Literal["done", "to grow", "failed", "fatal"]
-    """ "fatal": it would end the same way again."""
+    """ "fatal" means that a restart would end the same way."""
     why: str
     step: int = 0
-    """The most updates that a worker had done, counted from the beginning of training."""
+    """The largest number of optimizer updates of a worker, counted from the beginning of training."""
     noticed_at: float | None = None
-    """Seconds since the epoch when it turned out that it could not go on like this."""
+    """Seconds since the epoch when the reason for the end was noticed."""
     culprits: tuple[Slot, ...] = ()
     report: FailureReport | None = None
 
     @property
     def is_straggler(self) -> bool:
-        """Whether a worker left because it held the others up."""
+        """Whether a worker left because it was a straggler."""
         return self.report is not None and self.report.exit_code == EXCLUDED
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One start of an elastic run, as elastic.json has it; times are seconds since the epoch."""
+    """One start of an elastic run, as written to elastic.json; times are seconds since the epoch."""
 
     began_at: float
     world_size: int
     nodes: dict[str, int]
-    """Workers by node; the name is empty for this one."""
+    """Number of workers by node name; the name is empty for this node."""
     ended_at: float | None = None
     why: str = ""
     """Why it ended."""
@@ -106,7 +106,7 @@ class Generation:
     """As in `GenerationEnd`."""
     noticed_at: float | None = None
     recovery_s: float | None = None
-    """From `noticed_at` to the end of the next generation's first update."""
+    """Seconds from `noticed_at` to the end of the next generation's first update."""
 
 
 @dataclass
@@ -146,23 +146,23 @@ def run_elastic(
 ) -> None:
     """Run a program on the nodes of `fleet` until it has ended without an error, through failures and returns.
 
-    After a failure the other workers end as soon as they notice, saving what they have if they can; who only waits is
-    killed. Then the program is started again, which has to go on from what was saved. A node that is lost leaves, and
-    is tried again beside the run; when it is back, the workers get SIGTERM once all of them have done a step, save what
-    they have, and the run starts again with it. A place whose worker fails twice without progress in between is used no
-    more. What would end the same way again ends the run: a mistake of the user, or the same exception in every worker.
+    After a failure the other workers end as soon as they notice it and save a checkpoint if they can; workers that only
+    wait are killed. Then the program is started again and must resume from the checkpoint. A lost node is removed, and
+    probed again meanwhile; when it is back, the workers get SIGTERM once all of them have done a step, save
+    a checkpoint, and the run restarts with that node. A slot whose worker fails twice without progress between is not
+    used again. A failure that would repeat ends the run: a user's mistake, or the same exception in every worker.
 
-    elastic.json in the run folder tells of every generation; the report of the failure that restart K survived is
+    elastic.json in the run folder lists every generation; the report of the failure that restart K survived is
     failure-K.json there.
 
     Args:
-        plan_for: a plan for so many workers on what there is.
-        program_for: what would follow `python` on a command line; called once for every generation.
+        plan_for: makes a plan for a number of workers on the available devices.
+        program_for: returns the arguments that follow `python` on a command line; called once per generation.
 
     Raises:
-        LaunchError: fewer places than `limits.min_workers`, or what `run_workers` raises.
+        LaunchError: fewer slots than `limits.min_workers`, or as `run_workers` raises it.
         PacelineError, KeyboardInterrupt, SystemExit: as `run_workers` raises them.
-        WorkerFailed: a failure after which the run could not go on; its message says how far it got.
+        WorkerFailed: a failure after which the run could not continue; its message gives the last step.
     """
     if fleet.num_slots < limits.min_workers:
         raise LaunchError(
@@ -188,7 +188,7 @@ def run_elastic(
 
 
 class _ElasticRun:
-    """What is known of the run between its generations."""
+    """The state of the run between its generations."""
 
     def __init__(
         self, fleet: Fleet, limits: ElasticLimits, options: LaunchOptions, signals: Signals, fork_server: ForkServer
@@ -204,14 +204,14 @@ class _ElasticRun:
 
     @property
     def num_workers(self) -> int:
-        """Of the next generation."""
+        """The index of the next generation."""
         return min(self.limits.max_workers, self.fleet.num_slots)
 
     def run_generation(self, plan: Plan, program_for: Callable[[Plan], Sequence[str]]) -> GenerationEnd:
-        """Start the workers of `plan` and watch them to their end; raises as `run_elastic` does."""
+        """Start the workers of `plan` and watch them until they end; raises as `run_elastic` does."""
         self._log.begin(plan)
         can_grow = plan.world_size < self.limits.max_workers
-        # After a start that came to nothing, the next one owes nothing to what was loaded before.
+        # After a start that failed, the next one does not use modules loaded before.
         preload = self.options.preload if self._history.num_without_progress < 2 else ()
         try:
             outcome = run_once(
@@ -224,7 +224,7 @@ class _ElasticRun:
                 could_grow=lambda: can_grow and self.fleet.has_returned,
             )
         except LaunchError as error:
-            # The first start shows the user what is wrong; later it can only be a node that was lost or is new.
+            # An error of the first start is the user's; a later one can only come from a lost or a new node.
             gone = self.fleet.lose_unusable(self._newcomers, GONE_WAIT_S) if self.options.restart else []
             if not gone:
                 raise
@@ -261,8 +261,8 @@ class _ElasticRun:
     def _take_back(self) -> list[str]:
         """Use the nodes again that have returned; their names.
 
-        Where the run cannot do without one that was lost just now, waits for it to be tried: it may be there after all,
-        and only its agent had ended.
+        If the run cannot continue without a node that was just lost, waits until it was probed: the node may be up, and
+        only its agent have ended.
         """
         names = self.fleet.take_back()
         while (
@@ -275,7 +275,7 @@ class _ElasticRun:
         return names
 
     def _objection(self) -> str | None:
-        """Why the run cannot go on, in a sentence; None where it can."""
+        """A sentence that says why the run cannot continue; None if it can."""
         limits, furthest = self.limits, self._history.furthest
         if self._history.num_without_progress > limits.max_restarts:
             return f"The run was started again {limits.max_restarts} times without getting beyond step {furthest}."
@@ -288,7 +288,7 @@ class _ElasticRun:
 
 
 def describe_end(outcome: Outcome, plan: Plan, run_dir: Path) -> GenerationEnd:
-    """What the end of a generation that ran as `plan` means; reads what its workers left in the run folder."""
+    """Classify the end of the generation that ran `plan`; reads the workers' files in the run folder."""
     steps = [ending.step for ending in outcome.endings] + [state.step for state in outcome.states]
     step = max((step for step in steps if step is not None), default=0)
     if outcome.signalled is not None:
@@ -318,7 +318,7 @@ def describe_end(outcome: Outcome, plan: Plan, run_dir: Path) -> GenerationEnd:
 
 
 def _is_everybodys(outcome: Outcome, plan: Plan) -> bool:
-    """Whether every worker raised the same of its own accord, or left with the same exit code."""
+    """Whether every worker raised the same exception on its own, or left with the same exit code."""
     endings = outcome.endings
     if len(endings) < plan.world_size or any(ending.exit_code <= 0 for ending in endings):
         return False

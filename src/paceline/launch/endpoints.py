@@ -20,12 +20,12 @@ class Endpoint:
 
     address: str
     port: int
-    """Where Paceline's workers find each other."""
+    """The port of the rendezvous of Paceline's workers."""
     torch_port: int
-    """Where workers of other programs do."""
+    """The port of the rendezvous of workers of other programs."""
     interface: str
     bits_per_s: float
-    """The speed that the interface reports; 0 where it reports none."""
+    """The speed that the interface reports; 0 if it reports none."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class OpenEndpoint:
 
 
 def listen(address: str) -> socket.socket:
-    """A listening socket, on a port that was free and is now taken."""
+    """A listening socket on a free port."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family, backlog=4096)
 
 
 def open_endpoints(interface: str | None = None) -> list[OpenEndpoint]:
-    """One on every address of this node."""
+    """Open one endpoint on every address of this node."""
     endpoints = []
     for name, address in addresses(interface):
         with suppress(OSError):  # an address may be tentative, or gone since
@@ -59,7 +59,7 @@ def open_endpoints(interface: str | None = None) -> list[OpenEndpoint]:
 
 
 def try_endpoints(endpoints: list[Endpoint], interface: str | None = None) -> list[tuple[str | None, str]]:
-    """For each endpoint the own interface from which it can be reached, or None and the reason."""
+    """For each endpoint, the interface of this node from which it can be reached, or None and the reason."""
     mine = {address: name for name, address in addresses(interface)}
 
     def attempt(endpoint: Endpoint) -> tuple[str | None, str]:
@@ -77,7 +77,7 @@ def try_endpoints(endpoints: list[Endpoint], interface: str | None = None) -> li
 
 
 def _route(address: str) -> str | None:
-    """The interface of the route to an IPv4 address; an interface may have more addresses than it lists."""
+    """The network interface of the route to an IPv4 address; an interface may have more addresses than it lists."""
     if ":" in address or address.startswith("127."):
         return None
     wanted = int.from_bytes(socket.inet_aton(address), sys.byteorder)

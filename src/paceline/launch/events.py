@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WorkerExited:
-    """A worker of one team has ended; the team knows how."""
+    """A worker of one team has ended; `Team` gives its ending."""
 
     team: int
     rank: int

@@ -1,4 +1,4 @@
-"""The one-screen failure report: who, where, why, what the others did, what to try next."""
+"""The one-screen failure report: which worker, where, why, what the others did, what to try next."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ class FailureReport:
     hostname: str
     pid: int | None
     exit_code: int | None
-    """As in subprocess: negative for a signal; None: it did not end by itself."""
+    """As in subprocess, negative for a signal; None: it did not end by itself."""
     step: int | None
-    """Optimizer updates done by then."""
+    """Optimizer updates done before the failure."""
     noticed_at: float
-    """Seconds since the epoch."""
+    """Time of the failure in seconds since the epoch."""
     next: str
     """What to try."""
     evidence: str
-    """A traceback, the stacks of those that hang, or the last lines of a log; may be empty."""
+    """A traceback, the stacks of hanging workers, or the last lines of a log; may be empty."""
     workers: tuple[str, ...]
-    """What every worker was doing, a line each."""
+    """What every worker was doing, one line per worker."""
 
     def text(self) -> str:
-        """One screen for a person."""
+        """The report as text for the terminal."""
         lines = [self.sentence, ""]
         if self.step is not None:
             lines.append(f"After     {self.step} step{'s' if self.step != 1 else ''}")
@@ -71,7 +71,7 @@ class FailureReport:
         return "\n".join(lines) + "\n"
 
     def save(self, run_dir: Path, name: str = "failure") -> None:
-        """Write `name`.json and `name`.txt, readable by the user alone."""
+        """Write `name`.json and `name`.txt, readable only by the user."""
         for suffix, text in (("json", json.dumps(asdict(self), indent=1) + "\n"), ("txt", self.text())):
             descriptor = os.open(run_dir / f"{name}.{suffix}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with open(descriptor, "w", encoding="utf-8") as file:
@@ -79,14 +79,14 @@ class FailureReport:
 
 
 def clear_report(run_dir: Path) -> None:
-    """Take away the reports of an earlier run in the same folder."""
+    """Delete the reports of an earlier run in the same folder."""
     for pattern in ("failure.json", "failure.txt", "failure-*.json", "failure-*.txt"):
         for path in run_dir.glob(pattern):
             path.unlink()
 
 
 def user_mistake(outcome: Outcome) -> str | None:
-    """The sentence of a worker that met a mistake of the user, if that is what ended the run."""
+    """The message of the `PacelineError` that ended a worker, if a user's mistake ended the run."""
     if _first_loss(outcome) is not None or not _failed(outcome):
         return None
     root = root_cause(outcome.endings, stopped_at=outcome.stopped_at)
@@ -101,10 +101,10 @@ def user_mistake(outcome: Outcome) -> str | None:
 def describe_failure(
     outcome: Outcome, world_size: int, run_dir: Path, *, answers: bool | None = None
 ) -> FailureReport | None:
-    """What went wrong in a run; None for one that went well.
+    """Diagnose why a run failed; None for a run without a failure.
 
-    A node's loss and a hang come before what their victims say; an error of a worker's own that came first, before
-    them. `answers` tells whether a lost node still answers; None: nobody has asked it.
+    A lost node and a hang take precedence over the errors they cause in other workers, and an earlier error of a worker
+    takes precedence over both. `answers` says whether a lost node still answers; None: not checked.
     """
     root = root_cause(outcome.endings, stopped_at=outcome.stopped_at) if _failed(outcome) else None
     loss = _first_loss(outcome)
@@ -124,7 +124,7 @@ def _first_loss(outcome: Outcome) -> NodeLoss | None:
 
 
 def _came_first(ending: Ending, time: float) -> bool:
-    """Whether the worker failed of its own accord before that time."""
+    """Whether the worker failed on its own before that time."""
     return ending.time < time and not (ending.failure is not None and is_consequence(ending.failure))
 
 
@@ -173,7 +173,7 @@ def _of_hang(hang: Hang, outcome: Outcome, world_size: int) -> FailureReport:
 
 
 def _of_the_user(stacks: str) -> str:
-    """Python's dump of all threads without what Paceline itself puts around a program."""
+    """Python's dump of all threads without the frames of Paceline."""
     threads = [thread for thread in stacks.split("\n\n") if "paceline/launch/heartbeats.py" not in thread]
     lines = (line for thread in threads for line in thread.splitlines())
     return "\n".join(
@@ -213,7 +213,7 @@ def _of_ending(root: Ending, outcome: Outcome, world_size: int, run_dir: Path) -
 
 
 def _report(cause: Cause, facts: dict[str, Any], *, hostname: str, **values: Any) -> FailureReport:
-    """The table's texts with their `facts`; `values` are fields of the report."""
+    """The texts of the fault table, filled in with `facts`; `values` are fields of the report."""
     fields = {"pid": None, "exit_code": None, "evidence": "", **values}
     facts = {"node": hostname, "pid": fields["pid"], **_exit_facts(fields["exit_code"]), **facts}
     fault = fault_of(cause, fields["exit_code"])
@@ -222,7 +222,7 @@ def _report(cause: Cause, facts: dict[str, Any], *, hostname: str, **values: Any
 
 
 def in_short(report: FailureReport, step: int) -> str:
-    """What happened, for a line on the terminal: "worker 2 on node1 was killed at step 512"."""
+    """The failure as a line for the terminal: "worker 2 on node1 was killed at step 512"."""
     are_many = len(report.ranks) > 1
     where = f" on {report.hostname}" if report.hostname else ""
     facts = {
@@ -252,7 +252,7 @@ def _lines(states: Sequence[WorkerState]) -> tuple[str, ...]:
 
 
 def _evidence(ending: Ending, run_dir: Path) -> str:
-    """A failed worker's traceback, else where a crash found it and its last lines; may be empty."""
+    """A failed worker's traceback, else its stack at a crash and its last lines of output; may be empty."""
     if ending.failure is not None:
         return ending.failure.traceback
     crash = _tail(stack_path(run_dir, ending.rank), None) if ending.exit_code < 0 else ""

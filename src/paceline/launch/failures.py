@@ -1,4 +1,4 @@
-"""Why a run failed: the note a dying worker leaves, and which of several deaths caused the others."""
+"""Why a run failed: the note that a failing worker writes, and which of several failures caused the others."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 LOST_PEER_TYPES = frozenset({"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"})
-"""What torch.distributed raises when a peer is gone. A ConnectionResetError of Python's own (a download, say)
-is an error in its own right."""
+"""Messages of torch.distributed when a peer is gone. Python's own ConnectionResetError (from a download, say) is
+not among them."""
 
 LOST_PEER_MESSAGES = (
     "connection closed by peer",
@@ -35,7 +35,7 @@ LOST_PEER_MESSAGES = (
 )
 
 LONGEST_MESSAGE = 400
-"""Characters of an exception's message that a sentence repeats; its traceback has the rest."""
+"""The maximum number of characters quoted from an exception's message; the traceback has the rest."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Failure:
     type: str
     message: str
     traceback: str
-    """Begins at the user's program; empty for a user's mistake, whose message is enough."""
+    """The traceback from the user's program on; empty for a user's mistake, whose message is enough."""
     is_user_error: bool = False
 
     def write(self, path: Path) -> None:
-        """Leave this note at `path`, whole or not at all.
+        """Write this note to `path` atomically.
 
         Raises:
             OSError: the note cannot be written.
@@ -65,7 +65,7 @@ class Failure:
 
     @property
     def exit_code(self) -> int | None:
-        """What the program gave to `sys.exit`; None for any other exception."""
+        """The argument of `sys.exit`; None for any other exception."""
         return int(self.message) if self.type == SystemExit.__name__ else None
 
     @classmethod
@@ -84,7 +84,7 @@ class Ending:
     rank: int
     pid: int
     exit_code: int
-    """As in subprocess: negative for a signal."""
+    """The exit code as in subprocess, negative for a signal."""
     time: float
     """Seconds since the epoch: when its exception was raised, else when the process was seen to end."""
     failure: Failure | None = None
@@ -95,9 +95,9 @@ class Ending:
     collective: str = ""
     """The last collective it entered."""
     hostname: str = ""
-    """Of its node; empty: this one."""
+    """The name of the worker's node; empty: this node."""
     trained_s: float | None = None
-    """Between its first update and its end; None: it made none."""
+    """Seconds between the worker's first update and its end; None: it made no update."""
 
     @classmethod
     def from_mapping(cls, mapping: dict[str, Any]) -> Ending:
@@ -130,10 +130,10 @@ def is_consequence(failure: Failure) -> bool:
 
 
 def root_cause(endings: Sequence[Ending], *, stopped_at: float) -> Ending:
-    """The failed worker that took the others down: the earliest that did not merely lose a peer.
+    """The failed worker that caused the other failures: the earliest that did not merely lose a peer.
 
-    What happened after `stopped_at` (seconds since the epoch), when the launcher asked everybody to end, was
-    caused by that and counts only if there is nothing else.
+    A failure after `stopped_at` (seconds since the epoch), when the launcher asked all workers to end, was caused by
+    that and counts only if there is no other.
 
     Raises:
         ValueError: none of the workers failed.
@@ -147,7 +147,7 @@ def root_cause(endings: Sequence[Ending], *, stopped_at: float) -> Ending:
 
 
 def whereabouts(endings: Sequence[Ending], stopped_at: float) -> str:
-    """Which peers a worker lost touch with: those that had ended, else those busy until the stop; may be empty."""
+    """The peers that a worker lost: those that had ended, else those busy until the stop; may be empty."""
     # Its sockets close before a process ends: a peer that left first may be seen to end last.
     ended = sorted(e.rank for e in endings if not e.failed and e.time <= stopped_at)
     busy = sorted(e.rank for e in endings if e.failure is None and e.time > stopped_at)
@@ -157,12 +157,12 @@ def whereabouts(endings: Sequence[Ending], stopped_at: float) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """ "rank 3", or "ranks 1, 2"."""
+    """The ranks as text: "rank 3", or "ranks 1, 2"."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(rank) for rank in ranks)
 
 
 def one_line(message: str) -> str:
-    """`message` without line breaks and the places in torch's C++ sources that it may name."""
+    """`message` without line breaks and without locations in torch's C++ sources."""
     line = " ".join(re.sub(r"\[\S+\.(cc|cpp|h):\d+\]", "", message).split())
     return line if len(line) <= LONGEST_MESSAGE else line[: LONGEST_MESSAGE - 1] + "…"
 

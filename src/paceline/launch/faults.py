@@ -1,4 +1,4 @@
-"""What can go wrong with a run, as one table: the cause that failure.json names, what is said, and what to do next."""
+"""The table of faults of a run: the cause that failure.json names, the message, and what to do next."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ ENDED_BY_SIGTERM = 128 + signal.SIGTERM
 
 @dataclass(frozen=True)
 class Fault:
-    """One row; texts have their facts in braces."""
+    """One row of the table; texts have their facts in braces."""
 
     cause: Cause
     sentence: str
-    """Of the report: who and what."""
+    """The summary of the failure report: which worker, and what happened."""
     short: str
-    """Of the line that an elastic run prints before it goes on."""
+    """The phrase in the line that an elastic run prints before it restarts."""
     next: str
     """What to try."""
     blames_workers: bool = True
-    """Whether the places where these workers ran may be what is wrong."""
+    """Whether the devices of these workers may be the cause."""
 
 
 _READ_LOG = "Read the last lines of the worker's log, {log}."
@@ -133,7 +133,7 @@ FAULTS: dict[str, Fault] = {
 
 
 def fault_of(cause: Cause, exit_code: int | None = None) -> Fault:
-    """The row of a report; an exit code (negative: a signal) tells rows of one cause apart."""
+    """The row of the table for a report; the exit code (negative: a signal) distinguishes rows of the same cause."""
     by_exit_code = {
         ("exit", EXCLUDED): "straggler",
         ("exit", ENDED_BY_SIGTERM): "terminated",

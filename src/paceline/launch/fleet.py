@@ -1,4 +1,4 @@
-"""The nodes of an elastic run: those that are there, and those that were lost and are tried again."""
+"""The nodes of an elastic run: those in use, and lost ones, which are probed again."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from paceline.launch.remote_team import RemoteTeam, check_versions
 from paceline.spec import Cluster, Node, Plan
 
 RETRY_S = 3.0
-"""Between two tries to reach a lost node; twice as long with every further time that it is lost."""
+"""Seconds between two attempts to reach a lost node; doubled each time that it is lost again."""
 LONGEST_RETRY_S = 60.0
 LOOK_S = 0.05
-"""How often to look at what other threads find out."""
+"""How often to check the results of other threads."""
 
 Describe = Callable[[str, Hello], Node]
-"""From a node's name and its agent's first word to what the run may use of it."""
+"""From a node's name and its agent's first message to the part of the node that the run may use."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class Slot:
     """A place for one worker."""
 
     hostname: str
-    """As in the plan: empty for this node."""
+    """The name of the node as in the plan: empty for this node."""
     device: int
-    """The index of its GPU; on CPU the worker's number on its node."""
+    """The index of the GPU; on CPU the local rank."""
 
 
 def slots(plan: Plan) -> list[Slot]:
-    """The place of every rank."""
+    """The slot of every rank."""
     return [
         Slot(share.hostname, share.devices[number] if share.devices else number)
         for share in plan.placements
@@ -44,10 +44,10 @@ def slots(plan: Plan) -> list[Slot]:
 
 
 class Fleet:
-    """Says what there is to run on now; owns the agents that it reaches again."""
+    """Keeps the nodes that can be used now; owns the agents of nodes that it reaches again."""
 
     def __init__(self, cluster: Cluster, teams: Sequence[RemoteTeam] = (), describe: Describe | None = None) -> None:
-        """Begin with all nodes of `cluster`, which `teams` reach; without `describe` no lost node is tried again."""
+        """Start with all nodes of `cluster`, which `teams` reach; without `describe` no lost node is probed again."""
         self._whole = cluster
         self._describe = describe
         self._nodes = {_name(node): node for node in cluster.nodes}
@@ -59,14 +59,14 @@ class Fleet:
         self._lock = threading.Lock()
         self._trying: dict[str, RemoteTeam] = {}
         self._first_retries: set[str] = set()
-        """Lost nodes whose first new try is not over."""
+        """Lost nodes whose first probe has not ended."""
         self._returned: list[tuple[RemoteTeam, Hello]] = []
         self._mine: list[RemoteTeam] = []
         self._threads: list[threading.Thread] = []
 
     @property
     def cluster(self) -> Cluster:
-        """What can be used now, in the order of the beginning."""
+        """The cluster of usable nodes, in the original order."""
         there = (self._nodes[name] for name in self._order if name in self._nodes)
         return replace(self._whole, nodes=tuple(node for node in there if node.devices))
 
@@ -86,12 +86,12 @@ class Fleet:
 
     @property
     def awaits_first_retry(self) -> bool:
-        """Whether a node that was lost just now may turn out to be there."""
+        """Whether a node that was just lost may turn out to be up."""
         with self._lock:
             return bool(self._first_retries)
 
     def lose(self, hostname: str) -> None:
-        """The node, or its agent, does not answer; from now on it is tried again."""
+        """Mark a node as lost: it, or its agent, does not answer; from now on it is probed again."""
         team = self._teams.pop(hostname, None)
         if team is None:
             return
@@ -100,9 +100,9 @@ class Fleet:
         self._try_again(team)
 
     def lose_unusable(self, newcomers: Sequence[str], wait_s: float) -> list[str]:
-        """After a start that did not succeed: lose the nodes that are gone; their names.
+        """After a failed start, mark the unreachable nodes as lost; returns their names.
 
-        Waits up to `wait_s` for one to show that it is; where none does, the `newcomers` are to blame.
+        Waits up to `wait_s` for one to be detected; if none is, the `newcomers` are marked.
         """
         deadline = time.monotonic() + wait_s
         while not (gone := [name for name, team in self._teams.items() if team.is_gone]):
@@ -115,18 +115,18 @@ class Fleet:
         return gone
 
     def leave_out(self, slot: Slot) -> None:
-        """Use a place no more, as long as its node is there."""
+        """Exclude a slot for as long as its node stays in use."""
         node = self._nodes.get(slot.hostname)
         if node is None:
             return
         if node.device_kind == "cuda":
             devices = tuple(device for device in node.devices if device.index != slot.device)
         else:
-            devices = node.devices[:-1]  # one is like the other
+            devices = node.devices[:-1]  # CPU devices are interchangeable
         self._nodes[slot.hostname] = replace(node, devices=devices)
 
     def take_back(self) -> list[str]:
-        """Use again what has returned; the names of these nodes."""
+        """Use returned nodes again; returns their names."""
         with self._lock:
             returned, self._returned = self._returned, []
         names = []
@@ -145,7 +145,7 @@ class Fleet:
         with self._lock:
             trying = list(self._trying.values())
         for team in (*trying, *self._mine):
-            team.close()  # which ends a wait for its answer
+            team.close()  # ends a wait for its answer
         for thread in self._threads:
             thread.join()
 
@@ -194,5 +194,5 @@ class Fleet:
 
 
 def _name(node: Node) -> str:
-    """As plans name it."""
+    """The node's name as in plans."""
     return node.hostname if node.is_remote else ""

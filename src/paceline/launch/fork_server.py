@@ -2,8 +2,8 @@
 
     python -m paceline.launch.fork_server FD module package.module
 
-Over the socket FD it reports that it has loaded. Then it gets the descriptors, the environment and the program of one
-worker after the other, and answers with the pid of each. The end of the socket means that nobody needs it any more.
+Over the socket FD it reports that it has loaded. Then it receives the descriptors, the environment and the program of
+each worker and answers with its pid. It exits when the socket is closed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.launch.worker import die_with_launcher
 from paceline.launch.worker import main as work
 
 NICENESS = 5
-"""While it loads: the workers beside it come first."""
+"""The niceness while it loads, so that running workers have priority."""
 
 _CAP_SYS_NICE = 23
 """From <linux/capability.h>."""
@@ -34,18 +34,18 @@ _CAP_SYS_NICE = 23
 
 @dataclass(frozen=True)
 class ForkRequest:
-    """What a new process would have been given."""
+    """The settings of a forked worker, as a new process would get them."""
 
     program: list[str]
     environ: dict[str, str]
     streams: list[int]
     """Descriptors of standard input, output and error."""
     sockets: dict[str, int]
-    """Descriptors of listening sockets, by the variables that are to name them."""
+    """Descriptors of listening sockets, keyed by the variables that name them."""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Load the named modules, then fork workers until nobody can ask for them any more."""
+    """Load the named modules, then fork workers until the socket is closed."""
     die_with_launcher()
     niceness, may_return = os.getpriority(os.PRIO_PROCESS, 0), _may_return_from_niceness()
     if may_return:
@@ -55,10 +55,10 @@ def main(arguments: Sequence[str]) -> None:
         if _is_alone(connection):
             return
         for module in arguments[1:]:
-            with contextlib.suppress(ImportError):  # the program itself will say it better
+            with contextlib.suppress(ImportError):  # the program reports it itself
                 importlib.import_module(module)
         gc.collect()
-        gc.freeze()  # what is never looked at stays shared with the workers
+        gc.freeze()  # memory that the collector does not touch stays shared with the workers
         with contextlib.suppress(OSError, EOFError):
             request = serve(connection)
     if request is not None:
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def serve(connection: socket.socket) -> ForkRequest | None:
-    """Fork workers: returns in each of them with what it is to do, and in the server at the end."""
+    """Fork workers: returns in each of them with its request, and in the server when the socket is closed."""
     connection.sendall(b".")  # ready
     while True:
         header, descriptors, _, _ = socket.recv_fds(connection, NUMBER.size, 8)
@@ -83,7 +83,7 @@ def serve(connection: socket.socket) -> ForkRequest | None:
 
 
 def _fork(connection: socket.socket) -> bool:
-    """Fork an orphan and send its pid; True in the orphan, once its new parent knows the pid."""
+    """Fork an orphan and send its pid; returns True in the orphan, once its new parent knows the pid."""
     (go_read, go_write), (pid_read, pid_write) = os.pipe(), os.pipe()
     middle = os.fork()
     if middle == 0:
@@ -97,7 +97,7 @@ def _fork(connection: socket.socket) -> bool:
         for descriptor in (go_read, pid_read, pid_write):
             os.close(descriptor)
         return True
-    os.waitpid(middle, 0)  # from now on the orphan has the parent with which it is to die
+    os.waitpid(middle, 0)  # from now on the orphan has the parent whose death ends it
     try:
         connection.sendall(os.read(pid_read, NUMBER.size))
         os.write(go_write, b".")
@@ -108,14 +108,14 @@ def _fork(connection: socket.socket) -> bool:
 
 
 def become_worker(request: ForkRequest) -> None:
-    """Be to the program what a new process would be."""
+    """Give this process the state of a new process."""
     os.setsid()
     for target, descriptor in enumerate(request.streams):
         os.dup2(descriptor, target)
         os.close(descriptor)
     env.become(request.environ, request.sockets)
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()  # workers are to draw differently, as new processes do
+        sys.modules["numpy"].random.seed()  # workers must draw different numbers, as new processes do
     work(request.program)
 
 

@@ -1,8 +1,8 @@
-"""Workers forked from a process of this node that has loaded what they load: a restart need not wait for torch.
+"""Workers forked from a process of this node that has loaded torch already, so that a restart need not load it.
 
-A worker that the server (fork_server.py) forks becomes a child of the process that asked for it, which takes in the
-orphans of its descendants; only Linux can do that. Everything that holds for a worker that was started holds for it: it
-dies with its launcher, and its exit code is the launcher's to collect.
+A worker that the server (fork_server.py) forks becomes a child of the process that asked for it, which is the
+subreaper of its descendants (Linux only). It behaves like a worker that was started directly: it dies with its
+launcher, and the launcher collects its exit code.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from paceline import env
 from paceline.launch.commands import WORKER
 
 ANSWER_S = 10.0
-"""A server that does not answer for so long is of no use."""
+"""Timeout for an answer of the server."""
 
 PR_SET_CHILD_SUBREAPER = 36
 """From <linux/prctl.h>."""
 
 NUMBER = struct.Struct("!I")
-"""How the length of a request travels, and the pid that answers it."""
+"""The encoding of a request's length, and of the pid in the answer."""
 
 
 class Process(Protocol):
-    """A child of this process, whoever started it."""
+    """A child of this process, started by it or by the fork server."""
 
     @property
     def pid(self) -> int: ...
 
     def wait(self) -> int:
-        """Its exit code, once it has ended; the number of the signal that ended it is negative."""
+        """The exit code once the process has ended; negative for a signal."""
 
 
 @dataclass(frozen=True)
 class Adopted:
-    """A child that somebody else forked."""
+    """A child that the fork server forked."""
 
     pid: int
 
@@ -62,7 +62,7 @@ class ForkServer:
         self._connection: socket.socket | None = None
         self._has_loaded = False
         self._early: dict[str, str] = {}
-        """The variables it was started with that may have been read since."""
+        """The variables that the server was started with and may have read."""
 
     @property
     def pid(self) -> int | None:
@@ -70,13 +70,13 @@ class ForkServer:
 
     @property
     def has_loaded(self) -> bool:
-        """Whether it can fork at once; true of one that has died since, too."""
+        """Whether the server has loaded and can fork at once; also true if it has died since."""
         if self._connection is not None and not self._has_loaded:
             self._has_loaded = bool(select.select([self._connection], [], [], 0)[0]) and bool(self._connection.recv(1))
         return self._has_loaded
 
     def prepare(self, variables: Mapping[str, str]) -> None:
-        """Have a server that can fork workers with such `variables`; returns before it has loaded."""
+        """Ensure a server that can fork workers with these `variables`; returns before it has loaded."""
         early = env.read_early(variables)
         if sys.platform != "linux" or (self._is_alive and self._early == early):
             return
@@ -95,7 +95,7 @@ class ForkServer:
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,
                 )
-            except OSError:  # no room for another process: a restart takes longer, no more
+            except OSError:  # no room for another process: only a restart takes longer
                 ours.close()
                 return
         self._connection, self._early = ours, early
@@ -107,11 +107,11 @@ class ForkServer:
         streams: tuple[int, int, int],
         sockets: Mapping[str, int],
     ) -> Process | None:
-        """A worker of this command line and these variables over our own; None if the server cannot make it now.
+        """Fork a worker with these arguments and variables over our own; None if the server cannot do it now.
 
         Args:
             streams: descriptors for its standard input, output and error.
-            sockets: listening sockets, by the variables that are to name their descriptors.
+            sockets: listening sockets, keyed by the variables that name their descriptors.
         """
         is_worker = tuple(argv[: len(WORKER)]) == WORKER
         if not (is_worker and self.has_loaded and self._early == env.read_early(variables)):
@@ -124,12 +124,12 @@ class ForkServer:
             socket.send_fds(self._connection, [NUMBER.pack(len(text))], descriptors)
             self._connection.sendall(text)
             return Adopted(*NUMBER.unpack(receive(self._connection, NUMBER.size)))
-        except (OSError, EOFError):  # it has died, or stands still
+        except (OSError, EOFError):  # the server has died or is stuck
             self.close()
             return None
 
     def close(self) -> None:
-        """End the server; the workers that it forked go on."""
+        """End the server; the workers that it forked keep running."""
         if self._process is not None and self._connection is not None:
             self._process.kill()
             self._process.wait()
@@ -143,11 +143,11 @@ class ForkServer:
 
 
 def receive(connection: socket.socket, size: int) -> bytes:
-    """So many bytes. Raises `EOFError` if the other end is gone before."""
+    """Read an exact number of bytes; raises `EOFError` if the other end is closed before."""
     received = b""
     while len(received) < size:
         part = connection.recv(size - len(received))
         if not part:
-            raise EOFError("the other end is gone")
+            raise EOFError("the other end is closed")
         received += part
     return received

@@ -12,30 +12,30 @@ from typing import Literal
 from paceline.heartbeat import RENDEZVOUS
 
 STALE_S = 2.0
-"""A worker whose interpreter has not run for so long is stuck outside Python, whatever its heartbeat last showed."""
+"""A worker without a heartbeat for this long is stuck outside Python, whatever its last heartbeat showed."""
 
 
 RENDEZVOUS_TIMEOUT_S = 120.0
-"""How long workers may wait at the first rendezvous at least: the others may be loading torch from a slow disk."""
+"""The minimum bound on the first rendezvous: the other workers may be loading torch from a slow disk."""
 
 
 LONGEST_INTERVAL_S = 1.0
 
 
 def interval_s(hang_timeout_s: float) -> float:
-    """How often to look at workers, and how often launcher and agents say that they are there."""
+    """How often workers are checked, and how often launcher and agents send a heartbeat."""
     return min(LONGEST_INTERVAL_S, hang_timeout_s / 10)
 
 
 class WatchClock:
-    """How long something has lasted, counting only the time in which this process, who watches it, ran itself.
+    """Measures durations, counting only the time in which this process, the observer, was running itself.
 
     A launcher that is stopped together with its workers (SIGSTOP to all, a paused container, gang scheduling) must not
-    take the pause for a hang afterwards.
+    report the pause as a hang afterwards.
     """
 
     def __init__(self, interval_s: float, now: Callable[[], float] = time.monotonic) -> None:
-        """`look` is to be called every `interval_s`, by whatever thread."""
+        """Start measuring; `look` must be called every `interval_s` seconds, from any thread."""
         self._now = now
         self._interval_s = interval_s
         self._looked_at = now()
@@ -49,7 +49,7 @@ class WatchClock:
                 self._pauses.append((looked_at + self._interval_s, self._looked_at))
 
     def watched_s(self, seconds: float) -> float:
-        """Of the last `seconds` those in which this process ran."""
+        """The number of the last `seconds` in which this process ran."""
         self.look()
         began = self._looked_at - seconds
         return seconds - sum(end - max(start, began) for start, end in tuple(self._pauses) if end > began)
@@ -57,28 +57,28 @@ class WatchClock:
 
 @dataclass(frozen=True)
 class WorkerState:
-    """One living worker at one moment."""
+    """What a running worker was doing at one moment."""
 
     rank: int
     pid: int
     step: int | None = None
     collective: str = ""
-    """The one it is in, else the last it was in."""
+    """The collective that the worker is in, else its last one."""
     inside_s: float | None = None
-    """How long it has been in there; None: it is in none."""
+    """How long it has been in the collective; None: it is in none."""
     heartbeat_age_s: float | None = None
     stopped_s: float | None = None
     """How long the process has been stopped (SIGSTOP); None: it is not."""
     trained_s: float | None = None
-    """Since it was done with the first update that it made; None before that."""
+    """Seconds since the end of its first update; None before that."""
     is_saving: bool = False
-    """Whether it has failed and saves what it has before it ends."""
+    """Whether it has failed and is saving a checkpoint before it ends."""
     output_blocked_s: float | None = None
-    """Since its output last had to wait for whoever reads it; None: it never did."""
+    """Seconds since its output was last blocked by a slow reader; None: never."""
 
     @property
     def doing(self) -> str:
-        """A phrase for a report."""
+        """The state as a phrase for a report."""
         if self.stopped_s is not None:
             return f"stopped for {self.stopped_s:.1f} s"
         if self.inside_s is not None:
@@ -88,20 +88,20 @@ class WorkerState:
 
 @dataclass(frozen=True)
 class Hang:
-    """A run that does not go on."""
+    """A run that makes no progress."""
 
     kind: Literal["stopped", "hung", "mismatch"]
     culprits: tuple[int, ...]
-    """The ranks the others wait for; with "mismatch" all, since all wait."""
+    """The ranks that the others wait for; all ranks if `kind` is "mismatch"."""
     waiting: tuple[int, ...]
     seconds: float
 
 
 def find_hang(states: Sequence[WorkerState], bound_s: float) -> Hang | None:
-    """The hang of a run whose workers are in these `states`; None as long as nothing has lasted for `bound_s`.
+    """Find a hang in the `states` of all workers; None unless something has lasted for `bound_s`.
 
-    A worker that computes for long is no hang as long as nobody waits for it, nor is one whose output nobody reads. One
-    that was stopped is.
+    A worker that computes for long is no hang unless another one waits for it, nor is one blocked by its output. A
+    stopped worker is.
     """
     stopped = [state for state in states if state.stopped_s is not None]
     waiting = [state for state in states if state.stopped_s is None and _waits(state, bound_s)]
@@ -112,7 +112,7 @@ def find_hang(states: Sequence[WorkerState], bound_s: float) -> Hang | None:
         return Hang("stopped", tuple(state.rank for state in stopped), ranks, seconds)
     if not waiting:
         return None
-    # A worker that came to the same collective a moment ago has ended the wait; the next look will tell.
+    # A worker that has just entered the same collective has ended the wait; the next check will show it.
     awaited = [state for state in states if state not in waiting and not _waits(state, 0.0)]
     if any(state.output_blocked_s is not None and state.output_blocked_s < bound_s for state in awaited):
         return None
@@ -124,7 +124,7 @@ def find_hang(states: Sequence[WorkerState], bound_s: float) -> Hang | None:
 
 
 def _waits(state: WorkerState, bound_s: float) -> bool:
-    """Whether the worker has been in a collective for that long, and its interpreter can still say so."""
+    """Whether the worker has been in a collective for that long while its interpreter still runs."""
     if bound_s and state.collective == RENDEZVOUS:
         bound_s = max(bound_s, RENDEZVOUS_TIMEOUT_S)
     if state.inside_s is None or state.inside_s < bound_s:

@@ -1,4 +1,4 @@
-"""The thread of a worker that shows its launcher that the interpreter runs, and which collective torch is in."""
+"""The heartbeat thread of a worker: it shows that the interpreter runs, and which collective torch is in."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INTERVAL_S = 0.25
 
 
 def start_heartbeats(path: Path) -> None:
-    """Beat until the program ends."""
+    """Write heartbeats until the program ends."""
     heartbeat, ended = Heartbeat(path), threading.Event()
 
     def run() -> None:
@@ -31,13 +31,13 @@ def start_heartbeats(path: Path) -> None:
     def stop() -> None:
         ended.set()
         thread.join(1.0)
-        heartbeat.leave("torch")  # the last thing seen may have been a collective that was almost through
+        heartbeat.leave("torch")  # the last heartbeat may show a collective that has completed since
 
     atexit.register(stop)
 
 
 def _show_collective(heartbeat: Heartbeat) -> None:
-    """What torch's flight recorder says of the last collectives. Point-to-point messages on Gloo are not in it."""
+    """The last collectives in torch's flight recorder. It does not record point-to-point messages on Gloo."""
     torch_distributed = sys.modules.get("torch.distributed")
     if torch_distributed is None or not getattr(torch_distributed, "is_initialized", bool)():
         return
@@ -56,7 +56,7 @@ def _show_collective(heartbeat: Heartbeat) -> None:
 
 
 def describe(entry: dict[str, Any]) -> str:
-    """ "all_reduce number 12 of group default_pg (25600 Float)" from an entry of the flight recorder."""
+    """An entry of the flight recorder as text, such as "all_reduce number 12 of group default_pg (25600 Float)"."""
     operation = str(entry["profiling_name"]).rpartition(":")[2]
     shapes = ", ".join(
         f"{'x'.join(map(str, size)) or 'one'} {dtype}"

@@ -22,32 +22,32 @@ PORT = 29500
 
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _MOST_NAME_CHARACTERS = 52
-"""Of 63 in a host name, less "-" and the index of a pod; for a TrainJob "-node-0-" comes in between as well."""
+"""The limit of 63 characters of a host name less "-" and a pod's index (for a TrainJob also "-node-0-")."""
 
 _GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class Pods:
-    """What every pod of a run has; a pod is a node."""
+    """The settings of every pod of a run; a pod is a node."""
 
     image: str
-    """As Kubernetes pulls it; with @sha256:… it is the same on all nodes."""
+    """The image that Kubernetes pulls; with @sha256:… it is the same on all nodes."""
     num_pods: int
     workers_per_pod: int
     use_gpus: bool
     claim: str
     """The PersistentVolumeClaim that all pods share; it is mounted at `mount`."""
     mount: Path
-    """Run folder and data lie below it."""
+    """The mount point of the volume; run folder and data lie below it."""
     run_dir: Path
     cpus_per_worker: int = 1
     memory_bytes: int | None = None
-    """Of a pod; None: whatever its node has."""
+    """The memory of a pod; None: all memory of its node."""
     shm_bytes: int = 8 * _GIB
-    """Of /dev/shm, where workers and data loaders talk; it counts as the pod's memory."""
+    """The size of /dev/shm, used by workers and data loaders; it counts as memory of the pod."""
     user_id: int | None = None
-    """Whom the run's files belong to; None: whom the image says."""
+    """The owner of the run's files; None: the user of the image."""
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -66,7 +66,7 @@ def job_manifest(name: str, program: Sequence[str], pods: Pods) -> str:
         "metadata": {"name": name, "labels": _labels(name)},
         "spec": {
             "clusterIP": "None",
-            # Pods meet before any of them is ready.
+            # The rendezvous takes place before any pod is ready.
             "publishNotReadyAddresses": True,
             "selector": {"batch.kubernetes.io/job-name": name},
             "ports": [{"name": "rendezvous", "port": PORT}],
@@ -162,19 +162,19 @@ _CONTAINER_SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop
 
 
 def _torchrun(options: Sequence[str], program: Sequence[str]) -> list[str]:
-    # A worker that failed ends its pod, and with it the Job; resuming is for the next Job.
+    # A worker that failed ends its pod, and with it the Job; the next Job resumes.
     agent = ["python", "-m", "torch.distributed.run", "--max-restarts=0", *options]
     return [_literal(word) for word in (*agent, "-m", "paceline.launch.worker", *program)]
 
 
 def _literal(word: str) -> str:
-    """`word` for Kubernetes, which fills in $(NAME) in commands and variables and reads $$ as $."""
+    """Escape `word` for Kubernetes, which expands $(NAME) in commands and variables and reads $$ as $."""
     return word.replace("$", "$$")
 
 
 def _variables(pods: Pods) -> list[dict[str, str]]:
     variables = {
-        # Workers that a torchrun starts again would read dead peers' addresses from the store of the agents.
+        # Workers that torchrun restarts would read addresses of dead peers from the store of the agents.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": str(pods.cpus_per_worker),
         "PYTHONUNBUFFERED": "1",
@@ -186,7 +186,7 @@ def _variables(pods: Pods) -> list[dict[str, str]]:
 
 
 def _resources(pods: Pods) -> dict[str, dict[str, str]]:
-    """Limits alone where Kubernetes copies them into requests; cores are a request, so that idle ones can be used."""
+    """The resources of a pod: limits, which Kubernetes copies to requests; cores as a request, to use idle ones."""
     limits = {
         **({"nvidia.com/gpu": str(pods.workers_per_pod)} if pods.use_gpus else {}),
         **({"memory": _mebibytes(pods.memory_bytes)} if pods.memory_bytes is not None else {}),
@@ -225,11 +225,11 @@ def _mebibytes(num_bytes: int) -> str:
 def _check(name: str, program: Sequence[str], pods: Pods) -> None:
     if not _NAME.fullmatch(name) or len(name) > _MOST_NAME_CHARACTERS:
         raise LaunchError(
-            f"The name {name!r} cannot be one in Kubernetes; take small letters, digits and - inside, "
+            f"The name {name!r} is invalid in Kubernetes; take lower-case letters, digits and - inside, "
             f"{_MOST_NAME_CHARACTERS} at most."
         )
     if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", pods.claim):
-        raise LaunchError(f"{pods.claim!r} cannot be the name of a PersistentVolumeClaim.")
+        raise LaunchError(f"{pods.claim!r} is no valid name of a PersistentVolumeClaim.")
     if not program or not pods.image or not pods.image.isprintable() or " " in pods.image:
         raise LaunchError("A job needs an image, as Kubernetes pulls it, and a program to run in it.")
     if not pods.mount.is_absolute() or not pods.run_dir.is_relative_to(pods.mount):
@@ -246,7 +246,7 @@ def _yaml(documents: Sequence[dict[str, Any]]) -> str:
         raise LaunchError("Manifests need PyYAML; install paceline[kubernetes].") from None
 
     class Dumper(yaml.SafeDumper):
-        def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - people read manifests: say things twice
+        def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - people read manifests: repeat values
             return True
 
     return yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=120)

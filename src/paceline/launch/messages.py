@@ -1,4 +1,4 @@
-"""The messages between the launcher and the agent on a node: one JSON object a line."""
+"""The messages between the launcher and the agent on a node: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.errors import LaunchError
 
 @dataclass(frozen=True)
 class AgentMessage:
-    """Any message; subclasses are found by their names."""
+    """Base class of all messages; subclasses are found by their names."""
 
     kinds: ClassVar[dict[str, type[AgentMessage]]] = {}
 
@@ -24,10 +24,10 @@ class AgentMessage:
 
 
 def decode(line: bytes) -> AgentMessage:
-    """The message in a line.
+    """Decode one line.
 
     Raises:
-        LaunchError: it is none: something else writes where an agent should.
+        LaunchError: the line is no message, because something other than an agent wrote it.
     """
     try:
         mapping = json.loads(line)
@@ -56,7 +56,7 @@ class Hello(AgentMessage):
 
 @dataclass(frozen=True)
 class Listening(AgentMessage):
-    """The answer to `Listen`: one open socket an address."""
+    """The answer to `Listen`: one open socket per address."""
 
     endpoints: list[dict[str, Any]]
     """`Endpoint`s as mappings."""
@@ -64,7 +64,7 @@ class Listening(AgentMessage):
 
 @dataclass(frozen=True)
 class Reached(AgentMessage):
-    """The answer to `TryEndpoints`: for every endpoint, the own interface from which it opened, or why it did not."""
+    """The answer to `TryEndpoints`: for every endpoint, the interface that reached it, or why none did."""
 
     interfaces: list[str | None]
     problems: list[str]
@@ -72,7 +72,7 @@ class Reached(AgentMessage):
 
 @dataclass(frozen=True)
 class Refused(AgentMessage):
-    """The agent cannot do what was asked; one sentence for the user."""
+    """The agent cannot do what was requested; holds one sentence for the user."""
 
     sentence: str
 
@@ -86,7 +86,7 @@ class Started(AgentMessage):
 
 @dataclass(frozen=True)
 class WorkerStates(AgentMessage):
-    """Sent regularly: the agent is alive, and this is what the workers are doing."""
+    """The agent's heartbeat, with the states of its workers."""
 
     workers: list[dict[str, Any]]
     """`WorkerState`s as mappings."""
@@ -94,7 +94,7 @@ class WorkerStates(AgentMessage):
 
 @dataclass(frozen=True)
 class OutputText(AgentMessage):
-    """Lines of a worker for the launcher's terminal."""
+    """Lines of a worker's output for the launcher's terminal."""
 
     target_fd: int
     text: str
@@ -125,7 +125,7 @@ class Stacks(AgentMessage):
 
 @dataclass(frozen=True)
 class Ping(AgentMessage):
-    """The launcher is alive."""
+    """The launcher's heartbeat."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Start(AgentMessage):
     """`WorkerCommand`s as mappings."""
     run_dir: str
     marker: str
-    """A file of the run folder that the node must see."""
+    """The path of a file in the run folder that the node must see."""
     port: int | None
     """The port of the rendezvous, on the first node; None on the others."""
     show_all: bool
@@ -159,20 +159,20 @@ class Start(AgentMessage):
     restart: int
     """How often the run has been started before."""
     preload: list[str]
-    """Modules that processes are to load in advance for the next start; none: no such processes."""
+    """Modules that fork servers load in advance for the next start; empty: no fork servers."""
 
 
 @dataclass(frozen=True)
 class SignalWorkers(AgentMessage):
-    """Do as the method of a `Team` of that name does; "kill" is answered by `RunEnded` if there are no workers left."""
+    """Call the `Team` method of that name; "kill" is answered by `RunEnded` if there are no workers left."""
 
     method: Literal["ask_to_save", "ask_to_end", "kill"]
     ranks: list[int] | None = None
-    """Whom to kill; None: all."""
+    """The ranks to kill; None: all."""
 
 
 @dataclass(frozen=True)
 class ShowStacks(AgentMessage):
-    """Have workers write down where their threads are."""
+    """Have workers dump the stacks of their threads."""
 
     ranks: list[int]

@@ -1,8 +1,8 @@
-"""Which nodes to reach, and how many workers each may have: a word on the command line, or a file.
+"""Which nodes to use, and how many workers each may have: a command-line value or a file.
 
     paceline launch --hosts "gpu1:8,gpu2:8"
 
-    # hosts.txt: a node a line
+    # hosts.txt: one node per line
     gpu1 slots=8
     kim@gpu2:4
     [fd00::3]
@@ -30,26 +30,26 @@ class NodeSlots:
     """A node as its launcher reaches it, and how many workers may run there."""
 
     address: str
-    """A name or an address, as `ssh` takes it: with its user in front where one was given, IPv6 without brackets."""
+    """A name or an address as `ssh` takes it: after its user, if one was given; IPv6 without brackets."""
     num_workers: int | None = None
-    """None: as many as it has devices."""
+    """The number of workers; None: as many as the node has devices."""
 
 
 def parse_node_list(text: str) -> tuple[NodeSlots, ...]:
-    """ "a:8,kim@b:4,[fd00::3]" as nodes, in their order.
+    """Parse nodes such as "a:8,kim@b:4,[fd00::3]", in their order.
 
     Raises:
-        LaunchError: an entry that cannot be meant, a node named twice, or none at all.
+        LaunchError: an invalid entry, a node named twice, or no node.
     """
     entries = [(f"--hosts, entry {number}", entry.strip()) for number, entry in enumerate(text.split(","), 1)]
     return _distinct((where, _parse_entry(entry, where)) for where, entry in entries)
 
 
 def read_node_file(path: Path) -> tuple[NodeSlots, ...]:
-    """The nodes of a file, in their order: `name`, `name:8` or `name slots=8` a line; # begins a comment.
+    """Read the nodes of a file, in their order: `name`, `name:8` or `name slots=8` per line; # begins a comment.
 
     Raises:
-        LaunchError: the file cannot be read or names no node, a line that cannot be meant, or a node named twice.
+        LaunchError: the file cannot be read or names no node, a line is invalid, or a node is named twice.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -77,7 +77,7 @@ def _parse_entry(entry: str, where: str) -> NodeSlots:
 
 
 def _split_count(word: str) -> tuple[str, str, str]:
-    """ "name:8" and "[fd00::3]:8" at the colon that begins the count; without one the last two are empty."""
+    """Split "name:8" or "[fd00::3]:8" at the colon before the count; without one the last two are empty."""
     closing = word.rfind("]")
     colon = word.find(":", closing + 1)
     if closing < 0 and word.count(":") > 1:  # an address without its brackets

@@ -1,4 +1,4 @@
-"""Did the kernel kill a process because memory ran out? Linux records it in two places."""
+"""Whether the kernel killed a process because memory ran out, from the two places where Linux records it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def count_oom_kills(pid: int, proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
-    """How many processes the kernel has killed for memory in the control group of `pid`; None where nobody counts.
+    """The number of out-of-memory kills in the control group of `pid`; None if there is no counter.
 
-    A process that was killed can still be asked about until it is reaped.
+    The control group of a killed process is known until the process is reaped.
     """
     try:
         lines = (proc / str(pid) / "cgroup").read_text().splitlines()
@@ -38,7 +38,7 @@ def count_oom_kills(pid: int, proc: Path = PROC, cgroups: Path = CGROUPS) -> int
 
 
 def kernel_log_names(pid: int) -> bool:
-    """Whether the kernel's log records that it killed `pid` for memory; False too where we may not read it."""
+    """Whether the kernel's log records an out-of-memory kill of `pid`; also False if the log is not readable."""
     try:
         descriptor = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:

@@ -1,6 +1,6 @@
-"""The lines of many workers on one terminal, each with its rank in front.
+"""Shows the output lines of many workers on one terminal, each after its rank.
 
-Time is linear in what the workers write, and memory is bounded by `LONGEST_LINE_BYTES` a stream, whatever they write.
+Time is linear in the workers' output, and memory is bounded by `LONGEST_LINE_BYTES` per stream.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import IO
 CHUNK_BYTES = 1 << 16
 
 LONGEST_LINE_BYTES = 1 << 16
-"""A longer line is shown in several; the log has it whole."""
+"""A longer line is shown as several lines; the log has it unbroken."""
 
 Show = Callable[[int, bytes], None]
 """Shows whole lines on standard output (1) or standard error (2)."""
 
 
 def show_here(target_fd: int, lines: bytes) -> None:
-    """On this process's own streams; a reader that left is no reason to stop."""
+    """Show lines on this process's own streams; a closed reader is ignored."""
     rest = memoryview(lines)
     with contextlib.suppress(OSError):
         while rest:
@@ -34,7 +34,7 @@ def show_here(target_fd: int, lines: bytes) -> None:
 
 
 PIPE_BYTES = 1 << 16
-"""What a pipe holds on Linux."""
+"""The capacity of a pipe on Linux."""
 
 
 def is_behind(descriptor: int) -> bool:
@@ -50,18 +50,18 @@ def is_behind(descriptor: int) -> bool:
 class _Stream:
     source: IO[bytes]
     prefix: bytes | None
-    """In front of every line; None: for the log alone."""
+    """The prefix of every line; None: write to the log only."""
     target_fd: int
     log: IO[bytes]
     rank: int
     unfinished: bytes = b""
-    """The beginning of a line whose end has not come yet."""
+    """The beginning of a line that is not complete yet."""
 
 
 class LinePump:
-    """One thread that copies the output of all workers: as it is to their logs, line by line to `show`.
+    """One thread that copies the output of all workers: unchanged to their logs, line by line to `show`.
 
-    It lives from `start` to `close`; `add` comes before `start`.
+    It runs from `start` to `close`; `add` is called before `start`.
     """
 
     def __init__(self, show: Show = show_here) -> None:
@@ -85,12 +85,12 @@ class LinePump:
         self._thread.start()
 
     def is_behind(self, rank: int) -> bool:
-        """Whether the worker may have to wait until this pump, or the reader behind it, reads what it wrote."""
+        """Whether the worker may be blocked until this pump, or the reader behind it, reads its output."""
         sources = [stream.source for stream in self._streams if stream.rank == rank]
         return any(is_behind(source.fileno()) for source in sources if not source.closed)
 
     def close(self) -> None:
-        """Copy what is still in the pipes and end; what workers write later is lost."""
+        """Copy the remaining output and stop; later output of workers is lost."""
         os.write(self._stop_write, b".")
         if self._thread.ident is not None:
             self._thread.join()

@@ -1,4 +1,4 @@
-"""What a local program answers; one sentence where it does not."""
+"""The output of a local program; one sentence for the user if it fails."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from paceline.errors import LaunchError
 
 
 def output_of(argv: Sequence[str], *, timeout_s: float, where: str, refusal: str, stdin: str = "") -> str:
-    """Standard output of a program that gets `stdin`.
+    """Run a program with `stdin` as its input; returns its standard output.
 
     Args:
-        where: goes on after "There is no PROGRAM", where it is not installed.
-        refusal: goes before the program's own reason, where it fails.
+        where: follows "There is no PROGRAM" in the message if it is not installed.
+        refusal: precedes the program's own reason in the message if it fails.
 
     Raises:
-        LaunchError: it is missing, fails, or has not ended in time.
+        LaunchError: the program is missing, fails, or does not end in time.
     """
     try:
         done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=timeout_s)

@@ -34,7 +34,7 @@ from paceline.launch.node_list import NodeSlots
 from paceline.launch.variables import with_variables
 
 JOIN_TIMEOUT_S = 60
-"""How long joining the cluster, and then starting the actor, may take; a cold node needs several seconds."""
+"""Timeout for joining the cluster, and for starting the actor; a cold node needs several seconds."""
 
 ADDRESS_TIMEOUT_S = 10
 
@@ -46,7 +46,7 @@ def ray_argv(
 ) -> tuple[str, ...]:
     """The local command whose standard input and output are those of `program`, run in `cwd` on `node`.
 
-    `node` is a host name, an address or an id as Ray has it. Ray reserves `num_gpus` there and tells the program which
+    `node` is a host name, an address or a Ray node id. Ray reserves `num_gpus` there and tells the program which
     by CUDA_VISIBLE_DEVICES.
 
     Raises:
@@ -80,7 +80,7 @@ def ray_nodes() -> tuple[NodeSlots, ...]:
 
 
 def name_nodes(nodes: Sequence[Mapping[str, Any]], own_id: str = "") -> tuple[NodeSlots, ...]:
-    """Ray's own list of nodes as ours: host names where they tell nodes apart, else ids."""
+    """Convert Ray's list of nodes: host names if they are unique, else ids."""
     # Ray lists them in any order; ranks should not depend on it.
     alive = sorted(
         (node for node in nodes if node["Alive"]),
@@ -97,7 +97,7 @@ def name_nodes(nodes: Sequence[Mapping[str, Any]], own_id: str = "") -> tuple[No
 
 
 def find_node(nodes: Sequence[Mapping[str, Any]], name: str) -> str:
-    """The id of the one living node that `name` is the id, the host name or the address of.
+    """The id of the only living node whose id, host name or address is `name`.
 
     Raises:
         LaunchError: there is none, or there are several.
@@ -115,7 +115,7 @@ def find_node(nodes: Sequence[Mapping[str, Any]], name: str) -> str:
 
 
 class Relay:
-    """The actor: a program and its streams. Input and output are carried by a thread of Ray's each."""
+    """The actor: a program and its streams. Two threads of Ray carry input and output."""
 
     def __init__(self, program: Sequence[str], cwd: str) -> None:
         self._process = subprocess.Popen(
@@ -129,10 +129,10 @@ class Relay:
             threading.Thread(target=self._collect, args=(number, stream.fileno()), daemon=True).start()
 
     def started(self) -> None:
-        """Answers once the program runs."""
+        """Return once the program runs."""
 
     def write(self, data: bytes) -> None:
-        """Hand `data` to the program; nothing at all is the end of its input."""
+        """Write `data` to the program; empty data closes its input."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError, ValueError):  # it has ended; `read` says how
             if data:
@@ -143,7 +143,7 @@ class Relay:
                 self._process.stdin.close()
 
     def read(self) -> tuple[int, bytes] | int:
-        """The next that the program writes, as (1 or 2, bytes); its exit code after the last."""
+        """The program's next output as (1 or 2, bytes); its exit code after the last."""
         while self._num_open:
             number, data = self._chunks.get()
             if data:
@@ -229,7 +229,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 def _ray() -> Any:
-    """The library; its own types do not know all that its functions take."""
+    """Import Ray untyped: its annotations are incomplete."""
     try:
         return importlib.import_module("ray")
     except ImportError:
@@ -237,7 +237,7 @@ def _ray() -> Any:
 
 
 def _check_address(address: str) -> None:
-    """Knock where the cluster should be: Ray itself would try on for minutes. Raises `OSError` if nobody opens."""
+    """Try to connect to the cluster, as Ray itself would retry for minutes. Raises `OSError` if nothing listens."""
     if found := re.fullmatch(r"([^/]+):([0-9]+)", address):
         socket.create_connection((found.group(1).strip("[]"), int(found.group(2))), timeout=ADDRESS_TIMEOUT_S).close()
 

@@ -27,7 +27,7 @@ from paceline.launch.output import show_here
 from paceline.launch.team import STACKS_WAIT_S, LaunchOptions, with_age
 
 OPEN_TIMEOUT_S = 60.0
-"""For an agent's first message: logging in, starting a container and an interpreter, looking at the hardware."""
+"""Timeout for an agent's first message: login, start of a container and an interpreter, hardware detection."""
 ANSWER_TIMEOUT_S = 20.0
 CLOSE_TIMEOUT_S = 2.0
 STDERR_TAIL_LINES = 20
@@ -41,28 +41,28 @@ class NodeAccess:
 
     hostname: str
     argv: Callable[[Sequence[str]], Sequence[str]]
-    """From the program to the local command line."""
+    """Maps the program to the local command line."""
     explain: Callable[[int, str], str | None] = lambda _exit_code, _stderr: None
-    """From its exit code and standard error to a sentence for the user, where it knows one."""
+    """Maps exit code and standard error to a sentence for the user; None if it knows none."""
     python: str = sys.executable
-    """The node's interpreter; Paceline is installed for it."""
+    """The node's Python interpreter, in which Paceline is installed."""
 
     def run(self, program: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
-        """Run a program there to its end; raises `OSError` or `subprocess.TimeoutExpired`."""
+        """Run a program on the node until it ends; raises `OSError` or `subprocess.TimeoutExpired`."""
         return subprocess.run(
             self.argv(program), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
         )
 
 
 class RemoteTeam:
-    """One node's agent, from the connection to its end; between them it may serve several runs."""
+    """The connection to one node's agent; it may serve several runs."""
 
     def __init__(self, access: NodeAccess) -> None:
         """Start the agent."""
         self.hostname = access.hostname
         self.access = access
         self.versions: dict[str, str] = {}
-        """As its first message listed them."""
+        """The node as the agent's first message described it."""
         self._number = 0
         self._notify: Callable[[Event], None] | None = None
         self._running: set[int] = set()
@@ -93,20 +93,20 @@ class RemoteTeam:
             thread.start()
 
     def hello(self) -> messages.Hello:
-        """The agent's first message; asked for once. Raises as `answer` does."""
+        """The agent's first message, read once; raises as `answer` does."""
         hello = self.answer(messages.Hello, OPEN_TIMEOUT_S)
         self.versions = hello.versions
         return hello
 
     def send(self, message: AgentMessage) -> None:
-        """Send it; a connection that has ended swallows it."""
+        """Send a message; a message on a closed connection is dropped."""
         assert self._process.stdin is not None
         with self._send_lock, contextlib.suppress(OSError, ValueError):
             self._process.stdin.write(message.encode())
             self._process.stdin.flush()
 
     def answer(self, kind: type[AnyMessage], timeout_s: float = ANSWER_TIMEOUT_S) -> AnyMessage:
-        """The agent's next answer of that kind; one of another kind came too late for who had asked.
+        """The agent's next answer of this kind; late answers of other kinds are skipped.
 
         Raises:
             LaunchError: the agent refused, has ended, or did not answer in time.
@@ -128,7 +128,7 @@ class RemoteTeam:
                 return message
 
     def ask(self, question: AgentMessage, kind: type[AnyMessage], timeout_s: float = ANSWER_TIMEOUT_S) -> AnyMessage:
-        """Tell and await the answer; raises as `answer` does."""
+        """Send a message and wait for the answer; raises as `answer` does."""
         self.send(question)
         return self.answer(kind, timeout_s)
 
@@ -145,10 +145,10 @@ class RemoteTeam:
         """Start the node's workers.
 
         Args:
-            number: the team's own in its events.
-            notify: where events go; called from any thread.
-            marker: a file of the run folder, by which the node knows the folder.
-            port: that of the rendezvous, if it is on this node.
+            number: the index of the team in its events.
+            notify: receives events; called from any thread.
+            marker: a file in the run folder, by which the node recognises the folder.
+            port: the port of the rendezvous if it is on this node.
 
         Raises:
             LaunchError: the agent cannot start them, or does not see the run folder.
@@ -174,7 +174,7 @@ class RemoteTeam:
         self._running = set(started.ranks)
 
     def end_run(self) -> None:
-        """Wait until the agent has let go of the run's workers, killing those that are left."""
+        """Wait until the agent has released the run's workers, killing those still running."""
         if self._notify is None:
             return
         self.send(messages.SignalWorkers("kill"))
@@ -227,7 +227,7 @@ class RemoteTeam:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the connection has ended, nothing has come through it for several beats, or only a refusal."""
+        """Whether the connection is closed, has been silent for several heartbeats, or brought only a refusal."""
         return self._is_disconnected or self._has_refused or self.silent_s() >= 4 * self._interval_s
 
     def close(self) -> None:
@@ -236,7 +236,7 @@ class RemoteTeam:
         self._closing.set()
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
-            self._process.stdin.close()  # which tells the agent, and it its workers, to end
+            self._process.stdin.close()  # ends the agent, which ends its workers
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(self._last_word_timeout_s())
         with contextlib.suppress(ProcessLookupError):
@@ -249,7 +249,7 @@ class RemoteTeam:
             stream.close()
 
     def _last_word_timeout_s(self) -> float:
-        """How long to wait for a last word: not at all if the node has been silent for several beats."""
+        """How long to wait for a last message: 0 if the node has been silent for several heartbeats."""
         return CLOSE_TIMEOUT_S if self.silent_s() < 4 * self._interval_s else 0.0
 
     def _end_sentence(self) -> str:
@@ -309,23 +309,23 @@ class RemoteTeam:
 
 @contextlib.contextmanager
 def open_nodes(accesses: Sequence[NodeAccess]) -> Iterator[tuple[list[RemoteTeam], list[messages.Hello]]]:
-    """Agents on all nodes, and their first messages; they end with the block.
+    """Start agents on all nodes and read their first messages; the agents end with the block.
 
     Raises:
-        LaunchError: a node cannot be reached, or has other versions than the first.
+        LaunchError: a node cannot be reached, or its versions differ from those of the first.
     """
     with contextlib.ExitStack() as at_end:
         teams = []
         for access in accesses:
             teams.append(at_end.enter_context(contextlib.closing(RemoteTeam(access))))
-        hellos = [team.hello() for team in teams]  # they have all been started
+        hellos = [team.hello() for team in teams]  # after all have been started
         for team in teams:
             check_versions(teams[0], team)
         yield teams, hellos
 
 
 def check_versions(first: RemoteTeam, other: RemoteTeam) -> None:
-    """After `hello` of both. Raises `LaunchError` for a version that differs."""
+    """Compare the versions in two first messages; raises `LaunchError` if one differs."""
     for name, version in first.versions.items():
         if other.versions.get(name) != version:
             raise LaunchError(
@@ -335,7 +335,7 @@ def check_versions(first: RemoteTeam, other: RemoteTeam) -> None:
 
 
 def arrange_rendezvous(teams: Sequence[RemoteTeam], interface: str | None) -> Rendezvous:
-    """An address of the first node that every other one reaches, by trying; the fastest if there are several.
+    """Find an address of the first node that all other nodes reach, by connecting; the fastest if there are several.
 
     Raises:
         LaunchError: there is none.

@@ -1,4 +1,4 @@
-"""Running a plan: start its workers on this node or on several, watch them, and let none of them outlive the run."""
+"""Runs a plan: starts its workers on one node or several, watches them, and ensures that none outlives the run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from paceline.spec import Plan
 
 SAVE_S = 30.0
-"""For training to save what it has when it is asked to end: what schedulers leave between SIGTERM and SIGKILL."""
+"""Time for training to save a checkpoint on SIGTERM: what schedulers allow between SIGTERM and SIGKILL."""
 
 _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -67,10 +67,10 @@ def run_workers(
     Raises:
         LaunchError: a worker cannot be started, or the nodes do not reach each other.
         PacelineError: a worker met a mistake of the user; carries its sentence.
-        WorkerFailed: a worker ended before its work did, hangs, or is lost; names the first one that did so of its own
-            accord. The report is in `run_dir`/failure.json and failure.txt.
+        WorkerFailed: a worker failed, hangs, or is lost; names the first one that did so on its own. The report is in
+            `run_dir`/failure.json and failure.txt.
         KeyboardInterrupt: SIGINT came.
-        SystemExit: SIGTERM or SIGHUP came; the code is 128 + its number.
+        SystemExit: SIGTERM or SIGHUP came; the code is 128 + the number of the signal.
     """
     prepare(run_dir)
     options = LaunchOptions(
@@ -97,11 +97,11 @@ def run_once(
     fork_server: ForkServer | None = None,
     could_grow: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """Start the workers of `plan` and watch them until the last one has ended; nothing of them is left then.
+    """Start the workers of `plan` and watch them until the last one has ended.
 
     Args:
-        signals: those of a caller that has more than this to do; None: they are caught while workers run.
-        fork_server: of this node; agents have their own.
+        signals: the caller's signal handling; None: signals are caught while workers run.
+        fork_server: the fork server of this node; agents have their own.
         could_grow: whether there is a reason to end the run and start it with more workers.
 
     Raises:
@@ -133,7 +133,7 @@ def run_once(
 
 @dataclass(frozen=True)
 class _Start:
-    """The start of a run's workers; what they need until its end is let go of by `at_end`."""
+    """Starts the workers of a run; `at_end` releases what they need until its end."""
 
     plan: Plan
     program: Sequence[str]
@@ -142,9 +142,9 @@ class _Start:
     at_end: contextlib.ExitStack
 
     def here(self, fork_server: ForkServer | None) -> Sequence[Team]:
-        """On this node. Its teams are being watched from now on."""
+        """Start the workers on this node."""
         folder = tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True)
-        with listen("127.0.0.1") as torch_store:  # rank 0 has its own hold on it
+        with listen("127.0.0.1") as torch_store:  # rank 0 has inherited it
             rendezvous = rendezvous_on_one_node(Path(self.at_end.enter_context(folder)), torch_store.getsockname())
             commands = self._commands(rendezvous)
             team = LocalTeam(0, self.options, self.events.put, fork_server)
@@ -153,7 +153,7 @@ class _Start:
         return [team]
 
     def on(self, teams: Sequence[RemoteTeam]) -> Sequence[Team]:
-        """On the nodes of these agents."""
+        """Start the workers on the nodes of these agents."""
         rendezvous = arrange_rendezvous(teams, self.options.interface)
         commands = self._commands(rendezvous)
         marker = self.at_end.enter_context(_marker_in(self.options.run_dir))
@@ -186,19 +186,19 @@ def _chosen(nodes: Sequence[RemoteTeam], plan: Plan) -> list[RemoteTeam]:
     by_name = {node.hostname: node for node in nodes}
     unknown = [share.hostname for share in plan.nodes if share.hostname not in by_name]
     if unknown:
-        raise LaunchError(f"The plan wants node {unknown[0]}, but this run was given {', '.join(by_name) or 'none'}.")
+        raise LaunchError(f"The plan needs node {unknown[0]}, but this run was given {', '.join(by_name) or 'none'}.")
     return [by_name[share.hostname] for share in plan.nodes]
 
 
 @contextlib.contextmanager
 def _marker_in(run_dir: Path) -> Iterator[str]:
-    """The name of a temporary file in the run folder, by which other nodes recognise the folder."""
+    """Create a temporary file in the run folder, by which other nodes recognise the folder; yields its name."""
     with tempfile.NamedTemporaryFile(prefix=".seen-", dir=run_dir) as file:
         yield Path(file.name).name
 
 
 class Signals:
-    """Signals that ask this process for something, as events of the run that is on; those in between wait for it."""
+    """Turns signals to this process into events of the current run; a signal between two runs waits for the next."""
 
     def __init__(self) -> None:
         self._waiting: Events = queue.SimpleQueue()
@@ -210,7 +210,7 @@ class Signals:
 
     @contextlib.contextmanager
     def into(self, events: Events) -> Iterator[None]:
-        """While open, they go to `events`."""
+        """While the block is open, signals go to `events`."""
         self._events = events
         try:
             while not self._waiting.empty():
@@ -224,7 +224,7 @@ class Signals:
         return not self._waiting.empty()
 
     def end_wanted(self) -> int | None:
-        """The number of a signal that came between two runs and asks for the end; the next run does not get it."""
+        """Take the number of a signal that came between two runs and asks for the end; the next run does not get it."""
         while not self._waiting.empty():
             event = self._waiting.get()
             if isinstance(event, Signalled) and event.number in _ENDINGS:
@@ -234,12 +234,12 @@ class Signals:
 
 @contextlib.contextmanager
 def catch_signals() -> Iterator[Signals]:
-    """While open, signals do not end this process; outside of the main thread nothing is changed."""
+    """While the block is open, signals do not end this process; outside of the main thread it does nothing."""
     signals = Signals()
     if threading.current_thread() is not threading.main_thread():
         yield signals
         return
-    # What the caller ignores (nohup, a shell's background job) stays ignored.
+    # Signals that the caller ignores (nohup, a shell's background job) stay ignored.
     wanted = (*_ENDINGS, signal.SIGUSR1)
     heeded = [number for number in wanted if signal.getsignal(number) not in (signal.SIG_IGN, None)]
     before = {number: signal.signal(number, signals.note) for number in heeded}
@@ -251,7 +251,7 @@ def catch_signals() -> Iterator[Signals]:
 
 
 def raise_interruption(number: int | None) -> None:
-    """End as a process that was ended by this signal; nothing for none."""
+    """End like a process that was ended by this signal; does nothing without a signal."""
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     if number is not None:
@@ -259,13 +259,13 @@ def raise_interruption(number: int | None) -> None:
 
 
 def still_answers(outcome: Outcome, nodes: Sequence[RemoteTeam]) -> bool:
-    """Whether a node whose agent ended still answers: then it was the agent alone."""
+    """Whether a node whose agent ended still answers, so that only the agent ended."""
     lost = {loss.hostname for loss in outcome.losses if loss.silent_s is None}
     return any(node.answers() for node in nodes if node.hostname in lost)
 
 
 def prepare(run_dir: Path) -> None:
-    """Make the folders, readable by the user alone, and clear what an earlier run in the same folder left."""
+    """Make the folders, readable only by the user, and delete files of an earlier run in the same folder."""
     try:
         for folder in (run_dir, run_dir / "logs", run_dir / "failures"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -277,7 +277,7 @@ def prepare(run_dir: Path) -> None:
 
 
 def raise_failure(outcome: Outcome, world_size: int, run_dir: Path, answers: bool) -> None:
-    """Tell the user about a run in which at least one worker failed; nothing where all went well."""
+    """Report a run in which at least one worker failed; does nothing if none did."""
     mistake = user_mistake(outcome)
     if mistake is not None:
         raise PacelineError(mistake)

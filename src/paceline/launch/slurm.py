@@ -1,6 +1,6 @@
 """Slurm: a program on a node of the current allocation, and a job script that asks for one.
 
-Two ways lead here. Inside an allocation (`salloc`, `sbatch`) the nodes are those that Slurm gave. Outside of one,
+Inside an allocation (`salloc`, `sbatch`) the nodes are those that Slurm allocated. Outside of one,
 `batch_script` writes a job that runs the same command inside, and `submit` hands it to `sbatch`.
 """
 
@@ -18,20 +18,20 @@ from paceline.launch.output_of import output_of
 from paceline.launch.variables import with_variables
 
 ASK_TIMEOUT_S = 30.0
-"""How long scontrol and sbatch may take to answer; a busy controller needs some seconds."""
+"""Timeout for scontrol and sbatch; a busy controller needs some seconds."""
 
 _WORD = re.compile(r"[A-Za-z0-9_.:@,+-]+")
 
 Run = Callable[[Sequence[str], str], str]
-"""A command and its standard input to its standard output; `LaunchError` where it fails."""
+"""Runs a command with a standard input and returns its standard output; raises `LaunchError` if it fails."""
 
 
 def srun_argv(node: str, program: Sequence[str], *, cwd: Path, environ: Mapping[str, str]) -> tuple[str, ...]:
     """The local command whose standard input and output are those of `program`, run in `cwd` on `node`.
 
-    One task that may use all that the job holds on the node, beside other steps. Its output passes as it is flushed:
-    srun's --unbuffered would put a terminal between, which changes bytes. The environment of this process goes along,
-    as srun has it; `environ` comes over it.
+    One task that may use all that the job holds on the node, in parallel to other steps. Its output is not passed
+    through a terminal (srun's --unbuffered), which would change bytes. srun passes on the environment of this process;
+    `environ` takes precedence.
 
     Raises:
         LaunchError: `node` would be read as an option, or `environ` holds what looks like a secret.
@@ -44,7 +44,7 @@ def srun_argv(node: str, program: Sequence[str], *, cwd: Path, environ: Mapping[
         "--nodes=1",
         "--ntasks=1",
         "--overlap",
-        "--cpu-bind=none",  # one core would be all that a single task gets; workers are pinned by us
+        "--cpu-bind=none",  # otherwise a single task gets one core; workers are pinned by us
         "--quiet",
         f"--chdir={cwd}",
         "--",
@@ -60,7 +60,7 @@ def allocation(environ: Mapping[str, str], run: Run | None = None) -> tuple[Node
     """The nodes of the current allocation, with as many workers as GPUs were asked for there, else as tasks.
 
     Raises:
-        LaunchError: there is no allocation, or what Slurm says of it cannot be read.
+        LaunchError: there is no allocation, or Slurm's description of it cannot be read.
     """
     if not is_inside_allocation(environ):
         raise LaunchError("This is no Slurm allocation; get one with salloc or sbatch, or let paceline submit a job.")
@@ -74,10 +74,10 @@ def allocation(environ: Mapping[str, str], run: Run | None = None) -> tuple[Node
 
 
 def expand_nodelist(text: str) -> tuple[str, ...]:
-    """ "gpu[03-05,9],login" as names: gpu03, gpu04, gpu05, gpu9, login.
+    """Expand "gpu[03-05,9],login" to the names gpu03, gpu04, gpu05, gpu9, login.
 
     Raises:
-        LaunchError: a list that cannot be meant.
+        LaunchError: the list is invalid.
     """
     parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     if not text or ",".join(parts) != text:
@@ -86,7 +86,7 @@ def expand_nodelist(text: str) -> tuple[str, ...]:
 
 
 def _expand(part: str, text: str) -> list[str]:
-    """One entry, whose brackets are filled in from the left: "r[1-2]n[01-02]" is four names."""
+    """Expand one entry, brackets from the left: "r[1-2]n[01-02]" is four names."""
     before, bracket, rest = part.partition("[")
     if not bracket:
         return [part]
@@ -96,7 +96,7 @@ def _expand(part: str, text: str) -> list[str]:
 
 
 def _span(span: str, text: str) -> list[str]:
-    """ "08-10" as 08, 09, 10."""
+    """Expand "08-10" to 08, 09, 10."""
     found = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", span)
     first, last = (found.group(1), found.group(2) or found.group(1)) if found else ("1", "0")
     if not 0 <= int(last) - int(first) < 100_000:
@@ -135,7 +135,7 @@ def batch_script(
     partition: str | None = None,
     account: str | None = None,
 ) -> str:
-    """A job for `sbatch`: a task for every worker, a GPU for every task, and `command` once, on the first node.
+    """The script of a job for `sbatch`: a task per worker, a GPU per task, and `command` once, on the first node.
 
     `command` is whole words, such as ("python", "-m", "paceline", "launch", "--launcher", "slurm", …). What it writes
     goes to slurm-JOB.log in `run_dir`. None leaves partition, account and time limit to the cluster's own choice.
@@ -157,7 +157,7 @@ def batch_script(
     lines = [
         "#!/bin/sh",
         *(f"#SBATCH {option}" for option in options),
-        "umask 077",  # files of a run are for their owner alone
+        "umask 077",  # files of a run are readable only by their owner
         f"cd -- {shlex.quote(str(cwd))} && exec {shlex.join(command)}",
     ]
     return "\n".join(lines) + "\n"
@@ -183,7 +183,7 @@ def _word(option: str, text: str) -> str:
 
 
 def _log_pattern(run_dir: Path) -> str:
-    """In double quotes, as sbatch reads them, and with Slurm's own % signs doubled."""
+    """Quote a value for sbatch: double quotes, and % doubled."""
     path = str(run_dir.absolute())
     if not path.isprintable() or '"' in path or "\\" in path:
         raise LaunchError(f"The run folder {path!r} has a name that Slurm cannot write to; choose a plain one.")
@@ -191,7 +191,7 @@ def _log_pattern(run_dir: Path) -> str:
 
 
 def _clock(seconds: float) -> str:
-    """Slurm's days-hours:minutes:seconds, rounded up."""
+    """A duration in Slurm's format days-hours:minutes:seconds, rounded up."""
     minutes, second = divmod(math.ceil(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)

@@ -1,4 +1,4 @@
-"""A program on another node over SSH: the command line of the local client, and why it failed."""
+"""Runs a program on another node over SSH: the command line of the local client, and the cause of its failure."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from paceline.launch.variables import with_variables
 
 CONNECT_TIMEOUT_S = 10
 ALIVE_INTERVAL_S = 5
-"""Three unanswered questions of the client, one every so often, and the connection counts as lost."""
+"""The interval of the client's keep-alive messages; three unanswered ones mean a lost connection."""
 
 SSH_FAILED = 255
-"""What ssh exits with when it failed itself; anything else is the exit code of the program."""
+"""The exit code of a failure of ssh itself; any other one is that of the program."""
 
-# ssh takes the first value it hears of an option: neither the user's configuration nor `options` changes these.
+# ssh takes the first value of an option: neither the user's configuration nor `options` changes these.
 _OPTIONS = (
-    # Nobody is there to type a password or yes.
+    # Nobody can type a password or "yes".
     "BatchMode=yes",
     "StrictHostKeyChecking=yes",
     f"ConnectTimeout={CONNECT_TIMEOUT_S}",
     f"ServerAliveInterval={ALIVE_INTERVAL_S}",
     "ServerAliveCountMax=3",
-    # The first connection would stay behind as the master of later ones.
+    # With connection sharing, the first connection would outlive its program.
     "ControlMaster=no",
     # Two connections with the same forwarded port fail, and a configured command would replace ours.
     "ClearAllForwardings=yes",
@@ -41,9 +41,9 @@ def ssh_argv(
 ) -> tuple[str, ...]:
     """The local command whose standard input and output are those of `program`, run in `cwd` on `host`.
 
-    No terminal is asked for, so that bytes pass unchanged: a program whose client dies sees its standard input end, and
-    has to end by itself. The node's shell has to be one that reads POSIX quotes. `options` are words for ssh,
-    such as ("-F", "config").
+    It requests no terminal, so that bytes pass unchanged: a program whose client dies sees its standard input end, and
+    must then end by itself. The node's shell must read POSIX quotes. `options` are arguments for ssh, such as
+    ("-F", "config").
 
     Raises:
         LaunchError: `host` would be read as an option, or `environ` holds what looks like a secret.
@@ -55,7 +55,7 @@ def ssh_argv(
 
 
 def remote_command(program: Sequence[str], *, cwd: Path, environ: Mapping[str, str]) -> str:
-    """One line for a POSIX shell: `program` with `environ`, in place of the shell, in `cwd`.
+    """One line for a POSIX shell that executes `program` with `environ` in `cwd`, replacing the shell.
 
     Raises:
         LaunchError: `environ` holds what looks like a secret.
@@ -66,7 +66,7 @@ def remote_command(program: Sequence[str], *, cwd: Path, environ: Mapping[str, s
 
 _FIX_KEY = "run ssh-copy-id {host} once, or name the right key in ~/.ssh/config"
 
-# The first that is found in what ssh or the node's shell wrote; sentences go on after "{host}".
+# The first pattern found in the output of ssh or the node's shell gives the sentence for the user.
 _REASONS: tuple[tuple[str, str], ...] = (
     (
         r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key for \S+ has changed|DNS SPOOFING",
@@ -114,7 +114,7 @@ _REMOTE_REASONS: tuple[tuple[str, str], ...] = (
 )
 
 
-# What POSIX shells and env exit with when there is no such program, and when it is none.
+# Exit codes of POSIX shells and env for a missing program and for a file that is not executable.
 _EXIT_REASONS = {
     126: "The Python named is no program that your user may run on {host}.",
     127: "{host} has no such Python; install the environment at the same path on every node.",
@@ -122,7 +122,7 @@ _EXIT_REASONS = {
 
 
 def explain_ssh_failure(exit_code: int, stderr: str, host: str = "the node") -> str | None:
-    """What kept a program from running on `host`, with its remedy, in a sentence; None where ssh is not the reason.
+    """Why a program could not run on `host`, and the remedy, in a sentence; None if ssh is not the reason.
 
     `stderr` is what the client of `ssh_argv` wrote before it ended with `exit_code`.
     """

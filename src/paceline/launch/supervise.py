@@ -1,4 +1,4 @@
-"""Watching a run to its end: the first failure, a hang, a lost node or a signal ends it for everybody."""
+"""Watches a run until it ends: the first failure, a hang, a lost node or a signal ends it for all workers."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ CULPRIT_WAIT_S = 1.0
 """How long to wait for the cause: a worker may report that it lost a peer before the peer reports why it ended."""
 
 OTHERS_WAIT_S = 3.0
-"""How long an elastic run waits to see whether all workers raise the same: then it is the program's fault."""
+"""How long an elastic run waits to see whether all workers raise the same exception, a fault of the program."""
 
 SETTLE_S = 0.5
-"""How long workers whose peer is gone may take to notice it, where a run goes on. Most do in milliseconds, and save
-what they have; who still waits then would wait for ever."""
+"""How long workers of an elastic run may take to notice that a peer is gone. Most do in milliseconds, and save a
+checkpoint; workers that still wait then would wait for ever."""
 
 
 @dataclass(frozen=True)
 class NodeLoss:
-    """A node whose agent does not answer any more, and with it its workers."""
+    """A node whose agent no longer answers; its workers are lost with it."""
 
     hostname: str
     ranks: tuple[int, ...]
     time: float
-    """Seconds since the epoch when it was noticed."""
+    """Seconds since the epoch when the loss was noticed."""
     silent_s: float | None
-    """For how long nothing had been received; None: the connection was closed at the other end."""
+    """How long the node had been silent; None: the connection was closed at the other end."""
     was_stopping: bool = False
-    """Whether the run was being ended already: then its loss is no cause."""
+    """Whether the run was already being ended, so that the loss is not the cause."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended, before anybody judges it."""
+    """How a run ended, before diagnosis."""
 
     endings: tuple[Ending, ...] = ()
     stopped_at: float = float("inf")
-    """Seconds since the epoch when everybody was asked to end; infinite if nobody was."""
+    """Seconds since the epoch when all workers were asked to end; infinite if they were not."""
     interrupted_by: int | None = None
-    """The number of the signal that ended it."""
+    """The number of the signal that ended the run."""
     signalled: int | None = None
-    """The number of the first signal that asked for its end, also after a failure."""
+    """The number of the first signal that asked for the end of the run, also after a failure."""
     ended_to_grow: bool = False
-    """Whether it was ended to go on with more workers."""
+    """Whether the run was ended to restart with more workers."""
     trained_at: float | None = None
     """Seconds since the epoch when the first update was done."""
     hang: Hang | None = None
     hang_at: float = float("inf")
     """Seconds since the epoch when the hang was found."""
     states: tuple[WorkerState, ...] = ()
-    """What all workers were doing when the hang was found, or when the first failure was seen."""
+    """The states of all workers when the hang was found, or when the first failure was seen."""
     stacks: tuple[tuple[int, str], ...] = ()
     losses: tuple[NodeLoss, ...] = ()
 
@@ -81,9 +81,9 @@ class Supervisor:
 
         Args:
             grace_s: between SIGTERM and SIGKILL.
-            save_s: the same for workers that are asked to save what they have; None: `grace_s`.
-            is_elastic: the run will start again after a failure: then nobody is asked to end. A worker that does not
-                end by itself within a moment, and does not save what it has, is killed.
+            save_s: the same for workers that are asked to save a checkpoint; None: `grace_s`.
+            is_elastic: the run will restart after a failure, so that no worker is asked to end. A worker that does not
+            end by itself within a moment, and is not saving a checkpoint, is killed.
             could_grow: whether there is a reason to start again with more workers.
         """
         self._teams = teams
@@ -94,12 +94,12 @@ class Supervisor:
         self._could_grow = could_grow
         self._outcome = Outcome()
         self._interval_s = interval_s(hang_timeout_s)
-        # A worker looks at itself, its agent at the worker, we at the agent: each up to one interval late. What lasts
-        # for the whole bound is to be named within it all the same.
+        # Heartbeat, agent and launcher each see a state up to one interval late, but a hang must be reported within
+        # its bound.
         self._bound_s = hang_timeout_s - 4 * self._interval_s
         self._lost: set[int] = set()
         self._deadline: float | None = None
-        """On the monotonic clock: when to turn from listening to asking, or from asking to killing."""
+        """On the monotonic clock: when to send SIGTERM, or after it SIGKILL."""
         self._next_look = time.monotonic() + self._interval_s
         # What workers of other nodes do is known some intervals later.
         self._settle_s = SETTLE_S + (2 * self._interval_s if any(team.hostname for team in teams) else 0.0)
@@ -130,7 +130,7 @@ class Supervisor:
         return self.outcome()
 
     def drain(self) -> None:
-        """Note what is left in the events: too late to end anybody, but not to be obeyed or reported."""
+        """Note the remaining events: too late to end workers, but not to act on or to report."""
         while not self._events.empty():
             event = self._events.get()
             if isinstance(event, Signalled) and event.number != signal.SIGUSR1:
@@ -183,10 +183,10 @@ class Supervisor:
         hang = find_hang(states, self._bound_s)
         if hang is not None:
             self._note(hang=hang, states=tuple(states), hang_at=time.time())
-            if hang.kind != "stopped":  # who is stopped can write nothing down
+            if hang.kind != "stopped":  # a stopped worker cannot dump its stacks
                 self._note(stacks=tuple(stack for team in self._teams for stack in team.stacks(hang.culprits).items()))
             self._end(hang.culprits)
-        # One that has not made a step since it was started would only lose time.
+        # A run without a step since its start would only lose time.
         elif states and all(state.trained_s is not None for state in states) and self._could_grow():
             self._note(ended_to_grow=True)
             self._ask_to_end(self._save_s)
@@ -218,7 +218,7 @@ class Supervisor:
             self._deadline = time.monotonic() + seconds
 
     def _all_wait(self) -> bool:
-        """Whether all that run wait for others: then none of them will raise anything of its own."""
+        """Whether all running workers wait for others, so that none of them will raise an exception of its own."""
         states = self._all_states()
         return bool(states) and all(state.inside_s is not None for state in states)
 
@@ -239,7 +239,7 @@ class Supervisor:
             self._end()
 
     def _note_signal(self, number: int) -> None:
-        # A failure that came before the signal is the better answer to why the run ended.
+        # A failure before the signal explains better why the run ended.
         so_far = self._outcome
         has_failed = any(ending.failed for ending in so_far.endings) or so_far.losses or so_far.hang
         self._note(signalled=so_far.signalled or number)
@@ -247,7 +247,7 @@ class Supervisor:
             self._note(interrupted_by=number)
 
     def _end(self, hanging: Sequence[int] = ()) -> None:
-        """After a failure; those that hang are the ones that others wait for."""
+        """Find hanging workers after a failure: those that others wait for."""
         if not self._is_elastic:
             self._ask_to_end(self._grace_s)
             return

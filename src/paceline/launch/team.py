@@ -28,7 +28,7 @@ from paceline.launch.output import LinePump, Show, is_behind, show_here
 Output = Literal["rank0", "all"]
 
 STACKS_WAIT_S = 1.0
-"""How long a worker may take to write down where it is; Python's own handler needs milliseconds."""
+"""How long a worker may take to dump its stacks; Python's own handler needs milliseconds."""
 
 
 HANG_TIMEOUT_S = 60.0
@@ -37,7 +37,7 @@ GRACE_S = 3.0
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What holds for all workers of a run, on whatever node; the names are those of `run_workers`."""
+    """Settings of all workers of a run, on all nodes; the names are those of `run_workers`."""
 
     run_dir: Path
     interface: str | None = None
@@ -47,53 +47,53 @@ class LaunchOptions:
     hang_timeout_s: float = HANG_TIMEOUT_S
     environ: Mapping[str, str] = field(default_factory=dict)
     preload: tuple[str, ...] = ()
-    """Modules that a process of each node loads, to fork the workers of the next start; none: no such process."""
+    """Modules that a fork server on each node loads for the next start; empty: no fork server."""
     is_elastic: bool = False
-    """Whether a failure is followed by another start: then nobody is given time to end."""
+    """Whether a failure is followed by a restart, so that workers get no time to end."""
     restart: int = 0
-    """How often the run has been started before; its logs go on where they were."""
+    """How often the run has been started before; output is appended to the logs."""
 
 
 class Team(Protocol):
-    """The workers of one node, wherever it is. Whatever happens to them arrives in the events of the run."""
+    """The workers of one node, local or remote; it reports to the events of the run."""
 
     hostname: str
-    """Empty for this node."""
+    """The name of the node; empty for this node."""
 
     @property
     def running(self) -> Sequence[int]:
         """The ranks that have not ended."""
 
     def collect(self, rank: int) -> Ending:
-        """How a worker that has exited ended; asked once for each."""
+        """How an exited worker ended; called once per worker."""
 
     def states(self) -> list[WorkerState]:
-        """What those that run are doing."""
+        """The states of the running workers."""
 
     def silent_s(self) -> float:
-        """For how long nothing has been received from the node; 0 for this one."""
+        """Seconds since the last message from the node; 0 for this node."""
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Where the Python threads of these workers are; empty texts for those that cannot say."""
+        """The Python stacks of these workers; an empty text for a worker that cannot dump them."""
 
     def prepare_standby(self) -> None:
-        """Do what is due; called now and then by the thread that started the workers."""
+        """Do periodic work; called regularly by the thread that started the workers."""
 
     def ask_to_save(self) -> None:
-        """SIGUSR1 to all workers."""
+        """Send SIGUSR1 to all workers."""
 
     def ask_to_end(self) -> None:
-        """SIGTERM to all workers; what they started is killed after them."""
+        """Send SIGTERM to all workers; their child processes are killed after them."""
 
     def kill(self, ranks: Sequence[int] | None = None) -> None:
-        """SIGKILL to these workers, None: to all, and what they started."""
+        """Send SIGKILL to these workers (None: to all) and to their child processes."""
 
     def close(self) -> None:
-        """Kill what runs and let go of everything; nothing of the team is left when this returns."""
+        """Kill running workers and release everything."""
 
 
 class LocalTeam:
-    """The workers of this node, from their start to the last one's end."""
+    """Starts and watches the workers of this node."""
 
     hostname = ""
 
@@ -104,13 +104,12 @@ class LocalTeam:
         notify: Callable[[Event], None],
         fork_server: ForkServer | None = None,
     ) -> None:
-        """Start nobody yet.
+        """Prepare a team; starts no worker.
 
         Args:
-            number: the team's own in its events.
-            notify: where events go; called from any thread.
-            fork_server: forks the workers if it can, and is prepared for the next start, unless there is nothing to
-                preload.
+            number: the index of the team in its events.
+            notify: receives events; called from any thread.
+            fork_server: forks the workers if it can, and is prepared for the next start if anything is preloaded.
         """
         self._notify = notify
         self._fork_server = fork_server if options.preload else None
@@ -123,7 +122,7 @@ class LocalTeam:
         self._stopped_since: dict[int, float] = {}
         self._blocked_at: dict[int, float] = {}
         self._inherits: set[int] = set()
-        """Who writes to our own standard output and error."""
+        """The worker that writes to our own standard output and error."""
         self._oom_kills: dict[int, int | None] = {}
         self._pump: LinePump | None = None
         self._heartbeats = tempfile.TemporaryDirectory(prefix="paceline-heartbeat-", ignore_cleanup_errors=True)
@@ -140,8 +139,8 @@ class LocalTeam:
         """Start every worker, each in a session of its own, so that Ctrl-C reaches this process alone.
 
         Args:
-            sockets: listening sockets that rank 0 gets, by the variables that are to name their descriptors.
-            show: who shows the workers' lines; None: this process, whose terminal rank 0 then has for itself.
+            sockets: listening sockets for rank 0, keyed by the variables that name their descriptors.
+            show: shows the workers' lines; None: this process does, and rank 0 writes to its terminal directly.
 
         Raises:
             LaunchError: the system refuses another process.
@@ -228,7 +227,7 @@ class LocalTeam:
         )
 
     def _awaits_reader(self, rank: int) -> bool:
-        """Whether nobody reads what the worker writes, so that its next line may have to wait."""
+        """Whether the worker's output is not being read, so that its next line may block."""
         if self._pump is not None and self._pump.is_behind(rank):
             return True
         return rank in self._inherits and (is_behind(1) or is_behind(2))
@@ -248,7 +247,7 @@ class LocalTeam:
             time.sleep(0.02)
             for rank in tuple(asked):
                 text = _read_from(stack_path(self._run_dir, rank), before[rank])
-                if text and text == written[rank]:  # the same twice: it is complete
+                if text and text == written[rank]:  # unchanged between two reads, so complete
                     asked.remove(rank)
                 written[rank] = text
         return written
@@ -266,7 +265,7 @@ class LocalTeam:
                 _send(process, signal.SIGUSR1)
 
     def ask_to_end(self) -> None:
-        # Not to what they started: a worker may need its loaders to save what it has.
+        # Not to their child processes: a worker may need its loaders to save a checkpoint.
         for process in self._running.values():
             _send(process, signal.SIGTERM)
 
@@ -341,19 +340,19 @@ class LocalTeam:
             try:
                 os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # leaves it to be reaped
             except ChildProcessError:
-                return  # `close` was faster
+                return  # `close` has reaped it
         else:
             process.wait()
         self._notify(WorkerExited(self._number, rank))
 
 
 def with_age(ending: Ending, now: float) -> Ending:
-    """The same with its age in place of its time, for another node, whose clock may differ; and back again."""
+    """Convert the time to an age for another node, whose clock may differ, and back."""
     return replace(ending, time=now - ending.time)
 
 
 def _pipe(ours: contextlib.ExitStack, theirs: contextlib.ExitStack) -> tuple[IO[bytes], int]:
-    """A pipe's end to read from, which `ours` closes, and its other end, which `theirs` closes."""
+    """Open a pipe; `ours` closes its read end, `theirs` its write end."""
     read_fd, write_fd = os.pipe()
     theirs.callback(os.close, write_fd)
     return ours.enter_context(os.fdopen(read_fd, "rb", buffering=0)), write_fd
@@ -370,14 +369,14 @@ def _signal_group(process: Process, number: signal.Signals) -> None:
 
 
 def _reap_group(group: int) -> None:
-    """Let go of a dead worker's children, where this process takes in orphans (`fork_server`)."""
+    """Reap a dead worker's children if this process is their subreaper (`fork_server`)."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-group, os.WNOHANG)[0]:
             pass
 
 
 def _is_stopped(pid: int) -> bool:
-    """By SIGSTOP or a debugger; known on Linux only."""
+    """Whether a process is stopped by SIGSTOP or a debugger; known on Linux only."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     except OSError:

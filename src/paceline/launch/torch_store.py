@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 IMPORT_WAIT_S = 2.0
-"""For the program itself to begin to load torch; where it does not, one of its child processes is what connects."""
+"""How long the program may take to start loading torch; if it does not, a child process is the client."""
 
 
 def serve_store_when_called(descriptor: int) -> None:
@@ -29,7 +29,7 @@ def serve_store_when_called(descriptor: int) -> None:
         store_type = _await_torch().TCPStore
         with socket.socket(fileno=descriptor) as listening:
             host, port = listening.getsockname()[:2]
-            listening.detach()  # it is the store's now
+            listening.detach()  # the store owns it now
         store = store_type(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
         threading.Event().wait()  # as long as the process lasts, and the interpreter need not take it down
         del store
@@ -38,7 +38,7 @@ def serve_store_when_called(descriptor: int) -> None:
 
 
 def _await_torch() -> Any:
-    """torch.distributed, which the program loads; not by us at the same time, and not before it is complete."""
+    """torch.distributed once the program has loaded it completely, so that two threads do not load it at once."""
     deadline = time.monotonic() + IMPORT_WAIT_S
     while "torch" not in sys.modules and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Environment variables in front of a program. Everybody on a node can read a command line: no secrets there."""
+"""Environment variables before a program. All users of a node can read a command line, so secrets are refused."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _SECRET = re.compile(
 
 
 def looks_secret(name: str) -> bool:
-    """Whether a variable of this name is likely to hold what others must not read, such as HF_TOKEN."""
+    """Whether a variable of this name is likely to hold a secret, such as HF_TOKEN."""
     return _SECRET.search(name) is not None
 
 
 def check_variables(environ: Mapping[str, str]) -> None:
-    """Refuse what must not stand on a command line or in a manifest.
+    """Check variables that are to be written to a command line or a manifest.
 
     Raises:
-        LaunchError: a variable looks secret, or cannot be one.
+        LaunchError: a variable looks like a secret, or its name is invalid.
     """
     for name, value in environ.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or "\0" in value:
@@ -37,7 +37,7 @@ def with_variables(program: Sequence[str], environ: Mapping[str, str]) -> tuple[
     """`program` behind `env`, which sets `environ` for it: ("env", "A=1", "python", …).
 
     Raises:
-        LaunchError: a variable looks secret, or cannot be one.
+        LaunchError: a variable looks like a secret, or its name is invalid.
     """
     check_variables(environ)
     if not environ:

@@ -1,12 +1,12 @@
-"""The first thing that runs in a worker: it makes the process well-behaved, then becomes the user's program.
+"""The entry point of a worker: it sets up signals and failure notes, then runs the user's program.
 
     python -m paceline.launch.worker train.py --flag
     python -m paceline.launch.worker -m package.module argument
 
-A launcher that wants to be outlived by nobody passes the read end of a pipe as standard input and keeps the
+A launcher whose workers must not outlive it passes the read end of a pipe as standard input and keeps the
 other end: a pipe without a writer means that the launcher is gone.
 
-SIGTERM ends the program, which may save what it has first; SIGUSR1 means that it should save and go on.
+SIGTERM ends the program, which may save a checkpoint first; SIGUSR1 requests a checkpoint without an end.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def die_with_launcher() -> None:
     # The launcher may have died before the line above; no signal will come then. Its end of the pipe shows
     # it, where a parent's pid could not: which pid to expect is unknown.
     if not stat.S_ISFIFO(os.fstat(0).st_mode):
-        return  # nobody's lifeline: torchrun, srun or a terminal started this process
+        return  # no lifeline: torchrun, srun or a terminal started this process
     lifeline = select.poll()
     lifeline.register(0, 0)  # a hang-up is always reported
     if lifeline.poll(0):
@@ -113,14 +113,14 @@ def _run_module(module: str, arguments: Sequence[str]) -> None:
 
 
 def _run_script(script: str, arguments: Sequence[str]) -> None:
-    # Not runpy.run_path: it takes __main__ away again after the script's last line, while its threads and
-    # exit handlers may still pickle what they find there, and it changes sys.argv[0].
+    # Not runpy.run_path: it removes __main__ after the script's last line, while its threads and exit
+    # handlers may still pickle objects from there, and it changes sys.argv[0].
     path = Path(script).absolute()
     if not path.is_file():
         raise LaunchError(f"There is no script {script} in {Path.cwd()}: check its path.")
     sys.argv = [script, *arguments]
     if not sys.flags.safe_path:
-        sys.path[0] = str(path.resolve().parent)  # for the sake of our own -m it is the working directory
+        sys.path[0] = str(path.resolve().parent)  # our own -m set it to the working directory
     main_module = ModuleType("__main__")
     main_module.__file__ = str(path)
     sys.modules["__main__"] = main_module
@@ -128,7 +128,7 @@ def _run_script(script: str, arguments: Sequence[str]) -> None:
 
 
 def report(error: BaseException, rank: int, run_dir: Path | None) -> None:
-    """Leave a note of `error` in the run's folder; on standard error where that is impossible."""
+    """Write a note of `error` to the run folder, or to standard error if that is impossible."""
     is_user_error = isinstance(error, PacelineError)
     error.__traceback__ = _user_frames(error.__traceback__)
     lines = traceback.TracebackException.from_exception(error)
@@ -151,7 +151,7 @@ def report(error: BaseException, rank: int, run_dir: Path | None) -> None:
 
 
 def _note_exit(code: object, rank: int, run_dir: Path | None) -> None:
-    """Say when the program asked for its end and with which code: its peers may fail, and have it killed, while the
+    """Record when the program asked to exit and with which code: its peers may fail, and have it killed, while the
     interpreter still shuts down."""
     exit_code = (code & 0xFF) if isinstance(code, int) else int(code is not None)
     if run_dir is None or not exit_code:
@@ -171,14 +171,14 @@ def leave(exit_code: int) -> NoReturn:
 
 
 def _unwind_on_sigterm() -> None:
-    """SIGTERM raises `Terminated` here, and kills a child that the program forks, as it kills any process."""
+    """Make SIGTERM raise `Terminated` in this process; in a child that the program forks it kills, as by default."""
     forking = threading.local()
 
     def unwind(number: int, _frame: FrameType | None) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)  # a second one must not cut the `finally` blocks short
         raise Terminated(128 + number)
 
-    # A newborn child drops the signals that its inherited handlers have noted; this one has to wait.
+    # A new child drops signals that its inherited handlers have noted, so this one must wait.
     def hold() -> None:
         forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 

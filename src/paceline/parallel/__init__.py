@@ -1,4 +1,4 @@
-"""A plan applied to a model: virtual shards, norm layers, and the ways in which workers train together."""
+"""Applies a plan to a model: virtual shards, norm layers, and the engines that train it on all workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a job and a plan to the `Aggregator` of a run."""
+"""Builds the `Aggregator` of a run from a job and a plan."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ COMPRESSORS: dict[str, Callable[[Job, Links], Compressor]] = {
 }
 
 LOSSY = (WIRE_FORMATS["bfloat16"], WIRE_FORMATS["int8"])
-"""What "auto-lossy" may choose from: float16 overflows where bfloat16 of the same size does not."""
+"""The wire formats of "auto-lossy"; float16 overflows where bfloat16 of the same size does not."""
 
 _LOSSES = {
     "bfloat16": "they travel rounded to bfloat16 (8 bits of precision)",
     "float16": "they travel rounded to float16 (11 bits of precision, overflow at 65,504)",
-    "int8": "they travel rounded to 255 steps a chunk of 1,024 values",
+    "int8": "they travel rounded to 255 steps per block of 1,024 values",
     "powersgd": "of each matrix an approximation of rank {spec.powersgd_rank} travels, the rest is sent in later steps",
     "topk": "each worker's largest {spec.density:.2%} of the values travel, the rest is sent in later steps",
     "randomk": "a random {spec.density:.2%} of the values travel, the rest is sent in later steps",
@@ -45,7 +45,7 @@ class Aggregation:
 
     aggregator: Aggregator
     algorithm: AlgorithmName
-    """The name of the algorithm: the plan's, or what "auto" chose."""
+    """The name of the algorithm: the plan's, or the choice of "auto"."""
     notes: tuple[str, ...]
 
 
@@ -71,7 +71,7 @@ def set_up_aggregation(
 
 
 def candidates(plan: Plan, wanted: str, links: Links) -> list[AlgorithmCandidate]:
-    """What may be chosen from: lossy formats only where the user allows them, one algorithm if they named it."""
+    """The candidates: lossy formats only if the user allows them, one algorithm if the user named it."""
     fixed = WIRE_FORMATS.get(wanted, FLOAT32)
     allowed = LOSSY if wanted == "auto-lossy" else () if fixed.is_exact else (fixed,)
     found = sensible(links, allowed)
@@ -92,14 +92,14 @@ def compressor_state(aggregator: Aggregator | None) -> dict[str, Any]:
 
 
 def load_compressor_state(aggregator: Aggregator | None, own: dict[str, Any]) -> None:
-    """Give an aggregator's compressor its `compressor_state` back."""
+    """Restore the `compressor_state` of an aggregator's compressor."""
     if aggregator is not None and aggregator.compressor is not None:
         means = {key: value for key, value in own.get("means", {}).items() if isinstance(value, Tensor)}
         aggregator.compressor.load_state_dict(own.get("sums", {}) | means)
 
 
 def _bucket_bytes(parameters: Sequence[Tensor]) -> list[int]:
-    """About the sizes of the buckets that DistributedDataParallel will make of these parameters."""
+    """The approximate bucket sizes of DistributedDataParallel for these parameters."""
     total = sum(p.numel() * p.element_size() for p in parameters)
     first = min(FIRST_BUCKET_BYTES, total)
     full, last = divmod(total - first, BUCKET_BYTES)

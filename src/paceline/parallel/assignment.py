@@ -1,4 +1,4 @@
-"""Virtual shards: the fixed parts of every global batch, and which worker computes which.
+"""Virtual shards, the fixed subdivision of every global batch, and the assignment of shards to workers.
 
 The shards depend on the batch alone. A worker takes neighbouring shards, so more workers means fewer shards each,
 never other shards.
@@ -12,18 +12,18 @@ from paceline.errors import JobError
 
 
 def shard_sizes(num_samples: int, num_shards: int) -> tuple[int, ...]:
-    """Samples in each non-empty shard: as even as can be, the larger ones first."""
+    """Number of samples in each non-empty shard: as even as possible, larger shards first."""
     small, extra = divmod(num_samples, num_shards)
     return tuple(small + (shard < extra) for shard in range(min(num_shards, num_samples)))
 
 
 def shards_of_rank(rank: int, world_size: int, num_shards: int) -> tuple[int, int]:
-    """The shards start … stop - 1 that belong to `rank`; their numbers differ by at most one."""
+    """The shards start … stop - 1 of `rank`; the number of shards per rank differs by at most one."""
     return rank * num_shards // world_size, (rank + 1) * num_shards // world_size
 
 
 def check_shards(world_size: int, num_shards: int) -> None:
-    """Raises `JobError` where workers would go without work for good."""
+    """Raises `JobError` if some workers would never get a shard."""
     if world_size > num_shards:
         raise JobError(
             f"{world_size} workers cannot share virtual_shards = {num_shards}; use at most {num_shards} workers, or "
@@ -33,16 +33,16 @@ def check_shards(world_size: int, num_shards: int) -> None:
 
 @dataclass(frozen=True)
 class ShardRange:
-    """Some neighbouring shards of one worker that go through the model together."""
+    """Consecutive shards of one worker that go through the model in one pass."""
 
     first_shard: int
     sizes: tuple[int, ...]
-    """Samples in each of them."""
+    """Number of samples in each shard."""
     start: int
-    """Positions start … stop - 1 of their samples in the worker's batch."""
+    """Positions start … stop - 1 of the shards' samples in the worker's batch."""
     stop: int
     weight: float
-    """Their part of the global batch."""
+    """Fraction of the global batch in these shards."""
 
     @property
     def stop_shard(self) -> int:
@@ -51,10 +51,10 @@ class ShardRange:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What one worker computes of one global batch."""
+    """The virtual shards that one worker computes of one global batch."""
 
     shard_sizes: tuple[int, ...]
-    """Samples in every non-empty shard of the global batch."""
+    """Number of samples in every non-empty shard of the global batch."""
     shards_of_rank: tuple[tuple[int, int], ...]
     """The non-empty shards start … stop - 1 of every rank."""
     rank: int
@@ -76,7 +76,7 @@ class Assignment:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Samples in each of this worker's shards; empty for a worker that idles this step."""
+        """Number of samples in each of this worker's shards; empty for a worker without samples in this step."""
         return self.shard_sizes[slice(*self.own)]
 
     @property
@@ -86,7 +86,7 @@ class Assignment:
         return start, start + sum(self.sizes)
 
     def shard_range(self, first_shard: int, max_samples: int | None) -> ShardRange:
-        """The shard `first_shard`, and those of this worker after it up to `max_samples` samples in all."""
+        """The shard `first_shard` and this worker's shards after it, up to `max_samples` samples in total."""
         own_start, own_stop = self.own
         stop_shard = first_shard + 1
         while stop_shard < own_stop and (

@@ -1,4 +1,4 @@
-"""`aggregation.method = "parameter_server_async"`: what a worker holds of the model while servers update it."""
+"""`aggregation.method = "parameter_server_async"`: the engine of a worker whose parameters are updated by servers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from paceline.spec import AggregationSpec, Job, Plan
 
 
 class AsyncServers(Engine):
-    """Workers compute virtual shards of any global batch, whoever is free; servers make the updates.
+    """Idle workers compute the next virtual shards, of any global batch; servers make the updates.
 
-    The servers open with the first step. From then on workers either work, which ends at a number of updates or when
-    some worker asks for it, or rest: then no gradient is under way and all have the servers' parameters. They work from
-    one `AnyShard.at_rest` to the next, through as many calls of `step` as updates are made in between.
+    The servers start with the first step. From then on workers either work, until a number of updates is reached or
+    a worker asks for a rest, or rest: then no gradient is in flight and all have the servers' parameters. They work
+    from one `AnyShard.at_rest` to the next, through as many calls of `step` as updates are made in between.
     """
 
     reads_assignment = False
@@ -40,9 +40,9 @@ class AsyncServers(Engine):
         self._group = group
         self._servers: ParameterServerAsync | None = None
         self._work: Iterator[tuple[int, Tensor]] | None = None
-        """The updates that come before the next rest; None: this worker rests."""
+        """The number of updates until the next rest; None: this worker rests."""
         self._any_shard: AnyShard | None = None
-        """That of the last step."""
+        """The timing of the last step."""
         self._has_optimizer_state = False
         now = Clock(device).mark()
         self.communication = now, now
@@ -68,7 +68,7 @@ class AsyncServers(Engine):
             self._work = None  # some worker asked for a rest
 
     def _rest(self) -> None:
-        """Take the servers' parameters, which ends the work, when the last update has been made."""
+        """Stop working after the last update and fetch the servers' parameters."""
         assert self._work is not None
         more = next(self._work, None)
         assert more is None
@@ -102,18 +102,18 @@ class AsyncServers(Engine):
         error: BaseException | None = None,
         trace: TracebackType | None = None,
     ) -> None:
-        """Leave the servers: together with the other workers, or alone if an error ends the run."""
+        """Disconnect from the servers: with the other workers, or without them if an error ends the run."""
         if self._servers is not None:
             self._servers.__exit__(kind, error, trace)
             self._servers = None
 
     @property
     def weights_diverge(self) -> bool:
-        """Optimizers live on the servers, and gradients are under way, until all rest and `sync_buffers` was called."""
+        """Whether the servers hold the optimizer state, with gradients in flight; no longer after `sync_buffers`."""
         return not self._has_optimizer_state
 
     def sync_buffers(self) -> bool:
-        """While all rest: bring the optimizer's state to every worker."""
+        """While all workers rest: copy the optimizer's state from the servers to every worker."""
         if self._work is not None:
             return False
         if self._servers is not None:
@@ -124,7 +124,7 @@ class AsyncServers(Engine):
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Possible while all rest, at the end of an epoch: then they have the servers' parameters."""
+        """Allowed while all workers rest, at the end of an epoch, when they have the servers' parameters."""
         if self._work is not None:
             raise JobError(
                 "aggregation.method = 'parameter_server_async' has weights that all workers agree on at the end of an "
@@ -135,11 +135,11 @@ class AsyncServers(Engine):
 
 
 def describe_asynchrony(spec: AggregationSpec, plan: Plan) -> str:
-    """What a reader of the result must know."""
+    """Notes for the run's log and report."""
     servers = f"{plan.num_servers} parameter server{'s' if plan.num_servers > 1 else ''}"
     if spec.staleness == 0:
         return f"{servers}, staleness 0: workers take shards as they come, the result is that of synchronous training"
     return (
-        f"{servers}: a gradient may come from parameters that are up to {spec.staleness} updates late, as chance has "
-        "it, so the result is not repeatable and may depend on the number of workers"
+        f"{servers}: a gradient may come from parameters that are up to {spec.staleness} updates late, depending on "
+        "timing, so the result is not repeatable and may depend on the number of workers"
     )

@@ -1,4 +1,4 @@
-"""`parity = "bitwise"`: every shard by itself, everything added in one fixed tree order."""
+"""`parity = "bitwise"`: every shard is computed separately, and all sums use one fixed tree order."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from paceline.parallel.passes import ShardByShard
 
 
 class BitwiseDataParallel(Engine):
-    """Bit for bit the same on any number of workers.
+    """The engine whose results are equal bit for bit on any number of workers.
 
     Each virtual shard becomes one flat vector: its statistics, for each parameter whether it has a gradient at all,
-    the gradients, and their squared norm (0 where nobody wants it). What a shard computes does not depend on who
-    computes it, and `comm.tree_exact` adds the vectors in an order that does not depend on it either.
+    the gradients, and their squared norm (0 if it is not needed). The vector of a shard does not depend on the worker
+    that computes it, and `comm.tree_exact` adds the vectors in an order that does not depend on it either.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, group: dist.ProcessGroup | None) -> None:
@@ -52,11 +52,11 @@ class BitwiseDataParallel(Engine):
 
         statistics, users, flat, small_sqr = total.split(self._lengths)
         loss = self._shards.apply(statistics)
-        if not all(used):  # what no shard of this worker used, others may have
+        if not all(used):  # other workers may have used a parameter that no shard here used
             used = users.gt(0).tolist()
         grads = flat.split([p.numel() for p in self._parameters])
         for parameter, grad, is_used in zip(self._parameters, grads, used, strict=True):
-            # None as in plain torch where nobody used it: an optimizer would decay even what has gradient zero.
+            # None, as in plain torch, if no worker used it: an optimizer decays even parameters with gradient zero.
             parameter.grad = torch.empty_like(parameter).copy_(grad.view(parameter.shape)) if is_used else None
         if step.take_norms is not None and len(assignment.shard_sizes) > 1:
             num_samples = assignment.global_size

@@ -1,4 +1,4 @@
-"""Tensors that travel in one message."""
+"""Groups tensors into buckets that are sent in one message."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
-"""DistributedDataParallel's own: a small first bucket, so that the first message leaves early."""
+"""DistributedDataParallel's size of the first bucket, small so that the first message is sent early."""
 
 Item = TypeVar("Item")
 
@@ -16,10 +16,10 @@ Item = TypeVar("Item")
 def buckets(
     items: Iterable[Item], kind_of: Callable[[Item], tuple[torch.dtype, int]], first_bytes: int = BUCKET_BYTES
 ) -> Iterator[list[Item]]:
-    """Neighbours of one dtype, until a bucket has reached `BUCKET_BYTES`, the first one `first_bytes`.
+    """Group consecutive items of one dtype into buckets of `BUCKET_BYTES`, the first one of `first_bytes`.
 
     Args:
-        kind_of: an item's dtype and its size in bytes.
+        kind_of: returns an item's dtype and its size in bytes.
     """
     bucket: list[Item] = []
     dtype, size_bytes, limit_bytes = torch.float32, 0, first_bytes

@@ -1,4 +1,4 @@
-"""Moments in a step, taken without making the host wait for the device."""
+"""Timestamps in a step, taken without synchronising the CPU with the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Mark = float | torch.cuda.Event
 
 
 class Clock:
-    """Marks moments on the device's own time line: CUDA events there, the wall clock on CPU."""
+    """Records timestamps: CUDA events on a GPU, the wall clock on CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"

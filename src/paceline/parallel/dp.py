@@ -29,9 +29,9 @@ _SYNC_REFUSAL = (
 
 
 class DataParallel(Engine):
-    """Equal on any number of workers up to rounding; gradients travel in buckets while backward goes on.
+    """The engine of data parallelism, equal on any number of workers up to rounding; buckets overlap with backward.
 
-    Gradient noise is measured between workers, or alone between the first of several passes and all of them.
+    Gradient noise is measured between workers, or on one worker between the first of several passes and all of them.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class DataParallel(Engine):
             randomness=self.randomness,
             may_split=not has_other_norms(self._model),
             refusal=_SYNC_REFUSAL if self._is_sync else "",
-            # A pass may have to be repeated: `_aggregate_next` says which backward pass aggregates.
+            # A pass may have to be repeated: `_aggregate_next` selects the backward pass that aggregates.
             forward_context=nullcontext if self._ddp is None else self._ddp.no_sync,
         )
 
     def _wrap(self, aggregator: Aggregator, find_unused_parameters: bool) -> DistributedDataParallel:
         group = aggregator.links.group
         if find_unused_parameters:
-            # DDP then sums, in backward, who used what: a collective that must not come between the scheduler's.
+            # DDP then sums, in backward, which parameters were used: a collective that would mix with the scheduler's.
             group = dist.new_group(
                 dist.get_process_group_ranks(group),
                 timeout=timedelta(seconds=self._plan.timeout_s),
@@ -110,7 +110,7 @@ class DataParallel(Engine):
         if self._aggregator is not None:
             self._aggregator.scheduler.begin_step()
         self.sync_buffers()
-        # What a compressor lets through is not the sum of what it was given.
+        # The output of a compressor is not the sum of its inputs.
         is_sum = self._aggregator is not None and self._aggregator.compressor is None
         self._worker_norms.begin(step.assignment, step.take_norms if is_sum else None)
         summed = self._passes.starting_over(lambda: self._train(step)) if step.assignment.sizes else self._idle(step)
@@ -130,10 +130,10 @@ class DataParallel(Engine):
         assignment = step.assignment
         if self._is_sync and len(self._passes.ranges(assignment, assignment.rank)) > 1:
             raise ModelError(
-                "norm = 'sync' normalises over the whole global batch in one forward pass, so it cannot be cut into "
+                "norm = 'sync' normalises over the whole global batch in one forward pass, so it cannot be split into "
                 f"micro-batches of {self._plan.micro_batch_size}; leave micro_batch_size out or use norm = 'shard'."
             )
-        # The very first step is cut in two only to see whether the model draws random numbers.
+        # The first step is split in two only to detect whether the model draws random numbers.
         wants_norms = step.take_norms is not None and self._group is None and self.randomness.is_drawn is not None
         losses = self._zero_loss()
         first: tuple[Tensor, int] | None = None
@@ -141,7 +141,7 @@ class DataParallel(Engine):
             losses += loss.detach() * shards.weight
             is_last = shards.stop_shard == assignment.own[1]
             if is_last:
-                # The step's loss and norm statistics are known: they travel while backward computes.
+                # The step's loss and norm statistics are known: they are summed while backward computes.
                 summed, arrived = self._start_sum(losses)
                 self._aggregate_next(loss)
             self._passes.backward(step, shards, loss)
@@ -153,8 +153,8 @@ class DataParallel(Engine):
         return summed
 
     def _idle(self, step: StepInput) -> Tensor:
-        """As `_train`, of a worker without samples: one stand-in sample keeps all collectives in step."""
-        assert self._hook_state is not None  # alone, a worker has every sample
+        """`_train` for a worker without samples: a stand-in sample lets it take part in all collectives."""
+        assert self._hook_state is not None  # a single worker has every sample
         self._hook_state.idle = True
         try:
             with self._passes.stand_in(step, self.module) as loss:

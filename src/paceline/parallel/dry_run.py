@@ -1,8 +1,8 @@
-"""Tries a mesh of any size on one machine in seconds: the code of training, with fake workers and fake tensors.
+"""Tries a mesh of any size on one node in seconds: runs the training code with fake workers and fake tensors.
 
 torch's fake process group has any number of ranks and sends nothing; fake tensors have shapes and no values. The model
-is traced, cut, divided and sharded by the functions that training uses, one forward and backward pass of every stage is
-made, and all that would be sent and kept is counted.
+is traced, cut into stages and sharded by the functions that training uses, every stage runs one forward and backward
+pass, and the bytes that would be sent and kept are counted.
 """
 
 from __future__ import annotations
@@ -50,40 +50,40 @@ class StageCost:
     """What one worker of a pipeline stage holds, and what it sends for one micro-batch."""
 
     layers: tuple[str, str]
-    """The first and the last one."""
+    """The ranks of the first and the last worker."""
     time: float
-    """Time of forward and backward, in a unit that all stages have in common."""
+    """Time of forward and backward in an arbitrary unit, the same for all stages."""
     parameter_bytes: int
-    """The worker's shards of parameters."""
+    """Bytes of the worker's shards of parameters."""
     activation_bytes: int
-    """Kept from forward for backward."""
+    """Bytes of activations kept from forward for backward."""
     sent_bytes: Mapping[AxisName, float]
-    """Along fsdp, tp and pp."""
+    """Bytes sent per micro-batch along fsdp, tp and pp."""
     whole_parameter_bytes: int
-    """The stage's parameters before they are sharded along fsdp, padded as fully_shard does."""
+    """Bytes of the stage's parameters before sharding along fsdp, padded as fully_shard does."""
     gradient_bytes: int
-    """The worker's shards of trained parameters."""
+    """Bytes of the worker's shards of trained parameters."""
     tied_bytes: int
-    """Gradients of parameters that other stages have too: sent to each of them, once a step."""
+    """Bytes of gradients of parameters that other stages hold too: sent to each of them once per step."""
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a step on a mesh would take, for one worker of each pipeline stage; the others do the same."""
+    """The cost of a step on a mesh for one worker of each pipeline stage; the other workers of a stage are alike."""
 
     mesh: Mesh
     num_micro_batches: int
     stages: tuple[StageCost, ...]
     optimizer_copies: int
-    """Numbers that the optimizer keeps for each parameter."""
+    """Number of values that the optimizer keeps per parameter."""
     tensor_plan: TensorPlan
-    """How layers of all stages are divided along tp."""
+    """How the layers of all stages are sharded along tp."""
 
     @property
     def memory(self) -> tuple[DeviceMemory, ...]:
-        """What a worker of every stage holds, with the activations of all micro-batches that are in flight at once.
+        """Bytes held by a worker of every stage, including the activations of all micro-batches in flight.
 
-        The few layers at a time that stage 3 of ZeRO gathers come on top."""
+        The few layers that ZeRO stage 3 gathers at a time are not included."""
         keeps_gathered = self.mesh.fsdp > 1 and self.mesh.zero_stage < 3
         return tuple(
             DeviceMemory(
@@ -98,15 +98,15 @@ class DryRun:
         )
 
     def sent_bytes(self, axis: AxisName) -> float:
-        """What the worker that sends most sends along an axis in a step.
+        """The maximum over workers of the bytes sent along an axis in a step.
 
-        An all_reduce of S bytes makes each of n workers send 2 (n - 1)/n S; a gather or a scatter half of that. A loss
-        and some more numbers, one for each parameter at most, travel besides.
+        In an all_reduce of S bytes each of n workers sends 2 (n - 1)/n S, in an all_gather or reduce_scatter half.
+        The loss and at most one number per parameter are not counted.
         """
         return max(self.sent_bytes_of(stage, axis) for stage in self.stages)
 
     def sent_bytes_of(self, stage: StageCost, axis: AxisName) -> float:
-        """What a worker of one stage sends along an axis in a step."""
+        """Bytes that a worker of one stage sends along an axis in a step."""
         if axis == "dp":
             return 2 * (self.mesh.dp - 1) / self.mesh.dp * stage.gradient_bytes
         # The first stage of ZeRO gathers and scatters once a step, not for every micro-batch.
@@ -115,13 +115,13 @@ class DryRun:
 
     @property
     def cuts(self) -> tuple[str, ...]:
-        """The modules that begin a stage, all but the first's; such as `PipelineSpec` takes."""
+        """The modules that begin a stage, without the first stage's, as in `PipelineSpec`."""
         return tuple(stage.layers[0] for stage in self.stages[1:])
 
     @property
     def bubble(self) -> float:
-        """The part of the time in which workers of a pipeline wait: 1 - m t / ((m + p - 1) t_max), t the mean stage's
-        time (Huang et al. 2019, "GPipe", section 2.3, for stages that differ)."""
+        """The fraction of time in which workers of a pipeline wait: 1 - m t / ((m + p - 1) t_max), where t is the mean
+        stage time (Huang et al. 2019, "GPipe", section 2.3, for stages that differ)."""
         times, m = [stage.time for stage in self.stages], self.num_micro_batches
         turns = m + len(times) - 1
         return 1 - m * sum(times) / len(times) / (turns * max(times)) if max(times) else 0.0
@@ -139,22 +139,22 @@ def dry_run(
     cuts: Sequence[str] = (),
     tensor_plan: Mapping[str, str] | None = None,
 ) -> DryRun:
-    """Try `mesh` with a model on the meta device, which is used up.
+    """Try `mesh` with a model on the meta device; the model is consumed.
 
     Args:
-        arguments: What the model is called with for one micro-batch, on the meta device.
+        arguments: the model's arguments for one micro-batch, on the meta device.
         recomputes, sequence_parallel, tensor_plan: as in a `Plan`.
         cuts: as in a `PipelineSpec`.
 
     Raises:
         JobError: this process trains already.
-        ModelError: the model cannot be cut into stages, or its layers be divided, like that.
+        ModelError: the model cannot be cut into these stages, or its layers not be sharded so.
     """
     declared = declared_plan(model, tensor_plan, mesh.tp) if mesh.tp > 1 else None
     traced, costs = trace_on_meta(model, arguments)
     starts = traced.starts(cuts, mesh.pp) if cuts else best_cut(costs, mesh.pp) if mesh.pp > 1 else (0,)
     runs = list(zip(starts, (*starts[1:], len(costs)), strict=True))
-    # All stages before the first is divided: parameters that stages share would be divided twice.
+    # All stages before the first is sharded: parameters that stages share would be sharded twice.
     # Layers that follow each other are found in a model, but not in one stage, where each stands alone.
     stages = [one.train() for one in ([traced.model] if mesh.pp == 1 else stages_of(traced, starts))]
     holders = Counter(parameter for stage in stages for parameter in stage.parameters())
@@ -164,7 +164,7 @@ def dry_run(
     message = _Message()
     with _fake_workers(mesh) as device_mesh:
         for stage, run, num_others in zip(stages, runs, others, strict=True):
-            # As with every model on the meta device: divided first, then given its memory, here a fake one.
+            # As with every model on the meta device: first sharded, then allocated, here as fake tensors.
             if mesh.tp > 1:
                 applied = tensor_parallel(stage, device_mesh["tp"], given=declared, sequence_parallel=sequence_parallel)
                 styles |= applied.styles
@@ -176,10 +176,10 @@ def dry_run(
 
 
 def trace_on_meta(model: nn.Module, arguments: Sequence[Any]) -> tuple[TracedLayers, list[LayerCost]]:
-    """The layers of a model on the meta device, and what they take by their arithmetic."""
+    """The layers of a model on the meta device, and their costs by arithmetic."""
     traced = trace(model, arguments)
     costs = measure_layers(traced, torch.device("meta"))
-    # What computes no tensor has no arithmetic; it was timed by the clock.
+    # A layer that computes no tensor has no arithmetic; its time was measured.
     return traced, [
         cost
         if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(traced.values[node]))
@@ -189,7 +189,7 @@ def trace_on_meta(model: nn.Module, arguments: Sequence[Any]) -> tuple[TracedLay
 
 
 def on_paper(build: Callable[[], nn.Module], sample: Any, num_samples: int) -> tuple[nn.Module, tuple[Any, ...]]:
-    """What `build` makes, on the meta device, and its arguments for `num_samples` samples like `sample`."""
+    """The model of `build` on the meta device, and its arguments for `num_samples` samples like `sample`."""
     with torch.device("meta"):
         model = build()
     inputs = pytree.tree_map(
@@ -200,11 +200,11 @@ def on_paper(build: Callable[[], nn.Module], sample: Any, num_samples: int) -> t
 
 
 def trace_model(model: nn.Module, arguments: Sequence[Any], num_samples: int) -> ModelCost:
-    """What a model on the meta device takes for one sample: layers that a pipeline may part, each with what follows it
-    up to the next place where a stage may begin.
+    """The costs of a model on the meta device for one sample, by groups of layers: from one layer that may begin a
+    pipeline stage up to the next.
 
     Args:
-        arguments: What the model is called with for `num_samples` samples, on the meta device.
+        arguments: the model's arguments for `num_samples` samples, on the meta device.
     """
     traced, costs = trace_on_meta(model, arguments)
     sizes = layer_sizes(model, lambda one: one(*arguments), num_samples)
@@ -243,7 +243,7 @@ def trace_model(model: nn.Module, arguments: Sequence[Any], num_samples: int) ->
 
 
 def _largest_degrees(model: nn.Module) -> dict[str, int]:
-    """The largest power of two of workers that can share each layer."""
+    """The largest power of two by which each layer can be sharded."""
     found: dict[str, int] = {}
     degree = 2
     while degree <= _MOST_TENSOR_WORKERS:
@@ -258,12 +258,12 @@ def _largest_degrees(model: nn.Module) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class _Message:
-    """What one stage sends to the next."""
+    """The message that one stage sends to the next."""
 
     has_gradient: tuple[bool, ...] = ()
     """Whether each of its tensors has a gradient."""
     carries_generators: bool = False
-    """Whether random numbers have been drawn: the next stage goes on drawing where this one has stopped."""
+    """Whether random numbers have been drawn: the next stage continues from this generator state."""
 
 
 def _try_stage(
@@ -277,11 +277,11 @@ def _try_stage(
     mesh: Mesh,
     arguments: Sequence[Any],
 ) -> tuple[StageCost, _Message]:
-    """A forward and backward pass of one stage, whose layers have been divided, and the message it sends on.
+    """Run forward and backward of one sharded stage; returns its costs and the message to the next stage.
 
     Args:
-        message: the message that it receives.
-        num_others: in how many other stages each parameter is.
+        message: the message that the stage receives.
+        num_others: the number of other stages that hold each parameter.
     """
     start, stop = run
     generator_bytes = generator_state(torch.device("cpu")).nbytes
@@ -307,7 +307,7 @@ def _try_stage(
             tuple(leaf.requires_grad for leaf in leaving_tensors), message.carries_generators or answers.has_drawn
         )
         sent: dict[AxisName, float] = dict(counter.sent_bytes)
-        # Gradients of what arrived go back.
+        # Gradients of received tensors are sent back.
         arriving_tensors = [leaf for leaf in pytree.tree_leaves(arriving) if isinstance(leaf, Tensor)]
         sent["pp"] = tensor_bytes([tensor for tensor in arriving_tensors if tensor.requires_grad])
         if stop < len(costs):
@@ -344,12 +344,12 @@ def _argument_names(traced: TracedLayers) -> list[str]:
 
 
 def _fake(value: Any) -> Any:
-    """Tensors as those of `value`, in the host memory that fake tensors pretend to have."""
+    """Tensors like those of `value`, in the CPU memory that fake tensors pretend to have."""
     return pytree.tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="cpu"), value)
 
 
 class _Kept:
-    """Counts what autograd keeps, each tensor's memory once, and no parameter."""
+    """Counts the bytes that autograd keeps, each storage once, without parameters."""
 
     def __init__(self, parameters: set[int]) -> None:
         self._parameters = parameters
@@ -392,21 +392,21 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 class CommBytes(TorchDispatchMode):
-    """Counts what this worker sends in some groups while it is active, in collectives as a ring sends it.
+    """Counts the bytes that this worker sends in some groups while it is active, assuming ring collectives.
 
-    It sees the calls of its own thread only.
+    It only sees the calls of its own thread.
     """
 
     def __init__(self, axis_of_group: Mapping[str, AxisName]) -> None:
         """
         Args:
-            axis_of_group: by the groups' names.
+            axis_of_group: the axis of each group, by group name.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._axis_of_group = axis_of_group
         self.sent_bytes: defaultdict[AxisName, float] = defaultdict(float)
         self.bytes_of_calls: defaultdict[str, float] = defaultdict(float)
-        """By axis and kind: "fsdp allreduce_"."""
+        """Bytes by axis and kind, such as "fsdp allreduce_"."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
@@ -423,7 +423,7 @@ class CommBytes(TorchDispatchMode):
         tensors = [[leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)] for value in args[:2]]
         factor, counted = {
             "allreduce_": (2.0, tensors[0]),
-            "_allgather_base_": (1.0, tensors[0]),  # the output, which holds all parts
+            "_allgather_base_": (1.0, tensors[0]),  # the output, which holds all shards
             "allgather_": (1.0, tensors[0]),
             "_reduce_scatter_base_": (1.0, tensors[1]),  # the input
             "reduce_scatter_": (1.0, tensors[1]),
@@ -432,7 +432,7 @@ class CommBytes(TorchDispatchMode):
         if name == "send":
             num_bytes = tensor_bytes(tensors[0])
         elif name == "alltoall_base_":
-            # Rows for each worker, of which a worker sends all but its own; none named: equal parts.
+            # Rows for each worker, of which a worker sends all but its own; without sizes: equal splits.
             rows = args[4] or [1] * n
             num_bytes = (1 - rows[group.rank()] / sum(rows)) * tensor_bytes(tensors[1])
         self.sent_bytes[axis] += num_bytes

@@ -1,4 +1,4 @@
-"""Full tensors and the shards of them that workers hold: plain tensors or DTensors."""
+"""Conversions between full tensors and workers' shards: plain tensors or DTensors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def shard_slice(like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where this worker's shard begins in the full tensor, and its sizes, along each dimension."""
+    """The offsets of this worker's shard in the full tensor, and its sizes, along each dimension."""
     sizes, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     return tuple(offsets), tuple(sizes)
 
@@ -74,7 +74,7 @@ def is_sharded(tensor: Tensor, axis: str) -> bool:
 
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scale the gradients down so that the norm of the whole model's gradient, now `norm`, is at most `max_norm`."""
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's clip_grad_norm_ has it
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as in torch's clip_grad_norm_
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:

@@ -1,4 +1,4 @@
-"""The contract between a training step and the ways in which workers train a model together."""
+"""The contract between a training step and an engine, which trains a model together with other workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paceline.parallel.norm import forward_buffers
 
 @dataclass(frozen=True)
 class StepInput:
-    """What one worker is given for one training step."""
+    """The input of one worker for one training step."""
 
     assignment: Assignment
     batch: Any
@@ -35,34 +35,34 @@ class StepInput:
     scale: Callable[[Tensor], Tensor]
     """Applies the loss scale just before backward."""
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """What a forward pass runs in (autocast), where it is not `loss_of` that runs it."""
+    """The context of a forward pass (autocast) that `loss_of` does not run itself."""
     take_norms: TakeNorms | None = None
-    """Called with the norms of the step's gradients where an engine knows them, in this step or the next."""
+    """Called with the norms of the step's gradients if the engine knows them, in this step or the next."""
     any_shard: AnyShard | None = None
-    """For an engine that does not compute this worker's own assignment."""
+    """Input for an engine that does not compute this worker's own assignment."""
 
 
 @dataclass(frozen=True)
 class AnyShard:
-    """How to compute any virtual shard of the run, and where all workers rest. Global batches are counted from the
+    """How to compute any virtual shard of the run, and when all workers rest. Global batches are counted from the
     beginning of the run."""
 
     batch: int
     """The global batch of this step."""
     num_shards: Callable[[int], int]
-    """Virtual shards of a global batch that are not empty."""
+    """The number of non-empty virtual shards of a global batch."""
     lr_factor: Callable[[int], float]
     """The factor on the optimizer's base learning rates for the update by a global batch."""
     read: Callable[[int, int], StepInput]
-    """read(batch, shard): the step of a worker whose whole assignment is this shard."""
+    """read(batch, shard): the step input of a worker whose whole assignment is this shard."""
     at_base_rates: Callable[[], AbstractContextManager[Optimizer]]
-    """Inside, the optimizer has its base learning rates."""
+    """A context in which the optimizer has its base learning rates."""
     stop: int
-    """All workers rest when this many updates have been made: an epoch ends, or a checkpoint is due."""
+    """The number of updates after which all workers rest: an epoch ends, or a checkpoint is due."""
     wants_rest: Callable[[], bool]
-    """Whether this worker asks all to rest now."""
+    """Whether this worker asks all workers to rest now."""
     at_rest: Callable[[], None]
-    """To be called when all workers rest and before they go on: they exchange their status and may save. A
+    """Called when all workers rest, before they continue: they exchange their status and may save. A
     collective."""
 
 
@@ -77,47 +77,47 @@ class Randomness:
 
 
 class Engine:
-    """Trains a model together with the other workers, one global batch after the other.
+    """Trains a model together with the other workers, one global batch at a time.
 
-    Defaults are those of an engine whose workers hold the whole model each, equal after every step.
+    The defaults suit an engine whose workers each hold the whole model, equal after every step.
     """
 
     module: nn.Module
     """The model as the loss function calls it."""
     communication: tuple[Mark, Mark]
-    """The last step's exposed communication: when its last gradient was computed, and when the last was aggregated."""
+    """The interval of the last step's exposed communication: last gradient computed to last gradient aggregated."""
     randomness: Randomness | None = None
-    """Where it decides which shards go together; saved, so that a resumed run goes on alike."""
+    """Decides which shards share a pass; saved, so that a resumed run behaves the same."""
 
     # --- a step ---
 
     def step(self, step: StepInput, update: Update) -> Tensor:
         """Train on one global batch; return its mean loss, a detached scalar, the same on every worker.
 
-        An engine whose workers synchronise less often, or whose updates are made elsewhere, says here what it does
-        instead of computing `gradients` and calling `update` once.
+        An engine whose workers synchronise less often, or whose updates are made elsewhere, overrides this; by default
+        it computes `gradients` and calls `update` once.
         """
         loss = self.gradients(step)
         update(loss)
         return loss
 
     def gradients(self, step: StepInput) -> Tensor:
-        """Leave the gradient of the global batch's mean loss in `.grad` of every parameter, None before; return that
+        """Store the gradient of the global batch's mean loss in `.grad` of every parameter (None before); return that
         loss, detached."""
         raise NotImplementedError
 
     @property
     def reads_assignment(self) -> bool:
-        """Whether a worker computes the samples assigned to it. Else nobody has to read them: see `AnyShard`."""
+        """Whether a worker computes the samples assigned to it. If not, they need not be read: see `AnyShard`."""
         return True
 
     @property
     def is_synchronised(self) -> bool:
-        """Whether all workers have come to one point after the last step, where they can exchange their status."""
+        """Whether the last step synchronised all workers, so that they can exchange their status."""
         return True
 
     def gradient_norm(self) -> Tensor:
-        """The norm of the whole model's gradient, a scalar; a collective where workers do not hold all of it."""
+        """The norm of the whole model's gradient, a scalar; a collective if workers do not hold all of it."""
         return nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
 
     # --- the whole model ---
@@ -130,7 +130,7 @@ class Engine:
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """All parameters, or tensors sharded like them, of the whole model by name, in full; a collective.
 
-        Where workers do not hold the whole model, rank 0 gets them, in host memory, and the others nothing.
+        If workers do not hold the whole model, rank 0 gets them, in CPU memory, and the others get nothing.
         """
         return dict(tensors)
 
@@ -147,15 +147,15 @@ class Engine:
         return bool(forward_buffers(self.module))
 
     def sync_buffers(self) -> bool:
-        """Give all workers rank 0's buffers where theirs differ; returns whether all weights are equal now. A
+        """Broadcast rank 0's buffers where they differ; returns whether all weights are equal now. A
         collective, after a step."""
         return True
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Inside, the model is what the workers agree on, the same on each: to evaluate or save. A collective.
+        """A context in which all workers hold the same model, to evaluate or save. A collective.
 
-        Training goes on from where it was, except that buffers on which workers differ become rank 0's.
+        Training continues from its previous state, except that buffers that differ become rank 0's.
         """
         self.sync_buffers()
         yield
@@ -163,21 +163,21 @@ class Engine:
     # --- checkpoints ---
 
     def shared_state(self) -> dict[str, Any]:
-        """What the engine remembers besides model and optimizer, the same on all workers."""
+        """The engine's state besides model and optimizer that is the same on all workers."""
         return {} if self.randomness is None else {"draws_randomness": self.randomness.is_drawn}
 
     def own_state(self) -> dict[str, Any]:
-        """What this worker alone remembers: "sums", tensors that count by their sum over workers, and "means"."""
+        """The engine's state of this worker: "sums", tensors that count by their sum over workers, and "means"."""
         return {}
 
     def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:  # noqa: ARG002 - most have none
-        """Go on from saved states, empty where nothing was saved; the model has its weights already."""
+        """Restore saved states, empty if nothing was saved; the model has its weights already."""
         if self.randomness is not None:
             self.randomness.is_drawn = shared.get("draws_randomness")
 
 
 def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Give all workers rank 0's values, in messages of about a bucket; a collective."""
+    """Broadcast rank 0's values to all workers, in messages of about a bucket; a collective."""
     if group is None:
         return
     for bucket in buckets((tensor.detach() for tensor in tensors), lambda tensor: (tensor.dtype, tensor.nbytes)):
@@ -188,7 +188,7 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> Non
 
 
 def check_batch(batch: Any, num_samples: int) -> None:
-    """A `ModelError` if `batch` cannot be cut into shards: a tensor in it has not one row for each sample."""
+    """Raise `ModelError` if `batch` cannot be split into shards: a tensor in it has not one row per sample."""
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) != num_samples:
             raise ModelError(

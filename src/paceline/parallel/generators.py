@@ -1,4 +1,4 @@
-"""The states of the random number generators: compared before and after some work, they say whether it drew any."""
+"""The states of the random number generators: a comparison shows whether some work drew random numbers."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 _MT19937_BYTES = 624 * 4 + 4
-"""NumPy's struct: 624 words and the position among them."""
+"""The size of NumPy's state: 624 words and a position."""
 
 GeneratorStates = tuple[bytes, Tensor, Tensor | None, object]
 
 
 def generator_states(device: torch.device) -> GeneratorStates:
-    """Everything that `StepInput.seed_shard` sets; to be compared by `equal_states`."""
+    """The states of all generators that `StepInput.seed_shard` seeds; compare them by `equal_states`."""
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return _numpy_state(), torch.get_rng_state(), on_device, random.getstate()
 
 
 def equal_states(before: GeneratorStates, after: GeneratorStates) -> bool:
-    """Whether nothing drew random numbers between the two."""
+    """Whether no random numbers were drawn between two states."""
     return (
         before[0] == after[0]
         and torch.equal(before[1], after[1])
@@ -36,4 +36,4 @@ def _numpy_state() -> bytes:
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if isinstance(generator, np.random.MT19937):
         return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
-    return repr(generator.state).encode()  # a user has put another one there
+    return repr(generator.state).encode()  # the user has installed another bit generator

@@ -1,4 +1,4 @@
-"""Norms of gradients before and after they are added up: gradient noise is measured by them, at no extra pass."""
+"""Norms of gradients before and after they are summed, from which gradient noise is measured without extra passes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class GradientNorms:
     """Squared norms of one step's gradients over fewer and over more samples; times the squared loss scale, if any."""
 
     small_sqr: Tensor
-    """The mean over parts of the global batch, before they are added up, weighted by samples; a scalar."""
+    """The mean over parts of the global batch before their gradients are summed, weighted by samples; a scalar."""
     small_batch: float
-    """Samples behind a part: 1 / (weighted mean of 1 / samples), which is samples / parts."""
+    """Mean number of samples per part: 1 / (weighted mean of 1 / samples), which is samples / parts."""
     large_sqr: Tensor
-    """That of the gradient of the global batch; a scalar."""
+    """The squared norm of the gradient of the global batch; a scalar."""
     large_batch: float
 
 
@@ -42,9 +42,9 @@ def squared_norm(tensors: Iterable[Tensor]) -> Tensor:
 
 
 class WorkerNorms:
-    """The norms of workers' gradients, step by step; each worker's is one number in a sum that is formed anyway.
+    """The norms of workers' gradients per step; each worker adds one number to a sum that is formed anyway.
 
-    That sum leaves before backward has filled the buckets, so a step's norms become known in the next step.
+    That sum starts before backward has filled the buckets, so a step's norms are known in the next step.
     """
 
     def __init__(self, zero: Tensor) -> None:
@@ -58,12 +58,12 @@ class WorkerNorms:
         self._own_sqr = zero
         self._buckets: list[Tensor] = []
         self._last: tuple[GradientNorms, TakeNorms] | None = None
-        """Those of the last step; `small_sqr` is only what this worker adds to the mean."""
+        """The norms of the last step; `small_sqr` is this worker's contribution to the mean."""
 
     def begin(self, assignment: Assignment, take: TakeNorms | None) -> None:
-        """Begin a step whose norms `take` is to be called with."""
+        """Begin a step; `take` is called with its norms."""
         self._assignment = assignment
-        # One worker alone shows no noise.
+        # A single worker shows no noise.
         self._take = take if _num_busy_workers(assignment) > 1 else None
         self._own_sqr = torch.zeros_like(self._zero)
         self._buckets = []
@@ -76,18 +76,18 @@ class WorkerNorms:
 
     @property
     def to_be_summed(self) -> Tensor:
-        """One number that has to be added over all workers before this step ends, whether or not norms are wanted."""
+        """The number to add over all workers before this step ends, whether or not norms are wanted."""
         return (self._zero if self._last is None else self._last[0].small_sqr).view(1)
 
     def end(self, small_sqr: Tensor) -> None:
-        """Hand over the last step's norms, which this sum completes, and keep those of the step that ends."""
+        """Report the last step's norms, which this sum completes, and keep those of the current step."""
         if self._last is not None:
             norms, take = self._last
             take(replace(norms, small_sqr=small_sqr))
         self._last = None
         if self._take is not None and self._assignment is not None:
             assignment = self._assignment
-            # The weighted mean of |g|^2, where buckets held weight * g; a worker with a stand-in has no part in it.
+            # The weighted mean of |g|^2, where buckets held weight * g; a worker with a stand-in contributes nothing.
             weight = sum(assignment.sizes) / assignment.global_size
             own = self._own_sqr / weight if assignment.sizes else self._zero
             num_samples = assignment.global_size

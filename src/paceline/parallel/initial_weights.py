@@ -1,4 +1,4 @@
-"""The weights that training starts from: rank 0's, or drawn layer by layer where no worker could hold them all."""
+"""The initial weights: rank 0's, or drawn layer by layer if no worker can hold them all."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from paceline.parallel.dtensor import local_shard, shard_like
 from paceline.parallel.engine import broadcast
 
 Fill = Callable[[nn.Module, torch.device], None]
-"""Called with what a worker holds of a model and its device; gives it its weights."""
+"""Initialises the part of a model that a worker holds; called with that and its device."""
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Whether a model is shapes alone, built under `with torch.device("meta")`."""
+    """Whether a model is on the meta device (shapes without values)."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
@@ -26,7 +26,7 @@ def initial_weights(model: nn.Module, group: dist.ProcessGroup | None) -> Fill:
     """Make the weights of `model` equal on all workers before it is sharded; a collective of `group`.
 
     A model on the meta device gets its weights after it was sharded, by the returned function: every worker makes one
-    layer of the whole model at a time in host memory, lets its `reset_parameters` draw, and keeps its shard. So the
+    layer of the whole model at a time in CPU memory, lets its `reset_parameters` draw, and keeps its shard. So the
     weights do not depend on how the model is sharded, and no worker ever holds more than its shards and one layer.
     """
     if is_on_meta(model):
@@ -73,7 +73,7 @@ def _named(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def allocate(mine: nn.Module, device: torch.device) -> None:
-    """Memory for all parameters; one that stands in several places still does."""
+    """Allocate all parameters; shared parameters stay shared."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for layer in mine.modules():
         for name, parameter in layer.named_parameters(recurse=False):

@@ -1,11 +1,11 @@
-"""`aggregation.method = "local_sgd"` and `"diloco"`: workers train by themselves and synchronise every few steps.
+"""`aggregation.method = "local_sgd"` and `"diloco"`: workers train separately and synchronise every few steps.
 
 Between two outer steps a worker updates its own weights by the gradient of its own samples. With a the weights after
 the last outer step, x_w those of worker w now and n_w the samples it has computed in between, an outer step finds
 
     d = sum over w of n_w / n (x_w - a),    n = sum over w of n_w
 
-the difference between a and the weighted mean of all x_w, and every worker goes on from
+the difference between a and the weighted mean of all x_w, and every worker continues from
 
     a + d                                       local_sgd
     a + outer_lr (d + outer_momentum v)         diloco, after v <- outer_momentum v + d
@@ -44,7 +44,7 @@ from paceline.spec import AggregationSpec, Job, Plan
 
 
 class LocalSGD(Engine):
-    """Trains alone, or with the workers of its node; an outer step with all others follows every `sync_every` steps.
+    """The engine of infrequent averaging: every `sync_every` steps an outer step synchronises all workers (or nodes).
 
     An outer step sends the weighted moves n_w / n (x_w - a), as gradients would. Running statistics of norm
     layers, and other floating-point buffers, are averaged like the weights, exactly and without the outer step (an
@@ -63,8 +63,8 @@ class LocalSGD(Engine):
     ) -> None:
         """
         Args:
-            aggregator: over all workers; None for a worker that has no others.
-            inside: over the workers of this node, if they aggregate every step; see `aggregator_inside_node`.
+            aggregator: aggregates over all workers; None for a single worker.
+            inside: aggregates over the workers of this node, if they do so every step; see `aggregator_inside_node`.
         """
         if job.norm == "sync":
             raise JobError(
@@ -95,21 +95,21 @@ class LocalSGD(Engine):
         self._buffers = _floating_buffers(self._model)
         self._has_begun = False
         self._num_steps = 0
-        """Since the last outer step, as the next two."""
+        """Counted since the last outer step, as the next two."""
         self._own_samples = 0
         self._all_samples = 0
         self._holds_consensus = False
         self._device = device
         self._clock = Clock(device)
         self.communication = self._every_step.communication
-        """That of an outer step at the end of the last step; else that among the workers of the node, if any."""
+        """The timing of an outer step at the end of the last step; else that of the sum inside the node, if any."""
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
         return None if self._aggregator is None else self._aggregator.links.group
 
     def step(self, step: StepInput, update: Update) -> Tensor:
-        """Train on the samples of this worker, or of its node where that synchronises every step.
+        """Train on the samples of this worker, or of its node if the node synchronises every step.
 
         Without any such sample no parameter gets a gradient, and the loss is NaN.
         """
@@ -123,7 +123,7 @@ class LocalSGD(Engine):
 
     def _gradients(self, step: StepInput) -> Tensor:
         if self._holds_consensus:
-            raise JobError("run.step is of no use inside run.consensus: what it learned would be thrown away.")
+            raise JobError("run.step has no effect inside run.consensus, which restores the weights; call it outside.")
         if not self._has_begun:  # weights may have been loaded since they were prepared
             self._remember()
             self._has_begun = True
@@ -142,7 +142,7 @@ class LocalSGD(Engine):
     @torch.no_grad()
     def _outer_step(self) -> None:
         if self._aggregator is not None:
-            # To the scheduler this is a step, so that the calls of the first outer steps are compared.
+            # The scheduler counts this as a step, so that it compares the calls of the first outer steps.
             self._aggregator.scheduler.begin_step()
         for weights, move in self._moves(lambda one, bucket: one.sum_bucket(bucket)):
             weights.step(move, self._outer_lr, self._outer_momentum)
@@ -153,7 +153,7 @@ class LocalSGD(Engine):
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Inside, the model holds the weighted mean of all workers' weights, the same on each; exact, no outer step.
+        """A context in which the model holds the weighted mean of all workers' weights; exact, without an outer step.
 
         Afterwards it is as it was.
         """
@@ -200,10 +200,10 @@ class LocalSGD(Engine):
         load_compressor_state(self._aggregator, own)
 
     def state_dict(self) -> dict[str, Any]:
-        """What outer steps need besides model and optimizer; in between all three differ from worker to worker.
+        """The state of outer steps besides model and optimizer; between outer steps all three differ among workers.
 
-        Values are views of what training goes on with, parameter by parameter. Buffers are not among them: the mean of
-        today's is the same from wherever their moves are counted, so long as that is one place for all workers.
+        Values are views of the live state, per parameter. Buffers are not included: the mean of their current values
+        does not depend on the reference from which changes are counted, if it is the same for all workers.
         """
         return {
             "num_steps": self._num_steps,
@@ -220,7 +220,7 @@ class LocalSGD(Engine):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; the model's own weights and buffers are loaded by whoever saved them."""
+        """Restore the state; the caller loads the model's weights and buffers."""
         self._num_steps = state["num_steps"]
         self._own_samples, self._all_samples = state["own_samples"], state["all_samples"]
         for weights in self._weights:
@@ -232,7 +232,7 @@ class LocalSGD(Engine):
 
     @property
     def _own_part(self) -> float:
-        """This worker's part of the samples since the last outer step; before there are any, all weigh the same."""
+        """This worker's fraction of the samples since the last outer step; equal weights if there are none."""
         if self._all_samples:
             return self._own_samples / self._all_samples
         return 1.0 if self._group is None else 1 / dist.get_world_size(self._group)
@@ -240,7 +240,7 @@ class LocalSGD(Engine):
     def _moves(
         self, begin_sum: Callable[[Aggregator, Bucket], torch.futures.Future[Tensor]]
     ) -> Iterator[tuple[_Weights, Tensor]]:
-        """The moves from the last agreed weights to the mean of the current ones; while one is used, others travel."""
+        """The differences from the last common weights to the mean of the current ones; overlaps use and sending."""
         sums = []
         for weights in self._weights:
             move = (weights.current() - weights.agreed).mul_(self._own_part)
@@ -283,7 +283,7 @@ class LocalSGD(Engine):
 
 
 class _Weights:
-    """Some parameters, about as many as travel in one message, and their values after the last outer step."""
+    """A bucket of parameters, and their values after the last outer step."""
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], has_momentum: bool) -> None:
         self._parameters = parameters
@@ -296,7 +296,7 @@ class _Weights:
         return torch.cat([parameter.detach().reshape(-1).to(self._dtype) for _, parameter in self._parameters])
 
     def named(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter's name and its part of a flat vector, in its own shape."""
+        """Each parameter's name and its slice of a flat vector, in its own shape."""
         pieces = flat.split([parameter.numel() for _, parameter in self._parameters])
         for (name, parameter), piece in zip(self._parameters, pieces, strict=True):
             yield name, piece.view(parameter.shape)
@@ -306,7 +306,7 @@ class _Weights:
             parameter.copy_(piece)
 
     def step(self, move: Tensor, lr: float, momentum: float) -> None:
-        """SGD with Nesterov momentum on the agreed weights, along the pseudo-gradient -move; changes `move`."""
+        """SGD with Nesterov momentum on the common weights, along the pseudo-gradient -move; changes `move`."""
         if self.momentum is not None:
             self.momentum.mul_(momentum).add_(move)
             move.add_(self.momentum, alpha=momentum)
@@ -314,7 +314,7 @@ class _Weights:
 
 
 def aggregator_inside_node(links: Links, plan: Plan) -> Aggregator | None:
-    """How the workers of this node add up among themselves, exactly; None for a worker alone on its node.
+    """An exact aggregator over the workers of this node; None if the worker is the only one on its node.
 
     A collective of all workers of `links`. Memory that the node's workers share is used by both aggregators, one after
     the other: an outer step begins when the step's gradients have been added.
@@ -332,8 +332,8 @@ def describe_outer_steps(spec: AggregationSpec) -> str:
     when = "step" if spec.sync_every == 1 else f"{spec.sync_every} steps"
     outer = f", outer lr {spec.outer_lr:g}, momentum {spec.outer_momentum:g}" if spec.method == "diloco" else ""
     return (
-        f"the {who}' weights are averaged every {when} ({spec.method}{outer}); in between each trains on its own part "
-        "of every batch, so the result depends on their number, and the training loss is that of rank 0's part"
+        f"the {who}' weights are averaged every {when} ({spec.method}{outer}); in between each trains on its own "
+        "samples of every batch, so the result depends on their number, and the training loss is that of rank 0"
     )
 
 

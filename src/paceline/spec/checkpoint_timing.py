@@ -14,20 +14,20 @@ class CheckpointRequest(JsonValue):
     """The state of a model and where to save it."""
 
     address: str
-    """A folder that all nodes see, or an address such as s3://bucket/place; it is removed in the end."""
+    """A folder that all nodes see, or an address such as s3://bucket/place; it is removed at the end."""
     num_parameters: int = at_least(1, 100_000_000)
     """Parameters in float32, each saved with Adam's two averages: 12 bytes a parameter."""
     num_rounds: int = at_least(1, 5)
     """Checkpoints that are timed after a first one, which also has to find memory."""
     device_kind: DeviceKind | None = None
-    """None: GPUs where there are any."""
+    """None: GPUs if there are any."""
     timeout_s: float = at_least(1, 600.0)
     """How long a call waits for a silent worker."""
 
 
 @dataclass(frozen=True)
 class CheckpointTimings(JsonValue):
-    """What one benchmark measured: seconds of the slowest worker, a round each."""
+    """The result of one benchmark: seconds of the slowest worker, one value per round."""
 
     request: CheckpointRequest
     world_size: int
@@ -39,11 +39,11 @@ class CheckpointTimings(JsonValue):
     stalls_s: tuple[float, ...]
     """How long training waits for each later checkpoint."""
     copies_s: tuple[float, ...]
-    """The same numbers copied into memory that is there already: no stall can be shorter, all else being equal."""
+    """Seconds to copy the same state into allocated memory, a lower bound of the stall."""
     completes_s: tuple[float, ...]
-    """From the begin until the checkpoint is complete and would survive a power cut."""
+    """Seconds from the start until the checkpoint is complete and durable."""
     reads_s: tuple[float, ...]
-    """For one worker to read all of it and to check every byte, a moment after it was written."""
+    """Seconds in which one worker reads the whole checkpoint and checks every byte, just after it was written."""
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -64,5 +64,5 @@ class CheckpointTimings(JsonValue):
 
     @property
     def stall_over_copy(self) -> float:
-        """The median of the rounds' own ratios: a machine whose speed drifts spoils both alike."""
+        """The median of the ratios per round, which cancels drifts of the node's speed."""
         return median(stall / copy for stall, copy in zip(self.stalls_s, self.copies_s, strict=True))

@@ -15,7 +15,7 @@ DeviceKind = Literal["cpu", "cuda"]
 Source = Literal["datasheet", "measured"]
 
 SCHEMA = 1
-"""The version of cluster.json; a file of another one is refused, not guessed at."""
+"""The version of cluster.json; files of other versions are refused."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Device:
     memory_bytes: int
     uuid: str = ""
     pci_bus_id: str = ""
-    """As sysfs writes it: "0000:3b:00.0"."""
+    """The PCI address as in sysfs: "0000:3b:00.0"."""
     numa_node: int | None = None
     cpus: tuple[int, ...] = ()
-    """The cores next to it; empty where nobody said."""
+    """The cores nearest to the device; empty if unknown."""
     busy: str = ""
-    """Why somebody else should leave it alone, such as "62 % busy, 31 GiB in use"; empty when it is free."""
+    """How the device is in use, such as "62 % busy, 31 GiB in use"; empty if it is free."""
 
     @property
     def label(self) -> str:
@@ -44,13 +44,13 @@ class Device:
 
 @dataclass(frozen=True)
 class Peripheral:
-    """A network card or a disk, as far as its place matters to devices."""
+    """A network card or a disk, with its location relative to devices."""
 
     kind: Literal["nic", "disk"]
     label: str
     """Its name in `Link.ends`: "NIC0", "DISK1"."""
     name: str
-    """As the system calls it: "mlx5_0", "eth0", "nvme0n1"."""
+    """The system's name: "mlx5_0", "eth0", "nvme0n1"."""
     pci_bus_id: str = ""
     numa_node: int | None = None
     bytes_per_s: float | None = None
@@ -63,9 +63,9 @@ class Link:
     ends: tuple[str, str]
     """Labels of both ends, devices first and in ascending order: ("GPU0", "GPU3"), ("GPU0", "NIC1")."""
     label: str
-    """As `nvidia-smi topo -m` has it: NV1 … NV18, PIX, PXB, PHB, NODE, SYS; XGMI on AMD."""
+    """The label as in `nvidia-smi topo -m`: NV1 … NV18, PIX, PXB, PHB, NODE, SYS; XGMI on AMD."""
     bytes_per_s: float | None = None
-    """In one direction; None where neither a datasheet nor a measurement tells."""
+    """Bandwidth in one direction; None if neither a datasheet nor a measurement gives it."""
     latency_s: float | None = None
     source: Source = "datasheet"
 
@@ -82,33 +82,33 @@ class Node:
     peripherals: tuple[Peripheral, ...] = ()
     links: tuple[Link, ...] = ()
     notes: tuple[str, ...] = ()
-    """What was left out or could not be read, a sentence each."""
+    """What was left out or could not be read, one sentence each."""
     is_remote: bool = False
-    """Whether its workers are started through a launcher; `hostname` is then how that reaches it."""
+    """Whether a launcher starts the node's workers; `hostname` is then its address for the launcher."""
 
     @property
     def device_kind(self) -> DeviceKind:
         return self.devices[0].kind if self.devices else "cpu"
 
     def link(self, one: str, other: str) -> Link | None:
-        """The link between two labels, in whichever order; None where nothing is known."""
+        """The link between two labels, in either order; None if unknown."""
         return next((link for link in self.links if link.ends in ((one, other), (other, one))), None)
 
 
 @dataclass(frozen=True)
 class NetworkLink:
-    """What two nodes reach between each other, measured."""
+    """The measured bandwidth and latency between two nodes."""
 
     ends: tuple[str, str]
     """Host names."""
     bytes_per_s: float
-    """In the worse direction, by as many connections as did best."""
+    """Bandwidth in the worse direction with the best number of connections."""
     latency_s: float
-    """Until a small message has arrived."""
+    """Seconds until a small message has arrived."""
     interface: str = ""
     """The network interface of the first end."""
     single_stream_bytes_per_s: float | None = None
-    """By one connection, which clouds hold below what the link can do; None: not measured."""
+    """Bandwidth of one connection, which clouds limit below that of the link; None: not measured."""
 
 
 @dataclass(frozen=True)
@@ -122,17 +122,17 @@ class MicroBatchTiming:
 
 @dataclass(frozen=True)
 class SumTiming:
-    """What a step takes longer because its gradients are added up by one algorithm, with all workers of a plan."""
+    """The time that summing gradients by one algorithm adds to a step, with all workers of a plan."""
 
     algorithm: AlgorithmName
     wire: str
-    """As the job has it."""
+    """The wire format, as in the job."""
     waiting_s: float
 
 
 @dataclass(frozen=True)
 class JobTiming:
-    """What one job's model, data and checkpoint take on one device of this cluster; None: not measured."""
+    """The timings of one job's model, data and checkpoint on one device of this cluster; None: not measured."""
 
     job: str
     device: str
@@ -140,28 +140,28 @@ class JobTiming:
     threads_per_worker: int
     micro_batches: tuple[MicroBatchTiming, ...] = ()
     largest_micro_batch_size: int | None = None
-    """The largest of those tried that fits in memory."""
+    """The largest micro-batch tried that fits in memory."""
     loader_samples_per_s: float | None = None
     checkpoint_bytes_per_s: float | None = None
     loads_between_passes: bool = False
-    """Whether a worker makes each batch itself before it computes; else that goes on meanwhile."""
+    """Whether a worker loads each batch itself before it computes; else loading overlaps with computing."""
     update_s: float | None = None
-    """What a step takes besides its passes: clipping, the optimizer, freeing gradients."""
+    """Seconds of a step besides its passes: clipping, the optimizer, freeing gradients."""
     workers_together: int = 1
-    """How many workers computed at the same time: all of a plan."""
+    """The number of workers that computed at the same time: all of a plan."""
     workers_together_on_node: int = 1
-    """How many of them the fullest node had."""
+    """The largest number of these workers on one node."""
     together_micro_batch_size: int = 0
     """Samples of each worker's pass while they computed at the same time."""
     together_slowdown: float = 1.0
-    """Seconds until the slowest of them had made a pass and an update, over those of a worker by itself."""
+    """Time of a pass and an update of the slowest of these workers, over that of a single worker."""
     sums: tuple[SumTiming, ...] = ()
-    """Timed with all workers together, in the job's wire format; empty where nobody timed it."""
+    """Timings with all workers at once, in the job's wire format; empty if not measured."""
 
 
 @dataclass(frozen=True)
 class ForecastCheck:
-    """A forecast and what the run then did."""
+    """A forecast and the measurement of the run."""
 
     job: str
     devices: int
@@ -170,26 +170,26 @@ class ForecastCheck:
 
     @property
     def error(self) -> float:
-        """The relative error of the forecast: 0.1 is 10 % more than was measured."""
+        """The relative error of the forecast: 0.1 is 10 % above the measurement."""
         return self.forecast_samples_per_s / self.measured_samples_per_s - 1
 
 
 MOST_CHECKS = 50
-"""The last so many are remembered."""
+"""The number of forecast checks that are kept."""
 
 
 @dataclass(frozen=True)
 class Cluster(JsonValue):
-    """Nodes, the network between them, and what jobs took on them."""
+    """Nodes, the network between them, and timings of jobs on them."""
 
     nodes: tuple[Node, ...]
     network: tuple[NetworkLink, ...] = ()
     timings: tuple[JobTiming, ...] = ()
     checks: tuple[ForecastCheck, ...] = ()
-    """How right forecasts were, the latest last."""
+    """The accuracy of earlier forecasts, the latest last."""
 
     def checked(self, check: ForecastCheck) -> Cluster:
-        """The same with one more forecast that a run has put to the test."""
+        """A copy with one more checked forecast."""
         return replace(self, checks=(*self.checks, check)[-MOST_CHECKS:])
 
     @property
@@ -199,11 +199,11 @@ class Cluster(JsonValue):
 
     @property
     def device_kind(self) -> DeviceKind:
-        """What every node has; CUDA needs all of them to have it."""
+        """The device kind of all nodes; "cuda" only if every node has GPUs."""
         return "cuda" if all(node.device_kind == "cuda" for node in self.nodes) else "cpu"
 
     def save(self, path: Path) -> None:
-        """Write cluster.json, whole or not at all."""
+        """Write cluster.json atomically."""
         draft = path.with_name(path.name + ".tmp")
         draft.write_text(json.dumps({"schema": SCHEMA, **self.to_mapping()}, indent=1) + "\n", encoding="utf-8")
         draft.replace(path)
@@ -223,7 +223,7 @@ class Cluster(JsonValue):
 
     @classmethod
     def from_json(cls, text: str, source: str) -> Cluster:
-        """What cluster.json holds; `source` is what a `ClusterError` calls it."""
+        """Parse the content of cluster.json; `source` names it in a `ClusterError`."""
         try:
             mapping = json.loads(text)
         except (ValueError, RecursionError) as problem:

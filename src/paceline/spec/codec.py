@@ -1,6 +1,6 @@
 """Frozen dataclasses to plain mappings and back, checked on the way in.
 
-A mapping from a user is held to the dataclass: unknown keys, wrong types and values outside the declared
+A mapping from a user is checked against the dataclass: unknown keys, wrong types and values outside the declared
 choices or bounds are a `JobError` whose sentence names the key, the value, and what is allowed.
 """
 
@@ -100,7 +100,7 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any], where: str = "") -> T
 
 @functools.cache
 def _hints(cls: type) -> dict[str, Any]:
-    """Annotations are texts; to make types of them takes longer than all the rest of a small mapping."""
+    """Cached type hints: resolving annotations takes longer than the rest of a small mapping."""
     return get_type_hints(cls)
 
 

@@ -1,4 +1,4 @@
-"""`CommRequest` and `CommTimings`: which sums over all workers to time, and what they took."""
+"""`CommRequest` and `CommTimings`: which sums over all workers to time, and their timings."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from paceline.spec.codec import JsonValue, above, at_least
 from paceline.spec.job import Precision
 
 TIMINGS_FILE = "timings.json"
-"""What `CommTimings` are called in a benchmark's folder."""
+"""The file name of `CommTimings` in a benchmark's folder."""
 
 WireName = Literal["float32", "bfloat16", "float16", "int8"]
-"""How values travel; "float32" is as they are."""
+"""The wire format; "float32" sends values unchanged."""
 NodeOrder = Literal["by_node", "alternating"]
 """Which worker follows which: node after node, or one of each node in turn, to show what that costs."""
 
@@ -26,7 +26,7 @@ SMALLEST_BYTES, LARGEST_BYTES, GROWTH = 4 << 10, 256 << 20, 4
 
 @dataclass(frozen=True)
 class CommCase:
-    """One way to sum."""
+    """One algorithm with a wire format and an order of workers."""
 
     algorithm: AlgorithmName
     wire: WireName = "float32"
@@ -55,16 +55,16 @@ class CommRequest(JsonValue):
     dtype: Precision = "float32"
     """Type of the vector; 16 bits are widened to float32, summed and rounded once, as gradients are."""
     device_kind: DeviceKind | None = None
-    """None: GPUs where there are any."""
+    """None: GPUs if there are any."""
     num_servers: int = at_least(1, 1)
     num_rounds: int = at_least(1, 20)
-    """Most rounds of a size; in each of them every case is timed once."""
+    """The maximum number of rounds per size; every case is timed once per round."""
     budget_s: float = above(0, 60.0)
-    """For all timings. Long calls get fewer rounds, and what does not fit is left out."""
+    """Seconds for all timings. Long calls get fewer rounds, and cases that do not fit are left out."""
     timeout_s: float = at_least(1, 600.0)
     """How long a call waits for a silent worker."""
     link_rate_bytes_per_s: float | None = above(0, None)
-    """What links between nodes, or between workers on one node, carry in one direction; None: not known."""
+    """Bandwidth in one direction of links between nodes, or workers of one node; None: unknown."""
     interface: str | None = None
     """Network interface of the nodes whose bytes are to be counted, such as "eth0"."""
 
@@ -108,7 +108,7 @@ class CommFit:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What was asked for and not timed, and why."""
+    """Requested cases that were not timed, and the reason."""
 
     case: CommCase
     sizes_bytes: tuple[int, ...]

@@ -13,7 +13,7 @@ class DeviceRing:
 
     devices: tuple[int, ...]
     bottleneck: Link | None
-    """The slowest link; None for one device, and where nothing is known of a link."""
+    """The slowest link; None for one device, and if a link is unknown."""
 
     def all_reduce_s(self, size_bytes: float) -> float | None:
         """2 (n - 1) / n * size / bottleneck (Patarasuk and Yuan 2009), without latency; None without a bandwidth."""
@@ -27,13 +27,13 @@ class DeviceRing:
 
 @dataclass(frozen=True)
 class DeviceChoice:
-    """The devices to use, beside those that somebody would take who does not look."""
+    """The chosen devices, and for comparison the first ones by id."""
 
     ring: DeviceRing
     naive: DeviceRing
     """The first ones, in the order of their ids."""
     is_exact: bool
-    """False: a good choice, found by improving step by step; a better one may exist."""
+    """Whether the choice is optimal; False: found by local search, so a better one may exist."""
 
     @property
     def devices(self) -> tuple[int, ...]:

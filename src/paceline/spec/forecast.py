@@ -15,22 +15,22 @@ Grow = Literal["none", "batch"]
 
 @dataclass(frozen=True)
 class ForecastRow:
-    """One number of devices. `None` stands for what nobody measured or asked for."""
+    """The forecast of one number of devices. `None` stands for values not measured or not requested."""
 
     devices: int
     nodes: int
     algorithm: AlgorithmName
-    """The cheapest one; "all_reduce" unless another is clearly faster."""
+    """The fastest algorithm; "all_reduce" unless another is clearly faster."""
     global_batch_size: int
     micro_batch_size: int
-    """Samples of one pass of the worker with the most to do."""
+    """Samples per pass of the worker with the largest assignment."""
     num_micro_batches: int
     step_s: float
     compute_s: float
     communication_s: float
-    """Whether hidden or not."""
+    """Time of all communication, hidden or not."""
     exposed_s: float
-    """The part of communication that compute does not hide."""
+    """Time of exposed communication, which compute does not hide."""
     loader_s: float
     overhead_s: float
     bound_by: BoundBy
@@ -39,25 +39,25 @@ class ForecastRow:
     """`low_s` to `high_s` is the 90 % prediction interval of a measured step."""
     samples_per_s: float
     speedup: float
-    """Throughput over that of one device."""
+    """Throughput divided by that of one device."""
     efficiency: float
     """speedup / devices."""
     useful_efficiency: float | None
-    """The same with samples counted for what they are worth in a batch of this size; needs a noise scale."""
+    """Speed-up in useful samples, weighted by statistical efficiency; needs a noise scale."""
     samples_to_target: float | None
     time_to_target_s: float | None
-    """With failures and checkpoints."""
+    """Time including failures and checkpoints."""
     cost_to_target: float | None
     cost_per_million_samples: float | None
     memory_bytes: float | None
-    """What the fullest device holds."""
+    """Memory of the device that needs most."""
     objection: str = ""
-    """Why this job cannot run like that; empty: it can."""
+    """Why the job cannot run on this number of devices; empty: it can."""
 
 
 @dataclass(frozen=True)
 class SimulatedRow:
-    """Steps of a machine that is simulated node by node, with stragglers, and what failures leave of a long run."""
+    """Steps of a cluster simulated node by node, with stragglers, and the effect of failures on a long run."""
 
     devices: int
     nodes: int
@@ -67,13 +67,13 @@ class SimulatedRow:
     high_s: float
     """The fastest and the slowest simulated step are `low_s` and `high_s`."""
     availability: float
-    """The part of the time that goes into work that lasts."""
+    """The fraction of time spent on work that is not lost to failures."""
     hours_between_failures: float
 
 
 @dataclass(frozen=True)
 class Forecast(JsonValue):
-    """Rows in ascending order of devices, the recommended one, and the words for it."""
+    """Rows in ascending order of devices, the recommended one, and the reasons."""
 
     json_indent: ClassVar[int] = 1
 
@@ -93,12 +93,12 @@ class Forecast(JsonValue):
     """Two lines each about the best mesh on the recommended devices and the next best."""
     simulated: tuple[SimulatedRow, ...] = ()
     assumptions: tuple[str, ...] = ()
-    """What was not measured and what was taken instead, a sentence each."""
+    """What was not measured and the assumption used instead, one sentence each."""
     efficiency_floor: float = 0.5
     price_per_device_hour: float | None = None
     noise_scale: float | None = None
     past_error: str = ""
-    """How right forecasts for this cluster were: "within 4 % on the last 12 runs"; empty: none was put to the test."""
+    """The accuracy of forecasts for this cluster: "within 4 % on the last 12 runs"; empty: none was checked."""
 
     @property
     def recommended(self) -> ForecastRow:

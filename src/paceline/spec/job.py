@@ -38,14 +38,14 @@ class DataSpec:
 
     name: str = "digits"
     dir: str | None = None
-    """A directory of the user's; used as it is, never written to. None: the cache, downloading if needed."""
+    """A directory of the user, never written to. None: the cache, downloading if needed."""
     augment: tuple[Augmentation, ...] = ()
     crop_padding: int = at_least(1, 4)
     cutout_size: int = at_least(1, 8)
     loader_workers: int = at_least(0, 0)
     """DataLoader processes per worker, for data sets that do not live in memory."""
     train_limit: int | None = at_least(1, None)
-    """Use only the first so many training samples."""
+    """The number of training samples to use, from the first; None: all."""
     test_limit: int | None = at_least(1, None)
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -84,7 +84,7 @@ class OptimSpec:
 
     @property
     def state_copies(self) -> int:
-        """How many numbers it keeps for each parameter."""
+        """How many values the optimizer keeps per parameter."""
         return 2 if self.name in ("adam", "adamw") else int(self.momentum > 0)
 
 
@@ -98,10 +98,10 @@ class AggregationSpec:
 
     method: Literal["every_step", "local_sgd", "diloco", "parameter_server_async"] = "every_step"
     wire: Literal["float32", "bfloat16", "float16", "int8", "powersgd", "topk", "randomk", "auto-lossy"] = "float32"
-    """How numbers travel; "auto-lossy": any elementwise format, whichever is fastest at the start of the run."""
+    """The wire format; "auto-lossy": the elementwise format that is fastest at the start of the run."""
     powersgd_rank: int = at_least(1, 2)
     density: float = between(0, 1, 0.01)
-    """The part of the gradients that topk and randomk send."""
+    """The fraction of gradient values that topk and randomk send."""
     sync_every: int = at_least(1, 16)
     """Steps between two outer steps, with local_sgd and diloco."""
     sync_inside_nodes: bool = False
@@ -119,7 +119,7 @@ class AggregationSpec:
 
 @dataclass(frozen=True)
 class CheckpointSpec:
-    """What a run leaves behind of its state, when, and for how long."""
+    """Which checkpoints a run saves, when, and for how long they are kept."""
 
     save_final: bool = True
     """Write model.safetensors into the run folder at the end."""
@@ -127,15 +127,15 @@ class CheckpointSpec:
     """Where checkpoints go: a folder that all nodes see, or an address such as s3://bucket/run. None: with the run's
     results; a script of one's own then keeps none."""
     every_minutes: float | None = above(0, 2.0)
-    """None: not by the clock."""
+    """Minutes between checkpoints; None: not by time."""
     every_steps: int | None = at_least(1, None)
     every_epoch: bool = True
-    """When an epoch and what follows it (an evaluation) is over."""
+    """Whether to save at the end of each epoch, after its evaluation."""
     keep_last: int = at_least(1, 2)
     keep_every_hours: float | None = above(0, None)
-    """Also keep the first one of every so many hours."""
+    """Also keep the first checkpoint of every period of this many hours."""
     keep_best: str | None = None
-    """Also keep the best by this metric of `evaluate`, such as "accuracy"; of a loss the smallest is the best."""
+    """Also keep the best checkpoint by this metric of `evaluate`, such as "accuracy"; the smallest for a loss."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Job(JsonValue):
     name: str = "job"
     global_batch_size: int = at_least(1, 256)
     virtual_shards: int = at_least(1, 8)
-    """Fixed pieces of every global batch; at most so many workers can share the work."""
+    """The number of virtual shards of every global batch, which is also the maximum number of workers."""
     epochs: int = at_least(1, 1)
     seed: int = between(0, 2**63 - 1, 0)
     parity: Parity = "numeric"
@@ -157,8 +157,8 @@ class Job(JsonValue):
     measure_noise: bool = True
     """Keep the gradient noise scale up to date, every epoch in the log; it never changes what is learned."""
     nonfinite: Reaction = "skip"
-    """What becomes of a step whose loss or gradient is not finite: no update; no update and the state of the last
-    checkpoint (data goes on from here); the end of the run; or nobody looks."""
+    """What to do in a step whose loss or gradient is not finite: skip the update; skip it and restore the last
+    checkpoint (without repeating data); end the run; or do not check."""
     eval_every_epochs: int = at_least(1, 1)
     eval_batch_size: int = at_least(1, 256)
     model: ModelSpec = field(default_factory=ModelSpec)
@@ -244,7 +244,7 @@ class Job(JsonValue):
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> list[str]:
-    """What two jobs, as mappings, would learn differently, key by key: "optim.lr was 0.1 and is 0.2"."""
+    """The differences between two jobs, as mappings, that affect results: "optim.lr was 0.1 and is 0.2"."""
     found = []
     for key in sorted(before.keys() | now.keys()):
         path = f"{where}.{key}" if where else key

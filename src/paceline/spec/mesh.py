@@ -1,4 +1,4 @@
-"""`Mesh`: how many workers divide what, axis by axis."""
+"""`Mesh`: the degree of every axis of parallelism."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.spec.codec import at_least, between
 
 AxisName = Literal["pp", "dp", "fsdp", "tp"]
 AXES: tuple[AxisName, ...] = ("pp", "dp", "fsdp", "tp")
-"""The order in which ranks are laid out: neighbours in the last axis are neighbours in rank, so the axis that talks
+"""The order in which ranks are laid out: neighbours in the last axis are neighbours in rank, so the axis that sends
 most gets the fastest links (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 3.2)."""
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
@@ -22,11 +22,11 @@ class Mesh:
     dp: int = at_least(1, 1)
     """Groups that each hold everything below once: they share the batch and sum their gradients."""
     fsdp: int = at_least(1, 1)
-    """Workers that share the batch and hold a part each of every parameter, gradient and optimizer state."""
+    """Workers that share the batch and each hold a shard of every parameter, gradient and optimizer state."""
     tp: int = at_least(1, 1)
-    """Workers that compute a part each of every layer."""
+    """Workers that each compute a slice of every layer."""
     pp: int = at_least(1, 1)
-    """Stages that hold some layers each and hand activations on."""
+    """Pipeline stages, which each hold some layers and send activations to the next stage."""
     zero_stage: int = between(1, 3, 3)
     """What the fsdp axis shards: 1: optimizer state; 2: gradients too; 3: parameters too."""
 
@@ -43,19 +43,19 @@ class Mesh:
         return {"dp": self.dp, "fsdp": self.fsdp, "tp": self.tp, "pp": self.pp}[axis]
 
     def place(self, rank: int) -> dict[AxisName, int]:
-        """Where a rank stands on every axis."""
+        """The coordinates of a rank on all axes."""
         found: dict[AxisName, int] = {}
         for axis in reversed(AXES):
             rank, found[axis] = divmod(rank, self.degree(axis))
         return found
 
     def share(self, rank: int) -> int:
-        """Which assignment of virtual shards is a rank's."""
+        """The index of a rank's assignment of virtual shards."""
         place = self.place(rank)
         return place["dp"] * self.fsdp + place["fsdp"]
 
     def leads_assignment(self, rank: int) -> bool:
-        """Whether a rank is the first of those that compute with the same samples."""
+        """Whether a rank is the first of the ranks with the same samples."""
         place = self.place(rank)
         return place["tp"] == place["pp"] == 0
 

@@ -1,4 +1,4 @@
-"""The names by which users call a mesh: "fsdp", "dp2 x pp2"; and the jobs that a mesh cannot train."""
+"""Parses the names of meshes, such as "fsdp" or "dp2 x pp2", and checks whether a mesh can train a job."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from paceline.spec.job import Job
 from paceline.spec.mesh import Mesh
 
 STRATEGIES = ("dp", "fsdp", "zero1", "zero2", "hsdp", "pp", "tp", "dp_one_process")
-"""What one word can name; others are meshes such as "dp2 x pp2"."""
+"""The strategies with a name; others are meshes such as "dp2 x pp2"."""
 
 _TERM = re.compile(r"(dp|fsdp|zero[123]|tp|pp):?(\d*)")
 
 
 def num_named(text: str) -> int:
-    """How many workers the degrees make that the text names."""
+    """The product of the degrees in the text."""
     return math.prod(int(degree) for _, degree in _TERM.findall(text) if degree)
 
 
 def parse_mesh(text: str, num_workers: int, num_nodes: int = 1) -> Mesh:
-    """The mesh of `num_workers` workers that a strategy's name means: "fsdp", "hsdp", "dp2 x pp2", "fsdp x tp2".
+    """The mesh of `num_workers` workers for a strategy: "fsdp", "hsdp", "dp2 x pp2", "fsdp x tp2".
 
     One axis may leave its degree out: it takes the workers that are left. "hsdp" replicates over the nodes and
     shards inside of each; on one node it makes two replicas.

@@ -1,4 +1,4 @@
-"""`LayerCost`, `ModelCost`, `DeviceMemory`: what training a model takes, layer by layer and on a device."""
+"""`LayerCost`, `ModelCost`, `DeviceMemory`: time and memory of training a model, per layer and per device."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer of a model takes for one micro-batch; in a `ModelCost`, for one sample."""
+    """The cost of one layer for one micro-batch; in a `ModelCost`, for one sample."""
 
     name: str = ""
     time_s: float = 0.0
-    """Forward and backward pass. Where nothing was timed, in any unit that all layers have in common."""
+    """Time of a forward and backward pass; if not measured, in an arbitrary unit common to all layers."""
     parameter_bytes: float = 0
     activation_bytes: float = 0
-    """What the forward pass keeps for the backward pass."""
+    """Bytes that the forward pass keeps for the backward pass."""
     output_bytes: float = 0
-    """What a stage that ends here sends to the next one; as much comes back as gradients. 0 for the last layer."""
+    """Bytes that a stage ending here sends to the next one; gradients of the same size return. 0 for the last layer."""
     may_begin: bool = True
     """Whether a stage of a pipeline may begin with this layer."""
     num_tensor_slices: int = 1
@@ -24,9 +24,9 @@ class LayerCost:
     num_all_reduces: int = 0
     """How many all-reduces a tensor group makes, forward and backward."""
     all_reduce_bytes: float = 0.0
-    """The size of each of them."""
+    """Bytes of each of these all-reduces."""
     all_gather_bytes: float = 0.0
-    """What a tensor group gathers, forward and backward."""
+    """Bytes that a tensor group gathers, forward and backward."""
     replicated_fraction: float = 1.0
     """The fraction of `activation_bytes` that each worker of a tensor group keeps whole."""
 
@@ -52,19 +52,19 @@ class Activations:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What a trace or a measurement tells of a model."""
+    """The costs of a model from a trace or a measurement."""
 
     num_parameters: int
     activations: Activations
     layers: Layers = ()
-    """Empty: nobody knows them."""
+    """The layers of the model; empty: unknown."""
     flops_per_sample: float = 0.0
     """Floating-point operations of a forward and backward pass."""
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What one device holds, in bytes."""
+    """The memory of one device, in bytes."""
 
     parameter_bytes: float
     gradient_bytes: float
@@ -77,7 +77,7 @@ class DeviceMemory:
 
     @property
     def state_bytes(self) -> float:
-        """What stays in memory between steps."""
+        """Bytes that stay in memory between steps."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
     @property

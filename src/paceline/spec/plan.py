@@ -11,7 +11,7 @@ from paceline.spec.codec import JsonValue, at_least
 from paceline.spec.mesh import Mesh, ScheduleName
 
 EXCLUDED = 75
-"""The exit code of a worker that leaves because it held the others up."""
+"""The exit code of a worker that leaves the run because it is a straggler."""
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class NodePlacement:
     """The workers of one node."""
 
     hostname: str = ""
-    """How the launcher reaches the node; empty: this one."""
+    """The node's address for the launcher; empty: this node."""
     num_workers: int = at_least(1, 1)
     devices: tuple[int, ...] = ()
-    """GPUs in the order of the local ranks, by PCI bus; empty: as the caller's CUDA_VISIBLE_DEVICES has them."""
+    """GPUs in the order of the local ranks, by PCI bus; empty: as in the caller's CUDA_VISIBLE_DEVICES."""
     cpus: tuple[tuple[int, ...], ...] = ()
     """The cores each worker is pinned to; empty: the operating system decides."""
 
@@ -45,11 +45,11 @@ class Plan(JsonValue):
     world_size: int = at_least(1, 1)
     device_kind: DeviceKind = "cpu"
     nodes: tuple[NodePlacement, ...] = ()
-    """Ranks in this order, a node's together; empty: all workers on this node."""
+    """The nodes in the order of their ranks; empty: all workers on this node."""
     threads_per_worker: int = at_least(1, 1)
     """CPU threads a worker computes with. A CPU device is a fixed number of threads."""
     micro_batch_size: int | None = at_least(1, None)
-    """Most samples in one forward pass of a worker; None: all that it computes of the global batch."""
+    """Maximum samples in one forward pass of a worker; None: its whole assignment."""
     algorithm: AlgorithmName = "auto"
     """How gradients are summed over workers; "auto": the fastest at the start of the run, by measurement."""
     num_servers: int = at_least(1, 1)
@@ -60,12 +60,12 @@ class Plan(JsonValue):
     recompute: bool = False
     """Activation checkpointing: backward computes a block's activations again instead of keeping them."""
     tensor_plan: dict[str, str] | None = None
-    """Which modules the workers of the axis tp share, and how, such as {"blocks.*.up": "colwise", "blocks.*.down":
-    "rowwise"}; None: as the model says, or as is found."""
+    """How the axis tp shards modules, such as {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}; None: the
+    model's own tensor plan, or one that is found."""
     sequence_parallel: bool = False
     """Between the layers that a tensor axis divides, each of its workers keeps a slice of the positions."""
     cpu_offload: bool = False
-    """Sharded parameters and optimizer state wait in CPU memory while they are not computed with."""
+    """Keep sharded parameters and optimizer state in CPU memory while they are not in use."""
     devices_in_process: int = at_least(1, 1)
     """Devices that one worker drives by itself (the strategy dp_one_process)."""
     debug_comm: bool = False
@@ -74,11 +74,11 @@ class Plan(JsonValue):
     """How long a collective waits for a silent peer."""
 
     exclude_slower: float | None = at_least(1, None)
-    """A worker whose part of a step takes longer than so many times the median of the others leaves the run, which
-    goes on without it; None: it is only named."""
+    """A straggler whose step time exceeds this multiple of the median of the others leaves the run, which continues
+    without it; None: stragglers are only reported."""
 
     forecast_samples_per_s: float | None = None
-    """What the planner expected of this run; None: nobody asked it."""
+    """The planner's forecast of this run; None: there is none."""
 
     def __post_init__(self) -> None:
         if self.sequence_parallel and self.recompute and self.pipeline.schedule == "zero_bubble":

@@ -34,7 +34,7 @@ class EpochRecord:
     train_s: float
     metrics: dict[str, float] = field(default_factory=dict)
     noise_scale: float | None = None
-    """The gradient noise scale at the end of the epoch, in samples; None where it was not measured."""
+    """The gradient noise scale at the end of the epoch, in samples; None if it was not measured."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class RunRecord(JsonValue):
     loss: float | None
     train_loss: float | None
     train_s: float
-    """Training steps alone: no start-up, no evaluation."""
+    """Seconds of training steps, without start-up and evaluation."""
     wall_s: float
-    """From launch to the end of the last worker."""
+    """Seconds from launch to the end of the last worker."""
     time_to_first_step_s: float
-    """From launch to the end of the first optimizer update."""
+    """Seconds from launch to the end of the first optimizer update."""
     samples_per_s: float
     """Steady throughput over all workers: samples a step over the median step time, or over all training where workers
     synchronise every few steps only."""
@@ -61,7 +61,7 @@ class RunRecord(JsonValue):
     weights_sha256: str
     epochs: tuple[EpochRecord, ...] = ()
     notes: tuple[str, ...] = ()
-    """Things the reader of a result must know: scaled learning rate, warnings."""
+    """Notes on the result: scaled learning rate, warnings."""
     environment: dict[str, str] = field(default_factory=dict)
 
     @property

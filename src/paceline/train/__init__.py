@@ -1,4 +1,4 @@
-"""Training: `Run`, the object users hold, and the loop over a job that everybody reads first."""
+"""Training: `Run`, the object users hold, and `loop.py`, the training loop over a job, which is best read first."""
 
 from __future__ import annotations
 

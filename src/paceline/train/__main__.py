@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("--quiet", action="store_true", help="say nothing")
     parser.add_argument("--track", action="append", default=[], help="also log to tensorboard, wandb or mlflow")
     parser.add_argument("--force", action="store_true", help="resume even a checkpoint of another job")
-    parser.add_argument("--job", help="the job itself, as JSON, for a folder that nobody could prepare")
+    parser.add_argument("--job", help="the job itself, as JSON, for a folder without job.json")
     parser.add_argument("--plan", help="the plan itself, as JSON")
     arguments = parser.parse_args()
     run_dir: Path = arguments.run_dir

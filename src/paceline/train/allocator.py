@@ -10,12 +10,12 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # The largest size glibc serves from its heap; activations of a CPU worker are mostly smaller.
 _LARGEST_FROM_HEAP = 32 * 2**20
 _NEVER = 2**31 - 1
-# What is larger than this is given back to the kernel as soon as it is freed.
+# Blocks larger than this are returned to the kernel as soon as they are freed.
 _LARGE = 2**20
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc's malloc to keep what is freed instead of giving it back to the kernel. Returns whether it did.
+    """Make glibc's malloc keep freed memory instead of returning it to the kernel. Returns whether that worked.
 
     A training step frees megabytes of activations that the next one asks for again. By default they go back and
     come again page by page, each page zeroed by the kernel: a quarter of a small model's step on CPU.
@@ -24,7 +24,7 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> bool:
-    """Tell glibc's malloc to give back what is large as soon as it is freed. Returns whether it did.
+    """Make glibc's malloc return large blocks to the kernel as soon as they are freed. Returns whether that worked.
 
     Sharded parameters are gathered and freed block by block. Served from the heap, what is allocated in between keeps
     it from shrinking and from being used again: a worker that should hold a quarter of a model was seen to hold all.

@@ -1,4 +1,4 @@
-"""A sentence for who trains with a global batch far beyond the gradient noise scale."""
+"""The warning about a global batch far beyond the gradient noise scale."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ FAR_BEYOND = 4.0
 
 
 def batch_warning(batch_size: int, noise_scale: float, num_workers: int = 1) -> str | None:
-    """One sentence with numbers where a global batch is wasteful, or workers are; else None.
+    """One sentence with numbers if the global batch is too large, or there are too many workers; else None.
 
-    Of what B samples could teach one after the other, a batch teaches 1 / (1 + B / B_noise); a batch of B_noise needs
-    twice the fewest samples and twice the fewest steps (McCandlish et al. 2018, section 2.3).
+    Relative to B single-sample steps, a batch of B makes 1 / (1 + B / B_noise) of the progress; one of B_noise needs
+    twice the minimum of samples and twice the minimum of steps (McCandlish et al. 2018, section 2.3).
 
     Args:
         noise_scale: B_noise in samples.

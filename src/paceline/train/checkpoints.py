@@ -18,7 +18,7 @@ from paceline.spec.job import CheckpointSpec
 from paceline.train.status_exchange import Request
 
 _FAREWELL_S = 5.0
-"""After an error, other workers have so long to write their shards of a checkpoint that was begun before it."""
+"""After an error, the time that other workers have to write their shards of a checkpoint begun before it."""
 
 
 class Checkpoints:
@@ -33,12 +33,12 @@ class Checkpoints:
         say: Callable[[str], None],
         saved_step: int | None,
     ) -> None:
-        """A collective of all workers of `group`, which is in host memory; None: this worker is alone.
+        """A collective of all workers of `group`, which uses CPU memory; None: there is one worker.
 
         Args:
-            take: the run's state now (`RunState.snapshot`); None where it cannot be saved now. A collective if its
+            take: returns the run's state (`RunState.snapshot`); None if it cannot be saved now. A collective if its
                 argument is true.
-            say: told what a user should know, on rank 0.
+            say: receives messages for the user, on rank 0.
             saved_step: the step that the run was resumed from.
         """
         self._spec = spec
@@ -56,7 +56,7 @@ class Checkpoints:
         """Save if that is due, and end the process if that was requested. A collective after every step.
 
         Args:
-            received: what any worker requested a step ago.
+            received: the requests of all workers from the step before.
 
         Raises:
             SystemExit: some worker got SIGTERM, and all is saved.
@@ -76,38 +76,38 @@ class Checkpoints:
         return math.inf if every is None else (step // every + 1) * every
 
     def epoch_ended(self) -> None:
-        """An epoch and what follows it is over: it is saved at the next opportunity."""
+        """Note that an epoch has ended: the run is saved at the next opportunity."""
         self._is_due |= self._spec.every_epoch
 
     def run_ended(self, step: int) -> None:
-        """Save what is not saved yet, and wait until it is written. A collective."""
+        """Save any unsaved state, and wait until it is written. A collective."""
         self.wait()
         if self._saver.last_step != step:
             self._save()
         self.wait()
 
     def rescue(self, *, is_whole: bool) -> None:
-        """After an error: save what this worker has, without the others, who may be gone, if that is all there is.
+        """After an error: save this worker's state, without the others, which may be gone, if it is the whole state.
 
-        Weights are the same on all workers, so whoever comes first does it for all that have come as far.
+        Weights are the same on all workers, so the first worker saves for all at the same step.
 
         Args:
-            is_whole: whether this worker's state is that after one and the same step; else only what is being written
+            is_whole: whether all of this worker's state belongs to the same step; else only the checkpoint in progress
                 is finished.
         """
         snapshot = self._take(False) if is_whole else None
-        # If this worker has nothing newer that is whole, what is being written is the last checkpoint of the run.
+        # If this worker has no newer consistent state, the checkpoint in progress is the last one of the run.
         self._saver.give_up(after_s=_FAREWELL_S if snapshot is None else 0.0)
         self.wait()
         if snapshot is not None and not snapshot.own and snapshot.step != self._saver.last_step:
             self._saver.save_alone(snapshot)
 
     def wait(self) -> None:
-        """Until what is being written is written."""
+        """Wait until the checkpoint in progress is written."""
         self._saver.wait()
 
     def close(self) -> None:
-        """No more checkpoints; what is being written is finished."""
+        """Stop saving; the checkpoint in progress is finished."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers.clear()
@@ -125,12 +125,12 @@ class Checkpoints:
 
     @property
     def wants_save(self) -> bool:
-        """Whether one is due or requested by this worker, and could be begun."""
+        """Whether a checkpoint is due or requested by this worker, and could be begun."""
         requests = self.requests()
         return Request.BUSY not in requests and (self._is_due or bool(requests & {Request.SAVE, Request.LEAVE}))
 
     def requests(self) -> set[Request]:
-        """This worker's, for all to know."""
+        """This worker's requests, for the status exchange."""
         requests = set(self._requests)
         minutes = self._spec.every_minutes
         if self._keeps_clock and minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes:
@@ -142,7 +142,7 @@ class Checkpoints:
         return requests
 
     def _handle_signals(self) -> None:
-        """SIGUSR1: save. SIGTERM: save and leave; a second one leaves at once, as the handler before did."""
+        """SIGUSR1: save. SIGTERM: save and exit; a second SIGTERM exits at once, by the previous handler."""
         if threading.current_thread() is not threading.main_thread():
             return
 

@@ -1,4 +1,4 @@
-"""Where a run is in its data: which global batch comes next, and which of its samples are whose."""
+"""The position of a run in its data: the next global batch, and the assignment of its samples to workers."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ class Batch:
     number: int
     """In its epoch."""
     index: int
-    """From the beginning of the job: those of all earlier epochs come before."""
+    """The number of the batch counted from the beginning of the job, over all epochs."""
     num_left: int
-    """How many batches this run trains on until the epoch ends, this one included."""
+    """How many batches this run trains on until the epoch ends, including this one."""
     samples: NDArray[np.int64]
-    """The numbers of all its samples, whoever has them."""
+    """The numbers of the samples of all workers."""
     assignment: Assignment
     samples_per_epoch: int
 
     @property
     def own_samples(self) -> NDArray[np.int64]:
-        """This worker's; one that has none takes the first sample of the batch as its stand-in."""
+        """The numbers of this worker's samples; without any, the first sample of the batch as a stand-in."""
         return self.samples[slice(*self.assignment.span)] if self.assignment.sizes else self.samples[:1]
 
 
 class DataProgress:
-    """How far a run has come through its epochs. A resumed run continues after the last batch it was trained on."""
+    """The progress of a run through its epochs. A resumed run continues after its last trained batch."""
 
     def __init__(self, job: Job, rank: int, num_assignments: int, max_steps: int | None = None) -> None:
         """
         Args:
-            rank: of this worker among the `num_assignments` that a global batch is divided among.
-            max_steps: no batch is left after so many updates.
+            rank: the index of this worker among the `num_assignments` of a global batch.
+            max_steps: the maximum number of updates.
         """
         self.steps = 0
         """Optimizer updates made."""
@@ -56,11 +56,11 @@ class DataProgress:
         self._epoch = 0
         """The epoch that the next batch belongs to."""
         self._next = 0
-        """Its number in that epoch."""
+        """The number of the next batch in its epoch."""
         self._is_resumed = False
-        """Whether the next batch comes from a checkpoint, and the run has not reached it yet."""
+        """Whether the position comes from a checkpoint, and the run has not reached it yet."""
         self._order: tuple[int, EpochOrder] | None = None
-        """The epoch that was asked for last, and its order."""
+        """The most recently used epoch, and its order."""
 
     def total_steps(self, num_samples: int) -> int:
         """Updates of the whole run on a training set of `num_samples`."""
@@ -68,11 +68,11 @@ class DataProgress:
         return steps if self._max_steps is None else min(steps, self._max_steps)
 
     def epochs(self) -> range:
-        """The numbers of the epochs that are not over."""
+        """The numbers of the remaining epochs."""
         return range(self._epoch if self._is_resumed else 0, self._job.epochs)
 
     def enter(self, epoch: int, num_samples: int) -> list[Batch]:
-        """The batches left of an epoch; none of one that was over before the run resumed.
+        """The remaining batches of an epoch; none if it had ended before the run resumed.
 
         Raises:
             DataError: a resumed run had a training set of another size than `num_samples`.
@@ -120,18 +120,18 @@ class DataProgress:
         return -(-num_samples // self._job.global_batch_size)
 
     def trained_on(self, batch: Batch) -> None:
-        """An update by `batch` has been made, by this worker or elsewhere."""
+        """Note that an update by `batch` has been made, by this worker or a server."""
         self.steps += 1
         self.samples_seen += batch.assignment.global_size
         self._epoch, self._next = batch.epoch, batch.number + 1
 
     @property
     def at_epoch_start(self) -> bool:
-        """Whether no batch of the present epoch has been trained on."""
+        """Whether no batch of the current epoch has been trained on."""
         return self._next == 0
 
     def leave_epoch(self) -> None:
-        """If all batches of the epoch have been trained on, whatever follows them in the epoch has been done too."""
+        """Note that the epoch is complete, including its evaluation, if all its batches have been trained on."""
         if self._num_samples is not None and self._next == self._batches_per_epoch(self._num_samples):
             self._epoch, self._next = self._epoch + 1, 0
 

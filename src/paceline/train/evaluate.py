@@ -20,7 +20,7 @@ Measure = Callable[[nn.Module, Any], dict[str, Tensor]]
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Inside, no module of `model` is in training mode; afterwards those are that were, for some may be frozen."""
+    """A context in which `model` is in evaluation mode; restores each module's mode, as some may be frozen."""
     was_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -36,11 +36,11 @@ def chunk_ranges(num_samples: int, chunk_size: int) -> list[range]:
 
 
 def own_chunks(num_chunks: int, rank: int, num_assignments: int, *, in_step: bool) -> list[int]:
-    """Numbers of the chunks that worker `rank` of `num_assignments` evaluates; the first one has one if anybody has.
+    """Numbers of the chunks that worker `rank` of `num_assignments` evaluates; rank 0 has one if any rank has.
 
     Args:
-        in_step: whether all have to compute equally many, because others wait in each: who has fewer computes some
-            of the next one's again.
+        in_step: whether all ranks must compute equally many because each chunk has collectives: a rank with fewer
+            repeats chunks of the next rank.
     """
     first, last = (-(-one * num_chunks // num_assignments) for one in (rank, rank + 1))
     most = -(-num_chunks // num_assignments)
@@ -57,14 +57,14 @@ def evaluate(
 ) -> dict[str, float]:
     """Mean of every metric over all samples.
 
-    Each chunk is summed in float64 by whoever computes it. The sums are all-reduced as a table with a row for each
-    chunk, which one worker fills (adding zeros is exact), and the table is added up in order: the result does not
-    depend on who computed what.
+    Each chunk is summed in float64 by its worker. The sums are all-reduced as a table with a row for each chunk, which
+    one worker fills (adding zeros is exact), and the rows are added in order, so the result does not depend on the
+    assignment.
 
     Args:
         batches: the chunks that this worker computes, with their numbers.
         chunks: the samples of every chunk.
-        given: the numbers of the chunks whose rows this worker fills; each is one worker's.
+        given: the numbers of the chunks whose rows this worker fills; each belongs to one worker.
 
     Raises:
         ModelError: a metric that is not one value per sample.

@@ -1,4 +1,4 @@
-"""`paceline.init`: from a job, and what the launcher of this process says, to a `Run`."""
+"""`paceline.init`: makes a `Run` from a job and the environment that the launcher set."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def init(
     force: bool = False,
     **values: Any,
 ) -> Run:
-    """Join the other workers of this run, as many as whoever started this script chose.
+    """Join the other workers of this run; their number is set by the launcher of this script.
 
     Args:
         job: what to train; None: the defaults.
         plan: how it is spread; None: one worker for each process of this launch, on GPUs if there are any.
-        strategy: how the model is spread over the workers where no plan says so: "dp", "fsdp", "hsdp", "pp", "tp", or a
+        strategy: how the model is spread over the workers without a plan: "dp", "fsdp", "hsdp", "pp", "tp", or a
             mesh such as "fsdp2 x tp2"; None: as `paceline launch --strategy` says, else "dp". It has no effect on one
             worker alone.
         max_steps: end `Run.batches` after this many steps, whatever the epochs say.

@@ -20,7 +20,7 @@ from paceline.train.progress import Progress
 from paceline.train.run import Run
 from paceline.train.schedule import describe_scaling
 
-# Reading a loss makes the host wait for a GPU, so losses are read and logged this many steps at a time.
+# Reading a loss makes the CPU wait for the GPU, so losses are read and logged this many steps at a time.
 _LOG_STEPS = 50
 # Before so many measurements a noise scale is too uncertain to warn of.
 _NOISE_STEPS = 50
@@ -40,7 +40,7 @@ class RunOutput:
 
 
 class Journal:
-    """Takes notes of every step and epoch; rank 0's also prints and logs them."""
+    """Records every step and epoch; on rank 0 it also prints and logs them."""
 
     def __init__(self, run: Run, output: RunOutput, total_steps: int) -> None:
         speaks = run.rank == 0
@@ -63,7 +63,7 @@ class Journal:
         self._epochs: list[EpochRecord] = []
         self._has_warned = False
         self._wall_s = 0.0
-        """The time that earlier processes of this run took, up to the checkpoint."""
+        """The time that this run took before it was resumed, up to the checkpoint."""
         run.keep("journal", self)
 
     def state_dict(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class Journal:
         self._warn_about_batch(noise_scale)
 
     def _warn_about_batch(self, noise_scale: float | None) -> None:
-        """At most once in a run."""
+        """Warn about the batch size, at most once in a run."""
         run = self._run
         if self._has_warned or noise_scale is None or run.noise.num_measured < _NOISE_STEPS:
             return

@@ -24,8 +24,8 @@ def train(
 ) -> RunRecord:
     """Train `job` and return what happened; rank 0 also writes it into the run folder.
 
-    The number of workers comes from whoever started this process. `max_steps` ends the run early. A run folder with
-    checkpoints is gone on with, from the newest good one; `force`: even if they are of another job.
+    The launcher of this process sets the number of workers. `max_steps` ends the run early. A run folder with
+    checkpoints is resumed from the newest good one; `force`: even if it is of another job.
     """
     with init(job, plan=plan, max_steps=max_steps, checkpoint_dir=output.checkpoint_dir, force=force) as run:
         train_set, test_set = data.load(job.data)
@@ -57,7 +57,7 @@ def train(
 
 
 def _example(run: Run, train_set: Any) -> Any:
-    """What the model is called with for a shard's samples, where that is asked for."""
+    """The model's arguments for a shard's samples, if a strategy needs them."""
     if run.mesh.pp == 1:
         return None
     num_samples = max(1, run.job.global_batch_size // run.job.virtual_shards)
@@ -66,7 +66,7 @@ def _example(run: Run, train_set: Any) -> Any:
 
 
 def data_facts(dataset: Any) -> dict[str, Any]:
-    """What a model may want to know of its data."""
+    """Facts about the data set that a model is built from."""
     if isinstance(dataset, ArraySet):
         shape = dataset.inputs.shape
         if dataset.mean is None:

@@ -1,4 +1,4 @@
-"""Sinks of measured values: JSON lines always, experiment trackers where asked for."""
+"""Sinks of measured values: JSON lines always, experiment trackers on request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Sink:
 def json_lines(run_dir: Path, first_step: int) -> Sink:
     """metrics.jsonl in the run folder: one object a call, readable while the run goes on.
 
-    It continues after `first_step`: what an earlier process logged beyond it will come again.
+    It continues after `first_step`: later lines of an earlier process are removed, because these steps are repeated.
     """
     path = run_dir / "metrics.jsonl"
     before = _lines_until(path, first_step)

@@ -1,4 +1,4 @@
-"""The gradient noise scale of a run, from the norms of the gradients that it computes anyway."""
+"""Measures the gradient noise scale of a run from the norms of gradients that it computes anyway."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class NoiseMeter:
         self._unread: list[GradientNorms] = []
 
     def for_step(self, step: int, assignment: Assignment) -> TakeNorms | None:
-        """What takes the gradient norms of a step; None if they are not wanted."""
+        """The function that takes the gradient norms of a step; None if they are not needed."""
         is_short = 2 * assignment.global_size < self._job.global_batch_size  # its norms are too noisy to use
         if not self._job.measure_noise or is_short or step % _EVERY_STEPS:
             return None
@@ -49,7 +49,7 @@ class NoiseMeter:
             self.read()
 
     def read(self) -> SmoothedNoise:
-        """With all steps that have been taken by now."""
+        """The noise scale from all steps so far."""
         if self._unread:
             values = torch.stack([torch.stack([one.small_sqr, one.large_sqr]).double() for one in self._unread])
             for norms, (small_sqr, large_sqr) in zip(self._unread, values.tolist(), strict=True):

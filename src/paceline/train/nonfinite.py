@@ -1,4 +1,4 @@
-"""A step whose loss or gradient is not a number: noticed before it reaches the weights, and named."""
+"""Detects and reports a non-finite loss or gradient before it reaches the weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.parallel.dtensor import local_shard
 from paceline.train.session import Session
 
 MOST_IN_A_ROW = 10
-"""The run ends after so many steps without an update."""
+"""The run ends after this many consecutive steps without an update."""
 
 _SHOWN_SAMPLES = 8
 
@@ -32,10 +32,10 @@ class NonFiniteGuard:
         self._num_in_a_row = 0
 
     def allows_update(self, loss: Tensor, norm: Callable[[], Tensor], samples: NDArray[Any]) -> bool:
-        """Whether there is to be an update; the same answer on all workers that aggregate every step.
+        """Whether to make an update; the same answer on all workers that aggregate every step.
 
         Args:
-            norm: of the whole model's gradient; asked for where workers hold shards of it. A collective there.
+            norm: returns the norm of the whole model's gradient; called if workers hold shards. Then a collective.
             samples: the numbers of the samples in the step's batch.
 
         Raises:
@@ -81,7 +81,7 @@ class NonFiniteGuard:
 
 
 def is_finite(loss: Tensor, gradients: Sequence[Tensor]) -> bool:
-    """Whether the loss and every gradient are; one pass over them, and on a GPU the host waits for it.
+    """Whether the loss and every gradient are finite; one pass over them, for which the CPU waits for the GPU.
 
     Everything is added: infinity and NaN survive that, and it is the fastest look at every number there is. A gradient
     whose sum overflows its own dtype counts as infinite.

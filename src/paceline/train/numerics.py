@@ -28,7 +28,7 @@ class Precision:
         """Scales the loss, so that small gradients do not become zero in float16; does nothing in other precisions."""
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """What forward passes run in."""
+        """The context of forward passes (autocast)."""
         return nullcontext() if self._dtype is None else torch.autocast(self._kind, dtype=self._dtype)
 
     def of(self, loss_fn: LossFn) -> LossFn:
@@ -43,7 +43,7 @@ class Precision:
 
 @contextmanager
 def torch_settings(job: Job, plan: Plan) -> Iterator[None]:
-    """Inside, torch has the settings that a run needs of the whole process."""
+    """A context with the torch settings that a run needs in the whole process."""
     threads = torch.get_num_threads()
     # Not use_deterministic_algorithms, which loads torch's whole compiler: seconds at the end of every run.
     determinism = torch.get_deterministic_debug_mode()

@@ -24,7 +24,7 @@ from paceline.train.allocator import give_back_freed_memory, keep_freed_memory
 
 GLOO_THREAD = "pt_gloo_runloop"
 _REST_S = 2.0
-"""The end of a process waits for Gloo's threads at most this long."""
+"""The maximum wait for Gloo's threads at the end of a process."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class World:
 def join(facts: env.WorkerFacts, plan: Plan) -> World:
     """Pick this worker's device and join the process group of all workers.
 
-    The group lasts as long as the process: workers find each other once, so the next run in it uses the group again,
-    and what a script does after its run works on many workers as it does on one.
+    The group lasts as long as the process: there is one rendezvous, the next run in the process uses the group again,
+    and code of a script after its run works on many workers as on one.
 
     Raises:
-        LaunchError: more workers than GPUs on this node, or a process group that somebody else set up differently.
+        LaunchError: more workers than GPUs on this node, or an existing process group that was set up differently.
     """
     device = _device(facts, plan)
     if device.type == "cpu":
@@ -88,7 +88,7 @@ def join(facts: env.WorkerFacts, plan: Plan) -> World:
 
 
 def _store(facts: env.WorkerFacts, timeout: timedelta) -> Store | None:
-    """The store of a run on several nodes, whose port the launcher bound before anybody started; None: torch's own.
+    """The store of a run on several nodes, whose port the launcher bound before workers started; None: torch's own.
 
     Torch would have rank 0 bind a port that was merely free a moment ago, and listen on every interface.
     """
@@ -115,7 +115,7 @@ def leave() -> None:
 
 
 def await_rest() -> None:
-    """Until no thread of Gloo's has anything left to do.
+    """Wait until no thread of Gloo has work left.
 
     When a collective is over for everybody else, such a thread still lets go of its tensors, for which it needs
     Python; if the interpreter is being taken down by then, the whole process aborts (pytorch/pytorch#190489). As long
@@ -141,7 +141,7 @@ def _gloo_works() -> bool:
 
 
 def abandon() -> None:
-    """After an error: end without a farewell. Peers may wait in a collective, and a farewell could wait with them."""
+    """After an error: exit without a shutdown of the group, which could block on peers that wait in a collective."""
     atexit.unregister(leave)
 
 
@@ -164,7 +164,7 @@ def _device(facts: env.WorkerFacts, plan: Plan) -> torch.device:
 
 
 def leave_at_once(exit_code: int) -> NoReturn:
-    """End this process in one moment, so that who supervises it sees who left before others miss it."""
+    """End this process immediately, so that its supervisor sees its end before other workers lose the connection."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: one live line on a terminal, a plain line now and then in a pipe."""
+"""Progress output of a run: one live line on a terminal, an occasional plain line in a pipe."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TextIO
 
 from torch import Tensor
 
-# On a terminal as often as an eye follows; in a log as often as a reader wants.
+# Seconds between lines: short on a terminal, long in a log.
 _LIVE_S, _PLAIN_S = 0.2, 10.0
 
 
 class Progress:
-    """Step, loss, throughput and time left. Only rank 0 has one that speaks."""
+    """Shows step, loss, throughput and time left. Only that of rank 0 prints."""
 
     def __init__(self, stream: TextIO | None, total_steps: int, label: str) -> None:
         self._stream = stream
@@ -47,7 +47,7 @@ class Progress:
         self._stream.flush()
 
     def say(self, line: str) -> None:
-        """A line that stays."""
+        """Print a permanent line."""
         if self._stream is None:
             return
         self._stream.write(("\r\x1b[2K" if self._live_line else "") + f"{self._label}  {line}\n")

@@ -24,7 +24,7 @@ class DatasetReader:
         self._readers: WeakKeyDictionary[ArraySet, ArrayReader] = WeakKeyDictionary()
 
     def read(self, dataset: Any, epoch: int, indices: Sequence[NDArray[Any]], *, train: bool) -> Iterator[Any]:
-        """For each array of `indices` the batch of the samples with these numbers; augmented if they are to `train`."""
+        """For each array of `indices` the batch of the samples with these numbers; augmented if `train` is set."""
         job = self._job
         if isinstance(dataset, ArraySet):
             reader = self._readers.get(dataset)

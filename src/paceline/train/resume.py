@@ -23,13 +23,13 @@ class Found:
 
     name: str
     shared: dict[str, Any]
-    """What all workers had alike, and the job."""
+    """The state common to all workers, and the job."""
     own: dict[str, Any]
-    """What each worker had for itself, redistributed among those of this run."""
+    """The per-worker state, redistributed among the workers of this run."""
 
 
 class CheckpointReader:
-    """Finds what a run can go on from."""
+    """Finds the checkpoint to resume from."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class CheckpointReader:
     ) -> None:
         """
         Args:
-            group: of all workers, in host memory; None: this worker is alone.
-            say: told, on rank 0, which checkpoints cannot be used.
-            wanted: from what all workers had alike, not read yet, to what this worker reads of it
+            group: all workers, using CPU memory; None: there is one worker.
+            say: receives, on rank 0, messages about unusable checkpoints.
+            wanted: maps the common state, not read yet, to the slices that this worker reads
                 (`Trained.own_shards`); None: every worker holds all of it.
         """
         self._storage = storage
@@ -61,7 +61,7 @@ class CheckpointReader:
         return self._read_shards(self._group, self._wanted)
 
     def _read_on_rank_0(self) -> Found | None:
-        """Rank 0 reads and checks it, and sends it to the others."""
+        """Read and check the checkpoint on rank 0, and broadcast it."""
         name = why_not = shared = None
         owns: list[dict[str, Any]] = []
         if self._group is None or dist.get_rank(self._group) == 0:
@@ -87,7 +87,7 @@ class CheckpointReader:
     def _read_shards(
         self, group: dist.ProcessGroup, wanted: Callable[[dict[str, Any]], dict[str, Any]]
     ) -> Found | None:
-        """Every worker reads its shards; together they check every byte. None of them has a state of its own."""
+        """Read each worker's shards; together they check every byte. There is no per-worker state."""
 
         def read(name: str) -> tuple[str, Manifest, dict[str, Any]]:
             return name, *read_together(
@@ -107,7 +107,7 @@ class CheckpointReader:
         if any(manifest.workers):
             raise CheckpointError(
                 f"{name} in {self._storage.address} holds state of each worker's own (means of weights that differed, "
-                "or gradients not sent yet), which a spread model cannot go on with; resume it with --strategy dp."
+                "or gradients not sent yet), from which a sharded model cannot resume; resume it with --strategy dp."
             )
         return Found(name, {"job": manifest.job, **shared}, {})
 
@@ -121,10 +121,10 @@ def _is_run(shared: Mapping[str, Any]) -> bool:
 
 
 def redistribute(owns: Sequence[dict[str, Any]], num_workers: int) -> list[dict[str, Any]]:
-    """What `num_workers` workers get of what those of a checkpoint had, each for itself.
+    """Redistribute the per-worker states of a checkpoint among `num_workers` workers.
 
-    As many workers get what there was. Others get equal amounts, which keep the sum over all workers of what is under
-    "sums", and the mean of what is under "means".
+    An equal number of workers gets the saved states. Another number gets equal amounts, which keep the sum over all
+    workers of values under "sums", and the mean of values under "means".
     """
     if len(owns) == num_workers or not owns:
         return list(owns)
@@ -136,7 +136,7 @@ def redistribute(owns: Sequence[dict[str, Any]], num_workers: int) -> list[dict[
 
 
 def _scaled_sum(values: Sequence[Any], factor: float) -> Any:
-    """The sum of trees times a factor; whole numbers and what is no number are the first one's."""
+    """The sum of trees times a factor; integers and non-numbers are taken from the first tree."""
     first = values[0]
     if isinstance(first, Mapping):
         return {key: _scaled_sum([value[key] for value in values if key in value], factor) for key in first}

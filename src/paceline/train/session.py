@@ -1,4 +1,4 @@
-"""What a run does between its steps: save and resume, exchange status among workers, notice stragglers."""
+"""The work of a run between its steps: save and resume, status exchange, detection of stragglers."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Stateful(Protocol):
 
 
 class Kept:
-    """Things of the script's own that are saved with every checkpoint, by name."""
+    """Objects of the user's script that are saved with every checkpoint, by name."""
 
     def __init__(self) -> None:
         self._things: dict[str, Stateful] = {}
         self._restored: dict[str, Any] = {}
-        """States from a checkpoint that nobody has asked for yet."""
+        """States from a checkpoint that have not been claimed yet."""
 
     def add(self, name: str, thing: Stateful) -> None:
         self._things[name] = thing
@@ -64,7 +64,7 @@ class RunState:
     trained: Trained
     kept: Kept = field(default_factory=Kept)
     metrics: dict[str, float] = field(default_factory=dict)
-    """Those of the last evaluation; changed in place."""
+    """The metrics of the last evaluation; changed in place."""
 
     def snapshot(self, collective: bool) -> Snapshot | None:
         """The state now; None where workers' weights differ and this step is no synchronisation point.
@@ -86,14 +86,14 @@ class RunState:
         return Snapshot(self.progress.steps, self.job.to_mapping(), shared, own, is_part=not engine.holds_all)
 
     def restore(self, found: Found, *, force: bool) -> None:
-        """Go on from a checkpoint. Raises `JobError` if it is of another job, unless `force` is set."""
+        """Resume from a checkpoint. Raises `JobError` if it is of another job, unless `force` is set."""
         shared = found.shared
-        # By way of a job: what a later release has added gets its default.
+        # Converted to a job: keys of a later release get their defaults.
         changes = differences(Job.from_mapping(shared["job"]).to_mapping(), self.job.to_mapping())
         if changes and not force:
             raise JobError(
                 f"The checkpoint to resume is of another job: {'; '.join(changes)}. Set it back, choose another "
-                "folder, or go on all the same with --force (paceline.init(force=True))."
+                "folder, or resume nevertheless with --force (paceline.init(force=True))."
             )
         self.trained.put(shared, found.own, hyper=not changes)
         self.progress.load_state_dict(shared["progress"])
@@ -103,7 +103,7 @@ class RunState:
 
 
 class Session:
-    """One worker's side of what all workers of a run do between steps. Its methods are collectives but for `rescue`."""
+    """The work of one worker between steps. Its methods are collectives except for `rescue`."""
 
     def __init__(
         self,
@@ -116,10 +116,10 @@ class Session:
     ) -> None:
         """
         Args:
-            say: told what a user should know, on rank 0.
-            notes: what a reader of the result must know is added to them.
+            say: receives messages for the user, on rank 0.
+            notes: receives notes for the run's report.
         """
-        # A group of its own, in host memory whatever the others use: it communicates beside them.
+        # A separate group in CPU memory, whatever the others use: it communicates in parallel to them.
         timeout = timedelta(seconds=plan.timeout_s)
         group = None if world.group is None else dist.new_group(backend="gloo", timeout=timeout)
         self.state = state
@@ -135,11 +135,11 @@ class Session:
         self._checkpoints: Checkpoints | None = None
 
     def resume(self, checkpoint_address: str | None, *, force: bool) -> bool:
-        """Go on from the newest good checkpoint if there is one, and save there from now on; whether there was one.
+        """Resume from the newest good checkpoint if there is one, and save there from now on; whether it resumed.
 
         Args:
             checkpoint_address: where checkpoints are; None: there are none.
-            force: whether to go on from a checkpoint of another job, too.
+            force: whether to resume from a checkpoint of another job, too.
         """
         if checkpoint_address is None:
             return False
@@ -172,7 +172,7 @@ class Session:
         """After every step: receive every worker's status of the step before, act on it, and send that of this step.
 
         Args:
-            own_time_s: what the last known step of this worker took without waiting for others.
+            own_time_s: the time of this worker's last known step without waiting for others.
         """
         step = self.state.progress.steps
         status = self._status_exchange.received()
@@ -183,11 +183,11 @@ class Session:
             self.say(note)
         slower = self._plan.exclude_slower
         if slower is not None and self.world.rank in self._stragglers.lasting(slower):
-            leave_at_once(EXCLUDED)  # the others notice, save what they have, and are started again without it
+            leave_at_once(EXCLUDED)  # the others notice, save a checkpoint, and are restarted without it
         self._status_exchange.send(set() if self._checkpoints is None else self._checkpoints.requests(), own_time_s)
 
     def at_rest(self) -> None:
-        """Where all workers rest between steps that are made elsewhere: exchange status at once, and save if due."""
+        """Called when all workers rest between updates by servers: exchange status at once, and save if due."""
         if self._checkpoints is not None:
             self._status_exchange.send(self._checkpoints.requests(), 0.0)
             self._checkpoints.step_ended(self.state.progress.steps, self._status_exchange.received().requests)
@@ -201,34 +201,34 @@ class Session:
         return math.inf if self._checkpoints is None else self._checkpoints.next_save(self.state.progress.steps)
 
     def epoch_ended(self) -> None:
-        """An epoch and what follows it is over: it is saved at the next opportunity."""
+        """Note that an epoch has ended: the run is saved at the next opportunity."""
         if self._checkpoints is not None:
             self._checkpoints.epoch_ended()
 
     def finish(self) -> None:
-        """The training is over: save what is not saved yet."""
-        self._status_exchange.received()  # nothing stays under way
+        """At the end of training: save any unsaved state."""
+        self._status_exchange.received()  # no message stays in flight
         if self._checkpoints is not None:
             self.state.progress.leave_epoch()
             self._checkpoints.run_ended(self.state.progress.steps)
 
     def rescue(self, *, is_whole: bool) -> None:
-        """After an error: save what this worker has, without the others, who may be gone.
+        """After an error: save this worker's state, without the others, which may be gone.
 
         Args:
-            is_whole: whether there is something worth saving: the error did not come in the middle of an update.
+            is_whole: whether the state is consistent: the error did not come in the middle of an update.
         """
         if self._checkpoints is not None:
-            self.heartbeat.save()  # whoever would end this worker waits for it
+            self.heartbeat.save()  # the launcher lets it finish before it ends this worker
             self._checkpoints.rescue(is_whole=is_whole)
 
     def close(self) -> None:
-        """No more checkpoints; what is being written is finished."""
+        """Stop saving; the checkpoint in progress is finished."""
         if self._checkpoints is not None:
             self._checkpoints.close()
 
 
 def _worker_names(plan: Plan) -> list[str]:
-    """What to call each worker, by rank."""
+    """The display name of each worker, by rank."""
     hostnames = [placed.hostname for placed in plan.placements for _ in range(placed.num_workers)]
     return [f"Worker {rank}" + (f" on {hostname}" if hostname else "") for rank, hostname in enumerate(hostnames)]

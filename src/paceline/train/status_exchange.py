@@ -1,8 +1,8 @@
-"""The workers' exchange of status: what any of them requests and how long each computes, known one step later.
+"""The status exchange of workers: the requests of all workers and their compute times, known one step later.
 
-A worker gets a signal, or notices that two minutes are over, at a moment of its own. What follows from it, saving a
-checkpoint, all have to do after the same step. So at the end of every step each worker sends its status, and receives
-what was sent at the end of the step before, which has travelled while the step was computed: nobody waits.
+A worker gets a signal, or reaches the checkpoint interval, at any moment, but all workers must save a checkpoint
+after the same step. So at the end of every step each worker sends its status, and receives the status that was sent
+at the end of the step before, during whose computation it was transferred: no worker waits.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ import torch.distributed as dist
 
 
 class Request(enum.IntEnum):
-    """What a worker may request of all; its place in the message."""
+    """What a worker may request of all workers; the value is its index in the message."""
 
     SAVE = 0
     LEAVE = 1
     """After a checkpoint, end the run."""
     BUSY = 2
-    """Begin no checkpoint: the one before is still being written here."""
+    """Begin no checkpoint: the previous one is still being written here."""
     FAILED = 3
-    """Give up the checkpoint before: this worker could not write its shard of it."""
+    """Abandon the previous checkpoint: this worker could not write its shard."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """What all workers sent at the end of the step before; the same on every worker."""
+    """The status of all workers at the end of the previous step; the same on every worker."""
 
     requests: frozenset[Request]
-    """Those of any worker."""
+    """The requests of any worker."""
     own_times_s: tuple[float, ...]
-    """What its step took each worker, by rank, without waiting for others; 0 where it does not know."""
+    """Step time of each worker, by rank, without waiting for others; 0 if unknown."""
 
 
 class StatusExchange:
-    """One worker's side; the others are those of a group whose backend handles numbers in host memory."""
+    """One worker's side of the exchange in a group whose backend handles tensors in CPU memory."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
@@ -47,7 +47,7 @@ class StatusExchange:
         self._in_flight: dist.Work | None = None
 
     def received(self) -> Status:
-        """What was sent last; waits until all have sent it."""
+        """The status sent last; waits until all workers have sent theirs."""
         if self._in_flight is not None:
             self._in_flight.wait()
             self._in_flight = None
@@ -61,5 +61,5 @@ class StatusExchange:
             self._message[request] = 1
         self._message[len(Request) + self._rank] = own_time_s
         if self._group is not None:
-            # The largest: any request is a request, and nobody else writes into a worker's own place.
+            # The maximum: any request counts, and each worker writes only its own entry.
             self._in_flight = dist.all_reduce(self._message, dist.ReduceOp.MAX, group=self._group, async_op=True)

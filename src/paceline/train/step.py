@@ -59,13 +59,13 @@ class Stepper:
         self._tracer = tracer
         self._guard = NonFiniteGuard(session)
         self.is_whole = True
-        """Whether weights, optimizer, buffers and progress are those after one and the same step."""
+        """Whether weights, optimizer, buffers and progress all belong to the same step."""
 
     def step(self, pending: Pending, content: Any, loss_fn: LossFn) -> Tensor:
         """Train on a batch; returns its mean loss.
 
         Args:
-            content: what the script made of `pending.content`.
+            content: `pending.content` as the script passed it to `step`.
         """
         progress, trained, batch = self._state.progress, self.trained, pending.batch
         engine = trained.engine
@@ -92,7 +92,7 @@ class Stepper:
         return loss
 
     def _input(self, index: int, assignment: Assignment, content: Any, loss_fn: LossFn) -> StepInput:
-        """For an assignment of the global batch with this number, counted over the whole run."""
+        """The step input for an assignment of the global batch with this number, counted over the whole run."""
         precision, seed = self.trained.precision, self._state.job.seed
         return StepInput(
             assignment=assignment,
@@ -108,9 +108,9 @@ class Stepper:
         trained, step, clip_norm = self.trained, self._state.progress.steps, self._state.job.optim.clip_norm
         engine, scaler = trained.engine, trained.precision.scaler
         # A worker that is alone between two synchronisations may have no sample, hence no gradient and no update. One
-        # that holds only a stage of the model may have no parameter, and goes on with those that have.
+        # that holds only a stage of the model may have no parameter, and continues with the others.
         has_gradient = not engine.holds_all or any(p.grad is not None for p in trained.model.parameters())
-        norm = functools.cache(engine.gradient_norm)  # found once a step, where anybody asks for it
+        norm = functools.cache(engine.gradient_norm)  # computed at most once per step
         is_made = has_gradient and self._guard.allows_update(loss, norm, batch.samples)
         self.is_whole = False
         if is_made and clip_norm is not None:
@@ -123,11 +123,11 @@ class Stepper:
             scaler.update()
 
     def _any_shard(self, pending: Pending, content: Any, loss_fn: LossFn) -> AnyShard:
-        """For servers, whose workers read the shards they compute: batches and shards are those of any other run.
+        """The input for asynchronous servers, whose workers read the shards they compute.
 
         Raises:
             JobError: the run's updates so far are not those by the batches before this one.
-            ModelError: the script changed the batch, which nobody computes.
+            ModelError: the script changed the batch, which is not used.
         """
         job, progress, batch = self._state.job, self._state.progress, pending.batch
         if batch.index != progress.steps:

@@ -1,4 +1,4 @@
-"""Stragglers: which worker slows the others down, by how much, and since when."""
+"""Detection of stragglers: which worker slows the others down, by how much, and since when."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 
 WINDOW_STEPS = 50
-"""Median step times over so many steps are compared: a straggler stays slow, a hiccup does not."""
+"""The number of steps whose median times are compared, so that single slow steps do not count."""
 
 SLOW = 1.3
 """A straggler takes this many times the median of the others; less is the usual scatter of equal devices."""
@@ -17,7 +17,7 @@ class Stragglers:
     """Compares the workers' own step times, one window of steps at a time."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        """`names`: what to call each worker, by rank."""
+        """`names`: the display name of each worker, by rank."""
         self._names = names
         self._times: list[deque[float]] = [deque(maxlen=WINDOW_STEPS) for _ in names]
         self._num_steps = 0
@@ -30,7 +30,7 @@ class Stragglers:
         """A sentence for every worker that has become slow, or is no longer, in the window that ends with `step`.
 
         Args:
-            own_times_s: what the step took each worker, by rank, without waiting for others; 0 where unknown.
+            own_times_s: step time of each worker, by rank, without waiting for others; 0 if unknown.
         """
         for times, own_time_s in zip(self._times, own_times_s, strict=True):
             if own_time_s > 0:

@@ -17,7 +17,7 @@ _WINDOW_STEPS = 2000
 
 
 def settle(device: torch.device) -> None:
-    """Wait until the device has done what it was given, so that a clock can be read."""
+    """Synchronise with the device, so that the clock can be read."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -35,7 +35,7 @@ class StepTimer:
         self.train_s = 0.0
 
     def resume(self) -> None:
-        """Training begins or goes on; what passed since the last step was something else (an evaluation)."""
+        """Start or restart timing; the time since the last step (an evaluation, say) is not counted."""
         self._since = time.perf_counter()
 
     def data_asked(self) -> None:

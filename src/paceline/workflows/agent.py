@@ -1,4 +1,4 @@
-"""What a launcher runs on every node: the process that starts and watches workers there."""
+"""The agent that a launcher runs on every node, where it starts and watches workers."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from paceline.workflows.strategy import PlanFor, check_may_shrink, largest_that_
 from paceline.workflows.where import Elastic, LauncherName, Where
 
 PRELOAD = ("paceline.train.loop", "torch._dynamo")
-"""Modules that take long to load and that every training needs; torch loads the last when it wraps an optimizer."""
+"""Slow-loading modules that every training needs; torch loads the last one when it wraps an optimizer."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Allocation:
     image: str = ""
     """The container and its digest; empty without one."""
     describe: Describe | None = None
-    """Describes a node that was lost and is back."""
+    """Describes a lost node that has returned."""
 
     def run(
         self,
@@ -88,7 +88,7 @@ class Allocation:
         environ: Mapping[str, str] | None = None,
         standby: bool = True,
     ) -> None:
-        """Run a program through failures; arguments and errors are those of `launch.elastic.run_elastic`."""
+        """Run a program with restarts after failures; arguments and errors as in `launch.elastic.run_elastic`."""
         if self.where.launcher == "debug":
             raise LaunchError(
                 "--launcher debug runs in this process, which cannot outlive a failure; leave --min-workers out."
@@ -117,7 +117,7 @@ class Allocation:
         output: Output = "rank0",
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        """Run a program that saves itself on `num_workers` workers; after failures on fewer, where `elastic` says so.
+        """Run a program that saves checkpoints on `num_workers` workers; after failures on fewer, if `elastic` allows.
 
         Raises:
             JobError: there is no plan for so many workers, or for none of the numbers that `elastic` allows.
@@ -138,10 +138,10 @@ class Allocation:
 
 @contextlib.contextmanager
 def open_allocation(where: Where, run_dir: Path | None = None) -> Iterator[Allocation]:
-    """The nodes that `where` names; agents on other nodes live as long as the block.
+    """Open the nodes that `where` names; agents on other nodes run until the block ends.
 
     Args:
-        run_dir: what containers see beside the working directory.
+        run_dir: a folder that containers see besides the working directory.
 
     Raises:
         LaunchError: options that contradict each other, or nodes that cannot be reached or differ in versions.
@@ -152,7 +152,7 @@ def open_allocation(where: Where, run_dir: Path | None = None) -> Iterator[Alloc
         yield Allocation(where, detect())
         return
     given = given_nodes(where.launcher)
-    # Ray says how many GPUs a node has; where it says nothing, the node has none.
+    # Ray lists the GPUs of a node; a node without an entry has none.
     gpus = {node.address: node.num_workers or 0 for node in given} if where.launcher == "ray" else {}
     slots = slots or given
     accesses = [node_access(where, node.address, gpus.get(node.address, 0)) for node in slots]
@@ -174,7 +174,7 @@ def open_allocation(where: Where, run_dir: Path | None = None) -> Iterator[Alloc
 
 
 def allocation_on_paper(where: Where) -> Allocation:
-    """The allocation without a connection to any node: other nodes are taken to be like this one."""
+    """The allocation without a connection to any node: other nodes are assumed equal to this one."""
     slots = where.named_hosts()
     where = replace(where, launcher=chosen_launcher(where.launcher, slots))
     here = detect()
@@ -193,7 +193,7 @@ def chosen_launcher(launcher: LauncherName, slots: Sequence[NodeSlots]) -> Launc
 
 
 def given_nodes(launcher: LauncherName) -> tuple[NodeSlots, ...]:
-    """The nodes that a scheduler has given this command; this one where there is no scheduler."""
+    """The nodes that a scheduler allocated to this command; this node if there is no scheduler."""
     if launcher == "slurm":
         return allocation(env.everything())
     return ray_nodes() if launcher == "ray" else (NodeSlots(socket.gethostname()),)

@@ -58,10 +58,10 @@ def comm(
         wires: the formats in which values travel.
         dtype: of the values that are summed.
         min_bytes, max_bytes: the smallest and the largest message; sizes in between grow by a factor of 4.
-        servers: workers that also serve, with parameter servers.
+        servers: number of workers that are also parameter servers.
         link_rate: bytes a second of one link in one direction, such as 25e9, to compare with.
-        rounds: most rounds of a size; long calls get fewer.
-        budget: seconds for all timings; the rest is left out.
+        rounds: maximum rounds per size; long calls get fewer.
+        budget: seconds for all timings; cases beyond it are left out.
         out: the folder of the results; None: a new one under runs/.
         draw: measure nothing, and make the page of this timings.json again.
         quiet: whether workers leave out their progress, which goes to standard error.
@@ -129,7 +129,7 @@ def checkpoint(
         WorkerFailed: a worker failed.
     """
     folder = results_folder(out, "bench-checkpoint")
-    # A name of its own: whatever lies there already is left alone.
+    # A unique name, so that existing files are not touched.
     place = directory or str(folder.absolute())
     address = f"{place if '://' in place else Path(place).absolute()}/bench-{uuid.uuid4().hex[:8]}"
     with open_allocation(where, folder) as allocation:
@@ -148,7 +148,7 @@ def results_folder(out: Path | str | None, name: str) -> Path:
 
 
 def bench_plan(cluster: Cluster, workers: int | None) -> Plan:
-    """One worker for each device; on CPU at least two, since one has nobody to sum with."""
+    """One worker for each device; on CPU at least two, since a sum needs two."""
     return spread(cluster, workers or max(len(cluster.devices), 2 if cluster.device_kind == "cpu" else 1))
 
 

@@ -1,4 +1,4 @@
-"""`paceline.checkpoint`: what a run has left behind, whether it is sound, what of it is to stay, and its weights."""
+"""`paceline.checkpoint`: list, verify, prune and export the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["CheckpointList", "CheckpointState", "ExportedWeights", "export", "ls
 
 @dataclass(frozen=True)
 class CheckpointState:
-    """One checkpoint. "complete" is what its manifest says, "good" is what reading every byte says."""
+    """One checkpoint. "complete": its manifest is complete; "good": every byte was read and verified."""
 
     name: str
     state: Literal["complete", "unfinished", "damaged", "good"]
@@ -75,7 +75,7 @@ def verify(place: str, on_each: Callable[[CheckpointState], None] | None = None)
 
     Args:
         place: as for `ls`.
-        on_each: is told of each as soon as it is read.
+        on_each: called with each checkpoint as soon as it is read.
 
     Raises:
         CheckpointError: there are none, or the storage fails.
@@ -97,15 +97,15 @@ def prune(
     keep_best: str | None = None,
     dry_run: bool = False,
 ) -> Pruning:
-    """Remove the checkpoints that no rule keeps; those that stay are read and found good first, or do not count.
+    """Remove the checkpoints that no rule keeps; a rule only counts checkpoints that were read and found good.
 
     Example: `paceline.checkpoint.prune("runs/mine", keep_last=2, dry_run=True).go`.
 
     Args:
         place: as for `ls`.
-        keep_last: keep the last so many.
-        keep_every_hours: keep the first one of every so many hours too.
-        keep_best: keep the best by a metric too, such as "accuracy".
+        keep_last: the number of latest checkpoints to keep.
+        keep_every_hours: also keep the first checkpoint of every period of this many hours.
+        keep_best: also keep the best checkpoint by a metric, such as "accuracy".
         dry_run: remove nothing.
 
     Returns:
@@ -135,7 +135,7 @@ def export(checkpoint: str, target: str, *, force: bool = False, say: Say = sile
         checkpoint: a checkpoint; or a run folder, whose newest good one is taken.
         target: the file.
         force: replace the file if there is one.
-        say: is told of newer checkpoints that cannot be used.
+        say: receives messages about newer checkpoints that cannot be used.
 
     Raises:
         CheckpointError: there is none that can be used, the file is there already, or a storage fails.

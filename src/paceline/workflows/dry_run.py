@@ -1,4 +1,4 @@
-"""The commands that a run would start, as a person would type them."""
+"""The commands that a run would start, as text for a shell."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.workflows.where import Where
 def dry_run(
     plan: Plan, program: Sequence[str], run_dir: Path, where: Where, environ: Mapping[str, str] | None = None
 ) -> str:
-    """The commands of every worker, as text; starts nothing and connects to nobody."""
+    """The commands of every worker, as text; starts nothing and opens no connection."""
     lines = [f"# {plan.world_size} workers, launcher {where.launcher}, backend {plan.backend}"]
     if first := plan.placements[0].hostname:
         place = f"tcp://ADDRESS_OF_{first}:PORT_BOUND_THERE"

@@ -1,4 +1,4 @@
-"""Forecasts beside runs: what the planner expects goes into the plan, what came of it goes back into cluster.json."""
+"""Forecasts of runs: the planner's forecast goes into the plan, its check against the run into cluster.json."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CLUSTER_FILE = Path("cluster.json")
 
 
 def with_forecasts(job: Job, plans: Sequence[Plan], cluster_file: Path, say: Say = silent) -> list[Plan]:
-    """The plans with what the planner expects of each; as they are where nobody has probed this job.
+    """The plans, each with its forecast; unchanged if this job was not probed.
 
     Raises:
         ClusterError: there is a file, but it cannot be read.
@@ -36,12 +36,12 @@ def with_forecasts(job: Job, plans: Sequence[Plan], cluster_file: Path, say: Say
 
 
 def without_forecasts(plan: Plan) -> Plan:
-    """The plan alone, for a comparison of what runs do."""
+    """The plan without its forecast, to compare runs."""
     return dataclasses.replace(plan, forecast_samples_per_s=None)
 
 
 def feed_back(records: Sequence[RunRecord], cluster_file: Path) -> None:
-    """Note in cluster.json how right the forecasts of these runs were."""
+    """Write the errors of these runs' forecasts to cluster.json."""
     runs = [record for record in records if record.plan.forecast_samples_per_s]
     if not runs:
         return

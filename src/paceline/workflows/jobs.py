@@ -1,4 +1,4 @@
-"""Jobs by name: a recipe of the package, a file, or a job as it is; and what a caller changes of it."""
+"""Finds a job by name: a recipe of the package, a file, or a `Job`; and applies the caller's changes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from paceline.errors import JobError
 from paceline.spec import Job, load_job
 
 Say = Callable[[str], None]
-"""Is told what a person should know while a workflow runs, a line at a time; such as `print`."""
+"""Receives progress messages of a workflow, one line at a time; such as `print`."""
 
 
 def silent(_line: str) -> None:
-    """Tells nobody."""
+    """Discards the message."""
 
 
 def recipe_names() -> list[str]:

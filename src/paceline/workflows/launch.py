@@ -39,7 +39,7 @@ def launch(
         workers: number of workers; None: one for each device.
         out: the folder for logs; None: a new one under runs/.
         threads: CPU threads that each worker computes with; None: an equal share of the cores.
-        strategy: how workers divide the model where the script names no way of its own, such as "fsdp" or "dp2 x pp2".
+        strategy: how workers divide the model if the script does not choose it, such as "fsdp" or "dp2 x pp2".
         where: the nodes, and how they are reached.
         elastic: whether the script is started again after a failure.
         debug_comm: compare every collective across workers.
@@ -67,7 +67,7 @@ def launch(
 def launch_commands(
     script: Path | str, arguments: Sequence[str] = (), *, out: Path | None = None, where: Where = HERE, **spread: Any
 ) -> str:
-    """The commands that `launch` would start, with the same arguments; starts nothing and connects to nobody."""
+    """The commands that `launch` would start, with the same arguments; starts nothing and opens no connection."""
     launching = _Launching(Path(script), **spread)
     allocation = allocation_on_paper(where)
     plan = launching.plan_for(allocation.cluster, launching.num_workers_on(allocation))
@@ -77,7 +77,7 @@ def launch_commands(
 
 @dataclass(frozen=True)
 class _Launching:
-    """How `launch` was asked to spread a script over workers; the fields are arguments of `launch`."""
+    """The arguments of `launch` that decide how a script is spread over workers."""
 
     script: Path
     workers: int | None = None

@@ -1,4 +1,4 @@
-"""`paceline.dry_run_mesh`: a mesh that is tried without its devices."""
+"""`paceline.dry_run_mesh`: tries a mesh without its devices."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def dry_run_mesh(
     Args:
         job: a job, a job file (TOML) or the name of a recipe.
         mesh: such as "dp128 x tp8".
-        sequence_parallel: whether workers along tp keep a slice of the positions each.
+        sequence_parallel: whether workers along tp each keep a slice of the positions.
         model, data, settings: as for `train`.
 
     Raises:

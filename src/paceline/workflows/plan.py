@@ -1,4 +1,4 @@
-"""`paceline.plan`: what a job will do on 1, 2, … N devices, and which number to take."""
+"""`paceline.plan`: forecasts a job on 1, 2, … N devices and recommends a number."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOST_DEVICES = 1_000_000
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """A forecast, and the plan of its recommended row; None where the cluster has too few devices for that row."""
+    """A forecast, and the plan of its recommended row; None if the cluster has too few devices for that row."""
 
     forecast: Forecast
     plan: Plan | None

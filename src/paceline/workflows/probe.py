@@ -1,4 +1,4 @@
-"""`paceline.probe`: what links, model, loader and disk of these nodes really do, for plans to be made from."""
+"""`paceline.probe`: measures links, model, loader and disk of these nodes, from which plans are made."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ _PCI_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What was measured this time, and a sentence for each thing that was not."""
+    """The new measurements, and a sentence for each one that was left out."""
 
     measured: Cluster
     not_measured: tuple[str, ...]
 
     @property
     def timing(self) -> JobTiming | None:
-        """What the job's parts take; None where no job was named."""
+        """The timing of the job; None if no job was named."""
         return self.measured.timings[0] if self.measured.timings else None
 
 

@@ -1,4 +1,4 @@
-"""The folder of a run: what goes into it before the run, and the record that comes out of it."""
+"""The folder of a run: its input files, and the record that the run writes."""
 
 from __future__ import annotations
 

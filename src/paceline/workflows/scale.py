@@ -62,7 +62,7 @@ def scale(
         efficiency_floor: least scaling efficiency worth recommending, in [0, 1].
         grow: "none": the same global batch on every number of devices; "batch": the same batch for each device.
         out: the study's folder, for scaling.json, scaling.csv, report.html and the runs; None: a new one under runs/.
-        on_failure: is told the name of each run that fails, and why, and the study goes on without it; None: the error
+        on_failure: called with the name of each failed run and the reason, and the study continues; None: the error
             is raised when the study is written.
         model, data, max_steps, settings, threads, algorithm, quiet, where, strategy, cluster, say: as for `train`.
 

@@ -1,4 +1,4 @@
-"""What `plan` does with step times that somebody measured: fit them, forecast others, say what to measure next."""
+"""Works with measured step times: fits them, forecasts other placements, suggests what to measure next."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class FittedSteps:
 
     @property
     def uncertain_by_factor(self) -> dict[str, float]:
-        """The factor by which each constant may be wrong, two times of three."""
+        """The uncertainty of each constant as a factor (one standard deviation)."""
         return {name: math.exp(self.calibration.relative_deviation(name)) for name in self.constants}
 
 
@@ -197,7 +197,7 @@ class _Line:
         return _Row(self.line, placement, step_time_s, sync_time_s)
 
     def _layout(self) -> Layout:
-        """From devices_on_node ("2+4") where it is filled in, else num_nodes nodes of devices_per_node."""
+        """The layout from devices_on_node ("2+4") if it is given, else num_nodes nodes of devices_per_node."""
         listed = self.cells.get("devices_on_node", "")
         if not listed:
             return Layout((self._count("devices_per_node"),) * self._count("num_nodes"))

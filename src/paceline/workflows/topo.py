@@ -85,7 +85,7 @@ def choose_node(cluster: Cluster, hostname: str | None) -> Node:
 
 
 def with_busy_notes(node: Node, *, keep_busy: bool) -> Node:
-    """`node` with a note about each GPU that a choice leaves out because somebody uses it."""
+    """`node` with a note about each GPU that a choice leaves out because it is in use."""
     if keep_busy:
         return node
     notes = [

@@ -164,7 +164,7 @@ def train_commands(
     plan: Path | None = None,
     **spread: Any,
 ) -> str:
-    """The commands that `train` would start, with the same arguments; starts nothing and connects to nobody."""
+    """The commands that `train` would start, with the same arguments; starts nothing and opens no connection."""
     resolved = resolve_job(job, settings, data)
     options = _Spread(resolved, plan=None if plan is None else load_plan(plan), **spread)
     run_dir = (out or Path("runs") / resolved.name).absolute()

@@ -153,7 +153,7 @@ def test_torchrun_understands_its_options() -> None:
 
 @pytest.mark.parametrize("name", ["", "Run", "1run", "run_1", "run-", "a" * 53, "a\nb", "a.b"])
 def test_names_that_kubernetes_refuses(name: str) -> None:
-    with pytest.raises(LaunchError, match="cannot be one in Kubernetes"):
+    with pytest.raises(LaunchError, match="is invalid in Kubernetes"):
         job_manifest(name, PROGRAM, PODS)
 
 
