@@ -104,7 +104,7 @@ def _plain(value: Any, tensors: _Tensors) -> Any:
         case int():
             return int(value)
         case float():
-            return value if math.isfinite(value) else {"float": repr(value)}
+            return value if math.isfinite(value) else {"float": repr(float(value))}
         case Tensor():
             return {"tensor": tensors.number(value.detach())}
         case bytes():

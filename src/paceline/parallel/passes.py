@@ -146,14 +146,21 @@ class Passes:
         Nothing is left of the first attempt: no gradients, no norm statistics, no changes of buffers. From then on
         shards go one by one.
         """
-        if self.randomness.is_drawn:
+        if self.randomness.is_drawn and not self._refusal:
             return attempt()
-        kept = [(buffer, buffer.clone()) for buffer in forward_buffers(self._model)]
+        changeable = {id(buffer) for buffer in forward_buffers(self._model)}
+        kept = [
+            (module._buffers, name, buffer, buffer.clone())
+            for module in self._model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and id(buffer) in changeable
+        ]
         try:
             return attempt()
         except DrewTogetherError:
             with torch.no_grad():
-                for buffer, before in kept:
+                for buffers, name, buffer, before in kept:
+                    buffers[name] = buffer  # a forward pass may have put another tensor there
                     buffer.copy_(before)
         if self._refusal:
             raise ModelError(self._refusal)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import socket
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -16,8 +18,9 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from paceline import env
 from paceline.comm.parameter_server_async import peers as module
-from paceline.comm.parameter_server_async.peers import Peers
+from paceline.comm.parameter_server_async.peers import Call, Peers
 from paceline.errors import PeerLost
 
 TIMEOUT_S = 10.0
@@ -111,6 +114,57 @@ def test_a_worker_that_does_not_answer_in_time_is_lost() -> None:
         with pytest.raises(PeerLost, match="timed out"):
             call.result("which waits")
         silent.set()
+
+
+def test_a_late_answer_does_not_meet_the_next_call() -> None:
+    may_end = threading.Event()
+
+    def slow() -> str:
+        may_end.wait(TIMEOUT_S)
+        return "late"
+
+    with two_workers(timeout_s=0.5, handlers={"slow": slow, "quick": lambda: "quick"}) as (first, _):
+        with pytest.raises(PeerLost):
+            first.call(1, "slow").result("which is slow")
+        may_end.set()
+        assert first.call(1, "quick").result("which is quick") == "quick"
+
+
+def test_an_answer_that_cannot_be_sent_is_an_error_of_the_handler_and_the_connection_stays() -> None:
+    with two_workers(handlers={"object": object, "one": lambda: 1}) as (first, _):
+        with pytest.raises(RuntimeError, match="cannot hold a object"):
+            first.call(1, "object").result("which answers")
+        assert first.call(1, "one").result("which answers") == 1
+
+
+def test_a_folder_for_temporary_files_with_a_space_or_a_long_name_is_no_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("my folder" + "x" * 100)
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    with two_workers() as (first, _):
+        assert first.call(1, "double", 2).result("which doubles") == 4
+
+
+def test_more_open_files_than_select_can_count() -> None:
+    with two_workers() as (first, _):
+        call = first.call(1, "double", 2)
+        assert call._connection is not None
+        high = fcntl.fcntl(call._connection.fileno(), fcntl.F_DUPFD, 1500)
+        with socket.socket(fileno=high) as duplicate:
+            assert Call(1, duplicate, time.monotonic() + TIMEOUT_S).is_done in (True, False)
+        assert call.result("which doubles") == 4
+
+
+def test_without_a_named_interface_it_is_the_address_on_the_way_to_the_rendezvous(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("paceline.env.own_interface", lambda: "^docker0,lo")
+    facts = env.WorkerFacts(0, 2, 0, 1, "tcp://127.0.0.1:1", "test")
+    monkeypatch.setattr("paceline.env.worker_facts", lambda: facts)
+    monkeypatch.setattr(module, "addresses", lambda *_: [])
+    assert module._own_address() == "127.0.0.1"
 
 
 def test_an_exception_of_a_handler_keeps_its_traceback() -> None:

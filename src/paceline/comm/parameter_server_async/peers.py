@@ -21,7 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from paceline import env
@@ -33,6 +35,7 @@ from paceline.plain_messages import MAX_TEXT_BYTES, decode, empty_tensors, encod
 _SECRET_BYTES = 32
 _HANDSHAKE_S = 5.0
 """A connection that has not proved by then that it may call is closed."""
+_ACCEPT_AGAIN_S = 0.1
 
 
 class Peers:
@@ -64,7 +67,7 @@ class Peers:
         number = store.add(f"paceline/peers/{rank}", 1)  # equal on all ranks: they connect together
         self._store = PrefixStore(f"peers{number}", store)
         self._secret = self._agreed_secret(is_first=rank == ranks[0])
-        self._folder = Path(tempfile.mkdtemp(prefix="paceline-peers-"))  # with mode 0700
+        self._folder: Path | None = None
         self._listening = self._open(ranks)
         self._connections: dict[tuple[int, int], socket.socket] = {}
         """To a rank, from a thread of this worker."""
@@ -83,12 +86,14 @@ class Peers:
         self._store.set(f"node{self._rank}", node_identity())
         nodes = {bytes(self._store.get(f"node{rank}")) for rank in ranks}
         if len(nodes) == 1:
-            listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            listening.bind(str(self._folder / "socket"))
-            listening.listen(4096)
+            # In /tmp whatever TMPDIR says: the kernel takes no address of more than 107 bytes.
+            self._folder = Path(tempfile.mkdtemp(prefix="paceline-peers-", dir="/tmp"))  # with mode 0700
             address = str(self._folder / "socket")
+            listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            listening.bind(address)
+            listening.listen(4096)
         else:
-            _, host = addresses(env.own_interface())[0]
+            host = _own_address()
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             listening = socket.create_server((host, 0), family=family, backlog=4096)
             address = f"{host} {listening.getsockname()[1]}"
@@ -105,8 +110,9 @@ class Peers:
             connection.settimeout(self._timeout_s)
             _send(connection, (name, *arguments))
         except OSError as problem:
+            self._forget(rank)
             return Call(rank, problem=problem)
-        return Call(rank, connection, deadline_s, self._classes)
+        return Call(rank, connection, deadline_s, self._classes, on_failure=lambda: self._forget(rank))
 
     def close(self) -> None:
         """Close all connections; whoever calls this worker from now on hears that it is gone."""
@@ -119,24 +125,33 @@ class Peers:
         for connection in connections:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _connection_to(self, rank: int) -> socket.socket:
         key = rank, threading.get_ident()
         if key not in self._connections:
             address = bytes(self._store.get(f"address{rank}")).decode()
-            if " " in address:
-                host, port = address.split()
-                connection = socket.create_connection((host, int(port)), timeout=self._timeout_s)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            else:
+            if address.startswith("/"):
                 connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 connection.settimeout(self._timeout_s)
                 connection.connect(address)
+            else:
+                host, port = address.split()
+                connection = socket.create_connection((host, int(port)), timeout=self._timeout_s)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._remember(connection)
             connection.sendall(self._proof(_read(connection, _SECRET_BYTES)))
             self._connections[key] = connection
         return self._connections[key]
+
+    def _forget(self, rank: int) -> None:
+        """Close this thread's connection to a peer that did not answer: a late answer must not meet the next call."""
+        connection = self._connections.pop((rank, threading.get_ident()), None)
+        if connection is not None:
+            with self._lock:
+                self._open_connections.discard(connection)
+            connection.close()
 
     def _proof(self, challenge: bytes) -> bytes:
         return hmac.digest(self._secret, challenge, "sha256")
@@ -153,28 +168,38 @@ class Peers:
             try:
                 connection, _ = self._listening.accept()
                 self._remember(connection)
-            except OSError:  # closed
-                return
+            except OSError:
+                if self._is_closed:
+                    return
+                time.sleep(_ACCEPT_AGAIN_S)  # out of descriptors, say: others may be closed soon
+                continue
             threading.Thread(target=self._answer, args=(connection,), name="paceline-peer", daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
         """Run what the peer calls, one call after the other, until it or this worker closes the connection."""
-        with suppress(OSError), connection:
-            connection.settimeout(_HANDSHAKE_S)
-            challenge = secrets.token_bytes(_SECRET_BYTES)
-            connection.sendall(challenge)
-            if not hmac.compare_digest(_read(connection, _SECRET_BYTES), self._proof(challenge)):
-                return
-            connection.settimeout(None)
-            while True:
-                name, *arguments = _receive(connection, self._classes)
-                try:
-                    answer = ("result", self._handlers[name](*arguments))
-                except Exception:
-                    answer = ("error", traceback.format_exc())
-                _send(connection, answer)
-        with self._lock:
-            self._open_connections.discard(connection)
+        try:
+            self._answer_calls(connection)
+        except OSError:
+            return  # closed, here or there
+        finally:
+            connection.close()
+            with self._lock:
+                self._open_connections.discard(connection)
+
+    def _answer_calls(self, connection: socket.socket) -> None:
+        connection.settimeout(_HANDSHAKE_S)
+        challenge = secrets.token_bytes(_SECRET_BYTES)
+        connection.sendall(challenge)
+        if not hmac.compare_digest(_read(connection, _SECRET_BYTES), self._proof(challenge)):
+            return
+        connection.settimeout(None)
+        while True:
+            name, *arguments = _receive(connection, self._classes)
+            try:
+                answer = encode(("result", self._handlers[name](*arguments)))
+            except Exception:
+                answer = encode(("error", traceback.format_exc()))
+            _send_encoded(connection, *answer)
 
 
 class Call:
@@ -187,6 +212,7 @@ class Call:
         deadline_s: float = 0.0,
         classes: Sequence[type] = (),
         *,
+        on_failure: Callable[[], None] = lambda: None,
         result: Any = None,
         problem: OSError | None = None,
     ) -> None:
@@ -194,6 +220,7 @@ class Call:
         self._connection = connection
         self._deadline_s = deadline_s
         self._classes = classes
+        self._on_failure = on_failure
         self._result = result
         self._problem = problem
 
@@ -202,7 +229,9 @@ class Call:
         """Whether `result` returns, or raises, without waiting long."""
         if self._connection is None or time.monotonic() >= self._deadline_s:
             return True
-        return bool(select.select([self._connection], [], [], 0)[0])
+        readable = select.poll()  # unlike select(), for any number of open files
+        readable.register(self._connection, select.POLLIN)
+        return bool(readable.poll(0))
 
     def result(self, role: str) -> Any:
         """What the worker answered.
@@ -222,6 +251,7 @@ class Call:
                 if kind == "error":
                     raise RuntimeError(f"On worker {self._rank}:\n{self._result}")
             except OSError as problem:
+                self._on_failure()
                 self._problem = problem
         if self._problem is not None:
             raise lost(self._rank, role, str(self._problem) or type(self._problem).__name__)
@@ -236,8 +266,28 @@ def lost(rank: int, role: str, reason: str) -> PeerLost:
     )
 
 
+def _own_address() -> str:
+    """The address of this node that the workers of other nodes can reach.
+
+    It is that of the interface that the environment names; else the one on the way to the rendezvous of the run.
+    """
+    name = env.own_interface()
+    if name is not None and name in (one for _, one in socket.if_nameindex()):
+        return addresses(name)[0][1]
+    host = urlsplit(env.worker_facts().init_method).hostname or socket.gethostname()
+    family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing; the kernel only chooses the route
+        found: str = probe.getsockname()[0]
+    others = [one for _, one in addresses()]
+    return others[0] if found.startswith("127.") and others else found
+
+
 def _send(connection: socket.socket, value: Any) -> None:
-    text, tensors = encode(value)
+    _send_encoded(connection, *encode(value))
+
+
+def _send_encoded(connection: socket.socket, text: bytes, tensors: Sequence[Tensor]) -> None:
     connection.sendall(len(text).to_bytes(8, "big") + text)
     for tensor in tensors:
         connection.sendall(memory(tensor))
