@@ -1,4 +1,4 @@
-"""What probes are asked, and what they answer: values that travel as JSON. Loads no torch."""
+"""Requests and results of probes, stored as JSON. Loads no torch."""
 
 from __future__ import annotations
 
