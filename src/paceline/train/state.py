@@ -1,7 +1,7 @@
 """Model, optimizer and what belongs to them, taken out of a run for a checkpoint and put back.
 
 What all workers have alike is `shared`. What each has for itself is `own`, sorted by what must stay the same when
-other workers go on with it: the sum over all of them, or the mean.
+other workers resume from it: the sum over all of them, or the mean.
 
 Not by torch.distributed.checkpoint.state_dict: its `get_optimizer_state_dict` makes a step with an optimizer that has
 no state yet, which Adam's bias correction then counts, and its `set_optimizer_state_dict` refuses a parameter that
