@@ -14,7 +14,7 @@ from typing import Any
 from paceline.spec import Device
 
 BUSY_PERCENT = 10
-"""Utilisation from which a GPU counts as somebody else's; a desktop stays below."""
+"""Utilisation from which a GPU counts as in use; a desktop stays below."""
 BUSY_BYTES = 2**30
 """Memory in use from which it does; the driver alone takes less."""
 
@@ -98,7 +98,7 @@ def read_gpus(library: Any = None) -> Gpus:
 
 
 def busy(utilization_percent: int | None, used_bytes: int | None) -> str:
-    """Why a GPU should be left alone: "62 % busy, 31.0 GiB in use"; empty when it is free or nobody knows."""
+    """How a GPU is in use: "62 % busy, 31.0 GiB in use"; empty if it is free or unknown."""
     if (utilization_percent or 0) < BUSY_PERCENT and (used_bytes or 0) < BUSY_BYTES:
         return ""
     reasons = [] if utilization_percent is None else [f"{utilization_percent} % busy"]

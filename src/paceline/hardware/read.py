@@ -1,4 +1,4 @@
-"""A topology that somebody wrote down, whichever tool it is from."""
+"""Reads a topology file in any of the supported formats."""
 
 from __future__ import annotations
 

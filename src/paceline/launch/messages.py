@@ -49,7 +49,7 @@ class Hello(AgentMessage):
     hostname: str
     pid: int
     versions: dict[str, str]
-    """Of paceline, torch and Python: must be equal on all nodes."""
+    """The versions of paceline, torch and Python, which must be equal on all nodes."""
     node: dict[str, Any]
     """A `spec.Node` as a mapping."""
 

@@ -1,4 +1,4 @@
-"""Measuring: what links, passes, loaders, collectives and checkpoints really take, each by a program of its own.
+"""Measures links, passes, loaders, collectives and checkpoints, each by its own program.
 
-`values` holds what the probes are asked and what they answer, `program` the shape that all programs share.
+`values` holds the probes' requests and results, `program` the structure that all programs share.
 """

@@ -90,7 +90,7 @@ def probe_job(request: JobRequest, report: Report = unreported) -> JobProbe | No
 
 
 def _wait_for_orders(path: Path) -> Together:
-    """Not in a collective: how long the first worker is busy alone nobody can tell, and it would be taken for hung."""
+    """Wait without a collective: the first worker may be busy for any time, and a collective would count as a hang."""
     while not path.exists():
         time.sleep(_LOOK_S)
     return read_json(Together, path)
@@ -246,7 +246,7 @@ def _timing(first: FirstWorker, alone: AloneTiming, together: Together, timed: T
 
 
 def _loads_between_passes(run: Run, train_set: Any) -> bool:
-    """On a CPU nobody else makes batches, unless there are processes for it."""
+    """Whether the worker loads batches itself: on a CPU without loader processes."""
     has_processes = run.job.data.loader_workers > 0 and not isinstance(train_set, ArraySet)
     return run.device.type == "cpu" and not has_processes
 

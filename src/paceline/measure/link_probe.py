@@ -207,7 +207,7 @@ class _Ring:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # The mapping cannot be unmapped while somebody looks at it.
+        # The mapping cannot be unmapped while a view of it exists.
         for view in (self._numbers, self._slots, self._whole):
             view.release()
 

@@ -33,7 +33,7 @@ _NUM_TRANSFERS = 3
 def probe_network(request: NetworkRequest, report: Report = unreported) -> NetworkProbe | None:
     """Time the links between nodes, pair after pair so that none disturbs another; a collective of all workers.
 
-    Workers that are not of a pair follow what it does, so that nobody waits long enough to be taken for hung.
+    Workers outside of a pair take part in its synchronisation, so that none waits long enough to count as hung.
 
     Returns:
         None on all workers but the first.

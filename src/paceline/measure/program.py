@@ -1,4 +1,4 @@
-"""The shape of every program in this room: a worker reads a request, measures, and leaves a result.
+"""The structure of every measuring program: a worker reads a request, measures, and writes a result.
 
     python -m paceline.measure.NAME REQUEST.json OUT [--quiet]
 
@@ -20,11 +20,11 @@ from paceline.measure.values import read_json, write_json
 Q = TypeVar("Q")
 
 Report = Callable[[str, float], None]
-"""Told what is being done, and which fraction of the whole is done."""
+"""Receives a description of the current work, and the completed fraction."""
 
 
 def unreported(_doing: str, _done: float) -> None:
-    """A `Report` that nobody reads."""
+    """A `Report` that discards its input."""
 
 
 def run_program(

@@ -1,4 +1,4 @@
-"""What probes are asked, and what they answer: values that travel as JSON. Loads no torch."""
+"""Requests and results of probes, stored as JSON. Loads no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 REQUEST_FILE = "request.json"
 LINKS_FILE, NETWORK_FILE, JOB_FILE = "links{rank}.json", "network.json", "probe.json"
-"""Results of the probes, in the folder they are told."""
+"""File names of the probes' results in the given folder."""
 
 
 @dataclass(frozen=True)

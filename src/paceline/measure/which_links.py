@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from paceline.spec import Link, Node
 
 MOST_NODES_IN_FULL = 4
-"""Up to so many nodes every pair is timed; beyond, the number of pairs would grow faster than patience."""
+"""Up to so many nodes every pair is timed; beyond, timing all pairs would take too long."""
 
 
 def links_to_time(node: Node) -> list[Link]:

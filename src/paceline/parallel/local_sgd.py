@@ -327,7 +327,7 @@ def aggregator_inside_node(links: Links, plan: Plan) -> Aggregator | None:
 
 
 def describe_outer_steps(spec: AggregationSpec) -> str:
-    """What a reader of the result must know."""
+    """Notes for the run's log and report."""
     who = "nodes" if spec.sync_inside_nodes else "workers"
     when = "step" if spec.sync_every == 1 else f"{spec.sync_every} steps"
     outer = f", outer lr {spec.outer_lr:g}, momentum {spec.outer_momentum:g}" if spec.method == "diloco" else ""

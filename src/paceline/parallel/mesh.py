@@ -40,7 +40,7 @@ from paceline.spec import AlgorithmName, Job, Mesh, Plan
 
 @dataclass(frozen=True)
 class Axes:
-    """This worker's groups along a mesh; None where it is alone."""
+    """This worker's groups along a mesh; None on axes of degree 1."""
 
     mesh: Mesh
     device_mesh: DeviceMesh
@@ -230,7 +230,7 @@ class MeshParallel(Engine):
             dist.all_reduce(summed, group=self._axes.data)
         loss, draws, uses, statistics = torch.split(summed, [1, 1, len(uses), len(statistics)])
         if self._axes.pp is not None:
-            # The last stage alone knows the loss; and norm layers of no stage move where those of one must not.
+            # Only the last stage knows the loss; and norm layers of all stages move, or none.
             known = torch.cat([loss, statistics.sum().view(1) * 0.0, draws])
             dist.all_reduce(known, group=self._axes.pp)
             loss, statistics, draws = known[:1], statistics + known[1], known[2:]
@@ -250,7 +250,7 @@ class MeshParallel(Engine):
         return not self._may_skip or bool(local_shard(parameter.grad).any())
 
     def _agree_on_gradients(self, trained: Sequence[Tensor], uses: Tensor) -> None:
-        """A parameter that the batch used anywhere has a gradient everywhere, and one that nobody used has none."""
+        """A parameter that any worker used gets a gradient on all workers; one that no worker used gets none."""
         if self._axes.mesh.tp > 1:
             dist.all_reduce(uses, group=self._axes.device_mesh.get_group("tp"))
         for parameter, num_uses in zip(trained, uses.tolist(), strict=True):

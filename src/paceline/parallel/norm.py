@@ -132,7 +132,7 @@ class NormStatistics:
             width = layer.num_features
             mean, var, weight = total[start : start + 2 * width + 1].split([width, width, 1])
             start += 2 * width + 1
-            # Tensor arithmetic instead of an `if`: reading the weight would make the host wait for the device.
+            # Tensor arithmetic instead of an `if`: reading the weight would make the CPU wait for the device.
             seen = ((weight > 0) & is_finite).to(mean.dtype)
             weight = weight + (1 - seen)
             count = cast(Tensor, layer.num_batches_tracked)
@@ -217,7 +217,7 @@ def _global_statistics(
         (1,), float(input.numel() // input.shape[1] if counted else 0), dtype=mean.dtype, device=mean.device
     )
     mine = torch.cat([count, mean, var])
-    if not counted:  # zero times a stand-in's overflow would be NaN for everybody
+    if not counted:  # zero times a stand-in's overflow would be NaN on all workers
         mine.zero_()
     if group is None:
         everyone = mine.unsqueeze(0)

@@ -54,7 +54,7 @@ def devices_of_process(plan: Plan, first: torch.device) -> tuple[torch.device, .
 
 
 def describe_one_process(num_devices: int) -> str:
-    """What a reader of the result must know."""
+    """Notes for the run's log and report."""
     return (
         f"One process drives {num_devices} devices; a model that draws random numbers (dropout) computes its shards "
         "on one device after the other, because the generators belong to the process."

@@ -1,4 +1,4 @@
-"""From a job and a plan to the engine that trains a model on all workers."""
+"""Builds the engine that trains a model on all workers from a job and a plan."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Parallelized:
 
     engine: Engine
     algorithm: AlgorithmName
-    """The plan's, or what "auto" has chosen."""
+    """The plan's algorithm, or the choice of "auto"."""
     notes: tuple[str, ...]
-    """What a reader of the result must know."""
+    """Notes for the run's log and report."""
     background: contextlib.ExitStack
     """What runs in the background; left with the error that ends the run, if one does."""
 

@@ -31,7 +31,7 @@ class DrewTogetherError(Exception):
 
 
 class Passes:
-    """The forward and backward passes of one worker, or of one device of a worker."""
+    """Runs the forward and backward passes of one worker, or of one device of a worker."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Passes:
             micro_batch_size: the most samples that go through the model together; None: all of an assignment.
             may_split: whether shards that could go together may also go one by one.
             one_by_one: whether they always do.
-            refusal: what a user is told whose model draws random numbers, where that is not possible at all.
+            refusal: the error message for a model that draws random numbers, if the engine cannot train one.
             is_concurrent: whether other devices use the same generators at the same time, until numbers are drawn.
             randomness: shared by the devices of a worker.
             forward_context: what every forward pass runs in.
@@ -70,7 +70,7 @@ class Passes:
     # --- which shards go together ---
 
     def ranges(self, assignment: Assignment, rank: int) -> list[ShardRange]:
-        """The shards of each pass of worker `rank`, by what is known now."""
+        """The shards of each pass of worker `rank`, by the current knowledge of random draws."""
         of_rank = replace(assignment, rank=rank)
         next_shard, stop = of_rank.own
         found: list[ShardRange] = []
@@ -118,7 +118,7 @@ class Passes:
         return loss, before is not None and not equal_states(before, generator_states(self._device))
 
     def enter(self, step: StepInput, shards: ShardRange) -> None:
-        """Say which shards are in the model now, and seed the generators for them where numbers may be drawn."""
+        """Set which shards are in the model, and seed the generators for them if numbers may be drawn."""
         self.norm.shards.all, self.norm.shards.current = step.assignment.shard_sizes, shards.sizes
         if not self._must_not_draw(shards):
             step.seed_shard(shards.first_shard)
@@ -141,7 +141,7 @@ class Passes:
             yield step.scale(loss * 0.0)
 
     def starting_over(self, attempt: Callable[[], Result]) -> Result:
-        """What `attempt`, the passes of a step, returns; it is made again where shards drew random numbers together.
+        """Run `attempt`, the passes of a step; repeated if shards drew random numbers together.
 
         Nothing is left of the first attempt: no gradients, no norm statistics, no changes of buffers. From then on
         shards go one by one.
@@ -172,9 +172,9 @@ class Passes:
 
 
 class ShardByShard:
-    """Computes the gradient and the statistics of single shards; whoever holds it adds them up.
+    """Computes the gradient and the statistics of single shards; the caller sums them.
 
-    What comes out depends on the shard alone, never on who computes it. A shard's statistics are its weighted loss and
+    The result depends only on the shard, never on the worker. A shard's statistics are its weighted loss and
     what its norm layers have seen, one flat vector; summed over the shards of a global batch they are the batch's mean
     loss and what moves the running statistics.
     """

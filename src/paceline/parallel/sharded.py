@@ -49,7 +49,7 @@ def block_groups(found: list[nn.Module], min_bytes: int = MIN_BLOCK_BYTES) -> It
 
 
 def independent_blocks(model: nn.Module, found: list[nn.Module]) -> list[nn.Module]:
-    """Those of some blocks that share no parameter with any other module; the model itself gathers the rest."""
+    """The blocks that share no parameter with any other module; the model itself gathers the rest."""
     holders: Counter[nn.Parameter] = Counter()
     for module in model.modules():
         holders.update(set(module.parameters(recurse=False)))

@@ -1,4 +1,4 @@
-"""What a forecast takes for granted because nobody measured it, and how right earlier forecasts were."""
+"""The assumptions of a forecast in place of measurements, and the accuracy of earlier forecasts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.spec.forecast import ForecastRow
 DEVICE_MTBF_S = 50_000 * 3600.0
 """Llama 3 (Dubey et al. 2024, section 3.3.4): 419 unexpected interruptions in 54 days of 16,384 H100."""
 RESTART_S = 300.0
-"""Noticing a failure, starting workers, loading a checkpoint."""
+"""Seconds to detect a failure, start workers and load a checkpoint."""
 
 
 def past_error(checks: Sequence[ForecastCheck]) -> str:

@@ -1,4 +1,4 @@
-"""Gradients travel in buckets while backward goes on: what of that a step has to wait for."""
+"""Gradients are summed in buckets during backward: the exposed part of that communication."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 BUCKET_BYTES = 25 * 2**20
-"""What DistributedDataParallel collects before it sends (Li et al. 2020, "PyTorch Distributed", section 4.2)."""
+"""The bucket size of DistributedDataParallel (Li et al. 2020, "PyTorch Distributed", section 4.2)."""
 BACKWARD_SHARE = 2 / 3
 """The fraction of a pass that backward takes: it multiplies twice where forward multiplies once."""
 
@@ -16,13 +16,13 @@ def num_buckets(size_bytes: float) -> int:
 
 
 def sums_s(size_bytes: float, sum_s: Callable[[float], float]) -> float:
-    """Seconds of all sums, one a bucket of equal size; `sum_s` prices one of so many bytes."""
+    """Seconds of all sums, one per bucket of equal size; `sum_s` gives the time for a number of bytes."""
     count = num_buckets(size_bytes)
     return count * sum_s(size_bytes / count)
 
 
 def exposed_s(compute_s: float, size_bytes: float, all_sums_s: float) -> float:
-    """What of `all_sums_s` lies behind the end of a pass of `compute_s`.
+    """The part of `all_sums_s` that is exposed after the end of a pass of `compute_s`.
 
     Bucket j of n is ready after forward and j / n of backward, and travels when those before it have arrived (Zhang et
     al. 2017, "Poseidon", wait-free backpropagation). Nothing travels during forward, and the last one is never hidden:
@@ -38,6 +38,6 @@ def sums_of_exposed_s(compute_s: float, size_bytes: float, waiting_s: float) -> 
 
 
 def _behind_first_s(compute_s: float, size_bytes: float) -> float:
-    """What is left of a pass when its first bucket is ready."""
+    """The remaining time of a pass when its first bucket is ready."""
     count = num_buckets(size_bytes)
     return compute_s * BACKWARD_SHARE * (count - 1) / count

@@ -1,9 +1,9 @@
-"""From measured steps to the constants of the step's model, and from those to steps that nobody has measured.
+"""Fits the constants of the step model to measured steps, and forecasts steps that were not measured.
 
 Every constant is positive and has a weak prior: what hardware usually has, times or divided by a factor of e^deviation.
 The fit is the most probable set of constants (maximum a posteriori) under errors that are factors, not seconds: log
-(forecast / measured) is normal near zero and has long tails, so that one bad row does not bend the rest. With one
-device and two devices the priors decide what cannot be seen; each further row takes some of that from them.
+(forecast / measured) is normal near zero and has long tails, so that one bad row does not distort the fit. With one
+device and two devices the priors decide what is not identifiable; each further row replaces some of that.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from paceline.plan.step_time import INTERVAL_SIGMAS, bound_by
 _PRIOR_ERROR, _PRIOR_ERROR_WEIGHT = 0.02, 3.0
 """Standard deviation of log(measured / forecast) before anything is seen, and as many rows as that is worth."""
 _UNSEEN_ERROR = 0.04
-"""What the formulas miss on placements that nobody measured, however well they fit those that somebody did: the order
-of the errors on published tables, a few in a hundred. It widens intervals only."""
+"""The model error on placements that were not measured, however well the fit is on those that were: a few per cent,
+as on published tables. It only widens intervals."""
 _ROBUST_SIGMAS = 2.0
 """Errors larger than this many standard deviations count in proportion, not by their square."""
 _FARTHEST = 3.5
@@ -50,13 +50,13 @@ _OUTLIER_SIGMAS, _OUTLIER_FACTOR = 4.0, 1.1
 
 @dataclass(frozen=True)
 class Outlier:
-    """A row that the others do not explain."""
+    """A row that the others contradict."""
 
     row: int
     """Counted from 0."""
     measured_s: float
     forecast_s: float
-    """From all other rows."""
+    """The forecast from all other rows."""
 
     def sentence(self, name: str) -> str:
         return (
@@ -67,7 +67,7 @@ class Outlier:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Fitted constants and how sure they are."""
+    """Fitted constants and their uncertainty."""
 
     constants: Constants
     covariance: Array
@@ -76,15 +76,15 @@ class Calibration:
     """Logarithms of the constants at the ends of the 90 % interval along each principal axis of their uncertainty: rows
     2 k and 2 k + 1 are the two ends of axis k."""
     error: float
-    """Standard deviation of log(measured / forecast) that the constants leave."""
+    """Standard deviation of log(measured / forecast) after the fit."""
     gradient_bytes: float
-    """Gradient size of a placement that does not give its own."""
+    """The gradient size of placements without one."""
     link_bytes_per_s: float | None
-    """What `between_beta_s_per_byte` is for, where the rows tell."""
+    """The datasheet rate that `between_beta_s_per_byte` belongs to, if the rows give it."""
     outliers: tuple[Outlier, ...] = ()
 
     def relative_deviation(self, name: str) -> float:
-        """How uncertain a constant still is: a factor of e^this."""
+        """The uncertainty of a constant: a factor of e^this."""
         return math.sqrt(float(self.covariance.diagonal()[CONSTANT_NAMES.index(name)]))
 
 
@@ -174,7 +174,7 @@ def sensitivities(calibration: Calibration, placements: Sequence[Placement]) -> 
 
 
 def uninformed(placements: Sequence[Placement], step_time_s: float = 0.1) -> Calibration:
-    """What the priors alone say, for a job whose largest micro-batch takes `step_time_s` on one device."""
+    """The constants from the priors only, for a job whose largest micro-batch takes `step_time_s` on one device."""
     largest = max(placement.micro_batch_size for placement in placements)
     gradient_bytes, link = usual_sizes(placements)
     priors = priors_of(step_time_s, largest, gradient_bytes, link)
@@ -286,7 +286,7 @@ def _fit(observations: Sequence[Observation], near: Calibration | None = None) -
 
 
 def _compute_only_s(observation: Observation) -> float:
-    """What a worker computed, where the time it waited was measured; NaN elsewhere."""
+    """Compute time of a worker if its waiting time was measured; else NaN."""
     if observation.sync_time_s is None:
         return math.nan
     return max(observation.step_time_s - observation.sync_time_s, 0.01 * observation.step_time_s)

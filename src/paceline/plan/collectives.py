@@ -1,4 +1,4 @@
-"""What a sum over all workers costs, for every algorithm that a run can use.
+"""The cost of a sum over all workers, for every algorithm that a run can use.
 
 The model is that of Hockney 1994 ("The communication challenge for MPP") on two levels: a message of b bytes takes
 alpha_s + b * beta_s_per_byte on the kind of link it uses. A worker has a link of its own to the others of its node;
@@ -26,7 +26,7 @@ WIRE_FACTORS: dict[str, float] = {"float32": 1.0, "bfloat16": 0.5, "float16": 0.
 """Bytes of a message in a wire format over its bytes in float32; int8 has a scale of 4 bytes for 1,024 values."""
 
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES, NUM_CHUNKS = 256 * 1024, 2 * 1024 * 1024, 16
-"""How the two-level sum cuts a vector."""
+"""The slicing of a vector in the two-level sum."""
 
 
 def cost_s(
@@ -41,7 +41,7 @@ def cost_s(
     """Seconds of one sum of `size_bytes` of float32 with messages in a wire format.
 
     Raises:
-        JobError: an algorithm or a wire format that nobody can price.
+        JobError: an algorithm or a wire format without a price.
     """
     if algorithm not in COSTS:
         raise JobError(f"The algorithm {algorithm} has no price; known are {', '.join(COSTS)}.")
@@ -71,7 +71,7 @@ def ring(size_bytes: float, layout: Layout, network: Network, num_servers: int =
 
 
 def all_reduce(size_bytes: float, layout: Layout, network: Network, num_servers: int = 1) -> float:  # noqa: ARG001
-    """The backend's own: a ring, or between many nodes two trees where those are faster, as NCCL chooses.
+    """The backend's all_reduce: a ring, or between many nodes two trees if they are faster, as NCCL chooses.
 
     Two binary trees over N nodes each carry half of the vector up and down again, T = 2 K + 2 log2(N) alpha (Sanders,
     Speck and Traeff 2009), after a ring in each node. Gloo always takes the ring, which differs for short vectors only.
@@ -102,7 +102,7 @@ def all_to_one(size_bytes: float, layout: Layout, network: Network, num_servers:
 
 
 def parameter_server_two_level(size_bytes: float, layout: Layout, network: Network, num_servers: int = 1) -> float:
-    """A node adds up first and its leader alone talks to servers, at most one a node.
+    """Sums inside a node first; only its leader exchanges with servers, of which a node has at most one.
 
     With g workers a node its link carries 1 / g of what `parameter_server` sends over it.
     """
@@ -206,17 +206,17 @@ def _round_s(size_bytes: float, num_crossing: int, stays: bool, network: Network
 
 
 def _gather_s(size_bytes: float, workers: Sequence[int], servers: Sequence[int], network: Network) -> float:
-    """Every worker sends every server the part it owns; the way back takes as long.
+    """Every worker sends every server the slice it owns; the way back takes as long.
 
     Args:
-        workers, servers: how many each node has; servers are workers too and keep their own part.
+        workers, servers: how many each node has; servers are workers too and keep their own slice.
     """
     num_workers, num_servers = sum(workers), sum(servers)
     if num_workers == 1:
         return 0.0
     part_bytes = size_bytes / num_servers
-    crossing = 0  # parts over the busiest link between nodes, in its busier direction
-    inside = 0  # parts over the busiest link of a worker inside a node
+    crossing = 0  # slices over the busiest link between nodes, in its busier direction
+    inside = 0  # slices over the busiest link of a worker inside a node
     num_messages = 0  # of the busiest worker
     for own_workers, own_servers in zip(workers, servers, strict=True):
         arriving = own_servers * (num_workers - own_workers)
@@ -245,7 +245,7 @@ def _servers_per_node(layout: Layout, num_servers: int) -> tuple[int, ...]:
 
 
 def _reduce_in_node_s(size_bytes: float, layout: Layout, network: Network) -> float:
-    """Parts are summed everywhere and collected by the leader: 2 (g - 1) / g of the vector over its link."""
+    """Slices are summed on all workers and collected by the leader: 2 (g - 1) / g of the vector over its link."""
     g = max(layout.workers_per_node)
     if g == 1:
         return 0.0
@@ -253,7 +253,7 @@ def _reduce_in_node_s(size_bytes: float, layout: Layout, network: Network) -> fl
 
 
 def _broadcast_in_node_s(size_bytes: float, layout: Layout, network: Network) -> float:
-    """Everybody takes the leader's values at once."""
+    """All workers read the leader's values at once."""
     if max(layout.workers_per_node) == 1:
         return 0.0
     return size_bytes * network.inside.beta_s_per_byte + _start_s(network.inside, network)

@@ -1,4 +1,4 @@
-"""What a job will do on 1, 2, … N devices, from a few measurements: a row for each count, and which one to take.
+"""Forecasts a job on 1, 2, … N devices from a few measurements: a row for each count, and the recommended one.
 
 Everything comes from `cluster.json`: passes of the model by micro-batch, the loader, checkpoints, links inside of
 and between nodes. Counts beyond the cluster are forecast on more nodes of the same kind. What was not measured is
@@ -32,7 +32,7 @@ from paceline.spec.model_cost import ModelCost
 MOST_ROWS_IN_FULL = 64
 """A range up to here has a row for every count; beyond, four counts for each doubling."""
 _MOST_BUCKETS = 8
-"""Simulated one by one; more of them hardly change when the last one has arrived."""
+"""Messages that are simulated separately; more of them hardly change the time of the last one."""
 _MOST_SIMULATED = 20
 """Powers of two, each of which takes twice as long to simulate as the one before."""
 
@@ -57,7 +57,7 @@ def forecast(
     """A row for every count in `devices`, the recommended one, and why.
 
     Args:
-        model: what a trace told; None: what was timed, and what the job's options tell.
+        model: the costs from a trace; None: those from timings and the job's options.
 
     Raises:
         ClusterError: the cluster has no timing of this job, or knows nothing of a link that a count needs.
@@ -95,7 +95,7 @@ def forecast(
 
 
 def _compared(inputs: PlanInputs, row: ForecastRow, base_per_s: float, base_goodput_per_s: float) -> ForecastRow:
-    """`row` with what depends on the noise scale, the target and the price, and on what one device does.
+    """`row` with the values that depend on the noise scale, the target, the price and the single-device row.
 
     Args:
         base_per_s, base_goodput_per_s: samples/s of one device; useful ones with the best batch for it.

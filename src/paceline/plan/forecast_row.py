@@ -18,7 +18,7 @@ from paceline.spec.forecast import ForecastRow
 from paceline.spec.model_cost import Activations
 
 STEP_OVERHEAD_S = 3e-4
-"""Around the optimizer: launching it, counting samples, schedules."""
+"""Seconds per step besides the optimizer: launching it, counting samples, schedules."""
 MEMORY_RATE = {"cuda": 800e9, "cpu": 8e9}
 """Bytes/s at which one worker's optimizer goes through parameters, gradients and state, where it was not timed."""
 _COMPUTE_ERROR, _COMMUNICATION_ERROR, _UNSEEN_ERROR = 0.05, 0.2, 0.03
@@ -108,10 +108,10 @@ def search_meshes(inputs: PlanInputs, count: int, memory_bytes: float | None = N
 
 
 def workload_on(inputs: PlanInputs, count: int, memory_bytes: float | None = None) -> Workload:
-    """What a search for meshes of `count` devices goes by.
+    """The workload for a search among meshes of `count` devices.
 
     Args:
-        memory_bytes: of one worker; None: what its device has, or on CPU its part of its node's memory.
+        memory_bytes: memory of one worker; None: its device's, or on CPU its fraction of its node's memory.
     """
     job, layout, cluster = inputs.job_on(count), inputs.layout(count), inputs.cluster
     neighbours = neighbours_factor_of(inputs, layout)
@@ -140,7 +140,7 @@ def overhead_beside_passes_s(inputs: PlanInputs, job: Job, layout: Layout) -> fl
 
 
 def _update_s(inputs: PlanInputs, job: Job) -> float:
-    """As timed; else as memory lets the optimizer."""
+    """Seconds of the optimizer: measured, or limited by memory bandwidth."""
     if inputs.timing.update_s is not None:
         return inputs.timing.update_s
     return inputs.timing.num_parameters * _moved_bytes(state_bytes(job)) / MEMORY_RATE[inputs.cluster.device_kind]
@@ -177,7 +177,7 @@ def _micro_batch(inputs: PlanInputs, job: Job, count: int, samples: int, shard: 
 
 
 def _replica_bytes(inputs: PlanInputs, count: int, micro_batch_size: int, num_passes: int) -> float | None:
-    """What a device holds with the whole model; None where activations were not measured."""
+    """Memory of a device with the whole model; None if activations were not measured."""
     if inputs.activations is None:
         return None
     return device_memory(
@@ -205,7 +205,7 @@ def _error(inputs: PlanInputs, count: int, exposed_fraction: float) -> float:
 
 
 def _too_many_workers(job: Job, count: int) -> str:
-    """Why so many workers cannot share the job's batch; empty: they can."""
+    """Why this number of workers cannot share the job's batch; empty: they can."""
     if count > job.global_batch_size:
         return f"a global batch of {job.global_batch_size} has no sample for each of {count} devices"
     if count > job.virtual_shards:

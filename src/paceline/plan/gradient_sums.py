@@ -1,4 +1,4 @@
-"""Which algorithm sums a step's gradients, what that takes, and how much of it a step waits for."""
+"""Chooses the algorithm that sums a step's gradients, and gives its time and the exposed part."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from paceline.plan.step_time import expected_maximum, neighbour_slowdown, neighb
 from paceline.spec import AlgorithmName, Job
 
 ALGORITHM_MARGIN = 0.1
-"""An algorithm has to be so much faster than the backend's own to be chosen, as at the start of a run."""
+"""An algorithm is chosen only if it is faster than the backend's by this factor, as at the start of a run."""
 STRAGGLER_SPREAD = 0.02
 """Standard deviation over mean of one worker's computing time; the probe does not measure it."""
 _MIN_SUM_FACTOR = 0.25
-"""No step is believed that shows a sum to cost less than this part of its price: links cannot be that wrong."""
+"""The minimum of a measured cost of a sum as a fraction of its price: links cannot be off by more."""
 
 
 def cheapest_algorithm(inputs: PlanInputs, job: Job, layout: Layout) -> tuple[AlgorithmName, float]:
@@ -23,7 +23,7 @@ def cheapest_algorithm(inputs: PlanInputs, job: Job, layout: Layout) -> tuple[Al
     if layout.num_workers == 1:
         return "all_reduce", 0.0
     candidates, factors = _candidates(inputs, job, layout), _measured_factors(inputs, layout)
-    # What was timed is not beaten by what nobody has seen.
+    # An algorithm that was not timed does not replace one that was.
     names = [name for name in candidates if name in factors] or candidates
     # Workers that synchronise every k-th step pay the k-th part.
     every = job.aggregation.sync_every if job.aggregation.method in ("local_sgd", "diloco") else 1
@@ -37,7 +37,7 @@ def cheapest_algorithm(inputs: PlanInputs, job: Job, layout: Layout) -> tuple[Al
 
 
 def neighbours_factor_of(inputs: PlanInputs, layout: Layout) -> float:
-    """How many times as long a worker computes on the fullest node as by itself, from what was timed together."""
+    """Compute time of a worker on the fullest node over that of a single worker, from timings of all workers."""
     timing = inputs.timing
     # Without what waiting for the slowest is taken to cost.
     waiting = slowest_s(1.0, STRAGGLER_SPREAD, expected_maximum(timing.workers_together))
@@ -68,7 +68,7 @@ def _candidates(inputs: PlanInputs, job: Job, layout: Layout) -> list[AlgorithmN
 
 
 def _price_s(inputs: PlanInputs, name: AlgorithmName, layout: Layout, wire: str) -> float:
-    """What links make of it, in seconds; a wire format without a price is taken for float32."""
+    """The price in seconds from link costs; a wire format without a price counts as float32."""
     # The two-level sum moves data inside a CPU node through memory that its workers share.
     label = SHARED_MEMORY if name == "hierarchical" and inputs.cluster.device_kind == "cpu" else None
     network = inputs.network(layout, label)
@@ -79,7 +79,7 @@ def _price_s(inputs: PlanInputs, name: AlgorithmName, layout: Layout, wire: str)
 
 
 def _measured_factors(inputs: PlanInputs, layout: Layout) -> dict[AlgorithmName, float]:
-    """How many times its price each timed algorithm took in steps of all workers, on one node or several as here."""
+    """Measured time over price of each timed algorithm in steps of all workers, on one node or several as here."""
     timing = inputs.timing
     together = inputs.layout(timing.workers_together)
     if (together.num_nodes == 1) != (layout.num_nodes == 1):

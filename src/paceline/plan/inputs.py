@@ -1,4 +1,4 @@
-"""What every forecast is made from: a probed job, its cluster, and what the user asks."""
+"""The inputs of every forecast: a probed job, its cluster, and the user's request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from paceline.spec.model_cost import Activations, Layers, ModelCost
 
 @dataclass(frozen=True)
 class ForecastRequest:
-    """What the user wants to know, besides the job and the devices."""
+    """The user's request, besides the job and the devices."""
 
     grow: Grow = "none"
     efficiency_floor: float = 0.5
@@ -32,9 +32,9 @@ class ForecastRequest:
     noise_scale: float | None = None
     """In samples."""
     target_samples: float | None = None
-    """Samples that the job needs to its target with its own global batch."""
+    """Samples that the job needs to reach its target with its own global batch."""
     link_bytes_per_s: float | None = None
-    """Between nodes, where no probe measured it."""
+    """Bandwidth between nodes, if not measured."""
     devices_per_node: int | None = None
     """Devices of each node beyond the cluster; None: as many as its largest node has."""
 
@@ -48,15 +48,15 @@ class PlanInputs:
     request: ForecastRequest
     timing: JobTiming
     node_sizes: tuple[int, ...]
-    """Devices of each node that there is."""
+    """Number of devices of each existing node."""
     more_devices_per_node: int
-    """Devices of each node beyond the cluster."""
+    """Number of devices of each node beyond the cluster."""
     between: AlphaBeta | None
     activations: Activations | None
     memory_bytes: float | None
-    """Memory of the smallest GPU; None: there is no GPU, or nobody knows."""
+    """Memory of the smallest GPU; None: there is no GPU, or it is unknown."""
     layers: Layers
-    """Layers of the model; empty: nobody knows them."""
+    """Layers of the model; empty: unknown."""
 
     def job_on(self, count: int) -> Job:
         return self.job.grown(count) if self.request.grow == "batch" else self.job
@@ -92,7 +92,7 @@ def plan_inputs(
         model: what a trace told; None: what was timed, and what the job's options tell.
 
     Raises:
-        ClusterError: the cluster has no devices or no timing of this job, or nobody knows the links between nodes.
+        ClusterError: the cluster has no devices or no timing of this job, or the links between nodes are unknown.
     """
     if not cluster.nodes or not cluster.devices:
         raise ClusterError("This cluster has no devices; write one with paceline probe.")

@@ -31,7 +31,7 @@ _REPLICATED_FRACTION = 10 / 34
 
 @dataclass(frozen=True)
 class StateBytes:
-    """What one parameter takes: itself, its gradient, and what the optimizer keeps for it."""
+    """Bytes per parameter: the parameter, its gradient and the optimizer state."""
 
     parameter: float = 4.0
     gradient: float = 4.0
@@ -122,7 +122,7 @@ def cut(layers: Layers, num_stages: int) -> tuple[Layers, ...]:
 
 
 def fits(memory: DeviceMemory, memory_bytes: float) -> bool:
-    """Whether a device of so much memory can hold it."""
+    """Whether it fits into a device with this memory."""
     return memory.total_bytes <= USABLE_FRACTION * memory_bytes
 
 

@@ -1,4 +1,4 @@
-"""In which order a mesh takes the devices of a node: the axis that talks most gets the fastest links.
+"""The order of a node's devices in a mesh: the axis that sends most gets the fastest links.
 
 Ranks are laid out with the tensor axis innermost, then fsdp, dp and pp (`spec.mesh.AXES`), so a tensor group has
 neighbouring ranks, and with them neighbouring places in this order. Groups are made from the inside out: of all ways to
@@ -103,7 +103,7 @@ class _Arranger:
     def _turned(self, group: Group, first: Group, step: int) -> Group:
         """The same group from another one of its parts, or a ring the other way round.
 
-        Members of the same place in both groups talk to each other as well.
+        Members at the same position of both groups also communicate.
         """
         ways = (group, group[::-1]) if step == 1 else (group,)
         turns = [way[place:] + way[:place] for way in ways for place in range(0, len(group), step)]

@@ -26,7 +26,7 @@ from paceline.spec.model_cost import Activations, DeviceMemory, ModelCost
 
 _CLEARLY_FASTER = 0.9
 """A mesh is taken in place of replicas where its step takes at most this fraction of theirs."""
-# What is assumed of hardware that nobody measured; it decides only between meshes when replicas do not fit.
+# Assumptions about hardware that was not measured; they only decide between meshes when replicas do not fit.
 _FLOPS_PER_S: dict[DeviceKind, float] = {"cuda": 50e12, "cpu": 20e9}
 _INSIDE_BYTES_PER_S: dict[DeviceKind, float] = {"cuda": 50e9, "cpu": 2e9}
 _BETWEEN_BYTES_PER_S = 1.25e9
@@ -40,11 +40,11 @@ class MeshChoice:
     reason: str
     """One sentence."""
     micro_batch_size: int | None = None
-    """None: the whole share of a worker, or a pipeline's virtual shard."""
+    """The micro-batch size; None: the whole assignment of a worker, or a pipeline's virtual shard."""
     pipeline: PipelineSpec = field(default_factory=PipelineSpec)
     recompute: bool = False
     step_s: float | None = None
-    """None: nobody timed enough to tell."""
+    """None: not enough was measured."""
 
     def applied(self, plan: Plan) -> Plan:
         """`plan`, which is for as many workers, with this mesh."""
@@ -84,13 +84,13 @@ def choose_mesh(
     needed = _replica(job, model, plain)
     if num_workers == 1 or needs_replicas(job):
         check_fits(job, model, plain, room)
-        reason = "one worker has nothing to share out" if num_workers == 1 else "this job needs whole replicas"
+        reason = "a single worker needs no mesh" if num_workers == 1 else "this job needs whole replicas"
         return MeshChoice(plain, f"{plain}: {reason}.", _micro_batch(job, model, plain, room))
     try:
         request = ForecastRequest(link_bytes_per_s=link_bytes_per_s)
         found = search_meshes(plan_inputs(job, cluster, request, num_workers, model), num_workers, room)
         is_timed = True
-    except ClusterError:  # nobody measured enough
+    except ClusterError:  # not enough was measured
         found, is_timed = _by_assumption(job, model, cluster, num_workers, room, link_bytes_per_s), False
     winner = found.winner
     replicas = next((one for one in found.candidates if one.mesh.is_plain), None)
@@ -109,16 +109,16 @@ def choose_mesh(
 
 
 def measured_model_cost(job: Job, cluster: Cluster) -> ModelCost:
-    """What the probe's timing of a job tells of its model. Raises `ClusterError` where there is none."""
+    """The costs of a job's model from the probe's timing. Raises `ClusterError` if there is none."""
     known = plan_inputs(job, cluster, ForecastRequest(), 1)
     return ModelCost(known.timing.num_parameters, known.activations or Activations(0.0), known.layers)
 
 
 def check_fits(job: Job, model: ModelCost, mesh: Mesh, memory_bytes: float, *, recompute: bool = False) -> None:
-    """Refuses a mesh on whose workers not even one virtual shard fits.
+    """Check that one virtual shard fits on each worker of a mesh.
 
     Raises:
-        JobError: it does not; the message has what is needed and what is there.
+        JobError: it does not; the message gives the needed and the available memory.
     """
     needed = _replica(job, model, mesh, recompute, memory_bytes)
     if fits(needed, memory_bytes):
@@ -154,7 +154,7 @@ def _replica(
 
 
 def _micro_batch(job: Job, model: ModelCost, mesh: Mesh, room: float) -> int | None:
-    """None: a worker's whole share fits."""
+    """None: a worker's whole assignment fits."""
     shard = job.shard_size
     num_shards = -(-job.virtual_shards // mesh.num_assignments)
 

@@ -1,4 +1,4 @@
-"""The values that the parts of the planner hand each other: a layout, a network, what a step takes."""
+"""The values that modules of the planner exchange: a layout, a network, the time of a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.spec.forecast import BoundBy
 
 @dataclass(frozen=True)
 class Layout:
-    """How workers are spread: how many on each node."""
+    """The number of workers on each node."""
 
     workers_per_node: tuple[int, ...]
 
@@ -37,19 +37,19 @@ class Network:
     inside: AlphaBeta
     between: AlphaBeta
     per_message_s: float = 0.0
-    """What the software adds to every message."""
+    """Software overhead per message."""
 
 
 @dataclass(frozen=True)
 class StepForecast:
-    """What one training step will take, and why."""
+    """The forecast time of one training step, and its components."""
 
     total_s: float
     compute_s: float
     communication_s: float
-    """Whether hidden or not."""
+    """Time of all communication, hidden or not."""
     exposed_s: float
-    """The part of communication that compute does not hide."""
+    """Time of exposed communication, which compute does not hide."""
     loader_s: float
     overhead_s: float
     """Optimizer, launch overhead, waiting for the slowest worker."""

@@ -10,14 +10,14 @@ from paceline.plan.pick import pick
 from paceline.spec import Cluster, DeviceKind, Link, Node
 
 SHARED_MEMORY = "SHM"
-"""How the probe labels memory that the CPU workers of a node share; they reach it in two-level sums only."""
+"""The probe's label of shared memory between CPU workers of a node; only two-level sums use it."""
 
 BETWEEN_ALPHA_S = 30e-6
-"""Latency of a link between nodes of which only the rate is given."""
+"""Assumed latency of a link between nodes if only its rate is given."""
 INSIDE_ALPHA_S: dict[DeviceKind, float] = {"cuda": 5e-6, "cpu": 20e-6}
-"""Latency of a link inside a node that nobody measured."""
+"""Assumed latency of a link inside a node that was not measured."""
 PER_MESSAGE_S: dict[DeviceKind, float] = {"cuda": 3e-6, "cpu": 20e-6}
-"""What NCCL and Gloo add to a message."""
+"""Software overhead of NCCL and Gloo per message."""
 
 
 def between_link(cluster: Cluster, given_bytes_per_s: float | None = None) -> AlphaBeta | None:
@@ -33,7 +33,7 @@ def inside_link(node: Node, num_devices: int, label: str | None = None) -> Alpha
     """The slowest link of the best ring of so many devices; on CPU the link with that label, else the loopback.
 
     Raises:
-        ClusterError: nobody knows the bandwidth between the node's devices.
+        ClusterError: the bandwidth between the node's devices is unknown.
     """
     if num_devices == 1:
         return AlphaBeta(0.0, 0.0)

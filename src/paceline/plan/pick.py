@@ -15,7 +15,7 @@ bandwidth. In full, the first that tells two choices apart decides:
 Of the rings over the chosen devices that 1 to 4 leave, it is the first one in the order of ids, from the lowest id
 towards the smaller of its two neighbours. A ring of two is a pair.
 
-A link whose bandwidth nobody knows comes after all those with a figure, in the order of the labels.
+Links with unknown bandwidth come after all others, in the order of their labels.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MOST_EXACT = 16
 
 ACROSS_SOCKETS = "SYS"
 _NEARNESS = {ACROSS_SOCKETS: 1, "NODE": 2, "PHB": 3, "PXB": 4, "PIX": 5}
-"""How near the ends of a PCIe label are; NVLink and its like are nearer, and a label nobody knows is 0."""
+"""The nearness of the ends of a PCIe label; NVLink and the like are nearer, and an unknown label is 0."""
 
 
 def pick(node: Node, num_devices: int, allowed: Sequence[int] | None = None) -> DeviceChoice:

@@ -40,12 +40,12 @@ def spread(cluster: Cluster, num_workers: int, threads_per_worker: int | None = 
 
 
 def _free(node: Node) -> list[int]:
-    """Indices of the devices that nobody else uses."""
+    """Indices of the free devices."""
     return [device.index for device in node.devices if not device.busy]
 
 
 def _node_placement(node: Node, num_workers: int, kind: DeviceKind, mesh: Mesh | None) -> NodePlacement:
-    """The GPUs with the best ring among those that nobody else uses, each worker near its GPU; on CPU, no pinning."""
+    """The GPUs with the best ring among the free ones, each worker pinned near its GPU; on CPU, no pinning."""
     hostname = node.hostname if node.is_remote else ""
     if kind == "cpu":
         return NodePlacement(hostname, num_workers)

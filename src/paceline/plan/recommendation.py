@@ -1,4 +1,4 @@
-"""Which of several device counts to take, why, and where more devices stop paying."""
+"""Recommends one of several device counts, with reasons, and finds where more devices stop paying."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.plan.words import duration
 from paceline.spec.forecast import ForecastRow
 
 _NEARLY = 0.97
-"""A count that reaches this part of the best one's speed with fewer devices is taken instead."""
+"""A smaller count that reaches this fraction of the best throughput is preferred."""
 _WORTH_A_DEVICE = 0.5
 """Scaling bends where one more device brings less than this part of what the first one brought."""
 
@@ -128,7 +128,7 @@ def scaling_knee(rows: Sequence[ForecastRow]) -> str:
     """Where one more device brings less than half of what the first one did, and what the step waits for there."""
     for before, row in pairwise(rows):
         later = [other for other in rows if before.devices < other.devices <= 2 * before.devices]
-        # Counts that divide the shards unevenly are no bend: what counts is the best gain up to twice the devices.
+        # Counts that divide the shards unevenly do not count: the best gain up to twice the devices decides.
         gain = max((other.speedup - before.speedup) / (other.devices - before.devices) for other in (row, *later))
         if gain < _WORTH_A_DEVICE:
             return (

@@ -1,4 +1,4 @@
-"""What failures leave of a long run, with checkpoints as often as pays."""
+"""The effect of failures on a long run with the optimal checkpoint interval."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Faults:
-    """How nodes fail, and what it costs to go on."""
+    """Failure rate of nodes, and the costs of checkpoints and restarts."""
 
     node_mtbf_s: float
     """Mean time between failures of one node."""
     checkpoint_s: float
-    """Training stands still for so long to write one."""
+    """Seconds that training stalls to write a checkpoint."""
     restart_s: float
-    """From a failure to the first step after it."""
+    """Seconds from a failure to the first step after it."""
 
     def mtbf_s(self, num_nodes: int) -> float:
         """Mean time between failures of a machine that fails whenever one of its nodes does."""

@@ -34,7 +34,7 @@ _WORTH_SHARING = 0.5
 
 @dataclass(frozen=True)
 class Workload:
-    """One job, as far as sharing it out depends on it."""
+    """The properties of a job on which the choice of a mesh depends."""
 
     num_parameters: int
     global_batch_size: int
@@ -47,7 +47,7 @@ class Workload:
     optimizer_s: float = 0.0
     """Seconds in which one device updates the whole model."""
     layers: Layers = ()
-    """Empty: nobody knows them; only data parallelism and sharding are possible."""
+    """The layers of the model; empty: unknown, so that only data parallelism and sharding are possible."""
     shard_size: int = 1
     """Samples of a virtual shard: the smallest micro-batch, and the micro-batch of a pipeline."""
     backend: Backend = "nccl"
@@ -59,7 +59,7 @@ class Workload:
         return -(-self.global_batch_size // self.shard_size)
 
     def share(self, mesh: Mesh) -> int:
-        """Samples of the worker with the most to do."""
+        """Samples of the worker with the largest assignment."""
         return min(self.global_batch_size, -(-self.num_shards // mesh.num_assignments) * self.shard_size)
 
 

@@ -1,4 +1,4 @@
-"""Steps of machines that nobody has at hand: thousands of nodes, stragglers and links that differ.
+"""Simulates steps of large clusters: thousands of nodes, stragglers and links that differ.
 
 Time is followed node by node, and many steps side by side: every device computes, a node is ready with its slowest
 device, buckets of gradients travel between nodes while backward goes on, and every message waits for the node that
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Array = NDArray[np.float64]
 
 Pattern = Literal["ring", "halving_doubling"]
-"""How nodes exchange what they have summed inside."""
+"""How nodes exchange the sums of their devices."""
 
 
 @dataclass(frozen=True)

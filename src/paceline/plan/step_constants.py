@@ -47,7 +47,7 @@ class Observation:
     placement: Placement
     step_time_s: float
     sync_time_s: float | None = None
-    """The part of it that a worker waited for gradients; the rest is what an average worker computed."""
+    """The time that a worker waited for gradients; the rest of the step is an average worker's compute time."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,11 @@ class Constants:
     overlap_beyond_sum: float
     """The exponent of the overlap, less 1: 0 is none."""
     tail_fraction: float
-    """The part of communication that nothing hides."""
+    """The fraction of communication that is never hidden."""
     straggler_spread: float
     """Standard deviation over mean of one worker's computing time."""
     neighbour_slowdown: float
-    """What workers of one node take from each other, as a part of their computing time."""
+    """Slowdown of workers by others on the same node, as a fraction of their compute time."""
 
     def network(self, layout: Layout, link_ratio: float = 1.0) -> Network:
         """The links as this layout sees them.

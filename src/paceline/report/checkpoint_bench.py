@@ -35,7 +35,7 @@ def checkpoint_mapping(timings: CheckpointTimings) -> dict[str, Any]:
 
 
 def checkpoint_table(timings: CheckpointTimings) -> RenderableType:
-    """What training waits for, what goes on behind it, and what that means for a run."""
+    """The stall of training, the background work, and their effect on a run."""
     n, rounds = timings.world_size, len(timings.stalls_s)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0), show_header=False)
     table.add_column()

@@ -47,7 +47,7 @@ class StudyRow:
     """speedup / (devices / smallest device count)."""
     samples_per_s: float
     forecast_samples_per_s: float | None
-    """What the planner expected; None where nobody asked it."""
+    """The planner's forecast; None if there is none."""
     time_to_first_step_s: float
     wall_s: float
     """This one and the two above: medians over seeds."""
@@ -183,7 +183,7 @@ def analyse(records: Sequence[RunRecord], *, grow: Grow, tolerance: float, effic
 
 
 def detect_grow(records: Iterable[RunRecord]) -> Grow:
-    """How the batch grew over records whose study nobody remembers: "batch" if global batches differ."""
+    """How the batch grew over records whose study is unknown: "batch" if global batches differ."""
     return "batch" if len({record.job.global_batch_size for record in records}) > 1 else "none"
 
 

@@ -20,7 +20,7 @@ class Sink:
 
 
 def json_lines(run_dir: Path, first_step: int) -> Sink:
-    """metrics.jsonl in the run folder: one object a call, readable while the run goes on.
+    """metrics.jsonl in the run folder: one object a call, readable during the run.
 
     It continues after `first_step`: later lines of an earlier process are removed, because these steps are repeated.
     """

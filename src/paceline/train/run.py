@@ -49,9 +49,9 @@ class Run:
     Attributes:
         job: what is trained.
         plan, mesh: how it is spread over workers.
-        notes: what a reader of the result must know of how it came about.
+        notes: notes for the run's report on how the result came about.
         metrics: those of the last `evaluate`.
-        say: told, on rank 0, what a user should know while the run goes on; may be replaced.
+        say: receives messages for the user during the run, on rank 0; may be replaced.
         timer: where the time of each step goes.
     """
 
@@ -266,7 +266,7 @@ class Run:
 
     def consensus(self) -> AbstractContextManager[None]:
         """Inside, the model holds what all workers agree on, the same on every one: the mean of their weights where
-        they synchronise only every few steps. Training goes on as if nothing had been. `evaluate` enters it by itself.
+        they synchronise only every few steps. Training then continues unchanged. `evaluate` enters it by itself.
 
         A collective: every worker has to enter it.
         """

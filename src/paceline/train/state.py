@@ -1,7 +1,7 @@
 """Model, optimizer and what belongs to them, taken out of a run for a checkpoint and put back.
 
 What all workers have alike is `shared`. What each has for itself is `own`, sorted by what must stay the same when
-other workers go on with it: the sum over all of them, or the mean.
+other workers resume from it: the sum over all of them, or the mean.
 
 Not by torch.distributed.checkpoint.state_dict: its `get_optimizer_state_dict` makes a step with an optimizer that has
 no state yet, which Adam's bias correction then counts, and its `set_optimizer_state_dict` refuses a parameter that
@@ -41,7 +41,7 @@ class Trained:
         return unwrapped(self.engine.module)
 
     def take(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """`shared` and `own` of this worker; their tensors are views of what training goes on with."""
+        """`shared` and `own` of this worker; their tensors are views of the live state."""
         optimizer = optimizer_state(self.optimizer, self.names, self.model)
         own = self.engine.own_state()
         if self.engine.weights_diverge:
@@ -56,7 +56,7 @@ class Trained:
         return shared, own
 
     def own_shards(self, shared: dict[str, Any]) -> dict[str, Any]:
-        """This worker's shards of a checkpoint's `shared` that nobody has read yet.
+        """This worker's shards of a checkpoint's `shared` that is not read yet.
 
         What does not fit is left whole or left out: `put` will say so.
         """

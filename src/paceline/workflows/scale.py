@@ -51,7 +51,7 @@ def scale(
 ) -> Study:
     """Train a job on several numbers of devices and return the study; it is also written to the study's folder.
 
-    A study that was begun in the same folder goes on: runs that have a record are not run again.
+    A study that was begun in the same folder is continued: runs with a record are not repeated.
     Example: `study = paceline.scale("digits-lenet", devices=[1, 2], max_steps=20)`.
 
     Args:

@@ -75,7 +75,7 @@ class Strategy:
 
         Args:
             planned: what `paceline plan` recommended; its mesh counts where no strategy is named.
-            say: is told why the planner chose a strategy.
+            say: receives the reason why the planner chose a strategy.
             options: as for `plan.place`.
 
         Raises:
@@ -173,7 +173,7 @@ def largest_that_fits(plan_for: PlanFor, least: int) -> PlanFor:
 
 
 def check_may_shrink(plan_within: PlanFor, cluster: Cluster, least: int, most: int) -> None:
-    """Raises `JobError` where a run of `most` workers could never go on with fewer, though that is what is wanted."""
+    """Raises `JobError` if fewer than `most` workers (at least `least`) are allowed but no plan for fewer exists."""
     if least == most:
         return
     try:

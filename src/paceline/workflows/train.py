@@ -55,7 +55,7 @@ def train(
         model: a model by name, or a function or class in a module, which builds one; None: the job's.
         data: the directory of the job's data set, or a function in a module that builds (train_set, test_set).
         max_steps: end after this many optimizer updates.
-        out: the run's folder, where a run that was begun goes on; None: a new one under runs/.
+        out: the run's folder, in which an unfinished run is resumed; None: a new one under runs/.
         force: go on from a checkpoint of another job.
         settings: keys of the job to change, such as "optim.lr=0.1".
         threads: CPU threads that each worker computes with; None: an equal share of the cores.
@@ -65,12 +65,12 @@ def train(
         track: also log to "tensorboard", "wandb" or "mlflow".
         quiet: whether workers leave out their progress, which goes to standard error.
         where: the nodes, and how they are reached.
-        elastic: whether the run goes on after a failure.
+        elastic: whether the run restarts after a failure.
         strategy: how workers divide the model.
         debug_comm: compare every collective across workers.
         cluster: what `probe` measured, for a forecast beside the measurement; need not exist.
         plan: what `plan` recommended, or its file; arguments given here win over it.
-        say: is told, a line at a time, what the planner chose.
+        say: receives the planner's choices, one line at a time.
 
     Raises:
         PacelineError: an invalid argument, nodes that cannot be reached, a mistake in the job (see `errors`).

@@ -45,7 +45,7 @@ def verify(
         workers: the numbers of workers to compare.
         steps: training steps to compare.
         strategy: how more than one worker divide the model, such as "fsdp" or "dp2 x pp2"; None: dp.
-        say: is told, a line at a time, what is being trained.
+        say: receives progress messages, one line at a time.
         model, data, settings: as for `train`.
 
     Returns:
@@ -73,7 +73,7 @@ def verify(
                 plan = Strategy(shared).placed(resolved, cluster, count, say=say, threads_per_worker=1)
                 program = write_run(resolved, plan, run_dir, quiet=True)
             say(f"training {steps} steps on {count} worker{'s' if count > 1 else ''} …")
-            # A script is told by the environment.
+            # A script reads it from the environment.
             environ = env.trace_request(run_dir / "trace", steps) | env.strategy_note(shared)
             run_workers(plan, program, run_dir=run_dir, environ=environ)
             traces.append(load_trace(run_dir / "trace", count))

@@ -1,4 +1,4 @@
-"""Where workers run, and whether a run goes on after a failure: what `train`, `launch` and others take as values."""
+"""Arguments of `train`, `launch` and others: where workers run, and whether a run restarts after a failure."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ HERE = Where()
 
 @dataclass(frozen=True)
 class Elastic:
-    """Whether and how a run goes on after a failure; by default it ends. Example: `Elastic(min_workers=4)`."""
+    """Whether and how a run restarts after a failure; by default it ends. Example: `Elastic(min_workers=4)`."""
 
     min_workers: int | None = field(
         default=None, metadata={"help": "Go on after a failure with at least so many workers.", "min": 1}

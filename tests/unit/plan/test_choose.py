@@ -69,7 +69,7 @@ def test_jobs_that_need_replicas_get_them_or_a_refusal() -> None:
 
 def test_one_worker_has_nothing_to_choose() -> None:
     choice = choose_mesh(JOB, SMALL, cpu_cluster(), 1)
-    assert (choice.mesh, choice.reason) == (Mesh(), "one device: one worker has nothing to share out.")
+    assert (choice.mesh, choice.reason) == (Mesh(), "one device: a single worker needs no mesh.")
     # 64 samples of 1e8 bytes do not go through 2 GiB at once: five shards of four do.
     wide = dataclasses.replace(SMALL, activations=Activations(1e8))
     assert choose_mesh(JOB, wide, cpu_cluster(), 1, memory_bytes=2 * GIB).micro_batch_size == 16

@@ -99,7 +99,7 @@ def rendezvous_address(facts: NodeFacts) -> str:
 
 @contextmanager
 def _marked(folder: Path) -> Iterator[tuple[Path | None, str]]:
-    """A file with a text that nobody can guess in `folder`, or in the nearest folder above it that is there."""
+    """A file with a random text in `folder`, or in its nearest existing parent."""
     text = secrets.token_hex(16)
     there = next((level for level in (folder, *folder.parents) if level.is_dir()), folder)
     path = there / f".paceline-doctor-{secrets.token_hex(4)}"

@@ -17,7 +17,7 @@ from paceline.errors import ModelError
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What goes through the stages together: some virtual shards of the global batch."""
+    """One micro-batch: some virtual shards of the global batch, which pass through the stages together."""
 
     loss_of: Callable[[nn.Module], Tensor]
     """Calls the user's loss function with the model it is given, on these samples: their mean loss."""
@@ -28,7 +28,7 @@ class MicroBatch:
     backward: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Around every backward pass. What `before_forward` set may be another micro-batch's by then."""
     weight: float = 1.0
-    """The part of the global batch, by which the loss is multiplied."""
+    """The fraction of the global batch, by which the loss is multiplied."""
     scale: Callable[[Tensor], Tensor] = lambda loss: loss
     """Applies the loss scale just before backward."""
 

@@ -36,13 +36,13 @@ class _Pass:
     """A micro-batch in a stage, between its forward pass and the end of its backward pass."""
 
     arrived: list[Tensor]
-    """What came from the stage before and has a gradient."""
+    """Received tensors that have a gradient."""
     left: list[Tensor]
-    """What went to the stage behind and has a gradient; in the last stage the loss."""
+    """Sent tensors that have a gradient; in the last stage the loss."""
     gradients: list[Tensor | None] | None = None
     """The gradients of `left`, while the whole backward pass is put off."""
     weight_parts: list[dict[str, Any]] | None = None
-    """What the first half of a backward pass leaves for the second."""
+    """The result of the first half of a backward pass that the second half needs."""
 
 
 class Step:
@@ -61,9 +61,9 @@ class Step:
     ) -> None:
         """
         Args:
-            stages: this worker's, by number.
+            stages: this worker's stages, by number.
             draws: which of all stages may draw random numbers.
-            losses: where weighted losses are added up.
+            losses: accumulates weighted losses.
         """
         self._links = links
         self._stages = stages
@@ -80,7 +80,7 @@ class Step:
         self.draws_unexpectedly = False
         """Whether a stage drew random numbers of which `draws` says that it does not."""
         others = [rank for rank in range(links.num_workers) if rank != links.rank]
-        # By sender: what it will send, in its order, and what of that is on its way.
+        # By sender: its messages in order, and those in flight.
         self._expected = {source: list(self._messages(schedule[source])) for source in others}
         self._arriving: dict[PipelineMessage, Arrival] = {}
         self._handed_over: dict[PipelineMessage, list[Tensor]] = {}

@@ -20,7 +20,7 @@ _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dty
 
 @dataclass(frozen=True)
 class TensorForm:
-    """All that the receiver of a tensor must know beforehand."""
+    """The properties of a tensor that its receiver must know beforehand."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class TensorForm:
 
 @dataclass(frozen=True)
 class MessageForm:
-    """Tensors, which travel, and other values, which the description itself holds."""
+    """A message: tensors, which are sent, and other values, which the description itself holds."""
 
     values: list[Any]
     """With a `TensorForm` in the place of every tensor, however nested."""
@@ -74,7 +74,7 @@ class MessageForm:
         return filled
 
     def to_plain(self) -> list[Any]:
-        """As JSON has it.
+        """Encode the description as JSON.
 
         Raises:
             ModelError: a value is neither a tensor, number, text, size, dtype or device nor a container of such.
@@ -128,7 +128,7 @@ def _from_plain(plain: Any) -> Any:
 
 
 def to_bytes(plain: Any) -> Tensor:
-    """JSON as a tensor of bytes."""
+    """Encode JSON as a tensor of bytes."""
     return torch.frombuffer(bytearray(json.dumps(plain).encode()), dtype=torch.uint8)
 
 

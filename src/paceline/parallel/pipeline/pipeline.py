@@ -53,7 +53,7 @@ class Pipeline:
                 fastest is taken, and a note says so.
             agreement: workers that all have to cut alike, such as those of all replicas; None: those of `group`.
             timeout_s: how long NCCL waits for a message; Gloo waits as long as `group` says.
-            before_last_backward: told a stage just before its last backward pass of a step.
+            before_last_backward: called with a stage just before its last backward pass of a step.
 
         Raises:
             ModelError: the model cannot be cut, or not into as many stages.
@@ -79,9 +79,9 @@ class Pipeline:
         everywhere = stages_of(traced, cut.starts)
         self._stages = {n: stage for n, stage in enumerate(everywhere) if links.owner(n) == links.rank}
         self.shared_parameters = _shared_parameters(model, everywhere, links)
-        """Parameters of this worker that others have too, and their ranks in the group; in the order of the model."""
+        """Parameters shared with other workers, and their ranks in the group; in the order of the model."""
         self.stages: list[nn.Module] = list(self._stages.values())
-        """This worker's, in their order."""
+        """This worker's stages, in their order."""
         self.module: nn.Module = Stages(list(self._stages.values()), self._evaluate)
         """This worker's stages as one module; called, it computes the whole model."""
         self._schedules: dict[int, Schedule] = {}
@@ -115,9 +115,9 @@ class Pipeline:
         return losses
 
     def carry_generators(self) -> None:
-        """From now on, hand the generators' state from stage to stage, as if any of them drew random numbers.
+        """From now on, pass the generators' state from stage to stage, as if any of them drew random numbers.
 
-        To be called on all workers at the same moment.
+        Must be called on all workers at the same point.
         """
         self._draws = (True,) * self._links.num_stages
         self._links.forget_forms()
@@ -152,7 +152,7 @@ class Pipeline:
             (mine, torch.stack([part.wait()[0] if isinstance(part, Arrival) else part for part in parts]).sum(0))
             for mine, parts in under_way
         ]
-        outbox.wait()  # until then others read what is overwritten now
+        outbox.wait()  # until then other workers read the buffer that is overwritten now
         for mine, total in totals:
             mine.copy_(total)
 
@@ -188,7 +188,7 @@ def _check_schedule(spec: PipelineSpec) -> None:
 
 @dataclass(frozen=True)
 class _Cut:
-    """Where stages begin, as all workers of all replicas have to agree."""
+    """The first layers of the stages, equal on all workers of all replicas."""
 
     starts: tuple[int, ...]
     """The first layer of every stage."""

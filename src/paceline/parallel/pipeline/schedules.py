@@ -1,4 +1,4 @@
-"""Pipeline schedules: the ordered actions of every worker, and what they cost.
+"""Pipeline schedules: the ordered actions of every worker, and their cost.
 
 Stage s lives on worker s % num_workers. A schedule is found by simulating workers whose
 actions take unit times, so it respects all dependencies, for any number of micro-batches.
@@ -164,17 +164,17 @@ class Simulation:
 
     makespan_s: float
     bubble: float
-    """The part of all workers' time in which they wait."""
+    """The fraction of all workers' time in which they wait."""
     most_kept: tuple[int, ...]
-    """Most micro-batches whose activations a worker keeps at once, over all its stages."""
+    """Maximum number of micro-batches whose activations a worker keeps at once, over all its stages."""
 
 
 def simulate(schedule: Schedule, seconds: Callable[[Action], float], hop_s: float = 0.0) -> Simulation:
-    """Play a schedule with known times.
+    """Simulate a schedule with known times.
 
     Args:
         seconds: how long an action takes.
-        hop_s: how long a message takes from worker to worker; the sender goes on meanwhile.
+        hop_s: how long a message takes from worker to worker; the sender does not wait.
 
     Raises:
         ValueError: the schedule deadlocks.

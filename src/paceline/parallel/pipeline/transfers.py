@@ -20,7 +20,7 @@ from paceline.parallel.pipeline.message import MessageForm, TensorForm, from_byt
 
 
 class Outbox:
-    """What this worker has sent and the network may still be reading."""
+    """Sent tensors that the network may still be reading."""
 
     def __init__(self) -> None:
         self._under_way: list[tuple[Any, Tensor]] = []
@@ -39,7 +39,7 @@ class Outbox:
 
 
 class Arrival:
-    """Tensors that are on their way to this worker."""
+    """Tensors in flight to this worker."""
 
     def __init__(
         self, forms: Sequence[TensorForm], device: torch.device, group: dist.ProcessGroup, source: int
@@ -87,7 +87,7 @@ class StageLinks:
         return self._forms.get((stage, signature))
 
     def forget_forms(self) -> None:
-        """Messages have another form from now on; on all workers at the same moment."""
+        """Forget the forms of messages, which change from now on; on all workers at the same point."""
         self._forms.clear()
 
     def send(self, tensors: Sequence[Tensor], forms: Sequence[TensorForm], to: int, outbox: Outbox) -> None:

@@ -1,7 +1,7 @@
 """Tensor parallelism: the workers of one axis compute a slice each of every layer.
 
 A plan says which module is shared how. `declared_plan` is what the user gives or the model carries, `find_plan` finds
-one, and `apply_plan` carries it out, whoever made it.
+one, and `apply_plan` applies it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def tensor_parallel(
     large: int = LARGE,
     sequence_parallel: bool = False,
 ) -> TensorPlan:
-    """Let the workers of `axis` share the layers of a model, or of one stage of it; a collective of them.
+    """Shard the layers of a model, or of one stage of it, over the workers of `axis`; a collective of them.
 
     Args:
         given: the plan of a whole model, of which the modules of this stage are taken; None: one is found.

@@ -34,7 +34,7 @@ def as_it_is(tensor: Tensor) -> Tensor:
 
 
 def sum_gradient(whole: Tensor, axis: DeviceMesh) -> Tensor:
-    """The tensor as it is; its gradient is summed over workers, each of which goes on with a slice of a layer."""
+    """The tensor as it is; its gradient is summed over workers, which each compute a slice of a layer."""
     if not (whole.requires_grad and torch.is_grad_enabled()):
         return whole
     return exchange(whole, lambda tensor: tensor.view_as(tensor), partial(_all_reduce, axis=axis))
@@ -53,7 +53,7 @@ def all_gather(own: Tensor, dim: int, length: int, axis: DeviceMesh) -> Tensor:
 
 
 def all_gather_to_divide(own: Tensor, dim: int, length: int, axis: DeviceMesh) -> Tensor:
-    """As `all_gather`, but every worker goes on with a slice of a layer: the gradients are summed and scattered."""
+    """As `all_gather`, but every worker computes a slice of a layer: the gradients are summed and scattered."""
     dim %= own.dim()
     gather = partial(_all_gather, dim=dim, length=length, axis=axis)
     return exchange(own, gather, partial(_reduce_scatter, dim=dim, axis=axis))
