@@ -27,8 +27,8 @@ SHOW_ALLOCATION = """
 import os, json
 from paceline.launch.slurm import allocation, expand_nodelist
 found = allocation(os.environ)
-assert expand_nodelist(os.environ["SLURM_JOB_NODELIST"]) == tuple(node.host for node in found)
-print(json.dumps([[node.host, node.num_workers] for node in found]))
+assert expand_nodelist(os.environ["SLURM_JOB_NODELIST"]) == tuple(node.address for node in found)
+print(json.dumps([[node.address, node.num_workers] for node in found]))
 """
 
 

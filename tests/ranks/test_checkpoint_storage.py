@@ -112,7 +112,7 @@ def _read_sharded(folder: str) -> dict[str, Any]:
     def want(shared: dict[str, Any]) -> dict[str, Any]:
         stored = {**shared.pop("model"), **shared}
         spread = {name: shard_slice(tensor) for name, tensor in like.items() if isinstance(tensor, DTensor)}
-        return {name: one.part(*spread[name]) if name in spread else one for name, one in stored.items()}
+        return {name: one.slice_at(*spread[name]) if name in spread else one for name, one in stored.items()}
 
     _, found = read_together(open_storage(folder), "step-00000003", group, want)
     for name, one in found.items():

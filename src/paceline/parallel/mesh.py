@@ -304,7 +304,7 @@ class MeshParallel(Engine):
             if number == num_passes - 1:
                 self._before_last_backward(self.module)
             if number < len(own):
-                loss, drew = passes.forward(step, self.module, own[number])
+                loss, drew = passes.compute_loss(step, self.module, own[number])
                 self._has_drawn |= drew
                 losses += loss.detach() * own[number].weight
                 passes.backward(step, own[number], loss)

@@ -100,7 +100,7 @@ class Passes:
         while next_shard < stop:
             shards = self._next_range(step.assignment, next_shard)
             is_wrong_if_drawn = self._must_not_draw(shards)
-            loss, drew = self.forward(step, module, shards)
+            loss, drew = self.compute_loss(step, module, shards)
             if drew and is_wrong_if_drawn:
                 raise DrewTogetherError
             if self.randomness.is_drawn is None:
@@ -108,7 +108,7 @@ class Passes:
             yield shards, loss
             next_shard = shards.stop_shard
 
-    def forward(self, step: StepInput, module: nn.Module, shards: ShardRange) -> tuple[Tensor, bool]:
+    def compute_loss(self, step: StepInput, module: nn.Module, shards: ShardRange) -> tuple[Tensor, bool]:
         """The mean loss over some shards, and whether they drew random numbers, if that was not known before."""
         self.enter(step, shards)
         is_watched = self.randomness.is_drawn is None or self._must_not_draw(shards)
@@ -198,7 +198,7 @@ class ShardByShard:
         for parameter in self.parameters:
             parameter.grad = None
         shards = step.assignment.shard_range(shard, max_samples=1)
-        loss, _ = self._passes.forward(replace(step, loss_of=loss_of), self.module, shards)
+        loss, _ = self._passes.compute_loss(replace(step, loss_of=loss_of), self.module, shards)
         self._passes.backward(step, shards, loss)
         weighted = (loss.detach() * shards.weight).to(self.dtype).view(1)
         return torch.cat([weighted, *self._passes.norm.collect(weighted)])

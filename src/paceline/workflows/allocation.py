@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from paceline import env
 from paceline.errors import LaunchError
@@ -183,6 +183,8 @@ def allocation_on_paper(where: Where) -> Allocation:
 
 def chosen_launcher(launcher: LauncherName, slots: Sequence[NodeSlots]) -> LauncherName:
     """The launcher that "auto" means."""
+    if launcher not in get_args(LauncherName):
+        raise LaunchError(f"There is no launcher {launcher!r}; use one of {', '.join(get_args(LauncherName))}.")
     if launcher == "auto":
         return "ssh" if slots else "local"
     if launcher in ("local", "debug") and slots:

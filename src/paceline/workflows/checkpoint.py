@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from paceline.errors import CheckpointError
@@ -53,7 +54,7 @@ class ExportedWeights:
     step: int
 
 
-def ls(place: str) -> CheckpointList:
+def ls(place: Path | str) -> CheckpointList:
     """The checkpoints of a run, oldest first, by what their manifests say; only `verify` reads them.
 
     Example: `paceline.checkpoint.ls("runs/mine").states[-1].step`.
@@ -68,7 +69,7 @@ def ls(place: str) -> CheckpointList:
         return CheckpointList(storage.address, tuple(_state(storage, name) for name in names))
 
 
-def verify(place: str, on_each: Callable[[CheckpointState], None] | None = None) -> tuple[CheckpointState, ...]:
+def verify(place: Path | str, on_each: Callable[[CheckpointState], None] | None = None) -> tuple[CheckpointState, ...]:
     """Read every byte of every checkpoint: which are good, damaged or unfinished.
 
     Example: `all(one.state == "good" for one in paceline.checkpoint.verify("runs/mine"))`.
@@ -90,7 +91,7 @@ def verify(place: str, on_each: Callable[[CheckpointState], None] | None = None)
 
 
 def prune(
-    place: str,
+    place: Path | str,
     *,
     keep_last: int = CheckpointSpec.keep_last,
     keep_every_hours: float | None = None,
@@ -126,7 +127,7 @@ def prune(
     return pruning
 
 
-def export(checkpoint: str, target: str, *, force: bool = False, say: Say = silent) -> ExportedWeights:
+def export(checkpoint: Path | str, target: Path | str, *, force: bool = False, say: Say = silent) -> ExportedWeights:
     """Write the model of a checkpoint into one safetensors file, under plain state_dict names.
 
     Example: `paceline.checkpoint.export("runs/mine", "model.safetensors")`.
@@ -145,6 +146,7 @@ def export(checkpoint: str, target: str, *, force: bool = False, say: Say = sile
     from paceline.checkpoint.storage import open_storage
     from paceline.checkpoint.weights import export_weights
 
+    checkpoint, target = str(checkpoint), str(target)
     folder, file = split_address(target)
     with storage_problems(target):
         beside = open_storage(folder)
@@ -169,7 +171,7 @@ def export(checkpoint: str, target: str, *, force: bool = False, say: Say = sile
 
 
 @contextlib.contextmanager
-def open_checkpoints(place: str) -> Iterator[tuple[Storage, list[str]]]:
+def open_checkpoints(place: Path | str) -> Iterator[tuple[Storage, list[str]]]:
     """A place and the checkpoints there, whatever their state, oldest first; or the one that it is.
 
     Raises:
@@ -178,8 +180,8 @@ def open_checkpoints(place: str) -> Iterator[tuple[Storage, list[str]]]:
     from paceline.checkpoint.load import list_folders
     from paceline.checkpoint.location import find_location, storage_problems
 
-    with storage_problems(place):
-        found = find_location(place)
+    with storage_problems(str(place)):
+        found = find_location(str(place))
         names = list_folders(found.storage) if found.name is None else [found.name]
         if not names:
             raise CheckpointError(f"There is no checkpoint in {found.storage.address}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,19 @@ def recipe_names() -> list[str]:
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
+def check_counts(**counts: int | Sequence[int] | None) -> None:
+    """Check numbers that have to be 1 or more; None is left to the program.
+
+    Raises:
+        JobError: a number below 1, no number, or something else; names the argument.
+    """
+    for name, value in counts.items():
+        numbers = [] if value is None else [value] if isinstance(value, int) else list(value)
+        if value is not None and (not numbers or not all(isinstance(one, int) and one >= 1 for one in numbers)):
+            kind = "a whole number of 1 or more" if isinstance(value, int | str) else "whole numbers of 1 or more"
+            raise JobError(f"{name} = {value!r} should be {kind}.")
+
+
 def resolve_job(
     job: Job | str | Path,
     settings: Iterable[str] | None = None,
@@ -41,7 +54,8 @@ def resolve_job(
     Raises:
         JobError: neither a file nor a recipe, an invalid setting, or a function that workers cannot import.
     """
-    changed = (job if isinstance(job, Job) else _named(str(job))).with_settings(settings or [])
+    settings = [settings] if isinstance(settings, str) else settings or []
+    changed = (job if isinstance(job, Job) else _named(str(job))).with_settings(settings)
     if model is not None:
         changed = changed.with_values(model=model if isinstance(model, str) else import_path(model, "model"))
     if data is None:

@@ -14,6 +14,7 @@ from paceline.plan import spread
 from paceline.spec import Cluster, Plan, parse_mesh
 from paceline.workflows.allocation import Allocation, allocation_on_paper, open_allocation
 from paceline.workflows.dry_run import dry_run
+from paceline.workflows.jobs import check_counts
 from paceline.workflows.run_folder import new_run_dir
 from paceline.workflows.where import HERE, RIGID, Elastic, Where
 
@@ -90,6 +91,7 @@ class _Launching:
             raise LaunchError(f"There is no script '{self.script}'.")
 
     def num_workers_on(self, allocation: Allocation) -> int:
+        check_counts(workers=self.workers, threads=self.threads)
         return self.workers or (1 if allocation.where.launcher == "debug" else len(allocation.cluster.devices))
 
     def plan_for(self, cluster: Cluster, num_workers: int) -> Plan:

@@ -15,7 +15,7 @@ from paceline.plan import place
 from paceline.spec import Cluster, Job, Plan
 from paceline.spec.forecast import Forecast, Grow
 from paceline.workflows.forecasts import CLUSTER_FILE
-from paceline.workflows.jobs import resolve_job
+from paceline.workflows.jobs import check_counts, resolve_job
 from paceline.workflows.traced_model import trace_model
 
 if TYPE_CHECKING:
@@ -105,6 +105,8 @@ def plan(
         devices_per_node=devices_per_node,
     )
     wanted = f"1..{max(1, len(known.devices))}" if devices is None else devices
+    if not isinstance(wanted, str):
+        check_counts(devices=wanted)
     counts = device_counts(wanted) if isinstance(wanted, str) else sorted(set(wanted))
     model_cost = trace_model(resolved) if trace else None
     found = forecast(resolved, known, counts, request, model_cost)

@@ -16,7 +16,7 @@ from paceline.spec import AlgorithmName, Job, Plan, RunRecord
 from paceline.spec.forecast import Grow
 from paceline.workflows.allocation import Allocation, open_allocation
 from paceline.workflows.forecasts import CLUSTER_FILE, feed_back, with_forecasts, without_forecasts
-from paceline.workflows.jobs import Say, resolve_job, silent
+from paceline.workflows.jobs import Say, check_counts, resolve_job, silent
 from paceline.workflows.run_folder import RECORD_FILE, begun_with, finished_record, new_run_dir, write_run
 from paceline.workflows.strategy import PLAIN, Strategy
 from paceline.workflows.where import HERE, Where
@@ -44,7 +44,7 @@ def scale(
     algorithm: AlgorithmName = "auto",
     quiet: bool = True,
     where: Where = HERE,
-    strategy: Strategy = PLAIN,
+    strategy: Strategy | str = PLAIN,
     cluster: Path | str = CLUSTER_FILE,
     say: Say = silent,
     on_failure: OnFailure | None = None,
@@ -70,6 +70,8 @@ def scale(
         PacelineError: an invalid argument, nodes that cannot be reached, a mistake in the job (see `errors`).
         WorkerFailed: every run failed; or one did, and there is no `on_failure`.
     """
+    check_counts(devices=devices, seeds=seeds, max_steps=max_steps, threads=threads)
+    strategy = Strategy(strategy) if isinstance(strategy, str) else strategy
     base = resolve_job(job, settings, data, model)
     study_dir = Path(out) if out else new_run_dir(None, f"{base.name}-scaling")
     cluster_file = Path(cluster)
@@ -99,7 +101,8 @@ def scale(
                     if on_failure is not None:
                         on_failure(name, failure)
     if not records:
-        raise WorkerFailed("Every run of the study failed; the first reason stands above.")
+        told = "the first reason stands above" if on_failure is not None else "; ".join(failures)
+        raise WorkerFailed(f"Every run of the study failed; {told.removesuffix('.')}.")
     study = _written(records, study_dir, grow, tolerance, efficiency_floor)
     if failures and on_failure is None:
         raise WorkerFailed(failed_runs(failures, len(records) + len(failures)))

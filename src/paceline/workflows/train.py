@@ -14,7 +14,7 @@ from paceline.spec import AlgorithmName, Cluster, Job, Plan, RunRecord
 from paceline.workflows.allocation import Allocation, allocation_on_paper, open_allocation
 from paceline.workflows.dry_run import dry_run
 from paceline.workflows.forecasts import CLUSTER_FILE, feed_back, with_forecasts
-from paceline.workflows.jobs import Say, resolve_job, silent
+from paceline.workflows.jobs import Say, check_counts, resolve_job, silent
 from paceline.workflows.plan import load_plan
 from paceline.workflows.run_folder import finished_record, new_run_dir, training_program, write_run
 from paceline.workflows.strategy import PLAIN, Strategy
@@ -39,7 +39,7 @@ def train(
     quiet: bool = True,
     where: Where = HERE,
     elastic: Elastic = RIGID,
-    strategy: Strategy = PLAIN,
+    strategy: Strategy | str = PLAIN,
     debug_comm: bool = False,
     cluster: Path | str = CLUSTER_FILE,
     plan: Plan | Path | str | None = None,
@@ -66,7 +66,7 @@ def train(
         quiet: whether workers leave out their progress, which goes to standard error.
         where: the nodes, and how they are reached.
         elastic: whether the run restarts after a failure.
-        strategy: how workers divide the model.
+        strategy: how workers divide the model, such as "fsdp" or "dp2 x pp2".
         debug_comm: compare every collective across workers.
         cluster: what `probe` measured, for a forecast beside the measurement; need not exist.
         plan: what `plan` recommended, or its file; arguments given here win over it.
@@ -76,6 +76,7 @@ def train(
         PacelineError: an invalid argument, nodes that cannot be reached, a mistake in the job (see `errors`).
         WorkerFailed: a worker failed; says which rank, and why.
     """
+    check_counts(workers=workers, max_steps=max_steps, threads=threads, micro_batch_size=micro_batch_size)
     resolved = resolve_job(job, settings, data, model)
     spread = _Spread(
         resolved,
@@ -85,7 +86,7 @@ def train(
         algorithm=algorithm,
         servers=servers,
         elastic=elastic,
-        strategy=strategy,
+        strategy=Strategy(strategy) if isinstance(strategy, str) else strategy,
         debug_comm=debug_comm,
         cluster=Path(cluster),
         plan=plan if plan is None or isinstance(plan, Plan) else load_plan(Path(plan)),
@@ -124,7 +125,7 @@ class _Spread:
         """The number of workers that is asked for, or what the plan, the nodes and the job allow."""
         num_devices = 1 if allocation.where.launcher == "debug" else len(allocation.cluster.devices)
         planned = self.plan.world_size if self.plan else min(num_devices, self.job.virtual_shards)
-        return self.workers or planned
+        return planned if self.workers is None else self.workers
 
     def plan_for(self, cluster: Cluster, num_workers: int) -> Plan:
         """The plan of a run with so many workers."""

@@ -13,7 +13,7 @@ from paceline.hardware import detect
 from paceline.launch import run_workers
 from paceline.plan import spread
 from paceline.spec import Cluster, Job, Plan
-from paceline.workflows.jobs import Say, resolve_job, silent
+from paceline.workflows.jobs import Say, check_counts, resolve_job, silent
 from paceline.workflows.run_folder import write_run
 from paceline.workflows.strategy import Strategy
 
@@ -60,6 +60,7 @@ def verify(
     counts = sorted(set(workers))
     cluster = detect()
     is_script = str(job).endswith(".py") and not isinstance(job, Job)
+    check_counts(workers=workers, steps=steps)
     resolved = None if is_script else _in_float64(resolve_job(job, settings, data, model))
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as scratch:
         traces = []

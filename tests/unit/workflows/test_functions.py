@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -87,3 +89,20 @@ def test_runs_are_handed_to_schedulers() -> None:
 def test_this_node_is_checked() -> None:
     levels = {finding.level for finding in paceline.doctor()}
     assert "ok" in levels and levels <= {"ok", "warning", "error"}
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: paceline.train("digits-lenet", workers=0), "workers = 0 should be a whole number of 1 or more"),
+        (lambda: paceline.train("digits-lenet", max_steps=0), "max_steps = 0 should be"),
+        (lambda: paceline.train("digits-lenet", threads=-3), "threads = -3 should be"),
+        (lambda: paceline.scale("digits-lenet", devices=[]), r"devices = \[\] should be whole numbers"),
+        (lambda: paceline.verify("digits-lenet", workers=[]), r"workers = \[\] should be whole numbers"),
+        (lambda: paceline.train("digits-lenet", where=paceline.Where(launcher=cast(Any, "foo"))), "no launcher 'foo'"),
+        (lambda: paceline.checkpoint.ls(Path("nowhere")), "no folder 'nowhere'"),
+    ],
+)
+def test_an_invalid_argument_is_one_sentence_before_anything_starts(call: Callable[[], object], sentence: str) -> None:
+    with pytest.raises(paceline.errors.PacelineError, match=sentence):
+        call()
