@@ -56,7 +56,9 @@ CASES: dict[str, dict[str, str]] = {
 """By table and name, what follows on the command line."""
 
 VOLATILE_KEYS = {"samples_per_s", "measured_samples_per_s", "time_to_first_step_s", "wall_s", "train_s", "total_s"}
-VOLATILE_KEYS |= {"data_s", "compute_s", "exposed_comm_s", "environment", "pid", "noticed_at", "sha256"}
+VOLATILE_KEYS |= {"data_s", "compute_s", "exposed_comm_s", "environment", "pid", "noticed_at", "sha256", "epoch_start"}
+DECIDED_KEYS = {"not_measured", "sums", "rejected", "recommended_devices", "verdict"}
+"""What follows from measured numbers, in commands that measure."""
 VOLATILE_TEXT = (
     (r"\bpid \d+|-CONT \d+", "pid <pid>"),
     (r"\b\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?Z?", "<moment>"),
@@ -120,7 +122,7 @@ class Source:
     def settled(self, value: Any, numbers: str) -> Any:
         """The same of a value of JSON."""
         if isinstance(value, dict):
-            hidden = VOLATILE_KEYS if numbers == "measured" else ()
+            hidden = {"measured": VOLATILE_KEYS, "kinds": DECIDED_KEYS}.get(numbers, ())
             return {key: "<measured>" if key in hidden else self.settled(one, numbers) for key, one in value.items()}
         if isinstance(value, list):
             every = [self.settled(one, numbers) for one in value]
@@ -239,7 +241,8 @@ def record_checkpoints(source: Source, _: Path) -> Cases:
         moments = "--set checkpoint.every_steps=3 --set checkpoint.every_epoch=false"
         found: dict[str, Any] = {"outcome": source.train(folder, f"{words} {moments}", steps=STOP)}
         files = [path for path in sorted(folder.glob("run/checkpoints/**/*")) if path.is_file()]
-        found["bytes"] = {str(path.relative_to(folder)): path.stat().st_size for path in files}
+        tensors = [path for path in files if path.suffix == ".safetensors"]  # a manifest has times, of any length
+        found["bytes"] = {str(path.relative_to(folder)): path.stat().st_size for path in tensors}
         found["content"] = {str(path.relative_to(folder)): source.read_file(path, "measured") for path in files}
         for words in ("checkpoint ls run --json", "checkpoint verify run"):
             found[words] = source.read(source.call(folder, words).stdout, "measured")
