@@ -329,7 +329,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     draw = random.Random(5)
     storage = Folder(tmp_path / "checkpoints")
     written = 0
-    met = set()
+    met: set[tuple[str, ...]] = set()
     num_kills = 0
     while num_kills < 20 or (len(met) == 1 and num_kills < 100):
         num_kills += 1
