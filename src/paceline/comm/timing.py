@@ -68,6 +68,13 @@ def wait_for_all(links: Links) -> None:
 
 def slowest(seconds: float, links: Links) -> float:
     """The largest of the workers' values, on all of them."""
-    value = torch.tensor([seconds], dtype=torch.float64, device=links.device)
-    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=links.group)
-    return float(value)
+    return largest(seconds, links.group, links.device)
+
+
+def largest(value: float, group: dist.ProcessGroup | None, device: torch.device | None = None) -> float:
+    """The largest of the workers' numbers, for all of them; a collective, so who gets it knows that all came here."""
+    if group is None:
+        return float(value)
+    values = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
+    return float(values)

@@ -18,10 +18,11 @@ from torch import Tensor
 from paceline.checkpoint import Saver, Snapshot, open_storage, read_checkpoint
 from paceline.checkpoint.load import folder_name
 from paceline.checkpoint.write_plan import plan_writes
+from paceline.comm.timing import largest
 from paceline.errors import CheckpointError
 from paceline.measure.program import Report, run_program, unreported
 from paceline.measure.stopwatch import Stopwatch, seconds_of
-from paceline.measure.workers import join_workers, largest
+from paceline.measure.workers import join_workers
 from paceline.spec import CheckpointSpec
 from paceline.spec.checkpoint_timing import CheckpointRequest, CheckpointTimings
 from paceline.spec.comm_timing import TIMINGS_FILE

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline import env
+from paceline.comm.timing import largest
 from paceline.measure.program import Report, run_program, unreported
 from paceline.measure.stopwatch import median_s, seconds_of
 from paceline.measure.values import NETWORK_FILE, NetworkProbe, NetworkRequest
-from paceline.measure.workers import join_workers, largest
+from paceline.measure.workers import join_workers
 from paceline.object_collectives import all_gather_objects
 from paceline.spec import NetworkLink
 from paceline.train.process_group import World

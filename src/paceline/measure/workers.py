@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from paceline import env
 from paceline.spec import DeviceKind, Plan
@@ -19,15 +18,6 @@ def join_workers(device_kind: DeviceKind | None, timeout_s: float) -> World:
     torch.set_num_threads(env.thread_limit() or max(1, torch.get_num_threads() // facts.local_world_size))
     device: DeviceKind = "cuda" if kind == "cuda" else "cpu"
     return join(facts, Plan(world_size=facts.world_size, device_kind=device, timeout_s=timeout_s))
-
-
-def largest(value: float, group: dist.ProcessGroup | None, device: torch.device | None = None) -> float:
-    """The largest of the workers' numbers, for all of them; a collective, so who gets it knows that all came here."""
-    if group is None:
-        return float(value)
-    values = torch.tensor([value], dtype=torch.float64, device=device)
-    dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
-    return float(values)
 
 
 def free_bytes(device: torch.device) -> float:

@@ -15,9 +15,9 @@ from functools import partial
 from torch import Tensor
 
 from paceline.comm import ALGORITHMS, Links
+from paceline.comm.timing import largest
 from paceline.measure.steps import Subject, step_of
 from paceline.measure.stopwatch import Stopwatch, seconds_of
-from paceline.measure.workers import largest
 from paceline.parallel import DataParallel
 from paceline.parallel.aggregation import candidates, set_up_aggregation
 from paceline.spec import AlgorithmName, Job, Plan, SumTiming

@@ -87,11 +87,11 @@ class _Launching:
     debug_comm: bool = False
 
     def __post_init__(self) -> None:
+        check_counts(workers=self.workers, threads=self.threads)
         if not self.script.is_file():
             raise LaunchError(f"There is no script '{self.script}'.")
 
     def num_workers_on(self, allocation: Allocation) -> int:
-        check_counts(workers=self.workers, threads=self.threads)
         return self.workers or (1 if allocation.where.launcher == "debug" else len(allocation.cluster.devices))
 
     def plan_for(self, cluster: Cluster, num_workers: int) -> Plan:

@@ -95,6 +95,7 @@ def test_this_node_is_checked() -> None:
     ("call", "sentence"),
     [
         (lambda: paceline.train("digits-lenet", workers=0), "workers = 0 should be a whole number of 1 or more"),
+        (lambda: paceline.launch(__file__, workers=0), "workers = 0 should be"),
         (lambda: paceline.train("digits-lenet", max_steps=0), "max_steps = 0 should be"),
         (lambda: paceline.train("digits-lenet", threads=-3), "threads = -3 should be"),
         (lambda: paceline.scale("digits-lenet", devices=[]), r"devices = \[\] should be whole numbers"),
