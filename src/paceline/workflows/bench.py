@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -136,7 +135,7 @@ def checkpoint(
         plan = bench_plan(allocation.cluster, workers)
         request = CheckpointRequest(address, int(parameters), rounds, plan.device_kind)
         _run("paceline.measure.checkpoint_bench", request, allocation, plan, folder, quiet)
-    return CheckpointTimings.from_mapping(json.loads((folder / TIMINGS_FILE).read_text(encoding="utf-8")))
+    return CheckpointTimings.load(folder / TIMINGS_FILE)
 
 
 def results_folder(out: Path | str | None, name: str) -> Path:
