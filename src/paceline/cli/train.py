@@ -36,7 +36,7 @@ from paceline.workflows.strategy import PLAIN, Strategy
 from paceline.workflows.where import HERE, RIGID, Elastic, Where
 
 
-def _list_recipes(is_asked: bool) -> None:
+def _print_recipes(is_asked: bool) -> None:
     if is_asked:
         show_recipes()
         raise typer.Exit
@@ -71,8 +71,8 @@ def train(
         typer.Option("--plan", metavar="FILE", help="What paceline plan wrote; options given here win over it."),
     ] = None,
     dry_run: DryRun = False,
-    list_recipes: Annotated[
-        bool, typer.Option("--list", callback=_list_recipes, is_eager=True, help="List the recipes and exit.")
+    _list: Annotated[
+        bool, typer.Option("--list", callback=_print_recipes, is_eager=True, help="List the recipes and exit.")
     ] = False,
 ) -> None:
     """Train a job on some workers of this machine, or of several."""

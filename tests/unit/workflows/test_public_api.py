@@ -44,7 +44,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 OTHERS = (paceline.dry_run_mesh, paceline.fit_step_times, paceline.suggest_measurements)
 
-SHOWN = {"as_json", "list_recipes", "show_all", "strict", "help"}
+SHOWN = {"as_json", "_list", "show_all", "strict", "help"}
 """What a command prints, or which exit code it has; no matter for a function."""
 IN_PYTHON = {"model", "say", "on_failure", "on_each", "arguments", *(group.__name__.lower() for group in GROUPS)}
 """What a command line cannot give, or gives as options of its own."""
