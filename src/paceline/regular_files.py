@@ -134,6 +134,19 @@ def replace_text(path: Path, text: str, mode: int = 0o666) -> None:
         raise
 
 
+def make_run_folder(path: Path) -> None:
+    """Make a folder of a run, and those above it that are missing, as private as the run's files; it may exist.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    mode = run_file_mode()
+    mode |= (mode & 0o444) >> 2
+    for folder in reversed([path, *path.parents]):
+        if not folder.is_dir():
+            folder.mkdir(mode, exist_ok=True)
+
+
 def run_file_mode() -> int:
     """The permissions of what a run writes: its owner's alone, or all that the umask allows if it lets a group write.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from paceline.errors import CheckpointError
-from paceline.regular_files import create, open_regular, read_bytes, run_file_mode
+from paceline.regular_files import create, make_run_folder, open_regular, read_bytes, run_file_mode
 
 Piece = bytes | bytearray | memoryview
 
@@ -70,7 +70,7 @@ class Folder:
         path = self._path / name
         unfinished = path.with_name(path.name + ".part")
         if not path.parent.is_dir():
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_run_folder(path.parent)
             _make_durable(path.parent.parent)
         try:
             with create(unfinished, run_file_mode()) as file:
@@ -116,8 +116,9 @@ class Folder:
             path.unlink(missing_ok=True)
 
     def claim(self, folder: str) -> bool:
+        make_run_folder(self._path)
         try:
-            (self._path / folder).mkdir(mode=0o700, parents=True)
+            (self._path / folder).mkdir(mode=0o700)
         except FileExistsError:
             return False
         _make_durable(self._path)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import JobError
-from paceline.regular_files import read_json, replace_text
+from paceline.regular_files import make_run_folder, read_json, replace_text
 from paceline.spec.codec import from_mapping
 
 LOST_PEER_TYPES = frozenset({"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"})
@@ -62,7 +62,7 @@ class Failure:
         Raises:
             OSError: the note cannot be written.
         """
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_run_folder(path.parent)
         replace_text(path, json.dumps(asdict(self), indent=1), 0o600)
 
     @property

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from paceline.regular_files import parse_json
+from paceline.regular_files import make_run_folder, parse_json
 from paceline.spec import Job, Plan
 from paceline.spec.plan import Limit
 from paceline.train.loop import RunOutput, train
@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--plan", help="the plan itself, as JSON")
     arguments = parser.parse_args()
     run_dir: Path = arguments.run_dir
-    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_run_folder(run_dir)
     job = Job.from_mapping(parse_json(arguments.job)) if arguments.job else Job.load(run_dir / "job.json")
     plan = Plan.from_mapping(parse_json(arguments.plan)) if arguments.plan else Plan.load(run_dir / "plan.json")
     limit = run_dir / "limit.json"

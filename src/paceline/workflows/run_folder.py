@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from paceline.errors import PacelineError
-from paceline.regular_files import run_file_mode
+from paceline.regular_files import make_run_folder, run_file_mode
 from paceline.spec import Job, Plan, RunRecord
 from paceline.spec.plan import Limit
 from paceline.spec.record import RECORD_FILE
@@ -37,9 +37,12 @@ def new_run_dir(out: Path | str | None, name: str) -> Path:
     candidates = (stem if n == 0 else stem.with_name(f"{stem.name}-{n}") for n in range(1000))
     for candidate in candidates:
         try:
-            candidate.mkdir(mode=0o700, parents=True)
+            candidate.parent.mkdir(exist_ok=True)
+            candidate.mkdir(mode=0o700)
         except FileExistsError:
             continue
+        except OSError as problem:
+            raise PacelineError(f"{problem.strerror}: {candidate}; name another folder with --out.") from None
         return candidate
     raise PacelineError(f"No free folder name under {stem}; name one with --out.")
 
@@ -47,7 +50,7 @@ def new_run_dir(out: Path | str | None, name: str) -> Path:
 def make_folder(folder: Path) -> None:
     """Make a folder that only its owner can read. Raises `PacelineError` where that is not possible."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_run_folder(folder)
     except OSError as problem:
         raise PacelineError(f"The run folder {folder} cannot be made: {problem}.") from None
 
