@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from paceline.data.order import ShuffledOrder
 from paceline.measure.stopwatch import Stopwatch, seconds_of
 from paceline.parallel import Assignment, Engine, StepInput
+from paceline.samples import Samples
 from paceline.train.numerics import LossFn
 from paceline.train.run import Run
 from paceline.train.seeding import seed_shard
@@ -74,7 +75,7 @@ def step_of(
     num_shards = max(1, size // subject.shard_size)
     step_input = StepInput(
         assignment=Assignment.of(size * world_size, num_shards * world_size, rank, world_size),
-        batch=batch,
+        batch=Samples.of(batch, size),
         loss_of=run.precision.of(subject.loss_fn),
         seed_shard=lambda shard: seed_shard(run.job.seed, 0, shard, run.device),
         scale=lambda loss: loss,

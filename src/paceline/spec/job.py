@@ -24,6 +24,7 @@ class ModelSpec:
     """A reference model by name, or any callable by import path ("package.module:build")."""
 
     name: str = "lenet"
+    """A name that `paceline models` lists, or an import path "package.module:build"."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for the model's constructor."""
 
@@ -37,17 +38,23 @@ class DataSpec:
     """
 
     name: str = "digits"
+    """A name that `paceline data` lists, or an import path "package.module:build"."""
     dir: str | None = None
     """A directory of the user, never written to. None: the cache, downloading if needed."""
     augment: tuple[Augmentation, ...] = ()
+    """Random changes of training images, the same ones on any number of workers."""
     crop_padding: int = at_least(1, 4)
+    """Pixels around an image before a part of its former size is cut out ("crop")."""
     cutout_size: int = at_least(1, 8)
+    """Edge of the square that "cutout" blanks, in pixels."""
     loader_workers: int = at_least(0, 0)
     """DataLoader processes per worker, for data sets that do not live in memory."""
     train_limit: int | None = at_least(1, None)
     """The number of training samples to use, from the first; None: all."""
     test_limit: int | None = at_least(1, None)
+    """The number of test samples to use, from the first; None: all."""
     options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments for the data set's builder."""
 
 
 @dataclass(frozen=True)
@@ -55,22 +62,36 @@ class OptimSpec:
     """Optimizer, learning-rate schedule, and the rule that scales the rate with the global batch."""
 
     name: Literal["sgd", "adam", "adamw"] = "sgd"
+    """The optimizer."""
     lr: float = above(0, 0.1)
+    """The learning rate, for `base_batch_size` samples a step."""
     momentum: float = between(0, 1, 0.9)
+    """Momentum of "sgd"."""
     nesterov: bool = False
+    """Whether the momentum of "sgd" is Nesterov's."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of the two running means of "adam" and "adamw"."""
     eps: float = above(0, 1e-8)
+    """The number that "adam" and "adamw" add to the denominator."""
     weight_decay: float = at_least(0, 0.0)
+    """Weight decay, as the optimizer defines it."""
     schedule: Literal["constant", "cosine", "step"] = "constant"
+    """How the learning rate changes after the warm-up, counted in samples: not at all, along a cosine to 0, in
+    steps."""
     step_epochs: tuple[float, ...] = ()
     """Epochs at which the step schedule multiplies the rate by `step_factor`."""
     step_factor: float = above(0, 0.1)
+    """What each step of the step schedule multiplies the rate by."""
     warmup_epochs: float = at_least(0, 0.0)
+    """Epochs in which the rate rises linearly to its full value."""
     base_batch_size: int | None = at_least(1, None)
     """The global batch size for which `lr` was chosen; None: this job's own."""
     lr_scaling: Literal["linear", "sqrt", "none"] = "linear"
+    """How the rate follows a global batch other than `base_batch_size`: in proportion, by the square root, or not."""
     label_smoothing: float = between(0, 1, 0.0)
+    """The share of a target that is spread evenly over all classes."""
     clip_norm: float | None = above(0, None)
+    """The largest norm of the whole gradient; None: not clipped."""
 
     def __post_init__(self) -> None:
         if self.nesterov and self.momentum == 0:
@@ -97,9 +118,12 @@ class AggregationSpec:
     """
 
     method: Literal["every_step", "local_sgd", "diloco", "parameter_server_async"] = "every_step"
+    """When gradients are summed: every step; or weights are averaged every few steps ("local_sgd", "diloco"); or
+    servers update asynchronously."""
     wire: Literal["float32", "bfloat16", "float16", "int8", "powersgd", "topk", "randomk", "auto-lossy"] = "float32"
     """The wire format; "auto-lossy": the elementwise format that is fastest at the start of the run."""
     powersgd_rank: int = at_least(1, 2)
+    """The rank of the matrices that "powersgd" sends."""
     density: float = between(0, 1, 0.01)
     """The fraction of gradient values that topk and randomk send."""
     sync_every: int = at_least(1, 16)
@@ -108,7 +132,9 @@ class AggregationSpec:
     """With local_sgd and diloco: the workers of one node synchronise every step, the nodes every
     `sync_every` steps."""
     outer_lr: float = above(0, 0.7)
+    """The learning rate of outer steps, with diloco."""
     outer_momentum: float = between(0, 1, 0.9)
+    """The Nesterov momentum of outer steps, with diloco."""
     staleness: int = at_least(0, 4)
     """With parameter_server_async: how many updates the parameters behind a gradient may be late; 0: none."""
 
@@ -129,9 +155,11 @@ class CheckpointSpec:
     every_minutes: float | None = above(0, 2.0)
     """Minutes between checkpoints; None: not by time."""
     every_steps: int | None = at_least(1, None)
+    """Steps between checkpoints; None: not by steps."""
     every_epoch: bool = True
     """Whether to save at the end of each epoch, after its evaluation."""
     keep_last: int = at_least(1, 2)
+    """How many of the newest checkpoints are kept."""
     keep_every_hours: float | None = above(0, None)
     """Also keep the first checkpoint of every period of this many hours."""
     keep_best: str | None = None
@@ -143,24 +171,34 @@ class Job(JsonValue):
     """What to train. A run is a function of its job alone: devices change how fast, never what it learns."""
 
     name: str = "job"
+    """What tables and pages call the job; a file's name if it is left out."""
     global_batch_size: int = at_least(1, 256)
+    """Samples of one optimizer update, over all workers."""
     virtual_shards: int = at_least(1, 8)
     """The number of virtual shards of every global batch, which is also the maximum number of workers."""
     epochs: int = at_least(1, 1)
+    """Passes over the training set."""
     seed: int = between(0, 2**63 - 1, 0)
+    """The seed of weights, order, augmentation and dropout."""
     parity: Parity = "numeric"
+    """What stays equal when the number of workers changes: results up to rounding, or every bit."""
     precision: Precision = "float32"
+    """The precision of forward passes: bfloat16 and float16 are mixed precision with float32 weights."""
     norm: Norm = "shard"
     """Whose statistics batch norm uses: the virtual shard's, the device's ("local"), the global batch's ("sync")."""
     channels_last: bool = False
+    """Whether images and convolutions use the memory format channels_last."""
     compile: bool = False
+    """Whether the model goes through torch.compile."""
     measure_noise: bool = True
     """Keep the gradient noise scale up to date, every epoch in the log; it never changes what is learned."""
     nonfinite: Reaction = "skip"
     """What to do in a step whose loss or gradient is not finite: skip the update; skip it and restore the last
     checkpoint (without repeating data); end the run; or do not check."""
     eval_every_epochs: int = at_least(1, 1)
+    """Epochs between two evaluations; the last epoch is always evaluated."""
     eval_batch_size: int = at_least(1, 256)
+    """Samples that go through the model together in an evaluation."""
     model: ModelSpec = field(default_factory=ModelSpec)
     data: DataSpec = field(default_factory=DataSpec)
     optim: OptimSpec = field(default_factory=OptimSpec)
