@@ -16,7 +16,11 @@ from tests.docs.blocks import NO_CODE, Block, blocks_of
 ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
-    *sorted(path for path in (ROOT / "docs").rglob("*.md") if not {"experiments", "adr", "generated", "_build"} & set(path.parts)),
+    *sorted(
+        path
+        for path in (ROOT / "docs").rglob("*.md")
+        if not {"experiments", "adr", "generated", "_build"} & set(path.parts)
+    ),
 ]
 """Experiments are left out: their commands measure for minutes, and belong to what was seen on a day."""
 BLOCKS = {page: list(blocks_of(page, ROOT)) for page in PAGES}
