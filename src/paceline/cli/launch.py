@@ -37,9 +37,10 @@ def launch(
         "threads": threads,
         "strategy": strategy,
         "where": where,
+        "elastic": elastic,
         "debug_comm": debug_comm,
     }
     if dry_run:
         print(workflow.launch_commands(script, context.args, **options))
     else:
-        workflow.launch(script, context.args, elastic=elastic, **options)
+        workflow.launch(script, context.args, **options)

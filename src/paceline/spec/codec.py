@@ -55,6 +55,8 @@ def above(low: float, default: Any) -> Any:
 
 # Metadata of fields, with `dataclasses.field`.
 NOT_NEGATIVE = types.MappingProxyType({"low": 0})
+POSITIVE = types.MappingProxyType({"low": 1})
+ABOVE_ZERO = types.MappingProxyType({"above": 0})
 MAY_DIVERGE = types.MappingProxyType({"may_diverge": True})
 """Numbers that may be NaN or infinite, such as a loss; those of all other fields may not."""
 PLAIN = types.MappingProxyType({"is_plain": True})
