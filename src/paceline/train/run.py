@@ -168,7 +168,8 @@ class Run:
     def keep(self, name: str, thing: Stateful) -> None:
         """Save and restore something of the script's own with every checkpoint, after `prepare`.
 
-        Checkpoints are taken at the end of `step`: what changes after it belongs to the next one.
+        Checkpoints are taken when the next batch is asked for, or the next epoch begins: what the script changes
+        after `step`, such as a learning-rate scheduler or an average of the weights, belongs to that step.
 
         Args:
             thing: has `state_dict()`, of tensors, numbers, texts, and lists and dictionaries of these, alike on all
@@ -192,6 +193,7 @@ class Run:
             yield from self._epoch_batches(dataset, number)
 
     def _epoch_batches(self, dataset: Any, epoch: int) -> Iterator[Any]:
+        self._finish_step()
         batches = self._progress.enter(epoch, num_samples(dataset, "training"))
         if self.steps and self._progress.at_epoch_start:
             self._stepper.session.epoch_ended()
@@ -207,7 +209,12 @@ class Run:
             self._pending = Pending(batch, content, dataset)
             yield content
             self._check_stepped()
+            self._finish_step()
             self.timer.data_asked()
+
+    def _finish_step(self) -> None:
+        if self._prepared is not None:
+            self._prepared.finish_step()
 
     def _check_stepped(self) -> None:
         if self._pending is not None:

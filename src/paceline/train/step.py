@@ -58,8 +58,15 @@ class Stepper:
         self._timer = timer
         self._tracer = tracer
         self._guard = NonFiniteGuard(session)
-        self.is_whole = True
+        self._is_finished = True
+        """Whether the script has done what belongs to the last step."""
+        self._is_consistent = True
         """Whether weights, optimizer, buffers and progress all belong to the same step."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the run could be saved as it is: all of its state, the script's own included, is of one step."""
+        return self._is_consistent and (self._is_finished or self._state.kept.is_empty)
 
     def step(self, pending: Pending, content: Any, loss_fn: LossFn) -> Tensor:
         """Train on a batch; returns its mean loss.
@@ -69,7 +76,7 @@ class Stepper:
         """
         progress, trained, batch = self._state.progress, self.trained, pending.batch
         engine = trained.engine
-        self.is_whole = not engine.changes_buffers
+        self._is_consistent = not engine.changes_buffers
         step_input = self._input(progress.steps, batch.assignment, content, loss_fn)
         if engine.reads_assignment:
             check_batch(content, sum(batch.assignment.sizes) or 1)
@@ -86,10 +93,19 @@ class Stepper:
         self.session.heartbeat.step(progress.steps)
         seed_between_steps(self._state.job.seed, progress.steps, self._device)
         self._timer.step_ended(engine.communication)
-        self.is_whole = True
-        if engine.is_synchronised:
-            self.session.step_ended(self._timer.own_s)
+        self._is_consistent, self._is_finished = True, False
         return loss
+
+    def finish_step(self) -> None:
+        """Exchange status and save if due, once the script has done what belongs to the last step. A collective.
+
+        A learning-rate scheduler or an average of weights moves after `Run.step`: saved inside of it, they would be
+        one step behind the weights.
+        """
+        if not self._is_finished:
+            self._is_finished = True
+            if self.trained.engine.is_synchronised:
+                self.session.step_ended(self._timer.own_s)
 
     def _input(self, index: int, assignment: Assignment, content: Any, loss_fn: LossFn) -> StepInput:
         """The step input for an assignment of the global batch with this number, counted over the whole run."""
@@ -112,7 +128,7 @@ class Stepper:
         has_gradient = not engine.holds_all or any(p.grad is not None for p in trained.model.parameters())
         norm = functools.cache(engine.gradient_norm)  # computed at most once per step
         is_made = has_gradient and self._guard.allows_update(loss, norm, batch.samples)
-        self.is_whole = False
+        self._is_consistent = False
         if is_made and clip_norm is not None:
             scaler.unscale_(trained.optimizer)
             clip_gradients(trained.model.parameters(), clip_norm, norm())
