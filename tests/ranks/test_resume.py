@@ -162,7 +162,7 @@ def test_another_job_is_refused(tmp_path: Path) -> None:
 
 
 def _train_by_a_scheduler(job: Job, folder: str, killed_at: int | None = None, when: str = "") -> tuple[str, float]:
-    """The fingerprint of the weights and the last learning rate; the scheduler steps after `run.step`, as torch says."""
+    """The fingerprint of the weights and the last learning rate; the scheduler steps after `run.step`, as in torch."""
     plan = Plan(world_size=worker_facts().world_size, algorithm="tree_exact", timeout_s=60)
     with paceline.init(job, plan=plan, checkpoint_dir=folder) as run:
         model = models.build(job.model, num_classes=10, in_channels=3, image_size=16)
