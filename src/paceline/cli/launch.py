@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.options import DebugComm, DryRun, Threads, Workers, grouped
+from paceline.cli.options import DebugComm, DryRun, MicroBatch, Threads, Workers, grouped
 from paceline.workflows import launch as workflow
 from paceline.workflows.where import HERE, RIGID, Elastic, Where
 
@@ -25,6 +25,7 @@ def launch(
         str | None,
         typer.Option(metavar="NAME|MESH", help="How workers divide the model, unless the script says it itself."),
     ] = None,
+    micro_batch_size: MicroBatch = None,
     where: Where = HERE,
     elastic: Elastic = RIGID,
     debug_comm: DebugComm = False,
@@ -36,6 +37,7 @@ def launch(
         "out": out,
         "threads": threads,
         "strategy": strategy,
+        "micro_batch_size": micro_batch_size,
         "where": where,
         "debug_comm": debug_comm,
     }

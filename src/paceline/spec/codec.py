@@ -156,7 +156,13 @@ def _convert_union(args: tuple[Any, ...], raw: Any, path: str) -> Any:
         except JobError:
             if len(kinds) == 1:
                 raise
-    raise JobError(f"{path} = {raw!r} should be {' or '.join(_TYPE_WORDS.get(kind, str(kind)) for kind in kinds)}.")
+    raise JobError(f"{path} = {raw!r} should be {' or '.join(_words_for(kind) for kind in kinds)}.")
+
+
+def _words_for(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    return _TYPE_WORDS.get(kind, str(kind))
 
 
 def _convert_scalar(expected: Any, raw: Any, path: str) -> Any:

@@ -28,6 +28,7 @@ from paceline.spec import Job, Mesh, Plan
 from paceline.train.data_progress import DataProgress
 from paceline.train.digest import weights_sha256
 from paceline.train.evaluate import Measure, chunk_ranges, evaluate, evaluation_mode, own_chunks
+from paceline.train.memory_limit import memory_limit
 from paceline.train.noise_meter import NoiseMeter
 from paceline.train.numerics import LossFn, Precision, torch_settings
 from paceline.train.process_group import abandon, join
@@ -150,6 +151,7 @@ class Run:
         rebind(optimizer, names, trained.model)
         session = self._open_session(trained)
         self._prepared = Stepper(session, rates, self.mesh, self.reader, self.timer, self._tracer)
+        self._at_close.enter_context(memory_limit(env.memory_limit_bytes(), self.device, trained.model))
         return trained.engine.module, optimizer
 
     def _open_session(self, trained: Trained) -> Session:
@@ -236,7 +238,18 @@ class Run:
         pending, self._pending = self._pending, None
         if pending is None:
             raise JobError("run.step needs a batch that run.batches just yielded; each is used once.")
-        return self._stepper.step(pending, batch, loss_fn)
+        loss = self._stepper.step(pending, batch, loss_fn)
+        self._note_micro_batch()
+        return loss
+
+    def _note_micro_batch(self) -> None:
+        """Say it, and keep it with the plan, if memory had no room for the micro-batch so far."""
+        found = self.engine.micro_batch
+        if found is not None and found.is_automatic and found.size not in (None, self.plan.micro_batch_size):
+            self.plan = dataclasses.replace(self.plan, micro_batch_size=found.size)
+            note = f"micro_batch_size = {found.size} from step {self.steps} on: memory has no room for more"
+            self.notes.append(note)
+            self.say(note)
 
     def evaluate(self, dataset: Any, measure: Measure) -> dict[str, float]:
         """Mean of every metric over `dataset`, each sample counted exactly once on any number of workers.

@@ -13,6 +13,7 @@ from paceline.errors import JobError, ModelError
 from paceline.parallel import AnyShard, Assignment, StepInput, check_batch
 from paceline.parallel.assignment import shard_sizes
 from paceline.parallel.dtensor import clip_gradients
+from paceline.parallel.micro_batch import is_out_of_memory
 from paceline.spec import Mesh
 from paceline.train.data_progress import Batch
 from paceline.train.nonfinite import NonFiniteGuard
@@ -86,7 +87,12 @@ class Stepper:
         self._rates.set(progress.samples_seen, batch.samples_per_epoch)
         trained.optimizer.zero_grad(set_to_none=True)
 
-        loss = engine.step(step_input, functools.partial(self._update, batch, content))
+        try:
+            loss = engine.step(step_input, functools.partial(self._update, batch, content))
+        except (RuntimeError, MemoryError) as problem:
+            if not is_out_of_memory(problem):
+                raise
+            raise ModelError(self._out_of_memory(problem)) from problem
 
         self._tracer.after_update(trained.model, engine.whole)
         progress.trained_on(batch)
@@ -95,6 +101,14 @@ class Stepper:
         self._timer.step_ended(engine.communication)
         self._is_consistent, self._is_finished = True, False
         return loss
+
+    def _out_of_memory(self, problem: BaseException) -> str:
+        job, found = self._state.job, self.trained.engine.micro_batch
+        smaller = f"set micro_batch_size = 'auto' or to {job.shard_size}, or raise virtual_shards"
+        if found is None or found.is_automatic or found.size == job.shard_size:
+            smaller = f"raise virtual_shards: one shard of {job.shard_size} samples goes through the model at a time"
+        words = str(problem).split(". ")[0].strip() or type(problem).__name__
+        return f"Memory ran out in step {self._state.progress.steps + 1} ({words}); {smaller}."
 
     def finish_step(self) -> None:
         """Exchange status and save if due, once the script has done what belongs to the last step. A collective.

@@ -12,6 +12,7 @@ from paceline import env
 from paceline.errors import LaunchError
 from paceline.plan import spread
 from paceline.spec import Cluster, Plan, parse_mesh
+from paceline.spec.micro_batch import MicroBatchSize, parse_micro_batch
 from paceline.workflows.allocation import Allocation, allocation_on_paper, open_allocation
 from paceline.workflows.dry_run import dry_run
 from paceline.workflows.jobs import check_counts
@@ -27,6 +28,7 @@ def launch(
     out: Path | str | None = None,
     threads: int | None = None,
     strategy: str | None = None,
+    micro_batch_size: MicroBatchSize | None = None,
     where: Where = HERE,
     elastic: Elastic = RIGID,
     debug_comm: bool = False,
@@ -41,6 +43,8 @@ def launch(
         out: the folder for logs; None: a new one under runs/.
         threads: CPU threads that each worker computes with; None: an equal share of the cores.
         strategy: how workers divide the model if the script does not choose it, such as "fsdp" or "dp2 x pp2".
+        micro_batch_size: most samples in one forward pass of a worker if the script does not say it; "auto": as many
+            as memory has room for.
         where: the nodes, and how they are reached.
         elastic: whether the script is started again after a failure.
         debug_comm: compare every collective across workers.
@@ -50,7 +54,7 @@ def launch(
         JobError: a strategy that does not make as many workers.
         WorkerFailed: a worker failed; says which rank, and why.
     """
-    launching = _Launching(Path(script), workers, threads, strategy, debug_comm)
+    launching = _Launching(Path(script), workers, threads, strategy, micro_batch_size, debug_comm)
     run_dir = Path(out) if out else new_run_dir(None, launching.script.stem)
     with open_allocation(where, run_dir) as allocation:
         allocation.run_job(
@@ -60,7 +64,7 @@ def launch(
             lambda _plan: [str(script), *arguments],
             run_dir=run_dir,
             output="all",
-            environ=env.strategy_note(strategy),
+            environ=launching.notes,
         )
     return run_dir
 
@@ -73,7 +77,7 @@ def launch_commands(
     allocation = allocation_on_paper(where)
     plan = launching.plan_for(allocation.cluster, launching.num_workers_on(allocation))
     run_dir = out or Path("runs") / launching.script.stem
-    return dry_run(plan, [str(script), *arguments], run_dir, allocation.where, env.strategy_note(launching.strategy))
+    return dry_run(plan, [str(script), *arguments], run_dir, allocation.where, launching.notes)
 
 
 @dataclass(frozen=True)
@@ -84,12 +88,20 @@ class _Launching:
     workers: int | None = None
     threads: int | None = None
     strategy: str | None = None
+    micro_batch_size: MicroBatchSize | None = None
     debug_comm: bool = False
 
     def __post_init__(self) -> None:
         check_counts(workers=self.workers, threads=self.threads)
+        if self.micro_batch_size is not None:
+            parse_micro_batch(str(self.micro_batch_size))
         if not self.script.is_file():
             raise LaunchError(f"There is no script '{self.script}'.")
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """The variables that tell the workers what the script leaves open."""
+        return env.strategy_note(self.strategy) | env.micro_batch_note(self.micro_batch_size)
 
     def num_workers_on(self, allocation: Allocation) -> int:
         return self.workers or (1 if allocation.where.launcher == "debug" else len(allocation.cluster.devices))
