@@ -1,4 +1,4 @@
-"""micro_batch_size = "auto": found under a limit on memory, halved on all workers alike, and nothing else is learned."""
+"""micro_batch_size = "auto": found under a limit on memory, halved on all workers alike; the rest stays the same."""
 
 from __future__ import annotations
 
@@ -145,11 +145,8 @@ def _refusals(cases: list[Case]) -> list[str]:
 def test_what_never_fits_is_one_sentence() -> None:
     cases = [Case("hungry", size, "30MB") for size in ("auto", None, 8)]
     (sentences,) = run_ranks(_refusals, 1, cases, timeout_s=100)
-    for sentence, advice in zip(
-        sentences,
-        ("raise virtual_shards", "set micro_batch_size = 'auto' or to 8", "raise virtual_shards"),
-        strict=True,
-    ):
+    advices = "raise virtual_shards", "set micro_batch_size = 'auto' or to 8", "raise virtual_shards"
+    for sentence, advice in zip(sentences, advices, strict=True):
         assert sentence.startswith("Memory ran out ") and advice in sentence
     for of_worker in run_ranks(_refusals, 2, cases[:1], timeout_s=100):
         assert "raise virtual_shards" in of_worker[0]

@@ -60,12 +60,12 @@ def init(
 
 def _micro_batch_size(job: Job, plan: Plan) -> MicroBatchSize | None:
     """As the plan says, else the job, else `paceline launch --micro-batch`."""
-    size = plan.micro_batch_size or job.micro_batch_size
+    if plan.micro_batch_size is not None:
+        return plan.micro_batch_size
     of_launch = env.micro_batch()
-    if size is None and of_launch is not None:
-        size = parse_micro_batch(of_launch)
+    size = parse_micro_batch(of_launch) if of_launch is not None else None
     job.check_micro_batch(size)
-    return size
+    return job.micro_batch_size or size
 
 
 def _default_plan(job: Job, facts: env.WorkerFacts, strategy: str) -> Plan:
