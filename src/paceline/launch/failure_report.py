@@ -25,7 +25,7 @@ from paceline.launch.failures import (
 from paceline.launch.faults import Cause, fault_of
 from paceline.launch.hang import Hang, WorkerState
 from paceline.launch.supervise import NodeLoss, Outcome
-from paceline.regular_files import open_regular, replace_text
+from paceline.regular_files import open_regular, refuge, replace_text
 
 LOG_TAIL_LINES = 30
 MOST_STACK_LINES = 25
@@ -73,10 +73,23 @@ class FailureReport:
             lines += ["", "Evidence:", *self.evidence.rstrip().splitlines()[-MOST_STACK_LINES:]]
         return "\n".join(lines) + "\n"
 
-    def save(self, run_dir: Path, name: str = "failure") -> None:
-        """Write `name`.json and `name`.txt, readable only by the user."""
+    def save(self, run_dir: Path, name: str = "failure") -> Path | None:
+        """Write `name`.json and `name`.txt, readable only by the user; in another place if the folder refuses.
+
+        Returns:
+            The second of them; None where it could be written nowhere.
+        """
+        try:
+            self._write(run_dir, name)
+        except OSError:
+            folder = refuge(run_dir.name, lambda place: self._write(place, name))
+        else:
+            folder = run_dir
+        return None if folder is None else folder / f"{name}.txt"
+
+    def _write(self, folder: Path, name: str) -> None:
         for suffix, text in (("json", json.dumps(asdict(self), indent=1) + "\n"), ("txt", self.text())):
-            replace_text(run_dir / f"{name}.{suffix}", text, 0o600)
+            replace_text(folder / f"{name}.{suffix}", text, 0o600)
 
 
 def clear_report(run_dir: Path) -> None:
