@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, Sampler, WeightedRandomSampler
 
 import paceline
 from paceline.env import worker_facts
@@ -23,7 +23,7 @@ from tests.ranks.harness import run_ranks
 SIZE = 45
 
 
-class Sentences:
+class Sentences(Dataset[dict[str, Any]]):
     """Token lists of many lengths, with a little noise of their own."""
 
     def __len__(self) -> int:
@@ -67,7 +67,7 @@ def _loader(name: str) -> tuple[Any, dict[str, Any]]:
     if name == "padding":
         return dataset, {"collate_fn": masked_padding}
     if name == "loader with everything":
-        weighted = WeightedRandomSampler(torch.rand(SIZE, generator=torch.Generator().manual_seed(1)), 30)
+        weighted = WeightedRandomSampler([1 + number % 4 for number in range(SIZE)], 30)
         keys: dict[str, Any] = {"num_workers": 2, "worker_init_fn": _init, "persistent_workers": True}
         return DataLoader(dataset, 9, sampler=weighted, collate_fn=masked_padding, drop_last=True, **keys), {}
     if name == "batches by length":
@@ -91,7 +91,8 @@ class _Model(nn.Module):
 
 def _loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     losses = nn.functional.cross_entropy(model(batch["tokens"], batch["longest"]), batch["label"], reduction="none")
-    return (losses * (1 + batch["noise"])).mean()
+    loss: Tensor = (losses * (1 + batch["noise"])).mean()
+    return loss
 
 
 def _measure(model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
@@ -108,7 +109,7 @@ def _train_all(parity: str, strategy: str, names: tuple[str, ...] = NAMES) -> di
         job = Job(global_batch_size=9, virtual_shards=4, epochs=2, seed=5, parity=parity)  # type: ignore[arg-type]
         with paceline.init(job, strategy=strategy, **values) as run:
             torch.manual_seed(3)
-            model, _ = run.prepare(model := _Model(), torch.optim.SGD(model.parameters(), 0.3))
+            run.prepare(model := _Model(), torch.optim.SGD(model.parameters(), 0.3))
             dataset, keys = _loader(name)
             losses, sizes = [], []
             for batch in run.batches(dataset, **keys):
@@ -149,7 +150,7 @@ def _refused() -> list[str]:
         for sampler in samplers:
             dataset: Any = (
                 Sentences() if sampler is not None else torch.utils.data.Subset(Sentences(), range(30 + rank))
-            )  # type: ignore[arg-type]
+            )
             with pytest.raises(DataError) as caught:
                 next(iter(run.batches(dataset, collate_fn=masked_padding, sampler=sampler)))
             sentences.append(str(caught.value))
@@ -165,6 +166,7 @@ def test_workers_with_other_orders_are_refused() -> None:
 def test_a_sharded_batch_says_how_it_is_used() -> None:
     batch = ShardedBatch(({"x": 1}, {"x": 2}), (3, 2))
     assert batch.map(lambda shard: shard["x"]).shards == (1, 2) and batch.num_samples == 5
-    for wrong in (lambda: batch["x"], lambda: batch.to("cpu"), lambda: list(batch)):
+    wrongs: list[Callable[[], Any]] = [lambda: batch["x"], lambda: batch.to("cpu"), lambda: list(batch)]
+    for wrong in wrongs:
         with pytest.raises(ModelError, match=r"one collated batch for each virtual shard, .* by batch.map"):
             wrong()

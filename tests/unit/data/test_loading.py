@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -114,8 +114,8 @@ def by_function(seed: int, epoch: int) -> Any:
     return np.random.default_rng([seed, epoch]).permutation(20)
 
 
-SAMPLERS = {
-    "weighted": lambda: WeightedRandomSampler(torch.arange(20.0), 15),
+SAMPLERS: dict[str, Callable[[], Any]] = {
+    "weighted": lambda: WeightedRandomSampler(list(range(20)), 15),
     "replacement": lambda: RandomSampler(Numbers(), replacement=True, num_samples=30),
     "with a generator": lambda: RandomSampler(Numbers(), generator=torch.Generator().manual_seed(3)),
     "in batches": lambda: BatchSampler(RandomSampler(Numbers(), generator=torch.Generator().manual_seed(3)), 7, False),
@@ -188,7 +188,7 @@ def test_a_seeded_collator_is_refused() -> None:
 
 
 def contents(loading: Loading, requests: list[SampleRequest], **settings: Any) -> list[Any]:
-    settings = {"seed": 3, "epoch": 1, "device": CPU} | settings
+    settings = {"seed": 3, "epoch": 1, "device": CPU, **settings}
     return [content for one in read_samples(loading, requests, **settings) for content in one]
 
 
