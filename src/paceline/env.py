@@ -327,6 +327,16 @@ def run_dir() -> Path | None:
     return Path(text) if text else None
 
 
+def scheduler_run() -> str:
+    """What the processes of this run have in common, restarted ones included, as torchrun or Slurm names it; may be
+    empty."""
+    torchrun = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if torchrun != "none":
+        return f"torchrun {torchrun}"
+    slurm = os.environ.get("SLURM_JOB_ID", "")
+    return f"slurm {slurm}.{os.environ.get('SLURM_STEP_ID', '')}" if slurm else ""
+
+
 def data_dir() -> Path:
     """Where downloads and decoded caches live: PACELINE_DATA, else the user's cache directory."""
     text = os.environ.get(DATA_DIR)

@@ -31,6 +31,7 @@ from paceline.launch.run_workers import (
 )
 from paceline.launch.supervise import Outcome
 from paceline.launch.team import LaunchOptions
+from paceline.regular_files import replace_text, run_file_mode
 from paceline.spec import Cluster, Plan
 from paceline.spec.plan import EXCLUDED
 
@@ -132,10 +133,9 @@ class _GenerationLog:
         self._write()
 
     def _write(self) -> None:
-        draft = self.path.with_suffix(".tmp")
+        text = json.dumps({"generations": [asdict(one) for one in self.generations]}, indent=1) + "\n"
         with contextlib.suppress(OSError):  # a full disk is no reason to stop training
-            draft.write_text(json.dumps({"generations": [asdict(one) for one in self.generations]}, indent=1) + "\n")
-            draft.replace(self.path)
+            replace_text(self.path, text, run_file_mode())
 
 
 def run_elastic(
@@ -261,8 +261,7 @@ class _ElasticRun:
             raise _last_error(end, run_dir, objection)
         self.options = replace(self.options, restart=self.options.restart + 1)
         if end.report is not None:
-            with contextlib.suppress(OSError):  # a full disk is no reason to stop training
-                end.report.save(run_dir, f"failure-{self.options.restart}")
+            end.report.save(run_dir, f"failure-{self.options.restart}")
 
     def _take_back(self) -> list[str]:
         """Use the nodes again that have returned; their names.
@@ -340,5 +339,4 @@ def _is_everybodys(outcome: Outcome, plan: Plan) -> bool:
 def _last_error(end: GenerationEnd, run_dir: Path, objection: str = "") -> PacelineError:
     if end.report is None:
         return PacelineError(f"{end.why[0].upper()}{end.why[1:]}. {objection}" if objection else end.why)
-    end.report.save(run_dir)
-    return worker_failed(end.report, run_dir, objection)
+    return worker_failed(end.report, end.report.save(run_dir), objection)

@@ -24,6 +24,7 @@ from paceline.launch.forking import ForkServer
 from paceline.launch.remote_team import RemoteTeam, arrange_rendezvous
 from paceline.launch.supervise import Outcome, Supervisor
 from paceline.launch.team import GRACE_S, HANG_TIMEOUT_S, LaunchOptions, LocalTeam, Output, Team
+from paceline.regular_files import make_run_folder
 
 if TYPE_CHECKING:
     from paceline.spec import Plan
@@ -268,7 +269,7 @@ def prepare(run_dir: Path) -> None:
     """Make the folders, readable only by the user, and delete files of an earlier run in the same folder."""
     try:
         for folder in (run_dir, run_dir / "logs", run_dir / "failures"):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_run_folder(folder)
         for note in (*run_dir.glob("failures/rank*"), *run_dir.glob("logs/rank*")):
             note.unlink()
         clear_report(run_dir)
@@ -283,19 +284,18 @@ def raise_failure(outcome: Outcome, world_size: int, run_dir: Path, answers: boo
         raise PacelineError(mistake)
     report = describe_failure(outcome, world_size, run_dir, answers=answers)
     if report is not None:
-        report.save(run_dir)
-        raise worker_failed(report, run_dir)
+        raise worker_failed(report, report.save(run_dir))
 
 
-def worker_failed(report: FailureReport, run_dir: Path, more: str = "") -> WorkerFailed:
-    """The error of a run that failed as the report in `run_dir` describes; `more` is another sentence for the user."""
+def worker_failed(report: FailureReport, file: Path | None, more: str = "") -> WorkerFailed:
+    """The error of a run that failed as the report in `file` describes; `more` is another sentence for the user."""
     stop = "" if not more or report.sentence.endswith((".", "!", "?")) else "."
     return WorkerFailed(
         f"{report.sentence}{stop} {more}".rstrip(),
         rank=report.ranks[0],
         details=report.evidence,
         exit_code=_exit_code(report),
-        report=run_dir / "failure.txt",
+        report=file,
     )
 
 

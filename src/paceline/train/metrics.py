@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import JobError
+from paceline.regular_files import create, parse_json, read_bytes, run_file_mode
 
 
 @dataclass(frozen=True)
@@ -19,22 +23,36 @@ class Sink:
     close: Callable[[], object]
 
 
-def json_lines(run_dir: Path, first_step: int) -> Sink:
+def json_lines(run_dir: Path, first_step: int, say: Callable[[str], None] = print) -> Sink:
     """metrics.jsonl in the run folder: one object a call, readable during the run.
 
     It continues after `first_step`: later lines of an earlier process are removed, because these steps are repeated.
     """
     path = run_dir / "metrics.jsonl"
     before = _lines_until(path, first_step)
-    file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - open as long as the run is
+    draft = path.with_name(path.name + ".tmp")
+    file = io.TextIOWrapper(io.BufferedWriter(create(draft, run_file_mode())), encoding="utf-8")
     file.writelines(before)
     file.flush()
+    draft.replace(path)  # it stays open as long as the run is
+
+    has_told = False
 
     def log(step: int, values: dict[str, float]) -> None:
-        file.write(json.dumps({"step": step, **values}) + "\n")
-        file.flush()
+        nonlocal has_told
+        try:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+            file.flush()
+        except OSError as problem:  # what could not be written is tried again with the next line
+            if not has_told:
+                say(f"{path} cannot be written to ({problem.strerror}); training goes on.")
+            has_told = True
 
-    return Sink(log, file.close)
+    def close() -> None:
+        with contextlib.suppress(OSError):  # that was told
+            file.close()
+
+    return Sink(log, close)
 
 
 def _tensorboard(run_dir: Path) -> Sink:
@@ -70,14 +88,24 @@ TRACKERS: dict[str, Callable[[Path], Sink]] = {"tensorboard": _tensorboard, "wan
 def _lines_until(path: Path, step: int) -> list[str]:
     if not step or not path.exists():
         return []
-    # A line that a crash has cut is no line.
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("}\n")]
-    return [line for line in lines if json.loads(line)["step"] <= step]
+    lines = read_bytes(path).decode("utf-8", "replace").splitlines(keepends=True)
+    return [line for line in lines if _step(line) <= step]
 
 
-def open_sinks(run_dir: Path, trackers: Sequence[str], first_step: int = 0) -> list[Sink]:
+def _step(line: str) -> float:
+    """The step of a line of metrics.jsonl; infinite for what is none, such as a line that a crash has cut."""
+    try:
+        step = parse_json(line)["step"] if line.endswith("}\n") else math.inf
+    except (ValueError, TypeError, KeyError):
+        return math.inf
+    return step if isinstance(step, int) else math.inf
+
+
+def open_sinks(
+    run_dir: Path, trackers: Sequence[str], first_step: int = 0, say: Callable[[str], None] = print
+) -> list[Sink]:
     """JSON lines and every tracker named. Raises `JobError` for a tracker that is unknown or not installed."""
-    sinks: list[Sink] = [json_lines(run_dir, first_step)]
+    sinks: list[Sink] = [json_lines(run_dir, first_step, say)]
     for name in trackers:
         if name not in TRACKERS:
             raise JobError(f"There is no tracker '{name}'; it is one of {', '.join(TRACKERS)}.")

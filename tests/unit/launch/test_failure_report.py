@@ -109,11 +109,11 @@ def test_a_worker_that_ended_after_the_failure_was_seen_is_listed_once() -> None
     assert [line.partition(" (")[0].partition(":")[0] for line in described(outcome).workers] == ["rank 1", "rank 2"]
 
 
-def test_a_second_sentence_begins_behind_a_full_stop(tmp_path: Path) -> None:
+def test_a_second_sentence_begins_behind_a_full_stop() -> None:
     report = described(Outcome((raised(1, 5.0),), STOPPED_AT))
     more = "The run was started again once."
-    assert str(worker_failed(report, tmp_path, more)).endswith("failed with ValueError: boom. " + more)
-    assert str(worker_failed(report, tmp_path)).endswith("boom")
+    assert str(worker_failed(report, None, more)).endswith("failed with ValueError: boom. " + more)
+    assert str(worker_failed(report, None)).endswith("boom")
 
 
 @pytest.mark.parametrize(
