@@ -33,6 +33,8 @@ CONTAINER = "PACELINE_CONTAINER"
 STRATEGY = "PACELINE_STRATEGY"
 MICRO_BATCH = "PACELINE_MICRO_BATCH"
 MEMORY_LIMIT = "PACELINE_MEMORY_LIMIT"
+DEBUG_COMM = "PACELINE_DEBUG_COMM"
+MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
 
 PASSED_ON = (DATA_DIR, DEVICE, MEMORY_LIMIT, "PYTHONPATH")
 """Variables of the user that hold on every node."""
@@ -207,7 +209,7 @@ def worker_variables(
         "ROLE_WORLD_SIZE": str(facts.world_size),
         "TORCHELASTIC_RUN_ID": run_dir.name,
         "TORCHELASTIC_RESTART_COUNT": str(restart),
-        "TORCHELASTIC_MAX_RESTARTS": "0",
+        MAX_RESTARTS: "0",
         "OMP_NUM_THREADS": str(threads_per_worker),
         "MKL_NUM_THREADS": str(threads_per_worker),
         "PYTHONUNBUFFERED": "1",
@@ -229,7 +231,7 @@ def worker_variables(
     if cpus:
         variables[CPUS] = ",".join(map(str, cpus))
     if debug_comm:
-        variables |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH,COLL"}
+        variables |= {DEBUG_COMM: "1", "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH,COLL"}
     return variables
 
 
@@ -392,6 +394,16 @@ def memory_limit_bytes() -> int | None:
     unit = (found.group(2) or "").upper()
     base = 1024 if unit.endswith("I") else 1000
     return int(float(found.group(1)) * base ** ("KMGT".index(unit[0]) + 1 if unit else 0))
+
+
+def debug_comm() -> bool:
+    """Whether `paceline launch --debug-comm` asked to compare every collective across workers."""
+    return bool(os.environ.get(DEBUG_COMM))
+
+
+def restart_limit_note(max_restarts: int) -> dict[str, str]:
+    """The variable that tells workers how often their run may be started again, as torchrun does."""
+    return {MAX_RESTARTS: str(max_restarts)}
 
 
 def device_kind() -> str | None:
