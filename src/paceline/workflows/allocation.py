@@ -102,7 +102,11 @@ class Allocation:
             output=output,
             save_s=SAVE_S,
             hang_timeout_s=self.where.hang_timeout_s,
-            environ={**env.container_note(self.image), **(environ or {})},
+            environ={
+                **env.container_note(self.image),
+                **env.restart_limit_note(limits.max_restarts),
+                **(environ or {}),
+            },
             preload=PRELOAD if standby else (),
         )
         with contextlib.closing(Fleet(cluster, self.teams, self.describe)) as fleet:
