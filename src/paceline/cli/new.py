@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -21,11 +21,8 @@ def new(
     out: Annotated[Path | None, typer.Option(help="The file to write (default: train.toml or train.py).")] = None,
 ) -> None:
     """Write a job file or a script to begin your own training from."""
-    if kind is None:
-        kind = _asked(f"What do you train on? ({', '.join(get_args(StarterName))})", "KIND")
-    if data is None:
-        data = _asked("Where is it? (a folder or file)", "DATA")
-    path = workflow.new(kind, data, out=out)
+    chosen: Any = kind or _asked(f"What do you train on? ({', '.join(get_args(StarterName))})", "KIND")
+    path = workflow.new(chosen, data or _asked("Where is it? (a folder or file)", "DATA"), out=out)
     command = f"paceline train {path}" if path.suffix == ".toml" else f"paceline launch -n 2 {path}"
     print(f"{path} is written. Next: {command}")
 
