@@ -21,6 +21,8 @@ exclude_patterns = ["_build"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
 
+smartquotes = False  # quotes in tables belong to values
+
 html_theme = "furo"
 html_title = f"Paceline {release}"
 html_theme_options = {

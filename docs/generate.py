@@ -87,6 +87,8 @@ def python_api() -> str:
     functions, values, groups = [], [], []
     for name in paceline.__all__:
         value = getattr(paceline, name)
+        if value is paceline.errors:
+            continue
         if isinstance(value, ModuleType):
             groups.append(name)
         elif inspect.isclass(value):

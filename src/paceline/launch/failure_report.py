@@ -222,7 +222,11 @@ def _of_ending(root: Ending, outcome: Outcome, world_size: int, run_dir: Path) -
         step=root.step,
         noticed_at=min(outcome.stopped_at, max(ending.time for ending in outcome.endings)),
         evidence=_evidence(root, run_dir),
-        workers=(f"rank {root.rank}: ended{step}{last}", *_lines(outcome.states)),
+        workers=(
+            f"rank {root.rank}: ended{step}{last}",
+            # It may have run on when the first failure was seen.
+            *_lines([state for state in outcome.states if state.rank != root.rank]),
+        ),
     )
 
 
@@ -235,8 +239,8 @@ def _report(cause: Cause, facts: dict[str, Any], *, hostname: str, **values: Any
     return FailureReport(cause=cause, sentence=sentence, hostname=hostname, next=advice, **fields)
 
 
-def in_short(report: FailureReport, step: int) -> str:
-    """The failure as a line for the terminal: "worker 2 on node1 was killed at step 512"."""
+def in_short(report: FailureReport, step: int | None) -> str:
+    """The failure as a line for the terminal: "worker 2 on node1 was killed at step 512"; None: no step is known."""
     are_many = len(report.ranks) > 1
     where = f" on {report.hostname}" if report.hostname else ""
     facts = {
@@ -247,7 +251,7 @@ def in_short(report: FailureReport, step: int) -> str:
         **_exit_facts(report.exit_code),
     }
     what = fault_of(report.cause, report.exit_code).short.format_map(facts)
-    return f"{what} at step {step}" if step else f"{what} before the first step"
+    return what if step is None else f"{what} at step {step}" if step else f"{what} before the first step"
 
 
 def _exit_facts(exit_code: int | None) -> dict[str, Any]:

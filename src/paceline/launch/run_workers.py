@@ -289,8 +289,9 @@ def raise_failure(outcome: Outcome, world_size: int, run_dir: Path, answers: boo
 
 def worker_failed(report: FailureReport, file: Path | None, more: str = "") -> WorkerFailed:
     """The error of a run that failed as the report in `file` describes; `more` is another sentence for the user."""
+    stop = "" if not more or report.sentence.endswith((".", "!", "?")) else "."
     return WorkerFailed(
-        f"{report.sentence} {more}".rstrip(),
+        f"{report.sentence}{stop} {more}".rstrip(),
         rank=report.ranks[0],
         details=report.evidence,
         exit_code=_exit_code(report),

@@ -90,6 +90,7 @@ class Allocation:
         standby: bool = True,
     ) -> None:
         """Run a program with restarts after failures; arguments and errors as in `launch.elastic.run_elastic`."""
+        self._check_elastic()
         cluster = with_room(self.cluster, plan_for(self.cluster, limits.max_workers))
         options = LaunchOptions(
             run_dir,
@@ -97,7 +98,11 @@ class Allocation:
             output=output,
             save_s=SAVE_S,
             hang_timeout_s=self.where.hang_timeout_s,
-            environ={**env.container_note(self.image), **(environ or {})},
+            environ={
+                **env.container_note(self.image),
+                **env.restart_limit_note(limits.max_restarts),
+                **(environ or {}),
+            },
             preload=PRELOAD if standby else (),
         )
         with contextlib.closing(Fleet(cluster, self.teams, self.describe)) as fleet:
@@ -134,6 +139,12 @@ class Allocation:
         if self.where.launcher == "debug" and plan.world_size != 1:
             raise LaunchError(f"--launcher debug runs one worker in this process, not {plan.world_size}; add -n 1.")
 
+    def _check_elastic(self) -> None:
+        if self.where.launcher == "debug":
+            raise LaunchError(
+                "--launcher debug runs in this process, which cannot outlive a failure; leave --min-workers out."
+            )
+
     def first_plan(self, num_workers: int, elastic: Elastic, plan_for: PlanFor) -> Plan:
         """The plan that `run_job` begins with; raises what that raises before it starts anything."""
         limits = elastic.limits(num_workers)
@@ -141,10 +152,7 @@ class Allocation:
             plan = plan_for(self.cluster, num_workers)
             self._check_debug(plan)
             return plan
-        if self.where.launcher == "debug":
-            raise LaunchError(
-                "--launcher debug runs in this process, which cannot outlive a failure; leave --min-workers out."
-            )
+        self._check_elastic()
         plan_within = largest_that_fits(plan_for, limits.min_workers)
         check_may_shrink(plan_within, self.cluster, limits.min_workers, limits.max_workers)
         return plan_within(self.cluster, limits.max_workers)

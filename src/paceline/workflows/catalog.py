@@ -146,7 +146,9 @@ def _values(kind: Any) -> str:
 
 def _bounds(metadata: Mapping[str, Any]) -> str:
     words = {"above": "above {}", "low": "at least {}", "high": "at most {}"}
-    return ", ".join(text.format(metadata[key]) for key, text in words.items() if key in metadata)
+    return ", ".join(
+        text.format(metadata[key]) for key, text in words.items() if key in metadata and metadata[key] < 2**20
+    )
 
 
 def _toml(value: Any) -> str:

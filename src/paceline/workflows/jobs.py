@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
 from pathlib import Path
@@ -60,6 +61,20 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if name not in TRACKER_NAMES:
             raise JobError(f"There is no tracker '{shortened(name)}'; it is one of {', '.join(TRACKER_NAMES)}.")
+
+
+def check_words(**lists: Sequence[str]) -> None:
+    """Check arguments for a program: a text in place of a list would be passed on letter by letter.
+
+    Raises:
+        JobError: a text, or an element that is none; names the argument.
+    """
+    for name, words in lists.items():
+        if isinstance(words, str):
+            raise JobError(f"{name} = {words!r} should be a list of words: {shlex.split(words)}.")
+        for word in words:
+            if not isinstance(word, str):
+                raise JobError(f"{name} holds {word!r}; each should be a text, such as {str(word)!r}.")
 
 
 def resolve_job(

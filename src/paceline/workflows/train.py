@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.spec import AlgorithmName, Cluster, Job, Plan, RunRecord
+from paceline.spec.micro_batch import MicroBatchSize
 from paceline.workflows.allocation import Allocation, allocation_on_paper, open_allocation
 from paceline.workflows.dry_run import dry_run
 from paceline.workflows.forecasts import CLUSTER_FILE, feed_back, with_forecasts
@@ -31,7 +32,7 @@ def train(
     force: bool = False,
     settings: Sequence[str] = (),
     threads: int | None = None,
-    micro_batch_size: int | None = None,
+    micro_batch_size: MicroBatchSize | None = None,
     algorithm: AlgorithmName = "auto",
     servers: int = 1,
     track: Sequence[str] = (),
@@ -58,7 +59,8 @@ def train(
         force: go on from a checkpoint of another job.
         settings: keys of the job to change, such as "optim.lr=0.1".
         threads: CPU threads that each worker computes with; None: an equal share of the cores.
-        micro_batch_size: most samples in one forward pass of a worker; None: its whole share of the batch.
+        micro_batch_size: most samples in one forward pass of a worker; "auto": as many as memory has room for; None:
+            as the job says, else its whole share of the batch.
         algorithm: how gradients are summed; "auto": the fastest, by measurement at the start.
         servers: workers that also serve, with parameter servers.
         track: also log to "tensorboard", "wandb" or "mlflow".
@@ -111,7 +113,7 @@ class _Spread:
     job: Job
     workers: int | None = None
     threads: int | None = None
-    micro_batch_size: int | None = None
+    micro_batch_size: MicroBatchSize | None = None
     algorithm: AlgorithmName = "auto"
     servers: int = 1
     elastic: Elastic = RIGID
@@ -122,8 +124,9 @@ class _Spread:
     say: Say = silent
 
     def __post_init__(self) -> None:
-        counts = {"workers": self.workers, "threads": self.threads, "micro_batch_size": self.micro_batch_size}
-        check_counts(**counts, servers=self.servers)
+        check_counts(workers=self.workers, threads=self.threads, servers=self.servers)
+        if self.micro_batch_size not in (None, "auto"):
+            check_counts(micro_batch_size=int(self.micro_batch_size or 0))
 
     def num_workers_on(self, allocation: Allocation) -> int:
         """The number of workers that is asked for, or what the plan, the nodes and the job allow."""
@@ -141,7 +144,9 @@ class _Spread:
             planned,
             self.say,
             threads_per_worker=self.threads,
-            micro_batch_size=self.micro_batch_size or (planned.micro_batch_size if planned else None),
+            micro_batch_size=self.micro_batch_size
+            or (planned.micro_batch_size if planned else None)
+            or self.job.micro_batch_size,
             algorithm=planned.algorithm if planned and self.algorithm == "auto" else self.algorithm,
             num_servers=self.servers if least is None else min(self.servers, num_workers),
         )
