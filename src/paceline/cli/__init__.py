@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import Annotated, Any
 
@@ -25,7 +26,7 @@ from paceline.cli import (
     train,
     verify,
 )
-from paceline.errors import PacelineError, WorkerFailed
+from paceline.errors import PacelineError, WorkerFailed, shown
 from paceline.workflows.agent import agent
 
 INTERRUPTED = 130
@@ -95,6 +96,11 @@ def main() -> None:
         if isinstance(error, WorkerFailed) and error.report:
             print(f"The report: {error.report}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print(f"paceline: {shown(str(error.filename))} is longer than a file's name can be.", file=sys.stderr)
+        sys.exit(PacelineError.exit_code)
     except SystemExit as ended:
         if ended.code == INTERRUPTED:
             print("paceline: interrupted; all workers have ended.", file=sys.stderr)
