@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from paceline import env
 from paceline.data import Loading, SampleRequest, is_loader
 from paceline.data.loading import Collate
+from paceline.data.substreams import is_stream
 from paceline.errors import DataError, JobError
 from paceline.heartbeat import Heartbeat
 from paceline.noise import SmoothedNoise
@@ -27,7 +28,7 @@ from paceline.parallel import Engine, check_shards, parallelize
 from paceline.parallel.initial_weights import is_on_meta
 from paceline.spec import Job, Mesh, Plan
 from paceline.train.agreement import check_same_order
-from paceline.train.data_progress import DataProgress
+from paceline.train.data_progress import Batch, DataProgress
 from paceline.train.digest import weights_sha256
 from paceline.train.evaluate import Measure, evaluate, evaluation_mode, own_chunks
 from paceline.train.noise_meter import NoiseMeter
@@ -39,6 +40,7 @@ from paceline.train.seeding import seed_between_steps, seed_evaluation, seed_gen
 from paceline.train.session import Kept, RunState, Session, Stateful
 from paceline.train.state import Names, Trained, rebind
 from paceline.train.step import Pending, Stepper
+from paceline.train.stream_batches import StreamBatches
 from paceline.train.timing import StepTimer
 from paceline.train.trace import ParityTracer
 
@@ -82,6 +84,15 @@ class Run:
         self.reader = DatasetReader(job, self.device)
         self.precision = Precision(job, self.device)
         self._progress = DataProgress(job, self.mesh.share(facts.rank), self.mesh.num_assignments, max_steps)
+        self._streams = StreamBatches(
+            job,
+            self._progress,
+            self.reader,
+            self.world,
+            self.mesh.share(facts.rank),
+            self.mesh.num_assignments,
+            plan.timeout_s,
+        )
         self._noise = NoiseMeter(job, self.precision.scaler, self.device)
         self._kept = Kept()
         self._checkpoint_address = checkpoint_address
@@ -192,6 +203,7 @@ class Run:
         num_workers: int | None = None,
         worker_init_fn: Callable[[int], Any] | None = None,
         pin_memory: bool | None = None,
+        samples_per_epoch: int | None = None,
     ) -> Iterator[Any]:
         """This worker's samples of every global batch of `epoch`, or of all epochs of the job.
 
@@ -201,8 +213,8 @@ class Run:
         asynchronous servers, which read what they compute in `step`, get one all the time.
 
         Args:
-            dataset: map-style, or a torch DataLoader over such a set, whose settings are taken over; its batch size
-                is that of all workers together.
+            dataset: map-style; or a stream, which is cut into a substream for each virtual shard; or a torch DataLoader
+                over either, whose settings are taken over; its batch size is that of all workers together.
             collate_fn: makes a batch of a list of samples, and may pad them: called for one virtual shard's samples at
                 a time, so that padding does not depend on the number of workers. Batches are then `ShardedBatch`es,
                 and the loss function gets what `collate_fn` returned for one shard after the other.
@@ -212,6 +224,7 @@ class Run:
             num_workers: loader processes of each worker; None: as the job's data.loader_workers says.
             worker_init_fn: called in each loader process with its number.
             pin_memory: None: where the device is a GPU.
+            samples_per_epoch: by which schedules count the epochs of a stream; None: its own length, if it has one.
 
         Raises:
             DataError: what the data set, the loader or the sampler says cannot be done.
@@ -226,7 +239,7 @@ class Run:
             pin_memory=pin_memory,
         )
         for number in self.epochs() if epoch is None else [epoch]:
-            yield from self._epoch_batches(loading, number)
+            yield from self._epoch_batches(loading, number, samples_per_epoch)
 
     def _loading(self, dataset: Any, purpose: str, **given: Any) -> Loading:
         """How `dataset` is read, by what is given here, by the DataLoader that it is, or by the job."""
@@ -234,35 +247,42 @@ class Run:
             given["num_workers"] = self.job.data.loader_workers
         return Loading.of(dataset, self.job.global_batch_size, purpose, **given)
 
-    def _epoch_batches(self, loading: Loading, epoch: int) -> Iterator[Any]:
-        progress, job, set_size = self._progress, self.job, num_samples(loading.dataset, "training")
+    def _epoch_batches(self, loading: Loading, epoch: int, samples_per_epoch: int | None) -> Iterator[Any]:
+        progress = self._progress
         if progress.is_over(epoch):
             return
-        is_read = self.engine.reads_assignment
-        if not is_read and loading.sampler is not None:
+        if not self.engine.reads_assignment and (loading.sampler is not None or is_stream(loading.dataset)):
             raise DataError(
-                "With aggregation.method = 'parameter_server_async' samples come in the job's own order; leave the "
-                "sampler out, or aggregate in another way."
+                "With aggregation.method = 'parameter_server_async' samples come in the job's own order; give a "
+                "map-style data set without a sampler, or aggregate in another way."
             )
-        orders = functools.partial(loading.order, set_size, job.global_batch_size, job.seed)
-        numbers = progress.enter(epoch, orders, set_size, one_by_one=loading.collate_fn is not None)
-        check_same_order(progress.digest, epoch, self.world.group)
+        if is_stream(loading.dataset):
+            batches = self._streams.batches(loading, epoch, samples_per_epoch)
+        else:
+            batches = self._read_batches(loading, epoch)
         if self.steps and progress.at_epoch_start:
             self._stepper.session.epoch_ended()
-        if not numbers:
-            return
         self.timer.resume()
         self.timer.data_asked()
-        read = (progress.batch(number, numbers.stop) for number in (numbers if is_read else numbers[:1]))
-        requests = (SampleRequest(batch.own_shards, batch.number, batch.assignment.own[0]) for batch in read)
-        contents = self.reader.read_shards(loading, epoch, requests)
-        batches = (progress.batch(number, numbers.stop) for number in numbers)
-        for batch, content in zip(batches, contents if is_read else itertools.cycle(contents), strict=False):
+        for batch, content in batches:
             self.timer.data_arrived()
             self._pending = Pending(batch, content, loading)
             yield content
             self._check_stepped()
             self.timer.data_asked()
+
+    def _read_batches(self, loading: Loading, epoch: int) -> Iterator[tuple[Batch, Any]]:
+        """The remaining global batches of an epoch of a map-style set, with this worker's content of each."""
+        progress, job, set_size = self._progress, self.job, num_samples(loading.dataset, "training")
+        orders = functools.partial(loading.order, set_size, job.global_batch_size, job.seed)
+        numbers = progress.enter(epoch, orders, set_size, one_by_one=loading.collate_fn is not None)
+        check_same_order(progress.digest, epoch, self.world.group)
+        is_read = self.engine.reads_assignment
+        read = (progress.batch(number, numbers.stop) for number in (numbers if is_read else numbers[:1]))
+        requests = (SampleRequest(batch.own_shards, batch.number, batch.assignment.own[0]) for batch in read)
+        contents = self.reader.read_shards(loading, epoch, requests)
+        batches = (progress.batch(number, numbers.stop) for number in numbers)
+        return zip(batches, contents if is_read else itertools.cycle(contents), strict=False)
 
     def _check_stepped(self) -> None:
         if self._pending is not None:
