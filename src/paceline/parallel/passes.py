@@ -20,8 +20,9 @@ from paceline.containers import copied
 from paceline.errors import ModelError
 from paceline.parallel.assignment import Assignment, ShardRange
 from paceline.parallel.engine import Randomness, StepInput, check_loss, statistics_dtype
+from paceline.parallel.forward_buffers import ForwardBuffers
 from paceline.parallel.generators import equal_states, generator_states
-from paceline.parallel.norm import NormStatistics, ShardBatchNorm, forward_buffers, replace_batch_norm, standing_in
+from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm, standing_in
 
 Result = TypeVar("Result")
 
@@ -57,6 +58,7 @@ class Passes:
             forward_context: what every forward pass runs in.
         """
         self.norm = NormStatistics(model)
+        self.buffers = ForwardBuffers(model)
         self.randomness = randomness or Randomness()
         self._model = model
         self._device = device
@@ -109,13 +111,16 @@ class Passes:
             next_shard = shards.stop_shard
 
     def compute_loss(self, step: StepInput, module: nn.Module, shards: ShardRange) -> tuple[Tensor, bool]:
-        """The mean loss over some shards, and whether they drew random numbers, if that was not known before."""
+        """The mean loss over some shards, and whether they must go one by one, if that was not known before: they drew
+        random numbers, or changed buffers."""
         self.enter(step, shards)
+        self.buffers.begin_pass()
         is_watched = self.randomness.is_drawn is None or self._must_not_draw(shards)
         before = generator_states(self._device) if is_watched else None
         with self._forward_context():
             loss = check_loss(step.loss_of(module, step.batch.cut(shards.start, shards.stop)))
-        return loss, before is not None and not equal_states(before, generator_states(self._device))
+        changed = self.buffers.end_forward(shards) and not self._refusal
+        return loss, before is not None and (changed or not equal_states(before, generator_states(self._device)))
 
     def enter(self, step: StepInput, shards: ShardRange) -> None:
         """Set which shards are in the model, and seed the generators for them if numbers may be drawn."""
@@ -146,22 +151,11 @@ class Passes:
         Nothing is left of the first attempt: no gradients, no norm statistics, no changes of buffers. From then on
         shards go one by one.
         """
-        if self.randomness.is_drawn and not self._refusal:
-            return attempt()
-        changeable = {id(buffer) for buffer in forward_buffers(self._model)}
-        kept = [
-            (module._buffers, name, buffer, buffer.clone())
-            for module in self._model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and id(buffer) in changeable
-        ]
+        self.buffers.begin_step()
         try:
             return attempt()
         except DrewTogetherError:
-            with torch.no_grad():
-                for buffers, name, buffer, before in kept:
-                    buffers[name] = buffer  # a forward pass may have put another tensor there
-                    buffer.copy_(before)
+            self.buffers.start_over()
         if self._refusal:
             raise ModelError(self._refusal)
         self.randomness.is_drawn = True
@@ -185,6 +179,7 @@ class ShardByShard:
         self.dtype = statistics_dtype(self.module)
         self._passes = Passes(self.module, device)
         self._passes.randomness.is_drawn = True
+        self.buffers = self._passes.buffers
         self.num_statistics = 1 + self._passes.norm.length
 
     def compute(self, step: StepInput, shard: int) -> Tensor:

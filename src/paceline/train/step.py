@@ -90,6 +90,10 @@ class Stepper:
         seed_between_steps(self._state.job.seed, progress.steps, self._device)
         self._timer.step_ended(engine.communication)
         self.is_whole = True
+        moving = engine.forward_buffers.newly_moving()
+        if moving:
+            names = ", ".join(moving[:3]) + (f" and {len(moving) - 3} more" if len(moving) > 3 else "")
+            self.session.note(f"Forward passes change buffers ({names}): {engine.buffers_rule}.")
         if engine.is_synchronised:
             self.session.step_ended(self._timer.own_s)
         return loss
