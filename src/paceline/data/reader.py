@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from paceline.containers import to_device
-from paceline.data import counter_random, streams
+from paceline.data import counter_random, random_streams
 from paceline.data.array_set import ArraySet
 from paceline.data.augment import augment
 from paceline.errors import DataError
@@ -181,7 +181,7 @@ class _SeededSamples:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
-        sample_seed = counter_random.key(self._seed, streams.SAMPLE, self._epoch, index)
+        sample_seed = counter_random.key(self._seed, random_streams.SAMPLE, self._epoch, index)
         random.seed(sample_seed)
         np.random.seed([sample_seed & 0xFFFFFFFF, sample_seed >> 32])
         torch.default_generator.manual_seed(sample_seed)  # the CPU's alone: no CUDA call in a forked process

@@ -11,7 +11,7 @@ import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.data.order import epoch_order
+from paceline.data.order import ShuffledOrder
 from paceline.measure.stopwatch import Stopwatch, seconds_of
 from paceline.parallel import Assignment, Engine, StepInput
 from paceline.samples import Samples
@@ -113,4 +113,4 @@ def is_enough(times: Sequence[float], spent_s: float, budget_s: float) -> bool:
 
 def _first_samples(train_set: Any, size: int) -> Any:
     """Indices of `size` samples; a set with fewer gives some twice."""
-    return np.resize(epoch_order(len(train_set), len(train_set), 0, 0).indices, size)
+    return np.resize(ShuffledOrder(len(train_set), min(size, len(train_set)), 0, 0).batch(0), size)
