@@ -41,9 +41,8 @@ class _Buffer:
         self.holders: list[tuple[dict[str, Tensor | None], str]] = []
         """Where modules hold it: several if it is shared."""
         self.compares_values = True
-        """Whether its values tell whether it was changed: `.data` lets a module write without autograd's notice."""
-        self.is_hidden = False
-        """Whether a module did so."""
+        """Whether its values tell whether it was changed: `.data` lets a module write without autograd's notice. Those
+        of all buffers do in the first step, then those of the ones that passes change."""
         self.tensor = tensor
         self.before = local_shard(tensor).clone()
         self._version = tensor._version
@@ -69,9 +68,7 @@ class _Buffer:
     def is_changed(self) -> bool:
         if self._is_touched:
             return True
-        if self.compares_values and not _same(local_shard(self.tensor), self.before).all():
-            self.is_hidden = True
-        return self.compares_values and self.is_hidden
+        return self.compares_values and not bool(_same(local_shard(self.tensor), self.before).all())
 
     def move_to(self, now: Tensor) -> Tensor:
         """The difference of a value from that before the step; where that is infinite, as of a minimum, from 0."""
@@ -239,9 +236,9 @@ class ForwardBuffers:
         self.begin_step()
 
     def _have_moved(self, numbers: Iterable[int]) -> None:
-        for buffer in self._combined:
-            buffer.compares_values = buffer.is_hidden
         self._moving.update(numbers)
+        for number, buffer in enumerate(self._combined):
+            buffer.compares_values = number in self._moving
 
     def changed_now(self) -> str | None:
         """The name of a buffer that is not as before the step; None if all are."""

@@ -255,14 +255,22 @@ class Run:
         given = own(in_step=False) if self.mesh.leads_assignment(self.rank) else []
         indices = [np.arange(chunks[number].start, chunks[number].stop) for number in computed]
         contents = self.reader.read(dataset, 0, indices, train=False)
+        buffers = self.engine.forward_buffers
 
         def batches() -> Iterator[tuple[int, Any]]:
             for number, content in zip(computed, contents, strict=True):
                 seed_evaluation(self.job.seed, self.steps, number, self.device)
+                buffers.begin_pass()
                 yield number, content
 
         try:
-            with evaluation_mode(self.model), self.consensus(), torch.no_grad(), self.precision.autocast():
+            with (
+                evaluation_mode(self.model),
+                self.consensus(),
+                buffers.untouched(),
+                torch.no_grad(),
+                self.precision.autocast(),
+            ):
                 metrics = evaluate(batches(), chunks, given, self.model, measure, self.world)
         finally:
             seed_between_steps(self.job.seed, self.steps, self.device)
