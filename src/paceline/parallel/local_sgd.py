@@ -35,7 +35,6 @@ from paceline.comm import ALGORITHMS, Aggregator, Bucket, Links, Scheduler
 from paceline.comm.links import open_node_group
 from paceline.errors import JobError
 from paceline.parallel.aggregation import compressor_state, load_compressor_state
-from paceline.parallel.assignment import Assignment
 from paceline.parallel.buckets import buckets
 from paceline.parallel.clock import Clock
 from paceline.parallel.dp import DataParallel
@@ -348,7 +347,8 @@ def _among(step: StepInput, ranks: tuple[int, ...]) -> StepInput:
         ends.append(ends[-1] + stop - start)
     return dataclasses.replace(
         step,
-        assignment=Assignment(
+        assignment=dataclasses.replace(
+            whole,
             shard_sizes=tuple(whole.shard_sizes[shard] for shard in shards),
             shards_of_rank=tuple(itertools.pairwise(ends)),
             rank=ranks.index(whole.rank),

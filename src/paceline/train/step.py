@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.containers import tensors
+from paceline.data import Loading, SampleRequest
 from paceline.errors import JobError, ModelError
 from paceline.parallel import AnyShard, Assignment, StepInput
 from paceline.parallel.assignment import shard_sizes
@@ -33,7 +34,7 @@ class Pending:
     batch: Batch
     content: Any
     """This worker's samples of it."""
-    dataset: Any
+    loading: Loading
 
 
 class Stepper:
@@ -155,7 +156,10 @@ class Stepper:
         def read(index: int, shard: int) -> StepInput:
             assignment = Assignment(sizes(index), ((shard, shard + 1),), rank=0)
             samples = progress.samples(index)[slice(*assignment.span)]
-            (shard_content,) = self._reader.read(pending.dataset, progress.place(index)[0], [samples], train=True)
+            epoch, number = progress.place(index)
+            (shard_content,) = self._reader.read_shards(
+                pending.loading, epoch, [SampleRequest((samples,), number, shard)]
+            )
             # Servers know of no loss scale.
             step_input = self._input(index, assignment, len(samples), shard_content, loss_fn)
             return replace(step_input, scale=lambda loss: loss)
