@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -47,11 +47,11 @@ def train(
                 break
             for batch in run.batches(train_set, epoch):
                 journal.step(epoch, run.step(batch, loss_fn))
-                scheduling.after("step")
+                scheduling.after_step()
             is_last = epoch == job.epochs - 1 or run.steps == total_steps
             due = is_last or (epoch + 1) % job.eval_every_epochs == 0
             journal.epoch(epoch, run.evaluate(test_set, measure) if due else {})
-            scheduling.after("epoch")
+            scheduling.after_epoch(epoch)
 
         with run.consensus():
             record = journal.record()
@@ -65,17 +65,23 @@ class Scheduling:
     """The scheduler of a job, if it has one, moved after each step or each epoch and kept with the run."""
 
     def __init__(self, run: Run, num_samples: int) -> None:
-        spec = run.job.optim.scheduler
-        self._every = None if spec is None else spec.every
+        self._run = run
+        self._steps_per_epoch = -(-num_samples // run.job.global_batch_size)
+        self._spec = spec = run.job.optim.scheduler
         if spec is not None:
             # Of the whole job: max_steps ends a run early and leaves its schedule alone, as that in samples.
-            steps_per_epoch = -(-num_samples // run.job.global_batch_size) if spec.every == "step" else 1
-            times = run.job.epochs * steps_per_epoch
+            times = run.job.epochs * (1 if spec.every == "epoch" else self._steps_per_epoch)
             self._scheduler = build_scheduler(spec, run.optimizer, times)
             run.keep("scheduler", self._scheduler)
 
-    def after(self, event: Literal["step", "epoch"]) -> None:
-        if self._every == event:
+    def after_step(self) -> None:
+        if self._spec is not None and self._spec.every == "step":
+            self._scheduler.step()
+
+    def after_epoch(self, epoch: int) -> None:
+        """Called too where max_steps ended the run in the middle of the epoch, which changes nothing."""
+        is_over = self._run.steps >= (epoch + 1) * self._steps_per_epoch
+        if self._spec is not None and self._spec.every == "epoch" and is_over:
             self._scheduler.step()
 
 
