@@ -30,6 +30,7 @@ from paceline.train.agreement import check_same_order
 from paceline.train.data_progress import DataProgress
 from paceline.train.digest import weights_sha256
 from paceline.train.evaluate import Measure, evaluate, evaluation_mode, own_chunks
+from paceline.train.memory_limit import memory_limit
 from paceline.train.noise_meter import NoiseMeter
 from paceline.train.numerics import LossFn, Precision, torch_settings
 from paceline.train.process_group import abandon, join
@@ -152,6 +153,7 @@ class Run:
         rebind(optimizer, names, trained.model)
         session = self._open_session(trained)
         self._prepared = Stepper(session, rates, self.mesh, self.reader, self.timer, self._tracer)
+        self._at_close.enter_context(memory_limit(env.memory_limit_bytes(), self.device, trained.model))
         return trained.engine.module, optimizer
 
     def _open_session(self, trained: Trained) -> Session:
@@ -170,7 +172,8 @@ class Run:
     def keep(self, name: str, thing: Stateful) -> None:
         """Save and restore something of the script's own with every checkpoint, after `prepare`.
 
-        Checkpoints are taken at the end of `step`: what changes after it belongs to the next one.
+        Checkpoints are taken when the next batch is asked for, or the next epoch begins: what the script changes
+        after `step`, such as a learning-rate scheduler or an average of the weights, belongs to that step.
 
         Args:
             thing: has `state_dict()`, of tensors, numbers, texts, and lists and dictionaries of these, alike on all
@@ -235,6 +238,7 @@ class Run:
         return Loading.of(dataset, self.job.global_batch_size, purpose, **given)
 
     def _epoch_batches(self, loading: Loading, epoch: int) -> Iterator[Any]:
+        self._finish_step()
         progress, job, set_size = self._progress, self.job, num_samples(loading.dataset, "training")
         if progress.is_over(epoch):
             return
@@ -254,7 +258,10 @@ class Run:
         self.timer.resume()
         self.timer.data_asked()
         read = (progress.batch(number, numbers.stop) for number in (numbers if is_read else numbers[:1]))
-        requests = (SampleRequest(batch.own_shards, batch.number, batch.assignment.own[0]) for batch in read)
+        requests = (
+            SampleRequest(batch.own_shards if is_read else (batch.samples[:1],), batch.number, batch.assignment.own[0])
+            for batch in read
+        )
         contents = self.reader.read_shards(loading, epoch, requests)
         batches = (progress.batch(number, numbers.stop) for number in numbers)
         for batch, content in zip(batches, contents if is_read else itertools.cycle(contents), strict=False):
@@ -262,7 +269,12 @@ class Run:
             self._pending = Pending(batch, content, loading)
             yield content
             self._check_stepped()
+            self._finish_step()
             self.timer.data_asked()
+
+    def _finish_step(self) -> None:
+        if self._prepared is not None:
+            self._prepared.finish_step()
 
     def _check_stepped(self) -> None:
         if self._pending is not None:
@@ -284,7 +296,18 @@ class Run:
         pending, self._pending = self._pending, None
         if pending is None:
             raise JobError("run.step needs a batch that run.batches just yielded; each is used once.")
-        return self._stepper.step(pending, batch, loss_fn)
+        loss = self._stepper.step(pending, batch, loss_fn)
+        self._note_micro_batch()
+        return loss
+
+    def _note_micro_batch(self) -> None:
+        """Say it, and keep it with the plan, if memory had no room for the micro-batch so far."""
+        found = self.engine.micro_batch
+        if found is not None and found.is_automatic and found.size not in (None, self.plan.micro_batch_size):
+            self.plan = dataclasses.replace(self.plan, micro_batch_size=found.size)
+            note = f"micro_batch_size = {found.size} from step {self.steps} on: memory has no room for more"
+            self.notes.append(note)
+            self.say(note)
 
     def evaluate(
         self, dataset: Any, measure: Measure, *, collate_fn: Collate | None = None, num_workers: int | None = None
@@ -309,14 +332,22 @@ class Run:
         # Workers that compute other parts of the model have the same chunks: the first of them gives the results.
         given = own(in_step=False) if self.mesh.leads_assignment(self.rank) else []
         contents = self.reader.read_chunks(loading, chunks, computed)
+        buffers = self.engine.forward_buffers
 
         def batches() -> Iterator[tuple[int, Any]]:
             for number, content in zip(computed, contents, strict=True):
                 seed_evaluation(self.job.seed, self.steps, number, self.device)
+                buffers.begin_pass()
                 yield number, content
 
         try:
-            with evaluation_mode(self.model), self.consensus(), torch.no_grad(), self.precision.autocast():
+            with (
+                evaluation_mode(self.model),
+                self.consensus(),
+                buffers.untouched(),
+                torch.no_grad(),
+                self.precision.autocast(),
+            ):
                 metrics = evaluate(batches(), chunks, given, self.model, measure, self.world)
         finally:
             seed_between_steps(self.job.seed, self.steps, self.device)
