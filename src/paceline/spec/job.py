@@ -20,6 +20,8 @@ Norm = Literal["shard", "local", "sync"]
 Reaction = Literal["skip", "rollback", "stop", "ignore"]
 Augmentation = Literal["crop", "flip", "cutout"]
 
+TRACKER_NAMES = ("tensorboard", "wandb", "mlflow")
+"""Where measured values can be logged besides the run folder."""
 MOST_SAMPLES = 2**31 - 1
 """In a global batch, or a pass over it."""
 MOST_WORKERS = 2**20
