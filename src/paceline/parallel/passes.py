@@ -20,8 +20,10 @@ from paceline.containers import copied
 from paceline.errors import ModelError
 from paceline.parallel.assignment import Assignment, ShardRange
 from paceline.parallel.engine import Randomness, StepInput, check_loss, statistics_dtype
+from paceline.parallel.forward_buffers import ForwardBuffers
 from paceline.parallel.generators import equal_states, generator_states
-from paceline.parallel.norm import NormStatistics, ShardBatchNorm, forward_buffers, replace_batch_norm, standing_in
+from paceline.parallel.micro_batch import DidNotFitError, MicroBatchLimit, free_memory
+from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm, standing_in
 
 Result = TypeVar("Result")
 
@@ -37,7 +39,7 @@ class Passes:
         self,
         model: nn.Module,
         device: torch.device,
-        micro_batch_size: int | None = None,
+        micro_batch: MicroBatchLimit | None = None,
         *,
         may_split: bool = True,
         one_by_one: bool = False,
@@ -48,7 +50,8 @@ class Passes:
     ) -> None:
         """
         Args:
-            micro_batch_size: the most samples that go through the model together; None: all of an assignment.
+            micro_batch: the most samples that go through the model together; shared by the devices of a worker; None:
+                all of an assignment.
             may_split: whether shards that could go together may also go one by one.
             one_by_one: whether they always do.
             refusal: the error message for a model that draws random numbers, if the engine cannot train one.
@@ -57,10 +60,13 @@ class Passes:
             forward_context: what every forward pass runs in.
         """
         self.norm = NormStatistics(model)
+        self.buffers = ForwardBuffers(model)
         self.randomness = randomness or Randomness()
         self._model = model
         self._device = device
-        self._micro_batch_size = micro_batch_size
+        self._micro_batch = micro_batch
+        self.num_shards_in_pass = 0
+        """How many shards went through the model together last."""
         self._may_split = may_split
         self._one_by_one = one_by_one
         self._refusal = refusal
@@ -81,7 +87,8 @@ class Passes:
 
     def _next_range(self, assignment: Assignment, first_shard: int) -> ShardRange:
         one_by_one = self._one_by_one or (self._may_split and self.randomness.is_drawn is not False)
-        return assignment.shard_range(first_shard, 1 if one_by_one else self._micro_batch_size)
+        size = None if self._micro_batch is None else self._micro_batch.size
+        return assignment.shard_range(first_shard, 1 if one_by_one else size)
 
     def _must_not_draw(self, shards: ShardRange) -> bool:
         if self._refusal or self.randomness.is_drawn is not False:
@@ -109,16 +116,20 @@ class Passes:
             next_shard = shards.stop_shard
 
     def compute_loss(self, step: StepInput, module: nn.Module, shards: ShardRange) -> tuple[Tensor, bool]:
-        """The mean loss over some shards, and whether they drew random numbers, if that was not known before."""
+        """The mean loss over some shards, and whether they must go one by one, if that was not known before: they drew
+        random numbers, or changed buffers."""
         self.enter(step, shards)
+        self.buffers.begin_pass()
         is_watched = self.randomness.is_drawn is None or self._must_not_draw(shards)
         before = generator_states(self._device) if is_watched else None
         with self._forward_context():
             loss = check_loss(step.loss_of(module, step.batch.cut(shards.start, shards.stop)))
-        return loss, before is not None and not equal_states(before, generator_states(self._device))
+        changed = self.buffers.end_forward(shards) and not self._refusal
+        return loss, before is not None and (changed or not equal_states(before, generator_states(self._device)))
 
     def enter(self, step: StepInput, shards: ShardRange) -> None:
         """Set which shards are in the model, and seed the generators for them if numbers may be drawn."""
+        self.num_shards_in_pass = len(shards.sizes)
         self.norm.shards.all, self.norm.shards.current = step.assignment.shard_sizes, shards.sizes
         if not self._must_not_draw(shards):
             step.seed_shard(shards.first_shard)
@@ -135,40 +146,42 @@ class Passes:
 
         Its backward pass belongs inside.
         """
+        self.num_shards_in_pass = 1
         with standing_in(self._model):
             with self._forward_context():
                 loss = check_loss(step.loss_of(module, step.batch.cut(0, 1)))
             yield step.scale(loss * 0.0)
 
-    def starting_over(self, attempt: Callable[[], Result]) -> Result:
-        """Run `attempt`, the passes of a step; repeated if shards drew random numbers together.
+    def starting_over(self, attempt: Callable[[], Result], assignment: Assignment) -> Result:
+        """Run `attempt`, the passes of a step; repeated if shards drew random numbers together, or did not fit.
 
-        Nothing is left of the first attempt: no gradients, no norm statistics, no changes of buffers. From then on
-        shards go one by one.
+        Nothing is left of a failed attempt: no gradients, no norm statistics, no changes of buffers. From then on
+        shards go one by one, or half as many together.
         """
-        if self.randomness.is_drawn and not self._refusal:
-            return attempt()
-        changeable = {id(buffer) for buffer in forward_buffers(self._model)}
-        kept = [
-            (module._buffers, name, buffer, buffer.clone())
-            for module in self._model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and id(buffer) in changeable
-        ]
-        try:
-            return attempt()
-        except DrewTogetherError:
-            with torch.no_grad():
-                for buffers, name, buffer, before in kept:
-                    buffers[name] = buffer  # a forward pass may have put another tensor there
-                    buffer.copy_(before)
-        if self._refusal:
-            raise ModelError(self._refusal)
-        self.randomness.is_drawn = True
+        was_drawn = self.randomness.is_drawn
+        self.buffers.begin_step()
+        while True:
+            try:
+                return attempt()
+            except DrewTogetherError:
+                drew = True
+            except DidNotFitError:
+                drew = False
+            self._forget_attempt()
+            if drew:
+                if self._refusal:
+                    raise ModelError(self._refusal)
+                self.randomness.is_drawn = True
+            elif self._micro_batch is not None:
+                free_memory(self._device)
+                self._micro_batch.halve(assignment)
+                self.randomness.is_drawn = was_drawn  # the first pass of a run is one shard, in each attempt
+
+    def _forget_attempt(self) -> None:
+        self.buffers.start_over()
         self.norm.reset()
         for parameter in self._model.parameters():
             parameter.grad = None
-        return attempt()
 
 
 class ShardByShard:
@@ -185,6 +198,7 @@ class ShardByShard:
         self.dtype = statistics_dtype(self.module)
         self._passes = Passes(self.module, device)
         self._passes.randomness.is_drawn = True
+        self.buffers = self._passes.buffers
         self.num_statistics = 1 + self._passes.norm.length
 
     def compute(self, step: StepInput, shard: int) -> Tensor:

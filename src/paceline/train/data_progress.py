@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from paceline.data.substreams import StreamPosition
 from paceline.errors import DataError
 from paceline.parallel import Assignment
 from paceline.spec import Job
+from paceline.spec.codec import NOT_NEGATIVE, from_mapping
 
 Orders = Callable[[int], EpochOrder]
 """The order of every epoch, by its number."""
@@ -256,14 +257,48 @@ class DataProgress:
 
     def load_state_dict(self, state: dict[str, Any], *, check_order: bool = True) -> None:
         """Continue from `state`; `check_order`: whether the order of samples has to be the same as then."""
-        self.steps, self.samples_seen = state["steps"], state["samples_seen"]
-        course = state["course"]
-        self._epoch, self._next, self._set_size = course["epoch"], course["next"], course["num_samples"]
-        self._digest = course.get("order")
-        stream = course.get("stream")
-        if stream is not None:
-            self._position = StreamPosition(self._next, tuple(stream["taken"]), json.loads(stream["states"]))
+        saved = from_mapping(_Saved, state)
+        self.steps, self.samples_seen, course = saved.steps, saved.samples_seen, saved.course
+        self._epoch, self._next, self._set_size, self._digest = (
+            course.epoch,
+            course.next,
+            course.num_samples,
+            course.order,
+        )
+        if course.stream is not None:
+            states = json.loads(course.stream.states)
+            self._position = StreamPosition(self._next, course.stream.taken, states)
         self._is_resumed, self._checks_order = True, check_order
+
+
+@dataclass(frozen=True)
+class _SavedStream:
+    """How far a stream was read, as a checkpoint holds it."""
+
+    taken: tuple[int, ...]
+    """How many samples of each substream were trained on."""
+    states: str
+    """The stream's own states, by substream, in JSON."""
+
+
+@dataclass(frozen=True)
+class _SavedCourse:
+    """The position in an epoch, as a checkpoint holds it."""
+
+    epoch: int = field(metadata=NOT_NEGATIVE)
+    next: int = field(metadata=NOT_NEGATIVE)
+    num_samples: int | None = field(metadata=NOT_NEGATIVE)
+    order: str | None = None
+    stream: _SavedStream | None = None
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """The progress, as a checkpoint holds it."""
+
+    steps: int = field(metadata=NOT_NEGATIVE)
+    samples_seen: int = field(metadata=NOT_NEGATIVE)
+    course: _SavedCourse = field()
 
 
 def _other_order(epoch: int, *, is_known: bool) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -17,10 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline import env
-from paceline.data import Loading, SampleRequest, is_loader
+from paceline.data import Loading, is_loader
 from paceline.data.loading import Collate
 from paceline.data.substreams import is_stream
-from paceline.errors import DataError, JobError
+from paceline.errors import JobError
 from paceline.heartbeat import Heartbeat
 from paceline.noise import SmoothedNoise
 from paceline.object_collectives import broadcast_object
@@ -28,13 +27,15 @@ from paceline.parallel import Engine, check_shards, parallelize
 from paceline.parallel.initial_weights import is_on_meta
 from paceline.spec import Job, Mesh, Plan
 from paceline.train.agreement import check_same_order
-from paceline.train.data_progress import Batch, DataProgress
+from paceline.train.data_progress import DataProgress
 from paceline.train.digest import weights_sha256
 from paceline.train.evaluate import Measure, evaluate, evaluation_mode, own_chunks
+from paceline.train.memory_limit import memory_limit
 from paceline.train.noise_meter import NoiseMeter
 from paceline.train.numerics import LossFn, Precision, torch_settings
 from paceline.train.process_group import abandon, join
 from paceline.train.reading import DatasetReader, num_samples
+from paceline.train.sample_batches import check_server_order, sample_batches
 from paceline.train.schedule import LearningRates
 from paceline.train.seeding import seed_between_steps, seed_evaluation, seed_generators
 from paceline.train.session import Kept, RunState, Session, Stateful
@@ -163,6 +164,7 @@ class Run:
         rebind(optimizer, names, trained.model)
         session = self._open_session(trained)
         self._prepared = Stepper(session, rates, self.mesh, self.reader, self.timer, self._tracer)
+        self._at_close.enter_context(memory_limit(env.memory_limit_bytes(), self.device, trained.model))
         return trained.engine.module, optimizer
 
     def _open_session(self, trained: Trained) -> Session:
@@ -181,7 +183,8 @@ class Run:
     def keep(self, name: str, thing: Stateful) -> None:
         """Save and restore something of the script's own with every checkpoint, after `prepare`.
 
-        Checkpoints are taken at the end of `step`: what changes after it belongs to the next one.
+        Checkpoints are taken when the next batch is asked for, or the next epoch begins: what the script changes
+        after `step`, such as a learning-rate scheduler or an average of the weights, belongs to that step.
 
         Args:
             thing: has `state_dict()`, of tensors, numbers, texts, and lists and dictionaries of these, alike on all
@@ -248,18 +251,18 @@ class Run:
         return Loading.of(dataset, self.job.global_batch_size, purpose, **given)
 
     def _epoch_batches(self, loading: Loading, epoch: int, samples_per_epoch: int | None) -> Iterator[Any]:
+        self._finish_step()
         progress = self._progress
         if progress.is_over(epoch):
             return
-        if not self.engine.reads_assignment and (loading.sampler is not None or is_stream(loading.dataset)):
-            raise DataError(
-                "With aggregation.method = 'parameter_server_async' samples come in the job's own order; give a "
-                "map-style data set without a sampler, or aggregate in another way."
-            )
+        reads_assignment = self.engine.reads_assignment
+        check_server_order(loading, reads_assignment=reads_assignment)
         if is_stream(loading.dataset):
             batches = self._streams.batches(loading, epoch, samples_per_epoch)
         else:
-            batches = self._read_batches(loading, epoch)
+            batches = sample_batches(
+                loading, epoch, self.job, progress, self.reader, self.world, reads_assignment=reads_assignment
+            )
         if self.steps and progress.at_epoch_start:
             self._stepper.session.epoch_ended()
         self.timer.resume()
@@ -269,20 +272,12 @@ class Run:
             self._pending = Pending(batch, content, loading)
             yield content
             self._check_stepped()
+            self._finish_step()
             self.timer.data_asked()
 
-    def _read_batches(self, loading: Loading, epoch: int) -> Iterator[tuple[Batch, Any]]:
-        """The remaining global batches of an epoch of a map-style set, with this worker's content of each."""
-        progress, job, set_size = self._progress, self.job, num_samples(loading.dataset, "training")
-        orders = functools.partial(loading.order, set_size, job.global_batch_size, job.seed)
-        numbers = progress.enter(epoch, orders, set_size, one_by_one=loading.collate_fn is not None)
-        check_same_order(progress.digest, epoch, self.world.group)
-        is_read = self.engine.reads_assignment
-        read = (progress.batch(number, numbers.stop) for number in (numbers if is_read else numbers[:1]))
-        requests = (SampleRequest(batch.own_shards, batch.number, batch.assignment.own[0]) for batch in read)
-        contents = self.reader.read_shards(loading, epoch, requests)
-        batches = (progress.batch(number, numbers.stop) for number in numbers)
-        return zip(batches, contents if is_read else itertools.cycle(contents), strict=False)
+    def _finish_step(self) -> None:
+        if self._prepared is not None:
+            self._prepared.finish_step()
 
     def _check_stepped(self) -> None:
         if self._pending is not None:
@@ -304,7 +299,18 @@ class Run:
         pending, self._pending = self._pending, None
         if pending is None:
             raise JobError("run.step needs a batch that run.batches just yielded; each is used once.")
-        return self._stepper.step(pending, batch, loss_fn)
+        loss = self._stepper.step(pending, batch, loss_fn)
+        self._note_micro_batch()
+        return loss
+
+    def _note_micro_batch(self) -> None:
+        """Say it, and keep it with the plan, if memory had no room for the micro-batch so far."""
+        found = self.engine.micro_batch
+        if found is not None and found.is_automatic and found.size not in (None, self.plan.micro_batch_size):
+            self.plan = dataclasses.replace(self.plan, micro_batch_size=found.size)
+            note = f"micro_batch_size = {found.size} from step {self.steps} on: memory has no room for more"
+            self.notes.append(note)
+            self.say(note)
 
     def evaluate(
         self, dataset: Any, measure: Measure, *, collate_fn: Collate | None = None, num_workers: int | None = None
@@ -329,14 +335,22 @@ class Run:
         # Workers that compute other parts of the model have the same chunks: the first of them gives the results.
         given = own(in_step=False) if self.mesh.leads_assignment(self.rank) else []
         contents = self.reader.read_chunks(loading, chunks, computed)
+        buffers = self.engine.forward_buffers
 
         def batches() -> Iterator[tuple[int, Any]]:
             for number, content in zip(computed, contents, strict=True):
                 seed_evaluation(self.job.seed, self.steps, number, self.device)
+                buffers.begin_pass()
                 yield number, content
 
         try:
-            with evaluation_mode(self.model), self.consensus(), torch.no_grad(), self.precision.autocast():
+            with (
+                evaluation_mode(self.model),
+                self.consensus(),
+                buffers.untouched(),
+                torch.no_grad(),
+                self.precision.autocast(),
+            ):
                 metrics = evaluate(batches(), chunks, given, self.model, measure, self.world)
         finally:
             seed_between_steps(self.job.seed, self.steps, self.device)
