@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from paceline import errors
 
 if TYPE_CHECKING:
+    from paceline.parallel.losses import Mean
     from paceline.report import Study
     from paceline.spec import Cluster, Job, Plan, RunRecord
     from paceline.spec.forecast import Forecast
@@ -39,6 +40,7 @@ __all__ = [
     "Elastic",
     "Forecast",
     "Job",
+    "Mean",
     "Plan",
     "Run",
     "RunRecord",
@@ -72,6 +74,7 @@ _MODULES = {
     **dict.fromkeys(("Elastic", "Where"), "paceline.workflows.where"),
     **dict.fromkeys(("fit_step_times", "suggest_measurements"), "paceline.workflows.step_times"),
     "Forecast": "paceline.spec.forecast",
+    "Mean": "paceline.parallel.losses",
     "Strategy": "paceline.workflows.strategy",
     "Study": "paceline.report",
     "dry_run_mesh": "paceline.workflows.mesh_dry_run",

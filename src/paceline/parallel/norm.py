@@ -9,7 +9,7 @@ statistics of the whole global batch, on CPU too.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -157,6 +157,25 @@ def unknown_buffers(model: nn.Module) -> list[Tensor]:
 def forward_buffers(model: nn.Module) -> list[Tensor]:
     """All buffers that a forward pass may change; `ShardBatchNorm` changes its own at the end of a step."""
     return _buffers_besides(model, ShardBatchNorm)
+
+
+def remember_buffers(model: nn.Module) -> Callable[[], None]:
+    """A function that undoes what forward passes change of `forward_buffers` from now on."""
+    changeable = {id(buffer) for buffer in forward_buffers(model)}
+    kept = [
+        (module._buffers, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and id(buffer) in changeable
+    ]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for buffers, name, buffer, before in kept:
+            buffers[name] = buffer  # a forward pass may have put another tensor there
+            buffer.copy_(before)
+
+    return restore
 
 
 def _buffers_besides(model: nn.Module, kind: type | types.UnionType) -> list[Tensor]:

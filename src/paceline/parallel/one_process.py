@@ -28,8 +28,11 @@ from torch.utils import _pytree as pytree
 from paceline.errors import JobError, ModelError
 from paceline.parallel.assignment import Assignment, shards_of_rank
 from paceline.parallel.clock import Clock
-from paceline.parallel.engine import Engine, Randomness, StepInput, cut, statistics_dtype
-from paceline.parallel.gradient_norms import GradientNorms, squared_norm
+from paceline.parallel.dtensor import rescale_gradients
+from paceline.parallel.engine import Engine, Randomness, StepInput, cut
+from paceline.parallel.gradient_norms import GradientNorms, mean_of_squares, squared_norm
+from paceline.parallel.loss_functions import LossFunctions
+from paceline.parallel.losses import StepLoss
 from paceline.parallel.norm import ShardBatchNorm, has_other_norms, replace_batch_norm
 from paceline.parallel.passes import Passes
 from paceline.spec import Job, Plan
@@ -88,9 +91,10 @@ class OneProcessDataParallel(Engine):
         self._plan = plan
         first, *others = devices
         self.randomness: Randomness = Randomness()
+        self.functions = LossFunctions(None)
+        self._one_by_one = job.shard_by_shard
         models = [self.module, *(copy.deepcopy(self.module).to(device) for device in others)]
         self._replicas = [self._replica(model, device) for model, device in zip(models, devices, strict=True)]
-        self._dtype = statistics_dtype(self.module)
         self._clock = Clock(first)
         now = self._clock.mark()
         self.communication = now, now
@@ -106,15 +110,18 @@ class OneProcessDataParallel(Engine):
             device,
             self._plan.micro_batch_size,
             randomness=self.randomness,
+            functions=self.functions,
+            one_by_one=self._one_by_one,
             may_split=not has_other_norms(model),
             is_concurrent=True,
         )
         return _Replica(model, device, passes)
 
-    def gradients(self, step: StepInput) -> Tensor:
-        return self._replicas[0].passes.starting_over(lambda: self._train(step))
+    def gradients(self, step: StepInput) -> StepLoss:
+        notes = self._find_coupling(step)
+        return self._replicas[0].passes.starting_over(lambda: self._train(step, notes))
 
-    def _train(self, step: StepInput) -> Tensor:
+    def _train(self, step: StepInput, notes: Sequence[str]) -> StepLoss:
         """Compute and aggregate the gradient; returns the loss."""
         assignments = _divide(step.assignment, len(self._replicas))
         busy = self._replicas[: len(assignments)]
@@ -130,11 +137,23 @@ class OneProcessDataParallel(Engine):
         for replica in busy[1:]:
             replica.add_gradients_to(self.module)
         summed = torch.stack([one.to(statistics[0].device) for one in statistics]).sum(0)
-        busy[0].passes.norm.apply(summed[1:])
+        layout = self.functions.layout(step.loss_name)
+        busy[0].passes.norm.apply(summed[layout.length :])
+        result = StepLoss.of(summed, layout, notes)
+        rescale_gradients(self.module.parameters(), result.rescale)
         self.communication = last_gradient, self._clock.mark()
         if step.take_norms is not None and len(busy) > 1:
-            step.take_norms(self._norms(step.assignment, assignments, small_sqrs))
-        return summed[0]
+            weights = [one[1] for one in statistics] if layout.is_weighted else None
+            step.take_norms(self._norms(step.assignment, assignments, small_sqrs, weights, result.rescale))
+        return result
+
+    def _find_coupling(self, step: StepInput) -> tuple[str, ...]:
+        """What `Passes.find_coupling` finds, on the first device, of the shards of the last, which has the most."""
+        if step.loss_name in self.functions.couples:
+            return ()
+        first, last = self._replicas[0], _divide(step.assignment, len(self._replicas))[-1]
+        batch = _to(cut(step.batch, *_within(step.assignment, last)), first.device)
+        return first.passes.find_coupling(dataclasses.replace(step, assignment=last, batch=batch), self.module)
 
     def _run(self, computing: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
         """A thread for each device, this one for the first; an error is raised when none of them computes any more."""
@@ -152,25 +171,35 @@ class OneProcessDataParallel(Engine):
         passes = replica.passes
         with torch.cuda.device(replica.device) if replica.device.type == "cuda" else nullcontext():
             batch = _to(cut(step.batch, *_within(step.assignment, assignment)), replica.device)
-            losses = torch.zeros((), dtype=self._dtype, device=replica.device)
+            losses: Tensor | None = None
             on_device = dataclasses.replace(step, assignment=assignment, batch=batch)
-            for shards, loss in passes.losses(on_device, replica.module):
-                losses += loss.detach() * shards.weight
-                passes.backward(step, shards, loss)
+            for _, loss in passes.losses(on_device, replica.module):
+                losses = loss.sums if losses is None else losses + loss.sums
+                passes.backward(step, loss)
             if all(parameter.grad is None for parameter in replica.module.parameters()):
                 raise ModelError(
                     "The loss did not go through the model that the loss function is given, which is another one on "
                     "each device of dp_one_process; call that model."
                 )
-            return torch.cat([losses.view(1), *passes.norm.collect(losses)])
+            assert losses is not None  # a busy device has a shard
+            return torch.cat([losses, *passes.norm.collect(losses)])
 
     def _norms(
-        self, whole: Assignment, assignments: Sequence[Assignment], small_sqrs: Sequence[Tensor]
+        self,
+        whole: Assignment,
+        assignments: Sequence[Assignment],
+        small_sqrs: Sequence[Tensor],
+        weights: Sequence[Tensor] | None,
+        rescale: Tensor | None,
     ) -> GradientNorms:
         """Norms of the devices' gradients and of their sum; the replicas held weight * gradient."""
-        weights = [sum(assignment.sizes) / whole.global_size for assignment in assignments]
         first = small_sqrs[0].device
-        means = [sqr.to(first) / weight for sqr, weight in zip(small_sqrs, weights, strict=True)]
+        if weights is None or rescale is None:
+            fractions = [sum(assignment.sizes) / whole.global_size for assignment in assignments]
+            means = [sqr.to(first) / fraction for sqr, fraction in zip(small_sqrs, fractions, strict=True)]
+        else:
+            pairs = zip(small_sqrs, weights, strict=True)
+            means = [mean_of_squares(sqr.to(first), weight.to(first)) * rescale for sqr, weight in pairs]
         large_sqr = self._replicas[0].squared_norm()
         return GradientNorms(
             torch.stack(means).sum(), whole.global_size / len(assignments), large_sqr, whole.global_size

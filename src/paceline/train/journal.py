@@ -50,8 +50,8 @@ class Journal:
         self._progress = Progress(output.progress if speaks else None, total_steps, label)
         run.say = self._progress.say
         scaling = describe_scaling(run.job)
-        self._notes = [*run.notes, *([] if scaling is None else [scaling])]
-        for note in self._notes:
+        run.notes += [] if scaling is None else [scaling]
+        for note in run.notes:
             self._progress.say(note)
         self._launched_at = env.launched_at()
         self._first_step_s = 0.0
@@ -139,7 +139,7 @@ class Journal:
         warning = batch_warning(run.job.global_batch_size, noise_scale, run.world_size)
         if warning is not None:
             self._has_warned = True
-            self._notes.append(warning)
+            run.notes.append(warning)
             self._progress.say(warning)
 
     def record(self) -> RunRecord:
@@ -169,7 +169,7 @@ class Journal:
             step_time=step_time,
             weights_sha256=run.weights_sha256(),
             epochs=tuple(self._epochs),
-            notes=tuple(self._notes),
+            notes=tuple(run.notes),
             environment=describe_environment(run.world),
         )
 

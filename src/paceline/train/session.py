@@ -179,12 +179,16 @@ class Session:
         if self._checkpoints is not None:
             self._checkpoints.step_ended(step, status.requests)
         for note in self._stragglers.note(step, status.own_times_s):
-            self._notes.append(note)
-            self.say(note)
+            self.note(note)
         slower = self._plan.exclude_slower
         if slower is not None and self.world.rank in self._stragglers.lasting(slower):
             leave_at_once(EXCLUDED)  # the others notice, save a checkpoint, and are restarted without it
         self._status_exchange.send(set() if self._checkpoints is None else self._checkpoints.requests(), own_time_s)
+
+    def note(self, note: str) -> None:
+        """Say something to the user that belongs in the run's report, too."""
+        self._notes.append(note)
+        self.say(note)
 
     def at_rest(self) -> None:
         """Called when all workers rest between updates by servers: exchange status at once, and save if due."""

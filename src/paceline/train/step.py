@@ -13,10 +13,11 @@ from paceline.errors import JobError, ModelError
 from paceline.parallel import AnyShard, Assignment, StepInput, check_batch
 from paceline.parallel.assignment import shard_sizes
 from paceline.parallel.dtensor import clip_gradients
+from paceline.parallel.losses import StepLoss
 from paceline.spec import Mesh
 from paceline.train.data_progress import Batch
 from paceline.train.nonfinite import NonFiniteGuard
-from paceline.train.numerics import LossFn
+from paceline.train.numerics import LossFn, loss_name
 from paceline.train.reading import DatasetReader
 from paceline.train.schedule import LearningRates, lr_factor
 from paceline.train.seeding import seed_between_steps, seed_shard
@@ -61,8 +62,8 @@ class Stepper:
         self.is_whole = True
         """Whether weights, optimizer, buffers and progress all belong to the same step."""
 
-    def step(self, pending: Pending, content: Any, loss_fn: LossFn) -> Tensor:
-        """Train on a batch; returns its mean loss.
+    def step(self, pending: Pending, content: Any, loss_fn: LossFn) -> StepLoss:
+        """Train on a batch; returns its loss.
 
         Args:
             content: `pending.content` as the script passed it to `step`.
@@ -79,9 +80,11 @@ class Stepper:
         self._rates.set(progress.samples_seen, batch.samples_per_epoch)
         trained.optimizer.zero_grad(set_to_none=True)
 
-        loss = engine.step(step_input, functools.partial(self._update, batch, content))
+        result = engine.step(step_input, functools.partial(self._update, batch, content))
 
-        self._tracer.after_update(trained.model, engine.whole)
+        for note in result.notes:
+            self.session.note(note)
+        self._tracer.after_update(trained.model, engine.whole, result.notes)
         progress.trained_on(batch)
         self.session.heartbeat.step(progress.steps)
         seed_between_steps(self._state.job.seed, progress.steps, self._device)
@@ -89,7 +92,7 @@ class Stepper:
         self.is_whole = True
         if engine.is_synchronised:
             self.session.step_ended(self._timer.own_s)
-        return loss
+        return result
 
     def _input(self, index: int, assignment: Assignment, content: Any, loss_fn: LossFn) -> StepInput:
         """The step input for an assignment of the global batch with this number, counted over the whole run."""
@@ -101,6 +104,7 @@ class Stepper:
             seed_shard=lambda shard: seed_shard(seed, index, shard, self._device),
             scale=precision.scaler.scale,
             within=precision.autocast,
+            loss_name=loss_name(loss_fn),
         )
 
     def _update(self, batch: Batch, content: Any, loss: Tensor) -> None:
