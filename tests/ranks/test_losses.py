@@ -88,7 +88,8 @@ def plain_mean(model: nn.Module, batch: Any) -> Tensor:
     """What users write: a mean over valid tokens that is returned as if it were one over samples."""
     tokens, labels = batch
     losses = F.cross_entropy(model(tokens).transpose(1, 2), labels, reduction="none", ignore_index=IGNORED)
-    return losses.sum() / (labels != IGNORED).sum().clamp(min=1)
+    mean: Tensor = losses.sum() / (labels != IGNORED).sum().clamp(min=1)
+    return mean
 
 
 def contrastive(model: nn.Module, batch: Any) -> Tensor:
@@ -100,7 +101,8 @@ def contrastive(model: nn.Module, batch: Any) -> Tensor:
 
 def squares(model: nn.Module, batch: Any) -> Tensor:
     """A plain mean over samples."""
-    return model(batch[0]).square().mean()
+    mean: Tensor = model(batch[0]).square().mean()
+    return mean
 
 
 def squares_and_values(model: nn.Module, batch: Any) -> Any:
@@ -176,9 +178,9 @@ def plain_loop(loss: str) -> Result:
         values: list[dict[str, float]] = []
         for batch in run.batches(corpus()):
             run.step(batch, squares)  # moves on to the next batch
-            returned = LOSSES[loss](own, batch)
-            mean, named = returned if isinstance(returned, tuple) else (returned, {})
-            mean = mean.value if isinstance(mean, paceline.Mean) else mean
+            returned: Any = LOSSES[loss](own, batch)
+            first, named = returned if isinstance(returned, tuple) else (returned, {})
+            mean: Any = first.value if isinstance(first, paceline.Mean) else first
             optimizer.zero_grad()
             mean.backward()
             nn.utils.clip_grad_norm_(own.parameters(), 0.5)

@@ -6,6 +6,7 @@ that call it, so that all columns of as many workers take one launch.
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,8 @@ class Entry:
     may_skip: bool = False
     """Whether some steps leave parameters without a gradient."""
     lr: float = 0.05
+    wrap: Callable[[Any], Any] = dict
+    """Makes the batch that is given to `run.step` of the one that was read."""
 
     def example(self, num_samples: int = 4) -> dict[str, Tensor]:
         """What the model is called with, for a few samples."""
@@ -61,7 +64,8 @@ def _logits(output: Any) -> Tensor:
     return found
 
 
-def class_losses(output: Any, batch: dict[str, Tensor]) -> Tensor:
+def class_losses(output: Any, batch: dict[str, Any]) -> Tensor:
+    assert len(batch.get("text", batch["labels"])) == len(batch["labels"])  # a list has an entry for each sample
     return F.cross_entropy(_logits(output), batch["labels"], reduction="none")
 
 
@@ -121,8 +125,15 @@ def _language(name: str, **values: Any) -> Entry:
     return Entry(_from_transformers(name), samples.padded_text, next_token_losses, _TEXT, **values)
 
 
-def _text_classifier(name: str) -> Entry:
-    return Entry(_from_transformers(name), samples.classified_text, class_losses, _TEXT)
+def _text_classifier(name: str, wrap: Callable[[Any], Any]) -> Entry:
+    return Entry(_from_transformers(name), samples.classified_text, class_losses, _TEXT, wrap=wrap)
+
+
+def _encoded(batch: dict[str, Any]) -> Any:
+    """A batch as tokenizers of transformers make it."""
+    from transformers import BatchEncoding
+
+    return BatchEncoding(batch)
 
 
 def _image_classifier(make: Callable[[], nn.Module]) -> Entry:
@@ -137,8 +148,8 @@ ZOO: dict[str, Entry] = {
     "opt": _language("opt"),
     "mixtral": _language("mixtral"),
     "qwen2-moe": _language("qwen2_moe"),
-    "bert": _text_classifier("bert"),
-    "distilbert": _text_classifier("distilbert"),
+    "bert": _text_classifier("bert", _encoded),
+    "distilbert": _text_classifier("distilbert", UserDict),
     "t5": Entry(_from_transformers("t5"), samples.translated_text, token_losses, _TRANSLATION),
     "vit": _image_classifier(_from_transformers("vit")),
     "resnet": _image_classifier(_from_transformers("resnet")),
@@ -223,7 +234,7 @@ def train_entry(entry: Entry, column: Column) -> Result:
             optimizer = torch.optim.SGD(trained, entry.lr, momentum=0.9)
             example = entry.example() if run.mesh.pp > 1 else None
             run.prepare(model, optimizer, find_unused_parameters=entry.may_skip, example=example)
-            losses = tuple(float(run.step(batch, entry.loss)) for batch in run.batches(data))
+            losses = tuple(float(run.step(entry.wrap(batch), entry.loss)) for batch in run.batches(data))
             metrics = run.evaluate(data, lambda model, batch: {"loss": entry.sample_losses(model, batch)})
             state = run.whole_state()
             sha = run.weights_sha256()

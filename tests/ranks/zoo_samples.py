@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Any
 
-Samples = list[dict[str, Tensor]]
+import torch
+
+Samples = list[dict[str, Any]]
 
 NUM_SAMPLES = 20
 """Three global batches of eight samples, the last of them half as long."""
@@ -39,9 +40,12 @@ def padded_text(seed: int = 1, length: int = LENGTH) -> Samples:
 
 
 def classified_text() -> Samples:
-    """As `padded_text`, with one class for each sequence."""
+    """As `padded_text`, with one class for each sequence, and the text itself."""
     classes = torch.randint(NUM_CLASSES, (NUM_SAMPLES,), generator=_generator(2))
-    return [sample | {"labels": label} for sample, label in zip(padded_text(), classes, strict=True)]
+    return [
+        sample | {"labels": label, "text": str(sample["input_ids"].tolist())}
+        for sample, label in zip(padded_text(), classes, strict=True)
+    ]
 
 
 def translated_text() -> Samples:

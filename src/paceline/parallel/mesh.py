@@ -25,7 +25,7 @@ from paceline.parallel.assignment import Assignment, ShardRange
 from paceline.parallel.axes import Axes
 from paceline.parallel.clock import Clock
 from paceline.parallel.dtensor import full_tensor, is_sharded, local_shard, rescale_gradients
-from paceline.parallel.engine import Engine, Randomness, StepInput, broadcast, cut, statistics_dtype
+from paceline.parallel.engine import Engine, Randomness, StepInput, broadcast, statistics_dtype
 from paceline.parallel.gradient_norms import GradientNorms, PartWeights, mean_of_squares, squared_norm
 from paceline.parallel.initial_weights import initial_weights
 from paceline.parallel.loss_functions import LossFunctions
@@ -380,7 +380,7 @@ class MeshParallel(Engine):
 
         def loss_of(model: nn.Module) -> Tensor:
             with watching_outputs(model) as outputs:
-                loss = read_loss(step.loss_of(model, cut(step.batch, 0, 1)), 0.0, 1, self._passes.like).mean
+                loss = read_loss(step.loss_of(model, step.batch.cut(0, 1)), 0.0, 1, self._passes.like).mean
             ignore_unless(False, outputs)
             return loss * 0.0
 

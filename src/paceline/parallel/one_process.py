@@ -19,17 +19,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from paceline.containers import to_device
 from paceline.errors import JobError, ModelError
 from paceline.parallel.assignment import Assignment, shards_of_rank
 from paceline.parallel.clock import Clock
 from paceline.parallel.dtensor import rescale_gradients
-from paceline.parallel.engine import Engine, Randomness, StepInput, cut
+from paceline.parallel.engine import Engine, Randomness, StepInput
 from paceline.parallel.gradient_norms import GradientNorms, mean_of_squares, squared_norm
 from paceline.parallel.loss_functions import LossFunctions
 from paceline.parallel.losses import StepLoss
@@ -152,8 +151,7 @@ class OneProcessDataParallel(Engine):
         if step.loss_name in self.functions.couples:
             return ()
         first, last = self._replicas[0], _divide(step.assignment, len(self._replicas))[-1]
-        batch = _to(cut(step.batch, *_within(step.assignment, last)), first.device)
-        return first.passes.find_coupling(dataclasses.replace(step, assignment=last, batch=batch), self.module)
+        return first.passes.find_coupling(_on_device(step, last, first.device), self.module)
 
     def _run(self, computing: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
         """A thread for each device, this one for the first; an error is raised when none of them computes any more."""
@@ -170,10 +168,8 @@ class OneProcessDataParallel(Engine):
         """One device's part of a step: returns [loss, norm statistics], leaves gradients with the replica."""
         passes = replica.passes
         with torch.cuda.device(replica.device) if replica.device.type == "cuda" else nullcontext():
-            batch = _to(cut(step.batch, *_within(step.assignment, assignment)), replica.device)
             losses: Tensor | None = None
-            on_device = dataclasses.replace(step, assignment=assignment, batch=batch)
-            for _, loss in passes.losses(on_device, replica.module):
+            for _, loss in passes.losses(_on_device(step, assignment, replica.device), replica.module):
                 losses = loss.sums if losses is None else losses + loss.sums
                 passes.backward(step, loss)
             if all(parameter.grad is None for parameter in replica.module.parameters()):
@@ -250,12 +246,11 @@ def _divide(assignment: Assignment, num_devices: int) -> list[Assignment]:
     return [dataclasses.replace(assignment, shards_of_rank=of_devices, rank=device) for device in range(num_busy)]
 
 
-def _within(whole: Assignment, part: Assignment) -> tuple[int, int]:
-    """Positions of a device's samples in the worker's batch."""
-    start, _ = whole.span
-    first, last = part.span
-    return first - start, last - start
-
-
-def _to(batch: Any, device: torch.device) -> Any:
-    return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device, non_blocking=True), batch)
+def _on_device(step: StepInput, part: Assignment, device: torch.device) -> StepInput:
+    """The step of one device, whose samples are moved there when the loss function is called."""
+    return dataclasses.replace(
+        step,
+        assignment=part,
+        batch=step.batch.beyond(part.span[0] - step.assignment.span[0]),
+        loss_of=lambda model, content: step.loss_of(model, to_device(content, device)),
+    )

@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from paceline.containers import copied
 from paceline.errors import ModelError
 from paceline.parallel.assignment import ShardRange
 from paceline.parallel.coupling import AUX_LOSS, describe_coupling, leaving_no_trace, returns_aux_loss, tolerance
-from paceline.parallel.engine import Randomness, StepInput, cut, statistics_dtype
+from paceline.parallel.engine import Randomness, StepInput, statistics_dtype
 from paceline.parallel.generators import equal_states, generator_states
 from paceline.parallel.loss_functions import DRAWS, LossFunctions
 from paceline.parallel.losses import Layout, ShardLoss, StepLoss, counts, ignore_unless, read_loss, watching_outputs
@@ -163,7 +163,7 @@ class Passes:
             with leaving_no_trace(self._model, self._device), self.norm.backward():
                 if one is None:
                     with self._forward_context(), standing_in(self._model):
-                        step.loss_of(module, cut(step.batch, 0, 1))
+                        step.loss_of(module, step.batch.cut(0, 1))
                     continue
                 self.enter(step, one)
                 before = generator_states(self._device)
@@ -218,7 +218,7 @@ class Passes:
 
     def read(self, step: StepInput, module: nn.Module, shards: ShardRange) -> ShardLoss:
         """Call the loss function with some shards, and see what it returned."""
-        samples = cut(step.batch, shards.start, shards.stop)
+        samples = step.batch.cut(shards.start, shards.stop)
         watch = self.functions.may_be_weighted(step.loss_name)
         with watching_outputs(module) if watch else nullcontext() as outputs:
             returned = step.loss_of(module, samples)
@@ -248,7 +248,7 @@ class Passes:
         """
         with standing_in(self._model):
             with self._forward_context(), watching_outputs(module) as outputs:
-                loss = read_loss(step.loss_of(module, cut(step.batch, 0, 1)), 0.0, 1, self.like).mean
+                loss = read_loss(step.loss_of(module, step.batch.cut(0, 1)), 0.0, 1, self.like).mean
             ignore_unless(False, outputs)
             yield step.scale(loss * 0.0)
 
@@ -296,7 +296,7 @@ class ShardByShard:
     def layout_of_stand_in(self, step: StepInput) -> Layout:
         """Which numbers the loss function returns, by a sample that leaves no trace."""
         with leaving_no_trace(self.module, self._passes.like.device), standing_in(self.module):
-            layout = read_loss(step.loss_of(self.module, cut(step.batch, 0, 1)), 0.0, 1, self._passes.like).layout
+            layout = read_loss(step.loss_of(self.module, step.batch.cut(0, 1)), 0.0, 1, self._passes.like).layout
         self.functions.has_returned(step.loss_name, layout)
         return layout
 
@@ -306,7 +306,7 @@ class ShardByShard:
         def loss_of(model: nn.Module, batch: Any) -> Any:
             # Copies, because a product's last bits depend on where in memory its factors begin, and a shard lies
             # elsewhere in the batch of another worker.
-            return step.loss_of(model, pytree.tree_map_only(Tensor, torch.clone, batch))
+            return step.loss_of(model, copied(batch))
 
         for parameter in self.parameters:
             parameter.grad = None

@@ -9,14 +9,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.errors import JobError
-from paceline.spec.codec import JsonValue, above, at_least, between
+from paceline.errors import JobError, shortened, shown
+from paceline.regular_files import read_text
+from paceline.spec.codec import PLAIN, JsonValue, above, at_least, between
 
 Parity = Literal["numeric", "bitwise"]
 Precision = Literal["float32", "bfloat16", "float16", "float64"]
 Norm = Literal["shard", "local", "sync"]
 Reaction = Literal["skip", "rollback", "stop", "ignore"]
 Augmentation = Literal["crop", "flip", "cutout"]
+
+MOST_SAMPLES = 2**31 - 1
+"""In a global batch, or a pass over it."""
+MOST_WORKERS = 2**20
+"""Of a run."""
+MOST_NAME_CHARACTERS = 200
+"""In the name of a job, by which folders are called."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +33,7 @@ class ModelSpec:
 
     name: str = "lenet"
     """A name that `paceline models` lists, or an import path "package.module:build"."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict, metadata=PLAIN)
     """Keyword arguments for the model's constructor."""
 
 
@@ -53,7 +61,7 @@ class DataSpec:
     """The number of training samples to use, from the first; None: all."""
     test_limit: int | None = at_least(1, None)
     """The number of test samples to use, from the first; None: all."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict, metadata=PLAIN)
     """Keyword arguments for the data set's builder."""
 
 
@@ -78,7 +86,7 @@ class OptimSpec:
     schedule: Literal["constant", "cosine", "step"] = "constant"
     """How the learning rate changes after the warm-up, counted in samples: not at all, along a cosine to 0, in
     steps."""
-    step_epochs: tuple[float, ...] = ()
+    step_epochs: tuple[float, ...] = above(0, ())
     """Epochs at which the step schedule multiplies the rate by `step_factor`."""
     step_factor: float = above(0, 0.1)
     """What each step of the step schedule multiplies the rate by."""
@@ -101,7 +109,7 @@ class OptimSpec:
         if self.schedule == "step" and not self.step_epochs:
             raise JobError("optim.schedule = 'step' needs optim.step_epochs, such as [15, 25].")
         if list(self.step_epochs) != sorted(self.step_epochs):
-            raise JobError(f"optim.step_epochs = {list(self.step_epochs)} should be in ascending order.")
+            raise JobError(f"optim.step_epochs = {shown(list(self.step_epochs))} should be in ascending order.")
 
     @property
     def state_copies(self) -> int:
@@ -172,11 +180,11 @@ class Job(JsonValue):
 
     name: str = "job"
     """What tables and pages call the job; a file's name if it is left out."""
-    global_batch_size: int = at_least(1, 256)
+    global_batch_size: int = between(1, MOST_SAMPLES, 256)
     """Samples of one optimizer update, over all workers."""
-    virtual_shards: int = at_least(1, 8)
+    virtual_shards: int = between(1, MOST_WORKERS, 8)
     """The number of virtual shards of every global batch, which is also the maximum number of workers."""
-    epochs: int = at_least(1, 1)
+    epochs: int = between(1, MOST_SAMPLES, 1)
     """Passes over the training set."""
     seed: int = between(0, 2**63 - 1, 0)
     """The seed of weights, order, augmentation and dropout."""
@@ -200,7 +208,7 @@ class Job(JsonValue):
     checkpoint (without repeating data); end the run; or do not check."""
     eval_every_epochs: int = at_least(1, 1)
     """Epochs between two evaluations; the last epoch is always evaluated."""
-    eval_batch_size: int = at_least(1, 256)
+    eval_batch_size: int = between(1, MOST_SAMPLES, 256)
     """Samples that go through the model together in an evaluation."""
     model: ModelSpec = field(default_factory=ModelSpec)
     data: DataSpec = field(default_factory=DataSpec)
@@ -209,6 +217,10 @@ class Job(JsonValue):
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
 
     def __post_init__(self) -> None:
+        if not 1 <= len(self.name) <= MOST_NAME_CHARACTERS or not self.name.isprintable():
+            raise JobError(
+                f"name = {shown(self.name)} should be a text of 1 to {MOST_NAME_CHARACTERS} characters on one line."
+            )
         if self.virtual_shards > self.global_batch_size:
             raise JobError(
                 f"virtual_shards = {self.virtual_shards} is more than global_batch_size = "
@@ -302,6 +314,9 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str = 
     return found
 
 
+_MOST_PARTS = 20
+"""Of the key in a setting."""
+
 _LEARNS_THE_SAME = ("name", "measure_noise", "eval_every_epochs", "eval_batch_size", "data.dir", "data.loader_workers")
 
 
@@ -321,32 +336,50 @@ def _parse_setting(setting: str) -> dict[str, Any]:
     key, separator, text = setting.partition("=")
     key = key.strip()
     if not separator or not key:
-        raise JobError(f"'{setting}' is not a setting; write key=value, such as optim.lr=0.1.")
+        raise JobError(f"'{shortened(setting)}' is not a setting; write key=value, such as optim.lr=0.1.")
     value: Any = None
     if text.strip().lower() not in ("none", "null"):
         try:
-            value = tomllib.loads(f"value = {text}")["value"]
+            found = _parse_toml(f"value = {text}")
+            value = found["value"] if len(found) == 1 else text
         except tomllib.TOMLDecodeError:
             value = text.strip()  # an unquoted word is a text
-    for part in reversed(key.split(".")):
+        except ValueError as problem:
+            raise JobError(f"'{shortened(setting)}' is not possible: {problem}.") from None
+    parts = key.split(".")
+    if len(parts) > _MOST_PARTS:
+        raise JobError(f"There is no key '{shortened(key)}'.")
+    for part in reversed(parts):
         value = {part: value}
     return dict(value)
+
+
+def _parse_toml(text: str) -> dict[str, Any]:
+    """Raises `ValueError`, whatever is wrong with it; `tomllib.TOMLDecodeError` if it is no TOML."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError:  # Python says how to lift its limit on digits
+        raise ValueError("it has a number of more digits than any number may have") from None
 
 
 def load_job(source: str | Path) -> Job:
     """The job in a TOML file. Raises `JobError` for a file that is missing, no TOML, or no job."""
     path = Path(source)
     try:
-        mapping = tomllib.loads(path.read_text(encoding="utf-8"))
+        mapping = _parse_toml(read_text(path))
     except FileNotFoundError:
         raise JobError(f"There is no job file '{path}'.") from None
     except IsADirectoryError:
         raise JobError(f"'{path}' is a directory, not a job file.") from None
-    except (OSError, UnicodeDecodeError) as problem:
-        raise JobError(f"The job file '{path}' cannot be read: {problem}.") from None
-    except tomllib.TOMLDecodeError as problem:
+    except OSError as problem:
+        raise JobError(f"The job file '{shortened(str(path))}' cannot be read: {problem.strerror}.") from None
+    except ValueError as problem:
         raise JobError(f"The job file '{path}' is not valid TOML: {problem}.") from None
-    mapping.setdefault("name", path.stem)
+    mapping.setdefault("name", path.stem[:MOST_NAME_CHARACTERS])
     try:
         return Job.from_mapping(mapping)
     except JobError as problem:
