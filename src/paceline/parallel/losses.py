@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from paceline.containers import open_container, tensors
 from paceline.errors import ModelError
 
 
@@ -238,11 +238,7 @@ def _where(is_counted: Tensor | bool, gradient: Tensor) -> Tensor:
     return torch.where(is_counted, gradient, torch.zeros((), dtype=gradient.dtype, device=gradient.device))
 
 
-def _tensors(output: Any) -> list[Tensor]:
+def _tensors(output: Any) -> Iterator[Tensor]:
     """The tensors in a model's output, be it a plain object with tensors as attributes."""
-    leaves = [
-        inner
-        for leaf in pytree.tree_leaves(output)
-        for inner in ([leaf] if isinstance(leaf, Tensor) else pytree.tree_leaves(getattr(leaf, "__dict__", {})))
-    ]
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    is_plain = not isinstance(output, Tensor) and open_container(output) is None
+    return tensors(vars(output) if is_plain and hasattr(output, "__dict__") else output)

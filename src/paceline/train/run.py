@@ -210,7 +210,10 @@ class Run:
         self.timer.data_asked()
         is_read = self.engine.reads_assignment
         batches = (progress.batch(number, numbers.stop) for number in numbers)
-        own = (progress.batch(number, numbers.stop).own_samples for number in (numbers if is_read else numbers[:1]))
+        if is_read:
+            own = (progress.batch(number, numbers.stop).own_samples for number in numbers)
+        else:
+            own = (progress.batch(number, numbers.stop).samples[:1] for number in numbers[:1])
         contents = self.reader.read(dataset, epoch, own, train=True)
         for batch, content in zip(batches, contents if is_read else itertools.cycle(contents), strict=False):
             self.timer.data_arrived()
