@@ -13,9 +13,10 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from paceline.errors import JobError
+from paceline.errors import JobError, shortened
 from paceline.spec import AlgorithmName
 from paceline.spec.forecast import Grow
+from paceline.spec.micro_batch import parse_micro_batch
 from paceline.workflows.strategy import Strategy
 from paceline.workflows.where import Elastic, Where
 
@@ -34,8 +35,14 @@ Workers = Annotated[
 ]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads that each worker computes with.")]
 MicroBatch = Annotated[
-    int | None,
-    typer.Option("--micro-batch-size", min=1, help="Most samples in one forward pass of a worker."),
+    Any,
+    typer.Option(
+        "--micro-batch",
+        "--micro-batch-size",
+        metavar="SAMPLES|auto",
+        parser=parse_micro_batch,
+        help="Most samples in one forward pass of a worker; auto: as many as memory has room for.",
+    ),
 ]
 Algorithm = Annotated[
     AlgorithmName,
@@ -104,13 +111,9 @@ def to_stderr(line: str) -> None:
 
 def parse_counts(text: str, option: str) -> list[int]:
     """ "1,2,4" as [1, 2, 4], ascending. Raises `JobError` naming the option."""
-    try:
-        counts = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        counts = []
-    if not counts or counts[0] < 1:
-        raise JobError(f"{option} {text} should be numbers of workers such as 1,2,4.")
-    return counts
+    if not re.fullmatch(r"\s*0*[1-9][0-9]{0,6}\s*(,\s*0*[1-9][0-9]{0,6}\s*)*", text):
+        raise JobError(f"{option} {shortened(text)} should be numbers of workers such as 1,2,4.")
+    return sorted({int(part) for part in text.split(",")})
 
 
 def parse_tolerance(text: str) -> float:
@@ -120,15 +123,15 @@ def parse_tolerance(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 1:
-        raise JobError(f"--tolerance {text} should be a fraction of accuracy such as 1% or 0.01.")
+        raise JobError(f"--tolerance {shortened(text)} should be a fraction of accuracy such as 1% or 0.01.")
     return value
 
 
 def parse_size(text: str, option: str) -> int:
     """ "4K" and "4KiB" are 4096 bytes, "100MB" 100,000,000. Raises `JobError` naming the option."""
-    found = re.fullmatch(r"(\d+) ?([KMG]?)(iB|B|)", text.strip(), re.IGNORECASE)
+    found = re.fullmatch(r"([0-9]{1,15}) ?([KMG]?)(iB|B|)", text.strip(), re.IGNORECASE)
     if found is None:
-        raise JobError(f"{option} {text} should be a number of bytes such as 4096, 4K, 16MiB or 100MB.")
+        raise JobError(f"{option} {shortened(text)} should be a number of bytes such as 4096, 4K, 16MiB or 100MB.")
     number, prefix, suffix = found.groups()
     base = 1000 if suffix.upper() == "B" else 1024
     return int(number) * int(base ** " KMG".index(prefix.upper() or " "))

@@ -52,6 +52,8 @@ class LossFunctions:
             for one in layouts[1:]:
                 if one != layouts[0]:
                     raise _differ(layouts[0], one)
+            if not layouts:  # every worker ran out of memory first: the step starts over
+                return Layout()
             self._agreed[name] = layouts[0]
         return self._agreed[name]
 

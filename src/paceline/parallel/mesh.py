@@ -30,6 +30,7 @@ from paceline.parallel.gradient_norms import GradientNorms, PartWeights, mean_of
 from paceline.parallel.initial_weights import initial_weights
 from paceline.parallel.loss_functions import LossFunctions
 from paceline.parallel.losses import Layout, StepLoss, ignore_unless, read_loss, watching_outputs
+from paceline.parallel.micro_batch import MicroBatchLimit
 from paceline.parallel.norm import ShardBatchNorm, replace_batch_norm, standing_in, unknown_buffers
 from paceline.parallel.passes import DrewTogetherError, Passed, Passes
 from paceline.parallel.pipeline import MicroBatch, Pipeline, stage_limits
@@ -111,10 +112,11 @@ class MeshParallel(Engine):
         weights(model, device)
         self.randomness: Randomness = Randomness()
         self.functions = LossFunctions(axes.world)
+        self.micro_batch = MicroBatchLimit(plan, job)
         self._passes = Passes(
             model,
             device,
-            plan.micro_batch_size,
+            self.micro_batch,
             randomness=self.randomness,
             functions=self.functions,
             one_by_one=self._pipeline is not None or job.shard_by_shard,
@@ -170,7 +172,7 @@ class MeshParallel(Engine):
         if self._aggregator is not None:
             self._aggregator.scheduler.begin_step()
         notes = self._passes.find_coupling(step, self.module, in_step=True)
-        return self._passes.starting_over(lambda: self._train(step, notes))
+        return self._passes.starting_over(lambda: self._train(step, notes), step.assignment)
 
     def _train(self, step: StepInput, notes: Sequence[str]) -> StepLoss:
         """Compute and aggregate the gradient; returns the loss.

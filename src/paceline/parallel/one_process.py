@@ -32,6 +32,7 @@ from paceline.parallel.engine import Engine, Randomness, StepInput
 from paceline.parallel.gradient_norms import GradientNorms, mean_of_squares, squared_norm
 from paceline.parallel.loss_functions import LossFunctions
 from paceline.parallel.losses import StepLoss
+from paceline.parallel.micro_batch import DidNotFitError, MicroBatchLimit, is_out_of_memory
 from paceline.parallel.norm import ShardBatchNorm, has_other_norms, replace_batch_norm
 from paceline.parallel.passes import Passes
 from paceline.spec import Job, Plan
@@ -92,6 +93,7 @@ class OneProcessDataParallel(Engine):
         self.randomness: Randomness = Randomness()
         self.functions = LossFunctions(None)
         self._one_by_one = job.shard_by_shard
+        self.micro_batch: MicroBatchLimit = MicroBatchLimit(plan, job)
         models = [self.module, *(copy.deepcopy(self.module).to(device) for device in others)]
         self._replicas = [self._replica(model, device) for model, device in zip(models, devices, strict=True)]
         self._clock = Clock(first)
@@ -107,7 +109,7 @@ class OneProcessDataParallel(Engine):
         passes = Passes(
             model,
             device,
-            self._plan.micro_batch_size,
+            self.micro_batch,
             randomness=self.randomness,
             functions=self.functions,
             one_by_one=self._one_by_one,
@@ -118,7 +120,17 @@ class OneProcessDataParallel(Engine):
 
     def gradients(self, step: StepInput) -> StepLoss:
         notes = self._find_coupling(step)
-        return self._replicas[0].passes.starting_over(lambda: self._train(step, notes))
+        return self._replicas[0].passes.starting_over(lambda: self._attempt(step, notes), step.assignment)
+
+    def _attempt(self, step: StepInput, notes: Sequence[str]) -> StepLoss:
+        """`_train`; if memory ran out and may suffice for fewer shards at a time, `DidNotFitError`."""
+        try:
+            return self._train(step, notes)
+        except (RuntimeError, MemoryError) as problem:
+            most = max(replica.passes.num_shards_in_pass for replica in self._replicas)
+            if not (self.micro_batch.is_automatic and most > 1 and is_out_of_memory(problem)):
+                raise
+        raise DidNotFitError
 
     def _train(self, step: StepInput, notes: Sequence[str]) -> StepLoss:
         """Compute and aggregate the gradient; returns the loss."""

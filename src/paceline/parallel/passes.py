@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from paceline.containers import copied
 from paceline.errors import ModelError
-from paceline.parallel.assignment import ShardRange
+from paceline.parallel.assignment import Assignment, ShardRange
 from paceline.parallel.coupling import AUX_LOSS, describe_coupling, leaving_no_trace, returns_aux_loss, tolerance
 from paceline.parallel.engine import Randomness, StepInput, statistics_dtype
 from paceline.parallel.generators import equal_states, generator_states
 from paceline.parallel.loss_functions import DRAWS, LossFunctions
 from paceline.parallel.losses import Layout, ShardLoss, StepLoss, counts, ignore_unless, read_loss, watching_outputs
+from paceline.parallel.micro_batch import DidNotFitError, MicroBatchLimit, free_memory
 from paceline.parallel.norm import (
     NormStatistics,
     ShardBatchNorm,
@@ -65,7 +66,7 @@ class Passes:
         self,
         model: nn.Module,
         device: torch.device,
-        micro_batch_size: int | None = None,
+        micro_batch: MicroBatchLimit | None = None,
         *,
         may_split: bool = True,
         one_by_one: bool = False,
@@ -77,7 +78,8 @@ class Passes:
     ) -> None:
         """
         Args:
-            micro_batch_size: the most samples that go through the model together; None: all of an assignment.
+            micro_batch: the most samples that go through the model together; shared by the devices of a worker; None:
+                all of an assignment.
             may_split: whether shards that could go together may also go one by one.
             one_by_one: whether they always do.
             refusal: the error message for a model that draws random numbers, if the engine cannot train one.
@@ -92,7 +94,9 @@ class Passes:
         """Of the dtype and on the device in which losses are added."""
         self._model = model
         self._device = device
-        self._micro_batch_size = micro_batch_size
+        self._micro_batch = micro_batch
+        self.num_shards_in_pass = 0
+        """How many shards went through the model together last."""
         self._may_split = may_split
         self._one_by_one = one_by_one
         # Where batch norm mixes the shards of a pass, their losses differ from those of single shards.
@@ -115,7 +119,11 @@ class Passes:
 
     def _next_range(self, step: StepInput, first_shard: int) -> ShardRange:
         one_by_one = self._one_by_one or (self._may_split and self._must_split(step))
-        return step.assignment.shard_range(first_shard, 1 if one_by_one else self._micro_batch_size)
+        return step.assignment.shard_range(first_shard, 1 if one_by_one else self._most_samples)
+
+    @property
+    def _most_samples(self) -> int | None:
+        return None if self._micro_batch is None else self._micro_batch.size
 
     def _must_split(self, step: StepInput) -> bool:
         """Whether the model draws random numbers or the loss couples samples, as far as is known."""
@@ -137,7 +145,7 @@ class Passes:
             return ()
         assignment = step.assignment
         firsts = [
-            replace(assignment, rank=rank).shard_range(start, self._micro_batch_size)
+            replace(assignment, rank=rank).shard_range(start, self._most_samples)
             for rank, (start, stop) in enumerate(assignment.shards_of_rank)
             if start < stop
         ]
@@ -146,11 +154,26 @@ class Passes:
             return ()
         own = [shards for shards in firsts if shards.first_shard == assignment.own[0]] if assignment.sizes else []
         reason = ""
-        if in_step or (own and len(own[0].sizes) > 1):
+        if in_step:
             reason = self._compare(step, module, own[0] if own else None, 1 + most)
+        elif own:
+            reason = self._compare_what_fits(step, module, own[0])
         return self.functions.agree_on_coupling(step.loss_name, reason)
 
-    def _compare(self, step: StepInput, module: nn.Module, shards: ShardRange | None, num_passes: int) -> str:
+    def _compare_what_fits(self, step: StepInput, module: nn.Module, shards: ShardRange) -> str:
+        """Examine as many of these shards as memory has room for."""
+        while len(shards.sizes) > 1:
+            try:
+                return self._compare(step, module, shards)
+            except (RuntimeError, MemoryError) as problem:
+                if self._micro_batch is None or not self._micro_batch.is_automatic or not is_out_of_memory(problem):
+                    raise
+            free_memory(self._device)
+            half = sum(shards.sizes[: len(shards.sizes) // 2])
+            shards = step.assignment.shard_range(shards.first_shard, half)
+        return ""
+
+    def _compare(self, step: StepInput, module: nn.Module, shards: ShardRange | None, num_passes: int = 0) -> str:
         """Examine shards of this worker, which may be none, in at least so many passes."""
         found: list[ShardLoss] = []
         draws = has_aux_loss = False
@@ -230,6 +253,7 @@ class Passes:
 
     def enter(self, step: StepInput, shards: ShardRange) -> None:
         """Set which shards are in the model, and seed the generators for them if numbers may be drawn."""
+        self.num_shards_in_pass = len(shards.sizes)
         self.norm.shards.all, self.norm.shards.current = step.assignment.shard_sizes, shards.sizes
         if not self._must_not_draw(shards):
             step.seed_shard(shards.first_shard)
@@ -246,32 +270,43 @@ class Passes:
 
         Its backward pass belongs inside.
         """
+        self.num_shards_in_pass = 1
         with standing_in(self._model):
             with self._forward_context(), watching_outputs(module) as outputs:
                 loss = read_loss(step.loss_of(module, step.batch.cut(0, 1)), 0.0, 1, self.like).mean
             ignore_unless(False, outputs)
             yield step.scale(loss * 0.0)
 
-    def starting_over(self, attempt: Callable[[], Result]) -> Result:
-        """Run `attempt`, the passes of a step; repeated if shards drew random numbers together.
+    def starting_over(self, attempt: Callable[[], Result], assignment: Assignment) -> Result:
+        """Run `attempt`, the passes of a step; repeated if shards drew random numbers together, or did not fit.
 
-        Nothing is left of the first attempt: no gradients, no norm statistics, no changes of buffers. From then on
-        shards go one by one.
+        Nothing is left of a failed attempt: no gradients, no norm statistics, no changes of buffers. From then on
+        shards go one by one, or half as many together.
         """
-        if self.randomness.is_drawn and not self._refusal:
+        may_draw = not self.randomness.is_drawn or bool(self._refusal)
+        if not (may_draw or (self._micro_batch is not None and self._micro_batch.is_automatic)):
             return attempt()
         restore_buffers = remember_buffers(self._model)
-        try:
-            return attempt()
-        except DrewTogetherError:
+        was_drawn = self.randomness.is_drawn
+        while True:
+            try:
+                return attempt()
+            except DrewTogetherError:
+                drew = True
+            except DidNotFitError:
+                drew = False
             restore_buffers()
-        if self._refusal:
-            raise ModelError(self._refusal)
-        self.randomness.is_drawn = True
-        self.norm.reset()
-        for parameter in self._model.parameters():
-            parameter.grad = None
-        return attempt()
+            self.norm.reset()
+            for parameter in self._model.parameters():
+                parameter.grad = None
+            if drew:
+                if self._refusal:
+                    raise ModelError(self._refusal)
+                self.randomness.is_drawn = True
+            elif self._micro_batch is not None:
+                free_memory(self._device)
+                self._micro_batch.halve(assignment)
+                self.randomness.is_drawn = was_drawn  # the first pass of a run is one shard, in each attempt
 
 
 class ShardByShard:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from paceline.data.order import EpochOrder
 from paceline.errors import DataError
 from paceline.parallel import Assignment
 from paceline.spec import Job
+from paceline.spec.codec import NOT_NEGATIVE, from_mapping
 
 Orders = Callable[[int], EpochOrder]
 """The order of every epoch, by its number."""
@@ -35,9 +37,10 @@ class Batch:
     samples_per_epoch: int
 
     @property
-    def own_samples(self) -> NDArray[np.int64]:
-        """The numbers of this worker's samples; without any, the first sample of the batch as a stand-in."""
-        return self.samples[slice(*self.assignment.span)] if self.assignment.sizes else self.samples[:1]
+    def own_shards(self) -> tuple[NDArray[np.int64], ...]:
+        """The numbers of the samples of each of this worker's shards; without any, the first of the batch stands in."""
+        ends = itertools.accumulate(self.assignment.sizes, initial=self.assignment.span[0])
+        return tuple(self.samples[start:stop] for start, stop in itertools.pairwise(ends)) or (self.samples[:1],)
 
 
 class DataProgress:
@@ -70,6 +73,7 @@ class DataProgress:
         self._orders: Orders | None = None
         self._order: tuple[int, EpochOrder] | None = None
         """The most recently used epoch, and its order."""
+        self._one_by_one = False
 
     def total_steps(self, num_samples: int) -> int:
         """Updates of the whole run on a training set of `num_samples`, in batches of the job's size."""
@@ -84,8 +88,12 @@ class DataProgress:
         """Whether no batch of an epoch is left: it had ended before the run resumed, or all steps have been made."""
         return (self._is_resumed and epoch < self._epoch) or self._steps_left == 0
 
-    def enter(self, epoch: int, orders: Orders, set_size: int) -> range:
+    def enter(self, epoch: int, orders: Orders, set_size: int, *, one_by_one: bool = False) -> range:
         """The numbers of the remaining batches of an epoch that is not over; `batch` makes them.
+
+        Args:
+            set_size: the number of samples in the training set.
+            one_by_one: whether each virtual shard is collated for itself.
 
         Raises:
             DataError: a resumed run had a training set of another size than `set_size`, or another order of samples in
@@ -96,7 +104,7 @@ class DataProgress:
                 f"The training set has {set_size:,} samples, but {self._set_size:,} when this run was saved; "
                 "resume with the same data, or begin in another folder."
             )
-        self._set_size, self._orders, self._order = set_size, orders, None
+        self._set_size, self._orders, self._order, self._one_by_one = set_size, orders, None, one_by_one
         digest = self._order_of(epoch).digest()
         if not (self._is_resumed and epoch == self._epoch):
             self._epoch, self._next = epoch, 0
@@ -113,12 +121,20 @@ class DataProgress:
         order = self._order_of(self._epoch)
         index = self._epoch * order.num_batches + number
         samples = order.batch(number)
-        assignment = Assignment.of(len(samples), self._job.virtual_shards, self._rank, self._num_assignments)
+        assignment = Assignment.of(
+            len(samples), self._job.virtual_shards, self._rank, self._num_assignments, one_by_one=self._one_by_one
+        )
         return Batch(self._epoch, number, index, stop - number, samples, assignment, order.num_samples)
 
     @property
     def _steps_left(self) -> int | None:
         return None if self._max_steps is None else max(0, self._max_steps - self.steps)
+
+    @property
+    def digest(self) -> str:
+        """The fingerprint of the current epoch's order."""
+        assert self._digest is not None
+        return self._digest
 
     def _order_of(self, epoch: int) -> EpochOrder:
         order = self._order  # asynchronous servers ask from threads of their own
@@ -159,11 +175,34 @@ class DataProgress:
 
     def load_state_dict(self, state: dict[str, Any], *, check_order: bool = True) -> None:
         """Continue from `state`; `check_order`: whether the order of samples has to be the same as then."""
-        self.steps, self.samples_seen = state["steps"], state["samples_seen"]
-        course = state["course"]
-        self._epoch, self._next, self._set_size = course["epoch"], course["next"], course["num_samples"]
-        self._digest = course.get("order")
+        saved = from_mapping(_Saved, state)
+        self.steps, self.samples_seen, course = saved.steps, saved.samples_seen, saved.course
+        self._epoch, self._next, self._set_size, self._digest = (
+            course.epoch,
+            course.next,
+            course.num_samples,
+            course.order,
+        )
         self._is_resumed, self._checks_order = True, check_order
+
+
+@dataclass(frozen=True)
+class _SavedCourse:
+    """The position in an epoch, as a checkpoint holds it."""
+
+    epoch: int = field(metadata=NOT_NEGATIVE)
+    next: int = field(metadata=NOT_NEGATIVE)
+    num_samples: int | None = field(metadata=NOT_NEGATIVE)
+    order: str | None = None
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """The progress, as a checkpoint holds it."""
+
+    steps: int = field(metadata=NOT_NEGATIVE)
+    samples_seen: int = field(metadata=NOT_NEGATIVE)
+    course: _SavedCourse = field()
 
 
 def _other_order(epoch: int, *, is_known: bool) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -12,7 +12,7 @@ import torch
 
 from paceline import env
 from paceline.spec import EpochRecord, RunRecord
-from paceline.spec.codec import from_mapping, to_mapping
+from paceline.spec.codec import MAY_DIVERGE, NOT_NEGATIVE, from_mapping, to_mapping
 from paceline.train.batch_warning import batch_warning
 from paceline.train.environment import describe_environment
 from paceline.train.metrics import Sink, open_sinks
@@ -39,19 +39,34 @@ class RunOutput:
         return self.run_dir / "checkpoints"
 
 
+@dataclass(frozen=True)
+class _Saved:
+    """A journal, as a checkpoint holds it."""
+
+    epochs: tuple[EpochRecord, ...]
+    epoch_loss: float = field(metadata=MAY_DIVERGE)
+    epoch_start: tuple[int, float] = field(metadata=NOT_NEGATIVE)
+    samples_logged: int = field(metadata=NOT_NEGATIVE)
+    has_warned: bool = field()
+    train_s: float = field(metadata=NOT_NEGATIVE)
+    wall_s: float = field()
+    """Releases before this one saved it below 0 where clocks had been set back."""
+    epoch_values: dict[str, float] = field(default_factory=dict, metadata=MAY_DIVERGE)
+
+
 class Journal:
     """Records every step and epoch; on rank 0 it also prints and logs them."""
 
     def __init__(self, run: Run, output: RunOutput, total_steps: int) -> None:
         speaks = run.rank == 0
         self._run = run
-        self._sinks: list[Sink] = open_sinks(output.run_dir, output.trackers, run.steps) if speaks else []
         label = f"{run.job.name} on {run.world_size} worker{'s' if run.world_size > 1 else ''}"
         self._progress = Progress(output.progress if speaks else None, total_steps, label)
-        run.say = self._progress.say
+        run.say = say = self._progress.say
+        self._sinks: list[Sink] = open_sinks(output.run_dir, output.trackers, run.steps, say) if speaks else []
         scaling = describe_scaling(run.job)
-        run.notes += [] if scaling is None else [scaling]
-        for note in run.notes:
+        self._notes = [] if scaling is None else [scaling]
+        for note in (*run.notes, *self._notes):
             self._progress.say(note)
         self._launched_at = env.launched_at()
         self._first_step_s = 0.0
@@ -86,13 +101,14 @@ class Journal:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._epochs = [from_mapping(EpochRecord, epoch) for epoch in state["epochs"]]
-        self._epoch_loss, self._epoch_start = state["epoch_loss"], state["epoch_start"]
-        self._epoch_values = dict(state.get("epoch_values", {}))
-        self._samples_logged, self._has_warned = state["samples_logged"], state["has_warned"]
+        saved = from_mapping(_Saved, state)
+        self._epochs = list(saved.epochs)
+        self._epoch_loss, self._epoch_start = saved.epoch_loss, saved.epoch_start
+        self._epoch_values = dict(saved.epoch_values)
+        self._samples_logged, self._has_warned = saved.samples_logged, saved.has_warned
         self._samples_read = self._run.samples_seen
-        self._run.timer.train_s = state["train_s"]
-        self._wall_s = state["wall_s"]
+        self._run.timer.train_s = saved.train_s
+        self._wall_s = saved.wall_s
 
     def step(self, epoch: int, loss: torch.Tensor) -> None:
         run = self._run
@@ -158,7 +174,7 @@ class Journal:
         warning = batch_warning(run.job.global_batch_size, noise_scale, run.world_size)
         if warning is not None:
             self._has_warned = True
-            run.notes.append(warning)
+            self._notes.append(warning)
             self._progress.say(warning)
 
     def record(self) -> RunRecord:
@@ -188,7 +204,7 @@ class Journal:
             step_time=step_time,
             weights_sha256=run.weights_sha256(),
             epochs=tuple(self._epochs),
-            notes=tuple(run.notes),
+            notes=(*run.notes, *self._notes),
             environment=describe_environment(run.world),
         )
 

@@ -28,6 +28,7 @@ from paceline.launch.team import LaunchOptions, Output
 from paceline.launch.worker import run_program
 from paceline.plan import pick
 from paceline.regular_files import make_run_folder
+from paceline.run_lease import hold_folder
 from paceline.spec import Cluster, Device, Node, Plan
 from paceline.spec.codec import from_mapping
 from paceline.workflows.strategy import PlanFor, check_may_shrink, largest_that_fits
@@ -60,9 +61,8 @@ class Allocation:
         save_s: float | None = None,
     ) -> None:
         """Run `program` in every worker of `plan`; the rest, and what it raises, is as for `run_workers`."""
+        self._check_debug(plan)
         if self.where.launcher == "debug":
-            if plan.world_size != 1:
-                raise LaunchError(f"--launcher debug runs one worker in this process, not {plan.world_size}; add -n 1.")
             make_run_folder(run_dir)
             run_program(program)
             return
@@ -90,10 +90,7 @@ class Allocation:
         standby: bool = True,
     ) -> None:
         """Run a program with restarts after failures; arguments and errors as in `launch.elastic.run_elastic`."""
-        if self.where.launcher == "debug":
-            raise LaunchError(
-                "--launcher debug runs in this process, which cannot outlive a failure; leave --min-workers out."
-            )
+        self._check_elastic()
         cluster = with_room(self.cluster, plan_for(self.cluster, limits.max_workers))
         options = LaunchOptions(
             run_dir,
@@ -101,7 +98,11 @@ class Allocation:
             output=output,
             save_s=SAVE_S,
             hang_timeout_s=self.where.hang_timeout_s,
-            environ={**env.container_note(self.image), **(environ or {})},
+            environ={
+                **env.container_note(self.image),
+                **env.restart_limit_note(limits.max_restarts),
+                **(environ or {}),
+            },
             preload=PRELOAD if standby else (),
         )
         with contextlib.closing(Fleet(cluster, self.teams, self.describe)) as fleet:
@@ -125,16 +126,36 @@ class Allocation:
             LaunchError, WorkerFailed: as for `run_workers`.
         """
         limits = elastic.limits(num_workers)
+        plan = self.first_plan(num_workers, elastic, plan_for)
         if limits is None:
-            plan = plan_for(self.cluster, num_workers)
-            program = program_for(plan)
-            self.run(plan, program, run_dir=run_dir, output=output, environ=environ, save_s=SAVE_S)
+            self.run(plan, program_for(plan), run_dir=run_dir, output=output, environ=environ, save_s=SAVE_S)
             return
         plan_within = largest_that_fits(plan_for, limits.min_workers)
-        check_may_shrink(plan_within, self.cluster, limits.min_workers, limits.max_workers)
         self.run_elastic(
             limits, plan_within, program_for, run_dir=run_dir, output=output, environ=environ, standby=elastic.standby
         )
+
+    def _check_debug(self, plan: Plan) -> None:
+        if self.where.launcher == "debug" and plan.world_size != 1:
+            raise LaunchError(f"--launcher debug runs one worker in this process, not {plan.world_size}; add -n 1.")
+
+    def _check_elastic(self) -> None:
+        if self.where.launcher == "debug":
+            raise LaunchError(
+                "--launcher debug runs in this process, which cannot outlive a failure; leave --min-workers out."
+            )
+
+    def first_plan(self, num_workers: int, elastic: Elastic, plan_for: PlanFor) -> Plan:
+        """The plan that `run_job` begins with; raises what that raises before it starts anything."""
+        limits = elastic.limits(num_workers)
+        if limits is None:
+            plan = plan_for(self.cluster, num_workers)
+            self._check_debug(plan)
+            return plan
+        self._check_elastic()
+        plan_within = largest_that_fits(plan_for, limits.min_workers)
+        check_may_shrink(plan_within, self.cluster, limits.min_workers, limits.max_workers)
+        return plan_within(self.cluster, limits.max_workers)
 
 
 @contextlib.contextmanager
@@ -142,13 +163,33 @@ def open_allocation(where: Where, run_dir: Path | None = None) -> Iterator[Alloc
     """Open the nodes that `where` names; agents on other nodes run until the block ends.
 
     Args:
-        run_dir: a folder that containers see besides the working directory.
+        run_dir: the run's folder, which no other run may use meanwhile, and which containers see besides the working
+            directory.
 
     Raises:
-        LaunchError: options that contradict each other, or nodes that cannot be reached or differ in versions.
+        LaunchError: another run uses the folder, options that contradict each other, or nodes that cannot be reached
+            or differ in versions.
     """
     slots = where.named_hosts()
     where = replace(where, launcher=chosen_launcher(where.launcher, slots))
+    with contextlib.nullcontext() if run_dir is None else _held(run_dir), _opened(where, slots, run_dir) as allocation:
+        yield allocation
+
+
+@contextlib.contextmanager
+def _held(run_dir: Path) -> Iterator[None]:
+    """Keep other runs out of the run folder."""
+    with contextlib.ExitStack() as held:
+        try:
+            make_run_folder(run_dir)
+            held.enter_context(hold_folder(run_dir, say=lambda line: print(f"paceline: {line}", file=sys.stderr)))
+        except OSError as problem:
+            raise LaunchError(f"The run folder {run_dir} cannot be used: {problem.strerror}.") from None
+        yield
+
+
+@contextlib.contextmanager
+def _opened(where: Where, slots: Sequence[NodeSlots], run_dir: Path | None) -> Iterator[Allocation]:
     if where.launcher == "debug" or (where.launcher == "local" and where.container is None):
         yield Allocation(where, detect())
         return

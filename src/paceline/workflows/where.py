@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -10,6 +11,7 @@ from paceline.errors import LaunchError
 from paceline.launch.elastic import ElasticLimits
 from paceline.launch.node_list import NodeSlots, parse_node_list, read_node_file
 from paceline.launch.team import HANG_TIMEOUT_S
+from paceline.workflows.jobs import check_counts
 
 LauncherName = Literal["auto", "local", "debug", "ssh", "slurm", "ray"]
 _MAX_RESTARTS = 3
@@ -49,6 +51,10 @@ class Where:
         metadata={"help": "Seconds to wait for a silent worker or node.", "names": ("--hang-timeout",), "min": 1.0},
     )
 
+    def __post_init__(self) -> None:
+        if not 1 <= self.hang_timeout_s < math.inf:
+            raise LaunchError(f"--hang-timeout {self.hang_timeout_s} should be a number of seconds from 1 on.")
+
     def named_hosts(self) -> tuple[NodeSlots, ...]:
         """The nodes that are named. Raises `LaunchError` where they are named twice, or a name is invalid."""
         if self.hosts is not None and self.hosts_file is not None:
@@ -72,7 +78,11 @@ class Elastic:
         default=None, metadata={"help": "Never more workers, when nodes come back.", "min": 1}
     )
     max_restarts: int | None = field(
-        default=None, metadata={"help": "Restarts in a row without progress (default: 3 with --min-workers).", "min": 0}
+        default=None,
+        metadata={
+            "help": "Start again after a failure, so often without progress between (default: 3 with --min-workers).",
+            "min": 0,
+        },
     )
     exclude_slower: float | None = field(
         default=None,
@@ -86,22 +96,24 @@ class Elastic:
         default=True, metadata={"help": "Keep a process on every node that has torch loaded, for quick restarts."}
     )
 
+    def __post_init__(self) -> None:
+        check_counts(min_workers=self.min_workers, max_workers=self.max_workers)
+        if self.exclude_slower is not None and not 1 <= self.exclude_slower < math.inf:
+            raise LaunchError(f"--exclude-slower {self.exclude_slower} should be a finite number of 1 or more.")
+
     def limits(self, num_workers: int) -> ElasticLimits | None:
         """The limits of a run that starts with `num_workers`; None where a failure is to end it.
+
+        Without `min_workers` it is started again with as many as before.
 
         Raises:
             LaunchError: options that contradict each other.
         """
         if self.min_workers is None:
-            given = (
-                ("--max-workers", self.max_workers),
-                ("--max-restarts", self.max_restarts),
-                ("--exclude-slower", self.exclude_slower),
-            )
-            for option, value in given:
+            for option, value in (("--max-workers", self.max_workers), ("--exclude-slower", self.exclude_slower)):
                 if value is not None:
                     raise LaunchError(f"{option} goes with --min-workers: with how few workers may the run go on?")
-            return None
+            return ElasticLimits(num_workers, num_workers, self.max_restarts) if self.max_restarts else None
         most = min(num_workers, self.max_workers or num_workers)
         if self.min_workers > most:
             raise LaunchError(f"--min-workers {self.min_workers} is more than the {most} workers of this run.")
