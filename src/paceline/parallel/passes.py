@@ -24,7 +24,7 @@ from paceline.parallel.engine import Randomness, StepInput, statistics_dtype
 from paceline.parallel.generators import equal_states, generator_states
 from paceline.parallel.loss_functions import DRAWS, LossFunctions
 from paceline.parallel.losses import Layout, ShardLoss, StepLoss, counts, ignore_unless, read_loss, watching_outputs
-from paceline.parallel.micro_batch import DidNotFitError, MicroBatchLimit, free_memory
+from paceline.parallel.micro_batch import DidNotFitError, MicroBatchLimit, free_memory, is_out_of_memory
 from paceline.parallel.norm import (
     NormStatistics,
     ShardBatchNorm,
