@@ -228,6 +228,7 @@ def train_entry(entry: Entry, column: Column) -> Result:
     data = entry.samples()
     try:
         with paceline.init(_job(column), plan=_plan(column)) as run:
+            run.say = lambda _sentence: None
             model = entry.make()
             initial = {name: value.detach().clone() for name, value in model.state_dict().items()}
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

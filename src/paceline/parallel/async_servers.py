@@ -35,11 +35,13 @@ class AsyncServers(Engine):
     reads_assignment = False
     is_synchronised = False  # status is exchanged in `AnyShard.at_rest`
     changes_buffers = True
+    buffers_rule = "each worker's are its own, and become the first worker's when all workers rest"
 
     def __init__(self, model: nn.Module, job: Job, plan: Plan, device: torch.device, group: dist.ProcessGroup) -> None:
         self.functions = LossFunctions(None)
         self._shards = ShardByShard(model, device, self.functions)
         self.module = self._shards.module
+        self.forward_buffers = self._shards.buffers
         self._spec = job.aggregation
         self._plan = plan
         self._device = device
@@ -90,6 +92,7 @@ class AsyncServers(Engine):
         # Whatever the script calls its function: the servers add up the same numbers for all batches.
         step = replace(self._any_shard.read(batch, shard), loss_name=_LOSS_NAME)
         _, statistics = self._shards.compute(step, shard)
+        self.forward_buffers.let_stand()
         return statistics
 
     def _open(self, any_shard: AnyShard) -> ParameterServerAsync:

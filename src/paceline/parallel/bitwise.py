@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.comm.tree_exact import TreeSum, tree_all_reduce
+from paceline.parallel.assignment import Assignment
 from paceline.parallel.clock import Clock
 from paceline.parallel.engine import Engine, StepInput, broadcast
 from paceline.parallel.gradient_norms import GradientNorms, mean_of_squares, squared_norm
@@ -19,8 +20,9 @@ class BitwiseDataParallel(Engine):
     """The engine whose results are equal bit for bit on any number of workers.
 
     Each virtual shard becomes one flat vector: its statistics, for each parameter whether it has a gradient at all,
-    the gradients, and their squared norm (0 if it is not needed). The vector of a shard does not depend on the worker
-    that computes it, and `comm.tree_exact` adds the vectors in an order that does not depend on it either.
+    the gradients, their squared norm (0 if it is not needed), and for each buffer whether it was changed. The vector of
+    a shard does not depend on the worker that computes it, and `comm.tree_exact` adds the vectors in an order that does
+    not depend on it either.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, group: dist.ProcessGroup | None) -> None:
@@ -31,6 +33,7 @@ class BitwiseDataParallel(Engine):
         self._clock = Clock(device)
         self._parameters = self._shards.parameters
         self._device = device
+        self.forward_buffers = self._shards.buffers
         now = self._clock.mark()
         self.communication = now, now
         broadcast([*self.module.parameters(), *self.module.buffers()], group)
@@ -42,6 +45,7 @@ class BitwiseDataParallel(Engine):
     def gradients(self, step: StepInput) -> StepLoss:
         assignment = step.assignment
         first, stop = assignment.own
+        self.forward_buffers.begin_step()
         tree = TreeSum(first)
         used = [False] * len(self._parameters)
         for shard in range(first, stop):
@@ -54,8 +58,13 @@ class BitwiseDataParallel(Engine):
         total = tree_all_reduce(tree.partials, assignment.shards_of_rank, empty, self._group)
         self.communication = last_gradient, self._clock.mark()
 
-        statistics, users, flat, small_sqr = total.split(lengths)
+        statistics, users, flat, small_sqr, changed = total.split(lengths)
         result = self._shards.apply(statistics, layout)
+        self.forward_buffers.combine(
+            changed,
+            lambda numbers: self._sum_moves(assignment, numbers),
+            lambda values: broadcast(values, self._group),
+        )
         if not all(used):  # other workers may have used a parameter that no shard here used
             used = users.gt(0).tolist()
         if result.rescale is not None:
@@ -74,7 +83,8 @@ class BitwiseDataParallel(Engine):
     def _lengths(self, layout: Layout) -> list[int]:
         """Of the parts of a shard's vector."""
         num_gradients = sum(p.numel() for p in self._parameters)
-        return [self._shards.num_statistics(layout), len(self._parameters), num_gradients, 1]
+        lengths = [self._shards.num_statistics(layout), len(self._parameters), num_gradients, 1]
+        return [*lengths, len(self.forward_buffers)]
 
     def _leaf(self, step: StepInput, shard: int) -> Tensor:
         loss, statistics = self._shards.compute(step, shard)
@@ -85,11 +95,21 @@ class BitwiseDataParallel(Engine):
                 statistics.new_tensor([p.grad is not None for p in self._parameters]),
                 *(gradient.to(statistics.dtype) for gradient in gradients),
                 statistics.new_zeros(1),
+                self.forward_buffers.changed(statistics),
             ]
         )
         if step.take_norms is not None:
             # The leaf is the shard's gradient times its weight, so this is its squared norm times its weight.
-            squared = squared_norm([leaf.split(self._lengths(loss.layout))[2]])
-            weight = loss.weight
-            leaf[-1] = mean_of_squares(squared, weight) if isinstance(weight, Tensor) else squared / weight
+            _, _, gradient, squared, _ = leaf.split(self._lengths(loss.layout))
+            weight, whole = loss.weight, squared_norm([gradient])
+            squared.copy_(mean_of_squares(whole, weight) if isinstance(weight, Tensor) else whole / weight)
         return leaf
+
+    def _sum_moves(self, assignment: Assignment, numbers: list[int]) -> Tensor:
+        """What the shards moved buffers by, added in the tree that their gradients are added in."""
+        first, stop = assignment.own
+        tree = TreeSum(first)
+        for shard in range(first, stop):
+            tree.push(self.forward_buffers.moves(numbers, shard))
+        empty = torch.empty_like(self.forward_buffers.moves(numbers))
+        return tree_all_reduce(tree.partials, assignment.shards_of_rank, empty, self._group)

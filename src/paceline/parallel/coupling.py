@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from paceline.parallel.losses import ShardLoss
-from paceline.parallel.norm import remember_buffers
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 """The relative difference of two losses that rounding may explain."""
@@ -71,11 +70,10 @@ def returns_aux_loss(outputs: Sequence[object]) -> bool:
 
 @contextmanager
 def leaving_no_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, the model computes without gradients; buffers and random generators are then as before.
+    """Inside, the model computes without gradients; random generators are then as before.
 
     A compiled model runs uncompiled, because it would be compiled again for this.
     """
-    restore_buffers = remember_buffers(model)
     compiled = model.__dict__.get("_compiled_call_impl")
     if compiled is not None:
         model._compiled_call_impl = None
@@ -89,4 +87,3 @@ def leaving_no_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
         random.setstate(python_state)
         if compiled is not None:
             model._compiled_call_impl = compiled
-        restore_buffers()

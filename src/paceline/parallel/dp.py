@@ -86,6 +86,7 @@ class DataParallel(Engine):
             # A pass may have to be repeated: `_aggregate_next` selects the backward pass that aggregates.
             forward_context=nullcontext if self._ddp is None else self._ddp.no_sync,
         )
+        self.forward_buffers = self._passes.buffers
 
     def _wrap(self, aggregator: Aggregator, find_unused_parameters: bool) -> DistributedDataParallel:
         group = aggregator.links.group
@@ -151,7 +152,8 @@ class DataParallel(Engine):
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         if list(map(id, trained)) != list(map(id, self._trained)):
             self._set_up_again()
-        self.sync_buffers()
+        if has_other_norms(self._model):
+            self.sync_buffers()
         notes = self._passes.find_coupling(step, self.module)
         if step.assignment.sizes or self.micro_batch.is_automatic:
             sums = self._passes.starting_over(lambda: self._attempt(step), step.assignment)
@@ -163,17 +165,26 @@ class DataParallel(Engine):
             self._last_gradient = self._clock.mark()
         elif not self._hook_called:
             raise ModelError(self._why_nothing_was_aggregated())
-        length = sums.layout.length
-        self._passes.norm.apply(sums.summed[length:-1])
-        result = StepLoss.of(sums.summed, sums.layout, notes)
+        length, num_buffers = sums.layout.length, len(self.forward_buffers)
+        known, changed = sums.summed.split([len(sums.summed) - num_buffers, num_buffers])
+        self._passes.norm.apply(known[length:-1])
+        self.forward_buffers.combine(changed, self._sum_moves, lambda values: broadcast(values, self._group))
+        result = StepLoss.of(known, sums.layout, notes)
         rescale_gradients(self._model.parameters(), result.rescale)
         self.communication = self._last_gradient, self._clock.mark()
         own_weight = sums.own[1] if sums.layout.is_weighted else None
-        self._worker_norms.end(sums.summed[-1], own_weight, result.rescale)
+        self._worker_norms.end(known[-1], own_weight, result.rescale)
         if sums.first is not None and step.take_norms is not None:
             step.take_norms(GradientNorms(*sums.first, self._squared_norm(), step.assignment.global_size))
         self._has_stepped = True
         return result
+
+    def _sum_moves(self, numbers: list[int]) -> Tensor:
+        total = self.forward_buffers.moves(numbers)
+        if self._aggregator is not None:
+            self._aggregator.sum_exactly(total, "buffers").wait()
+            self._aggregator.scheduler.raise_error()
+        return total
 
     def _attempt(self, step: StepInput) -> _Sums:
         """`_train`, or `_idle` without samples; with micro_batch_size = "auto" all workers end it alike.
@@ -265,6 +276,7 @@ class DataParallel(Engine):
     def _idle(self, step: StepInput) -> _Sums:
         """`_train` for a worker without samples: a stand-in sample lets it take part in all collectives."""
         assert self._hook_state is not None  # a single worker has every sample
+        self.forward_buffers.begin_step()
         self._begin_norms(step)
         self._hook_state.idle = True
         try:
@@ -289,14 +301,15 @@ class DataParallel(Engine):
             self._ddp.reducer.prepare_for_backward([loss] if self._ddp.find_unused_parameters else [])
 
     def _start_sum(self, step: StepInput, losses: Tensor | None) -> tuple[_Sums, Callable[[], object]]:
-        """Begin adding [losses, norm statistics, gradient norm] over all workers; the second value waits for the sum.
+        """Begin adding up what all workers know of a step; the second value waits for the sum.
 
         Args:
             losses: this worker's sums; None where it has no sample.
         """
         layout = self.functions.layout(step.loss_name)
         own = self._zero_loss().new_zeros(layout.length) if losses is None else losses
-        mine = torch.cat([own, *self._passes.norm.collect(own), self._worker_norms.to_be_summed])
+        norms = self._worker_norms.to_be_summed
+        mine = torch.cat([own, *self._passes.norm.collect(own), norms, self.forward_buffers.changed(own)])
         sums = _Sums(mine, own, layout)
         if self._aggregator is None:
             return sums, lambda: None
@@ -339,7 +352,7 @@ class _Sums:
     """What the workers add up in a step besides their gradients."""
 
     summed: Tensor
-    """[losses, norm statistics, gradient norm]; the sum over all workers once it has arrived."""
+    """[losses, norm statistics, gradient norm, which buffers were changed]; of all workers once it has arrived."""
     own: Tensor
     """The losses of this worker."""
     layout: Layout

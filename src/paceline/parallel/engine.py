@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from paceline.parallel.assignment import Assignment
 from paceline.parallel.buckets import buckets
 from paceline.parallel.clock import Mark
+from paceline.parallel.forward_buffers import ForwardBuffers
 from paceline.parallel.gradient_norms import TakeNorms
 from paceline.parallel.loss_functions import LossFunctions
 from paceline.parallel.losses import StepLoss
 from paceline.parallel.micro_batch import MicroBatchLimit
-from paceline.parallel.norm import forward_buffers
 from paceline.samples import Samples
 
 
@@ -96,6 +96,13 @@ class Engine:
     """Decides which shards share a pass; saved, so that a resumed run behaves the same."""
     functions: LossFunctions
     """What is known of the loss functions; decides it, too."""
+    forward_buffers: ForwardBuffers
+    """The buffers that forward passes change."""
+    buffers_rule = (
+        "every virtual shard begins with those of the step, which ends with the mean of the floating ones, weighted by "
+        "samples, and the first shard's of the others"
+    )
+    """What becomes of them, for the user."""
 
     # --- a step ---
 
@@ -152,7 +159,7 @@ class Engine:
     @property
     def changes_buffers(self) -> bool:
         """Whether a forward pass may change buffers, so that a step which fails half-way leaves a mixture."""
-        return bool(forward_buffers(self.module))
+        return self.forward_buffers.exist
 
     def sync_buffers(self) -> bool:
         """Broadcast rank 0's buffers where they differ; returns whether all weights are equal now. A
@@ -173,8 +180,11 @@ class Engine:
     def shared_state(self) -> dict[str, Any]:
         """The engine's state besides model and optimizer that is the same on all workers."""
         if self.randomness is None:
-            return {}
-        return {"draws_randomness": self.randomness.is_drawn, "couples_samples": dict(self.functions.couples)}
+            known: dict[str, Any] = {}
+        else:
+            known = {"draws_randomness": self.randomness.is_drawn, "couples_samples": dict(self.functions.couples)}
+        hidden = self.forward_buffers.hidden_state()
+        return known | ({"hidden_buffers": hidden} if hidden else {})
 
     def own_state(self) -> dict[str, Any]:
         """The engine's state of this worker: "sums", tensors that count by their sum over workers, and "means"."""
@@ -185,6 +195,7 @@ class Engine:
         if self.randomness is not None:
             self.randomness.is_drawn = shared.get("draws_randomness")
             self.functions.couples.update(shared.get("couples_samples", {}))
+        self.forward_buffers.load_hidden_state(shared.get("hidden_buffers", {}))
 
 
 def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:

@@ -9,7 +9,7 @@ from paceline.object_collectives import all_gather_objects
 from paceline.parallel.losses import Layout
 
 DRAWS = "draws random numbers"
-"""In place of a sentence: shards that draw random numbers go through the model alone anyway."""
+"""In place of a sentence: shards that draw random numbers or change buffers go through the model alone anyway."""
 
 
 class LossFunctions:

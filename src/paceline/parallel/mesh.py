@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from paceline.comm import Aggregator
+from paceline.errors import ModelError
 from paceline.object_collectives import gather_objects
 from paceline.parallel.aggregation import set_up_aggregation
 from paceline.parallel.assignment import Assignment, ShardRange
@@ -122,6 +123,7 @@ class MeshParallel(Engine):
             one_by_one=self._pipeline is not None or job.shard_by_shard,
         )
         self._passes.like = torch.zeros((), dtype=self._dtype, device=device)
+        self.forward_buffers = self._passes.buffers
         self._has_drawn = False
         now = self._clock.mark()
         self.communication = now, now
@@ -212,26 +214,35 @@ class MeshParallel(Engine):
         zero = torch.zeros((), dtype=self._dtype, device=self._device)
         losses = zero.new_zeros(layout.length) if passed.losses is None else passed.losses
         uses = torch.tensor([float(self._has_gradient(p)) for p in trained], dtype=losses.dtype, device=self._device)
-        draws = losses.new_tensor([float(self._has_drawn)])
+        changed_in_pipeline = None if self._pipeline is None else self.forward_buffers.changed_now()
+        draws = losses.new_tensor([float(self._has_drawn), float(changed_in_pipeline is not None)])
+        changed = self.forward_buffers.changed(losses)
         weights = self._weights_to_add(step.assignment, losses, passed) if layout.is_weighted else zero.new_zeros(0)
         statistics = torch.cat([zero.new_zeros(0), *self._passes.norm.collect(losses)])
-        summed = torch.cat([losses, draws, uses, weights, statistics])
+        parts = [losses, draws, uses, weights, statistics, changed]
+        summed = torch.cat(parts)
         if self._axes.data is not None:
             dist.all_reduce(summed, group=self._axes.data)
-        losses, draws, uses, weights, statistics = torch.split(
-            summed, [layout.length, 1, len(uses), len(weights), len(statistics)]
-        )
+        losses, draws, uses, weights, statistics, changed = torch.split(summed, [len(part) for part in parts])
         if self._axes.pp is not None:
             # Only the last stage knows the loss; and norm layers of all stages move, or none.
             known = torch.cat([losses, weights, statistics.sum().view(1) * 0.0, draws])
             dist.all_reduce(known, group=self._axes.pp)
-            losses, weights, poison, draws = torch.split(known, [layout.length, len(weights), 1, 1])
+            losses, weights, poison, draws = torch.split(known, [layout.length, len(weights), 1, len(draws)])
             statistics = statistics + poison
-        if self._must_start_over(bool(draws > 0)):
+        somebody_draws, somebody_changes = (draws > 0).tolist()
+        if somebody_changes:
+            raise ModelError(
+                f"Forward passes change buffers ({changed_in_pipeline or 'of another stage'}), but in a pipeline "
+                "several micro-batches are under way at once and cannot all begin with those of the step; use dp, fsdp "
+                "or tp."
+            )
+        if self._must_start_over(somebody_draws):
             if self._replica_sums is not None:
                 self._replica_sums.finish()  # other replicas may have begun more sums than this one
             raise DrewTogetherError
         self._passes.norm.apply(statistics)
+        self.forward_buffers.combine(changed, self._sum_moves, lambda values: broadcast(values, self._axes.data))
         if trained:
             self._agree_on_gradients(trained, uses)
         if layout.is_weighted:
@@ -250,6 +261,12 @@ class MeshParallel(Engine):
         return PartWeights(
             [num / assignment.global_size for num in replicas], passed.first_samples / assignment.global_size
         )
+
+    def _sum_moves(self, numbers: list[int]) -> Tensor:
+        total = self.forward_buffers.moves(numbers)
+        if self._axes.data is not None:
+            dist.all_reduce(total, group=self._axes.data)
+        return total
 
     def _has_gradient(self, parameter: Tensor) -> bool:
         if parameter.grad is None:

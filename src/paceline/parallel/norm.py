@@ -8,8 +8,7 @@ statistics of the whole global batch, on CPU too.
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -151,35 +150,8 @@ def has_other_norms(model: nn.Module) -> bool:
 
 def unknown_buffers(model: nn.Module) -> list[Tensor]:
     """All buffers but those of our norm layers, which keep theirs equal on all workers."""
-    return _buffers_besides(model, ShardBatchNorm | SyncBatchNorm)
-
-
-def forward_buffers(model: nn.Module) -> list[Tensor]:
-    """All buffers that a forward pass may change; `ShardBatchNorm` changes its own at the end of a step."""
-    return _buffers_besides(model, ShardBatchNorm)
-
-
-def remember_buffers(model: nn.Module) -> Callable[[], None]:
-    """A function that undoes what forward passes change of `forward_buffers` from now on."""
-    changeable = {id(buffer) for buffer in forward_buffers(model)}
-    kept = [
-        (module._buffers, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and id(buffer) in changeable
-    ]
-
-    @torch.no_grad()
-    def restore() -> None:
-        for buffers, name, buffer, before in kept:
-            buffers[name] = buffer  # a forward pass may have put another tensor there
-            buffer.copy_(before)
-
-    return restore
-
-
-def _buffers_besides(model: nn.Module, kind: type | types.UnionType) -> list[Tensor]:
-    known = {id(buffer) for layer in model.modules() if isinstance(layer, kind) for buffer in layer._buffers.values()}
+    layers = [layer for layer in model.modules() if isinstance(layer, ShardBatchNorm | SyncBatchNorm)]
+    known = {id(buffer) for layer in layers for buffer in layer._buffers.values()}
     return [buffer for buffer in model.buffers() if id(buffer) not in known]
 
 

@@ -21,6 +21,7 @@ from paceline.errors import ModelError
 from paceline.parallel.assignment import Assignment, ShardRange
 from paceline.parallel.coupling import AUX_LOSS, describe_coupling, leaving_no_trace, returns_aux_loss, tolerance
 from paceline.parallel.engine import Randomness, StepInput, statistics_dtype
+from paceline.parallel.forward_buffers import ForwardBuffers
 from paceline.parallel.generators import equal_states, generator_states
 from paceline.parallel.loss_functions import DRAWS, LossFunctions
 from paceline.parallel.losses import Layout, ShardLoss, StepLoss, counts, ignore_unless, read_loss, watching_outputs
@@ -29,7 +30,6 @@ from paceline.parallel.norm import (
     NormStatistics,
     ShardBatchNorm,
     has_other_norms,
-    remember_buffers,
     replace_batch_norm,
     standing_in,
 )
@@ -88,6 +88,7 @@ class Passes:
             forward_context: what every forward pass runs in.
         """
         self.norm = NormStatistics(model)
+        self.buffers = ForwardBuffers(model)
         self.randomness = randomness or Randomness()
         self.functions = functions or LossFunctions(None)
         self.like = torch.zeros((), dtype=statistics_dtype(model), device=device)
@@ -183,7 +184,7 @@ class Passes:
             passes = [shards, *(step.assignment.shard_range(shard, 1) for shard in firsts)]
         passes += [passes[-1]] * (num_passes - len(passes))
         for one in passes:
-            with leaving_no_trace(self._model, self._device), self.norm.backward():
+            with self.buffers.untouched(), leaving_no_trace(self._model, self._device), self.norm.backward():
                 if one is None:
                     with self._forward_context(), standing_in(self._model):
                         step.loss_of(module, step.batch.cut(0, 1))
@@ -193,6 +194,7 @@ class Passes:
                 with self._forward_context(), watching_outputs(module) as outputs:
                     found.append(self.read(step, module, one))
                 draws |= not equal_states(before, generator_states(self._device))
+                draws |= self.buffers.changed_now() is not None
                 has_aux_loss |= returns_aux_loss(outputs)
         self.norm.shards.current = None
         if draws:
@@ -231,13 +233,16 @@ class Passes:
             next_shard = shards.stop_shard
 
     def compute_loss(self, step: StepInput, module: nn.Module, shards: ShardRange) -> tuple[ShardLoss, bool]:
-        """The loss of some shards, and whether they drew random numbers, if that was not known before."""
+        """The loss of some shards, and whether they must go one by one, if that was not known before: they drew random
+        numbers, or changed buffers."""
         self.enter(step, shards)
+        self.buffers.begin_pass()
         is_watched = self.randomness.is_drawn is None or self._must_not_draw(shards)
         before = generator_states(self._device) if is_watched else None
         with self._forward_context():
             loss = self.read(step, module, shards)
-        return loss, before is not None and not equal_states(before, generator_states(self._device))
+        changed = self.buffers.end_forward(shards) and not self._refusal
+        return loss, before is not None and (changed or not equal_states(before, generator_states(self._device)))
 
     def read(self, step: StepInput, module: nn.Module, shards: ShardRange) -> ShardLoss:
         """Call the loss function with some shards, and see what it returned."""
@@ -283,11 +288,8 @@ class Passes:
         Nothing is left of a failed attempt: no gradients, no norm statistics, no changes of buffers. From then on
         shards go one by one, or half as many together.
         """
-        may_draw = not self.randomness.is_drawn or bool(self._refusal)
-        if not (may_draw or (self._micro_batch is not None and self._micro_batch.is_automatic)):
-            return attempt()
-        restore_buffers = remember_buffers(self._model)
         was_drawn = self.randomness.is_drawn
+        self.buffers.begin_step()
         while True:
             try:
                 return attempt()
@@ -295,10 +297,7 @@ class Passes:
                 drew = True
             except DidNotFitError:
                 drew = False
-            restore_buffers()
-            self.norm.reset()
-            for parameter in self._model.parameters():
-                parameter.grad = None
+            self._forget_attempt()
             if drew:
                 if self._refusal:
                     raise ModelError(self._refusal)
@@ -307,6 +306,12 @@ class Passes:
                 free_memory(self._device)
                 self._micro_batch.halve(assignment)
                 self.randomness.is_drawn = was_drawn  # the first pass of a run is one shard, in each attempt
+
+    def _forget_attempt(self) -> None:
+        self.buffers.start_over()
+        self.norm.reset()
+        for parameter in self._model.parameters():
+            parameter.grad = None
 
 
 class ShardByShard:
@@ -324,13 +329,18 @@ class ShardByShard:
         self.functions = functions
         self._passes = Passes(self.module, device, functions=functions, one_by_one=True)
         self._passes.randomness.is_drawn = True
+        self.buffers = self._passes.buffers
 
     def num_statistics(self, layout: Layout) -> int:
         return layout.length + self._passes.norm.length
 
     def layout_of_stand_in(self, step: StepInput) -> Layout:
         """Which numbers the loss function returns, by a sample that leaves no trace."""
-        with leaving_no_trace(self.module, self._passes.like.device), standing_in(self.module):
+        with (
+            self.buffers.untouched(),
+            leaving_no_trace(self.module, self._passes.like.device),
+            standing_in(self.module),
+        ):
             layout = read_loss(step.loss_of(self.module, step.batch.cut(0, 1)), 0.0, 1, self._passes.like).layout
         self.functions.has_returned(step.loss_name, layout)
         return layout

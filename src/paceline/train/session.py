@@ -224,10 +224,10 @@ class Session:
             leave_at_once(EXCLUDED)  # the others notice, save a checkpoint, and are restarted without it
         self._status_exchange.send(set() if self._checkpoints is None else self._checkpoints.requests(), own_time_s)
 
-    def note(self, note: str) -> None:
-        """Say something to the user that belongs in the run's report, too."""
-        self._notes.append(note)
-        self.say(note)
+    def note(self, sentence: str) -> None:
+        """Tell the user, and the run's report."""
+        self._notes.append(sentence)
+        self.say(sentence)
 
     def at_rest(self) -> None:
         """Called when all workers rest between updates by servers: exchange status at once, and save if due."""
