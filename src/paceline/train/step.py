@@ -87,7 +87,8 @@ class Stepper:
             step_input = self._input(progress.steps, batch.assignment, num_samples, content, loss_fn)
             step_input = replace(step_input, take_norms=self._state.noise.for_step(progress.steps, batch.assignment))
         else:
-            step_input = self._input(progress.steps, batch.assignment, 1, None, loss_fn)  # workers read their own
+            # A stand-in that shows what the loss function returns; workers read the shards they compute.
+            step_input = self._input(progress.steps, batch.assignment, 1, pending.content, loss_fn)
             step_input = replace(step_input, any_shard=self._any_shard(pending, content, loss_fn))
         self._rates.set(progress.samples_seen, batch.samples_per_epoch)
         trained.optimizer.zero_grad(set_to_none=True)
