@@ -198,6 +198,7 @@ class MeshParallel(Engine):
             replicas_sqr = self._squared_norm_of_replicas(weights.replicas, result.rescale)
         if self._replica_sums is not None:
             self._replica_sums.finish()
+        self._sum_whole_gradients()
         rescale_gradients(self.module.parameters(), result.rescale)
         size = assignment.global_size
         if step.take_norms is not None and replicas_sqr is not None:
@@ -261,6 +262,16 @@ class MeshParallel(Engine):
         return PartWeights(
             [num / assignment.global_size for num in replicas], passed.first_samples / assignment.global_size
         )
+
+    def _sum_whole_gradients(self) -> None:
+        """Add up over the fsdp axis what cannot be sharded along it: the gradients of parameters without dimensions."""
+        if self._axes.mesh.fsdp > 1:
+            whole = [p.grad for p in self.module.parameters() if p.dim() == 0 and p.grad is not None]
+            if whole:
+                total = torch.stack([local_shard(grad) for grad in whole])
+                dist.all_reduce(total, group=self._axes.device_mesh.get_group("fsdp"))
+                for grad, summed in zip(whole, total.unbind(), strict=True):
+                    local_shard(grad).copy_(summed)
 
     def _sum_moves(self, numbers: list[int]) -> Tensor:
         total = self.forward_buffers.moves(numbers)
