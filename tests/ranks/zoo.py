@@ -174,6 +174,37 @@ ZOO: dict[str, Entry] = {
     "partly-frozen": _image_classifier(zoo_torch.PartlyFrozen),
 }
 
+ABOUT = {
+    "gpt2": "causal language model, tied embeddings",
+    "gpt2-checkpointed": "activation checkpointing",
+    "llama": "grouped-query attention",
+    "llama-lora": "low-rank adapters of peft on frozen weights",
+    "opt": "causal language model",
+    "mixtral": "mixture of experts",
+    "qwen2-moe": "experts beside a shared one",
+    "bert": "classifier, a tokenizer's `BatchEncoding` with texts",
+    "distilbert": "classifier, a `UserDict` with texts",
+    "t5": "encoder and decoder, relative positions",
+    "vit": "image classifier",
+    "resnet": "batch norm",
+    "clip": "contrastive loss inside a shard, a scalar parameter",
+    "whisper": "spectrograms to text",
+    "wav2vec2": "skips layers at random, masks by NumPy's generator",
+    "torch-transformer": "`nn.Transformer` with padding masks",
+    "packed-lstm": "bidirectional, packed sequences",
+    "unet": "skip connections, batch norm",
+    "vae": "draws its code, returns a dataclass",
+    "plain-objects": "blocks return objects of a class of their own",
+    "spectral-norm": "buffers: singular vectors",
+    "moving-averages": "buffers: an average and a counter",
+    "vq-vae": "buffers: a codebook",
+    "instance-norm": "buffers: running statistics",
+    "tied-words": "the embedding is the classifier",
+    "checkpointed": "recomputed batch norm and dropout",
+    "partly-frozen": "a frozen encoder beside a trained one",
+}
+"""What is special about each model, for the table."""
+
 
 # --- training ---
 

@@ -56,6 +56,8 @@ class Run:
         plan, mesh: how it is spread over workers.
         notes: notes for the run's report on how the result came about.
         metrics: those of the last `evaluate`.
+        values: what the loss function returned besides the loss of the last `step`, by name: detached scalars, the same
+            on every worker. Reading one waits for the device.
         say: receives messages for the user during the run, on rank 0; may be replaced.
         timer: where the time of each step goes.
     """
@@ -80,6 +82,7 @@ class Run:
         self.rank, self.world_size, self.device = facts.rank, facts.world_size, self.world.device
         self.notes: list[str] = []
         self.metrics: dict[str, float] = {}
+        self.values: Mapping[str, Tensor] = {}
         self.say: Callable[[str], None] = lambda text: print(text, file=sys.stderr) if self.rank == 0 else None
         self.timer = StepTimer()
         self.reader = DatasetReader(job, self.device)
@@ -288,10 +291,13 @@ class Run:
 
         Args:
             batch: what `batches` just yielded.
-            loss_fn: called as loss_fn(model, samples of the batch); returns the mean loss over these samples.
+            loss_fn: called as loss_fn(model, samples of the batch); returns the mean loss over these samples, a scalar.
+                Or `paceline.Mean(loss, weight=number of tokens)`, the mean over another number of units; the step's
+                loss is then the mean over all units of the global batch. Or a pair of either and a dict of further
+                numbers, each a mean over the samples or a `Mean`: see `values`.
 
         Returns:
-            The mean loss over the global batch, the same on every worker; a detached scalar. Workers that synchronise
+            The loss of the global batch, the same on every worker; a detached scalar. Workers that synchronise
             only every few steps (aggregation.method = "local_sgd" or "diloco") do not send each other: theirs is the
             mean over the samples of this worker, or of its node where that synchronises every step, and NaN where there
             are none.
@@ -299,9 +305,10 @@ class Run:
         pending, self._pending = self._pending, None
         if pending is None:
             raise JobError("run.step needs a batch that run.batches just yielded; each is used once.")
-        loss = self._stepper.step(pending, batch, loss_fn)
+        result = self._stepper.step(pending, batch, loss_fn)
+        self.values = result.values
         self._note_micro_batch()
-        return loss
+        return result.loss
 
     def _note_micro_batch(self) -> None:
         """Say it, and keep it with the plan, if memory had no room for the micro-batch so far."""
