@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from paceline.workflows.doctor import doctor
     from paceline.workflows.launch import launch
     from paceline.workflows.mesh_dry_run import dry_run_mesh
+    from paceline.workflows.new import new
     from paceline.workflows.plan import plan
     from paceline.workflows.probe import probe
     from paceline.workflows.report import report
@@ -55,6 +56,7 @@ __all__ = [
     "fit_step_times",
     "init",
     "launch",
+    "new",
     "plan",
     "probe",
     "report",
@@ -77,7 +79,7 @@ _MODULES = {
     "dry_run_mesh": "paceline.workflows.mesh_dry_run",
     **{
         name: f"paceline.workflows.{name}"
-        for name in ("doctor", "launch", "plan", "probe", "report", "scale", "topo", "train", "verify")
+        for name in ("doctor", "launch", "new", "plan", "probe", "report", "scale", "topo", "train", "verify")
     },
 }
 """The module that each public name comes from; it is loaded when the name is first used, since torch takes seconds."""

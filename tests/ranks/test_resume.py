@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +159,38 @@ def test_another_job_is_refused(tmp_path: Path) -> None:
         run_ranks(_train, 1, _job(optim={"lr": 0.5}), str(tmp_path))
     with pytest.raises(AssertionError, match=r"DataError.*48 samples, but 60"):
         run_ranks(_train, 1, _job(), str(tmp_path), None, 48)
+
+
+def _train_by_a_scheduler(job: Job, folder: str, killed_at: int | None = None, when: str = "") -> tuple[str, float]:
+    """The fingerprint of the weights and the last learning rate; the scheduler steps after `run.step`, as in torch."""
+    plan = Plan(world_size=worker_facts().world_size, algorithm="tree_exact", timeout_s=60)
+    with paceline.init(job, plan=plan, checkpoint_dir=folder) as run:
+        model = models.build(job.model, num_classes=10, in_channels=3, image_size=16)
+        model, optimizer = run.prepare(model, build_optimizer(job.optim, model))
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        run.keep("scheduler", scheduler)
+
+        def killed(moment: str) -> None:
+            if run.steps == killed_at and when == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        for batch in run.batches(images(60, (3, 16, 16))):
+            killed("before step")
+            run.step(batch, loss_fn)
+            killed("before scheduler")
+            scheduler.step()
+            killed("after scheduler")
+        return run.weights_sha256(), float(optimizer.param_groups[0]["lr"])
+
+
+def test_all_that_is_kept_is_of_one_moment(tmp_path: Path) -> None:
+    job = _job(checkpoint={"every_steps": 2, "every_minutes": None}, optim={"name": "adam", "lr": 0.01})
+    (undisturbed,) = run_ranks(_train_by_a_scheduler, 1, job, str(tmp_path / "undisturbed"))
+    assert undisturbed[1] == pytest.approx(0.01 * 0.8**STEPS)
+    for world_size, when in ((1, "before step"), (2, "before scheduler"), (1, "after scheduler")):
+        folder = tmp_path / when
+        with pytest.raises(AssertionError, match=r"died without a word|Connection|peer"):
+            run_ranks(_train_by_a_scheduler, world_size, job, str(folder), STOP, when)
+        assert list(folder.glob("step-*"))
+        (resumed,) = run_ranks(_train_by_a_scheduler, 1, job, str(folder))
+        assert resumed == undisturbed

@@ -15,6 +15,7 @@ from paceline.cli import (
     checkpoint,
     doctor,
     launch,
+    new,
     plan,
     probe,
     report,
@@ -41,7 +42,7 @@ class PipelineOrder(TyperGroup):
     """The pipeline's order, in which the library would put commands that have commands of their own last."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        last = ("checkpoint", "export", "report", "doctor", "jobs", "models", "data")
+        last = ("checkpoint", "export", "report", "doctor", "new", "jobs", "models", "data")
         return sorted(super().list_commands(ctx), key=lambda name: last.index(name) + 1 if name in last else 0)
 
 
@@ -67,6 +68,7 @@ app.add_typer(checkpoint.app, name="checkpoint")
 app.command("export")(checkpoint.export)
 app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)
+app.command("new")(new.new)
 app.add_typer(catalog.app, name="jobs")
 app.command("models")(catalog.models)
 app.command("data")(catalog.data)

@@ -16,6 +16,7 @@ import typer
 from paceline.errors import JobError
 from paceline.spec import AlgorithmName
 from paceline.spec.forecast import Grow
+from paceline.spec.micro_batch import parse_micro_batch
 from paceline.workflows.strategy import Strategy
 from paceline.workflows.where import Elastic, Where
 
@@ -34,8 +35,14 @@ Workers = Annotated[
 ]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads that each worker computes with.")]
 MicroBatch = Annotated[
-    int | None,
-    typer.Option("--micro-batch-size", min=1, help="Most samples in one forward pass of a worker."),
+    Any,
+    typer.Option(
+        "--micro-batch",
+        "--micro-batch-size",
+        metavar="SAMPLES|auto",
+        parser=parse_micro_batch,
+        help="Most samples in one forward pass of a worker; auto: as many as memory has room for.",
+    ),
 ]
 Algorithm = Annotated[
     AlgorithmName,

@@ -18,6 +18,7 @@ from paceline.parallel.aggregation import compressor_state, load_compressor_stat
 from paceline.parallel.clock import Clock
 from paceline.parallel.engine import Engine, Randomness, StepInput, broadcast, statistics_dtype
 from paceline.parallel.gradient_norms import GradientNorms, WorkerNorms, squared_norm
+from paceline.parallel.micro_batch import DidNotFitError, MicroBatchLimit, free_memory, is_out_of_memory, nothing_of
 from paceline.parallel.norm import ShardBatchNorm, SyncBatchNorm, has_other_norms, replace_batch_norm, unknown_buffers
 from paceline.parallel.passes import Passes
 from paceline.spec import Job, Plan
@@ -56,6 +57,14 @@ class DataParallel(Engine):
         self._worker_norms = WorkerNorms(self._zero_loss())
         self._aggregator = aggregator
         self._hook_state: HookState | None = None
+        self._arrived: Callable[[], object] | None = None
+        """Waits for the sum of the step's losses, once it has begun."""
+        self._in_buckets: set[Tensor] = set()
+        """The parameters whose gradients the last backward pass has computed so far; known for "auto" only."""
+        self.micro_batch: MicroBatchLimit = MicroBatchLimit(plan, job)
+        self._watched: set[Tensor] = set()
+        self._has_stepped = False
+        self._trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         self._ddp = None if aggregator is None else self._wrap(aggregator, find_unused_parameters)
         self.module = self._model if self._ddp is None else self._ddp
         self._is_sync = any(isinstance(layer, SyncBatchNorm) for layer in self._model.modules())
@@ -63,7 +72,7 @@ class DataParallel(Engine):
         self._passes = Passes(
             self._model,
             device,
-            plan.micro_batch_size,
+            self.micro_batch,
             randomness=self.randomness,
             may_split=not has_other_norms(self._model),
             refusal=_SYNC_REFUSAL if self._is_sync else "",
@@ -80,7 +89,19 @@ class DataParallel(Engine):
                 timeout=timedelta(seconds=self._plan.timeout_s),
                 use_local_synchronization=True,
             )
-        ddp = DistributedDataParallel(
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self._model.named_parameters()}
+        self._hook_state = HookState(aggregator, names, on_last_bucket=self._on_last_bucket)
+        ddp = DistributedDataParallel.__new__(DistributedDataParallel)
+        self._set_up(ddp, group, find_unused_parameters)
+        return ddp
+
+    def _set_up(self, ddp: DistributedDataParallel, group: dist.ProcessGroup, find_unused_parameters: bool) -> None:
+        """Have `ddp` aggregate the gradients of all parameters that are trained now; a collective.
+
+        Again where a user has frozen or unfrozen some, in the same object: the script may hold it.
+        """
+        DistributedDataParallel.__init__(
+            ddp,
             self._model,
             device_ids=[self._device] if self._device.type == "cuda" else None,
             process_group=group,
@@ -89,8 +110,6 @@ class DataParallel(Engine):
         )
         # `gradients` does it, however many forward passes there are. (The argument has another name since torch 2.13.)
         ddp.broadcast_buffers = False
-        names: dict[Tensor, str] = {parameter: name for name, parameter in self._model.named_parameters()}
-        self._hook_state = HookState(aggregator, names, on_last_bucket=self._on_last_bucket)
 
         def hook(state: HookState, bucket: Any) -> Any:
             self._worker_norms.bucket_filled(bucket.buffer())
@@ -99,7 +118,20 @@ class DataParallel(Engine):
         # DDP compares annotations, if there are any, with the classes themselves.
         hook.__annotations__.clear()
         ddp.register_comm_hook(self._hook_state, hook)
-        return ddp
+        self._trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        if self.micro_batch.is_automatic:
+            for parameter in self._trained:
+                if parameter not in self._watched:
+                    self._watched.add(parameter)
+                    parameter.register_post_accumulate_grad_hook(self._in_buckets.add)
+
+    def _set_up_again(self) -> None:
+        self._trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        ddp = self._ddp
+        if ddp is not None:
+            for parameter in self._model.parameters():
+                parameter.grad = None  # a slice of an old bucket
+            self._set_up(ddp, ddp.process_group, ddp.find_unused_parameters)
 
     def _on_last_bucket(self) -> None:
         self._hook_called = True
@@ -109,11 +141,14 @@ class DataParallel(Engine):
         self._hook_called = False
         if self._aggregator is not None:
             self._aggregator.scheduler.begin_step()
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        if list(map(id, trained)) != list(map(id, self._trained)):
+            self._set_up_again()
         self.sync_buffers()
-        # The output of a compressor is not the sum of its inputs.
-        is_sum = self._aggregator is not None and self._aggregator.compressor is None
-        self._worker_norms.begin(step.assignment, step.take_norms if is_sum else None)
-        summed = self._passes.starting_over(lambda: self._train(step)) if step.assignment.sizes else self._idle(step)
+        if step.assignment.sizes or self.micro_batch.is_automatic:
+            summed = self._passes.starting_over(lambda: self._attempt(step), step.assignment)
+        else:
+            summed = self._idle(step)
         if self._aggregator is not None:
             self._aggregator.scheduler.raise_error()
         if self._group is None:
@@ -123,11 +158,74 @@ class DataParallel(Engine):
         self._passes.norm.apply(summed[1:-1])
         self.communication = self._last_gradient, self._clock.mark()
         self._worker_norms.end(summed[-1])
+        self._has_stepped = True
         return summed[0]
+
+    def _attempt(self, step: StepInput) -> Tensor:
+        """`_train`, or `_idle` without samples; with micro_batch_size = "auto" all workers end it alike.
+
+        Raises:
+            DidNotFitError: some worker ran out of memory with several shards in the model.
+            ModelError: some worker ran out of memory with one.
+        """
+        if not self.micro_batch.is_automatic:
+            return self._train(step)
+        self._arrived = None
+        num_shards = 0
+        try:
+            summed = self._train(step) if step.assignment.sizes else self._idle(step)
+        except (RuntimeError, MemoryError) as problem:
+            if not is_out_of_memory(problem):
+                raise
+            num_shards = max(1, self._passes.num_shards_in_pass)
+        if num_shards:
+            free_memory(self._device)
+            self._take_part_with_nothing()
+        several, one = self._num_workers_out_of_memory(num_shards)
+        if one:
+            raise ModelError(self.micro_batch.shard_does_not_fit())
+        if several:
+            if not self._has_stepped:  # the first backward pass arranges the buckets; the next one is to be the first
+                self._set_up_again()
+            raise DidNotFitError
+        return summed
+
+    def _take_part_with_nothing(self) -> None:
+        """Go through what is left of the step's sums, which other workers wait for; the result is thrown away."""
+        if self._ddp is None or self._hook_state is None:
+            return
+        self._passes.norm.reset()
+        self._hook_state.idle = True
+        try:
+            if self._arrived is None:  # the last backward pass had not begun
+                self._ddp.reducer._rebuild_buckets()  # a collective that comes with a step's first forward pass
+                self._start_sum(self._zero_loss())
+                self._aggregate_next(self._zero_loss())
+            missing = [parameter for parameter in self._trained if parameter not in self._in_buckets]
+            if missing:
+                nothing_of(missing).backward()
+        finally:
+            self._hook_state.idle = False
+        if self._arrived is not None:
+            self._arrived()
+
+    def _num_workers_out_of_memory(self, num_shards: int) -> tuple[int, int]:
+        """The number of workers that ran out of memory with several shards in the model, and with one.
+
+        Args:
+            num_shards: this worker's; 0: its passes fitted.
+        """
+        counts = torch.tensor([float(num_shards > 1), float(num_shards == 1)], device=self._device)
+        if self._aggregator is not None:
+            self._aggregator.sum_exactly(counts, "out of memory").wait()
+            self._aggregator.scheduler.raise_error()
+        several, one = counts.tolist()
+        return int(several), int(one)
 
     def _train(self, step: StepInput) -> Tensor:
         """Compute and aggregate the gradient; returns [loss, norm statistics, gradient norm] summed over workers."""
         assignment = step.assignment
+        self._begin_norms(step)
         if self._is_sync and len(self._passes.ranges(assignment, assignment.rank)) > 1:
             raise ModelError(
                 "norm = 'sync' normalises over the whole global batch in one forward pass, so it cannot be split into "
@@ -155,6 +253,7 @@ class DataParallel(Engine):
     def _idle(self, step: StepInput) -> Tensor:
         """`_train` for a worker without samples: a stand-in sample lets it take part in all collectives."""
         assert self._hook_state is not None  # a single worker has every sample
+        self._begin_norms(step)
         self._hook_state.idle = True
         try:
             with self._passes.stand_in(step, self.module) as loss:
@@ -166,8 +265,14 @@ class DataParallel(Engine):
         arrived()
         return summed
 
+    def _begin_norms(self, step: StepInput) -> None:
+        # The output of a compressor is not the sum of its inputs.
+        is_sum = self._aggregator is not None and self._aggregator.compressor is None
+        self._worker_norms.begin(step.assignment, step.take_norms if is_sum else None)
+
     def _aggregate_next(self, loss: Tensor) -> None:
         """Let DistributedDataParallel aggregate in the next backward pass, as a forward pass outside `no_sync` does."""
+        self._in_buckets.clear()
         if self._ddp is not None:
             self._ddp.reducer.prepare_for_backward([loss] if self._ddp.find_unused_parameters else [])
 
@@ -176,7 +281,8 @@ class DataParallel(Engine):
         mine = torch.cat([losses.view(1), *self._passes.norm.collect(losses), self._worker_norms.to_be_summed])
         if self._aggregator is None:
             return mine, lambda: None
-        return mine, self._aggregator.sum_exactly(mine, "loss and norm statistics").wait
+        self._arrived = self._aggregator.sum_exactly(mine, "loss and norm statistics").wait
+        return mine, self._arrived
 
     def _squared_norm(self) -> Tensor:
         return squared_norm(parameter.grad for parameter in self._model.parameters() if parameter.grad is not None)

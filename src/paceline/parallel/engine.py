@@ -17,6 +17,7 @@ from paceline.parallel.assignment import Assignment
 from paceline.parallel.buckets import buckets
 from paceline.parallel.clock import Mark
 from paceline.parallel.gradient_norms import TakeNorms
+from paceline.parallel.micro_batch import MicroBatchLimit
 from paceline.parallel.norm import forward_buffers
 from paceline.samples import Samples
 
@@ -86,6 +87,8 @@ class Engine:
     """The model as the loss function calls it."""
     communication: tuple[Mark, Mark]
     """The interval of the last step's exposed communication: last gradient computed to last gradient aggregated."""
+    micro_batch: MicroBatchLimit | None = None
+    """The most samples that go through the model together; None: shards go one by one."""
     randomness: Randomness | None = None
     """Decides which shards share a pass; saved, so that a resumed run behaves the same."""
 

@@ -35,7 +35,6 @@ from paceline.comm import ALGORITHMS, Aggregator, Bucket, Links, Scheduler
 from paceline.comm.links import open_node_group
 from paceline.errors import JobError
 from paceline.parallel.aggregation import compressor_state, load_compressor_state
-from paceline.parallel.assignment import Assignment
 from paceline.parallel.buckets import buckets
 from paceline.parallel.clock import Clock
 from paceline.parallel.dp import DataParallel
@@ -80,6 +79,7 @@ class LocalSGD(Engine):
         group = None if inside is None else inside.links.group
         self._every_step = DataParallel(model, job, plan, device, group, inside, find_unused_parameters)
         self.module = self._every_step.module
+        self.micro_batch = self._every_step.micro_batch
         ddp = self.module
         self._model = ddp.module if isinstance(ddp, nn.parallel.DistributedDataParallel) else ddp
         is_local_sgd = self._spec.method == "local_sgd"
@@ -347,7 +347,8 @@ def _among(step: StepInput, ranks: tuple[int, ...]) -> StepInput:
         ends.append(ends[-1] + stop - start)
     return dataclasses.replace(
         step,
-        assignment=Assignment(
+        assignment=dataclasses.replace(
+            whole,
             shard_sizes=tuple(whole.shard_sizes[shard] for shard in shards),
             shards_of_rank=tuple(itertools.pairwise(ends)),
             rank=ranks.index(whole.rank),

@@ -28,6 +28,7 @@ from paceline.parallel.dtensor import device_mesh_of, full_tensor, is_sharded, l
 from paceline.parallel.engine import Engine, Randomness, StepInput, broadcast, statistics_dtype
 from paceline.parallel.gradient_norms import GradientNorms, squared_norm
 from paceline.parallel.initial_weights import initial_weights
+from paceline.parallel.micro_batch import MicroBatchLimit
 from paceline.parallel.norm import ShardBatchNorm, replace_batch_norm, standing_in, unknown_buffers
 from paceline.parallel.passes import DrewTogetherError, Passes
 from paceline.parallel.pipeline import MicroBatch, Pipeline, stage_limits
@@ -137,8 +138,9 @@ class MeshParallel(Engine):
         self.module = model
         weights(model, device)
         self.randomness: Randomness = Randomness()
+        self.micro_batch = MicroBatchLimit(plan, job)
         self._passes = Passes(
-            model, device, plan.micro_batch_size, randomness=self.randomness, one_by_one=self._pipeline is not None
+            model, device, self.micro_batch, randomness=self.randomness, one_by_one=self._pipeline is not None
         )
         self._has_drawn = False
         now = self._clock.mark()
@@ -189,7 +191,7 @@ class MeshParallel(Engine):
     def gradients(self, step: StepInput) -> Tensor:
         if self._aggregator is not None:
             self._aggregator.scheduler.begin_step()
-        return self._passes.starting_over(lambda: self._train(step))
+        return self._passes.starting_over(lambda: self._train(step), step.assignment)
 
     def _train(self, step: StepInput) -> Tensor:
         """Compute and aggregate the gradient; returns the loss.

@@ -29,6 +29,7 @@ from paceline.parallel.assignment import Assignment, shards_of_rank
 from paceline.parallel.clock import Clock
 from paceline.parallel.engine import Engine, Randomness, StepInput, statistics_dtype
 from paceline.parallel.gradient_norms import GradientNorms, squared_norm
+from paceline.parallel.micro_batch import DidNotFitError, MicroBatchLimit, is_out_of_memory
 from paceline.parallel.norm import ShardBatchNorm, has_other_norms, replace_batch_norm
 from paceline.parallel.passes import Passes
 from paceline.spec import Job, Plan
@@ -87,6 +88,7 @@ class OneProcessDataParallel(Engine):
         self._plan = plan
         first, *others = devices
         self.randomness: Randomness = Randomness()
+        self.micro_batch: MicroBatchLimit = MicroBatchLimit(plan, job)
         models = [self.module, *(copy.deepcopy(self.module).to(device) for device in others)]
         self._replicas = [self._replica(model, device) for model, device in zip(models, devices, strict=True)]
         self._dtype = statistics_dtype(self.module)
@@ -103,7 +105,7 @@ class OneProcessDataParallel(Engine):
         passes = Passes(
             model,
             device,
-            self._plan.micro_batch_size,
+            self.micro_batch,
             randomness=self.randomness,
             may_split=not has_other_norms(model),
             is_concurrent=True,
@@ -111,7 +113,17 @@ class OneProcessDataParallel(Engine):
         return _Replica(model, device, passes)
 
     def gradients(self, step: StepInput) -> Tensor:
-        return self._replicas[0].passes.starting_over(lambda: self._train(step))
+        return self._replicas[0].passes.starting_over(lambda: self._attempt(step), step.assignment)
+
+    def _attempt(self, step: StepInput) -> Tensor:
+        """`_train`; if memory ran out and may suffice for fewer shards at a time, `DidNotFitError`."""
+        try:
+            return self._train(step)
+        except (RuntimeError, MemoryError) as problem:
+            most = max(replica.passes.num_shards_in_pass for replica in self._replicas)
+            if not (self.micro_batch.is_automatic and most > 1 and is_out_of_memory(problem)):
+                raise
+        raise DidNotFitError
 
     def _train(self, step: StepInput) -> Tensor:
         """Compute and aggregate the gradient; returns the loss."""

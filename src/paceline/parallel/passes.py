@@ -21,6 +21,7 @@ from paceline.errors import ModelError
 from paceline.parallel.assignment import Assignment, ShardRange
 from paceline.parallel.engine import Randomness, StepInput, check_loss, statistics_dtype
 from paceline.parallel.generators import equal_states, generator_states
+from paceline.parallel.micro_batch import DidNotFitError, MicroBatchLimit, free_memory
 from paceline.parallel.norm import NormStatistics, ShardBatchNorm, forward_buffers, replace_batch_norm, standing_in
 
 Result = TypeVar("Result")
@@ -37,7 +38,7 @@ class Passes:
         self,
         model: nn.Module,
         device: torch.device,
-        micro_batch_size: int | None = None,
+        micro_batch: MicroBatchLimit | None = None,
         *,
         may_split: bool = True,
         one_by_one: bool = False,
@@ -48,7 +49,8 @@ class Passes:
     ) -> None:
         """
         Args:
-            micro_batch_size: the most samples that go through the model together; None: all of an assignment.
+            micro_batch: the most samples that go through the model together; shared by the devices of a worker; None:
+                all of an assignment.
             may_split: whether shards that could go together may also go one by one.
             one_by_one: whether they always do.
             refusal: the error message for a model that draws random numbers, if the engine cannot train one.
@@ -60,7 +62,9 @@ class Passes:
         self.randomness = randomness or Randomness()
         self._model = model
         self._device = device
-        self._micro_batch_size = micro_batch_size
+        self._micro_batch = micro_batch
+        self.num_shards_in_pass = 0
+        """How many shards went through the model together last."""
         self._may_split = may_split
         self._one_by_one = one_by_one
         self._refusal = refusal
@@ -81,7 +85,8 @@ class Passes:
 
     def _next_range(self, assignment: Assignment, first_shard: int) -> ShardRange:
         one_by_one = self._one_by_one or (self._may_split and self.randomness.is_drawn is not False)
-        return assignment.shard_range(first_shard, 1 if one_by_one else self._micro_batch_size)
+        size = None if self._micro_batch is None else self._micro_batch.size
+        return assignment.shard_range(first_shard, 1 if one_by_one else size)
 
     def _must_not_draw(self, shards: ShardRange) -> bool:
         if self._refusal or self.randomness.is_drawn is not False:
@@ -119,6 +124,7 @@ class Passes:
 
     def enter(self, step: StepInput, shards: ShardRange) -> None:
         """Set which shards are in the model, and seed the generators for them if numbers may be drawn."""
+        self.num_shards_in_pass = len(shards.sizes)
         self.norm.shards.all, self.norm.shards.current = step.assignment.shard_sizes, shards.sizes
         if not self._must_not_draw(shards):
             step.seed_shard(shards.first_shard)
@@ -135,40 +141,58 @@ class Passes:
 
         Its backward pass belongs inside.
         """
+        self.num_shards_in_pass = 1
         with standing_in(self._model):
             with self._forward_context():
                 loss = check_loss(step.loss_of(module, step.batch.cut(0, 1)))
             yield step.scale(loss * 0.0)
 
-    def starting_over(self, attempt: Callable[[], Result]) -> Result:
-        """Run `attempt`, the passes of a step; repeated if shards drew random numbers together.
+    def starting_over(self, attempt: Callable[[], Result], assignment: Assignment) -> Result:
+        """Run `attempt`, the passes of a step; repeated if shards drew random numbers together, or did not fit.
 
-        Nothing is left of the first attempt: no gradients, no norm statistics, no changes of buffers. From then on
-        shards go one by one.
+        Nothing is left of a failed attempt: no gradients, no norm statistics, no changes of buffers. From then on
+        shards go one by one, or half as many together.
         """
-        if self.randomness.is_drawn and not self._refusal:
+        may_draw = not self.randomness.is_drawn or bool(self._refusal)
+        if not (may_draw or (self._micro_batch is not None and self._micro_batch.is_automatic)):
             return attempt()
+        kept = self._changeable_buffers()
+        was_drawn = self.randomness.is_drawn
+        while True:
+            try:
+                return attempt()
+            except DrewTogetherError:
+                drew = True
+            except DidNotFitError:
+                drew = False
+            self._forget_attempt(kept)
+            if drew:
+                if self._refusal:
+                    raise ModelError(self._refusal)
+                self.randomness.is_drawn = True
+            elif self._micro_batch is not None:
+                free_memory(self._device)
+                self._micro_batch.halve(assignment)
+                self.randomness.is_drawn = was_drawn  # the first pass of a run is one shard, in each attempt
+
+    def _changeable_buffers(self) -> list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]]:
+        """Where each buffer that a forward pass changes is, and a copy of it."""
         changeable = {id(buffer) for buffer in forward_buffers(self._model)}
-        kept = [
+        return [
             (module._buffers, name, buffer, buffer.clone())
             for module in self._model.modules()
             for name, buffer in module._buffers.items()
             if buffer is not None and id(buffer) in changeable
         ]
-        try:
-            return attempt()
-        except DrewTogetherError:
-            with torch.no_grad():
-                for buffers, name, buffer, before in kept:
-                    buffers[name] = buffer  # a forward pass may have put another tensor there
-                    buffer.copy_(before)
-        if self._refusal:
-            raise ModelError(self._refusal)
-        self.randomness.is_drawn = True
+
+    @torch.no_grad()
+    def _forget_attempt(self, kept: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]]) -> None:
+        for buffers, name, buffer, before in kept:
+            buffers[name] = buffer  # a forward pass may have put another tensor there
+            buffer.copy_(before)
         self.norm.reset()
         for parameter in self._model.parameters():
             parameter.grad = None
-        return attempt()
 
 
 class ShardByShard:

@@ -194,9 +194,13 @@ def _convert_union(args: tuple[Any, ...], raw: Any, path: str, rules: Mapping[st
         except JobError:
             if len(kinds) == 1:
                 raise
-    raise JobError(
-        f"{path} = {shown(raw)} should be {' or '.join(_TYPE_WORDS.get(kind, str(kind)) for kind in kinds)}."
-    )
+    raise JobError(f"{path} = {shown(raw)} should be {' or '.join(_words_for(kind) for kind in kinds)}.")
+
+
+def _words_for(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    return _TYPE_WORDS.get(kind, str(kind))
 
 
 def _convert_scalar(expected: Any, raw: Any, path: str, rules: Mapping[str, Any]) -> Any:

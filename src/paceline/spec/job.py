@@ -12,6 +12,7 @@ from typing import Any, Literal
 from paceline.errors import JobError, shortened, shown
 from paceline.regular_files import read_text
 from paceline.spec.codec import PLAIN, JsonValue, above, at_least, between
+from paceline.spec.micro_batch import MicroBatchSize, parse_micro_batch
 
 Parity = Literal["numeric", "bitwise"]
 Precision = Literal["float32", "bfloat16", "float16", "float64"]
@@ -192,6 +193,9 @@ class Job(JsonValue):
     """What stays equal when the number of workers changes: results up to rounding, or every bit."""
     precision: Precision = "float32"
     """The precision of forward passes: bfloat16 and float16 are mixed precision with float32 weights."""
+    micro_batch_size: int | Literal["auto"] | None = at_least(1, None)
+    """Most samples in one forward pass of a worker, a whole number of virtual shards; "auto": as many as memory has
+    room for; None: the worker's whole share of the batch. It never changes what is learned."""
     norm: Norm = "shard"
     """Whose statistics batch norm uses: the virtual shard's, the device's ("local"), the global batch's ("sync")."""
     channels_last: bool = False
@@ -223,6 +227,7 @@ class Job(JsonValue):
                 f"virtual_shards = {self.virtual_shards} is more than global_batch_size = "
                 f"{self.global_batch_size}; every shard needs at least one sample."
             )
+        self.check_micro_batch(self.micro_batch_size)
         if self.parity == "bitwise" and self.norm != "shard":
             raise JobError(
                 f"parity = 'bitwise' needs norm = 'shard'; norm = {self.norm!r} depends on how the batch is "
@@ -262,6 +267,16 @@ class Job(JsonValue):
     def shard_size(self) -> int:
         """Samples of the largest virtual shard."""
         return -(-self.global_batch_size // self.virtual_shards)
+
+    def check_micro_batch(self, size: MicroBatchSize | None) -> None:
+        """Raise `JobError` if a micro-batch of this size is less than one virtual shard, which is never divided."""
+        if size is not None:
+            parse_micro_batch(str(size))
+        if isinstance(size, int) and size < self.shard_size:
+            raise JobError(
+                f"A micro-batch of {size} is smaller than a virtual shard of {self.shard_size} samples; use "
+                f"virtual_shards = {-(-self.global_batch_size // size)} or a micro-batch of {self.shard_size}."
+            )
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Job:
@@ -309,7 +324,10 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str = 
 _MOST_PARTS = 20
 """Of the key in a setting."""
 
-_LEARNS_THE_SAME = ("name", "measure_noise", "eval_every_epochs", "eval_batch_size", "data.dir", "data.loader_workers")
+_LEARNS_THE_SAME = (
+    *("name", "micro_batch_size", "measure_noise", "eval_every_epochs", "eval_batch_size"),
+    *("data.dir", "data.loader_workers"),
+)
 
 
 def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

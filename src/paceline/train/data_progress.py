@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,9 +36,10 @@ class Batch:
     samples_per_epoch: int
 
     @property
-    def own_samples(self) -> NDArray[np.int64]:
-        """The numbers of this worker's samples; without any, the first sample of the batch as a stand-in."""
-        return self.samples[slice(*self.assignment.span)] if self.assignment.sizes else self.samples[:1]
+    def own_shards(self) -> tuple[NDArray[np.int64], ...]:
+        """The numbers of the samples of each of this worker's shards; without any, the first of the batch stands in."""
+        ends = itertools.accumulate(self.assignment.sizes, initial=self.assignment.span[0])
+        return tuple(self.samples[start:stop] for start, stop in itertools.pairwise(ends)) or (self.samples[:1],)
 
 
 class DataProgress:
@@ -70,6 +72,7 @@ class DataProgress:
         self._orders: Orders | None = None
         self._order: tuple[int, EpochOrder] | None = None
         """The most recently used epoch, and its order."""
+        self._one_by_one = False
 
     def total_steps(self, num_samples: int) -> int:
         """Updates of the whole run on a training set of `num_samples`, in batches of the job's size."""
@@ -84,8 +87,12 @@ class DataProgress:
         """Whether no batch of an epoch is left: it had ended before the run resumed, or all steps have been made."""
         return (self._is_resumed and epoch < self._epoch) or self._steps_left == 0
 
-    def enter(self, epoch: int, orders: Orders, set_size: int) -> range:
+    def enter(self, epoch: int, orders: Orders, set_size: int, *, one_by_one: bool = False) -> range:
         """The numbers of the remaining batches of an epoch that is not over; `batch` makes them.
+
+        Args:
+            set_size: the number of samples in the training set.
+            one_by_one: whether each virtual shard is collated for itself.
 
         Raises:
             DataError: a resumed run had a training set of another size than `set_size`, or another order of samples in
@@ -96,7 +103,7 @@ class DataProgress:
                 f"The training set has {set_size:,} samples, but {self._set_size:,} when this run was saved; "
                 "resume with the same data, or begin in another folder."
             )
-        self._set_size, self._orders, self._order = set_size, orders, None
+        self._set_size, self._orders, self._order, self._one_by_one = set_size, orders, None, one_by_one
         digest = self._order_of(epoch).digest()
         if not (self._is_resumed and epoch == self._epoch):
             self._epoch, self._next = epoch, 0
@@ -113,12 +120,20 @@ class DataProgress:
         order = self._order_of(self._epoch)
         index = self._epoch * order.num_batches + number
         samples = order.batch(number)
-        assignment = Assignment.of(len(samples), self._job.virtual_shards, self._rank, self._num_assignments)
+        assignment = Assignment.of(
+            len(samples), self._job.virtual_shards, self._rank, self._num_assignments, one_by_one=self._one_by_one
+        )
         return Batch(self._epoch, number, index, stop - number, samples, assignment, order.num_samples)
 
     @property
     def _steps_left(self) -> int | None:
         return None if self._max_steps is None else max(0, self._max_steps - self.steps)
+
+    @property
+    def digest(self) -> str:
+        """The fingerprint of the current epoch's order."""
+        assert self._digest is not None
+        return self._digest
 
     def _order_of(self, epoch: int) -> EpochOrder:
         order = self._order  # asynchronous servers ask from threads of their own

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.data.order import EpochOrder
 from paceline.errors import ModelError
 from paceline.object_collectives import broadcast_object
 from paceline.train.process_group import World
@@ -30,11 +31,6 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def chunk_ranges(num_samples: int, chunk_size: int) -> list[range]:
-    """The samples in order, cut into chunks that do not depend on the number of workers."""
-    return [range(start, min(start + chunk_size, num_samples)) for start in range(0, num_samples, chunk_size)]
-
-
 def own_chunks(num_chunks: int, rank: int, num_assignments: int, *, in_step: bool) -> list[int]:
     """Numbers of the chunks that worker `rank` of `num_assignments` evaluates; rank 0 has one if any rank has.
 
@@ -49,7 +45,7 @@ def own_chunks(num_chunks: int, rank: int, num_assignments: int, *, in_step: boo
 
 def evaluate(
     batches: Iterable[tuple[int, Any]],
-    chunks: Sequence[range],
+    chunks: EpochOrder,
     given: Collection[int],
     model: nn.Module,
     measure: Measure,
@@ -72,16 +68,15 @@ def evaluate(
     sums: dict[int, dict[str, float]] = {}
     for number, batch in batches:
         values = measure(model, batch)
-        sums[number] = {name: _chunk_sum(name, value, len(chunks[number])) for name, value in values.items()}
+        sums[number] = {name: _chunk_sum(name, value, len(chunks.batch(number))) for name, value in values.items()}
     names = _agreed_names(list(next(iter(sums.values()), {})), world)
-    table = torch.zeros(len(chunks), len(names), dtype=torch.float64, device=world.device)
+    table = torch.zeros(chunks.num_batches, len(names), dtype=torch.float64, device=world.device)
     for number in given:
         table[number] = torch.tensor([sums[number][name] for name in names], dtype=torch.float64)
     if world.group is not None:
         dist.all_reduce(table, group=world.group)
-    num_samples = sum(len(chunk) for chunk in chunks)
     totals = [sum(column) for column in table.t().tolist()]
-    return {name: total / num_samples for name, total in zip(names, totals, strict=True)}
+    return {name: total / chunks.num_samples for name, total in zip(names, totals, strict=True)}
 
 
 def _chunk_sum(name: str, value: Tensor, num_samples: int) -> float:

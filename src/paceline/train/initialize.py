@@ -11,6 +11,7 @@ import torch
 from paceline import env
 from paceline.errors import JobError
 from paceline.spec import Job, Plan, parse_mesh
+from paceline.spec.micro_batch import MicroBatchSize, parse_micro_batch
 from paceline.train.run import Run
 
 
@@ -47,7 +48,7 @@ def init(
     facts = env.worker_facts()
     plan = plan or _default_plan(job, facts, strategy or env.strategy() or "dp")
     limits = [limit for limit in (max_steps, env.max_steps()) if limit is not None]
-    plan = dataclasses.replace(plan, world_size=facts.world_size)
+    plan = dataclasses.replace(plan, world_size=facts.world_size, micro_batch_size=_micro_batch_size(job, plan))
     if plan.mesh is not None and plan.mesh.num_workers != facts.world_size:
         raise JobError(
             f"The plan lays out {plan.mesh.num_workers} workers as {plan.mesh}, but {facts.world_size} were started; "
@@ -55,6 +56,16 @@ def init(
         )
     address = job.checkpoint.dir or checkpoint_dir
     return Run(job, plan, facts, min(limits, default=None), None if address is None else str(address), force=force)
+
+
+def _micro_batch_size(job: Job, plan: Plan) -> MicroBatchSize | None:
+    """As the plan says, else the job, else `paceline launch --micro-batch`."""
+    if plan.micro_batch_size is not None:
+        return plan.micro_batch_size
+    of_launch = env.micro_batch()
+    size = parse_micro_batch(of_launch) if of_launch is not None else None
+    job.check_micro_batch(size)
+    return job.micro_batch_size or size
 
 
 def _default_plan(job: Job, facts: env.WorkerFacts, strategy: str) -> Plan:

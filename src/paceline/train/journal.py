@@ -50,8 +50,8 @@ class Journal:
         run.say = say = self._progress.say
         self._sinks: list[Sink] = open_sinks(output.run_dir, output.trackers, run.steps, say) if speaks else []
         scaling = describe_scaling(run.job)
-        self._notes = [*run.notes, *([] if scaling is None else [scaling])]
-        for note in self._notes:
+        self._notes = [] if scaling is None else [scaling]
+        for note in (*run.notes, *self._notes):
             self._progress.say(note)
         self._launched_at = env.launched_at()
         self._first_step_s = 0.0
@@ -173,7 +173,7 @@ class Journal:
             step_time=step_time,
             weights_sha256=run.weights_sha256(),
             epochs=tuple(self._epochs),
-            notes=tuple(self._notes),
+            notes=(*run.notes, *self._notes),
             environment=describe_environment(run.world),
         )
 

@@ -51,6 +51,10 @@ class Kept:
         if name in self._restored:
             thing.load_state_dict(self._restored.pop(name))
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._things
+
     def state_dict(self) -> dict[str, Any]:
         return {name: thing.state_dict() for name, thing in self._things.items()}
 

@@ -9,10 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from paceline.containers import tensors
+from paceline.data import Loading, SampleRequest
 from paceline.errors import JobError, ModelError
 from paceline.parallel import AnyShard, Assignment, StepInput
 from paceline.parallel.assignment import shard_sizes
 from paceline.parallel.dtensor import clip_gradients
+from paceline.parallel.micro_batch import is_out_of_memory
 from paceline.samples import Readings, Samples
 from paceline.spec import Mesh
 from paceline.train.data_progress import Batch
@@ -33,7 +35,7 @@ class Pending:
     batch: Batch
     content: Any
     """This worker's samples of it."""
-    dataset: Any
+    loading: Loading
 
 
 class Stepper:
@@ -60,8 +62,15 @@ class Stepper:
         self._tracer = tracer
         self._guard = NonFiniteGuard(session)
         self._readings: Readings = {}
-        self.is_whole = True
+        self._is_finished = True
+        """Whether the script has done what belongs to the last step."""
+        self._is_consistent = True
         """Whether weights, optimizer, buffers and progress all belong to the same step."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the run could be saved as it is: all of its state, the script's own included, is of one step."""
+        return self._is_consistent and (self._is_finished or self._state.kept.is_empty)
 
     def step(self, pending: Pending, content: Any, loss_fn: LossFn) -> Tensor:
         """Train on a batch; returns its mean loss.
@@ -71,7 +80,7 @@ class Stepper:
         """
         progress, trained, batch = self._state.progress, self.trained, pending.batch
         engine = trained.engine
-        self.is_whole = not engine.changes_buffers
+        self._is_consistent = not engine.changes_buffers
         if engine.reads_assignment:
             num_samples = sum(batch.assignment.sizes) or 1  # a stand-in
             step_input = self._input(progress.steps, batch.assignment, num_samples, content, loss_fn)
@@ -82,17 +91,39 @@ class Stepper:
         self._rates.set(progress.samples_seen, batch.samples_per_epoch)
         trained.optimizer.zero_grad(set_to_none=True)
 
-        loss = engine.step(step_input, functools.partial(self._update, batch, content))
+        try:
+            loss = engine.step(step_input, functools.partial(self._update, batch, content))
+        except (RuntimeError, MemoryError) as problem:
+            if not is_out_of_memory(problem):
+                raise
+            raise ModelError(self._out_of_memory(problem)) from problem
 
         self._tracer.after_update(trained.model, engine.whole)
         progress.trained_on(batch)
         self.session.heartbeat.step(progress.steps)
         seed_between_steps(self._state.job.seed, progress.steps, self._device)
         self._timer.step_ended(engine.communication)
-        self.is_whole = True
-        if engine.is_synchronised:
-            self.session.step_ended(self._timer.own_s)
+        self._is_consistent, self._is_finished = True, False
         return loss
+
+    def _out_of_memory(self, problem: BaseException) -> str:
+        job, found = self._state.job, self.trained.engine.micro_batch
+        smaller = f"set micro_batch_size = 'auto' or to {job.shard_size}, or raise virtual_shards"
+        if found is None or found.is_automatic or found.size == job.shard_size:
+            smaller = f"raise virtual_shards: one shard of {job.shard_size} samples goes through the model at a time"
+        words = str(problem).split(". ")[0].strip() or type(problem).__name__
+        return f"Memory ran out in step {self._state.progress.steps + 1} ({words}); {smaller}."
+
+    def finish_step(self) -> None:
+        """Exchange status and save if due, once the script has done what belongs to the last step. A collective.
+
+        A learning-rate scheduler or an average of weights moves after `Run.step`: saved inside of it, they would be
+        one step behind the weights.
+        """
+        if not self._is_finished:
+            self._is_finished = True
+            if self.trained.engine.is_synchronised:
+                self.session.step_ended(self._timer.own_s)
 
     def _input(self, index: int, assignment: Assignment, num_samples: int, content: Any, loss_fn: LossFn) -> StepInput:
         """The step input for an assignment of the global batch with this number, counted over the whole run."""
@@ -115,7 +146,7 @@ class Stepper:
         has_gradient = not engine.holds_all or any(p.grad is not None for p in trained.model.parameters())
         norm = functools.cache(engine.gradient_norm)  # computed at most once per step
         is_made = has_gradient and self._guard.allows_update(loss, norm, batch.samples)
-        self.is_whole = False
+        self._is_consistent = False
         if is_made and clip_norm is not None:
             scaler.unscale_(trained.optimizer)
             clip_gradients(trained.model.parameters(), clip_norm, norm())
@@ -151,7 +182,10 @@ class Stepper:
         def read(index: int, shard: int) -> StepInput:
             assignment = Assignment(sizes(index), ((shard, shard + 1),), rank=0)
             samples = progress.samples(index)[slice(*assignment.span)]
-            (shard_content,) = self._reader.read(pending.dataset, progress.place(index)[0], [samples], train=True)
+            epoch, number = progress.place(index)
+            (shard_content,) = self._reader.read_shards(
+                pending.loading, epoch, [SampleRequest((samples,), number, shard)]
+            )
             # Servers know of no loss scale.
             step_input = self._input(index, assignment, len(samples), shard_content, loss_fn)
             return replace(step_input, scale=lambda loss: loss)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from paceline import env
 from paceline.containers import tensors
+from paceline.sharded_batch import ShardedBatch
 from paceline.spec import Job
 from paceline.train.digest import weights_sha256
 from paceline.train.process_group import World
@@ -87,6 +88,8 @@ def _fingerprint(flat: Tensor) -> list[float]:
 
 def batch_digest(batch: Any) -> int:
     """A number for the samples of a batch that does not depend on their order, so workers' digests can be added."""
+    if isinstance(batch, ShardedBatch):
+        return sum(batch_digest(shard) for shard in batch.shards)
     leaves = [leaf.detach().cpu() for leaf in tensors(batch) if leaf.dim() > 0]
     total = 0
     for row in zip(*leaves, strict=False):

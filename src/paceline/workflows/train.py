@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.spec import AlgorithmName, Cluster, Job, Plan, RunRecord
+from paceline.spec.micro_batch import MicroBatchSize
 from paceline.workflows.allocation import Allocation, allocation_on_paper, open_allocation
 from paceline.workflows.dry_run import dry_run
 from paceline.workflows.forecasts import CLUSTER_FILE, feed_back, with_forecasts
@@ -31,7 +32,7 @@ def train(
     force: bool = False,
     settings: Sequence[str] = (),
     threads: int | None = None,
-    micro_batch_size: int | None = None,
+    micro_batch_size: MicroBatchSize | None = None,
     algorithm: AlgorithmName = "auto",
     servers: int = 1,
     track: Sequence[str] = (),
@@ -58,7 +59,8 @@ def train(
         force: go on from a checkpoint of another job.
         settings: keys of the job to change, such as "optim.lr=0.1".
         threads: CPU threads that each worker computes with; None: an equal share of the cores.
-        micro_batch_size: most samples in one forward pass of a worker; None: its whole share of the batch.
+        micro_batch_size: most samples in one forward pass of a worker; "auto": as many as memory has room for; None:
+            as the job says, else its whole share of the batch.
         algorithm: how gradients are summed; "auto": the fastest, by measurement at the start.
         servers: workers that also serve, with parameter servers.
         track: also log to "tensorboard", "wandb" or "mlflow".
@@ -75,7 +77,7 @@ def train(
         PacelineError: an invalid argument, nodes that cannot be reached, a mistake in the job (see `errors`).
         WorkerFailed: a worker failed; says which rank, and why.
     """
-    check_counts(workers=workers, max_steps=max_steps, threads=threads, micro_batch_size=micro_batch_size)
+    check_counts(workers=workers, max_steps=max_steps, threads=threads)
     resolved = resolve_job(job, settings, data, model)
     spread = _Spread(
         resolved,
@@ -110,7 +112,7 @@ class _Spread:
     job: Job
     workers: int | None = None
     threads: int | None = None
-    micro_batch_size: int | None = None
+    micro_batch_size: MicroBatchSize | None = None
     algorithm: AlgorithmName = "auto"
     servers: int = 1
     elastic: Elastic = RIGID
@@ -136,7 +138,9 @@ class _Spread:
             planned,
             self.say,
             threads_per_worker=self.threads,
-            micro_batch_size=self.micro_batch_size or (planned.micro_batch_size if planned else None),
+            micro_batch_size=self.micro_batch_size
+            or (planned.micro_batch_size if planned else None)
+            or self.job.micro_batch_size,
             algorithm=planned.algorithm if planned and self.algorithm == "auto" else self.algorithm,
             num_servers=self.servers if least is None else min(self.servers, num_workers),
         )

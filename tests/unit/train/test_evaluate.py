@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from paceline.data.order import SequentialOrder
 from paceline.env import WorkerFacts
 from paceline.errors import ModelError
-from paceline.train.evaluate import Measure, chunk_ranges, evaluate, own_chunks
+from paceline.train.evaluate import Measure, evaluate, own_chunks
 from paceline.train.process_group import World
 
 ALONE = World(WorkerFacts(), torch.device("cpu"), None)
@@ -21,7 +22,8 @@ ALONE = World(WorkerFacts(), torch.device("cpu"), None)
 
 @given(st.integers(0, 500), st.integers(1, 300), st.integers(1, 12))
 def test_every_sample_belongs_to_one_chunk_and_every_chunk_to_one_worker(samples: int, size: int, workers: int) -> None:
-    chunks = chunk_ranges(samples, size)
+    order = SequentialOrder(samples, size)
+    chunks = [order.batch(number) for number in range(order.num_batches)]
     assert [i for chunk in chunks for i in chunk] == list(range(samples))
     assert all(0 < len(chunk) <= size for chunk in chunks)
     owned = [own_chunks(len(chunks), rank, workers, in_step=False) for rank in range(workers)]
@@ -34,9 +36,10 @@ def test_every_sample_belongs_to_one_chunk_and_every_chunk_to_one_worker(samples
 
 
 def run(values: Tensor, chunk_size: int, measure: Measure) -> dict[str, float]:
-    chunks = chunk_ranges(len(values), chunk_size)
-    batches = ((number, values[chunk.start : chunk.stop]) for number, chunk in enumerate(chunks))
-    return evaluate(batches, chunks, range(len(chunks)), nn.Identity(), measure, ALONE)
+    chunks = SequentialOrder(len(values), chunk_size)
+    numbers = range(chunks.num_batches)
+    batches = ((number, values[chunks.batch(number)]) for number in numbers)
+    return evaluate(batches, chunks, numbers, nn.Identity(), measure, ALONE)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 7, 100])

@@ -37,6 +37,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "export": paceline.checkpoint.export,
     "report": paceline.report,
     "doctor": paceline.doctor,
+    "new": paceline.new,
     "jobs ls": paceline.catalog.recipes,
     "jobs keys": paceline.catalog.job_keys,
     "models": paceline.catalog.models,
