@@ -54,7 +54,7 @@ exec unshare --mount --propagation private sh -ec '
 """
 
 
-class Unavailable(Exception):
+class ApptainerMissingError(Exception):
     """A sentence that says why there is no Apptainer here."""
 
 
@@ -68,7 +68,7 @@ def why_not_apptainer() -> str | None:
 
 
 def install(folder: Path) -> Path:
-    """Make `folder`/bin/apptainer. Raises `Unavailable`."""
+    """Make `folder`/bin/apptainer. Raises `ApptainerMissingError`."""
     tree, program = folder / "tree", folder / "bin" / "apptainer"
     _make_tree("sid", _APPTAINER, tree)
     program.parent.mkdir()
@@ -79,7 +79,7 @@ def install(folder: Path) -> Path:
 
 
 def build_image(folder: Path) -> Path:
-    """Make `folder`/image.sif, by `folder`/bin/apptainer. Raises `Unavailable`."""
+    """Make `folder`/image.sif, by `folder`/bin/apptainer. Raises `ApptainerMissingError`."""
     tree, image = folder / "base", folder / "image.sif"
     _make_tree("bookworm", _LIBRARIES, tree)
     home, library = tree / "opt" / "python", Path(sys.base_prefix) / "lib"
@@ -151,7 +151,7 @@ def _run(argv: list[str]) -> None:
     )
     if done.returncode != 0:
         lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-        raise Unavailable(f"{Path(argv[0]).name} does not work here: {' / '.join(lines[-3:])}")
+        raise ApptainerMissingError(f"{Path(argv[0]).name} does not work here: {' / '.join(lines[-3:])}")
 
 
 if __name__ == "__main__":
