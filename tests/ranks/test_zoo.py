@@ -14,9 +14,6 @@ Table = Mapping[Column, Mapping[str, Result]]
 
 TOLERANCE = 1e-12
 
-UNSOLVED = {"spectral-norm", "moving-averages", "vq-vae", "instance-norm"}
-"""Their buffers are moved by every forward pass."""
-
 
 @pytest.fixture(scope="module")
 def table() -> Table:
@@ -36,11 +33,7 @@ def table() -> Table:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ZOO)
 @pytest.mark.parametrize("column", [column for column in COLUMNS if column.world_size > 1], ids=str)
-def test_every_column_is_equal_to_one_worker(
-    table: Table, column: Column, name: str, request: pytest.FixtureRequest
-) -> None:
-    if name in UNSOLVED or (name, column.strategy) == ("wav2vec2", "fsdp"):
-        request.applymarker(pytest.mark.xfail(strict=True))
+def test_every_column_is_equal_to_one_worker(table: Table, column: Column, name: str) -> None:
     alone, spread = table[column.reference][name], table[column][name]
     assert not spread.refusal
     assert len(spread.losses) == 3

@@ -153,6 +153,7 @@ ZOO: dict[str, Entry] = {
     "t5": Entry(_from_transformers("t5"), samples.translated_text, token_losses, _TRANSLATION),
     "vit": _image_classifier(_from_transformers("vit")),
     "resnet": _image_classifier(_from_transformers("resnet")),
+    "clip": Entry(_from_transformers("clip"), samples.captioned_images, contrastive_losses, (*_TEXT, *_IMAGE)),
     "whisper": Entry(
         _from_transformers("whisper"), samples.spoken_text, token_losses, ("input_features", "decoder_input_ids")
     ),
@@ -163,6 +164,7 @@ ZOO: dict[str, Entry] = {
     "packed-lstm": Entry(zoo_torch.PackedLSTM, samples.classified_text, class_losses, _TEXT),
     "unet": Entry(zoo_torch.UNet, samples.images, pixel_losses, _IMAGE),
     "vae": Entry(zoo_torch.VariationalAutoencoder, samples.images, decoded_losses, _IMAGE),
+    "plain-objects": _image_classifier(zoo_torch.PlainObjects),
     "spectral-norm": Entry(zoo_torch.SpectralNorm, samples.images, class_losses, _IMAGE),
     "moving-averages": _image_classifier(zoo_torch.MovingAverages),
     "vq-vae": Entry(zoo_torch.QuantizedAutoencoder, samples.images, quantized_losses, _IMAGE),
@@ -228,6 +230,7 @@ def train_entry(entry: Entry, column: Column) -> Result:
     data = entry.samples()
     try:
         with paceline.init(_job(column), plan=_plan(column)) as run:
+            run.say = lambda _sentence: None
             model = entry.make()
             initial = {name: value.detach().clone() for name, value in model.state_dict().items()}
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

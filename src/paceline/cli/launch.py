@@ -43,9 +43,10 @@ def launch(
         "micro_batch_size": micro_batch_size,
         "module": module,
         "where": where,
+        "elastic": elastic,
         "debug_comm": debug_comm,
     }
     if dry_run:
         print(workflow.launch_commands(script, context.args, **options))
     else:
-        workflow.launch(script, context.args, elastic=elastic, **options)
+        workflow.launch(script, context.args, **options)

@@ -30,10 +30,12 @@ class AsyncServers(Engine):
     reads_assignment = False
     is_synchronised = False  # status is exchanged in `AnyShard.at_rest`
     changes_buffers = True
+    buffers_rule = "each worker's are its own, and become the first worker's when all workers rest"
 
     def __init__(self, model: nn.Module, job: Job, plan: Plan, device: torch.device, group: dist.ProcessGroup) -> None:
         self._shards = ShardByShard(model, device)
         self.module = self._shards.module
+        self.forward_buffers = self._shards.buffers
         self._spec = job.aggregation
         self._plan = plan
         self._device = device
@@ -76,7 +78,9 @@ class AsyncServers(Engine):
 
     def _compute(self, batch: int, shard: int) -> Tensor:
         assert self._any_shard is not None
-        return self._shards.compute(self._any_shard.read(batch, shard), shard)
+        statistics = self._shards.compute(self._any_shard.read(batch, shard), shard)
+        self.forward_buffers.let_stand()
+        return statistics
 
     def _open(self, any_shard: AnyShard) -> ParameterServerAsync:
         """The servers of a run, spread over its first workers or nodes. A collective."""

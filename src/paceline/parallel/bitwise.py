@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.comm.tree_exact import TreeSum, tree_all_reduce
+from paceline.parallel.assignment import Assignment
 from paceline.parallel.clock import Clock
 from paceline.parallel.engine import Engine, StepInput, broadcast
 from paceline.parallel.gradient_norms import GradientNorms, squared_norm
@@ -17,8 +18,9 @@ class BitwiseDataParallel(Engine):
     """The engine whose results are equal bit for bit on any number of workers.
 
     Each virtual shard becomes one flat vector: its statistics, for each parameter whether it has a gradient at all,
-    the gradients, and their squared norm (0 if it is not needed). The vector of a shard does not depend on the worker
-    that computes it, and `comm.tree_exact` adds the vectors in an order that does not depend on it either.
+    the gradients, their squared norm (0 if it is not needed), and for each buffer whether it was changed. The vector of
+    a shard does not depend on the worker that computes it, and `comm.tree_exact` adds the vectors in an order that does
+    not depend on it either.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, group: dist.ProcessGroup | None) -> None:
@@ -28,7 +30,9 @@ class BitwiseDataParallel(Engine):
         self._clock = Clock(device)
         self._parameters = self._shards.parameters
         num_gradients = sum(p.numel() for p in self._parameters)
-        self._lengths = [self._shards.num_statistics, len(self._parameters), num_gradients, 1]
+        self.forward_buffers = self._shards.buffers
+        lengths = [self._shards.num_statistics, len(self._parameters), num_gradients, 1]
+        self._lengths = [*lengths, len(self.forward_buffers)]
         self._empty = torch.empty(sum(self._lengths), dtype=self._shards.dtype, device=device)
         now = self._clock.mark()
         self.communication = now, now
@@ -41,6 +45,7 @@ class BitwiseDataParallel(Engine):
     def gradients(self, step: StepInput) -> Tensor:
         assignment = step.assignment
         first, stop = assignment.own
+        self.forward_buffers.begin_step()
         tree = TreeSum(first)
         used = [False] * len(self._parameters)
         for shard in range(first, stop):
@@ -50,8 +55,13 @@ class BitwiseDataParallel(Engine):
         total = tree_all_reduce(tree.partials, assignment.shards_of_rank, self._empty, self._group)
         self.communication = last_gradient, self._clock.mark()
 
-        statistics, users, flat, small_sqr = total.split(self._lengths)
+        statistics, users, flat, small_sqr, changed = total.split(self._lengths)
         loss = self._shards.apply(statistics)
+        self.forward_buffers.combine(
+            changed,
+            lambda numbers: self._sum_moves(assignment, numbers),
+            lambda values: broadcast(values, self._group),
+        )
         if not all(used):  # other workers may have used a parameter that no shard here used
             used = users.gt(0).tolist()
         grads = flat.split([p.numel() for p in self._parameters])
@@ -73,10 +83,21 @@ class BitwiseDataParallel(Engine):
                 statistics.new_tensor([p.grad is not None for p in self._parameters]),
                 *(gradient.to(statistics.dtype) for gradient in gradients),
                 statistics.new_zeros(1),
+                self.forward_buffers.changed(statistics),
             ]
         )
         if step.take_norms is not None:
             # The leaf is the shard's gradient times its weight, so this is its squared norm times its weight.
             weight = step.assignment.shard_sizes[shard] / step.assignment.global_size
-            leaf[-1] = squared_norm([leaf.split(self._lengths)[2]]) / weight
+            _, _, gradient, squared, _ = leaf.split(self._lengths)
+            squared.copy_(squared_norm([gradient]) / weight)
         return leaf
+
+    def _sum_moves(self, assignment: Assignment, numbers: list[int]) -> Tensor:
+        """What the shards moved buffers by, added in the tree that their gradients are added in."""
+        first, stop = assignment.own
+        tree = TreeSum(first)
+        for shard in range(first, stop):
+            tree.push(self.forward_buffers.moves(numbers, shard))
+        empty = torch.empty_like(self.forward_buffers.moves(numbers))
+        return tree_all_reduce(tree.partials, assignment.shards_of_rank, empty, self._group)

@@ -79,6 +79,7 @@ class DataParallel(Engine):
             # A pass may have to be repeated: `_aggregate_next` selects the backward pass that aggregates.
             forward_context=nullcontext if self._ddp is None else self._ddp.no_sync,
         )
+        self.forward_buffers = self._passes.buffers
 
     def _wrap(self, aggregator: Aggregator, find_unused_parameters: bool) -> DistributedDataParallel:
         group = aggregator.links.group
@@ -144,7 +145,8 @@ class DataParallel(Engine):
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         if list(map(id, trained)) != list(map(id, self._trained)):
             self._set_up_again()
-        self.sync_buffers()
+        if has_other_norms(self._model):
+            self.sync_buffers()
         if step.assignment.sizes or self.micro_batch.is_automatic:
             summed = self._passes.starting_over(lambda: self._attempt(step), step.assignment)
         else:
@@ -155,11 +157,22 @@ class DataParallel(Engine):
             self._last_gradient = self._clock.mark()
         elif not self._hook_called:
             raise ModelError(self._why_nothing_was_aggregated())
-        self._passes.norm.apply(summed[1:-1])
+        num_buffers = len(self.forward_buffers)
+        known, changed = summed.split([len(summed) - num_buffers, num_buffers])
+        self._passes.norm.apply(known[1:-1])
+        self.forward_buffers.combine(changed, self._sum_moves, lambda values: broadcast(values, self._group))
         self.communication = self._last_gradient, self._clock.mark()
-        self._worker_norms.end(summed[-1])
+        self._worker_norms.end(known[-1])
         self._has_stepped = True
-        return summed[0]
+        loss: Tensor = known[0]
+        return loss
+
+    def _sum_moves(self, numbers: list[int]) -> Tensor:
+        total = self.forward_buffers.moves(numbers)
+        if self._aggregator is not None:
+            self._aggregator.sum_exactly(total, "buffers").wait()
+            self._aggregator.scheduler.raise_error()
+        return total
 
     def _attempt(self, step: StepInput) -> Tensor:
         """`_train`, or `_idle` without samples; with micro_batch_size = "auto" all workers end it alike.
@@ -223,7 +236,10 @@ class DataParallel(Engine):
         return int(several), int(one)
 
     def _train(self, step: StepInput) -> Tensor:
-        """Compute and aggregate the gradient; returns [loss, norm statistics, gradient norm] summed over workers."""
+        """Compute and aggregate the gradient.
+
+        Returns [loss, norm statistics, gradient norm, which buffers were changed], summed over workers.
+        """
         assignment = step.assignment
         self._begin_norms(step)
         if self._is_sync and len(self._passes.ranges(assignment, assignment.rank)) > 1:
@@ -253,6 +269,7 @@ class DataParallel(Engine):
     def _idle(self, step: StepInput) -> Tensor:
         """`_train` for a worker without samples: a stand-in sample lets it take part in all collectives."""
         assert self._hook_state is not None  # a single worker has every sample
+        self.forward_buffers.begin_step()
         self._begin_norms(step)
         self._hook_state.idle = True
         try:
@@ -277,8 +294,10 @@ class DataParallel(Engine):
             self._ddp.reducer.prepare_for_backward([loss] if self._ddp.find_unused_parameters else [])
 
     def _start_sum(self, losses: Tensor) -> tuple[Tensor, Callable[[], object]]:
-        """Begin adding [loss, norm statistics, gradient norm] over all workers; the second value waits for the sum."""
-        mine = torch.cat([losses.view(1), *self._passes.norm.collect(losses), self._worker_norms.to_be_summed])
+        """Begin adding up what `_train` returns over all workers; the second value waits for the sum."""
+        norms = self._worker_norms.to_be_summed
+        changed = self.forward_buffers.changed(losses)
+        mine = torch.cat([losses.view(1), *self._passes.norm.collect(losses), norms, changed])
         if self._aggregator is None:
             return mine, lambda: None
         self._arrived = self._aggregator.sum_exactly(mine, "loss and norm statistics").wait

@@ -16,9 +16,9 @@ from paceline.errors import ModelError
 from paceline.parallel.assignment import Assignment
 from paceline.parallel.buckets import buckets
 from paceline.parallel.clock import Mark
+from paceline.parallel.forward_buffers import ForwardBuffers
 from paceline.parallel.gradient_norms import TakeNorms
 from paceline.parallel.micro_batch import MicroBatchLimit
-from paceline.parallel.norm import forward_buffers
 from paceline.samples import Samples
 
 
@@ -91,6 +91,13 @@ class Engine:
     """The most samples that go through the model together; None: shards go one by one."""
     randomness: Randomness | None = None
     """Decides which shards share a pass; saved, so that a resumed run behaves the same."""
+    forward_buffers: ForwardBuffers
+    """The buffers that forward passes change."""
+    buffers_rule = (
+        "every virtual shard begins with those of the step, which ends with the mean of the floating ones, weighted by "
+        "samples, and the first shard's of the others"
+    )
+    """What becomes of them, for the user."""
 
     # --- a step ---
 
@@ -147,7 +154,7 @@ class Engine:
     @property
     def changes_buffers(self) -> bool:
         """Whether a forward pass may change buffers, so that a step which fails half-way leaves a mixture."""
-        return bool(forward_buffers(self.module))
+        return self.forward_buffers.exist
 
     def sync_buffers(self) -> bool:
         """Broadcast rank 0's buffers where they differ; returns whether all weights are equal now. A
@@ -167,7 +174,9 @@ class Engine:
 
     def shared_state(self) -> dict[str, Any]:
         """The engine's state besides model and optimizer that is the same on all workers."""
-        return {} if self.randomness is None else {"draws_randomness": self.randomness.is_drawn}
+        drawn = {} if self.randomness is None else {"draws_randomness": self.randomness.is_drawn}
+        hidden = self.forward_buffers.hidden_state()
+        return drawn | ({"hidden_buffers": hidden} if hidden else {})
 
     def own_state(self) -> dict[str, Any]:
         """The engine's state of this worker: "sums", tensors that count by their sum over workers, and "means"."""
@@ -177,6 +186,7 @@ class Engine:
         """Restore saved states, empty if nothing was saved; the model has its weights already."""
         if self.randomness is not None:
             self.randomness.is_drawn = shared.get("draws_randomness")
+        self.forward_buffers.load_hidden_state(shared.get("hidden_buffers", {}))
 
 
 def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:

@@ -79,6 +79,7 @@ class LocalSGD(Engine):
         group = None if inside is None else inside.links.group
         self._every_step = DataParallel(model, job, plan, device, group, inside, find_unused_parameters)
         self.module = self._every_step.module
+        self.forward_buffers = self._every_step.forward_buffers
         self.micro_batch = self._every_step.micro_batch
         ddp = self.module
         self._model = ddp.module if isinstance(ddp, nn.parallel.DistributedDataParallel) else ddp

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from paceline.comm import Aggregator
+from paceline.errors import ModelError
 from paceline.object_collectives import gather_objects
 from paceline.parallel.aggregation import set_up_aggregation
 from paceline.parallel.assignment import Assignment, ShardRange
@@ -142,6 +143,7 @@ class MeshParallel(Engine):
         self._passes = Passes(
             model, device, self.micro_batch, randomness=self.randomness, one_by_one=self._pipeline is not None
         )
+        self.forward_buffers = self._passes.buffers
         self._has_drawn = False
         now = self._clock.mark()
         self.communication = now, now
@@ -213,6 +215,7 @@ class MeshParallel(Engine):
             replicas_sqr = self._squared_norm_of_replicas(assignment)
         if self._replica_sums is not None:
             self._replica_sums.finish()
+        self._sum_whole_gradients()
         if step.take_norms is not None and replicas_sqr is not None:
             size = assignment.global_size
             step.take_norms(GradientNorms(replicas_sqr, size / num_replicas, self._squared_norm(), size))
@@ -225,25 +228,52 @@ class MeshParallel(Engine):
         """The sums over workers that a step needs besides its gradients, in one message; returns the loss."""
         trained = [p for p in self.module.parameters() if p.requires_grad] if self._gradients_may_differ else []
         uses = torch.tensor([float(self._has_gradient(p)) for p in trained], dtype=losses.dtype, device=self._device)
-        draws = losses.new_tensor([float(self._has_drawn)])
+        changed_in_pipeline = None if self._pipeline is None else self.forward_buffers.changed_now()
+        draws = losses.new_tensor([float(self._has_drawn), float(changed_in_pipeline is not None)])
+        changed = self.forward_buffers.changed(losses)
         statistics = torch.cat([losses.new_zeros(0), *self._passes.norm.collect(losses)])
-        summed = torch.cat([losses.view(1), draws, uses, statistics])
+        summed = torch.cat([losses.view(1), draws, uses, statistics, changed])
         if self._axes.data is not None:
             dist.all_reduce(summed, group=self._axes.data)
-        loss, draws, uses, statistics = torch.split(summed, [1, 1, len(uses), len(statistics)])
+        sizes = [1, len(draws), len(uses), len(statistics), len(changed)]
+        loss, draws, uses, statistics, changed = torch.split(summed, sizes)
         if self._axes.pp is not None:
             # Only the last stage knows the loss; and norm layers of all stages move, or none.
             known = torch.cat([loss, statistics.sum().view(1) * 0.0, draws])
             dist.all_reduce(known, group=self._axes.pp)
             loss, statistics, draws = known[:1], statistics + known[1], known[2:]
-        if self._must_start_over(bool(draws > 0)):
+        somebody_draws, somebody_changes = (draws > 0).tolist()
+        if somebody_changes:
+            raise ModelError(
+                f"Forward passes change buffers ({changed_in_pipeline or 'of another stage'}), but in a pipeline "
+                "several micro-batches are under way at once and cannot all begin with those of the step; use dp, fsdp "
+                "or tp."
+            )
+        if self._must_start_over(somebody_draws):
             if self._replica_sums is not None:
                 self._replica_sums.finish()  # other replicas may have begun more sums than this one
             raise DrewTogetherError
         self._passes.norm.apply(statistics)
+        self.forward_buffers.combine(changed, self._sum_moves, lambda values: broadcast(values, self._axes.data))
         if trained:
             self._agree_on_gradients(trained, uses)
         return loss[0]
+
+    def _sum_whole_gradients(self) -> None:
+        """Add up over the fsdp axis what cannot be sharded along it: the gradients of parameters without dimensions."""
+        if self._axes.mesh.fsdp > 1:
+            whole = [p.grad for p in self.module.parameters() if p.dim() == 0 and p.grad is not None]
+            if whole:
+                total = torch.stack([local_shard(grad) for grad in whole])
+                dist.all_reduce(total, group=self._axes.device_mesh.get_group("fsdp"))
+                for grad, summed in zip(whole, total.unbind(), strict=True):
+                    local_shard(grad).copy_(summed)
+
+    def _sum_moves(self, numbers: list[int]) -> Tensor:
+        total = self.forward_buffers.moves(numbers)
+        if self._axes.data is not None:
+            dist.all_reduce(total, group=self._axes.data)
+        return total
 
     def _has_gradient(self, parameter: Tensor) -> bool:
         if parameter.grad is None:

@@ -91,6 +91,7 @@ class OneProcessDataParallel(Engine):
         self.micro_batch: MicroBatchLimit = MicroBatchLimit(plan, job)
         models = [self.module, *(copy.deepcopy(self.module).to(device) for device in others)]
         self._replicas = [self._replica(model, device) for model, device in zip(models, devices, strict=True)]
+        self.forward_buffers = self._replicas[0].passes.buffers
         self._dtype = statistics_dtype(self.module)
         self._clock = Clock(first)
         now = self._clock.mark()
@@ -141,7 +142,10 @@ class OneProcessDataParallel(Engine):
         for replica in busy[1:]:
             replica.add_gradients_to(self.module)
         summed = torch.stack([one.to(statistics[0].device) for one in statistics]).sum(0)
-        busy[0].passes.norm.apply(summed[1:])
+        num_buffers = len(self.forward_buffers)
+        known, changed = summed.split([len(summed) - num_buffers, num_buffers])
+        busy[0].passes.norm.apply(known[1:])
+        self.forward_buffers.combine(changed, functools.partial(_sum_moves, busy), lambda _values: None)
         self.communication = last_gradient, self._clock.mark()
         if step.take_norms is not None and len(busy) > 1:
             step.take_norms(self._norms(step.assignment, assignments, small_sqrs))
@@ -159,7 +163,8 @@ class OneProcessDataParallel(Engine):
         return [mine, *(other.result() for other in others)]
 
     def _compute(self, replica: _Replica, step: StepInput, assignment: Assignment) -> Tensor:
-        """One device's part of a step: returns [loss, norm statistics], leaves gradients with the replica."""
+        """One device's part of a step: returns [loss, norm statistics, which buffers were changed], leaves gradients
+        with the replica."""
         passes = replica.passes
         with torch.cuda.device(replica.device) if replica.device.type == "cuda" else nullcontext():
             losses = torch.zeros((), dtype=self._dtype, device=replica.device)
@@ -177,7 +182,7 @@ class OneProcessDataParallel(Engine):
                     "The loss did not go through the model that the loss function is given, which is another one on "
                     "each device of dp_one_process; call that model."
                 )
-            return torch.cat([losses.view(1), *passes.norm.collect(losses)])
+            return torch.cat([losses.view(1), *passes.norm.collect(losses), passes.buffers.changed(losses)])
 
     def _norms(
         self, whole: Assignment, assignments: Sequence[Assignment], small_sqrs: Sequence[Tensor]
@@ -213,6 +218,7 @@ class _Replica:
             own.grad = None
         for kept, current in zip(self.module.buffers(), model.buffers(), strict=True):
             kept.copy_(current, non_blocking=True)
+        self.passes.buffers.begin_step()
 
     @torch.no_grad()
     def add_gradients_to(self, model: nn.Module) -> None:
@@ -225,6 +231,11 @@ class _Replica:
 
     def squared_norm(self) -> Tensor:
         return squared_norm(p.grad for p in self.module.parameters() if p.grad is not None)
+
+
+def _sum_moves(replicas: Sequence[_Replica], numbers: list[int]) -> Tensor:
+    moves = [replica.passes.buffers.moves(numbers) for replica in replicas]
+    return torch.stack([one.to(moves[0].device) for one in moves]).sum(0)
 
 
 def _divide(assignment: Assignment, num_devices: int) -> list[Assignment]:

@@ -20,9 +20,10 @@ from paceline.containers import copied
 from paceline.errors import ModelError
 from paceline.parallel.assignment import Assignment, ShardRange
 from paceline.parallel.engine import Randomness, StepInput, check_loss, statistics_dtype
+from paceline.parallel.forward_buffers import ForwardBuffers
 from paceline.parallel.generators import equal_states, generator_states
 from paceline.parallel.micro_batch import DidNotFitError, MicroBatchLimit, free_memory
-from paceline.parallel.norm import NormStatistics, ShardBatchNorm, forward_buffers, replace_batch_norm, standing_in
+from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm, standing_in
 
 Result = TypeVar("Result")
 
@@ -59,6 +60,7 @@ class Passes:
             forward_context: what every forward pass runs in.
         """
         self.norm = NormStatistics(model)
+        self.buffers = ForwardBuffers(model)
         self.randomness = randomness or Randomness()
         self._model = model
         self._device = device
@@ -114,13 +116,16 @@ class Passes:
             next_shard = shards.stop_shard
 
     def compute_loss(self, step: StepInput, module: nn.Module, shards: ShardRange) -> tuple[Tensor, bool]:
-        """The mean loss over some shards, and whether they drew random numbers, if that was not known before."""
+        """The mean loss over some shards, and whether they must go one by one, if that was not known before: they drew
+        random numbers, or changed buffers."""
         self.enter(step, shards)
+        self.buffers.begin_pass()
         is_watched = self.randomness.is_drawn is None or self._must_not_draw(shards)
         before = generator_states(self._device) if is_watched else None
         with self._forward_context():
             loss = check_loss(step.loss_of(module, step.batch.cut(shards.start, shards.stop)))
-        return loss, before is not None and not equal_states(before, generator_states(self._device))
+        changed = self.buffers.end_forward(shards) and not self._refusal
+        return loss, before is not None and (changed or not equal_states(before, generator_states(self._device)))
 
     def enter(self, step: StepInput, shards: ShardRange) -> None:
         """Set which shards are in the model, and seed the generators for them if numbers may be drawn."""
@@ -153,11 +158,8 @@ class Passes:
         Nothing is left of a failed attempt: no gradients, no norm statistics, no changes of buffers. From then on
         shards go one by one, or half as many together.
         """
-        may_draw = not self.randomness.is_drawn or bool(self._refusal)
-        if not (may_draw or (self._micro_batch is not None and self._micro_batch.is_automatic)):
-            return attempt()
-        kept = self._changeable_buffers()
         was_drawn = self.randomness.is_drawn
+        self.buffers.begin_step()
         while True:
             try:
                 return attempt()
@@ -165,7 +167,7 @@ class Passes:
                 drew = True
             except DidNotFitError:
                 drew = False
-            self._forget_attempt(kept)
+            self._forget_attempt()
             if drew:
                 if self._refusal:
                     raise ModelError(self._refusal)
@@ -175,21 +177,8 @@ class Passes:
                 self._micro_batch.halve(assignment)
                 self.randomness.is_drawn = was_drawn  # the first pass of a run is one shard, in each attempt
 
-    def _changeable_buffers(self) -> list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]]:
-        """Where each buffer that a forward pass changes is, and a copy of it."""
-        changeable = {id(buffer) for buffer in forward_buffers(self._model)}
-        return [
-            (module._buffers, name, buffer, buffer.clone())
-            for module in self._model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and id(buffer) in changeable
-        ]
-
-    @torch.no_grad()
-    def _forget_attempt(self, kept: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]]) -> None:
-        for buffers, name, buffer, before in kept:
-            buffers[name] = buffer  # a forward pass may have put another tensor there
-            buffer.copy_(before)
+    def _forget_attempt(self) -> None:
+        self.buffers.start_over()
         self.norm.reset()
         for parameter in self._model.parameters():
             parameter.grad = None
@@ -209,6 +198,7 @@ class ShardByShard:
         self.dtype = statistics_dtype(self.module)
         self._passes = Passes(self.module, device)
         self._passes.randomness.is_drawn = True
+        self.buffers = self._passes.buffers
         self.num_statistics = 1 + self._passes.norm.length
 
     def compute(self, step: StepInput, shard: int) -> Tensor:

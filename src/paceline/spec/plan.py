@@ -23,9 +23,9 @@ class NodePlacement:
     hostname: str = ""
     """The node's address for the launcher; empty: this node."""
     num_workers: int = at_least(1, 1)
-    devices: tuple[int, ...] = ()
+    devices: tuple[int, ...] = at_least(0, ())
     """GPUs in the order of the local ranks, by PCI bus; empty: as in the caller's CUDA_VISIBLE_DEVICES."""
-    cpus: tuple[tuple[int, ...], ...] = ()
+    cpus: tuple[tuple[int, ...], ...] = at_least(0, ())
     """The cores each worker is pinned to; empty: the operating system decides."""
 
 

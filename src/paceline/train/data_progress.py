@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from paceline.data.order import EpochOrder
 from paceline.errors import DataError
 from paceline.parallel import Assignment
 from paceline.spec import Job
+from paceline.spec.codec import NOT_NEGATIVE, from_mapping
 
 Orders = Callable[[int], EpochOrder]
 """The order of every epoch, by its number."""
@@ -174,11 +175,34 @@ class DataProgress:
 
     def load_state_dict(self, state: dict[str, Any], *, check_order: bool = True) -> None:
         """Continue from `state`; `check_order`: whether the order of samples has to be the same as then."""
-        self.steps, self.samples_seen = state["steps"], state["samples_seen"]
-        course = state["course"]
-        self._epoch, self._next, self._set_size = course["epoch"], course["next"], course["num_samples"]
-        self._digest = course.get("order")
+        saved = from_mapping(_Saved, state)
+        self.steps, self.samples_seen, course = saved.steps, saved.samples_seen, saved.course
+        self._epoch, self._next, self._set_size, self._digest = (
+            course.epoch,
+            course.next,
+            course.num_samples,
+            course.order,
+        )
         self._is_resumed, self._checks_order = True, check_order
+
+
+@dataclass(frozen=True)
+class _SavedCourse:
+    """The position in an epoch, as a checkpoint holds it."""
+
+    epoch: int = field(metadata=NOT_NEGATIVE)
+    next: int = field(metadata=NOT_NEGATIVE)
+    num_samples: int | None = field(metadata=NOT_NEGATIVE)
+    order: str | None = None
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """The progress, as a checkpoint holds it."""
+
+    steps: int = field(metadata=NOT_NEGATIVE)
+    samples_seen: int = field(metadata=NOT_NEGATIVE)
+    course: _SavedCourse = field()
 
 
 def _other_order(epoch: int, *, is_known: bool) -> str:

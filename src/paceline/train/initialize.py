@@ -11,6 +11,7 @@ import torch
 from paceline import env
 from paceline.errors import JobError
 from paceline.spec import Job, Plan, parse_mesh
+from paceline.spec.mesh_name import check_strategy
 from paceline.spec.micro_batch import MicroBatchSize, parse_micro_batch
 from paceline.train.run import Run
 
@@ -46,6 +47,7 @@ def init(
     """
     job = (job or Job()).with_values(**values)  # a Job made in Python is checked here too
     facts = env.worker_facts()
+    check_strategy(strategy or env.strategy() or "dp")
     plan = plan or _default_plan(job, facts, strategy or env.strategy() or "dp")
     limits = [limit for limit in (max_steps, env.max_steps()) if limit is not None]
     plan = dataclasses.replace(plan, world_size=facts.world_size, micro_batch_size=_micro_batch_size(job, plan))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -12,7 +12,7 @@ import torch
 
 from paceline import env
 from paceline.spec import EpochRecord, RunRecord
-from paceline.spec.codec import from_mapping, to_mapping
+from paceline.spec.codec import MAY_DIVERGE, NOT_NEGATIVE, from_mapping, to_mapping
 from paceline.train.batch_warning import batch_warning
 from paceline.train.environment import describe_environment
 from paceline.train.metrics import Sink, open_sinks
@@ -37,6 +37,20 @@ class RunOutput:
     @property
     def checkpoint_dir(self) -> Path:
         return self.run_dir / "checkpoints"
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A journal, as a checkpoint holds it."""
+
+    epochs: tuple[EpochRecord, ...]
+    epoch_loss: float = field(metadata=MAY_DIVERGE)
+    epoch_start: tuple[int, float] = field(metadata=NOT_NEGATIVE)
+    samples_logged: int = field(metadata=NOT_NEGATIVE)
+    has_warned: bool = field()
+    train_s: float = field(metadata=NOT_NEGATIVE)
+    wall_s: float = field()
+    """Releases before this one saved it below 0 where clocks had been set back."""
 
 
 class Journal:
@@ -83,12 +97,13 @@ class Journal:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._epochs = [from_mapping(EpochRecord, epoch) for epoch in state["epochs"]]
-        self._epoch_loss, self._epoch_start = state["epoch_loss"], state["epoch_start"]
-        self._samples_logged, self._has_warned = state["samples_logged"], state["has_warned"]
+        saved = from_mapping(_Saved, state)
+        self._epochs = list(saved.epochs)
+        self._epoch_loss, self._epoch_start = saved.epoch_loss, saved.epoch_start
+        self._samples_logged, self._has_warned = saved.samples_logged, saved.has_warned
         self._samples_read = self._run.samples_seen
-        self._run.timer.train_s = state["train_s"]
-        self._wall_s = state["wall_s"]
+        self._run.timer.train_s = saved.train_s
+        self._wall_s = saved.wall_s
 
     def step(self, epoch: int, loss: torch.Tensor) -> None:
         run = self._run

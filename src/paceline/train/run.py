@@ -258,7 +258,10 @@ class Run:
         self.timer.resume()
         self.timer.data_asked()
         read = (progress.batch(number, numbers.stop) for number in (numbers if is_read else numbers[:1]))
-        requests = (SampleRequest(batch.own_shards, batch.number, batch.assignment.own[0]) for batch in read)
+        requests = (
+            SampleRequest(batch.own_shards if is_read else (batch.samples[:1],), batch.number, batch.assignment.own[0])
+            for batch in read
+        )
         contents = self.reader.read_shards(loading, epoch, requests)
         batches = (progress.batch(number, numbers.stop) for number in numbers)
         for batch, content in zip(batches, contents if is_read else itertools.cycle(contents), strict=False):
@@ -329,14 +332,22 @@ class Run:
         # Workers that compute other parts of the model have the same chunks: the first of them gives the results.
         given = own(in_step=False) if self.mesh.leads_assignment(self.rank) else []
         contents = self.reader.read_chunks(loading, chunks, computed)
+        buffers = self.engine.forward_buffers
 
         def batches() -> Iterator[tuple[int, Any]]:
             for number, content in zip(computed, contents, strict=True):
                 seed_evaluation(self.job.seed, self.steps, number, self.device)
+                buffers.begin_pass()
                 yield number, content
 
         try:
-            with evaluation_mode(self.model), self.consensus(), torch.no_grad(), self.precision.autocast():
+            with (
+                evaluation_mode(self.model),
+                self.consensus(),
+                buffers.untouched(),
+                torch.no_grad(),
+                self.precision.autocast(),
+            ):
                 metrics = evaluate(batches(), chunks, given, self.model, measure, self.world)
         finally:
             seed_between_steps(self.job.seed, self.steps, self.device)

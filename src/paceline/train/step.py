@@ -86,7 +86,7 @@ class Stepper:
             step_input = self._input(progress.steps, batch.assignment, num_samples, content, loss_fn)
             step_input = replace(step_input, take_norms=self._state.noise.for_step(progress.steps, batch.assignment))
         else:
-            step_input = self._input(progress.steps, batch.assignment, 1, pending.content, loss_fn)
+            step_input = self._input(progress.steps, batch.assignment, 1, None, loss_fn)  # workers read their own
             step_input = replace(step_input, any_shard=self._any_shard(pending, content, loss_fn))
         self._rates.set(progress.samples_seen, batch.samples_per_epoch)
         trained.optimizer.zero_grad(set_to_none=True)
@@ -103,6 +103,10 @@ class Stepper:
         self.session.heartbeat.step(progress.steps)
         seed_between_steps(self._state.job.seed, progress.steps, self._device)
         self._timer.step_ended(engine.communication)
+        moving = engine.forward_buffers.newly_moving()
+        if moving:
+            names = ", ".join(moving[:3]) + (f" and {len(moving) - 3} more" if len(moving) > 3 else "")
+            self.session.note(f"Forward passes change buffers ({names}): {engine.buffers_rule}.")
         self._is_consistent, self._is_finished = True, False
         return loss
 

@@ -61,9 +61,8 @@ class Allocation:
         save_s: float | None = None,
     ) -> None:
         """Run `program` in every worker of `plan`; the rest, and what it raises, is as for `run_workers`."""
+        self._check_debug(plan)
         if self.where.launcher == "debug":
-            if plan.world_size != 1:
-                raise LaunchError(f"--launcher debug runs one worker in this process, not {plan.world_size}; add -n 1.")
             make_run_folder(run_dir)
             run_program(program)
             return
@@ -91,10 +90,7 @@ class Allocation:
         standby: bool = True,
     ) -> None:
         """Run a program with restarts after failures; arguments and errors as in `launch.elastic.run_elastic`."""
-        if self.where.launcher == "debug":
-            raise LaunchError(
-                "--launcher debug runs in this process, which cannot outlive a failure; leave --min-workers out."
-            )
+        self._check_elastic()
         cluster = with_room(self.cluster, plan_for(self.cluster, limits.max_workers))
         options = LaunchOptions(
             run_dir,
@@ -130,16 +126,36 @@ class Allocation:
             LaunchError, WorkerFailed: as for `run_workers`.
         """
         limits = elastic.limits(num_workers)
+        plan = self.first_plan(num_workers, elastic, plan_for)
         if limits is None:
-            plan = plan_for(self.cluster, num_workers)
-            program = program_for(plan)
-            self.run(plan, program, run_dir=run_dir, output=output, environ=environ, save_s=SAVE_S)
+            self.run(plan, program_for(plan), run_dir=run_dir, output=output, environ=environ, save_s=SAVE_S)
             return
         plan_within = largest_that_fits(plan_for, limits.min_workers)
-        check_may_shrink(plan_within, self.cluster, limits.min_workers, limits.max_workers)
         self.run_elastic(
             limits, plan_within, program_for, run_dir=run_dir, output=output, environ=environ, standby=elastic.standby
         )
+
+    def _check_debug(self, plan: Plan) -> None:
+        if self.where.launcher == "debug" and plan.world_size != 1:
+            raise LaunchError(f"--launcher debug runs one worker in this process, not {plan.world_size}; add -n 1.")
+
+    def _check_elastic(self) -> None:
+        if self.where.launcher == "debug":
+            raise LaunchError(
+                "--launcher debug runs in this process, which cannot outlive a failure; leave --min-workers out."
+            )
+
+    def first_plan(self, num_workers: int, elastic: Elastic, plan_for: PlanFor) -> Plan:
+        """The plan that `run_job` begins with; raises what that raises before it starts anything."""
+        limits = elastic.limits(num_workers)
+        if limits is None:
+            plan = plan_for(self.cluster, num_workers)
+            self._check_debug(plan)
+            return plan
+        self._check_elastic()
+        plan_within = largest_that_fits(plan_for, limits.min_workers)
+        check_may_shrink(plan_within, self.cluster, limits.min_workers, limits.max_workers)
+        return plan_within(self.cluster, limits.max_workers)
 
 
 @contextlib.contextmanager

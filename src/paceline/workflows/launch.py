@@ -12,6 +12,7 @@ from paceline import env
 from paceline.errors import LaunchError
 from paceline.plan import spread
 from paceline.spec import Cluster, Plan, parse_mesh
+from paceline.spec.mesh_name import check_strategy
 from paceline.spec.micro_batch import MicroBatchSize, parse_micro_batch
 from paceline.workflows.allocation import Allocation, allocation_on_paper, open_allocation
 from paceline.workflows.dry_run import dry_run
@@ -75,12 +76,18 @@ def launch(
 
 
 def launch_commands(
-    script: Path | str, arguments: Sequence[str] = (), *, out: Path | None = None, where: Where = HERE, **spread: Any
+    script: Path | str,
+    arguments: Sequence[str] = (),
+    *,
+    out: Path | None = None,
+    where: Where = HERE,
+    elastic: Elastic = RIGID,
+    **spread: Any,
 ) -> str:
     """The commands that `launch` would start, with the same arguments; starts nothing and opens no connection."""
     launching = _Launching(str(script), arguments, **spread)
     allocation = allocation_on_paper(where)
-    plan = launching.plan_for(allocation.cluster, launching.num_workers_on(allocation))
+    plan = allocation.first_plan(launching.num_workers_on(allocation), elastic, launching.plan_for)
     run_dir = out or Path("runs") / launching.name
     return dry_run(plan, launching.program, run_dir, allocation.where, launching.notes)
 
@@ -131,7 +138,9 @@ class _Launching:
 
     def plan_for(self, cluster: Cluster, num_workers: int) -> Plan:
         plan = spread(cluster, num_workers, self.threads)
-        if self.strategy is not None and num_workers > 1:  # as the script will read it
-            mesh = parse_mesh(self.strategy, num_workers, len(plan.placements))
-            plan = spread(cluster, num_workers, self.threads, mesh)
+        if self.strategy is not None:  # as the script will read it
+            check_strategy(self.strategy)
+            if num_workers > 1:
+                mesh = parse_mesh(self.strategy, num_workers, len(plan.placements))
+                plan = spread(cluster, num_workers, self.threads, mesh)
         return dataclasses.replace(plan, debug_comm=self.debug_comm)
