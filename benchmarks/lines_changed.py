@@ -2,8 +2,8 @@
 
     python -m benchmarks.lines_changed [docs/guides/from-ddp.md …]
 
-A page holds the scripts as the files before.py and after.py. Lines that are equal in both, or only indented further, blank
-lines, comments and docstrings of one line do not count. A changed line is one removed and one written.
+A page holds the scripts as the files before.py and after.py. Lines that are equal in both, or only indented further,
+blank lines, comments and docstrings of one line do not count. A changed line is one removed and one written.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Change:
 
 def scripts_in(page: Path) -> dict[str, str]:
     """The files that a page shows, by name."""
-    return {block.said: block.text for block in blocks_of(page, ROOT) if block.marker == "file"}
+    return {block.said: block.text for block in blocks_of(page, page.parent) if block.marker == "file"}
 
 
 def change_in(page: Path) -> Change:

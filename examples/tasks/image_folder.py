@@ -73,7 +73,7 @@ with tempfile.TemporaryDirectory() as name, paceline.init(global_batch_size=32, 
     folder = Path(name)  # a folder of your own: the same on every worker
     draw_folder(folder / "train", 80, seed=1)
     draw_folder(folder / "test", 25, seed=2)
-    model = torch.nn.Sequential(
+    net = torch.nn.Sequential(
         torch.nn.Conv2d(3, 8, 3),
         torch.nn.BatchNorm2d(8),
         torch.nn.ReLU(),
@@ -81,7 +81,7 @@ with tempfile.TemporaryDirectory() as name, paceline.init(global_batch_size=32, 
         torch.nn.Flatten(),
         torch.nn.Linear(128, 2),
     )
-    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+    model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
     for batch in run.batches(ImageFolder(folder / "train", is_augmented=True)):
         loss = run.step(batch, loss_fn)
     accuracy = run.evaluate(ImageFolder(folder / "test", is_augmented=False), metrics)["accuracy"]

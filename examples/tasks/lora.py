@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import paceline
 
 
-def texts(count, seed):  # type: ignore[no-untyped-def]
+def texts(count: int, seed: int) -> list[torch.Tensor]:
     """Twelve words that count upwards from anywhere."""
     starts = torch.randint(30, (count, 1), generator=torch.Generator().manual_seed(seed))
     return list((torch.arange(12) + starts) % 30)

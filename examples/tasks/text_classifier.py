@@ -6,6 +6,8 @@ paceline launch -n 2 examples/tasks/text_classifier.py
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import BertConfig, BertForSequenceClassification
@@ -13,7 +15,7 @@ from transformers import BertConfig, BertForSequenceClassification
 import paceline
 
 
-def sentences(count, seed):  # type: ignore[no-untyped-def]
+def sentences(count: int, seed: int) -> list[Any]:
     """Words below 20 in every other sentence, from 20 on in the rest; 4 to 15 of them."""
     draws = torch.Generator().manual_seed(seed)
     lengths = torch.randint(4, 16, (count,), generator=draws).tolist()

@@ -16,7 +16,7 @@ NAMES = sorted(path.stem for path in (FOLDER / "tasks").glob("*.py"))
 
 
 def test_no_example_is_left_out() -> None:
-    assert NAMES == sorted(BEFORE_TRAINING)
+    assert sorted(BEFORE_TRAINING) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -38,10 +37,6 @@ MARK = "paceline.launch.worker"
 @pytest.fixture(scope="module")
 def place() -> Iterator[Path]:
     """A folder with Apptainer and an image, or no tests."""
-    # Made before it can be given: `python -m tests.hosts.apptainer FOLDER` takes minutes on a busy machine.
-    if given := os.environ.get("PACELINE_TEST_APPTAINER"):
-        yield Path(given)
-        return
     folder = Path(tempfile.mkdtemp(prefix="paceline-apptainer-"))
     try:
         install(folder)
