@@ -373,3 +373,63 @@ def _other_names() -> str:
 def test_workers_that_return_other_names_are_told() -> None:
     for refusal in run_ranks(_other_names, 2):
         assert "a plain loss and 'of worker 0' for some samples, and a plain loss and 'of worker 1'" in refusal
+
+
+# --- evaluation ---
+
+
+def perplexity(log_likelihoods: Tensor) -> tuple[float, int]:
+    return float(log_likelihoods.double().sum()), len(log_likelihoods)
+
+
+def evaluate(strategy: str) -> dict[str, float]:
+    job, plan = run_of(Case(strategy, values={"eval_batch_size": 3}), worker_facts().world_size)
+    functions = perplexity, lambda one, other: (one[0] + other[0], one[1] + other[1]), lambda s: np.exp(-s[0] / s[1])
+    with paceline.init(job, plan=plan) as run:
+        model = token_model()
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+
+        def measure(model: nn.Module, batch: Any) -> dict[str, Any]:
+            tokens, labels = batch
+            mean, values = token_loss(model, batch)
+            logits = model(tokens)
+            counted = labels != IGNORED
+            return {
+                "loss": mean,
+                "accuracy": values["accuracy"],
+                "first": tokens[:, 0].double(),
+                "f1": (logits.argmax(-1)[counted], labels[counted]),
+                "scores": (logits[counted].softmax(-1)[:, 0], labels[counted] == 0),
+                "perplexity": logits.log_softmax(-1)[counted].gather(1, labels[counted][:, None])[:, 0],
+            }
+
+        import torchmetrics.classification as metrics
+
+        f1 = metrics.MulticlassF1Score(VOCABULARY, average="macro")
+        return run.evaluate(corpus(), measure, {"f1": f1, "scores": metrics.BinaryAUROC(), "perplexity": functions}) | {
+            "plain": _whole_f1(run.model),
+            "seen": float(run.metrics["f1"]),
+        }
+
+
+def _whole_f1(model: nn.Module) -> float:
+    from torchmetrics.functional.classification import multiclass_f1_score
+
+    if any("DTensor" in type(parameter).__name__ for parameter in model.parameters()):
+        return float("nan")
+    tokens, labels = corpus().tensors
+    with torch.no_grad():
+        predicted = model(tokens).argmax(-1)
+    counted = labels != IGNORED
+    return float(multiclass_f1_score(predicted[counted], labels[counted], VOCABULARY, average="macro"))
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), [("dp", 2), ("dp", 3), ("fsdp", 2), ("tp", 2)])
+def test_metrics_count_every_token_once_on_any_number_of_workers(strategy: str, world_size: int) -> None:
+    (alone_,) = run_ranks(evaluate, 1, "dp")
+    assert alone_["f1"] == pytest.approx(alone_["plain"])
+    assert alone_["perplexity"] == pytest.approx(np.exp(alone_["loss"]))
+    for result in run_ranks(evaluate, world_size, strategy):
+        for name in set(alone_) - {"plain"}:
+            tolerance = 0.0 if strategy == "dp" else 1e-12
+            assert result[name] == pytest.approx(alone_[name], rel=tolerance, abs=0), name

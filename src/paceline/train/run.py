@@ -320,9 +320,15 @@ class Run:
             self.say(note)
 
     def evaluate(
-        self, dataset: Any, measure: Measure, *, collate_fn: Collate | None = None, num_workers: int | None = None
+        self,
+        dataset: Any,
+        measure: Measure,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        collate_fn: Collate | None = None,
+        num_workers: int | None = None,
     ) -> dict[str, float]:
-        """Mean of every metric over `dataset`, each sample counted exactly once on any number of workers.
+        """Every metric over `dataset`, each sample counted exactly once on any number of workers.
 
         A collective: every worker has to call it.
 
@@ -331,7 +337,10 @@ class Run:
             collate_fn: makes a batch of a list of samples; None: torch's default.
             num_workers: loader processes of each worker; None: as the job's data.loader_workers says.
             measure: called as measure(model, batch) in evaluation mode without gradients; returns one value per
-                sample for every metric, {"accuracy": correct, "loss": losses}, each of shape (samples in batch,).
+                sample for every metric, {"accuracy": correct, "loss": losses}, each of shape (samples in batch,), or
+                `paceline.Mean(loss, weight=number of tokens)`; the result is the mean over all samples, or tokens.
+            metrics: those that are no means, by name: a torchmetrics metric, or three functions (update, merge,
+                compute). `measure` then returns under this name what `update` takes, {"f1": (predictions, targets)}.
         """
         loading = self._loading(dataset, "evaluation", collate_fn=collate_fn, num_workers=num_workers)
         set_size = num_samples(loading.dataset, "evaluation")
@@ -358,13 +367,13 @@ class Run:
                 torch.no_grad(),
                 self.precision.autocast(),
             ):
-                metrics = evaluate(batches(), chunks, given, self.model, measure, self.world)
+                results = evaluate(batches(), chunks, given, self.model, measure, self.world, metrics)
         finally:
             seed_between_steps(self.job.seed, self.steps, self.device)
             self.timer.resume()
         self.metrics.clear()
-        self.metrics.update(metrics)
-        return metrics
+        self.metrics.update(results)
+        return results
 
     def consensus(self) -> AbstractContextManager[None]:
         """Inside, the model holds what all workers agree on, the same on every one: the mean of their weights where
