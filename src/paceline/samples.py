@@ -101,9 +101,9 @@ class _Reader:
             raise self._refused(place, value, f"whose layout {value.layout} cannot be cut exactly")
         if num_rows != self._num_samples:
             is_ragged = isinstance(value, PackedSequence) or (isinstance(value, Tensor) and value.is_nested)
-            shape = "" if is_ragged else f" and shape {tuple(value.shape)}"
+            shape = f"{num_rows} rows" if is_ragged else f"shape {tuple(value.shape)}"
             raise ModelError(
-                f"The batch given to run.step has {place}, of type {type(value).__name__}{shape}, for "
+                f"The batch given to run.step has in {place} a {type(value).__name__} of {shape} for "
                 f"{self._num_samples} samples; each tensor in it needs one row for every sample that run.batches "
                 "yielded, in their order."
             )

@@ -111,8 +111,8 @@ def _found_and_given(cases: list[Case]) -> list[tuple[Any, Any]]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_what_is_found_under_a_limit_learns_what_the_same_number_by_hand_does(world_size: int) -> None:
     cases = [
-        Case("hungry", "auto", "180MB"),
-        Case("hungry", "auto", "180MB", on_last_only=True),
+        Case("hungry", "auto", "120MB"),
+        Case("hungry", "auto", "120MB", on_last_only=True),
         Case("burdened", "auto"),
         Case("late", "auto"),
     ]
@@ -125,7 +125,7 @@ def test_what_is_found_under_a_limit_learns_what_the_same_number_by_hand_does(wo
             assert automatic[1] == pytest.approx(by_hand[1], rel=1e-5)
             assert automatic[3] and not by_hand[3]
     sizes = [automatic[2] for automatic, _ in results[0]]
-    assert sizes[0] == sizes[1] in (8, 16) and sizes[2:] == [8, 8]
+    assert set(sizes[:2]) <= {8, 16} and sizes[2:] == [8, 8]
 
 
 def test_without_a_limit_nothing_is_found() -> None:

@@ -15,6 +15,7 @@ import paceline
 from paceline import models
 from paceline.env import worker_facts
 from paceline.spec import Job, Plan
+from paceline.train.loop import RunOutput, train
 from paceline.train.optim import build_optimizer
 from tests.ranks.harness import run_ranks
 from tests.ranks.training import images, loss_fn, measure
@@ -194,3 +195,26 @@ def test_all_that_is_kept_is_of_one_moment(tmp_path: Path) -> None:
         assert list(folder.glob("step-*"))
         (resumed,) = run_ranks(_train_by_a_scheduler, 1, job, str(folder))
         assert resumed == undisturbed
+
+
+def _train_job(job: Job, folder: Path, max_steps: int | None = None) -> str:
+    plan = Plan(world_size=worker_facts().world_size, algorithm="tree_exact", timeout_s=60)
+    return train(job, plan, RunOutput(folder, None), max_steps).weights_sha256
+
+
+def test_a_job_with_a_scheduler_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """One of transformers' and one of torch's, in steps and in epochs; groups of parameters without decay."""
+    linear = {"name": "transformers:get_linear_schedule_with_warmup", "options": {"num_warmup_steps": 3}}
+    decaying = {"name": "torch.optim.lr_scheduler:ExponentialLR", "options": {"gamma": 0.5}, "every": "epoch"}
+    optim = {"name": "nadam", "lr": 0.01, "weight_decay": 0.1, "decay_norms_and_biases": False}
+    for number, scheduler in enumerate((linear, decaying)):
+        job = _job(
+            global_batch_size=200,
+            data={"name": "digits", "train_limit": 1000},
+            optim={**optim, "scheduler": scheduler},
+            checkpoint={"every_steps": 3},
+        )
+        (whole,) = run_ranks(_train_job, 1, job, tmp_path / f"whole{number}")
+        run_ranks(_train_job, 2, job, tmp_path / f"cut{number}", STOP)
+        (resumed,) = run_ranks(_train_job, 1, job, tmp_path / f"cut{number}")
+        assert resumed == whole

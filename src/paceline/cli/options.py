@@ -7,7 +7,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -20,52 +20,89 @@ from paceline.spec.micro_batch import parse_micro_batch
 from paceline.workflows.strategy import Strategy
 from paceline.workflows.where import Elastic, Where
 
+TUNING = "Speed and memory"
+OUTPUT = "Output and debugging"
+"""Groups of options in the help of a command; fields of `Where`, `Elastic` and `Strategy` have their own."""
+
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job file (TOML) or the name of a recipe.")]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the job, such as optim.lr=0.1. Repeatable."),
 ]
 DataDir = Annotated[str | None, typer.Option("--data", metavar="DIR", help="The data set's directory; used as it is.")]
-MaxSteps = Annotated[int | None, typer.Option(min=1, help="End after this many optimizer updates.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
-AsJson = Annotated[bool, typer.Option("--json", help="End with one line of JSON on standard output.")]
+MaxSteps = Annotated[int | None, typer.Option(min=1, metavar="N", help="End after this many optimizer updates.")]
+Quiet = Annotated[bool, typer.Option("--quiet", rich_help_panel=OUTPUT, help="Show no progress.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", rich_help_panel=OUTPUT, help="End with one line of JSON on standard output.")
+]
 OnlyJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON and nothing else.")]
 Workers = Annotated[
-    int | None, typer.Option("--workers", "-n", min=1, help="Number of workers (default: all devices).")
+    int | None, typer.Option("--workers", "-n", min=1, metavar="N", help="Number of workers (default: all devices).")
 ]
-Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads that each worker computes with.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads", min=1, metavar="N", rich_help_panel=TUNING, help="CPU threads that each worker computes with."
+    ),
+]
 MicroBatch = Annotated[
     Any,
     typer.Option(
         "--micro-batch",
         "--micro-batch-size",
         metavar="SAMPLES|auto",
+        rich_help_panel=TUNING,
         parser=parse_micro_batch,
         help="Most samples in one forward pass of a worker; auto: as many as memory has room for.",
     ),
 ]
 Algorithm = Annotated[
     AlgorithmName,
-    typer.Option(help="How gradients are summed; auto: the fastest, by measurement at the start."),
+    typer.Option(
+        metavar="NAME",
+        rich_help_panel=TUNING,
+        help="How gradients are summed; auto: the fastest, by measurement at the start.",
+    ),
 ]
-Servers = Annotated[int, typer.Option(min=1, help="Workers that also serve, with parameter servers.")]
+Servers = Annotated[
+    int,
+    typer.Option(min=1, metavar="N", rich_help_panel=TUNING, help="Workers that also serve, with parameter servers."),
+]
 Tolerance = Annotated[str, typer.Option(help="Accuracy that may be lost, such as 1%.")]
 EfficiencyFloor = Annotated[float, typer.Option(min=0, max=1, help="Least scaling efficiency worth recommending.")]
 GrowOption = Annotated[Grow, typer.Option(help="none: same global batch on every count; batch: same batch per device.")]
 ClusterFile = Annotated[
     Path,
-    typer.Option("--cluster", metavar="FILE", help="What paceline probe wrote; adds a forecast to the measurement."),
+    typer.Option(
+        "--cluster",
+        metavar="FILE",
+        rich_help_panel=TUNING,
+        help="What paceline probe wrote; adds a forecast to the measurement.",
+    ),
 ]
 DebugComm = Annotated[
     bool,
-    typer.Option("--debug-comm", help="Compare every collective across workers, and turn on NCCL's debug output."),
+    typer.Option(
+        "--debug-comm",
+        rich_help_panel=OUTPUT,
+        help="Compare every collective across workers, and turn on NCCL's debug output.",
+    ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be started, and start nothing.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", rich_help_panel=OUTPUT, help="Print what would be started, and start nothing.")
+]
 Trackers = Annotated[
     list[str] | None,
-    typer.Option("--track", metavar="NAME", help="Also log to tensorboard, wandb or mlflow. Repeatable."),
+    typer.Option(
+        "--track", metavar="NAME", rich_help_panel=OUTPUT, help="Also log to tensorboard, wandb or mlflow. Repeatable."
+    ),
 ]
-GROUPS = (Where, Elastic, Strategy)
+GROUPS: Mapping[type, str] = {
+    Where: "Where workers run",
+    Elastic: "After a failure",
+    Strategy: "How the model is spread",
+}
+"""Dataclasses whose fields are options, and what the help of a command calls them."""
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -92,15 +129,25 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     return with_options
 
 
+_METAVARS: Mapping[Any, str] = {
+    int: "N",
+    int | None: "N",
+    float: "X",
+    float | None: "X",
+    str | None: "NAME",
+    Path | None: "FILE",
+}
+
+
 def _options(group: type) -> list[inspect.Parameter]:
     """The fields of a dataclass as parameters of a command; their metadata is what `typer.Option` takes."""
     types = get_type_hints(group)
     parameters = []
     for one in dataclasses.fields(group):
-        details = dict(one.metadata)
-        default = typer.Option(one.default, *details.pop("names", ()), **details)
-        kind = inspect.Parameter.KEYWORD_ONLY
-        parameters.append(inspect.Parameter(one.name, kind, default=default, annotation=types[one.name]))
+        kind = types[one.name]
+        details: dict[str, Any] = {"metavar": _METAVARS.get(kind)} | dict(one.metadata)
+        default = typer.Option(one.default, *details.pop("names", ()), rich_help_panel=GROUPS[group], **details)
+        parameters.append(inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
     return parameters
 
 

@@ -12,7 +12,7 @@ from paceline.cli.options import DataDir, Settings, parse_size
 from paceline.errors import LaunchError, shortened
 from paceline.workflows import submit as workflow
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Hand a run to Slurm or Kubernetes.")
+app = typer.Typer(no_args_is_help=True, help="Hand a run to Slurm or Kubernetes.")
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 

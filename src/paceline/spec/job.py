@@ -69,11 +69,23 @@ class DataSpec:
 
 
 @dataclass(frozen=True)
+class SchedulerSpec:
+    """A learning-rate scheduler of torch, transformers or one's own, beside the schedule in samples."""
+
+    name: str
+    """An import path, such as "torch.optim.lr_scheduler:OneCycleLR"; it is called with the optimizer and `options`."""
+    every: Literal["step", "epoch"] = "step"
+    """After what it moves."""
+    options: dict[str, Any] = field(default_factory=dict, metadata=PLAIN)
+    """Its keyword arguments; `total_steps` or `num_training_steps`, where it has it, is the run's number of them."""
+
+
+@dataclass(frozen=True)
 class OptimSpec:
     """Optimizer, learning-rate schedule, and the rule that scales the rate with the global batch."""
 
-    name: Literal["sgd", "adam", "adamw"] = "sgd"
-    """The optimizer."""
+    name: str = "sgd"
+    """A class of torch.optim, such as "sgd", "adamw" or "rmsprop", or an import path "package.module:Optimizer"."""
     lr: float = above(0, 0.1)
     """The learning rate, for `base_batch_size` samples a step."""
     momentum: float = between(0, 1, 0.9)
@@ -86,6 +98,14 @@ class OptimSpec:
     """The number that "adam" and "adamw" add to the denominator."""
     weight_decay: float = at_least(0, 0.0)
     """Weight decay, as the optimizer defines it."""
+    decay_norms_and_biases: bool = True
+    """Whether parameters of fewer than two dimensions, which are those of norm layers and biases, decay too."""
+    options: dict[str, Any] = field(default_factory=dict, metadata=PLAIN)
+    """Further keyword arguments for the optimizer."""
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict, metadata=PLAIN)
+    """Other options for some parameters, by a pattern of their names: "head.*" = { lr = 0.01 }; the first counts."""
+    scheduler: SchedulerSpec | None = None
+    """A scheduler that multiplies no rate but sets it; needs schedule = "constant" and no warm-up."""
     schedule: Literal["constant", "cosine", "step"] = "constant"
     """How the learning rate changes after the warm-up, counted in samples: not at all, along a cosine to 0, in
     steps."""
@@ -109,6 +129,11 @@ class OptimSpec:
             raise JobError("optim.nesterov = True needs optim.momentum greater than 0.")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise JobError(f"optim.betas = {list(self.betas)} should both lie in [0, 1).")
+        if self.scheduler is not None and (self.schedule != "constant" or self.warmup_epochs or self.base_batch_size):
+            raise JobError(
+                "optim.scheduler sets the learning rate by itself; leave out optim.schedule, optim.warmup_epochs and "
+                "optim.base_batch_size."
+            )
         if self.schedule == "step" and not self.step_epochs:
             raise JobError("optim.schedule = 'step' needs optim.step_epochs, such as [15, 25].")
         if list(self.step_epochs) != sorted(self.step_epochs):
@@ -117,7 +142,9 @@ class OptimSpec:
     @property
     def state_copies(self) -> int:
         """How many values the optimizer keeps per parameter."""
-        return 2 if self.name in ("adam", "adamw") else int(self.momentum > 0)
+        if self.name.lower() == "sgd":
+            return int(self.momentum > 0)
+        return 1 if self.name.lower() in ("adagrad", "rprop", "rmsprop", "asgd") else 2
 
 
 @dataclass(frozen=True)
@@ -200,6 +227,9 @@ class Job(JsonValue):
     room for; None: the worker's whole share of the batch. It never changes what is learned."""
     norm: Norm = "shard"
     """Whose statistics batch norm uses: the virtual shard's, the device's ("local"), the global batch's ("sync")."""
+    shard_by_shard: bool = False
+    """Whether every virtual shard goes through the model alone in numeric parity too, because the loss couples samples:
+    a load-balancing term, a contrastive loss. It is found out by itself; this key saves the search."""
     channels_last: bool = False
     """Whether images and convolutions use the memory format channels_last."""
     compile: bool = False
@@ -234,6 +264,11 @@ class Job(JsonValue):
             raise JobError(
                 f"parity = 'bitwise' needs norm = 'shard'; norm = {self.norm!r} depends on how the batch is "
                 "spread over devices."
+            )
+        if self.shard_by_shard and self.norm != "shard":
+            raise JobError(
+                f"shard_by_shard = true needs norm = 'shard'; with norm = {self.norm!r} the shards of a device are "
+                "normalised together."
             )
         if self.nonfinite == "rollback" and self.aggregation.method != "every_step":
             raise JobError(

@@ -109,7 +109,7 @@ class RunState:
             return None
         shared, own = self.trained.take()
         shared |= {
-            "progress": self.progress.state_dict(),
+            "progress": self.progress.state_dict(collective=collective),
             "noise": self.noise.state_dict(),
             "metrics": self.metrics,
             "kept": self.kept.state_dict(),
@@ -218,12 +218,16 @@ class Session:
         if self._checkpoints is not None:
             self._checkpoints.step_ended(step, status.requests)
         for note in self._stragglers.note(step, status.own_times_s):
-            self._notes.append(note)
-            self.say(note)
+            self.note(note)
         slower = self._plan.exclude_slower
         if slower is not None and self.world.rank in self._stragglers.lasting(slower):
             leave_at_once(EXCLUDED)  # the others notice, save a checkpoint, and are restarted without it
         self._status_exchange.send(set() if self._checkpoints is None else self._checkpoints.requests(), own_time_s)
+
+    def note(self, sentence: str) -> None:
+        """Tell the user, and the run's report."""
+        self._notes.append(sentence)
+        self.say(sentence)
 
     def at_rest(self) -> None:
         """Called when all workers rest between updates by servers: exchange status at once, and save if due."""
