@@ -50,6 +50,6 @@ def test_a_finished_run_gives_its_result_again_and_goes_on(tmp_path: Path) -> No
 def test_a_schedule_that_ends_with_the_epochs_does_not_go_on(tmp_path: Path) -> None:
     optim = {"schedule": "cosine"}
     _train(tmp_path / "run", optim=optim)
-    with pytest.raises(PacelineError, match="epochs was 1 and is 2 .its learning rates follow a schedule that ends"):
+    with pytest.raises(PacelineError, match=r"epochs was 1 and is 2 .its learning rates follow a schedule that ends"):
         _train(tmp_path / "run", optim=optim, epochs=2)
     assert _train(tmp_path / "run", optim=optim).steps == 5

@@ -84,6 +84,7 @@ def build_scheduler(spec: SchedulerSpec, optimizer: Optimizer, total_steps: int)
     Args:
         total_steps: how often it will be moved in the whole run.
     """
+    assert spec.name is not None  # there is one
     make = imported(spec.name, "optim.scheduler.name")
     options = dict(spec.options)
     for name in _TOTALS:
@@ -101,7 +102,7 @@ def build_scheduler(spec: SchedulerSpec, optimizer: Optimizer, total_steps: int)
 def ends_with_epochs(job: Job) -> bool:
     """Whether the learning rates of a job depend on how many epochs it has."""
     spec = job.optim.scheduler
-    if spec is None:
+    if spec.name is None:
         return job.optim.schedule == "cosine"
     make = imported(spec.name, "optim.scheduler.name")
     return any(_takes(make, name) and name not in spec.options for name in _TOTALS)

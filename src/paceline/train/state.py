@@ -63,7 +63,7 @@ class Trained:
         ]
 
         def put_back() -> None:
-            for group, values in zip(groups, kept, strict=False):
+            for group, values in zip(self.optimizer.param_groups, kept, strict=False):
                 group.update(values)
 
         return put_back

@@ -184,10 +184,8 @@ def train_commands(
     check_trackers(track)
     resolved = resolve_job(job, settings, data)
     options = _Spread(resolved, plan=None if plan is None else Plan.load(plan), **spread)
-    run_dir = (
-        Path("runs") / resolved.name if out is None else new_run_dir(out, resolved.name, may_be_finished=True)
-    ).absolute()
+    run_dir = (out or Path("runs") / resolved.name).absolute()
     program = training_program(run_dir, quiet, track, force)
     allocation = allocation_on_paper(where)
     planned = allocation.first_plan(options.num_workers_on(allocation), options.elastic, options.plan_for)
-    return dry_run(planned, program, run_dir.absolute(), allocation.where)
+    return dry_run(planned, program, run_dir, allocation.where)
