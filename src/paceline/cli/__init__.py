@@ -16,6 +16,7 @@ from paceline.cli import (
     checkpoint,
     doctor,
     launch,
+    memory,
     new,
     plan,
     probe,
@@ -59,6 +60,7 @@ app = typer.Typer(
 app.command("topo")(topo.topo)
 app.command("probe")(probe.probe)
 app.command("plan")(plan.plan)
+app.command("memory")(memory.memory)
 app.command("launch", context_settings=launch.CONTEXT)(launch.launch)
 app.command("train")(train.train)
 app.command("scale")(scale.scale)
