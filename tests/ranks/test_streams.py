@@ -243,6 +243,32 @@ def test_numeric_parity_in_sharded_engines_too() -> None:
                 np.testing.assert_allclose(losses, expected, rtol=1e-12, err_msg=strategy)
 
 
+def _train_in_layers(strategy: str) -> list[float]:
+    """The losses of a model that can be cut into stages and sharded over tp."""
+    job = Job(global_batch_size=10, virtual_shards=4, precision="float64")
+    with paceline.init(job, strategy=strategy) as run:
+        torch.manual_seed(3)
+        layers = [nn.Embedding(21, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)]
+        model = nn.Sequential(*layers)
+        example = torch.zeros(2, 6, dtype=torch.int64)
+        run.prepare(model, torch.optim.SGD(model.parameters(), 0.3), example=example)
+
+        def loss_fn(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+            loss: Tensor = ((model(batch["tokens"]).mean(1)[:, 0] - batch["noise"]) ** 2).mean()
+            return loss
+
+        stream = Files(files([20, 9, 6, 10]))
+        return [float(run.step(batch, loss_fn)) for batch in run.batches(stream, collate_fn=padded)]
+
+
+def test_shards_of_several_lengths_in_pipelines_and_over_tp() -> None:
+    (wanted,) = run_ranks(_train_in_layers, 1, "dp")
+    assert len(wanted) == 8
+    for world_size, strategy in ((2, "pp"), (2, "tp"), (4, "fsdp2 x tp2")):
+        for losses in run_ranks(_train_in_layers, world_size, strategy, timeout_s=120):
+            np.testing.assert_allclose(losses, wanted, rtol=1e-12, err_msg=strategy)
+
+
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_a_run_that_was_killed_ends_as_one_that_was_not(tmp_path: Path, name: str) -> None:
     ((sha, losses, seen, steps),) = run_ranks(_train, 1, name, "bitwise", "dp")
