@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -197,7 +199,9 @@ def _train(
 ) -> tuple[str, list[float], list[int], int]:
     """Weights, losses, the samples that this worker saw, and the number of steps."""
     optim = {"schedule": "cosine"} if name == "as it comes" else {}
-    job = Job(global_batch_size=10, virtual_shards=4, epochs=2, parity=parity).with_values(optim=optim)
+    job = Job(global_batch_size=10, virtual_shards=4, epochs=2, parity=parity).with_values(
+        optim=optim, checkpoint={"every_steps": 2}
+    )
     losses: list[float] = []
     seen: list[int] = []
     precision = "float64" if parity == "numeric" else "float32"
@@ -210,6 +214,8 @@ def _train(
             stream, keys = _stream(name)
             for epoch in run.epochs():
                 for batch in run.batches(stream, epoch, **keys):
+                    if run.steps == fail_at and folder is not None and folder.endswith("killed"):
+                        os.kill(os.getpid(), signal.SIGKILL)
                     if run.steps == fail_at:
                         raise InterruptedError
                     losses.append(float(run.step(batch, _loss)))
@@ -281,6 +287,19 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(tmp_path: Path, name: st
         stop = last[3]
         assert last[1] == losses[stop - len(last[1]) : stop], (num_workers, stop)
     assert last[0] == sha and last[3] == steps
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_a_hard_kill(tmp_path: Path, name: str) -> None:
+    """Nobody saves anything: the run goes on from the checkpoint before, written while the next batch was read."""
+    ((sha, losses, _, steps),) = run_ranks(_train, 1, name, "bitwise", "dp")
+    folder = tmp_path / "killed"
+    with pytest.raises(AssertionError, match=r"died without a word|Connection|peer"):
+        run_ranks(_train, 3, name, "bitwise", "dp", str(folder), None, 5)
+    assert list(folder.glob("step-*"))
+    last = run_ranks(_train, 2, name, "bitwise", "dp", str(folder))[0]
+    assert last[0] == sha and last[3] == steps
+    assert len(last[1]) >= steps - 5 and last[1] == losses[steps - len(last[1]) :]
 
 
 def _refusals() -> list[str]:
