@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from paceline import errors
 
 if TYPE_CHECKING:
+    from paceline.parallel.losses import Mean
     from paceline.report import Study
     from paceline.spec import Cluster, Job, Plan, RunRecord
     from paceline.spec.forecast import Forecast
@@ -41,6 +42,7 @@ __all__ = [
     "Elastic",
     "Forecast",
     "Job",
+    "Mean",
     "Plan",
     "Run",
     "RunRecord",
@@ -76,6 +78,7 @@ _MODULES = {
     **dict.fromkeys(("Elastic", "Where"), "paceline.workflows.where"),
     **dict.fromkeys(("fit_step_times", "suggest_measurements"), "paceline.workflows.step_times"),
     "Forecast": "paceline.spec.forecast",
+    "Mean": "paceline.parallel.losses",
     "Strategy": "paceline.workflows.strategy",
     "Study": "paceline.report",
     "dry_run_mesh": "paceline.workflows.mesh_dry_run",

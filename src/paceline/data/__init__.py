@@ -21,6 +21,7 @@ from paceline.data.loading import Loading, is_loader
 from paceline.data.mnist import load_fashion_mnist, load_mnist
 from paceline.data.sample_reader import MapDataset, SampleRequest, read_samples
 from paceline.data.synthetic import load_synthetic
+from paceline.data.tar_shards import TarShards
 from paceline.data.text_corpus import load_text
 from paceline.errors import DataError
 from paceline.spec import DataSpec
@@ -34,6 +35,7 @@ __all__ = [
     "Loading",
     "MapDataset",
     "SampleRequest",
+    "TarShards",
     "is_loader",
     "load",
     "read_samples",

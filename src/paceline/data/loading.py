@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, defau
 
 from paceline.data.order import EpochOrder, SequentialOrder, ShuffledOrder
 from paceline.data.samplers import check_sampler, listed_order
+from paceline.data.substreams import is_stream
 from paceline.errors import DataError
 
 Collate = Callable[[list[Any]], Any]
@@ -54,6 +55,8 @@ class Loading:
             loading = cls(dataset, **given)
         if loading.collate_fn is default_collate:
             loading = dataclasses.replace(loading, collate_fn=None)
+        if loading.sampler is not None and is_stream(loading.dataset):
+            raise DataError("A stream has an order of its own; leave the sampler out, or give a map-style set.")
         if loading.sampler is not None:
             check_sampler(loading.sampler)
         _check_collate(loading.collate_fn)
@@ -75,7 +78,7 @@ class Loading:
         if loader.batch_size is None:
             sampler: Any = loader.batch_sampler
         else:
-            sampler = None if _is_shuffle(loader) else loader.sampler
+            sampler = None if _is_shuffle(loader) or is_stream(loader.dataset) else loader.sampler
         return cls(
             dataset=loader.dataset,
             collate_fn=loader.collate_fn,

@@ -39,6 +39,7 @@ from paceline.parallel.buckets import buckets
 from paceline.parallel.clock import Clock
 from paceline.parallel.dp import DataParallel
 from paceline.parallel.engine import Engine, StepInput, Update, broadcast
+from paceline.parallel.losses import StepLoss
 from paceline.spec import AggregationSpec, Job, Plan
 
 
@@ -109,20 +110,20 @@ class LocalSGD(Engine):
     def _group(self) -> dist.ProcessGroup | None:
         return None if self._aggregator is None else self._aggregator.links.group
 
-    def step(self, step: StepInput, update: Update) -> Tensor:
+    def step(self, step: StepInput, update: Update) -> StepLoss:
         """Train on the samples of this worker, or of its node if the node synchronises every step.
 
         Without any such sample no parameter gets a gradient, and the loss is NaN.
         """
-        loss = self._gradients(step)
-        update(loss)
+        result = self._gradients(step)
+        update(result.loss)
         if self._num_steps == self._spec.sync_every:
             begin = self._clock.mark()
             self._outer_step()
             self.communication = begin, self._clock.mark()
-        return loss
+        return result
 
-    def _gradients(self, step: StepInput) -> Tensor:
+    def _gradients(self, step: StepInput) -> StepLoss:
         if self._holds_consensus:
             raise JobError("run.step has no effect inside run.consensus, which restores the weights; call it outside.")
         if not self._has_begun:  # weights may have been loaded since they were prepared
@@ -135,10 +136,10 @@ class LocalSGD(Engine):
         if not mine.assignment.shard_sizes:
             now = self._clock.mark()
             self.communication = now, now
-            return torch.full((), torch.nan, device=self._device)
-        loss = self._every_step.gradients(mine)
+            return StepLoss(torch.full((), torch.nan, device=self._device))
+        result = self._every_step.gradients(mine)
         self.communication = self._every_step.communication
-        return loss
+        return result
 
     @torch.no_grad()
     def _outer_step(self) -> None:

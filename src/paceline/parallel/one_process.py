@@ -27,8 +27,11 @@ from paceline.containers import to_device
 from paceline.errors import JobError, ModelError
 from paceline.parallel.assignment import Assignment, shards_of_rank
 from paceline.parallel.clock import Clock
-from paceline.parallel.engine import Engine, Randomness, StepInput, statistics_dtype
-from paceline.parallel.gradient_norms import GradientNorms, squared_norm
+from paceline.parallel.dtensor import rescale_gradients
+from paceline.parallel.engine import Engine, Randomness, StepInput
+from paceline.parallel.gradient_norms import GradientNorms, mean_of_squares, squared_norm
+from paceline.parallel.loss_functions import LossFunctions
+from paceline.parallel.losses import StepLoss
 from paceline.parallel.micro_batch import DidNotFitError, MicroBatchLimit, is_out_of_memory
 from paceline.parallel.norm import ShardBatchNorm, has_other_norms, replace_batch_norm
 from paceline.parallel.passes import Passes
@@ -88,11 +91,12 @@ class OneProcessDataParallel(Engine):
         self._plan = plan
         first, *others = devices
         self.randomness: Randomness = Randomness()
+        self.functions = LossFunctions(None)
+        self._one_by_one = job.shard_by_shard
         self.micro_batch: MicroBatchLimit = MicroBatchLimit(plan, job)
         models = [self.module, *(copy.deepcopy(self.module).to(device) for device in others)]
         self._replicas = [self._replica(model, device) for model, device in zip(models, devices, strict=True)]
         self.forward_buffers = self._replicas[0].passes.buffers
-        self._dtype = statistics_dtype(self.module)
         self._clock = Clock(first)
         now = self._clock.mark()
         self.communication = now, now
@@ -108,25 +112,28 @@ class OneProcessDataParallel(Engine):
             device,
             self.micro_batch,
             randomness=self.randomness,
+            functions=self.functions,
+            one_by_one=self._one_by_one,
             may_split=not has_other_norms(model),
             is_concurrent=True,
         )
         return _Replica(model, device, passes)
 
-    def gradients(self, step: StepInput) -> Tensor:
-        return self._replicas[0].passes.starting_over(lambda: self._attempt(step), step.assignment)
+    def gradients(self, step: StepInput) -> StepLoss:
+        notes = self._find_coupling(step)
+        return self._replicas[0].passes.starting_over(lambda: self._attempt(step, notes), step.assignment)
 
-    def _attempt(self, step: StepInput) -> Tensor:
+    def _attempt(self, step: StepInput, notes: Sequence[str]) -> StepLoss:
         """`_train`; if memory ran out and may suffice for fewer shards at a time, `DidNotFitError`."""
         try:
-            return self._train(step)
+            return self._train(step, notes)
         except (RuntimeError, MemoryError) as problem:
             most = max(replica.passes.num_shards_in_pass for replica in self._replicas)
             if not (self.micro_batch.is_automatic and most > 1 and is_out_of_memory(problem)):
                 raise
         raise DidNotFitError
 
-    def _train(self, step: StepInput) -> Tensor:
+    def _train(self, step: StepInput, notes: Sequence[str]) -> StepLoss:
         """Compute and aggregate the gradient; returns the loss."""
         assignments = _divide(step.assignment, len(self._replicas))
         busy = self._replicas[: len(assignments)]
@@ -142,14 +149,24 @@ class OneProcessDataParallel(Engine):
         for replica in busy[1:]:
             replica.add_gradients_to(self.module)
         summed = torch.stack([one.to(statistics[0].device) for one in statistics]).sum(0)
-        num_buffers = len(self.forward_buffers)
+        layout, num_buffers = self.functions.layout(step.loss_name), len(self.forward_buffers)
         known, changed = summed.split([len(summed) - num_buffers, num_buffers])
-        busy[0].passes.norm.apply(known[1:])
+        busy[0].passes.norm.apply(known[layout.length :])
         self.forward_buffers.combine(changed, functools.partial(_sum_moves, busy), lambda _values: None)
+        result = StepLoss.of(known, layout, notes)
+        rescale_gradients(self.module.parameters(), result.rescale)
         self.communication = last_gradient, self._clock.mark()
         if step.take_norms is not None and len(busy) > 1:
-            step.take_norms(self._norms(step.assignment, assignments, small_sqrs))
-        return summed[0]
+            weights = [one[1] for one in statistics] if layout.is_weighted else None
+            step.take_norms(self._norms(step.assignment, assignments, small_sqrs, weights, result.rescale))
+        return result
+
+    def _find_coupling(self, step: StepInput) -> tuple[str, ...]:
+        """What `Passes.find_coupling` finds, on the first device, of the shards of the last, which has the most."""
+        if step.loss_name in self.functions.couples:
+            return ()
+        first, last = self._replicas[0], _divide(step.assignment, len(self._replicas))[-1]
+        return first.passes.find_coupling(_on_device(step, last, first.device), self.module)
 
     def _run(self, computing: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
         """A thread for each device, this one for the first; an error is raised when none of them computes any more."""
@@ -167,30 +184,34 @@ class OneProcessDataParallel(Engine):
         with the replica."""
         passes = replica.passes
         with torch.cuda.device(replica.device) if replica.device.type == "cuda" else nullcontext():
-            losses = torch.zeros((), dtype=self._dtype, device=replica.device)
-            on_device = dataclasses.replace(
-                step,
-                assignment=assignment,
-                batch=step.batch.beyond(_first_sample(step.assignment, assignment)),
-                loss_of=lambda model, content: step.loss_of(model, to_device(content, replica.device)),
-            )
-            for shards, loss in passes.losses(on_device, replica.module):
-                losses += loss.detach() * shards.weight
-                passes.backward(step, shards, loss)
+            losses: Tensor | None = None
+            for _, loss in passes.losses(_on_device(step, assignment, replica.device), replica.module):
+                losses = loss.sums if losses is None else losses + loss.sums
+                passes.backward(step, loss)
             if all(parameter.grad is None for parameter in replica.module.parameters()):
                 raise ModelError(
                     "The loss did not go through the model that the loss function is given, which is another one on "
                     "each device of dp_one_process; call that model."
                 )
-            return torch.cat([losses.view(1), *passes.norm.collect(losses), passes.buffers.changed(losses)])
+            assert losses is not None  # a busy device has a shard
+            return torch.cat([losses, *passes.norm.collect(losses), passes.buffers.changed(losses)])
 
     def _norms(
-        self, whole: Assignment, assignments: Sequence[Assignment], small_sqrs: Sequence[Tensor]
+        self,
+        whole: Assignment,
+        assignments: Sequence[Assignment],
+        small_sqrs: Sequence[Tensor],
+        weights: Sequence[Tensor] | None,
+        rescale: Tensor | None,
     ) -> GradientNorms:
         """Norms of the devices' gradients and of their sum; the replicas held weight * gradient."""
-        weights = [sum(assignment.sizes) / whole.global_size for assignment in assignments]
         first = small_sqrs[0].device
-        means = [sqr.to(first) / weight for sqr, weight in zip(small_sqrs, weights, strict=True)]
+        if weights is None or rescale is None:
+            fractions = [sum(assignment.sizes) / whole.global_size for assignment in assignments]
+            means = [sqr.to(first) / fraction for sqr, fraction in zip(small_sqrs, fractions, strict=True)]
+        else:
+            pairs = zip(small_sqrs, weights, strict=True)
+            means = [mean_of_squares(sqr.to(first), weight.to(first)) * rescale for sqr, weight in pairs]
         large_sqr = self._replicas[0].squared_norm()
         return GradientNorms(
             torch.stack(means).sum(), whole.global_size / len(assignments), large_sqr, whole.global_size
@@ -247,6 +268,11 @@ def _divide(assignment: Assignment, num_devices: int) -> list[Assignment]:
     return [dataclasses.replace(assignment, shards_of_rank=of_devices, rank=device) for device in range(num_busy)]
 
 
-def _first_sample(whole: Assignment, part: Assignment) -> int:
-    """Where a device's samples begin in the worker's batch."""
-    return part.span[0] - whole.span[0]
+def _on_device(step: StepInput, part: Assignment, device: torch.device) -> StepInput:
+    """The step of one device, whose samples are moved there when the loss function is called."""
+    return dataclasses.replace(
+        step,
+        assignment=part,
+        batch=step.batch.beyond(part.span[0] - step.assignment.span[0]),
+        loss_of=lambda model, content: step.loss_of(model, to_device(content, device)),
+    )

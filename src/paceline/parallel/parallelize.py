@@ -57,7 +57,8 @@ def parallelize(
     check_automatic(job, plan, 1 if group is None else dist.get_world_size(group), may_skip=find_unused_parameters)
     if plan.mesh is not None and not plan.mesh.is_plain and group is not None:
         # Torch's parts for it take long to load, and most runs need none of them.
-        from paceline.parallel.mesh import MeshParallel, open_axes
+        from paceline.parallel.axes import open_axes
+        from paceline.parallel.mesh import MeshParallel
 
         check_mesh(job, plan.mesh)
         axes = open_axes(plan.mesh, device, group)

@@ -227,6 +227,9 @@ class Job(JsonValue):
     room for; None: the worker's whole share of the batch. It never changes what is learned."""
     norm: Norm = "shard"
     """Whose statistics batch norm uses: the virtual shard's, the device's ("local"), the global batch's ("sync")."""
+    shard_by_shard: bool = False
+    """Whether every virtual shard goes through the model alone in numeric parity too, because the loss couples samples:
+    a load-balancing term, a contrastive loss. It is found out by itself; this key saves the search."""
     channels_last: bool = False
     """Whether images and convolutions use the memory format channels_last."""
     compile: bool = False
@@ -261,6 +264,11 @@ class Job(JsonValue):
             raise JobError(
                 f"parity = 'bitwise' needs norm = 'shard'; norm = {self.norm!r} depends on how the batch is "
                 "spread over devices."
+            )
+        if self.shard_by_shard and self.norm != "shard":
+            raise JobError(
+                f"shard_by_shard = true needs norm = 'shard'; with norm = {self.norm!r} the shards of a device are "
+                "normalised together."
             )
         if self.nonfinite == "rollback" and self.aggregation.method != "every_step":
             raise JobError(

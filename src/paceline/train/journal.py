@@ -51,6 +51,7 @@ class _Saved:
     train_s: float = field(metadata=NOT_NEGATIVE)
     wall_s: float = field()
     """Releases before this one saved it below 0 where clocks had been set back."""
+    epoch_values: dict[str, float] = field(default_factory=dict, metadata=MAY_DIVERGE)
 
 
 class Journal:
@@ -69,8 +70,10 @@ class Journal:
             self._progress.say(note)
         self._launched_at = env.launched_at()
         self._first_step_s = 0.0
-        self._unread: list[torch.Tensor] = []
+        self._unread: list[tuple[tuple[str, ...], torch.Tensor]] = []
+        """Of each step: the names of its values, and [loss, samples, values]."""
         self._epoch_loss = 0.0
+        self._epoch_values: dict[str, float] = {}
         self._epoch_start = (0, 0.0)
         self._samples_read = 0
         self._samples_logged = 0
@@ -89,6 +92,7 @@ class Journal:
         return {
             "epochs": [to_mapping(epoch) for epoch in self._epochs],
             "epoch_loss": self._epoch_loss,
+            "epoch_values": self._epoch_values,
             "epoch_start": self._epoch_start,
             "samples_logged": self._samples_logged,
             "has_warned": self._has_warned,
@@ -100,6 +104,7 @@ class Journal:
         saved = from_mapping(_Saved, state)
         self._epochs = list(saved.epochs)
         self._epoch_loss, self._epoch_start = saved.epoch_loss, saved.epoch_start
+        self._epoch_values = dict(saved.epoch_values)
         self._samples_logged, self._has_warned = saved.samples_logged, saved.has_warned
         self._samples_read = self._run.samples_seen
         self._run.timer.train_s = saved.train_s
@@ -112,7 +117,8 @@ class Journal:
             self._first_step_s = self._since_launch_s()
         num_samples = run.samples_seen - self._samples_read
         self._samples_read = run.samples_seen
-        self._unread.append(torch.stack([loss.double(), loss.new_full((), num_samples).double()]))
+        numbers = [loss, loss.new_full((), num_samples), *run.values.values()]
+        self._unread.append((tuple(run.values), torch.stack([number.double() for number in numbers])))
         self._progress.step(run.steps, epoch, loss, num_samples)
         if len(self._unread) == _LOG_STEPS:
             self._read_losses()
@@ -121,11 +127,17 @@ class Journal:
         if not self._unread:
             return
         first = self._run.steps - len(self._unread) + 1
-        for step, (loss, num_samples) in enumerate(torch.stack(self._unread).tolist(), start=first):
+        all_numbers = torch.cat([numbers for _, numbers in self._unread]).tolist()
+        for step, (names, numbers) in enumerate(self._unread, start=first):
+            loss, num_samples, *values = all_numbers[: len(numbers)]
+            del all_numbers[: len(numbers)]
             self._epoch_loss += loss * num_samples
             self._samples_logged += int(num_samples)
+            named = dict(zip(names, values, strict=True))
+            for name, value in named.items():
+                self._epoch_values[name] = self._epoch_values.get(name, 0.0) + value * num_samples
             for sink in self._sinks:
-                sink.log(step, {"loss": loss, "samples_seen": self._samples_logged})
+                sink.log(step, named | {"loss": loss, "samples_seen": self._samples_logged})
         self._unread.clear()
 
     def epoch(self, epoch: int, metrics: dict[str, float]) -> None:
@@ -135,12 +147,16 @@ class Journal:
         self._epoch_start = (run.samples_seen, run.timer.train_s)
         lr = float(run.optimizer.param_groups[0]["lr"])
         mean_loss = self._epoch_loss / (run.samples_seen - samples)
-        self._epoch_loss = 0.0
+        trained_samples = run.samples_seen - samples
+        step_values = {name: total / trained_samples for name, total in self._epoch_values.items()}
+        self._epoch_loss, self._epoch_values = 0.0, {}
         noise_scale = run.noise_scale
         # A run that ended in the middle of an epoch, and was resumed, has a record of its first batches.
         self._epochs = [record for record in self._epochs if record.epoch != epoch]
-        self._epochs.append(EpochRecord(epoch, mean_loss, lr, run.timer.train_s - train_s, metrics, noise_scale))
+        epoch_s = run.timer.train_s - train_s
+        self._epochs.append(EpochRecord(epoch, mean_loss, lr, epoch_s, metrics, noise_scale, step_values))
         values = {"epoch": epoch + 1, "train_loss": mean_loss, "lr": lr}
+        values |= {f"train_{name}": value for name, value in step_values.items()}
         if noise_scale is not None:
             values["noise_scale"] = noise_scale
         for sink in self._sinks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,8 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paceline.containers import to_device
 from paceline.data import ArrayReader, ArraySet, Loading, SampleRequest, read_samples
 from paceline.data.order import EpochOrder
+from paceline.data.stream_reader import StreamStep, read_stream
+from paceline.data.substreams import StreamPosition
 from paceline.errors import DataError
 from paceline.sharded_batch import ShardedBatch
 from paceline.spec import Job
@@ -46,6 +49,25 @@ class DatasetReader:
                 yield contents[0]
             else:
                 yield ShardedBatch(tuple(contents), tuple(len(samples) for samples in request.shards))
+
+    def read_stream(
+        self, loading: Loading, epoch: int, own: Sequence[int], position: StreamPosition
+    ) -> Iterator[StreamStep]:
+        """This worker's substreams, step by step from `position` on; steps after the end are empty."""
+        job = self._job
+        return read_stream(
+            loading,
+            own,
+            job.global_batch_size,
+            position,
+            seed=job.seed,
+            epoch=epoch,
+            device=self._device,
+            dtype=self._dtype,
+        )
+
+    def on_device(self, content: Any) -> Any:
+        return to_device(content, self._device, self._dtype)
 
     def _contents(
         self, loading: Loading, epoch: int, requests: Iterable[SampleRequest], train: bool

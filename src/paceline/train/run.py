@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -17,9 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline import env
-from paceline.data import Loading, SampleRequest, is_loader
+from paceline.data import Loading, is_loader
 from paceline.data.loading import Collate
-from paceline.errors import DataError, JobError
+from paceline.data.substreams import is_stream
+from paceline.errors import JobError
 from paceline.heartbeat import Heartbeat
 from paceline.noise import SmoothedNoise
 from paceline.object_collectives import broadcast_object
@@ -35,11 +35,13 @@ from paceline.train.noise_meter import NoiseMeter
 from paceline.train.numerics import LossFn, Precision, torch_settings
 from paceline.train.process_group import abandon, join
 from paceline.train.reading import DatasetReader, num_samples
+from paceline.train.sample_batches import check_server_order, sample_batches
 from paceline.train.schedule import LearningRates
 from paceline.train.seeding import seed_between_steps, seed_evaluation, seed_generators
 from paceline.train.session import Kept, RunState, Session, Stateful
 from paceline.train.state import Names, Trained, rebind
 from paceline.train.step import Pending, Stepper
+from paceline.train.stream_batches import StreamBatches
 from paceline.train.timing import StepTimer
 from paceline.train.trace import ParityTracer
 
@@ -54,6 +56,8 @@ class Run:
         plan, mesh: how it is spread over workers.
         notes: notes for the run's report on how the result came about.
         metrics: those of the last `evaluate`.
+        values: what the loss function returned besides the loss of the last `step`, by name: detached scalars, the same
+            on every worker. Reading one waits for the device.
         say: receives messages for the user during the run, on rank 0; may be replaced.
         timer: where the time of each step goes.
     """
@@ -78,11 +82,21 @@ class Run:
         self.rank, self.world_size, self.device = facts.rank, facts.world_size, self.world.device
         self.notes: list[str] = []
         self.metrics: dict[str, float] = {}
+        self.values: Mapping[str, Tensor] = {}
         self.say: Callable[[str], None] = lambda text: print(text, file=sys.stderr) if self.rank == 0 else None
         self.timer = StepTimer()
         self.reader = DatasetReader(job, self.device)
         self.precision = Precision(job, self.device)
         self._progress = DataProgress(job, self.mesh.share(facts.rank), self.mesh.num_assignments, max_steps)
+        self._streams = StreamBatches(
+            job,
+            self._progress,
+            self.reader,
+            self.world,
+            self.mesh.share(facts.rank),
+            self.mesh.num_assignments,
+            plan.timeout_s,
+        )
         self._noise = NoiseMeter(job, self.precision.scaler, self.device)
         self._kept = Kept()
         self._checkpoint_address = checkpoint_address
@@ -195,6 +209,7 @@ class Run:
         num_workers: int | None = None,
         worker_init_fn: Callable[[int], Any] | None = None,
         pin_memory: bool | None = None,
+        samples_per_epoch: int | None = None,
     ) -> Iterator[Any]:
         """This worker's samples of every global batch of `epoch`, or of all epochs of the job.
 
@@ -204,8 +219,8 @@ class Run:
         asynchronous servers, which read what they compute in `step`, get one all the time.
 
         Args:
-            dataset: map-style, or a torch DataLoader over such a set, whose settings are taken over; its batch size
-                is that of all workers together.
+            dataset: map-style; or a stream, which is cut into a substream for each virtual shard; or a torch DataLoader
+                over either, whose settings are taken over; its batch size is that of all workers together.
             collate_fn: makes a batch of a list of samples, and may pad them: called for one virtual shard's samples at
                 a time, so that padding does not depend on the number of workers. Batches are then `ShardedBatch`es,
                 and the loss function gets what `collate_fn` returned for one shard after the other.
@@ -215,6 +230,7 @@ class Run:
             num_workers: loader processes of each worker; None: as the job's data.loader_workers says.
             worker_init_fn: called in each loader process with its number.
             pin_memory: None: where the device is a GPU.
+            samples_per_epoch: by which schedules count the epochs of a stream; None: its own length, if it has one.
 
         Raises:
             DataError: what the data set, the loader or the sampler says cannot be done.
@@ -229,7 +245,7 @@ class Run:
             pin_memory=pin_memory,
         )
         for number in self.epochs() if epoch is None else [epoch]:
-            yield from self._epoch_batches(loading, number)
+            yield from self._epoch_batches(loading, number, samples_per_epoch)
 
     def _loading(self, dataset: Any, purpose: str, **given: Any) -> Loading:
         """How `dataset` is read, by what is given here, by the DataLoader that it is, or by the job."""
@@ -237,34 +253,24 @@ class Run:
             given["num_workers"] = self.job.data.loader_workers
         return Loading.of(dataset, self.job.global_batch_size, purpose, **given)
 
-    def _epoch_batches(self, loading: Loading, epoch: int) -> Iterator[Any]:
+    def _epoch_batches(self, loading: Loading, epoch: int, samples_per_epoch: int | None) -> Iterator[Any]:
         self._finish_step()
-        progress, job, set_size = self._progress, self.job, num_samples(loading.dataset, "training")
+        progress = self._progress
         if progress.is_over(epoch):
             return
-        is_read = self.engine.reads_assignment
-        if not is_read and loading.sampler is not None:
-            raise DataError(
-                "With aggregation.method = 'parameter_server_async' samples come in the job's own order; leave the "
-                "sampler out, or aggregate in another way."
+        reads_assignment = self.engine.reads_assignment
+        check_server_order(loading, reads_assignment=reads_assignment)
+        if is_stream(loading.dataset):
+            batches = self._streams.batches(loading, epoch, samples_per_epoch)
+        else:
+            batches = sample_batches(
+                loading, epoch, self.job, progress, self.reader, self.world, reads_assignment=reads_assignment
             )
-        orders = functools.partial(loading.order, set_size, job.global_batch_size, job.seed)
-        numbers = progress.enter(epoch, orders, set_size, one_by_one=loading.collate_fn is not None)
-        check_same_order(progress.digest, epoch, self.world.group)
         if self.steps and progress.at_epoch_start:
             self._stepper.session.epoch_ended()
-        if not numbers:
-            return
         self.timer.resume()
         self.timer.data_asked()
-        read = (progress.batch(number, numbers.stop) for number in (numbers if is_read else numbers[:1]))
-        requests = (
-            SampleRequest(batch.own_shards if is_read else (batch.samples[:1],), batch.number, batch.assignment.own[0])
-            for batch in read
-        )
-        contents = self.reader.read_shards(loading, epoch, requests)
-        batches = (progress.batch(number, numbers.stop) for number in numbers)
-        for batch, content in zip(batches, contents if is_read else itertools.cycle(contents), strict=False):
+        for batch, content in batches:
             self.timer.data_arrived()
             self._pending = Pending(batch, content, loading)
             yield content
@@ -285,10 +291,13 @@ class Run:
 
         Args:
             batch: what `batches` just yielded.
-            loss_fn: called as loss_fn(model, samples of the batch); returns the mean loss over these samples.
+            loss_fn: called as loss_fn(model, samples of the batch); returns the mean loss over these samples, a scalar.
+                Or `paceline.Mean(loss, weight=number of tokens)`, the mean over another number of units; the step's
+                loss is then the mean over all units of the global batch. Or a pair of either and a dict of further
+                numbers, each a mean over the samples or a `Mean`: see `values`.
 
         Returns:
-            The mean loss over the global batch, the same on every worker; a detached scalar. Workers that synchronise
+            The loss of the global batch, the same on every worker; a detached scalar. Workers that synchronise
             only every few steps (aggregation.method = "local_sgd" or "diloco") do not send each other: theirs is the
             mean over the samples of this worker, or of its node where that synchronises every step, and NaN where there
             are none.
@@ -296,9 +305,10 @@ class Run:
         pending, self._pending = self._pending, None
         if pending is None:
             raise JobError("run.step needs a batch that run.batches just yielded; each is used once.")
-        loss = self._stepper.step(pending, batch, loss_fn)
+        result = self._stepper.step(pending, batch, loss_fn)
+        self.values = result.values
         self._note_micro_batch()
-        return loss
+        return result.loss
 
     def _note_micro_batch(self) -> None:
         """Say it, and keep it with the plan, if memory had no room for the micro-batch so far."""
@@ -310,9 +320,15 @@ class Run:
             self.say(note)
 
     def evaluate(
-        self, dataset: Any, measure: Measure, *, collate_fn: Collate | None = None, num_workers: int | None = None
+        self,
+        dataset: Any,
+        measure: Measure,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        collate_fn: Collate | None = None,
+        num_workers: int | None = None,
     ) -> dict[str, float]:
-        """Mean of every metric over `dataset`, each sample counted exactly once on any number of workers.
+        """Every metric over `dataset`, each sample counted exactly once on any number of workers.
 
         A collective: every worker has to call it.
 
@@ -321,7 +337,10 @@ class Run:
             collate_fn: makes a batch of a list of samples; None: torch's default.
             num_workers: loader processes of each worker; None: as the job's data.loader_workers says.
             measure: called as measure(model, batch) in evaluation mode without gradients; returns one value per
-                sample for every metric, {"accuracy": correct, "loss": losses}, each of shape (samples in batch,).
+                sample for every metric, {"accuracy": correct, "loss": losses}, each of shape (samples in batch,), or
+                `paceline.Mean(loss, weight=number of tokens)`; the result is the mean over all samples, or tokens.
+            metrics: those that are no means, by name: a torchmetrics metric, or three functions (update, merge,
+                compute). `measure` then returns under this name what `update` takes, {"f1": (predictions, targets)}.
         """
         loading = self._loading(dataset, "evaluation", collate_fn=collate_fn, num_workers=num_workers)
         set_size = num_samples(loading.dataset, "evaluation")
@@ -348,13 +367,13 @@ class Run:
                 torch.no_grad(),
                 self.precision.autocast(),
             ):
-                metrics = evaluate(batches(), chunks, given, self.model, measure, self.world)
+                results = evaluate(batches(), chunks, given, self.model, measure, self.world, metrics)
         finally:
             seed_between_steps(self.job.seed, self.steps, self.device)
             self.timer.resume()
         self.metrics.clear()
-        self.metrics.update(metrics)
-        return metrics
+        self.metrics.update(results)
+        return results
 
     def consensus(self) -> AbstractContextManager[None]:
         """Inside, the model holds what all workers agree on, the same on every one: the mean of their weights where

@@ -109,7 +109,7 @@ class RunState:
             return None
         shared, own = self.trained.take()
         shared |= {
-            "progress": self.progress.state_dict(),
+            "progress": self.progress.state_dict(collective=collective),
             "noise": self.noise.state_dict(),
             "metrics": self.metrics,
             "kept": self.kept.state_dict(),

@@ -14,12 +14,13 @@ from paceline.errors import JobError, ModelError
 from paceline.parallel import AnyShard, Assignment, StepInput
 from paceline.parallel.assignment import shard_sizes
 from paceline.parallel.dtensor import clip_gradients
+from paceline.parallel.losses import StepLoss
 from paceline.parallel.micro_batch import is_out_of_memory
 from paceline.samples import Readings, Samples
 from paceline.spec import Mesh
 from paceline.train.data_progress import Batch
 from paceline.train.nonfinite import NonFiniteGuard
-from paceline.train.numerics import LossFn
+from paceline.train.numerics import LossFn, loss_name
 from paceline.train.reading import DatasetReader
 from paceline.train.schedule import LearningRates, lr_factor
 from paceline.train.seeding import seed_between_steps, seed_shard
@@ -72,8 +73,8 @@ class Stepper:
         """Whether the run could be saved as it is: all of its state, the script's own included, is of one step."""
         return self._is_consistent and (self._is_finished or self._state.kept.is_empty)
 
-    def step(self, pending: Pending, content: Any, loss_fn: LossFn) -> Tensor:
-        """Train on a batch; returns its mean loss.
+    def step(self, pending: Pending, content: Any, loss_fn: LossFn) -> StepLoss:
+        """Train on a batch; returns its loss.
 
         Args:
             content: `pending.content` as the script passed it to `step`.
@@ -86,19 +87,22 @@ class Stepper:
             step_input = self._input(progress.steps, batch.assignment, num_samples, content, loss_fn)
             step_input = replace(step_input, take_norms=self._state.noise.for_step(progress.steps, batch.assignment))
         else:
-            step_input = self._input(progress.steps, batch.assignment, 1, None, loss_fn)  # workers read their own
+            # A stand-in that shows what the loss function returns; workers read the shards they compute.
+            step_input = self._input(progress.steps, batch.assignment, 1, pending.content, loss_fn)
             step_input = replace(step_input, any_shard=self._any_shard(pending, content, loss_fn))
         self._rates.set(progress.samples_seen, batch.samples_per_epoch)
         trained.optimizer.zero_grad(set_to_none=True)
 
         try:
-            loss = engine.step(step_input, functools.partial(self._update, batch, content))
+            result = engine.step(step_input, functools.partial(self._update, batch, content))
         except (RuntimeError, MemoryError) as problem:
             if not is_out_of_memory(problem):
                 raise
             raise ModelError(self._out_of_memory(problem)) from problem
 
-        self._tracer.after_update(trained.model, engine.whole)
+        for note in result.notes:
+            self.session.note(note)
+        self._tracer.after_update(trained.model, engine.whole, result.notes)
         progress.trained_on(batch)
         self.session.heartbeat.step(progress.steps)
         seed_between_steps(self._state.job.seed, progress.steps, self._device)
@@ -108,7 +112,7 @@ class Stepper:
             names = ", ".join(moving[:3]) + (f" and {len(moving) - 3} more" if len(moving) > 3 else "")
             self.session.note(f"Forward passes change buffers ({names}): {engine.buffers_rule}.")
         self._is_consistent, self._is_finished = True, False
-        return loss
+        return result
 
     def _out_of_memory(self, problem: BaseException) -> str:
         job, found = self._state.job, self.trained.engine.micro_batch
@@ -139,6 +143,7 @@ class Stepper:
             seed_shard=lambda shard: seed_shard(seed, index, shard, self._device),
             scale=precision.scaler.scale,
             within=precision.autocast,
+            loss_name=loss_name(loss_fn),
         )
 
     def _update(self, batch: Batch, content: Any, loss: Tensor) -> None:

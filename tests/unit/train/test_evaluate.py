@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from paceline.data.order import SequentialOrder
 from paceline.env import WorkerFacts
 from paceline.errors import ModelError
 from paceline.train.evaluate import Measure, evaluate, own_chunks
+from paceline.train.metric_states import MergeTree, MetricFunctions, metric_functions, update_trees
 from paceline.train.process_group import World
 
 ALONE = World(WorkerFacts(), torch.device("cpu"), None)
@@ -70,5 +72,36 @@ def test_sums_are_float64() -> None:
     ],
 )
 def test_a_metric_that_is_not_one_value_per_sample_is_refused(wrong: Callable[[Tensor], Any], got: str) -> None:
-    with pytest.raises(ModelError, match=rf"metric 'mine' should be one value per sample, shape \(4,\), but is {got}"):
+    refusal = rf"metric 'mine' should be one value per sample, shape \(4,\), or a paceline.Mean, but is {got}"
+    with pytest.raises(ModelError, match=refusal):
         run(torch.arange(8.0), 4, lambda _model, batch: {"mine": wrong(batch)})
+
+
+@pytest.mark.parametrize("num_chunks", range(1, 12))
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+def test_states_are_merged_in_one_tree_whoever_has_them(num_chunks: int, workers: int) -> None:
+    def merge(first: str, second: str) -> str:
+        return f"({first}{second})"
+
+    alone = MergeTree(merge)
+    for number in range(num_chunks):
+        alone.push(number, 1, f"{number},")
+    whole = MergeTree(merge)
+    for rank in range(workers):
+        own = MergeTree(merge)
+        for number in own_chunks(num_chunks, rank, workers, in_step=False):
+            own.push(number, 1, f"{number},")
+        for block in own.blocks:
+            whole.push(*block)
+    assert whole.root() == alone.root()
+
+
+def test_what_cannot_be_merged_is_refused() -> None:
+    with pytest.raises(ModelError, match="'f1' is a str; give a torchmetrics metric or three functions"):
+        metric_functions("f1", "F1")
+    with pytest.raises(ModelError, match=r"measure returned nothing for the metric 'f1', but only \['loss'\]"):
+        update_trees({"f1": MetricFunctions(max, max, max)}, {}, 0, {"loss": 1})
+    functions = metric_functions("r", torchmetrics.PearsonCorrCoef())
+    states = [functions.update(torch.randn(4), torch.randn(4)) for _ in range(2)]
+    with pytest.raises(ModelError, match="'r' has a state with the rule None, which cannot be merged"):
+        functions.merge(*states)
