@@ -24,15 +24,15 @@ _LOW_PRECISION_TOLERANCE = 2e-3
 _TF32_TOLERANCE = 2e-4
 
 
-def tolerance(model: nn.Module, device: torch.device) -> float:
+def tolerance(model: nn.Module, device: torch.device, loss_dtype: torch.dtype) -> float:
     """The relative difference between two ways to compute a loss that is put down to rounding; call it in the context
     of a forward pass (autocast)."""
     if torch.is_autocast_enabled(device.type):
         return _LOW_PRECISION_TOLERANCE
-    dtypes = {parameter.dtype for parameter in model.parameters()}
+    dtypes = {loss_dtype, *(parameter.dtype for parameter in model.parameters())}
     if torch.float32 in dtypes and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
         return _TF32_TOLERANCE
-    return max((_TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE) for dtype in dtypes), default=_TOLERANCE[torch.float32])
+    return max(_TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE) for dtype in dtypes)
 
 
 def describe_coupling(together: ShardLoss, singles: Sequence[ShardLoss], tolerance: float) -> str:
