@@ -38,8 +38,8 @@ def tolerance(model: nn.Module, device: torch.device, loss_dtype: torch.dtype) -
 def describe_coupling(together: ShardLoss, singles: Sequence[ShardLoss], tolerance: float) -> str:
     """A sentence if a loss of several shards is not the weighted mean of theirs; else empty."""
     weights = [float(one.weight) for one in singles]
-    losses = [float(one.mean) for one in singles]
-    total, whole = sum(weights), float(together.mean)
+    losses = [float(one.mean.detach()) for one in singles]
+    total, whole = sum(weights), float(together.mean.detach())
     if not total:
         return ""
     mean = sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight) / total

@@ -159,12 +159,13 @@ class Allocation:
 
 
 @contextlib.contextmanager
-def open_allocation(where: Where, run_dir: Path | None = None) -> Iterator[Allocation]:
+def open_allocation(where: Where, run_dir: Path | None = None, script: Path | None = None) -> Iterator[Allocation]:
     """Open the nodes that `where` names; agents on other nodes run until the block ends.
 
     Args:
         run_dir: the run's folder, which no other run may use meanwhile, and which containers see besides the working
             directory.
+        script: a file whose folder containers see too.
 
     Raises:
         LaunchError: another run uses the folder, options that contradict each other, or nodes that cannot be reached
@@ -172,7 +173,8 @@ def open_allocation(where: Where, run_dir: Path | None = None) -> Iterator[Alloc
     """
     slots = where.named_hosts()
     where = replace(where, launcher=chosen_launcher(where.launcher, slots))
-    with contextlib.nullcontext() if run_dir is None else _held(run_dir), _opened(where, slots, run_dir) as allocation:
+    shown = [path.absolute() for path in (run_dir, script and script.parent) if path is not None]
+    with contextlib.nullcontext() if run_dir is None else _held(run_dir), _opened(where, slots, shown) as allocation:
         yield allocation
 
 
@@ -189,7 +191,7 @@ def _held(run_dir: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _opened(where: Where, slots: Sequence[NodeSlots], run_dir: Path | None) -> Iterator[Allocation]:
+def _opened(where: Where, slots: Sequence[NodeSlots], shown: Sequence[Path]) -> Iterator[Allocation]:
     if where.launcher == "debug" or (where.launcher == "local" and where.container is None):
         yield Allocation(where, detect())
         return
@@ -201,8 +203,7 @@ def _opened(where: Where, slots: Sequence[NodeSlots], run_dir: Path | None) -> I
     image = ""
     if where.container is not None:
         python = where.python or "python3"
-        binds = [] if run_dir is None else [run_dir.absolute()]
-        accesses, digest = contained(accesses, where.container, cwd=Path.cwd(), binds=binds, python=python)
+        accesses, digest = contained(accesses, where.container, cwd=Path.cwd(), binds=shown, python=python)
         image = f"{where.container} {digest}"
     by_name = {node.address: node for node in slots}
 
