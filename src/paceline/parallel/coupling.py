@@ -48,8 +48,8 @@ def describe_coupling(together: ShardLoss, singles: Sequence[ShardLoss], toleran
         return ""
     if abs(float(together.weight) - total) > 1e-4 * total:
         return (
-            f"The weight of {len(singles)} virtual shards together is {float(together.weight) / total:.4g} times the sum "
-            "of their own weights, so every shard goes through the model alone, which gives the same result on any "
+            f"The weight of {len(singles)} virtual shards together is {float(together.weight) / total:.4g} times the "
+            "sum of their own weights, so every shard goes through the model alone, which gives the same result on any "
             "number of workers: a paceline.Mean over tokens has the number of tokens in its samples as its weight."
         )
     if abs(whole - mean) <= tolerance * largest:
