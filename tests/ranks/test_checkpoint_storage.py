@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import os
@@ -315,7 +316,14 @@ def test_one_checkpoint_cannot_be_written(
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_goes_on_with_a_checkpoint_of_the_first_release(tmp_path: Path, world_size: int) -> None:
     shutil.copytree(fixture.FOLDER, tmp_path / "run")
-    for steps, weights, notes in run_ranks(fixture.train, world_size, str(tmp_path / "run")):
+    # It is from the middle of an epoch, and that release had samples in another order.
+    with pytest.raises(Exception, match="of an earlier version of Paceline, whose order of samples was another one"):
+        run_ranks(fixture.train, world_size, str(tmp_path / "run"))
+    shutil.rmtree(tmp_path / "run")
+    shutil.copytree(fixture.FOLDER, tmp_path / "run")
+    for steps, weights, notes in run_ranks(
+        functools.partial(fixture.train, force=True), world_size, str(tmp_path / "run")
+    ):
         assert steps == fixture.STEPS and all(map(math.isfinite, weights))
         assert notes["pair"] == (1, "two") and notes["by number"] == {3: None, -1: math.inf}
         assert notes["steps"] == list(range(fixture.STEPS))
