@@ -110,8 +110,9 @@ class Run:
             optimizer: over the parameters of `model`. They stay the same objects where every worker holds the
                 whole model; else the optimizer is given their shards in their place.
             find_unused_parameters: set it if some parameters get no gradient in some steps.
-            example: what `model` is called with for a few samples, a tensor or a tuple; a pipeline needs it, to cut the
-                model into stages that take equally long.
+            example: what `model` is called with for a few samples: a tensor, a tuple of positional arguments, or a
+                mapping of keyword arguments, such as a batch of a tokenizer. A pipeline needs it, to cut the model into
+                stages that take equally long.
             tensor_plan: which modules the workers of the mesh axis tp share, and how: {"blocks.*.up": "colwise",
                 "blocks.*.down": "rowwise"}; None: the plan's, the model's own `_tp_plan`, or what is found.
 
@@ -139,7 +140,7 @@ class Run:
             self.device,
             self.world.group,
             find_unused_parameters=find_unused_parameters,
-            example=example if example is None or isinstance(example, tuple) else (example,),
+            example=example,
         )
         self._at_close.push(parallelized.background)
         self.plan = dataclasses.replace(self.plan, algorithm=parallelized.algorithm)

@@ -6,7 +6,7 @@ import json
 import operator
 import sys
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -43,6 +43,17 @@ class TensorForm:
         if self.is_channels_last:
             return tensor.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1)
         return tensor.contiguous()
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What all layers before a cut returned, without the values: a stage goes through their calls as well.
+
+    Described once, with the first message of a kind.
+    """
+
+    outputs: list[Any] = field(compare=False)
+    """Of each layer, with a `TensorForm` in the place of every tensor."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +105,8 @@ def _to_plain(value: Any) -> Any:
         return {"tensor": [shape, str(dtype), *flags]}
     if isinstance(value, torch.dtype | torch.device):
         return {type(value).__name__: str(value)}
+    if isinstance(value, Outline):
+        return {"outline": [_to_plain(output) for output in value.outputs]}
     container = pytree.SUPPORTED_NODES.get(pytree._get_node_type(value))
     if container is None:
         raise ModelError(
@@ -119,6 +132,8 @@ def _from_plain(plain: Any) -> Any:
         return _DTYPES[plain["dtype"]]
     if "device" in plain:
         return torch.device(plain["device"])
+    if "outline" in plain:
+        return Outline([_from_plain(output) for output in plain["outline"]])
     module, name, context = plain["container"]
     kind = operator.attrgetter(name)(sys.modules[module])
     # Of the classes that are loaded here, none but a container is ever called.

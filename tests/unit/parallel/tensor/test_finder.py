@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from paceline.errors import ModelError
 from paceline.models import build
+from paceline.parallel.pipeline.calls import ModelCall
+from paceline.parallel.pipeline.recorder import record
 from paceline.parallel.pipeline.stage import Stage
-from paceline.parallel.pipeline.traced_layers import trace as trace_layers
 from paceline.parallel.tensor import LayerSize, TensorPlan, bytes_per_sample, find_plan
 from paceline.parallel.tensor.exchange import block_runs, memory_order, rows_to_send
 from paceline.parallel.tensor.pairs import trace
@@ -210,20 +211,20 @@ def test_a_norm_of_positions_refuses_to_be_called_outside_of_its_stretch() -> No
 def test_layers_of_a_stage_of_a_pipeline_follow_each_other_as_in_the_model() -> None:
     with torch.device("meta"):
         model = build(ModelSpec("lenet"))
-        traced = trace_layers(model, (torch.zeros(2, 1, 28, 28),))
-    assert _styles(Stage(traced, 0, len(traced.layers)), 2) == _styles(model, 2)
+        recording = record(model, ModelCall((torch.zeros(2, 1, 28, 28),)))
+    assert _styles(Stage(recording, 0, len(recording.layers)), 2) == _styles(model, 2)
     # Its partner is in another stage.
-    with_fc1 = next(number for number in range(len(traced.layers)) if traced.name(number) == "fc1")
-    assert _styles(Stage(traced, with_fc1 + 1, len(traced.layers)), 2)["fc2"] == "colwise_gather_output"
-    assert _styles(Stage(traced, with_fc1, len(traced.layers)), 2)["fc2"] == "rowwise"
+    with_fc1 = next(number for number in range(len(recording.layers)) if recording.name(number) == "fc1")
+    assert _styles(Stage(recording, with_fc1 + 1, len(recording.layers)), 2)["fc2"] == "colwise_gather_output"
+    assert _styles(Stage(recording, with_fc1, len(recording.layers)), 2)["fc2"] == "rowwise"
 
 
 def test_blocks_of_a_stage_share_positions_though_nobody_calls_their_list() -> None:
     with torch.device("meta"):
         model = build(ModelSpec("gpt", {"width": 16, "num_heads": 2, "num_layers": 3}))
-        traced = trace_layers(model, (torch.zeros(2, 5, dtype=torch.long),))
-    start = next(number for number in range(len(traced.layers)) if traced.name(number) == "blocks.1")
-    stage = Stage(traced, start, len(traced.layers))
+        recording = record(model, ModelCall((torch.zeros(2, 5, dtype=torch.long),)))
+    start = next(number for number in range(len(recording.layers)) if recording.name(number) == "blocks.1")
+    stage = Stage(recording, start, len(recording.layers))
     for part, region, num_rowwise in ((stage, ("blocks.1", "norm"), 4), (model, ("blocks", "blocks"), 6)):
         assert _regions(part) == [region]
         styles = find_plan(part, 2, sequence_parallel=True).styles.values()
