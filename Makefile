@@ -1,12 +1,14 @@
 # Two commands for a stranger: `make demo` and `make test`. Everything lives in .venv.
 PYTHON ?= python3
 BIN := .venv/bin
+PACKAGE := .venv/.package
 READY := .venv/.ready
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 FAST := not slow and not browser and not hosts
 
 .PHONY: demo check test test-fast bench bench-hosts clean
 
-demo: $(READY)
+demo: $(PACKAGE)
 	$(BIN)/paceline scale digits-lenet --devices 1,2 --out runs/demo-$$(date +%Y%m%d-%H%M%S)
 
 check: $(READY)
@@ -35,10 +37,16 @@ bench-hosts: $(READY)
 	$(BIN)/python -m benchmarks.hosts --out runs/bench-hosts-$$(date +%Y%m%d-%H%M%S)
 
 # torch first and by itself: nothing else may choose its build.
-$(READY): pyproject.toml constraints.txt
+$(PACKAGE): pyproject.toml constraints.txt
+	@echo "Installing torch and paceline into .venv"
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch setuptools
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(PIP) torch setuptools
+	$(PIP) --no-build-isolation -e .
+	touch $(PACKAGE)
+
+$(READY): $(PACKAGE)
+	@echo "Installing what the tests need: other training libraries, launchers, checkers"
+	$(PIP) --no-build-isolation -e '.[dev]'
 	touch $(READY)
 
 clean:

@@ -30,7 +30,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from paceline import data, models
 from paceline.comm.parameter_server_async import ParameterServerAsync, ServerSettings, UpdateSchedule
 from paceline.data import ArrayReader, ArraySet
-from paceline.data.order import epoch_order
+from paceline.data.order import ShuffledOrder
 from paceline.parallel.assignment import shard_sizes
 from paceline.spec import DataSpec, Job, ModelSpec, OptimSpec
 from paceline.train.schedule import lr_factor
@@ -216,7 +216,7 @@ def accuracy(rank: int, case: Case, data_dir: str) -> dict[str, Any]:
     train_set, test_set = data.load(DataSpec("mnist", dir=data_dir))
     assert isinstance(train_set, ArraySet)
     assert isinstance(test_set, ArraySet)
-    orders = [epoch_order(len(train_set), job.global_batch_size, job.seed, epoch) for epoch in range(job.epochs)]
+    orders = [ShuffledOrder(len(train_set), job.global_batch_size, job.seed, epoch) for epoch in range(job.epochs)]
     batches = [(epoch, order.batch(n)) for epoch, order in enumerate(orders) for n in range(order.num_batches)]
     reader = ArrayReader(train_set, torch.device("cpu"), torch.float32, False, job.seed)
     torch.manual_seed(job.seed)

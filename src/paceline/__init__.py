@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from paceline.spec import Cluster, Job, Plan, RunRecord
     from paceline.spec.forecast import Forecast
     from paceline.train import Run, init
-    from paceline.workflows import bench, checkpoint, submit
+    from paceline.workflows import bench, catalog, checkpoint, submit
     from paceline.workflows.doctor import doctor
     from paceline.workflows.launch import launch
     from paceline.workflows.mesh_dry_run import dry_run_mesh
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from paceline.workflows.verify import verify
     from paceline.workflows.where import Elastic, Where
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Cluster",
     "Elastic",
@@ -47,6 +47,7 @@ __all__ = [
     "Where",
     "__version__",
     "bench",
+    "catalog",
     "checkpoint",
     "doctor",
     "dry_run_mesh",
@@ -80,7 +81,7 @@ _MODULES = {
     },
 }
 """The module that each public name comes from; it is loaded when the name is first used, since torch takes seconds."""
-_GROUPS = ("bench", "checkpoint", "submit")
+_GROUPS = ("bench", "catalog", "checkpoint", "submit")
 """The public modules, each a group of functions: those of `paceline.workflows` with these names."""
 
 

@@ -16,7 +16,29 @@ Anything else that escapes is a bug in Paceline or in the user's own code and ke
 
 from __future__ import annotations
 
+import reprlib
 from pathlib import Path
+from typing import Any
+
+_MOST_SHOWN = 100
+"""Characters of a value in a sentence."""
+
+
+def shown(value: Any) -> str:
+    """`value` as it is written in Python, short enough for a sentence, whatever it is."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = _MOST_SHOWN
+    short.maxlist = short.maxtuple = short.maxdict = 8
+    try:
+        text = short.repr(value)
+    except (ValueError, RecursionError):  # a whole number of more digits than Python is willing to write
+        return f"a very large {type(value).__name__}"
+    return text if len(text) <= 2 * _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+
+
+def shortened(text: str, most: int = _MOST_SHOWN) -> str:
+    """A text of at most so many characters: its beginning and its end."""
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[-(most - most // 2 - 1) :]}"
 
 
 class PacelineError(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -10,8 +11,12 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from paceline.errors import CheckpointError
+from paceline.regular_files import create, make_run_folder, open_regular, read_bytes, run_file_mode
 
 Piece = bytes | bytearray | memoryview
+
+MOST_READ_BYTES = 1 << 30
+"""No manifest is larger: one of a million slices of tensors has some 200 MB."""
 
 PIECE_BYTES = 8 << 20
 """Read, written and summed at a time: the sum is taken of what is still in the processor's cache."""
@@ -26,7 +31,7 @@ class Catalogue(Protocol):
     address: str
 
     def read(self, name: str) -> bytes:
-        """The whole content. Raises `FileNotFoundError` where there is no such file."""
+        """The whole content, `MOST_READ_BYTES` at most. Raises `FileNotFoundError` where there is no such file."""
 
     def names(self, folder: str = "") -> list[str]:
         """What lies in a folder, sorted; nothing where there is no such folder."""
@@ -65,10 +70,10 @@ class Folder:
         path = self._path / name
         unfinished = path.with_name(path.name + ".part")
         if not path.parent.is_dir():
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_run_folder(path.parent)
             _make_durable(path.parent.parent)
         try:
-            with open(unfinished, "wb", buffering=0) as file:
+            with create(unfinished, run_file_mode()) as file:
                 for piece in pieces:
                     _write_all(file, piece)
                 os.fsync(file.fileno())
@@ -80,19 +85,19 @@ class Folder:
         _make_durable(path.parent)
 
     def pieces(self, name: str) -> Iterator[bytes]:
-        with open(self._path / name, "rb", buffering=0) as file:
+        with open_regular(self._path / name) as file:
             yield from iter(lambda: file.read(PIECE_BYTES), b"")
 
     def stretch(self, name: str, start: int, stop: int) -> bytearray:
         content = bytearray()
-        with open(self._path / name, "rb", buffering=0) as file:
+        with open_regular(self._path / name) as file:
             file.seek(start)
             while piece := file.read(min(PIECE_BYTES, stop - start - len(content))):
                 content += piece
         return content
 
     def read(self, name: str) -> bytes:
-        return (self._path / name).read_bytes()
+        return read_bytes(self._path / name, MOST_READ_BYTES)
 
     def names(self, folder: str = "") -> list[str]:
         try:
@@ -111,8 +116,9 @@ class Folder:
             path.unlink(missing_ok=True)
 
     def claim(self, folder: str) -> bool:
+        make_run_folder(self._path)
         try:
-            (self._path / folder).mkdir(mode=0o700, parents=True)
+            (self._path / folder).mkdir(mode=0o700)
         except FileExistsError:
             return False
         _make_durable(self._path)
@@ -147,8 +153,10 @@ class Remote:
 
     def read(self, name: str) -> bytes:
         with self._as_os_error():
-            content: bytes = self._files.cat_file(self._path(name))
-            return content
+            content: bytes = self._files.cat_file(self._path(name), start=0, end=MOST_READ_BYTES + 1)
+        if len(content) > MOST_READ_BYTES:
+            raise OSError(errno.EFBIG, f"more than {MOST_READ_BYTES:,} bytes")
+        return content
 
     def names(self, folder: str = "") -> list[str]:
         return sorted(self._kinds(folder))

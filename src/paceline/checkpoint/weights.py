@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,13 +10,17 @@ from safetensors.torch import save, save_file
 from torch import Tensor
 
 from paceline.checkpoint.storage import Storage
+from paceline.regular_files import run_file_mode
 
 
 def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
     """Write a model's state_dict; the file is complete or absent. Tied tensors are stored once."""
     unfinished = path.with_name(path.name + ".part")
     tensors, metadata = _stored(weights)
+    with contextlib.suppress(FileNotFoundError):
+        unfinished.unlink()  # whatever it is, it is not to be written into
     save_file(tensors, unfinished, metadata)
+    unfinished.chmod(run_file_mode())
     unfinished.rename(path)
 
 

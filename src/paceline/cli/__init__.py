@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from paceline import __version__
 from paceline.cli import (
     bench,
+    catalog,
     checkpoint,
     doctor,
     launch,
@@ -29,11 +31,17 @@ INTERRUPTED = 130
 """The exit code of Ctrl-C: 128 + SIGINT, as shells have it; the command-line library makes one of the other."""
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"paceline {__version__}")
+        raise typer.Exit
+
+
 class PipelineOrder(TyperGroup):
     """The pipeline's order, in which the library would put commands that have commands of their own last."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        last = ("checkpoint", "export", "report", "doctor")
+        last = ("checkpoint", "export", "report", "doctor", "jobs", "models", "data")
         return sorted(super().list_commands(ctx), key=lambda name: last.index(name) + 1 if name in last else 0)
 
 
@@ -42,7 +50,6 @@ app = typer.Typer(
     cls=PipelineOrder,
     help="Add devices, keep the accuracy, know the gain before you pay for it.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -60,7 +67,19 @@ app.add_typer(checkpoint.app, name="checkpoint")
 app.command("export")(checkpoint.export)
 app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)
+app.add_typer(catalog.app, name="jobs")
+app.command("models")(catalog.models)
+app.command("data")(catalog.data)
 app.command("agent", hidden=True)(agent)
+
+
+@app.callback()
+def options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Add devices, keep the accuracy, know the gain before you pay for it."""
 
 
 def main() -> None:

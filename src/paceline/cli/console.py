@@ -22,10 +22,11 @@ def print_table(
 ) -> None:
     """Print a table without lines; columns are aligned to the right, but for those whose headings are in `left`."""
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in headings:
         table.add_column(heading, justify="left" if heading in left else "right")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # brackets in a cell are no markup
     table_console(pipe_columns).print(table)

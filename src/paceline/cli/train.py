@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from paceline.cli.catalog import show_recipes
 from paceline.cli.options import (
     Algorithm,
     AsJson,
@@ -33,6 +34,12 @@ from paceline.workflows.jobs import resolve_job
 from paceline.workflows.run_folder import new_run_dir
 from paceline.workflows.strategy import PLAIN, Strategy
 from paceline.workflows.where import HERE, RIGID, Elastic, Where
+
+
+def _print_recipes(is_asked: bool) -> None:
+    if is_asked:
+        show_recipes()
+        raise typer.Exit
 
 
 @grouped
@@ -64,6 +71,9 @@ def train(
         typer.Option("--plan", metavar="FILE", help="What paceline plan wrote; options given here win over it."),
     ] = None,
     dry_run: DryRun = False,
+    _list: Annotated[
+        bool, typer.Option("--list", callback=_print_recipes, is_eager=True, help="List the recipes and exit.")
+    ] = False,
 ) -> None:
     """Train a job on some workers of this machine, or of several."""
     options: dict[str, Any] = {

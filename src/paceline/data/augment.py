@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.data import streams
+from paceline.data import random_streams
 from paceline.data.counter_random import integers, uniform
 from paceline.spec import DataSpec
 
@@ -50,15 +50,15 @@ def augment(images: Tensor, augmentation: Augmentation, seed: int, epoch: int, i
     """
     if augmentation.crop_padding is not None:
         high = 2 * augmentation.crop_padding + 1
-        top = integers(seed, streams.CROP_Y, epoch, indices, high)
-        left = integers(seed, streams.CROP_X, epoch, indices, high)
+        top = integers(seed, random_streams.CROP_Y, epoch, indices, high)
+        left = integers(seed, random_streams.CROP_X, epoch, indices, high)
         images = _crop(images, augmentation.crop_padding, top, left)
     if augmentation.flip:
-        images = _flip(images, uniform(seed, streams.FLIP, epoch, indices) < 0.5)
+        images = _flip(images, uniform(seed, random_streams.FLIP, epoch, indices) < 0.5)
     if augmentation.cutout_size is not None:
         height, width = images.shape[-2:]
-        y = integers(seed, streams.CUTOUT_Y, epoch, indices, height)
-        x = integers(seed, streams.CUTOUT_X, epoch, indices, width)
+        y = integers(seed, random_streams.CUTOUT_Y, epoch, indices, height)
+        x = integers(seed, random_streams.CUTOUT_X, epoch, indices, width)
         images = _cutout(images, augmentation.cutout_size, y, x)
     return images
 

@@ -28,6 +28,7 @@ from paceline.data.extras import import_extra
 from paceline.data.labels import checked_labels
 from paceline.data.source_options import no_options
 from paceline.errors import DataError
+from paceline.regular_files import open_regular, read_bytes
 from paceline.spec import DataSpec
 
 _IMAGE_BYTES = 3 * 32 * 32
@@ -134,7 +135,7 @@ def _decode_batches(kind: _Cifar, form: _Batches, files: Mapping[str, tuple[str,
 
 def _read_files(paths: Sequence[Path]) -> dict[str, tuple[str, bytes]]:
     try:
-        return {path.name: (str(path), path.read_bytes()) for path in paths}
+        return {path.name: (str(path), read_bytes(path)) for path in paths}
     except OSError as error:
         raise DataError(f"{error.filename} cannot be read ({error.strerror}).") from None
 
@@ -143,7 +144,7 @@ def _read_archive(archive: Path, form: _Batches) -> dict[str, tuple[str, bytes]]
     wanted = form.train + form.test
     files: dict[str, tuple[str, bytes]] = {}
     try:
-        with tarfile.open(archive, "r:gz") as tar:
+        with open_regular(archive) as file, tarfile.open(fileobj=file, mode="r:gz") as tar:
             for member in tar:
                 name = Path(member.name).name
                 content = tar.extractfile(member) if name in wanted and member.isfile() else None

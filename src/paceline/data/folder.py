@@ -19,6 +19,7 @@ from paceline.data.augment import Augmentation
 from paceline.data.extras import import_extra
 from paceline.data.source_options import read_options
 from paceline.errors import DataError
+from paceline.regular_files import open_regular
 from paceline.spec import DataSpec
 from paceline.spec.codec import at_least
 
@@ -61,8 +62,8 @@ class FolderImages:
 
         path = self.files[index]
         try:
-            with Image.open(path) as file:
-                image = file.convert("RGB")
+            with open_regular(path) as file, Image.open(file) as picture:
+                image = picture.convert("RGB")
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise DataError(f"{path} is no readable image ({error}); mend or remove it.") from None
         crop = self.augment is not None and self.augment.crop_padding is not None

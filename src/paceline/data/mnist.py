@@ -21,6 +21,7 @@ from paceline.data.download import directory_of
 from paceline.data.labels import checked_labels
 from paceline.data.source_options import no_options
 from paceline.errors import DataError
+from paceline.regular_files import read_bytes
 from paceline.spec import DataSpec
 
 _STEMS = {"train": "train", "test": "t10k"}
@@ -106,7 +107,7 @@ def read_idx(path: Path, num_dims: int) -> NDArray[np.uint8]:
 
 def _read(path: Path) -> bytes:
     try:
-        raw = path.read_bytes()
+        raw = read_bytes(path)
         return gzip.decompress(raw) if path.suffix == ".gz" else raw
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path} is no whole gzip file ({error}); get the file anew.") from None

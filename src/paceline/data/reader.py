@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, default_collate
 
-from paceline.data import counter_random, streams
+from paceline.containers import to_device
+from paceline.data import counter_random, random_streams
 from paceline.data.array_set import ArraySet
 from paceline.data.augment import augment
 from paceline.errors import DataError
@@ -152,7 +152,7 @@ def stream_batches(
                 return
             if isinstance(batch, _CARRIED_ERRORS):
                 raise batch
-            yield tree_map(lambda leaf: _to_device(leaf, device, dtype), batch)
+            yield to_device(batch, device, dtype)
     finally:
         # An error's traceback keeps the loader alive until the garbage collector takes it apart, and in its
         # order the loader's processes are no longer told to stop: it would wait 5 s for each. So stop them
@@ -181,7 +181,7 @@ class _SeededSamples:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
-        sample_seed = counter_random.key(self._seed, streams.SAMPLE, self._epoch, index)
+        sample_seed = counter_random.key(self._seed, random_streams.SAMPLE, self._epoch, index)
         random.seed(sample_seed)
         np.random.seed([sample_seed & 0xFFFFFFFF, sample_seed >> 32])
         torch.default_generator.manual_seed(sample_seed)  # the CPU's alone: no CUDA call in a forked process
@@ -207,10 +207,3 @@ def _global_generators_kept() -> Iterator[None]:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
-
-
-def _to_device(leaf: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    cast_to = dtype if dtype == torch.float64 and leaf.is_floating_point() else leaf.dtype
-    return leaf.to(device, cast_to, non_blocking=True)

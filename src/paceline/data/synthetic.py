@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data import streams
+from paceline.data import random_streams
 from paceline.data.array_set import ArraySet
 from paceline.data.counter_random import hash_keys
 from paceline.data.source_options import read_options
@@ -71,6 +71,6 @@ def _random_bytes(use: int, first: int, count: int, size: int) -> NDArray[np.uin
     for start in range(0, count, step):
         numbers = np.arange(first + start, first + min(start + step, count), dtype=np.int64)
         keys = numbers[:, None] * words + np.arange(words)
-        drawn = hash_keys(0, streams.SYNTHETIC, use, keys).astype("<u8").view(np.uint8)
+        drawn = hash_keys(0, random_streams.SYNTHETIC, use, keys).astype("<u8").view(np.uint8)
         rows[start : start + step] = drawn[:, :size]
     return rows

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.errors import ClusterError
+from paceline.errors import ClusterError, shown
 from paceline.hardware.nccl_xml import parse_nccl_xml
 from paceline.hardware.rocm_matrix import is_rocm, parse_rocm
 from paceline.hardware.smi_matrix import parse_topology
+from paceline.regular_files import read_text
 from paceline.spec import Cluster
 
 
@@ -27,10 +28,9 @@ def read_topology(source: Path | str) -> Cluster:
         return _parse(source)
     path = Path(source)
     try:
-        text = path.read_text(encoding="utf-8-sig", errors="replace")
-    except (OSError, ValueError) as problem:
-        why = problem.strerror if isinstance(problem, OSError) else problem
-        raise ClusterError(f"The topology file {str(source)[:200]!r} cannot be read: {why}.") from None
+        text = read_text(path, encoding="utf-8-sig", errors="replace")
+    except OSError as problem:
+        raise ClusterError(f"The topology file {shown(str(source))} cannot be read: {problem.strerror}.") from None
     try:
         return _parse(text)
     except ClusterError as problem:

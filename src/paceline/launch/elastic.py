@@ -31,6 +31,7 @@ from paceline.launch.run_workers import (
 )
 from paceline.launch.supervise import Outcome
 from paceline.launch.team import LaunchOptions
+from paceline.regular_files import replace_text, run_file_mode
 from paceline.spec import Cluster, Plan
 from paceline.spec.plan import EXCLUDED
 
@@ -131,10 +132,9 @@ class _GenerationLog:
         self._write()
 
     def _write(self) -> None:
-        draft = self.path.with_suffix(".tmp")
+        text = json.dumps({"generations": [asdict(one) for one in self.generations]}, indent=1) + "\n"
         with contextlib.suppress(OSError):  # a full disk is no reason to stop training
-            draft.write_text(json.dumps({"generations": [asdict(one) for one in self.generations]}, indent=1) + "\n")
-            draft.replace(self.path)
+            replace_text(self.path, text, run_file_mode())
 
 
 def run_elastic(

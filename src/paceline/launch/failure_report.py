@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from paceline.launch.failures import (
     Ending,
@@ -25,9 +25,12 @@ from paceline.launch.failures import (
 from paceline.launch.faults import Cause, fault_of
 from paceline.launch.hang import Hang, WorkerState
 from paceline.launch.supervise import NodeLoss, Outcome
+from paceline.regular_files import open_regular, replace_text
 
 LOG_TAIL_LINES = 30
 MOST_STACK_LINES = 25
+MOST_TAIL_BYTES = 64 << 10
+"""Of a worker's output or stack in a report."""
 MOST_WORKER_LINES = 12
 
 
@@ -73,9 +76,7 @@ class FailureReport:
     def save(self, run_dir: Path, name: str = "failure") -> None:
         """Write `name`.json and `name`.txt, readable only by the user."""
         for suffix, text in (("json", json.dumps(asdict(self), indent=1) + "\n"), ("txt", self.text())):
-            descriptor = os.open(run_dir / f"{name}.{suffix}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
+            replace_text(run_dir / f"{name}.{suffix}", text, 0o600)
 
 
 def clear_report(run_dir: Path) -> None:
@@ -259,9 +260,16 @@ def _evidence(ending: Ending, run_dir: Path) -> str:
     return crash + _tail(log_path(run_dir, ending.rank), LOG_TAIL_LINES)
 
 
+def _last_lines(file: BinaryIO, num_lines: int | None) -> str:
+    """The last lines of a file, which may be one endless line."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_TAIL_BYTES))
+    text = (file.read(MOST_TAIL_BYTES) or b"").decode("utf-8", "replace")
+    return "".join(deque(text.splitlines(keepends=True), maxlen=num_lines))
+
+
 def _tail(path: Path, num_lines: int | None) -> str:
     try:
-        with open(path, encoding="utf-8", errors="replace") as lines:
-            return "".join(deque(lines, maxlen=num_lines))
+        with open_regular(path) as file:
+            return _last_lines(file, num_lines)
     except OSError:
         return ""  # rank 0 of a local run has no log: it wrote to the terminal

@@ -11,6 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.errors import JobError
+from paceline.regular_files import make_run_folder, read_json, replace_text
+from paceline.spec.codec import from_mapping
+
 LOST_PEER_TYPES = frozenset({"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"})
 """Messages of torch.distributed when a peer is gone. Python's own ConnectionResetError (from a download, say) is
 not among them."""
@@ -58,10 +62,8 @@ class Failure:
         Raises:
             OSError: the note cannot be written.
         """
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        draft = path.with_suffix(".tmp")
-        draft.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
-        draft.replace(path)
+        make_run_folder(path.parent)
+        replace_text(path, json.dumps(asdict(self), indent=1), 0o600)
 
     @property
     def exit_code(self) -> int | None:
@@ -72,8 +74,8 @@ class Failure:
     def read(cls, path: Path) -> Failure | None:
         """The note at `path`; None where no worker left a readable one."""
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+            return from_mapping(cls, read_json(path))
+        except (OSError, ValueError, JobError):
             return None
 
 

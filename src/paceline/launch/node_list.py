@@ -18,10 +18,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, shown
+from paceline.regular_files import read_text
 
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_MOST_CHARACTERS = 300
+"""Of an entry: names of nodes have up to 253."""
 _NUMBER = re.compile(r"[1-9][0-9]{0,5}")
 
 
@@ -52,9 +55,9 @@ def read_node_file(path: Path) -> tuple[NodeSlots, ...]:
         LaunchError: the file cannot be read or names no node, a line is invalid, or a node is named twice.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as problem:
-        raise LaunchError(f"The hosts file {path} cannot be read: {problem}.") from None
+        lines = read_text(path).splitlines()
+    except OSError as problem:
+        raise LaunchError(f"The hosts file {path} cannot be read: {problem.strerror}.") from None
     entries = [(f"{path}, line {number}", line.partition("#")[0].strip()) for number, line in enumerate(lines, 1)]
     if not any(entry for _, entry in entries):
         raise LaunchError(f"The hosts file {path} names no node; write one a line, such as gpu1 slots=8.")
@@ -62,6 +65,8 @@ def read_node_file(path: Path) -> tuple[NodeSlots, ...]:
 
 
 def _parse_entry(entry: str, where: str) -> NodeSlots:
+    if len(entry) > _MOST_CHARACTERS:
+        raise LaunchError(f"{where}: {shown(entry)} is no name of a node; it should look like gpu1 or kim@gpu1:8.")
     host, *settings = entry.split() or [""]
     host, colon, count = _split_count(host)
     for setting in settings:

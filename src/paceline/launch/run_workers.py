@@ -24,6 +24,7 @@ from paceline.launch.forking import ForkServer
 from paceline.launch.remote_team import RemoteTeam, arrange_rendezvous
 from paceline.launch.supervise import Outcome, Supervisor
 from paceline.launch.team import GRACE_S, HANG_TIMEOUT_S, LaunchOptions, LocalTeam, Output, Team
+from paceline.regular_files import make_run_folder
 
 if TYPE_CHECKING:
     from paceline.spec import Plan
@@ -268,7 +269,7 @@ def prepare(run_dir: Path) -> None:
     """Make the folders, readable only by the user, and delete files of an earlier run in the same folder."""
     try:
         for folder in (run_dir, run_dir / "logs", run_dir / "failures"):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_run_folder(folder)
         for note in (*run_dir.glob("failures/rank*"), *run_dir.glob("logs/rank*")):
             note.unlink()
         clear_report(run_dir)

@@ -24,6 +24,7 @@ from paceline.launch.forking import ForkServer, Process
 from paceline.launch.hang import WatchClock, WorkerState, interval_s
 from paceline.launch.out_of_memory import count_oom_kills, kernel_log_names
 from paceline.launch.output import LinePump, Show, is_behind, show_here
+from paceline.regular_files import open_regular
 
 Output = Literal["rank0", "all"]
 
@@ -392,6 +393,8 @@ def _size(path: Path) -> int:
 
 def _read_from(path: Path, offset: int) -> str:
     try:
-        return path.read_bytes()[offset:].decode(errors="replace")
+        with open_regular(path) as file:
+            file.seek(offset)
+            return (file.read(1 << 20) or b"").decode(errors="replace")
     except OSError:
         return ""

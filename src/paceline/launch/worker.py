@@ -33,6 +33,7 @@ from paceline.errors import LaunchError, PacelineError
 from paceline.launch.failures import Failure, failure_path, stack_path
 from paceline.launch.heartbeats import start_heartbeats
 from paceline.launch.torch_store import serve_store_when_called
+from paceline.regular_files import make_run_folder
 
 PR_SET_PDEATHSIG = 1
 """From <linux/prctl.h>."""
@@ -196,7 +197,7 @@ def _unwind_on_sigterm() -> None:
 
 def _write_stacks_to(path: Path) -> None:
     """Python stacks of a crash, and on SIGUSR2 of a live process, go to `path`."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_run_folder(path.parent)
     # Never closed and never collected: the handlers write to its bare descriptor until the process ends.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
     faulthandler.enable(descriptor)

@@ -26,7 +26,7 @@ import torch
 from paceline import data, env, models
 from paceline.checkpoint import save_weights
 from paceline.data import ArraySet
-from paceline.data.order import epoch_order
+from paceline.data.order import ShuffledOrder
 from paceline.measure.program import Report, run_program, unreported
 from paceline.measure.steps import StepTiming, Subject, num_passes, time_steps
 from paceline.measure.stopwatch import Stopwatch, seconds_of
@@ -278,8 +278,8 @@ def _time_size(subject: Subject, size: int, budget_s: float) -> MicroBatchTiming
 
 def time_loader(run: Run, train_set: Any, limit_s: float) -> float | None:
     """Samples a second that arrive on the device, augmented, after the first batch; None for a set of one batch."""
-    order = epoch_order(len(train_set), min(run.job.global_batch_size, max(1, len(train_set) // 2)), 0, 0)
-    batches = run.reader.read(train_set, 0, [order.batch(number) for number in range(order.num_batches)], train=True)
+    order = ShuffledOrder(len(train_set), min(run.job.global_batch_size, max(1, len(train_set) // 2)), 0, 0)
+    batches = run.reader.read(train_set, 0, map(order.batch, range(order.num_batches)), train=True)
     if order.num_batches < 2:
         return None
     next(batches)  # starts processes, fills caches

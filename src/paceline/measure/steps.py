@@ -11,9 +11,10 @@ import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.data.order import epoch_order
+from paceline.data.order import ShuffledOrder
 from paceline.measure.stopwatch import Stopwatch, seconds_of
 from paceline.parallel import Assignment, Engine, StepInput
+from paceline.samples import Samples
 from paceline.train.numerics import LossFn
 from paceline.train.run import Run
 from paceline.train.seeding import seed_shard
@@ -74,7 +75,7 @@ def step_of(
     num_shards = max(1, size // subject.shard_size)
     step_input = StepInput(
         assignment=Assignment.of(size * world_size, num_shards * world_size, rank, world_size),
-        batch=batch,
+        batch=Samples.of(batch, size),
         loss_of=run.precision.of(subject.loss_fn),
         seed_shard=lambda shard: seed_shard(run.job.seed, 0, shard, run.device),
         scale=lambda loss: loss,
@@ -112,4 +113,4 @@ def is_enough(times: Sequence[float], spent_s: float, budget_s: float) -> bool:
 
 def _first_samples(train_set: Any, size: int) -> Any:
     """Indices of `size` samples; a set with fewer gives some twice."""
-    return np.resize(epoch_order(len(train_set), len(train_set), 0, 0).indices, size)
+    return np.resize(ShuffledOrder(len(train_set), min(size, len(train_set)), 0, 0).batch(0), size)

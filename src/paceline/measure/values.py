@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.errors import JobError
+from paceline.regular_files import read_json as read_plain
+from paceline.regular_files import replace_text
 from paceline.spec import DeviceKind, Job, JobTiming, Link, NetworkLink, Node
 from paceline.spec.codec import above, at_least, from_mapping, to_mapping
 
@@ -88,9 +90,7 @@ class JobProbe:
 def write_json(value: Any, path: Path) -> None:
     """Write a dataclass, whole or not at all; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text(json.dumps(to_mapping(value), indent=2) + "\n", encoding="utf-8")
-    draft.replace(path)
+    replace_text(path, json.dumps(to_mapping(value), indent=2) + "\n")
 
 
 def read_json(cls: type[T], path: Path) -> T:
@@ -100,7 +100,7 @@ def read_json(cls: type[T], path: Path) -> T:
         JobError: no such file, no JSON, or keys and values that `cls` does not have.
     """
     try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
+        plain = read_plain(path)
     except (OSError, ValueError) as problem:
         raise JobError(f"The file {path} cannot be read: {problem}.") from None
     # Some values of `spec` check more than their types.

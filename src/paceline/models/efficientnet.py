@@ -72,7 +72,7 @@ def efficientnet(
     dropout: float | None = None,
     stochastic_depth: float = 0.2,
 ) -> nn.Sequential:
-    """One of `VARIANTS`: images (b, in_channels, s, s) -> logits (b, num_classes).
+    """An EfficientNet, named in `VARIANTS`: images (b, in_channels, s, s) -> logits (b, num_classes).
 
     The net divides the image's side by 32; with `stem_stride` 1 by 16, for small images. `dropout` None: the
     variant's own rate. A block's chance of being skipped grows linearly with its depth towards

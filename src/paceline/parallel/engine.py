@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from paceline.errors import ModelError
 from paceline.parallel.assignment import Assignment
@@ -19,6 +18,7 @@ from paceline.parallel.buckets import buckets
 from paceline.parallel.clock import Mark
 from paceline.parallel.gradient_norms import TakeNorms
 from paceline.parallel.norm import forward_buffers
+from paceline.samples import Samples
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class StepInput:
     """The input of one worker for one training step."""
 
     assignment: Assignment
-    batch: Any
+    batch: Samples
     """This worker's samples in order; one stand-in sample if it has none."""
     loss_of: Callable[[nn.Module, Any], Tensor]
     """The mean loss over the samples of a batch."""
@@ -185,22 +185,6 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> Non
         dist.broadcast(flat, group_src=0, group=group)
         for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
             tensor.copy_(values.view(tensor.shape))
-
-
-def check_batch(batch: Any, num_samples: int) -> None:
-    """Raise `ModelError` if `batch` cannot be split into shards: a tensor in it has not one row per sample."""
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) != num_samples:
-            raise ModelError(
-                f"The batch given to run.step has a tensor of shape {tuple(leaf.shape)} for {num_samples} samples; "
-                "each tensor in it needs one row for every sample that run.batches yielded, in their order."
-            )
-
-
-def cut(batch: Any, start: int, stop: int) -> Any:
-    """Samples start … stop - 1 of a batch: every tensor in it, however nested, along its first dimension."""
-
-    return pytree.tree_map_only(Tensor, lambda leaf: leaf[start:stop] if leaf.dim() > 0 else leaf, batch)
 
 
 def check_loss(loss: Any) -> Tensor:

@@ -25,7 +25,7 @@ from paceline.parallel.aggregation import set_up_aggregation
 from paceline.parallel.assignment import Assignment, ShardRange
 from paceline.parallel.clock import Clock
 from paceline.parallel.dtensor import device_mesh_of, full_tensor, is_sharded, local_shard
-from paceline.parallel.engine import Engine, Randomness, StepInput, broadcast, cut, statistics_dtype
+from paceline.parallel.engine import Engine, Randomness, StepInput, broadcast, statistics_dtype
 from paceline.parallel.gradient_norms import GradientNorms, squared_norm
 from paceline.parallel.initial_weights import initial_weights
 from paceline.parallel.norm import ShardBatchNorm, replace_batch_norm, standing_in, unknown_buffers
@@ -360,7 +360,7 @@ class MeshParallel(Engine):
                 yield
 
         return MicroBatch(
-            loss_of=lambda model: step.loss_of(model, cut(step.batch, shards.start, shards.stop)),
+            loss_of=lambda model: step.loss_of(model, step.batch.cut(shards.start, shards.stop)),
             before_forward=lambda: self._passes.enter(step, shards),
             within=step.within,
             backward=backward,
@@ -375,7 +375,7 @@ class MeshParallel(Engine):
                 yield
 
         return MicroBatch(
-            loss_of=lambda model: step.loss_of(model, cut(step.batch, 0, 1)),
+            loss_of=lambda model: step.loss_of(model, step.batch.cut(0, 1)),
             within=within,
             backward=self._passes.norm.backward,
             weight=0.0,

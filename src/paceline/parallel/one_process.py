@@ -19,16 +19,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from paceline.containers import to_device
 from paceline.errors import JobError, ModelError
 from paceline.parallel.assignment import Assignment, shards_of_rank
 from paceline.parallel.clock import Clock
-from paceline.parallel.engine import Engine, Randomness, StepInput, cut, statistics_dtype
+from paceline.parallel.engine import Engine, Randomness, StepInput, statistics_dtype
 from paceline.parallel.gradient_norms import GradientNorms, squared_norm
 from paceline.parallel.norm import ShardBatchNorm, has_other_norms, replace_batch_norm
 from paceline.parallel.passes import Passes
@@ -151,9 +150,13 @@ class OneProcessDataParallel(Engine):
         """One device's part of a step: returns [loss, norm statistics], leaves gradients with the replica."""
         passes = replica.passes
         with torch.cuda.device(replica.device) if replica.device.type == "cuda" else nullcontext():
-            batch = _to(cut(step.batch, *_within(step.assignment, assignment)), replica.device)
             losses = torch.zeros((), dtype=self._dtype, device=replica.device)
-            on_device = dataclasses.replace(step, assignment=assignment, batch=batch)
+            on_device = dataclasses.replace(
+                step,
+                assignment=assignment,
+                batch=step.batch.beyond(_first_sample(step.assignment, assignment)),
+                loss_of=lambda model, content: step.loss_of(model, to_device(content, replica.device)),
+            )
             for shards, loss in passes.losses(on_device, replica.module):
                 losses += loss.detach() * shards.weight
                 passes.backward(step, shards, loss)
@@ -221,12 +224,6 @@ def _divide(assignment: Assignment, num_devices: int) -> list[Assignment]:
     return [dataclasses.replace(assignment, shards_of_rank=of_devices, rank=device) for device in range(num_busy)]
 
 
-def _within(whole: Assignment, part: Assignment) -> tuple[int, int]:
-    """Positions of a device's samples in the worker's batch."""
-    start, _ = whole.span
-    first, last = part.span
-    return first - start, last - start
-
-
-def _to(batch: Any, device: torch.device) -> Any:
-    return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device, non_blocking=True), batch)
+def _first_sample(whole: Assignment, part: Assignment) -> int:
+    """Where a device's samples begin in the worker's batch."""
+    return part.span[0] - whole.span[0]

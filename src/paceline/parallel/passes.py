@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from paceline.containers import copied
 from paceline.errors import ModelError
 from paceline.parallel.assignment import Assignment, ShardRange
-from paceline.parallel.engine import Randomness, StepInput, check_loss, cut, statistics_dtype
+from paceline.parallel.engine import Randomness, StepInput, check_loss, statistics_dtype
 from paceline.parallel.generators import equal_states, generator_states
 from paceline.parallel.norm import NormStatistics, ShardBatchNorm, forward_buffers, replace_batch_norm, standing_in
 
@@ -114,7 +114,7 @@ class Passes:
         is_watched = self.randomness.is_drawn is None or self._must_not_draw(shards)
         before = generator_states(self._device) if is_watched else None
         with self._forward_context():
-            loss = check_loss(step.loss_of(module, cut(step.batch, shards.start, shards.stop)))
+            loss = check_loss(step.loss_of(module, step.batch.cut(shards.start, shards.stop)))
         return loss, before is not None and not equal_states(before, generator_states(self._device))
 
     def enter(self, step: StepInput, shards: ShardRange) -> None:
@@ -137,7 +137,7 @@ class Passes:
         """
         with standing_in(self._model):
             with self._forward_context():
-                loss = check_loss(step.loss_of(module, cut(step.batch, 0, 1)))
+                loss = check_loss(step.loss_of(module, step.batch.cut(0, 1)))
             yield step.scale(loss * 0.0)
 
     def starting_over(self, attempt: Callable[[], Result]) -> Result:
@@ -193,7 +193,7 @@ class ShardByShard:
         def loss_of(model: nn.Module, batch: Any) -> Tensor:
             # Copies, because a product's last bits depend on where in memory its factors begin, and a shard lies
             # elsewhere in the batch of another worker.
-            return step.loss_of(model, pytree.tree_map_only(Tensor, torch.clone, batch))
+            return step.loss_of(model, copied(batch))
 
         for parameter in self.parameters:
             parameter.grad = None

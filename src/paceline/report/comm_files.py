@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from paceline.errors import JobError, PacelineError
+from paceline.regular_files import read_json
 from paceline.report.comm_bench import MARKDOWN_FILE, PAGE_FILE
 from paceline.report.comm_page import render_comm_page
 from paceline.report.comm_table import comm_markdown
@@ -20,11 +20,10 @@ def load_timings(path: Path) -> CommTimings:
     """
     path = path / TIMINGS_FILE if path.is_dir() else path
     try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
-        return CommTimings.from_mapping(plain)
+        return CommTimings.from_mapping(read_json(path))
     except OSError as problem:
         raise PacelineError(f"The timings '{path}' cannot be read: {problem.strerror}.") from None
-    except (ValueError, AttributeError, JobError) as problem:
+    except (ValueError, JobError) as problem:
         raise PacelineError(f"The timings '{path}' are damaged or of another version: {problem}") from None
 
 

@@ -11,13 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import JobError, PacelineError
+from paceline.errors import PacelineError
 from paceline.report.page import render_page
 from paceline.report.study import Study, StudyRow, peak_learning_rate
-from paceline.spec.codec import from_mapping
-from paceline.spec.record import RunRecord
-
-RECORD_FILE = "record.json"
+from paceline.spec.record import RECORD_FILE, RunRecord
 
 
 def load_records(dirs: Iterable[Path]) -> list[RunRecord]:
@@ -26,7 +23,7 @@ def load_records(dirs: Iterable[Path]) -> list[RunRecord]:
     Raises:
         PacelineError: a folder has no record.json, or one that is damaged; the message names the file.
     """
-    return [_load_record(Path(folder) / RECORD_FILE) for folder in dirs]
+    return [RunRecord.load(Path(folder) / RECORD_FILE) for folder in dirs]
 
 
 def write_study(study: Study, out: Path) -> None:
@@ -129,22 +126,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return value
-
-
-def _load_record(path: Path) -> RunRecord:
-    try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        raise PacelineError(
-            f"There is no run record '{path}': name folders of finished runs, which hold a {RECORD_FILE}."
-        ) from None
-    except OSError as problem:
-        raise PacelineError(f"The run record '{path}' cannot be read: {problem.strerror}.") from None
-    except ValueError as problem:  # neither UTF-8 nor JSON
-        raise PacelineError(f"The run record '{path}' is damaged ({problem}); train that run again.") from None
-    if not isinstance(plain, dict):
-        raise PacelineError(f"The run record '{path}' is damaged (it is no JSON object); train that run again.")
-    try:
-        return from_mapping(RunRecord, plain)
-    except JobError as problem:
-        raise PacelineError(f"The run record '{path}' is damaged or of another version: {problem}") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
+from paceline.regular_files import parse_json, read_text
 
 Fingerprints = Mapping[str, Sequence[float]]
 """Per tensor: its norm, then its inner products with fixed random sign vectors."""
@@ -62,8 +62,15 @@ def load_trace(directory: Path, workers: int) -> Trace:
     ranks: list[list[dict[str, Any]]] = []
     for rank in range(workers):
         path = directory / f"rank{rank}.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        ranks.append([json.loads(line) for line in lines])
+        try:
+            lines = [parse_json(line) for line in read_text(path).splitlines()]
+        except FileNotFoundError:
+            lines = []
+        except (OSError, ValueError) as problem:
+            raise PacelineError(f"The trace '{path}' cannot be read: {problem}.") from None
+        if not all(isinstance(line, dict) for line in lines):
+            raise PacelineError(f"The trace '{path}' is damaged; run paceline verify again.")
+        ranks.append(lines)
     if any(len(lines) < 2 for lines in ranks):
         raise PacelineError(
             f"The run on {workers} worker{'s' if workers > 1 else ''} took no training step that could be compared; "

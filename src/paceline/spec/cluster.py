@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from paceline.errors import ClusterError, JobError
+from paceline.regular_files import parse_json, read_text, replace_text
 from paceline.spec.algorithm import AlgorithmName
 from paceline.spec.codec import JsonValue
 
@@ -202,11 +203,9 @@ class Cluster(JsonValue):
         """The device kind of all nodes; "cuda" only if every node has GPUs."""
         return "cuda" if all(node.device_kind == "cuda" for node in self.nodes) else "cpu"
 
-    def save(self, path: Path) -> None:
-        """Write cluster.json atomically."""
-        draft = path.with_name(path.name + ".tmp")
-        draft.write_text(json.dumps({"schema": SCHEMA, **self.to_mapping()}, indent=1) + "\n", encoding="utf-8")
-        draft.replace(path)
+    def save(self, path: Path, mode: int = 0o666) -> None:
+        """Write cluster.json, complete or not at all."""
+        replace_text(path, json.dumps({"schema": SCHEMA, **self.to_mapping()}, indent=1) + "\n", mode)
 
     @classmethod
     def load(cls, path: Path) -> Cluster:
@@ -216,17 +215,17 @@ class Cluster(JsonValue):
             ClusterError: no such file, not JSON, of another version, or unknown keys and invalid values.
         """
         try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as problem:
-            raise ClusterError(f"{path} cannot be read as a cluster: {problem}.") from None
+            text = read_text(path)
+        except OSError as problem:
+            raise ClusterError(f"{path} cannot be read as a cluster: {problem.strerror}.") from None
         return cls.from_json(text, str(path))
 
     @classmethod
     def from_json(cls, text: str, source: str) -> Cluster:
         """Parse the content of cluster.json; `source` names it in a `ClusterError`."""
         try:
-            mapping = json.loads(text)
-        except (ValueError, RecursionError) as problem:
+            mapping = parse_json(text)
+        except ValueError as problem:
             raise ClusterError(f"{source} cannot be read as a cluster: no JSON ({problem}).") from None
         if not isinstance(mapping, dict) or mapping.pop("schema", None) != SCHEMA:
             raise ClusterError(f"{source} is no cluster file of version {SCHEMA}; write one with paceline probe.")

@@ -11,12 +11,14 @@ import difflib
 import functools
 import json
 import math
+import re
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from paceline.errors import JobError
+from paceline.errors import JobError, shortened, shown
+from paceline.regular_files import read_json, replace_text
 
 T = TypeVar("T")
 
@@ -29,19 +31,34 @@ _TYPE_WORDS = {
 }
 
 
+_LARGEST = 2**63
+"""Whole numbers of more than 64 bits fit neither a tensor nor a file system."""
+
+_DEEPEST = 20
+"""Levels of tables and lists in a value of any type."""
+
+
 def at_least(low: float, default: Any) -> Any:
-    """A dataclass field whose number may not be below `low`."""
+    """A dataclass field whose numbers may not be below `low`."""
     return dataclasses.field(default=default, metadata={"low": low})
 
 
 def between(low: float, high: float, default: Any) -> Any:
-    """A dataclass field whose number lies in [low, high]."""
+    """A dataclass field whose numbers lie in [low, high]."""
     return dataclasses.field(default=default, metadata={"low": low, "high": high})
 
 
 def above(low: float, default: Any) -> Any:
-    """A dataclass field whose number is greater than `low`."""
+    """A dataclass field whose numbers are greater than `low`."""
     return dataclasses.field(default=default, metadata={"above": low})
+
+
+# Metadata of fields, with `dataclasses.field`.
+NOT_NEGATIVE = types.MappingProxyType({"low": 0})
+MAY_DIVERGE = types.MappingProxyType({"may_diverge": True})
+"""Numbers that may be NaN or infinite, such as a loss; those of all other fields may not."""
+PLAIN = types.MappingProxyType({"is_plain": True})
+"""Keyword arguments for a function of the user: texts, numbers, tables and lists of these."""
 
 
 class JsonValue:
@@ -54,11 +71,23 @@ class JsonValue:
         """The value of plain dictionaries and lists. Raises `JobError` for unknown keys and invalid values."""
         return from_mapping(cls, mapping)
 
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """The value in a JSON file. Raises `JobError`, which names the file, if there is none or it is damaged."""
+        words = re.sub("(?<=.)[A-Z]", lambda letter: f" {letter[0]}", cls.__name__).lower()
+        try:
+            return cls.from_mapping(read_json(path))
+        except OSError as problem:
+            raise JobError(f"{path} cannot be read as a {words}: {problem.strerror}.") from None
+        except (ValueError, JobError) as problem:
+            raise JobError(f"{path} cannot be read as a {words}: {problem}") from None
+
     def to_mapping(self) -> dict[str, Any]:
         return to_mapping(self)
 
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(self.to_mapping(), indent=self.json_indent) + "\n", encoding="utf-8")
+    def save(self, path: Path, mode: int = 0o666) -> None:
+        """Write the JSON file, complete or not at all; `mode`: its permissions, less those that the umask takes."""
+        replace_text(path, json.dumps(self.to_mapping(), indent=self.json_indent) + "\n", mode)
 
 
 def to_mapping(value: Any) -> dict[str, Any]:
@@ -85,8 +114,7 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any], where: str = "") -> T
         path = f"{where}.{key}" if where else str(key)
         if key not in fields:
             raise JobError(_unknown_key(path, str(key), list(fields)))
-        values[key] = _convert(hints[key], raw, path)
-        _check_bounds(fields[key].metadata, values[key], path)
+        values[key] = _convert(hints[key], raw, path, fields[key].metadata)
     missing = [
         name
         for name, field in fields.items()
@@ -105,76 +133,122 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _unknown_key(path: str, key: str, allowed: Sequence[str]) -> str:
-    near = difflib.get_close_matches(key, allowed, n=1, cutoff=0.5)
-    hint = f"did you mean '{near[0]}'? " if near else ""
-    return f"There is no key '{path}': {hint}The keys here are {', '.join(sorted(allowed))}."
+    hint = _hint(key, allowed)
+    return f"There is no key '{shortened(path)}': {hint}The keys here are {', '.join(sorted(allowed))}."
 
 
-def _convert(expected: Any, raw: Any, path: str) -> Any:
+def _hint(word: str, allowed: Sequence[str]) -> str:
+    """ "did you mean …? " for the nearest of the words that are allowed; may be empty."""
+    near = difflib.get_close_matches(word, allowed, n=1, cutoff=0.5) if len(word) < 100 else []
+    return f"did you mean '{near[0]}'? " if near else ""
+
+
+def _convert(expected: Any, raw: Any, path: str, rules: Mapping[str, Any]) -> Any:
+    """`raw` as a value of the type `expected`; `rules` are those of its field, which hold for all numbers in it."""
     origin, args = get_origin(expected), get_args(expected)
     if expected is Any:
+        if rules.get("is_plain"):
+            _check_plain(raw, path)
         return raw
     if origin is Literal:
         if raw is None and "none" in args:  # on a command line both are written none
             return "none"
         if raw in args and not isinstance(raw, bool):
             return raw
-        near = difflib.get_close_matches(str(raw), [str(a) for a in args], n=1, cutoff=0.5)
-        hint = f" (did you mean '{near[0]}'?)" if near else ""
-        raise JobError(f"{path} = {raw!r} is not possible{hint}; it is one of {', '.join(map(repr, args))}.")
+        hint = _hint(raw, [str(one) for one in args]) if isinstance(raw, str) else ""
+        raise JobError(
+            f"{path} = {shown(raw)} is not possible{f' ({hint.strip()})' if hint else ''}; it is one of "
+            f"{', '.join(map(repr, args))}."
+        )
     if origin in (Union, types.UnionType):
-        return _convert_union(args, raw, path)
+        return _convert_union(args, raw, path, rules)
     if origin is tuple:
         if isinstance(raw, str) or not isinstance(raw, Sequence):
-            raise JobError(f"{path} = {raw!r} should be a list.")
+            raise JobError(f"{path} = {shown(raw)} should be a list.")
         items = args[:1] * len(raw) if len(args) == 2 and args[1] is Ellipsis else args
         if len(items) != len(raw):
-            raise JobError(f"{path} = {raw!r} should be a list of {len(items)}.")
+            raise JobError(f"{path} = {shown(raw)} should be a list of {len(items)}.")
         return tuple(
-            _convert(kind, item, f"{path}[{i}]") for i, (kind, item) in enumerate(zip(items, raw, strict=True))
+            _convert(kind, item, f"{path}[{i}]", rules) for i, (kind, item) in enumerate(zip(items, raw, strict=True))
         )
     if origin in (dict, Mapping):
         if not isinstance(raw, Mapping):
-            raise JobError(f"{path} = {raw!r} should be a table.")
-        return {str(key): _convert(args[1], item, f"{path}.{key}") for key, item in raw.items()}
+            raise JobError(f"{path} = {shown(raw)} should be a table.")
+        return {str(key): _convert(args[1], item, f"{path}.{key}", rules) for key, item in raw.items()}
     if dataclasses.is_dataclass(expected) and isinstance(expected, type):
         if isinstance(raw, expected):
             return raw
         if not isinstance(raw, Mapping):
-            raise JobError(f"{path} = {raw!r} should be a table.")
+            raise JobError(f"{path} = {shown(raw)} should be a table.")
         return from_mapping(expected, raw, path)
-    return _convert_scalar(expected, raw, path)
+    return _convert_scalar(expected, raw, path, rules)
 
 
-def _convert_union(args: tuple[Any, ...], raw: Any, path: str) -> Any:
+def _convert_union(args: tuple[Any, ...], raw: Any, path: str, rules: Mapping[str, Any]) -> Any:
     if raw is None and type(None) in args:
         return None
     kinds = [kind for kind in args if kind is not type(None)]
     for kind in kinds:
         try:
-            return _convert(kind, raw, path)
+            return _convert(kind, raw, path, rules)
         except JobError:
             if len(kinds) == 1:
                 raise
-    raise JobError(f"{path} = {raw!r} should be {' or '.join(_TYPE_WORDS.get(kind, str(kind)) for kind in kinds)}.")
+    raise JobError(
+        f"{path} = {shown(raw)} should be {' or '.join(_TYPE_WORDS.get(kind, str(kind)) for kind in kinds)}."
+    )
 
 
-def _convert_scalar(expected: Any, raw: Any, path: str) -> Any:
-    if expected is float and isinstance(raw, int) and not isinstance(raw, bool):
-        return float(raw)
-    if isinstance(raw, expected) and (expected is bool or not isinstance(raw, bool)):
-        return raw
-    raise JobError(f"{path} = {raw!r} should be {_TYPE_WORDS.get(expected, expected.__name__)}.")
+def _convert_scalar(expected: Any, raw: Any, path: str, rules: Mapping[str, Any]) -> Any:
+    is_whole = isinstance(raw, int) and not isinstance(raw, bool)
+    if not (isinstance(raw, expected) or (expected is float and is_whole)) or (
+        isinstance(raw, bool) and expected is not bool
+    ):
+        raise JobError(f"{path} = {shown(raw)} should be {_TYPE_WORDS.get(expected, expected.__name__)}.")
+    if isinstance(raw, str):
+        _check_text(raw, path)
+    if isinstance(raw, int) and not -_LARGEST <= raw < _LARGEST:
+        raise JobError(f"{path} = {shown(raw)} is too large; it should be below 2^63.")
+    value = float(raw) if expected is float else raw
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        _check_number(rules, value, path)
+    return value
 
 
-def _check_bounds(bounds: Mapping[str, Any], value: Any, path: str) -> None:
-    if not bounds or value is None or isinstance(value, bool | str):
-        return
+def _check_text(text: str, path: str) -> None:
+    """What neither a file nor a file's name can hold is refused here, before it is written to one."""
+    if "\0" in text or (not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text)):
+        raise JobError(f"{path} = {shown(text)} should be a text without zeros and halves of characters.")
+
+
+def _check_number(rules: Mapping[str, Any], value: float, path: str) -> None:
+    """Every number is finite; the bounds of its field come on top."""
     if not math.isfinite(value):
+        if rules.get("may_diverge"):
+            return
         raise JobError(f"{path} = {value!r} should be a finite number.")
-    if "above" in bounds and not value > bounds["above"]:
-        raise JobError(f"{path} = {value!r} should be greater than {bounds['above']}.")
-    if "low" in bounds and value < bounds["low"]:
-        raise JobError(f"{path} = {value!r} should be at least {bounds['low']}.")
-    if "high" in bounds and value > bounds["high"]:
-        raise JobError(f"{path} = {value!r} should be at most {bounds['high']}.")
+    if "above" in rules and not value > rules["above"]:
+        raise JobError(f"{path} = {value!r} should be greater than {rules['above']}.")
+    if "low" in rules and value < rules["low"]:
+        raise JobError(f"{path} = {value!r} should be at least {rules['low']}.")
+    if "high" in rules and value > rules["high"]:
+        raise JobError(f"{path} = {value!r} should be at most {rules['high']}.")
+
+
+def _check_plain(value: Any, path: str, depth: int = 1) -> None:
+    """Options are written to job.json and handed to functions that expect what TOML has."""
+    if depth > _DEEPEST:
+        raise JobError(f"{shortened(path)} is nested too deeply; give {_DEEPEST} levels at most.")
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _check_text(str(key), path)
+            _check_plain(item, f"{path}.{key}", depth + 1)
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            _check_plain(item, f"{path}[{number}]", depth + 1)
+    elif isinstance(value, bool | int | float | str):
+        _convert_scalar(type(value), value, path, MAY_DIVERGE)
+    elif value is not None:
+        raise JobError(
+            f"{path} = {shown(value)} should be a text, a number, true or false, or a list or table of these."
+        )

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.errors import JobError
-from paceline.spec.codec import JsonValue, above, at_least, between
+from paceline.errors import JobError, shortened, shown
+from paceline.regular_files import read_text
+from paceline.spec.codec import PLAIN, JsonValue, above, at_least, between
 
 Parity = Literal["numeric", "bitwise"]
 Precision = Literal["float32", "bfloat16", "float16", "float64"]
@@ -18,13 +19,21 @@ Norm = Literal["shard", "local", "sync"]
 Reaction = Literal["skip", "rollback", "stop", "ignore"]
 Augmentation = Literal["crop", "flip", "cutout"]
 
+MOST_SAMPLES = 2**31 - 1
+"""In a global batch, or a pass over it."""
+MOST_WORKERS = 2**20
+"""Of a run."""
+MOST_NAME_CHARACTERS = 200
+"""In the name of a job, by which folders are called."""
+
 
 @dataclass(frozen=True)
 class ModelSpec:
     """A reference model by name, or any callable by import path ("package.module:build")."""
 
     name: str = "lenet"
-    options: dict[str, Any] = field(default_factory=dict)
+    """A name that `paceline models` lists, or an import path "package.module:build"."""
+    options: dict[str, Any] = field(default_factory=dict, metadata=PLAIN)
     """Keyword arguments for the model's constructor."""
 
 
@@ -37,17 +46,23 @@ class DataSpec:
     """
 
     name: str = "digits"
+    """A name that `paceline data` lists, or an import path "package.module:build"."""
     dir: str | None = None
     """A directory of the user, never written to. None: the cache, downloading if needed."""
     augment: tuple[Augmentation, ...] = ()
+    """Random changes of training images, the same ones on any number of workers."""
     crop_padding: int = at_least(1, 4)
+    """Pixels around an image before a part of its former size is cut out ("crop")."""
     cutout_size: int = at_least(1, 8)
+    """Edge of the square that "cutout" blanks, in pixels."""
     loader_workers: int = at_least(0, 0)
     """DataLoader processes per worker, for data sets that do not live in memory."""
     train_limit: int | None = at_least(1, None)
     """The number of training samples to use, from the first; None: all."""
     test_limit: int | None = at_least(1, None)
-    options: dict[str, Any] = field(default_factory=dict)
+    """The number of test samples to use, from the first; None: all."""
+    options: dict[str, Any] = field(default_factory=dict, metadata=PLAIN)
+    """Keyword arguments for the data set's builder."""
 
 
 @dataclass(frozen=True)
@@ -55,22 +70,36 @@ class OptimSpec:
     """Optimizer, learning-rate schedule, and the rule that scales the rate with the global batch."""
 
     name: Literal["sgd", "adam", "adamw"] = "sgd"
+    """The optimizer."""
     lr: float = above(0, 0.1)
+    """The learning rate, for `base_batch_size` samples a step."""
     momentum: float = between(0, 1, 0.9)
+    """Momentum of "sgd"."""
     nesterov: bool = False
+    """Whether the momentum of "sgd" is Nesterov's."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of the two running means of "adam" and "adamw"."""
     eps: float = above(0, 1e-8)
+    """The number that "adam" and "adamw" add to the denominator."""
     weight_decay: float = at_least(0, 0.0)
+    """Weight decay, as the optimizer defines it."""
     schedule: Literal["constant", "cosine", "step"] = "constant"
-    step_epochs: tuple[float, ...] = ()
+    """How the learning rate changes after the warm-up, counted in samples: not at all, along a cosine to 0, in
+    steps."""
+    step_epochs: tuple[float, ...] = above(0, ())
     """Epochs at which the step schedule multiplies the rate by `step_factor`."""
     step_factor: float = above(0, 0.1)
+    """What each step of the step schedule multiplies the rate by."""
     warmup_epochs: float = at_least(0, 0.0)
+    """Epochs in which the rate rises linearly to its full value."""
     base_batch_size: int | None = at_least(1, None)
     """The global batch size for which `lr` was chosen; None: this job's own."""
     lr_scaling: Literal["linear", "sqrt", "none"] = "linear"
+    """How the rate follows a global batch other than `base_batch_size`: in proportion, by the square root, or not."""
     label_smoothing: float = between(0, 1, 0.0)
+    """The share of a target that is spread evenly over all classes."""
     clip_norm: float | None = above(0, None)
+    """The largest norm of the whole gradient; None: not clipped."""
 
     def __post_init__(self) -> None:
         if self.nesterov and self.momentum == 0:
@@ -80,7 +109,7 @@ class OptimSpec:
         if self.schedule == "step" and not self.step_epochs:
             raise JobError("optim.schedule = 'step' needs optim.step_epochs, such as [15, 25].")
         if list(self.step_epochs) != sorted(self.step_epochs):
-            raise JobError(f"optim.step_epochs = {list(self.step_epochs)} should be in ascending order.")
+            raise JobError(f"optim.step_epochs = {shown(list(self.step_epochs))} should be in ascending order.")
 
     @property
     def state_copies(self) -> int:
@@ -97,9 +126,12 @@ class AggregationSpec:
     """
 
     method: Literal["every_step", "local_sgd", "diloco", "parameter_server_async"] = "every_step"
+    """When gradients are summed: every step; or weights are averaged every few steps ("local_sgd", "diloco"); or
+    servers update asynchronously."""
     wire: Literal["float32", "bfloat16", "float16", "int8", "powersgd", "topk", "randomk", "auto-lossy"] = "float32"
     """The wire format; "auto-lossy": the elementwise format that is fastest at the start of the run."""
     powersgd_rank: int = at_least(1, 2)
+    """The rank of the matrices that "powersgd" sends."""
     density: float = between(0, 1, 0.01)
     """The fraction of gradient values that topk and randomk send."""
     sync_every: int = at_least(1, 16)
@@ -108,7 +140,9 @@ class AggregationSpec:
     """With local_sgd and diloco: the workers of one node synchronise every step, the nodes every
     `sync_every` steps."""
     outer_lr: float = above(0, 0.7)
+    """The learning rate of outer steps, with diloco."""
     outer_momentum: float = between(0, 1, 0.9)
+    """The Nesterov momentum of outer steps, with diloco."""
     staleness: int = at_least(0, 4)
     """With parameter_server_async: how many updates the parameters behind a gradient may be late; 0: none."""
 
@@ -129,9 +163,11 @@ class CheckpointSpec:
     every_minutes: float | None = above(0, 2.0)
     """Minutes between checkpoints; None: not by time."""
     every_steps: int | None = at_least(1, None)
+    """Steps between checkpoints; None: not by steps."""
     every_epoch: bool = True
     """Whether to save at the end of each epoch, after its evaluation."""
     keep_last: int = at_least(1, 2)
+    """How many of the newest checkpoints are kept."""
     keep_every_hours: float | None = above(0, None)
     """Also keep the first checkpoint of every period of this many hours."""
     keep_best: str | None = None
@@ -143,24 +179,34 @@ class Job(JsonValue):
     """What to train. A run is a function of its job alone: devices change how fast, never what it learns."""
 
     name: str = "job"
-    global_batch_size: int = at_least(1, 256)
-    virtual_shards: int = at_least(1, 8)
+    """What tables and pages call the job; a file's name if it is left out."""
+    global_batch_size: int = between(1, MOST_SAMPLES, 256)
+    """Samples of one optimizer update, over all workers."""
+    virtual_shards: int = between(1, MOST_WORKERS, 8)
     """The number of virtual shards of every global batch, which is also the maximum number of workers."""
-    epochs: int = at_least(1, 1)
+    epochs: int = between(1, MOST_SAMPLES, 1)
+    """Passes over the training set."""
     seed: int = between(0, 2**63 - 1, 0)
+    """The seed of weights, order, augmentation and dropout."""
     parity: Parity = "numeric"
+    """What stays equal when the number of workers changes: results up to rounding, or every bit."""
     precision: Precision = "float32"
+    """The precision of forward passes: bfloat16 and float16 are mixed precision with float32 weights."""
     norm: Norm = "shard"
     """Whose statistics batch norm uses: the virtual shard's, the device's ("local"), the global batch's ("sync")."""
     channels_last: bool = False
+    """Whether images and convolutions use the memory format channels_last."""
     compile: bool = False
+    """Whether the model goes through torch.compile."""
     measure_noise: bool = True
     """Keep the gradient noise scale up to date, every epoch in the log; it never changes what is learned."""
     nonfinite: Reaction = "skip"
     """What to do in a step whose loss or gradient is not finite: skip the update; skip it and restore the last
     checkpoint (without repeating data); end the run; or do not check."""
     eval_every_epochs: int = at_least(1, 1)
-    eval_batch_size: int = at_least(1, 256)
+    """Epochs between two evaluations; the last epoch is always evaluated."""
+    eval_batch_size: int = between(1, MOST_SAMPLES, 256)
+    """Samples that go through the model together in an evaluation."""
     model: ModelSpec = field(default_factory=ModelSpec)
     data: DataSpec = field(default_factory=DataSpec)
     optim: OptimSpec = field(default_factory=OptimSpec)
@@ -168,6 +214,10 @@ class Job(JsonValue):
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
 
     def __post_init__(self) -> None:
+        if not 1 <= len(self.name) <= MOST_NAME_CHARACTERS or not self.name.isprintable():
+            raise JobError(
+                f"name = {shown(self.name)} should be a text of 1 to {MOST_NAME_CHARACTERS} characters on one line."
+            )
         if self.virtual_shards > self.global_batch_size:
             raise JobError(
                 f"virtual_shards = {self.virtual_shards} is more than global_batch_size = "
@@ -256,6 +306,9 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str = 
     return found
 
 
+_MOST_PARTS = 20
+"""Of the key in a setting."""
+
 _LEARNS_THE_SAME = ("name", "measure_noise", "eval_every_epochs", "eval_batch_size", "data.dir", "data.loader_workers")
 
 
@@ -275,32 +328,50 @@ def _parse_setting(setting: str) -> dict[str, Any]:
     key, separator, text = setting.partition("=")
     key = key.strip()
     if not separator or not key:
-        raise JobError(f"'{setting}' is not a setting; write key=value, such as optim.lr=0.1.")
+        raise JobError(f"'{shortened(setting)}' is not a setting; write key=value, such as optim.lr=0.1.")
     value: Any = None
     if text.strip().lower() not in ("none", "null"):
         try:
-            value = tomllib.loads(f"value = {text}")["value"]
+            found = _parse_toml(f"value = {text}")
+            value = found["value"] if len(found) == 1 else text
         except tomllib.TOMLDecodeError:
             value = text.strip()  # an unquoted word is a text
-    for part in reversed(key.split(".")):
+        except ValueError as problem:
+            raise JobError(f"'{shortened(setting)}' is not possible: {problem}.") from None
+    parts = key.split(".")
+    if len(parts) > _MOST_PARTS:
+        raise JobError(f"There is no key '{shortened(key)}'.")
+    for part in reversed(parts):
         value = {part: value}
     return dict(value)
+
+
+def _parse_toml(text: str) -> dict[str, Any]:
+    """Raises `ValueError`, whatever is wrong with it; `tomllib.TOMLDecodeError` if it is no TOML."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError:  # Python says how to lift its limit on digits
+        raise ValueError("it has a number of more digits than any number may have") from None
 
 
 def load_job(source: str | Path) -> Job:
     """The job in a TOML file. Raises `JobError` for a file that is missing, no TOML, or no job."""
     path = Path(source)
     try:
-        mapping = tomllib.loads(path.read_text(encoding="utf-8"))
+        mapping = _parse_toml(read_text(path))
     except FileNotFoundError:
         raise JobError(f"There is no job file '{path}'.") from None
     except IsADirectoryError:
         raise JobError(f"'{path}' is a directory, not a job file.") from None
-    except (OSError, UnicodeDecodeError) as problem:
-        raise JobError(f"The job file '{path}' cannot be read: {problem}.") from None
-    except tomllib.TOMLDecodeError as problem:
+    except OSError as problem:
+        raise JobError(f"The job file '{shortened(str(path))}' cannot be read: {problem.strerror}.") from None
+    except ValueError as problem:
         raise JobError(f"The job file '{path}' is not valid TOML: {problem}.") from None
-    mapping.setdefault("name", path.stem)
+    mapping.setdefault("name", path.stem[:MOST_NAME_CHARACTERS])
     try:
         return Job.from_mapping(mapping)
     except JobError as problem:

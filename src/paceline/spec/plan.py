@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from paceline.errors import JobError
 from paceline.spec.algorithm import AlgorithmName
 from paceline.spec.cluster import DeviceKind
-from paceline.spec.codec import JsonValue, at_least
+from paceline.spec.codec import JsonValue, at_least, between
+from paceline.spec.job import MOST_WORKERS
 from paceline.spec.mesh import Mesh, ScheduleName
 
 EXCLUDED = 75
@@ -42,7 +43,7 @@ class PipelineSpec:
 class Plan(JsonValue):
     """World size, devices and how gradients are aggregated; nothing in it changes what a run learns."""
 
-    world_size: int = at_least(1, 1)
+    world_size: int = between(1, MOST_WORKERS, 1)
     device_kind: DeviceKind = "cpu"
     nodes: tuple[NodePlacement, ...] = ()
     """The nodes in the order of their ranks; empty: all workers on this node."""
@@ -77,7 +78,7 @@ class Plan(JsonValue):
     """A straggler whose step time exceeds this multiple of the median of the others leaves the run, which continues
     without it; None: stragglers are only reported."""
 
-    forecast_samples_per_s: float | None = None
+    forecast_samples_per_s: float | None = at_least(0, None)
     """The planner's forecast of this run; None: there is none."""
 
     def __post_init__(self) -> None:
@@ -95,3 +96,11 @@ class Plan(JsonValue):
     def placements(self) -> tuple[NodePlacement, ...]:
         """The nodes of the run, one at least; their workers add up to the world size."""
         return self.nodes or (NodePlacement(num_workers=self.world_size),)
+
+
+@dataclass(frozen=True)
+class Limit(JsonValue):
+    """Where a run ends before its epochs do."""
+
+    max_steps: int | None = at_least(1, None)
+    """The number of optimizer updates; None: it does not."""

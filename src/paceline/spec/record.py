@@ -2,38 +2,42 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from paceline.spec.codec import JsonValue
+from paceline.errors import JobError, PacelineError
+from paceline.regular_files import read_json
+from paceline.spec.codec import MAY_DIVERGE, NOT_NEGATIVE, JsonValue, at_least
 from paceline.spec.job import Job
 from paceline.spec.plan import Plan
+
+RECORD_FILE = "record.json"
+"""The file name of `RunRecord` in a run folder."""
 
 
 @dataclass(frozen=True)
 class StepTime:
     """Where the median step's time went, in seconds of rank 0."""
 
-    total_s: float = 0.0
-    data_s: float = 0.0
-    compute_s: float = 0.0
-    exposed_comm_s: float = 0.0
+    total_s: float = at_least(0, 0.0)
+    data_s: float = at_least(0, 0.0)
+    compute_s: float = at_least(0, 0.0)
+    exposed_comm_s: float = at_least(0, 0.0)
 
 
 @dataclass(frozen=True)
 class EpochRecord:
     """One epoch: mean training loss over its samples, then the evaluation if there was one."""
 
-    epoch: int
-    train_loss: float
-    lr: float
-    train_s: float
-    metrics: dict[str, float] = field(default_factory=dict)
-    noise_scale: float | None = None
+    epoch: int = field(metadata=NOT_NEGATIVE)
+    train_loss: float = field(metadata=MAY_DIVERGE)
+    lr: float = field(metadata=NOT_NEGATIVE)
+    train_s: float = field(metadata=NOT_NEGATIVE)
+    metrics: dict[str, float] = field(default_factory=dict, metadata=MAY_DIVERGE)
+    noise_scale: float | None = field(default=None, metadata=MAY_DIVERGE)
     """The gradient noise scale at the end of the epoch, in samples; None if it was not measured."""
 
 
@@ -43,18 +47,18 @@ class RunRecord(JsonValue):
 
     job: Job
     plan: Plan
-    steps: int
-    samples_seen: int
-    accuracy: float | None
-    loss: float | None
-    train_loss: float | None
-    train_s: float
+    steps: int = field(metadata=NOT_NEGATIVE)
+    samples_seen: int = field(metadata=NOT_NEGATIVE)
+    accuracy: float | None = field(metadata=MAY_DIVERGE)
+    loss: float | None = field(metadata=MAY_DIVERGE)
+    train_loss: float | None = field(metadata=MAY_DIVERGE)
+    train_s: float = field(metadata=NOT_NEGATIVE)
     """Seconds of training steps, without start-up and evaluation."""
-    wall_s: float
+    wall_s: float = field(metadata=NOT_NEGATIVE)
     """Seconds from launch to the end of the last worker."""
-    time_to_first_step_s: float
+    time_to_first_step_s: float = field(metadata=NOT_NEGATIVE)
     """Seconds from launch to the end of the first optimizer update."""
-    samples_per_s: float
+    samples_per_s: float = field(metadata=NOT_NEGATIVE)
     """Steady throughput over all workers: samples a step over the median step time, or over all training where workers
     synchronise every few steps only."""
     step_time: StepTime
@@ -70,7 +74,23 @@ class RunRecord(JsonValue):
 
     @classmethod
     def load(cls, path: Path) -> RunRecord:
-        return cls.from_mapping(json.loads(path.read_text(encoding="utf-8")))
+        """The record in a file.
+
+        Raises:
+            PacelineError: there is none, or it is damaged; the message names the file.
+        """
+        try:
+            return cls.from_mapping(read_json(path))
+        except (FileNotFoundError, NotADirectoryError):
+            raise PacelineError(
+                f"There is no run record '{path}': name folders of finished runs, which hold a {RECORD_FILE}."
+            ) from None
+        except OSError as problem:
+            raise PacelineError(f"The run record '{path}' cannot be read: {problem.strerror}.") from None
+        except ValueError as problem:
+            raise PacelineError(f"The run record '{path}' is damaged ({problem}); train that run again.") from None
+        except JobError as problem:
+            raise PacelineError(f"The run record '{path}' is damaged or of another version: {problem}") from None
 
     def _repr_html_(self) -> str:
         """The summary as a table, for notebooks."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
+from paceline.regular_files import make_run_folder, parse_json
 from paceline.spec import Job, Plan
+from paceline.spec.plan import Limit
 from paceline.train.loop import RunOutput, train
 
 
@@ -21,12 +22,12 @@ def main() -> None:
     parser.add_argument("--plan", help="the plan itself, as JSON")
     arguments = parser.parse_args()
     run_dir: Path = arguments.run_dir
-    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    job = Job.from_mapping(json.loads(arguments.job or (run_dir / "job.json").read_text(encoding="utf-8")))
-    plan = Plan.from_mapping(json.loads(arguments.plan or (run_dir / "plan.json").read_text(encoding="utf-8")))
+    make_run_folder(run_dir)
+    job = Job.from_mapping(parse_json(arguments.job)) if arguments.job else Job.load(run_dir / "job.json")
+    plan = Plan.from_mapping(parse_json(arguments.plan)) if arguments.plan else Plan.load(run_dir / "plan.json")
     limit = run_dir / "limit.json"
     is_limited = arguments.job is None and limit.exists()
-    max_steps = json.loads(limit.read_text(encoding="utf-8"))["max_steps"] if is_limited else None
+    max_steps = Limit.load(limit).max_steps if is_limited else None
     output = RunOutput(run_dir, None if arguments.quiet else sys.stderr, arguments.track)
     train(job, plan, output, max_steps, force=arguments.force)
 

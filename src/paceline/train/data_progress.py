@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.order import EpochOrder, epoch_order
+from paceline.data.order import EpochOrder
 from paceline.errors import DataError
 from paceline.parallel import Assignment
 from paceline.spec import Job
+
+Orders = Callable[[int], EpochOrder]
+"""The order of every epoch, by its number."""
 
 
 @dataclass(frozen=True)
@@ -52,72 +56,86 @@ class DataProgress:
         self._rank = rank
         self._num_assignments = num_assignments
         self._max_steps = max_steps
-        self._num_samples: int | None = None
+        self._set_size: int | None = None
+        """The number of samples in the training set."""
         self._epoch = 0
         """The epoch that the next batch belongs to."""
         self._next = 0
         """The number of the next batch in its epoch."""
+        self._digest: str | None = None
+        """The fingerprint of this epoch's order; None: not known, of an earlier version's checkpoint."""
+        self._checks_order = True
         self._is_resumed = False
         """Whether the position comes from a checkpoint, and the run has not reached it yet."""
+        self._orders: Orders | None = None
         self._order: tuple[int, EpochOrder] | None = None
         """The most recently used epoch, and its order."""
 
     def total_steps(self, num_samples: int) -> int:
-        """Updates of the whole run on a training set of `num_samples`."""
-        steps = self._job.epochs * self._batches_per_epoch(num_samples)
+        """Updates of the whole run on a training set of `num_samples`, in batches of the job's size."""
+        steps = self._job.epochs * -(-num_samples // self._job.global_batch_size)
         return steps if self._max_steps is None else min(steps, self._max_steps)
 
     def epochs(self) -> range:
         """The numbers of the remaining epochs."""
         return range(self._epoch if self._is_resumed else 0, self._job.epochs)
 
-    def enter(self, epoch: int, num_samples: int) -> list[Batch]:
-        """The remaining batches of an epoch; none if it had ended before the run resumed.
+    def is_over(self, epoch: int) -> bool:
+        """Whether no batch of an epoch is left: it had ended before the run resumed, or all steps have been made."""
+        return (self._is_resumed and epoch < self._epoch) or self._steps_left == 0
+
+    def enter(self, epoch: int, orders: Orders, set_size: int) -> range:
+        """The numbers of the remaining batches of an epoch that is not over; `batch` makes them.
 
         Raises:
-            DataError: a resumed run had a training set of another size than `num_samples`.
+            DataError: a resumed run had a training set of another size than `set_size`, or another order of samples in
+                the epoch in whose middle it was saved.
         """
-        if self._num_samples not in (None, num_samples) and self._is_resumed:
+        if self._is_resumed and self._set_size not in (None, set_size):
             raise DataError(
-                f"The training set has {num_samples:,} samples, but {self._num_samples:,} when this run was saved; "
+                f"The training set has {set_size:,} samples, but {self._set_size:,} when this run was saved; "
                 "resume with the same data, or begin in another folder."
             )
-        self._num_samples = num_samples
-        most = None if self._max_steps is None else self._max_steps - self.steps
-        if (self._is_resumed and epoch < self._epoch) or (most is not None and most <= 0):
-            return []
+        self._set_size, self._orders, self._order = set_size, orders, None
+        digest = self._order_of(epoch).digest()
         if not (self._is_resumed and epoch == self._epoch):
             self._epoch, self._next = epoch, 0
+        elif self._next > 0 and self._checks_order and digest != self._digest:
+            raise DataError(_other_order(epoch, is_known=self._digest is not None))
+        self._digest = digest
         self._is_resumed = False
-        num_batches = self._batches_per_epoch(num_samples)
-        stop = num_batches if most is None else min(num_batches, self._next + most)
-        return [self._batch(number, stop - number) for number in range(self._next, stop)]
+        num_batches = self._order_of(epoch).num_batches
+        left = self._steps_left
+        return range(self._next, num_batches if left is None else min(num_batches, self._next + left))
 
-    def _batch(self, number: int, num_left: int) -> Batch:
-        assert self._num_samples is not None
-        index = self._epoch * self._batches_per_epoch(self._num_samples) + number
-        samples = self.samples(index)
-        job = self._job
-        assignment = Assignment.of(len(samples), job.virtual_shards, self._rank, self._num_assignments)
-        return Batch(self._epoch, number, index, num_left, samples, assignment, self._num_samples)
+    def batch(self, number: int, stop: int) -> Batch:
+        """A batch of the current epoch, of which those before `stop` are trained on."""
+        order = self._order_of(self._epoch)
+        index = self._epoch * order.num_batches + number
+        samples = order.batch(number)
+        assignment = Assignment.of(len(samples), self._job.virtual_shards, self._rank, self._num_assignments)
+        return Batch(self._epoch, number, index, stop - number, samples, assignment, order.num_samples)
 
-    def place(self, index: int) -> tuple[int, int]:
-        """The epoch of a global batch and its number in it, by its number in the job."""
-        assert self._num_samples is not None
-        return divmod(index, self._batches_per_epoch(self._num_samples))
+    @property
+    def _steps_left(self) -> int | None:
+        return None if self._max_steps is None else max(0, self._max_steps - self.steps)
 
-    def samples(self, index: int) -> NDArray[np.int64]:
-        """The numbers of the samples of a global batch, by its number in the job."""
-        assert self._num_samples is not None
-        epoch, number = self.place(index)
+    def _order_of(self, epoch: int) -> EpochOrder:
         order = self._order  # asynchronous servers ask from threads of their own
         if order is None or order[0] != epoch:
-            order = epoch, epoch_order(self._num_samples, self._job.global_batch_size, self._job.seed, epoch)
+            assert self._orders is not None
+            order = epoch, self._orders(epoch)
             self._order = order
-        return order[1].batch(number)
+        return order[1]
 
-    def _batches_per_epoch(self, num_samples: int) -> int:
-        return -(-num_samples // self._job.global_batch_size)
+    def place(self, index: int) -> tuple[int, int]:
+        """The epoch of a global batch and its number in it, by its number in a job whose epochs are equally long."""
+        return divmod(index, self._order_of(self._epoch).num_batches)
+
+    def samples(self, index: int) -> NDArray[np.int64]:
+        """The numbers of the samples of a global batch, by its number in a job whose epochs are equally long."""
+        epoch, number = self.place(index)
+        return self._order_of(epoch).batch(number)
 
     def trained_on(self, batch: Batch) -> None:
         """Note that an update by `batch` has been made, by this worker or a server."""
@@ -132,15 +150,30 @@ class DataProgress:
 
     def leave_epoch(self) -> None:
         """Note that the epoch is complete, including its evaluation, if all its batches have been trained on."""
-        if self._num_samples is not None and self._next == self._batches_per_epoch(self._num_samples):
+        if self._orders is not None and self._next == self._order_of(self._epoch).num_batches:
             self._epoch, self._next = self._epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        course = {"epoch": self._epoch, "next": self._next, "num_samples": self._num_samples}
+        course = {"epoch": self._epoch, "next": self._next, "num_samples": self._set_size, "order": self._digest}
         return {"steps": self.steps, "samples_seen": self.samples_seen, "course": course}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, check_order: bool = True) -> None:
+        """Continue from `state`; `check_order`: whether the order of samples has to be the same as then."""
         self.steps, self.samples_seen = state["steps"], state["samples_seen"]
         course = state["course"]
-        self._epoch, self._next, self._num_samples = course["epoch"], course["next"], course["num_samples"]
-        self._is_resumed = True
+        self._epoch, self._next, self._set_size = course["epoch"], course["next"], course["num_samples"]
+        self._digest = course.get("order")
+        self._is_resumed, self._checks_order = True, check_order
+
+
+def _other_order(epoch: int, *, is_known: bool) -> str:
+    """Why a run cannot go on in the middle of an epoch."""
+    if not is_known:
+        return (
+            f"The checkpoint is from the middle of epoch {epoch} of an earlier version of Paceline, whose order of "
+            "samples was another one; finish the epoch with that version, or begin in another folder."
+        )
+    return (
+        f"The samples of epoch {epoch} come in another order than when this run was saved in the middle of it; give "
+        "the same data and a sampler that depends on the epoch alone (set_epoch, or torch's own generators)."
+    )

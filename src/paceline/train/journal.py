@@ -66,6 +66,10 @@ class Journal:
         """The time that this run took before it was resumed, up to the checkpoint."""
         run.keep("journal", self)
 
+    def _since_launch_s(self) -> float:
+        """Not below zero: the launcher's clock may be another node's, and either may be set back."""
+        return max(0.0, time.time() - self._launched_at)
+
     def state_dict(self) -> dict[str, Any]:
         self._read_losses()
         return {
@@ -75,7 +79,7 @@ class Journal:
             "samples_logged": self._samples_logged,
             "has_warned": self._has_warned,
             "train_s": self._run.timer.train_s,
-            "wall_s": self._wall_s + time.time() - self._launched_at,
+            "wall_s": self._wall_s + self._since_launch_s(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -90,7 +94,7 @@ class Journal:
         run = self._run
         if not self._first_step_s:
             float(loss)  # on a GPU the step is over when its loss can be read
-            self._first_step_s = time.time() - self._launched_at
+            self._first_step_s = self._since_launch_s()
         num_samples = run.samples_seen - self._samples_read
         self._samples_read = run.samples_seen
         self._unread.append(torch.stack([loss.double(), loss.new_full((), num_samples).double()]))
@@ -163,7 +167,7 @@ class Journal:
             loss=last.get("loss"),
             train_loss=self._epochs[-1].train_loss if self._epochs else None,
             train_s=run.timer.train_s,
-            wall_s=self._wall_s + time.time() - self._launched_at,
+            wall_s=self._wall_s + self._since_launch_s(),
             time_to_first_step_s=self._first_step_s,
             samples_per_s=samples_per_s,
             step_time=step_time,

@@ -9,6 +9,7 @@ import numpy as np
 from paceline import data, models
 from paceline.checkpoint import save_weights
 from paceline.data import ArraySet
+from paceline.regular_files import run_file_mode
 from paceline.spec import Job, Plan, RunRecord
 from paceline.train.initialize import init
 from paceline.train.journal import Journal, RunOutput
@@ -52,7 +53,7 @@ def train(
                 if run.rank == 0:
                     save_weights(weights, output.run_dir / "model.safetensors")
         if run.rank == 0:
-            record.save(output.run_dir / "record.json")
+            record.save(output.run_dir / "record.json", run_file_mode())
         return record
 
 

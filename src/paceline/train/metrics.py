@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import JobError
+from paceline.regular_files import create, parse_json, read_bytes, run_file_mode
 
 
 @dataclass(frozen=True)
@@ -26,9 +29,11 @@ def json_lines(run_dir: Path, first_step: int) -> Sink:
     """
     path = run_dir / "metrics.jsonl"
     before = _lines_until(path, first_step)
-    file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - open as long as the run is
+    draft = path.with_name(path.name + ".tmp")
+    file = io.TextIOWrapper(io.BufferedWriter(create(draft, run_file_mode())), encoding="utf-8")
     file.writelines(before)
     file.flush()
+    draft.replace(path)  # it stays open as long as the run is
 
     def log(step: int, values: dict[str, float]) -> None:
         file.write(json.dumps({"step": step, **values}) + "\n")
@@ -70,9 +75,17 @@ TRACKERS: dict[str, Callable[[Path], Sink]] = {"tensorboard": _tensorboard, "wan
 def _lines_until(path: Path, step: int) -> list[str]:
     if not step or not path.exists():
         return []
-    # A line that a crash has cut is no line.
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("}\n")]
-    return [line for line in lines if json.loads(line)["step"] <= step]
+    lines = read_bytes(path).decode("utf-8", "replace").splitlines(keepends=True)
+    return [line for line in lines if _step(line) <= step]
+
+
+def _step(line: str) -> float:
+    """The step of a line of metrics.jsonl; infinite for what is none, such as a line that a crash has cut."""
+    try:
+        step = parse_json(line)["step"] if line.endswith("}\n") else math.inf
+    except (ValueError, TypeError, KeyError):
+        return math.inf
+    return step if isinstance(step, int) else math.inf
 
 
 def open_sinks(run_dir: Path, trackers: Sequence[str], first_step: int = 0) -> list[Sink]:

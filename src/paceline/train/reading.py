@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,7 +23,7 @@ class DatasetReader:
         self._dtype = torch.float64 if job.precision == "float64" else torch.float32
         self._readers: WeakKeyDictionary[ArraySet, ArrayReader] = WeakKeyDictionary()
 
-    def read(self, dataset: Any, epoch: int, indices: Sequence[NDArray[Any]], *, train: bool) -> Iterator[Any]:
+    def read(self, dataset: Any, epoch: int, indices: Iterable[NDArray[Any]], *, train: bool) -> Iterator[Any]:
         """For each array of `indices` the batch of the samples with these numbers; augmented if `train` is set."""
         job = self._job
         if isinstance(dataset, ArraySet):
@@ -34,7 +34,7 @@ class DatasetReader:
             return (reader.read(epoch, samples, train) for samples in indices)
         return stream_batches(
             dataset,
-            [samples.tolist() for samples in indices],
+            (samples.tolist() for samples in indices),
             seed=job.seed,
             epoch=epoch,
             num_workers=job.data.loader_workers,

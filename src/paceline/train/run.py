@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline import env
+from paceline.data.order import ShuffledOrder
 from paceline.errors import JobError
 from paceline.heartbeat import Heartbeat
 from paceline.noise import SmoothedNoise
@@ -193,16 +194,22 @@ class Run:
             yield from self._epoch_batches(dataset, number)
 
     def _epoch_batches(self, dataset: Any, epoch: int) -> Iterator[Any]:
-        batches = self._progress.enter(epoch, num_samples(dataset, "training"))
-        if self.steps and self._progress.at_epoch_start:
+        progress, job, set_size = self._progress, self.job, num_samples(dataset, "training")
+        if progress.is_over(epoch):
+            return
+        numbers = progress.enter(
+            epoch, lambda one: ShuffledOrder(set_size, job.global_batch_size, job.seed, one), set_size
+        )
+        if self.steps and progress.at_epoch_start:
             self._stepper.session.epoch_ended()
-        if not batches:
+        if not numbers:
             return
         self.timer.resume()
         self.timer.data_asked()
         is_read = self.engine.reads_assignment
-        indices = [batch.own_samples for batch in batches] if is_read else [batches[0].samples[:1]]
-        contents = self.reader.read(dataset, epoch, indices, train=True)
+        batches = (progress.batch(number, numbers.stop) for number in numbers)
+        own = (progress.batch(number, numbers.stop).own_samples for number in (numbers if is_read else numbers[:1]))
+        contents = self.reader.read(dataset, epoch, own, train=True)
         for batch, content in zip(batches, contents if is_read else itertools.cycle(contents), strict=False):
             self.timer.data_arrived()
             self._pending = Pending(batch, content, dataset)

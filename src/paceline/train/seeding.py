@@ -7,7 +7,7 @@ import random
 import numpy as np
 import torch
 
-from paceline.data import streams
+from paceline.data import random_streams
 from paceline.data.counter_random import key
 
 
@@ -22,14 +22,14 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 def seed_shard(seed: int, step: int, shard: int, device: torch.device) -> None:
     """Before a virtual shard of a step is computed: its dropout masks are its own."""
-    seed_generators(key(seed, streams.FORWARD, step, shard), device)
+    seed_generators(key(seed, random_streams.FORWARD, step, shard), device)
 
 
 def seed_between_steps(seed: int, step: int, device: torch.device) -> None:
     """After a step: what a script draws then must not depend on the shards that this worker has computed."""
-    seed_generators(key(seed, streams.BETWEEN_STEPS, 0, step), device)
+    seed_generators(key(seed, random_streams.BETWEEN_STEPS, 0, step), device)
 
 
 def seed_evaluation(seed: int, step: int, chunk: int, device: torch.device) -> None:
     """Before a chunk of an evaluation set is measured."""
-    seed_generators(key(seed, streams.EVALUATION, step, chunk), device)
+    seed_generators(key(seed, random_streams.EVALUATION, step, chunk), device)

@@ -96,7 +96,7 @@ class RunState:
                 "folder, or resume nevertheless with --force (paceline.init(force=True))."
             )
         self.trained.put(shared, found.own, hyper=not changes)
-        self.progress.load_state_dict(shared["progress"])
+        self.progress.load_state_dict(shared["progress"], check_order=not changes)
         self.noise.load_state_dict(shared["noise"])
         self.metrics.update(shared["metrics"])
         self.kept.load_state_dict(shared["kept"])

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from paceline.containers import tensors
 from paceline.errors import JobError, ModelError
-from paceline.parallel import AnyShard, Assignment, StepInput, check_batch
+from paceline.parallel import AnyShard, Assignment, StepInput
 from paceline.parallel.assignment import shard_sizes
 from paceline.parallel.dtensor import clip_gradients
+from paceline.samples import Readings, Samples
 from paceline.spec import Mesh
 from paceline.train.data_progress import Batch
 from paceline.train.nonfinite import NonFiniteGuard
@@ -58,6 +59,7 @@ class Stepper:
         self._timer = timer
         self._tracer = tracer
         self._guard = NonFiniteGuard(session)
+        self._readings: Readings = {}
         self.is_whole = True
         """Whether weights, optimizer, buffers and progress all belong to the same step."""
 
@@ -70,11 +72,12 @@ class Stepper:
         progress, trained, batch = self._state.progress, self.trained, pending.batch
         engine = trained.engine
         self.is_whole = not engine.changes_buffers
-        step_input = self._input(progress.steps, batch.assignment, content, loss_fn)
         if engine.reads_assignment:
-            check_batch(content, sum(batch.assignment.sizes) or 1)
+            num_samples = sum(batch.assignment.sizes) or 1  # a stand-in
+            step_input = self._input(progress.steps, batch.assignment, num_samples, content, loss_fn)
             step_input = replace(step_input, take_norms=self._state.noise.for_step(progress.steps, batch.assignment))
         else:
+            step_input = self._input(progress.steps, batch.assignment, 1, pending.content, loss_fn)
             step_input = replace(step_input, any_shard=self._any_shard(pending, content, loss_fn))
         self._rates.set(progress.samples_seen, batch.samples_per_epoch)
         trained.optimizer.zero_grad(set_to_none=True)
@@ -91,12 +94,12 @@ class Stepper:
             self.session.step_ended(self._timer.own_s)
         return loss
 
-    def _input(self, index: int, assignment: Assignment, content: Any, loss_fn: LossFn) -> StepInput:
+    def _input(self, index: int, assignment: Assignment, num_samples: int, content: Any, loss_fn: LossFn) -> StepInput:
         """The step input for an assignment of the global batch with this number, counted over the whole run."""
         precision, seed = self.trained.precision, self._state.job.seed
         return StepInput(
             assignment=assignment,
-            batch=content,
+            batch=Samples.of(content, num_samples, self._readings),
             loss_of=precision.of(loss_fn),
             seed_shard=lambda shard: seed_shard(seed, index, shard, self._device),
             scale=precision.scaler.scale,
@@ -150,7 +153,8 @@ class Stepper:
             samples = progress.samples(index)[slice(*assignment.span)]
             (shard_content,) = self._reader.read(pending.dataset, progress.place(index)[0], [samples], train=True)
             # Servers know of no loss scale.
-            return replace(self._input(index, assignment, shard_content, loss_fn), scale=lambda loss: loss)
+            step_input = self._input(index, assignment, len(samples), shard_content, loss_fn)
+            return replace(step_input, scale=lambda loss: loss)
 
         def factor(index: int) -> float:
             epoch, number = progress.place(index)
@@ -171,4 +175,4 @@ class Stepper:
 
 def _tensors(content: Any) -> list[int]:
     """Which tensors a batch consists of."""
-    return [id(leaf) for leaf in pytree.tree_leaves(content) if isinstance(leaf, Tensor)]
+    return [id(tensor) for tensor in tensors(content)]

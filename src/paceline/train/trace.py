@@ -14,9 +14,9 @@ from typing import Any, Self, TextIO
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from paceline import env
+from paceline.containers import tensors
 from paceline.spec import Job
 from paceline.train.digest import weights_sha256
 from paceline.train.process_group import World
@@ -87,7 +87,7 @@ def _fingerprint(flat: Tensor) -> list[float]:
 
 def batch_digest(batch: Any) -> int:
     """A number for the samples of a batch that does not depend on their order, so workers' digests can be added."""
-    leaves = [leaf.detach().cpu() for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    leaves = [leaf.detach().cpu() for leaf in tensors(batch) if leaf.dim() > 0]
     total = 0
     for row in zip(*leaves, strict=False):
         crc = 0

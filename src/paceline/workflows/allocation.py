@@ -27,6 +27,7 @@ from paceline.launch.ssh import explain_ssh_failure, ssh_argv
 from paceline.launch.team import LaunchOptions, Output
 from paceline.launch.worker import run_program
 from paceline.plan import pick
+from paceline.regular_files import make_run_folder
 from paceline.spec import Cluster, Device, Node, Plan
 from paceline.spec.codec import from_mapping
 from paceline.workflows.strategy import PlanFor, check_may_shrink, largest_that_fits
@@ -62,7 +63,7 @@ class Allocation:
         if self.where.launcher == "debug":
             if plan.world_size != 1:
                 raise LaunchError(f"--launcher debug runs one worker in this process, not {plan.world_size}; add -n 1.")
-            run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_run_folder(run_dir)
             run_program(program)
             return
         run_workers(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from paceline import env
 from paceline.errors import PacelineError
 from paceline.plan import spread
+from paceline.regular_files import make_run_folder
 from paceline.spec import AlgorithmName, Cluster, Plan
 from paceline.spec.algorithm import algorithm_names
 from paceline.spec.checkpoint_timing import CheckpointRequest, CheckpointTimings
@@ -136,7 +136,7 @@ def checkpoint(
         plan = bench_plan(allocation.cluster, workers)
         request = CheckpointRequest(address, int(parameters), rounds, plan.device_kind)
         _run("paceline.measure.checkpoint_bench", request, allocation, plan, folder, quiet)
-    return CheckpointTimings.from_mapping(json.loads((folder / TIMINGS_FILE).read_text(encoding="utf-8")))
+    return CheckpointTimings.load(folder / TIMINGS_FILE)
 
 
 def results_folder(out: Path | str | None, name: str) -> Path:
@@ -157,7 +157,7 @@ def _run(
 ) -> None:
     """Run the workers of `plan`: each reads the request in the folder, and the first leaves its timings there."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_run_folder(folder)
         request.save(folder / REQUEST_FILE)
     except OSError as problem:
         raise PacelineError(f"The folder {folder} cannot be used: {problem}.") from None

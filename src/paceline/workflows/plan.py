@@ -116,21 +116,6 @@ def plan(
     return planned
 
 
-def load_plan(path: Path) -> Plan:
-    """The plan in a file that `plan` wrote.
-
-    Raises:
-        JobError: the file cannot be read, or holds no plan; the message names the file.
-    """
-    try:
-        mapping = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(mapping, dict):
-            raise JobError("it should be a table")
-        return Plan.from_mapping(mapping)
-    except (OSError, ValueError, JobError) as problem:
-        raise JobError(f"{path} cannot be read as a plan: {problem}") from None
-
-
 def device_counts(text: str) -> list[int]:
     """ "1..4,8" as [1, 2, 3, 4, 8]; long ranges are thinned out. Raises `JobError`."""
     from paceline.plan.forecast import counts_between

@@ -28,6 +28,7 @@ from paceline.measure.values import (
 )
 from paceline.measure.which_links import MOST_NODES_IN_FULL, merged_reasons, node_pairs, with_measured
 from paceline.plan import place
+from paceline.regular_files import make_run_folder
 from paceline.spec import Cluster, Job, JobTiming, NetworkLink, Node, NodePlacement, Plan
 from paceline.workflows.allocation import Allocation, open_allocation
 from paceline.workflows.forecasts import CLUSTER_FILE
@@ -127,7 +128,7 @@ def _plan(job: Job, cluster: Cluster, num_workers: int | None, threads: int | No
 def _scratch(folder: Path) -> Iterator[Path]:
     """A temporary folder on the disk that checkpoints go to; it stays if a worker fails, whose report lies there."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_run_folder(folder)
         scratch = Path(tempfile.mkdtemp(prefix="probe-", dir=folder)).absolute()
     except OSError as problem:
         raise PacelineError(f"The folder {folder} cannot be used: {problem}; name another with --folder.") from None

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import re
 import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from paceline.errors import PacelineError
+from paceline.regular_files import make_run_folder, run_file_mode
 from paceline.spec import Job, Plan, RunRecord
+from paceline.spec.plan import Limit
+from paceline.spec.record import RECORD_FILE
 
-RECORD_FILE = "record.json"
+JOB_FILE, PLAN_FILE, LIMIT_FILE = "job.json", "plan.json", "limit.json"
+
+_MOST_NAME_CHARACTERS = 50
+"""Of a job's name in the name of its folder: 200 bytes at most in UTF-8, and file systems take 255."""
 
 
 def new_run_dir(out: Path | str | None, name: str) -> Path:
@@ -26,13 +31,18 @@ def new_run_dir(out: Path | str | None, name: str) -> Path:
         if (Path(out) / RECORD_FILE).exists():
             raise PacelineError(f"{out} already holds a finished run; choose another --out or remove the folder.")
         return Path(out)
-    stem = Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    # Whatever a job is called, its folder lies below runs/, and its name is one that file systems take.
+    safe = re.sub(r"[^\w.+=@ -]", "-", name)[:_MOST_NAME_CHARACTERS].strip(". ") or "run"
+    stem = Path("runs") / f"{safe}-{datetime.now():%Y%m%d-%H%M%S}"
     candidates = (stem if n == 0 else stem.with_name(f"{stem.name}-{n}") for n in range(1000))
     for candidate in candidates:
         try:
-            candidate.mkdir(mode=0o700, parents=True)
+            candidate.parent.mkdir(exist_ok=True)
+            candidate.mkdir(mode=0o700)
         except FileExistsError:
             continue
+        except OSError as problem:
+            raise PacelineError(f"{problem.strerror}: {candidate}; name another folder with --out.") from None
         return candidate
     raise PacelineError(f"No free folder name under {stem}; name one with --out.")
 
@@ -40,7 +50,7 @@ def new_run_dir(out: Path | str | None, name: str) -> Path:
 def make_folder(folder: Path) -> None:
     """Make a folder that only its owner can read. Raises `PacelineError` where that is not possible."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_run_folder(folder)
     except OSError as problem:
         raise PacelineError(f"The run folder {folder} cannot be made: {problem}.") from None
 
@@ -57,9 +67,12 @@ def write_run(
 ) -> list[str]:
     """Write job, plan and limit into the run folder; return the program that trains them, as python's arguments."""
     make_folder(run_dir)
-    _write_json(run_dir / "job.json", job.to_mapping())
-    _write_json(run_dir / "plan.json", plan.to_mapping())
-    _write_json(run_dir / "limit.json", {"max_steps": max_steps})
+    values = {JOB_FILE: job, PLAN_FILE: plan, LIMIT_FILE: Limit(max_steps)}
+    try:
+        for name, value in values.items():
+            value.save(run_dir / name, run_file_mode())
+    except OSError as problem:
+        raise PacelineError(f"The run folder {run_dir} cannot be written to: {problem.strerror}.") from None
     return training_program(run_dir, quiet, trackers, force)
 
 
@@ -74,19 +87,13 @@ def training_program(run_dir: Path, quiet: bool, trackers: Sequence[str], force:
 
 def begun_with(run_dir: Path) -> tuple[Job, Plan, int | None]:
     """The job, plan and `max_steps` that the run in `run_dir` was begun with; its record tells what came of them."""
-    job, plan, limit = (
-        json.loads((run_dir / f"{name}.json").read_text(encoding="utf-8")) for name in ("job", "plan", "limit")
-    )
-    return Job.from_mapping(job), Plan.from_mapping(plan), limit["max_steps"]
+    limit = Limit.load(run_dir / LIMIT_FILE)
+    return Job.load(run_dir / JOB_FILE), Plan.load(run_dir / PLAN_FILE), limit.max_steps
 
 
 def finished_record(run_dir: Path, started: float) -> RunRecord:
     """The record of a run that has just ended, with its time since `started` (`time.monotonic`), in its file too."""
     # Only here is it known when the last worker ended.
     record = dataclasses.replace(RunRecord.load(run_dir / RECORD_FILE), wall_s=time.monotonic() - started)
-    record.save(run_dir / RECORD_FILE)
+    record.save(run_dir / RECORD_FILE, run_file_mode())
     return record
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

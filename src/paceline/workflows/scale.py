@@ -14,10 +14,11 @@ from paceline.launch.run_workers import SAVE_S
 from paceline.plan import spread
 from paceline.spec import AlgorithmName, Job, Plan, RunRecord
 from paceline.spec.forecast import Grow
+from paceline.spec.record import RECORD_FILE
 from paceline.workflows.allocation import Allocation, open_allocation
 from paceline.workflows.forecasts import CLUSTER_FILE, feed_back, with_forecasts, without_forecasts
 from paceline.workflows.jobs import Say, check_counts, resolve_job, silent
-from paceline.workflows.run_folder import RECORD_FILE, begun_with, finished_record, new_run_dir, write_run
+from paceline.workflows.run_folder import begun_with, finished_record, new_run_dir, write_run
 from paceline.workflows.strategy import PLAIN, Strategy
 from paceline.workflows.where import HERE, Where
 

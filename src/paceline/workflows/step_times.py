@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import io
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from paceline.errors import JobError
+from paceline.errors import JobError, shortened
 from paceline.plan.model import Layout, StepForecast
+from paceline.regular_files import read_text
 from paceline.spec.algorithm import algorithm_names
+from paceline.spec.job import MOST_WORKERS
 
 if TYPE_CHECKING:
     from paceline.plan.calibrate import Calibration
@@ -153,18 +157,18 @@ def _read(path: Path) -> list[_Row]:
         JobError: the file cannot be read, a column is missing, or a value is invalid; names line and column.
     """
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, skipinitialspace=True, restval="")
-            columns = [name.strip() for name in reader.fieldnames or []]
-            reader.fieldnames = columns
-            lines = [_Line(path, reader.line_num, {name: cells[name].strip() for name in columns}) for cells in reader]
+        text = io.StringIO(read_text(path, encoding="utf-8-sig"), newline="")
+        reader = csv.DictReader(text, skipinitialspace=True, restval="")
+        columns = [name.strip() for name in reader.fieldnames or []]
+        reader.fieldnames = columns
+        lines = [_Line(path, reader.line_num, {name: cells[name].strip() for name in columns}) for cells in reader]
     except (OSError, ValueError, csv.Error) as problem:
         raise JobError(f"{path} cannot be read as a table of comma-separated values: {problem}.") from None
     has_layout = "devices_on_node" in columns or {"num_nodes", "devices_per_node"} <= set(columns)
     if not has_layout or "micro_batch_size" not in columns:
         raise JobError(
             f"{path} needs the columns num_nodes, devices_per_node (or devices_on_node) and micro_batch_size; "
-            f"its first line has {', '.join(columns) or 'none'}."
+            f"its first line has {shortened(', '.join(columns)) or 'none'}."
         )
     return [line.row() for line in lines if any(line.cells.values())]
 
@@ -200,9 +204,12 @@ class _Line:
         """The layout from devices_on_node ("2+4") if it is given, else num_nodes nodes of devices_per_node."""
         listed = self.cells.get("devices_on_node", "")
         if not listed:
-            return Layout((self._count("devices_per_node"),) * self._count("num_nodes"))
+            devices, nodes = self._count("devices_per_node"), self._count("num_nodes")
+            if devices * nodes > MOST_WORKERS:
+                raise self._mistake("num_nodes", f"{devices} x {nodes} devices are more than {MOST_WORKERS}")
+            return Layout((devices,) * nodes)
         counts = [count.strip() for count in listed.split("+")]
-        if not all(count.isascii() and count.isdecimal() and int(count) for count in counts):
+        if not all(re.fullmatch("0*[1-9][0-9]{0,5}", count) for count in counts):
             raise self._mistake("devices_on_node", f"{listed} should be the devices of each node, such as 2+4")
         if self.cells.get("num_nodes") and self._count("num_nodes") != len(counts):
             said = f"{listed} names {len(counts)} nodes, but num_nodes says {self._count('num_nodes')}"
@@ -230,7 +237,7 @@ class _Line:
         return value
 
     def _mistake(self, column: str, what: str) -> JobError:
-        return JobError(f"{self.path}, line {self.line}, {column}: {what}.")
+        return JobError(f"{self.path}, line {self.line}, {column}: {shortened(what, 200)}.")
 
 
 def _whole(text: str) -> int:

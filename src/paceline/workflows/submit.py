@@ -15,6 +15,7 @@ from paceline.launch.kubernetes import Pods, job_manifest, train_job_manifest
 from paceline.launch.slurm import batch_script
 from paceline.launch.slurm import submit as submit_script
 from paceline.plan import place
+from paceline.regular_files import make_run_folder
 from paceline.spec import Cluster, Device, DeviceKind, Job, Node
 from paceline.workflows.jobs import resolve_job
 from paceline.workflows.run_folder import new_run_dir
@@ -87,7 +88,7 @@ def slurm(
     )
     if dry_run:
         return SlurmJob(script, run_dir)
-    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_run_folder(run_dir)
     (run_dir / SCRIPT_FILE).write_text(script, encoding="utf-8")
     return SlurmJob(script, run_dir, submit_script(script))
 

@@ -15,7 +15,6 @@ from paceline.workflows.allocation import Allocation, allocation_on_paper, open_
 from paceline.workflows.dry_run import dry_run
 from paceline.workflows.forecasts import CLUSTER_FILE, feed_back, with_forecasts
 from paceline.workflows.jobs import Say, check_counts, resolve_job, silent
-from paceline.workflows.plan import load_plan
 from paceline.workflows.run_folder import finished_record, new_run_dir, training_program, write_run
 from paceline.workflows.strategy import PLAIN, Strategy
 from paceline.workflows.where import HERE, RIGID, Elastic, Where
@@ -89,7 +88,7 @@ def train(
         strategy=Strategy(strategy) if isinstance(strategy, str) else strategy,
         debug_comm=debug_comm,
         cluster=Path(cluster),
-        plan=plan if plan is None or isinstance(plan, Plan) else load_plan(Path(plan)),
+        plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan)),
         say=say,
     )
     run_dir = new_run_dir(out, resolved.name)
@@ -167,7 +166,7 @@ def train_commands(
 ) -> str:
     """The commands that `train` would start, with the same arguments; starts nothing and opens no connection."""
     resolved = resolve_job(job, settings, data)
-    options = _Spread(resolved, plan=None if plan is None else load_plan(plan), **spread)
+    options = _Spread(resolved, plan=None if plan is None else Plan.load(plan), **spread)
     run_dir = (out or Path("runs") / resolved.name).absolute()
     program = training_program(run_dir, quiet, track, force)
     allocation = allocation_on_paper(where)

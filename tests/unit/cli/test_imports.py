@@ -11,7 +11,7 @@ import pytest
 HEAVY = ("torch", "numpy", "plotly", "jinja2", "pandas", "pyarrow", "PIL")
 COMMANDS = [
     *("topo", "probe", "plan", "launch", "train", "scale", "verify", "submit", "bench"),
-    *("checkpoint", "export", "report", "doctor"),
+    *("checkpoint", "export", "report", "doctor", "jobs", "models", "data"),
 ]
 
 MISTAKE = ("train", "digits-lenett")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.data import streams
+from paceline.data import random_streams
 from paceline.data.augment import Augmentation, augment
 from paceline.data.counter_random import integers, uniform
 from paceline.spec import DataSpec
@@ -21,19 +21,19 @@ def reference(image: Tensor, augmentation: Augmentation, seed: int, epoch: int, 
     height, width = image.shape[-2:]
     if augmentation.crop_padding is not None:
         pad = augmentation.crop_padding
-        top = int(integers(seed, streams.CROP_Y, epoch, one, 2 * pad + 1)[0]) - pad
-        left = int(integers(seed, streams.CROP_X, epoch, one, 2 * pad + 1)[0]) - pad
+        top = int(integers(seed, random_streams.CROP_Y, epoch, one, 2 * pad + 1)[0]) - pad
+        left = int(integers(seed, random_streams.CROP_X, epoch, one, 2 * pad + 1)[0]) - pad
         moved = torch.zeros_like(image)
         for y in range(height):
             for x in range(width):
                 if 0 <= y + top < height and 0 <= x + left < width:
                     moved[:, y, x] = image[:, y + top, x + left]
         image = moved
-    if augmentation.flip and uniform(seed, streams.FLIP, epoch, one)[0] < 0.5:
+    if augmentation.flip and uniform(seed, random_streams.FLIP, epoch, one)[0] < 0.5:
         image = torch.stack([image[..., x] for x in reversed(range(width))], dim=-1)
     if augmentation.cutout_size is not None:
-        top = int(integers(seed, streams.CUTOUT_Y, epoch, one, height)[0]) - augmentation.cutout_size // 2
-        left = int(integers(seed, streams.CUTOUT_X, epoch, one, width)[0]) - augmentation.cutout_size // 2
+        top = int(integers(seed, random_streams.CUTOUT_Y, epoch, one, height)[0]) - augmentation.cutout_size // 2
+        left = int(integers(seed, random_streams.CUTOUT_X, epoch, one, width)[0]) - augmentation.cutout_size // 2
         image = image.clone()
         for y in range(max(0, top), min(height, top + augmentation.cutout_size)):
             for x in range(max(0, left), min(width, left + augmentation.cutout_size)):

@@ -20,6 +20,7 @@ from paceline.parallel.dp import DataParallel
 from paceline.parallel.engine import Engine, StepInput
 from paceline.parallel.gradient_norms import GradientNorms
 from paceline.parallel.one_process import OneProcessDataParallel, devices_of_process
+from paceline.samples import Samples
 from paceline.spec import Job, Plan
 
 CPU = torch.device("cpu")
@@ -55,7 +56,9 @@ def step_input(batch: Batch, loss: Loss = loss_of, take_norms: Any = None, step:
     def seed(shard: int) -> None:
         torch.default_generator.manual_seed(1000 * step + shard)
 
-    return StepInput(assignment, batch, loss, seed, lambda value: value, take_norms=take_norms)
+    return StepInput(
+        assignment, Samples.of(batch, len(batch[1])), loss, seed, lambda value: value, take_norms=take_norms
+    )
 
 
 @contextmanager

@@ -9,15 +9,17 @@ from paceline.report.job_text import job_toml
 from paceline.spec import Job
 from tests.sample_records import sample_job
 
-scalars = st.one_of(st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False), st.text(max_size=8))
+texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=8)
+names = st.text(max_size=20).filter(lambda name: bool(name) and name.isprintable())
+scalars = st.one_of(st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False), texts)
 options = st.dictionaries(
-    st.text(max_size=6),
-    st.one_of(scalars, st.lists(scalars, max_size=3), st.dictionaries(st.text(max_size=4), scalars, max_size=2)),
+    texts,
+    st.one_of(scalars, st.lists(scalars, max_size=3), st.dictionaries(texts, scalars, max_size=2)),
     max_size=4,
 )
 
 
-@given(options, st.text(max_size=20))
+@given(options, names)
 def test_the_text_reads_back_as_the_same_job(model_options: dict[str, object], name: str) -> None:
     job = sample_job(
         name=name,

@@ -44,7 +44,7 @@ CLUSTER = Cluster(
     timings=(JobTiming("digits", "NVIDIA A100", 25_000_000, 8, (MicroBatchTiming(32, 0.01, 2**31),), 64, 1e4),),
 )
 
-texts = st.text(max_size=12)
+texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12)
 positive = st.floats(0, 1e15)
 devices = st.builds(
     Device,

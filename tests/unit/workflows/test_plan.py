@@ -11,20 +11,19 @@ from typer.testing import CliRunner
 from paceline.cli import app
 from paceline.errors import JobError
 from paceline.spec import Plan
-from paceline.workflows.plan import load_plan
 
 
 def test_a_plan_comes_back(tmp_path: Path) -> None:
     plan = Plan(world_size=3, micro_batch_size=16, algorithm="ring")
     (tmp_path / "plan.json").write_text(json.dumps(plan.to_mapping()))
-    assert load_plan(tmp_path / "plan.json") == plan
+    assert Plan.load(tmp_path / "plan.json") == plan
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"worlds": 2}', '{"world_size": 0}'])
 def test_what_is_no_plan_is_one_sentence_with_the_name_of_the_file(text: str, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(JobError, match=r"plan\.json cannot be read as a plan") as caught:
-        load_plan(tmp_path / "plan.json")
+        Plan.load(tmp_path / "plan.json")
     assert "\n" not in str(caught.value)
 
 

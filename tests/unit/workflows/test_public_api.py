@@ -37,10 +37,14 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "export": paceline.checkpoint.export,
     "report": paceline.report,
     "doctor": paceline.doctor,
+    "jobs ls": paceline.catalog.recipes,
+    "jobs keys": paceline.catalog.job_keys,
+    "models": paceline.catalog.models,
+    "data": paceline.catalog.data_sets,
 }
 OTHERS = (paceline.dry_run_mesh, paceline.fit_step_times, paceline.suggest_measurements)
 
-SHOWN = {"as_json", "show_all", "strict", "help"}
+SHOWN = {"as_json", "_list", "show_all", "strict", "help"}
 """What a command prints, or which exit code it has; no matter for a function."""
 IN_PYTHON = {"model", "say", "on_failure", "on_each", "arguments", *(group.__name__.lower() for group in GROUPS)}
 """What a command line cannot give, or gives as options of its own."""

@@ -1,0 +1,50 @@
+"""`paceline jobs`, `paceline models`, `paceline data`: what a job can say and what the package brings along."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated
+
+import typer
+
+from paceline.cli.console import print_table
+from paceline.workflows import catalog
+from paceline.workflows.catalog import CatalogEntry
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The recipes, and the keys of a job file.")
+
+
+@app.command("ls")
+def ls() -> None:
+    """List the recipes: jobs that come with the package."""
+    show_recipes()
+
+
+@app.command("keys")
+def keys(
+    prefix: Annotated[str, typer.Argument(help="Only keys that begin with this, such as optim.")] = "",
+) -> None:
+    """List every key of a job file: its values, its default and its meaning."""
+    rows = [(key.name, key.default, key.values, key.meaning) for key in catalog.job_keys(prefix)]
+    headings = ("key", "default", "values", "meaning")
+    print_table(headings, rows, left=headings, pipe_columns=400)
+
+
+def models() -> None:
+    """List the reference models and their options."""
+    _show(catalog.models())
+
+
+def data() -> None:
+    """List the data sets that a job can name."""
+    _show(catalog.data_sets())
+
+
+def show_recipes() -> None:
+    """Print the recipes."""
+    _show(catalog.recipes())
+
+
+def _show(entries: Iterable[CatalogEntry]) -> None:
+    headings = ("name", "description")
+    print_table(headings, [(entry.name, entry.meaning) for entry in entries], left=headings, pipe_columns=400)

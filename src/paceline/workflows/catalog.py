@@ -1,0 +1,172 @@
+"""What a job can say and what the package brings along: keys, recipes, models, data sets."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from paceline.errors import JobError
+from paceline.spec import Job, load_job
+from paceline.workflows.jobs import recipe_names
+
+_KIND_WORDS: Mapping[Any, str] = {bool: "true or false", int: "whole number", float: "number", str: "text"}
+
+
+@dataclass(frozen=True)
+class JobKey:
+    """A key of a job file."""
+
+    name: str
+    """With its table, such as "optim.lr"."""
+    values: str
+    """What it can be."""
+    default: str
+    """As TOML; empty for a key that is left out by default."""
+    meaning: str
+
+
+@dataclass(frozen=True)
+class CatalogEntry:
+    """A recipe, model or data set, and what it is."""
+
+    name: str
+    meaning: str
+
+
+def job_keys(prefix: str = "") -> list[JobKey]:
+    """The keys of a job file, in the order of their declaration, tables last.
+
+    Example: `paceline.catalog.job_keys("optim.")`.
+
+    Args:
+        prefix: what the names begin with; all keys by default.
+
+    Raises:
+        JobError: no key begins with `prefix`.
+    """
+    found = list(_keys_of(Job, ""))
+    found.sort(key=lambda key: "." in key.name)  # a TOML file has its tables last too
+    found = [key for key in found if key.name.startswith(prefix)]
+    if not found:
+        raise JobError(f"No key of a job begins with '{prefix}'; leave it out to see all keys.")
+    return found
+
+
+def recipes() -> list[CatalogEntry]:
+    """The jobs that come with the package; `paceline.train` takes their names.
+
+    Example: `paceline.catalog.recipes()`.
+
+    Raises:
+        JobError: never on a complete installation.
+    """
+    entries = []
+    for name in recipe_names():
+        with resources.as_file(resources.files("paceline") / "recipes" / f"{name}.toml") as path:
+            job = load_job(path)
+        epochs = "1 epoch" if job.epochs == 1 else f"{job.epochs} epochs"
+        meaning = f"{job.model.name} on {job.data.name}, {epochs}, global batch {job.global_batch_size}"
+        entries.append(CatalogEntry(name, meaning))
+    return entries
+
+
+def models() -> list[CatalogEntry]:
+    """The reference models, which `model = "NAME"` in a job names, and their options.
+
+    Example: `paceline.catalog.models()`.
+
+    Raises:
+        JobError: never on a complete installation.
+    """
+    from paceline.models import MODELS  # loads torch
+
+    return [
+        CatalogEntry(name, f"{_first_sentence(build)} Options: {', '.join(_parameters(build))}.")
+        for name, build in MODELS.items()
+    ]
+
+
+def data_sets() -> list[CatalogEntry]:
+    """The data sets that `data = "NAME"` in a job names.
+
+    Example: `paceline.catalog.data_sets()`.
+
+    Raises:
+        JobError: never on a complete installation.
+    """
+    from paceline.data import SOURCES  # loads torch
+
+    return [CatalogEntry(name, _first_sentence(load)) for name, load in SOURCES.items()]
+
+
+def _keys_of(table: type, prefix: str) -> Iterator[JobKey]:
+    hints, meanings = get_type_hints(table), _attribute_docstrings(table)
+    for field in dataclasses.fields(table):
+        kind, name = hints[field.name], f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(kind):
+            yield from _keys_of(kind, f"{name}.")  # type: ignore[arg-type]
+            continue
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        bounds = _bounds(field.metadata)
+        values = _values(kind) + (f", {bounds}" if bounds else "")
+        yield JobKey(name, values, "" if default is None else _toml(default), meanings[field.name])
+
+
+def _attribute_docstrings(table: type) -> dict[str, str]:
+    """The string below each attribute of a class, which Python itself does not keep."""
+    (body,) = ast.parse(inspect.getsource(table)).body
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for attribute, below in zip(body.body, [*body.body[1:], ast.Pass()], strict=True):
+        if not isinstance(attribute, ast.AnnAssign) or not isinstance(attribute.target, ast.Name):
+            continue
+        text = ""
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            text = inspect.cleandoc(str(below.value.value)).replace("\n", " ")
+        found[attribute.target.id] = text
+    return found
+
+
+def _values(kind: Any) -> str:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return " | ".join(_toml(choice) for choice in arguments)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_values(one) for one in arguments if one is not type(None))
+    if origin is tuple:
+        return f"list of: {_values(arguments[0])}"
+    return "table" if origin is dict else _KIND_WORDS[kind]
+
+
+def _bounds(metadata: Mapping[str, Any]) -> str:
+    words = {"above": "above {}", "low": "at least {}", "high": "at most {}"}
+    return ", ".join(text.format(metadata[key]) for key, text in words.items() if key in metadata)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {_toml(one)}' for key, one in value.items())}}}"
+    return str(value)
+
+
+def _parameters(build: Callable[..., Any]) -> list[str]:
+    required = inspect.Parameter.empty
+    parameters = inspect.signature(build).parameters.values()
+    return [one.name if one.default is required else f"{one.name} = {_toml(one.default)}" for one in parameters]
+
+
+def _first_sentence(build: Callable[..., Any]) -> str:
+    build = getattr(build, "func", build)  # of a partial
+    return (inspect.getdoc(build) or "").partition("\n\n")[0].replace("\n", " ")

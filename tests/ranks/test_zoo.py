@@ -1,0 +1,52 @@
+"""Models that others wrote give the same result on any number of workers and by every strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+
+from tests.ranks.harness import run_ranks
+from tests.ranks.zoo import COLUMNS, ZOO, Column, Result, largest_difference, train_columns
+
+Table = Mapping[Column, Mapping[str, Result]]
+
+TOLERANCE = 1e-12
+
+UNSOLVED = {"spectral-norm", "moving-averages", "vq-vae", "instance-norm"}
+"""Their buffers are moved by every forward pass."""
+
+
+@pytest.fixture(scope="module")
+def table() -> Table:
+    """Every model in every column, by one launch for each number of workers; what rank 0 says."""
+    found: dict[Column, dict[str, Result]] = {}
+    for world_size in sorted({column.world_size for column in COLUMNS}):
+        columns = [column for column in COLUMNS if column.world_size == world_size]
+        first, *others = run_ranks(train_columns, world_size, columns, timeout_s=600)
+        for column in columns:
+            for name in ZOO:
+                assert all(other[column][name].sha == first[column][name].sha for other in others), (column, name)
+        found |= first
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("column", [column for column in COLUMNS if column.world_size > 1], ids=str)
+def test_every_column_is_equal_to_one_worker(
+    table: Table, column: Column, name: str, request: pytest.FixtureRequest
+) -> None:
+    if name in UNSOLVED or (name, column.strategy) == ("wav2vec2", "fsdp"):
+        request.applymarker(pytest.mark.xfail(strict=True))
+    alone, spread = table[column.reference][name], table[column][name]
+    assert not spread.refusal
+    assert len(spread.losses) == 3
+    assert np.isfinite(spread.losses).all()
+    assert spread.num_changed > 1
+    if column.parity == "bitwise":
+        assert (spread.sha, spread.losses, spread.metrics) == (alone.sha, alone.losses, alone.metrics)
+    else:
+        assert largest_difference(alone, spread) < TOLERANCE

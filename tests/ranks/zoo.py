@@ -1,0 +1,284 @@
+"""Models that others wrote, their batches and losses: what is trained by every strategy, and compared.
+
+`ZOO` names them and `COLUMNS` the ways to train them; `train_columns` trains one model after the other in the workers
+that call it, so that all columns of as many workers take one launch.
+"""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+import paceline
+from paceline.env import worker_facts
+from paceline.errors import PacelineError
+from paceline.spec import Job, Plan, parse_mesh
+from tests.ranks import zoo_samples as samples
+from tests.ranks import zoo_torch
+from tests.ranks.zoo_samples import IGNORED, Samples
+
+Losses = Callable[[Any, dict[str, Tensor]], Tensor]
+"""From what the model returned and the batch to one loss for each sample."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model of the zoo and how it is trained."""
+
+    make: Callable[[], nn.Module]
+    samples: Callable[[], Samples]
+    losses: Losses
+    inputs: tuple[str, ...]
+    """The entries of a batch that the model is called with, by keyword."""
+    may_skip: bool = False
+    """Whether some steps leave parameters without a gradient."""
+    lr: float = 0.05
+    wrap: Callable[[Any], Any] = dict
+    """Makes the batch that is given to `run.step` of the one that was read."""
+
+    def example(self, num_samples: int = 4) -> dict[str, Tensor]:
+        """What the model is called with, for a few samples."""
+        data = self.samples()[:num_samples]
+        return {name: torch.stack([sample[name] for sample in data]) for name in self.inputs}
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return self.sample_losses(model, batch).mean()
+
+    def sample_losses(self, model: nn.Module, batch: Any) -> Tensor:
+        return self.losses(model(**{name: batch[name] for name in self.inputs}), batch)
+
+
+# --- losses: one number for each sample ---
+
+
+def _logits(output: Any) -> Tensor:
+    found: Tensor = output if isinstance(output, Tensor) else output.logits
+    return found
+
+
+def class_losses(output: Any, batch: dict[str, Any]) -> Tensor:
+    assert len(batch.get("text", batch["labels"])) == len(batch["labels"])  # a list has an entry for each sample
+    return F.cross_entropy(_logits(output), batch["labels"], reduction="none")
+
+
+def token_losses(output: Any, batch: dict[str, Tensor], shift: int = 0) -> Tensor:
+    """The mean over the tokens of each sample that are not padding."""
+    logits, labels = _logits(output), batch["labels"]
+    logits, labels = logits[:, : labels.shape[1] - shift], labels[:, shift:]
+    losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=IGNORED)
+    return losses.sum(1) / (labels != IGNORED).sum(1)
+
+
+def next_token_losses(output: Any, batch: dict[str, Tensor]) -> Tensor:
+    return token_losses(output, batch, shift=1)
+
+
+def pixel_losses(output: Any, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(output, batch["mask"], reduction="none").mean((1, 2))
+
+
+def decoded_losses(output: zoo_torch.Decoded, batch: dict[str, Tensor]) -> Tensor:
+    return ((output.images - batch["pixel_values"]) ** 2).mean((1, 2, 3)) + 0.01 * output.divergence
+
+
+def quantized_losses(output: tuple[Tensor, Tensor], batch: dict[str, Tensor]) -> Tensor:
+    images, commitment = output
+    return ((images - batch["pixel_values"]) ** 2).mean((1, 2, 3)) + 0.25 * commitment
+
+
+def contrastive_losses(output: Any, _batch: dict[str, Tensor]) -> Tensor:
+    """Each caption against all images of the virtual shard, and each image against all captions."""
+    own = torch.arange(len(output.logits_per_text))
+    by_text = F.cross_entropy(output.logits_per_text, own, reduction="none")
+    return (by_text + F.cross_entropy(output.logits_per_image, own, reduction="none")) / 2
+
+
+# --- the models ---
+
+
+def _from_transformers(name: str) -> Callable[[], nn.Module]:
+    """Loads transformers, which takes seconds, when the model is built."""
+
+    def make() -> nn.Module:
+        from tests.ranks import zoo_transformers
+
+        built: nn.Module = getattr(zoo_transformers, name)()
+        return built
+
+    return make
+
+
+_TEXT = ("input_ids", "attention_mask")
+_TRANSLATION = (*_TEXT, "decoder_input_ids")
+_IMAGE = ("pixel_values",)
+
+
+def _language(name: str, **values: Any) -> Entry:
+    return Entry(_from_transformers(name), samples.padded_text, next_token_losses, _TEXT, **values)
+
+
+def _text_classifier(name: str, wrap: Callable[[Any], Any]) -> Entry:
+    return Entry(_from_transformers(name), samples.classified_text, class_losses, _TEXT, wrap=wrap)
+
+
+def _encoded(batch: dict[str, Any]) -> Any:
+    """A batch as tokenizers of transformers make it."""
+    from transformers import BatchEncoding
+
+    return BatchEncoding(batch)
+
+
+def _image_classifier(make: Callable[[], nn.Module]) -> Entry:
+    return Entry(make, samples.images, class_losses, _IMAGE)
+
+
+ZOO: dict[str, Entry] = {
+    "gpt2": _language("gpt2"),
+    "gpt2-checkpointed": _language("checkpointed_gpt2"),
+    "llama": _language("llama"),
+    "llama-lora": _language("lora_llama", lr=0.5),
+    "opt": _language("opt"),
+    "mixtral": _language("mixtral"),
+    "qwen2-moe": _language("qwen2_moe"),
+    "bert": _text_classifier("bert", _encoded),
+    "distilbert": _text_classifier("distilbert", UserDict),
+    "t5": Entry(_from_transformers("t5"), samples.translated_text, token_losses, _TRANSLATION),
+    "vit": _image_classifier(_from_transformers("vit")),
+    "resnet": _image_classifier(_from_transformers("resnet")),
+    "whisper": Entry(
+        _from_transformers("whisper"), samples.spoken_text, token_losses, ("input_features", "decoder_input_ids")
+    ),
+    "wav2vec2": Entry(
+        _from_transformers("wav2vec2"), samples.sound_waves, class_losses, ("input_values",), may_skip=True
+    ),
+    "torch-transformer": Entry(zoo_torch.Translator, samples.translated_text, token_losses, _TRANSLATION),
+    "packed-lstm": Entry(zoo_torch.PackedLSTM, samples.classified_text, class_losses, _TEXT),
+    "unet": Entry(zoo_torch.UNet, samples.images, pixel_losses, _IMAGE),
+    "vae": Entry(zoo_torch.VariationalAutoencoder, samples.images, decoded_losses, _IMAGE),
+    "spectral-norm": Entry(zoo_torch.SpectralNorm, samples.images, class_losses, _IMAGE),
+    "moving-averages": _image_classifier(zoo_torch.MovingAverages),
+    "vq-vae": Entry(zoo_torch.QuantizedAutoencoder, samples.images, quantized_losses, _IMAGE),
+    "instance-norm": _image_classifier(zoo_torch.InstanceNorms),
+    "tied-words": Entry(zoo_torch.TiedWords, samples.padded_text, token_losses, ("input_ids",)),
+    "checkpointed": _image_classifier(zoo_torch.Checkpointed),
+    "partly-frozen": _image_classifier(zoo_torch.PartlyFrozen),
+}
+
+
+# --- training ---
+
+
+@dataclass(frozen=True)
+class Column:
+    """How the models of a column of the table are trained."""
+
+    parity: str
+    strategy: str = "dp"
+    world_size: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.strategy if self.strategy != 'dp' else self.parity} {self.world_size}"
+
+    @property
+    def reference(self) -> Column:
+        """What it must be equal to: one worker."""
+        return Column(self.parity)
+
+    @property
+    def precision(self) -> str:
+        return "float32" if self.parity == "bitwise" else "float64"
+
+
+COLUMNS = (
+    *(Column(parity, world_size=world_size) for parity in ("bitwise", "numeric") for world_size in (1, 2, 3)),
+    Column("numeric", "fsdp", 2),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a strategy made of a model; `refusal` if it did not train it."""
+
+    sha: str = ""
+    losses: tuple[float, ...] = ()
+    metrics: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, NDArray[Any]] = field(default_factory=dict)
+    """Of rank 0 alone."""
+    num_changed: int = 0
+    """Weights and buffers of rank 0 that training has changed."""
+    refusal: str = ""
+
+
+def train_columns(columns: Iterable[Column], names: Iterable[str] = tuple(ZOO)) -> dict[Column, dict[str, Result]]:
+    """Train every model for three steps in each of the columns, whose number of workers is that of this launch."""
+    torch.set_num_threads(1)
+    return {column: {name: train_entry(ZOO[name], column) for name in names} for column in columns}
+
+
+def train_entry(entry: Entry, column: Column) -> Result:
+    facts = worker_facts()
+    data = entry.samples()
+    try:
+        with paceline.init(_job(column), plan=_plan(column)) as run:
+            model = entry.make()
+            initial = {name: value.detach().clone() for name, value in model.state_dict().items()}
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            optimizer = torch.optim.SGD(trained, entry.lr, momentum=0.9)
+            example = entry.example() if run.mesh.pp > 1 else None
+            run.prepare(model, optimizer, find_unused_parameters=entry.may_skip, example=example)
+            losses = tuple(float(run.step(entry.wrap(batch), entry.loss)) for batch in run.batches(data))
+            metrics = run.evaluate(data, lambda model, batch: {"loss": entry.sample_losses(model, batch)})
+            state = run.whole_state()
+            sha = run.weights_sha256()
+    except PacelineError as refusal:
+        return Result(refusal=str(refusal))
+    if facts.rank:
+        return Result(sha, losses, metrics)
+    weights = {name: value.detach().numpy().copy() for name, value in state.items()}
+    num_changed = sum(not np.array_equal(initial[name].to(state[name].dtype), value) for name, value in weights.items())
+    return Result(sha, losses, metrics, weights, num_changed)
+
+
+def _job(column: Column) -> Job:
+    return Job.from_mapping(
+        {
+            "global_batch_size": 8,
+            "virtual_shards": 4,
+            "eval_batch_size": 4,
+            "parity": column.parity,
+            "precision": column.precision,
+            "optim": {"clip_norm": 1.0},
+        }
+    )
+
+
+def _plan(column: Column) -> Plan:
+    return Plan(
+        world_size=column.world_size,
+        algorithm="tree_exact" if column.parity == "bitwise" else "all_reduce",
+        timeout_s=120,
+        mesh=parse_mesh(column.strategy, column.world_size, 1) if column.world_size > 1 else None,
+    )
+
+
+def largest_difference(one: Result, other: Result) -> float:
+    """The largest difference of any weight, loss or metric, in units of the largest value of its tensor or of 1."""
+    pairs = [(value, other.weights[name]) for name, value in one.weights.items()]
+    pairs += [(np.asarray(mine), np.asarray(theirs)) for mine, theirs in zip(one.losses, other.losses, strict=True)]
+    pairs += [(np.asarray(one.metrics[name]), np.asarray(other.metrics[name])) for name in one.metrics]
+    return max(_distance(mine, theirs) for mine, theirs in pairs)
+
+
+def _distance(mine: NDArray[Any], theirs: NDArray[Any]) -> float:
+    if not mine.size:
+        return 0.0
+    scale = max(1.0, float(np.abs(mine).max()))
+    return float(np.abs(mine.astype(np.float64) - theirs.astype(np.float64)).max()) / scale
