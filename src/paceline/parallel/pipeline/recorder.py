@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from types import FrameType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.errors import ModelError, PacelineError
@@ -21,6 +25,7 @@ from paceline.parallel.pipeline.calls import ModelCall, generator_state
 from paceline.parallel.pipeline.recording import Flow, Layer, Recording, Slot
 from paceline.parallel.pipeline.watch import Watch, opened_modules, tensors_in
 
+_CHECKPOINT = cast(Any, inspect.unwrap(checkpoint)).__code__
 READS_VALUES = frozenset(
     {
         Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__,
@@ -95,10 +100,12 @@ class Recorder(Watch):
         self._parameters = {parameter: name for name, parameter in model.named_parameters()}
         self._times_named: Counter[str] = Counter()
         self._inside_layers = _InsideLayers(self._slots)
+        self._checkpoints: dict[FrameType, int] = {}
 
     def record(self, call: Callable[[], Any]) -> None:
         with untouched(self._model), torch.no_grad(), self._inside_layers, self:
             self._result = call()
+        self._checkpoints.clear()
 
     @property
     def outputs(self) -> tuple[Any, ...]:
@@ -149,7 +156,8 @@ class Recorder(Watch):
         adopted = [one for one in changed if one not in self._slots]
         changes = tuple(self._slots[one] for one in changed if one in self._slots)
         self._add(name, function, takes, [*gives, *adopted], changes, parameters if function is not None else ())
-        self.layers[-1] = replace(self.layers[-1], adopts=tuple(_place(one, tensors) for one in adopted))
+        adopts = tuple(_place(one, tensors) for one in adopted)
+        self.layers[-1] = replace(self.layers[-1], adopts=adopts, checkpoint=self._checkpoint())
         self.arguments.append(pytree.tree_map_only(Tensor, self._slot, arguments))
         self._outputs.append([output, *adopted])
         self._draws.append(draws)
@@ -162,6 +170,15 @@ class Recorder(Watch):
             name = f"{name}_{times}" if times else name
         slots = tuple(self._new_slot(tensor) for tensor in gives)
         self.layers.append(Layer(name, function, takes, slots, changes, parameters))
+
+    def _checkpoint(self) -> int | None:
+        """The outermost call of torch.utils.checkpoint around this one."""
+        frame: FrameType | None = sys._getframe()
+        found = None
+        while frame is not None:
+            found = frame if frame.f_code is _CHECKPOINT else found
+            frame = frame.f_back
+        return None if found is None else self._checkpoints.setdefault(found, len(self._checkpoints))
 
     def _new_slot(self, tensor: Tensor) -> int:
         if tensor not in self._slots:

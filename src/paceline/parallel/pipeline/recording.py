@@ -2,7 +2,7 @@
 
 A layer is a call of a module, or an operation between such calls on what they returned. Skip connections over a cut
 are values that travel on; a parameter, or a module without state of its own, may be used on both sides of a cut. What
-must stay together is what changes in place, and calls of a module that has buffers.
+must stay together is what changes in place, calls of a module that has buffers, and what is checkpointed together.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class Layer:
     """Places, among the tensors in its arguments, of those that were no layer's and that it writes into."""
     emits: tuple[str, ...] = ()
     """Modules inside of it whose output, too, is used elsewhere, as where a hook collects it."""
+    checkpoint: int | None = None
+    """The call of torch.utils.checkpoint that it is part of: the backward pass computes all of that again."""
 
     @property
     def what(self) -> Any:
@@ -116,13 +118,15 @@ class Recording:
         """For every layer whether a stage may begin with it."""
         allowed = [self.evaluated.same_place(self.trained, number) is not None for number in range(len(self.layers))]
         made: dict[int, int] = {}
-        first_call: dict[str, int] = {}
+        first_call: dict[Any, int] = {}
         for number, layer in enumerate(self.layers):
             for slot in layer.gives:
                 made.setdefault(slot, number)
             together = [made[slot] for slot in layer.changes]
             if layer.function is None and next(self.model.get_submodule(layer.name).buffers(), None) is not None:
                 together.append(first_call.setdefault(layer.name, number))
+            if layer.checkpoint is not None:
+                together.append(first_call.setdefault(layer.checkpoint, number))
             for earlier in together:
                 allowed[earlier + 1 : number + 1] = [False] * (number - earlier)
         return allowed

@@ -176,7 +176,8 @@ def _slots_of_adopted(layer: Layer, outputs: Sequence[Any]) -> Sequence[int]:
 def _nothing(form: TensorForm, device: torch.device) -> Tensor:
     """A tensor of that form in the memory of one number. Where it is used by mistake, the loss is not a number."""
     is_float = form.dtype.is_floating_point or form.dtype.is_complex
-    return torch.full((), torch.nan if is_float else 0, dtype=form.dtype, device=device).expand(form.shape)
+    one = torch.full((), torch.nan if is_float else 0, dtype=form.dtype, device=device)
+    return one.expand(form.shape).requires_grad_(form.requires_grad)
 
 
 def _after_hooks(module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> Any:

@@ -105,7 +105,9 @@ class Watch(TorchFunctionMode):
 
         def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
             if not self._is_inside and cls is CheckpointFunction:  # which would hide the layers that it calls
-                return checkpoint(args[0], *args[2:], use_reentrant=False, preserve_rng_state=args[1])
+                needs_gradient = any(tensor.requires_grad for tensor in tensors_in(args[2:]))
+                with nullcontext() if needs_gradient else torch.no_grad():  # without, it has none either
+                    return checkpoint(args[0], *args[2:], use_reentrant=False, preserve_rng_state=args[1])
             call = functools.partial(original_apply.__func__, cls, *args, **kwargs)
             return call() if self._is_inside else self.on_function(cls, call, args, kwargs)
 
