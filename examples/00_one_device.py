@@ -7,11 +7,10 @@ import torch.nn.functional as F
 
 from paceline.data import load
 from paceline.models import build
-from paceline.spec import DataSpec, ModelSpec
 
-train_set, test_set = load(DataSpec("digits"))
+train_set, test_set = load("digits")
 torch.manual_seed(0)
-model = build(ModelSpec("lenet"))
+model = build("lenet")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 for epoch in range(5):

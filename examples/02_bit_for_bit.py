@@ -11,7 +11,6 @@ from torch import nn
 
 import paceline
 from paceline.data import load
-from paceline.spec import DataSpec
 
 
 def loss_fn(model, batch):  # type: ignore[no-untyped-def]
@@ -24,7 +23,7 @@ def metrics(model, batch):  # type: ignore[no-untyped-def]
     return {"accuracy": (model(images).argmax(1) == labels).double()}
 
 
-train_set, test_set = load(DataSpec("digits"))
+train_set, test_set = load("digits")
 with paceline.init(
     global_batch_size=96,
     virtual_shards=6,  # <- six fixed pieces of every batch: 1, 2, 3, ... 6 workers

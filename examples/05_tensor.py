@@ -11,7 +11,6 @@ import torch.nn.functional as F
 import paceline
 from paceline.data import load
 from paceline.models import build
-from paceline.spec import DataSpec, ModelSpec
 
 
 def loss_fn(model, batch):  # type: ignore[no-untyped-def]
@@ -24,9 +23,9 @@ def metrics(model, batch):  # type: ignore[no-untyped-def]
     return {"accuracy": (model(images).argmax(1) == labels).double()}
 
 
-train_set, test_set = load(DataSpec("digits"))
+train_set, test_set = load("digits")
 with paceline.init(global_batch_size=64, epochs=5, seed=0, strategy="tp") as run:  # <- channels and features shared
-    model = build(ModelSpec("lenet"))
+    model = build("lenet")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     model, optimizer = run.prepare(model, optimizer)
     for batch in run.batches(train_set):

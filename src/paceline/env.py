@@ -31,6 +31,8 @@ TORCH_STORE_FD = "PACELINE_TORCH_STORE_FD"
 CPUS = "PACELINE_CPUS"
 CONTAINER = "PACELINE_CONTAINER"
 STRATEGY = "PACELINE_STRATEGY"
+DEBUG_COMM = "PACELINE_DEBUG_COMM"
+MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
 
 PASSED_ON = (DATA_DIR, DEVICE, "PYTHONPATH")
 """Variables of the user that hold on every node."""
@@ -205,7 +207,7 @@ def worker_variables(
         "ROLE_WORLD_SIZE": str(facts.world_size),
         "TORCHELASTIC_RUN_ID": run_dir.name,
         "TORCHELASTIC_RESTART_COUNT": str(restart),
-        "TORCHELASTIC_MAX_RESTARTS": "0",
+        MAX_RESTARTS: "0",
         "OMP_NUM_THREADS": str(threads_per_worker),
         "MKL_NUM_THREADS": str(threads_per_worker),
         "PYTHONUNBUFFERED": "1",
@@ -227,7 +229,7 @@ def worker_variables(
     if cpus:
         variables[CPUS] = ",".join(map(str, cpus))
     if debug_comm:
-        variables |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH,COLL"}
+        variables |= {DEBUG_COMM: "1", "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH,COLL"}
     return variables
 
 
@@ -325,6 +327,16 @@ def run_dir() -> Path | None:
     return Path(text) if text else None
 
 
+def scheduler_run() -> str:
+    """What the processes of this run have in common, restarted ones included, as torchrun or Slurm names it; may be
+    empty."""
+    torchrun = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if torchrun != "none":
+        return f"torchrun {torchrun}"
+    slurm = os.environ.get("SLURM_JOB_ID", "")
+    return f"slurm {slurm}.{os.environ.get('SLURM_STEP_ID', '')}" if slurm else ""
+
+
 def data_dir() -> Path:
     """Where downloads and decoded caches live: PACELINE_DATA, else the user's cache directory."""
     text = os.environ.get(DATA_DIR)
@@ -353,6 +365,16 @@ def strategy() -> str | None:
 def strategy_note(text: str | None) -> dict[str, str]:
     """The variable that passes the strategy to the workers."""
     return {} if text is None else {STRATEGY: text}
+
+
+def debug_comm() -> bool:
+    """Whether `paceline launch --debug-comm` asked to compare every collective across workers."""
+    return bool(os.environ.get(DEBUG_COMM))
+
+
+def restart_limit_note(max_restarts: int) -> dict[str, str]:
+    """The variable that tells workers how often their run may be started again, as torchrun does."""
+    return {MAX_RESTARTS: str(max_restarts)}
 
 
 def device_kind() -> str | None:

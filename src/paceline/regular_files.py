@@ -11,12 +11,18 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import stat
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 MOST_TEXT_BYTES = 256 << 20
 """No job, record, table or report is larger."""
+
+NO_FILE = (errno.EINVAL, errno.EISDIR, errno.EFBIG, errno.EILSEQ, errno.ELOOP)
+"""Numbers of the errors that say that something else lies in the place of a file."""
 
 _KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
 
@@ -145,6 +151,26 @@ def make_run_folder(path: Path) -> None:
     for folder in reversed([path, *path.parents]):
         if not folder.is_dir():
             folder.mkdir(mode, exist_ok=True)
+
+
+def refuge(name: str, write: Callable[[Path], None]) -> Path | None:
+    """Write something into a new folder where one can be made: here, at home, or with temporary files.
+
+    Returns:
+        The folder; None where none of these places takes it.
+    """
+    for parent in (Path.cwd, Path.home, lambda: Path(tempfile.gettempdir())):
+        try:
+            folder = Path(tempfile.mkdtemp(prefix=f"{name[:50]}-saved-", dir=parent()))
+        except (OSError, RuntimeError):  # a working directory that was deleted, a user without a home
+            continue
+        try:
+            write(folder)
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            return folder
+    return None
 
 
 def run_file_mode() -> int:

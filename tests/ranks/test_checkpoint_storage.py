@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import safetensors.torch
@@ -35,6 +35,7 @@ from paceline.checkpoint import (
     open_storage,
     read_checkpoint,
     read_together,
+    storage,
     verify_checkpoint,
 )
 from paceline.checkpoint import save as saving
@@ -42,6 +43,7 @@ from paceline.checkpoint.load import list_checkpoints
 from paceline.checkpoint.storage import Folder
 from paceline.env import worker_facts
 from paceline.parallel.dtensor import full_tensor, local_shard, shard_slice
+from paceline.regular_files import create
 from paceline.spec import Job, Plan
 from paceline.spec.job import CheckpointSpec
 from paceline.train.optim import build_optimizer
@@ -163,6 +165,8 @@ SAVED, NEXT, LAST = 4, 8, 10
 
 Disaster = Callable[[Path], None]
 
+STANDSTILL = ".standstill"
+
 
 def _job() -> Job:
     return Job.from_mapping(
@@ -184,6 +188,7 @@ def _train(
     """The fingerprint of the weights, and what was said. The disaster happens when one checkpoint is there."""
     job = _job()
     saving._PATIENCE_S = patience_s
+    vars(storage)["create"] = _create
     plan = Plan(world_size=worker_facts().world_size, algorithm="tree_exact", timeout_s=60)
     said: list[str] = []
     with paceline.init(job, plan=plan, checkpoint_dir=folder) as run:
@@ -198,6 +203,13 @@ def _train(
                 disaster(Path(folder))
         sha = run.weights_sha256()
     return sha, said
+
+
+def _create(path: Path, mode: int) -> BinaryIO:
+    """Makes a file, and stands still as long as another one says so."""
+    while path.with_name(path.name + STANDSTILL).exists():
+        time.sleep(0.1)
+    return create(path, mode)
 
 
 def _fill_up(folder: Path) -> None:
@@ -216,10 +228,10 @@ def _vanish(folder: Path) -> None:
 
 
 def _stand_still(folder: Path, rank: int = 0) -> None:
-    """A worker's next part waits for a reader that never comes."""
+    """A worker's next part is never made."""
     place = folder / f"step-{NEXT:08d}"
     place.mkdir()
-    os.mkfifo(place / f"worker-{rank:05d}.safetensors.part")
+    (place / f"worker-{rank:05d}.safetensors.part{STANDSTILL}").touch()
 
 
 def _stand_still_for_the_other(folder: Path) -> None:

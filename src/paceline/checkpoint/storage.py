@@ -6,12 +6,13 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from paceline.errors import CheckpointError
 from paceline.regular_files import create, make_run_folder, open_regular, read_bytes, run_file_mode
+from paceline.run_lease import hold_folder
 
 Piece = bytes | bytearray | memoryview
 
@@ -63,11 +64,11 @@ class Folder:
     """A folder of a file system."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path.absolute()
+        self.path = path.absolute()
         self.address = str(path)
 
     def write(self, name: str, pieces: Iterable[Piece]) -> None:
-        path = self._path / name
+        path = self.path / name
         unfinished = path.with_name(path.name + ".part")
         if not path.parent.is_dir():
             make_run_folder(path.parent)
@@ -85,44 +86,59 @@ class Folder:
         _make_durable(path.parent)
 
     def pieces(self, name: str) -> Iterator[bytes]:
-        with open_regular(self._path / name) as file:
+        with open_regular(self.path / name) as file:
             yield from iter(lambda: file.read(PIECE_BYTES), b"")
 
     def stretch(self, name: str, start: int, stop: int) -> bytearray:
         content = bytearray()
-        with open_regular(self._path / name) as file:
+        with open_regular(self.path / name) as file:
             file.seek(start)
             while piece := file.read(min(PIECE_BYTES, stop - start - len(content))):
                 content += piece
         return content
 
     def read(self, name: str) -> bytes:
-        return read_bytes(self._path / name, MOST_READ_BYTES)
+        return read_bytes(self.path / name, MOST_READ_BYTES)
 
     def names(self, folder: str = "") -> list[str]:
         try:
-            return sorted(path.name for path in (self._path / folder).iterdir())
+            return sorted(path.name for path in (self.path / folder).iterdir())
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def folders(self) -> list[str]:
-        return [name for name in self.names() if (self._path / name).is_dir()]
+        return [name for name in self.names() if (self.path / name).is_dir()]
 
     def remove(self, name: str) -> None:
-        path = self._path / name
+        path = self.path / name
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
 
     def claim(self, folder: str) -> bool:
-        make_run_folder(self._path)
+        make_run_folder(self.path)
         try:
-            (self._path / folder).mkdir(mode=0o700)
+            (self.path / folder).mkdir(mode=0o700)
         except FileExistsError:
             return False
-        _make_durable(self._path)
+        _make_durable(self.path)
         return True
+
+
+@contextlib.contextmanager
+def held(storage: Storage, token: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Lets no other run save there while the block is open (`hold_folder`); of stores of objects that is not known.
+
+    Raises:
+        LaunchError: another run saves there; says which.
+    """
+    with contextlib.ExitStack() as held:
+        if isinstance(storage, Folder):
+            with contextlib.suppress(OSError):  # nothing can be written there; that is told when it is tried
+                make_run_folder(storage.path)
+                held.enter_context(hold_folder(storage.path, token, say))
+        yield
 
 
 class Remote:

@@ -17,7 +17,9 @@ CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_inte
 @grouped
 def launch(
     context: typer.Context,
-    script: Annotated[Path, typer.Argument(help="A Python script that calls paceline.init; its arguments follow.")],
+    script: Annotated[
+        str, typer.Argument(help="A Python script, for torchrun or paceline.init; its arguments follow.")
+    ],
     workers: Workers = None,
     out: Annotated[Path | None, typer.Option(help="Folder for logs (default: a new one under runs/).")] = None,
     threads: Threads = None,
@@ -25,6 +27,7 @@ def launch(
         str | None,
         typer.Option(metavar="NAME|MESH", help="How workers divide the model, unless the script says it itself."),
     ] = None,
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")] = False,
     where: Where = HERE,
     elastic: Elastic = RIGID,
     debug_comm: DebugComm = False,
@@ -36,6 +39,7 @@ def launch(
         "out": out,
         "threads": threads,
         "strategy": strategy,
+        "module": module,
         "where": where,
         "debug_comm": debug_comm,
     }

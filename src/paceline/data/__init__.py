@@ -46,13 +46,17 @@ SOURCES: dict[str, Callable[[DataSpec], tuple[MapDataset, MapDataset]]] = {
 }
 
 
-def load(spec: DataSpec) -> tuple[MapDataset, MapDataset]:
+def load(spec: DataSpec | str) -> tuple[MapDataset, MapDataset]:
     """The training and the test set that `spec` describes, limits and augmentation applied.
+
+    Args:
+        spec: or just a name: "digits", or "package.module:build".
 
     Raises:
         DataError: no such data set, files missing or damaged, an optional package missing.
         JobError: options that the data set does not take.
     """
+    spec = DataSpec(spec) if isinstance(spec, str) else spec
     if ":" in spec.name:
         train, test = _from_import_path(spec)
     elif spec.name in SOURCES:

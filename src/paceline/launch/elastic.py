@@ -79,8 +79,9 @@ class GenerationEnd:
     kind: Literal["done", "to grow", "failed", "fatal"]
     """ "fatal" means that a restart would end the same way."""
     why: str
-    step: int = 0
-    """The largest number of optimizer updates of a worker, counted from the beginning of training."""
+    step: int | None = None
+    """The largest number of optimizer updates of a worker, counted from the beginning of training; None for a program
+    that does not report its steps."""
     noticed_at: float | None = None
     """Seconds since the epoch when the reason for the end was noticed."""
     culprits: tuple[Slot, ...] = ()
@@ -179,8 +180,9 @@ def run_elastic(
             if end.kind == "done":
                 return
             run.prepare_restart(end)
+            checkpoint = "" if end.step is None else " from the last checkpoint"  # else it is the program's own affair
             print(
-                f"paceline: {end.why}; going on with {run.num_workers} workers from the last checkpoint "
+                f"paceline: {end.why}; going on with {run.num_workers} workers{checkpoint} "
                 f"(restart {run.options.restart})",
                 file=sys.stderr,
                 flush=True,
@@ -245,18 +247,21 @@ class _ElasticRun:
         if end.kind == "fatal":
             raise _last_error(end, run_dir)
         if end.kind == "failed":
-            self._history, failed_again = self._history.after(end.step, end.culprits)
-            for slot in end.culprits if end.is_straggler else failed_again:
-                self.fleet.leave_out(slot)
+            self._history, failed_again = self._history.after(end.step or 0, end.culprits)
+            left_out = end.culprits if end.is_straggler else failed_again
+            # Without steps nobody knows whether it got on since it failed before.
+            can_do_without = self.fleet.num_slots - len(left_out) >= self.limits.min_workers
+            if end.step is not None or can_do_without:
+                for slot in left_out:
+                    self.fleet.leave_out(slot)
         else:
-            self._history = self._history.reached(end.step)
+            self._history = self._history.reached(end.step or 0)
         self._newcomers = self._take_back()
-        if (objection := self._objection()) is not None:
+        if (objection := self._objection(end)) is not None:
             raise _last_error(end, run_dir, objection)
         self.options = replace(self.options, restart=self.options.restart + 1)
         if end.report is not None:
-            with contextlib.suppress(OSError):  # a full disk is no reason to stop training
-                end.report.save(run_dir, f"failure-{self.options.restart}")
+            end.report.save(run_dir, f"failure-{self.options.restart}")
 
     def _take_back(self) -> list[str]:
         """Use the nodes again that have returned; their names.
@@ -274,15 +279,18 @@ class _ElasticRun:
             names += self.fleet.take_back()
         return names
 
-    def _objection(self) -> str | None:
+    def _objection(self, end: GenerationEnd) -> str | None:
         """A sentence that says why the run cannot continue; None if it can."""
         limits, furthest = self.limits, self._history.furthest
+        is_known = furthest > 0 or end.step is not None
         if self._history.num_without_progress > limits.max_restarts:
-            return f"The run was started again {limits.max_restarts} times without getting beyond step {furthest}."
+            times = "once" if limits.max_restarts == 1 else f"{limits.max_restarts} times"
+            return f"The run was started again {times}{f' without getting beyond step {furthest}' if is_known else ''}."
         if self.fleet.num_slots < limits.min_workers:
+            so_far = f"The run got to step {furthest}; with" if is_known else "With"
             return (
-                f"The run got to step {furthest}; with room for {self.fleet.num_slots} workers left, fewer than "
-                f"--min-workers {limits.min_workers}, it does not go on."
+                f"{so_far} room for {self.fleet.num_slots} workers left, fewer than --min-workers "
+                f"{limits.min_workers}, it does not go on."
             )
         return None
 
@@ -290,7 +298,7 @@ class _ElasticRun:
 def describe_end(outcome: Outcome, plan: Plan, run_dir: Path) -> GenerationEnd:
     """Classify the end of the generation that ran `plan`; reads the workers' files in the run folder."""
     steps = [ending.step for ending in outcome.endings] + [state.step for state in outcome.states]
-    step = max((step for step in steps if step is not None), default=0)
+    step = max((step for step in steps if step is not None), default=None)
     if outcome.signalled is not None:
         return GenerationEnd("done", f"ended by {signal_name(outcome.signalled)}", step)
     failed_before = any(ending.failed and ending.time <= outcome.stopped_at for ending in outcome.endings)
@@ -300,7 +308,7 @@ def describe_end(outcome: Outcome, plan: Plan, run_dir: Path) -> GenerationEnd:
         and any(ending.failed for ending in outcome.endings)
         and not (failed_before or lost_before)
     ):
-        return GenerationEnd("to grow", f"a node is back at step {step}", step, outcome.stopped_at)
+        return GenerationEnd("to grow", f"a node is back at step {step or 0}", step, outcome.stopped_at)
     report = describe_failure(outcome, plan.world_size, run_dir)
     if report is None:
         return GenerationEnd("done", "done", step)
@@ -331,5 +339,4 @@ def _is_everybodys(outcome: Outcome, plan: Plan) -> bool:
 def _last_error(end: GenerationEnd, run_dir: Path, objection: str = "") -> PacelineError:
     if end.report is None:
         return PacelineError(f"{end.why[0].upper()}{end.why[1:]}. {objection}" if objection else end.why)
-    end.report.save(run_dir)
-    return worker_failed(end.report, run_dir, objection)
+    return worker_failed(end.report, end.report.save(run_dir), objection)

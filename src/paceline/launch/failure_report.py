@@ -25,7 +25,7 @@ from paceline.launch.failures import (
 from paceline.launch.faults import Cause, fault_of
 from paceline.launch.hang import Hang, WorkerState
 from paceline.launch.supervise import NodeLoss, Outcome
-from paceline.regular_files import open_regular, replace_text
+from paceline.regular_files import open_regular, refuge, replace_text
 
 LOG_TAIL_LINES = 30
 MOST_STACK_LINES = 25
@@ -73,10 +73,23 @@ class FailureReport:
             lines += ["", "Evidence:", *self.evidence.rstrip().splitlines()[-MOST_STACK_LINES:]]
         return "\n".join(lines) + "\n"
 
-    def save(self, run_dir: Path, name: str = "failure") -> None:
-        """Write `name`.json and `name`.txt, readable only by the user."""
+    def save(self, run_dir: Path, name: str = "failure") -> Path | None:
+        """Write `name`.json and `name`.txt, readable only by the user; in another place if the folder refuses.
+
+        Returns:
+            The second of them; None where it could be written nowhere.
+        """
+        try:
+            self._write(run_dir, name)
+        except OSError:
+            folder = refuge(run_dir.name, lambda place: self._write(place, name))
+        else:
+            folder = run_dir
+        return None if folder is None else folder / f"{name}.txt"
+
+    def _write(self, folder: Path, name: str) -> None:
         for suffix, text in (("json", json.dumps(asdict(self), indent=1) + "\n"), ("txt", self.text())):
-            replace_text(run_dir / f"{name}.{suffix}", text, 0o600)
+            replace_text(folder / f"{name}.{suffix}", text, 0o600)
 
 
 def clear_report(run_dir: Path) -> None:
@@ -209,7 +222,11 @@ def _of_ending(root: Ending, outcome: Outcome, world_size: int, run_dir: Path) -
         step=root.step,
         noticed_at=min(outcome.stopped_at, max(ending.time for ending in outcome.endings)),
         evidence=_evidence(root, run_dir),
-        workers=(f"rank {root.rank}: ended{step}{last}", *_lines(outcome.states)),
+        workers=(
+            f"rank {root.rank}: ended{step}{last}",
+            # It may have run on when the first failure was seen.
+            *_lines([state for state in outcome.states if state.rank != root.rank]),
+        ),
     )
 
 
@@ -222,8 +239,8 @@ def _report(cause: Cause, facts: dict[str, Any], *, hostname: str, **values: Any
     return FailureReport(cause=cause, sentence=sentence, hostname=hostname, next=advice, **fields)
 
 
-def in_short(report: FailureReport, step: int) -> str:
-    """The failure as a line for the terminal: "worker 2 on node1 was killed at step 512"."""
+def in_short(report: FailureReport, step: int | None) -> str:
+    """The failure as a line for the terminal: "worker 2 on node1 was killed at step 512"; None: no step is known."""
     are_many = len(report.ranks) > 1
     where = f" on {report.hostname}" if report.hostname else ""
     facts = {
@@ -234,7 +251,7 @@ def in_short(report: FailureReport, step: int) -> str:
         **_exit_facts(report.exit_code),
     }
     what = fault_of(report.cause, report.exit_code).short.format_map(facts)
-    return f"{what} at step {step}" if step else f"{what} before the first step"
+    return what if step is None else f"{what} at step {step}" if step else f"{what} before the first step"
 
 
 def _exit_facts(exit_code: int | None) -> dict[str, Any]:

@@ -111,6 +111,11 @@ class Ending:
         return self.exit_code != 0
 
 
+def spare_failure_path(heartbeat: Path) -> Path:
+    """Where a worker leaves its note if the run folder cannot be written to: beside its heartbeat."""
+    return heartbeat.with_name(f"{heartbeat.name}.json")
+
+
 def failure_path(run_dir: Path, rank: int) -> Path:
     return run_dir / "failures" / f"rank{rank}.json"
 

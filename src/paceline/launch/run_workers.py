@@ -284,18 +284,18 @@ def raise_failure(outcome: Outcome, world_size: int, run_dir: Path, answers: boo
         raise PacelineError(mistake)
     report = describe_failure(outcome, world_size, run_dir, answers=answers)
     if report is not None:
-        report.save(run_dir)
-        raise worker_failed(report, run_dir)
+        raise worker_failed(report, report.save(run_dir))
 
 
-def worker_failed(report: FailureReport, run_dir: Path, more: str = "") -> WorkerFailed:
-    """The error of a run that failed as the report in `run_dir` describes; `more` is another sentence for the user."""
+def worker_failed(report: FailureReport, file: Path | None, more: str = "") -> WorkerFailed:
+    """The error of a run that failed as the report in `file` describes; `more` is another sentence for the user."""
+    stop = "" if not more or report.sentence.endswith((".", "!", "?")) else "."
     return WorkerFailed(
-        f"{report.sentence} {more}".rstrip(),
+        f"{report.sentence}{stop} {more}".rstrip(),
         rank=report.ranks[0],
         details=report.evidence,
         exit_code=_exit_code(report),
-        report=run_dir / "failure.txt",
+        report=file,
     )
 
 

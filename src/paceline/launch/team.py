@@ -19,7 +19,7 @@ from paceline.errors import LaunchError
 from paceline.heartbeat import read_vitals
 from paceline.launch.commands import WorkerCommand
 from paceline.launch.events import Event, WorkerExited
-from paceline.launch.failures import Ending, Failure, failure_path, log_path, stack_path
+from paceline.launch.failures import Ending, Failure, failure_path, log_path, spare_failure_path, stack_path
 from paceline.launch.forking import ForkServer, Process
 from paceline.launch.hang import WatchClock, WorkerState, interval_s
 from paceline.launch.out_of_memory import count_oom_kills, kernel_log_names
@@ -179,9 +179,10 @@ class LocalTeam:
         ran_out = exit_code == -signal.SIGKILL and (
             (before is not None and after is not None and after > before) or kernel_log_names(process.pid)
         )
-        failure = Failure.read(failure_path(self._run_dir, rank)) if exit_code else None
-        if failure is not None and failure.pid != process.pid:
-            failure = None  # of an earlier worker of that rank
+        places = (failure_path(self._run_dir, rank), spare_failure_path(self._heartbeat(rank)))
+        notes = (Failure.read(place) for place in places if exit_code)
+        # Not that of an earlier worker of that rank.
+        failure = next((note for note in notes if note is not None and note.pid == process.pid), None)
         ended_at = seen_at if failure is None else failure.time
         if failure is not None and failure.exit_code is not None:
             exit_code, failure = failure.exit_code, None

@@ -30,7 +30,7 @@ from typing import NoReturn
 
 from paceline import env
 from paceline.errors import LaunchError, PacelineError
-from paceline.launch.failures import Failure, failure_path, stack_path
+from paceline.launch.failures import Failure, failure_path, spare_failure_path, stack_path
 from paceline.launch.heartbeats import start_heartbeats
 from paceline.launch.torch_store import serve_store_when_called
 from paceline.regular_files import make_run_folder
@@ -53,7 +53,8 @@ def main(program: Sequence[str]) -> None:
     if cpus := env.cpus():
         os.sched_setaffinity(0, cpus)
     if run_dir is not None:
-        _write_stacks_to(stack_path(run_dir, rank))
+        with contextlib.suppress(OSError):  # a full disk is no reason not to train
+            _write_stacks_to(stack_path(run_dir, rank))
     if (heartbeat := env.heartbeat_path()) is not None:
         start_heartbeats(heartbeat)
     if (descriptor := env.torch_store_fd()) is not None:
@@ -134,33 +135,37 @@ def report(error: BaseException, rank: int, run_dir: Path | None) -> None:
     error.__traceback__ = _user_frames(error.__traceback__)
     lines = traceback.TracebackException.from_exception(error)
     text = "" if is_user_error else "".join(lines.format())
-    try:
-        if run_dir is None:
-            raise FileNotFoundError("this worker was started without a run folder")
-        Failure(
-            rank=rank,
-            pid=os.getpid(),
-            time=time.time(),
-            type=type(error).__name__,
-            message=_message(error),
-            traceback=text,
-            is_user_error=is_user_error,
-        ).write(failure_path(run_dir, rank))
-    except OSError:
+    note = Failure(
+        rank=rank,
+        pid=os.getpid(),
+        time=time.time(),
+        type=type(error).__name__,
+        message=_message(error),
+        traceback=text,
+        is_user_error=is_user_error,
+    )
+    if not _leave_note(note, rank, run_dir):
         with contextlib.suppress(OSError, ValueError):
-            print(text or _message(error), file=sys.stderr)
+            print(text or note.message, file=sys.stderr)
+
+
+def _leave_note(note: Failure, rank: int, run_dir: Path | None) -> bool:
+    """Write a note for the launcher where that is possible; whether it was."""
+    heartbeat = env.heartbeat_path()
+    places = [] if run_dir is None else [failure_path(run_dir, rank)]
+    for place in places if heartbeat is None else [*places, spare_failure_path(heartbeat)]:
+        with contextlib.suppress(OSError):
+            note.write(place)
+            return True
+    return False
 
 
 def _note_exit(code: object, rank: int, run_dir: Path | None) -> None:
     """Record when the program asked to exit and with which code: its peers may fail, and have it killed, while the
     interpreter still shuts down."""
     exit_code = (code & 0xFF) if isinstance(code, int) else int(code is not None)
-    if run_dir is None or not exit_code:
-        return
-    with contextlib.suppress(OSError):
-        Failure(rank, os.getpid(), time.time(), SystemExit.__name__, str(exit_code), "").write(
-            failure_path(run_dir, rank)
-        )
+    if exit_code:
+        _leave_note(Failure(rank, os.getpid(), time.time(), SystemExit.__name__, str(exit_code), ""), rank, run_dir)
 
 
 def leave(exit_code: int) -> NoReturn:

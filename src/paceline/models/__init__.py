@@ -38,12 +38,12 @@ MODELS: Final[Mapping[str, Callable[..., nn.Module]]] = {
 """Name -> constructor. Its whole-number parameters are counts (at least 1), its floats probabilities."""
 
 
-def build(spec: ModelSpec, **data_facts: Any) -> nn.Module:
+def build(spec: ModelSpec | str, **data_facts: Any) -> nn.Module:
     """The model that `spec` names, with freshly drawn weights from torch's global generator.
 
     Args:
         spec: a name in `MODELS`, or an import path "package.module:build" of any callable that returns a
-            module, and the keyword arguments for it.
+            module, and the keyword arguments for it; or just the name.
         data_facts: what the data set knows, such as num_classes, in_channels, image_size, or vocab_size and
             context. A constructor receives those that it has as parameters; `spec.options` win over them,
             and a fact that is None is unknown.
@@ -52,6 +52,7 @@ def build(spec: ModelSpec, **data_facts: Any) -> nn.Module:
         ModelError: there is no such model, or it has no such option, or the options are invalid. What a
             user's own constructor raises passes through untouched.
     """
+    spec = ModelSpec(spec) if isinstance(spec, str) else spec
     constructor = _constructor(spec.name)
     model = constructor(**_arguments(constructor, spec, data_facts))
     if not isinstance(model, nn.Module):

@@ -68,4 +68,5 @@ def _default_plan(job: Job, facts: env.WorkerFacts, strategy: str) -> Plan:
         threads_per_worker=1 if job.parity == "bitwise" else threads,
         algorithm="tree_exact" if job.parity == "bitwise" else "auto",
         mesh=parse_mesh(strategy, facts.world_size, num_nodes) if facts.world_size > 1 else None,
+        debug_comm=env.debug_comm(),
     )

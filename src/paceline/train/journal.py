@@ -45,10 +45,10 @@ class Journal:
     def __init__(self, run: Run, output: RunOutput, total_steps: int) -> None:
         speaks = run.rank == 0
         self._run = run
-        self._sinks: list[Sink] = open_sinks(output.run_dir, output.trackers, run.steps) if speaks else []
         label = f"{run.job.name} on {run.world_size} worker{'s' if run.world_size > 1 else ''}"
         self._progress = Progress(output.progress if speaks else None, total_steps, label)
-        run.say = self._progress.say
+        run.say = say = self._progress.say
+        self._sinks: list[Sink] = open_sinks(output.run_dir, output.trackers, run.steps, say) if speaks else []
         scaling = describe_scaling(run.job)
         self._notes = [*run.notes, *([] if scaling is None else [scaling])]
         for note in self._notes:

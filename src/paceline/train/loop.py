@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from paceline import data, models
 from paceline.checkpoint import save_weights
 from paceline.data import ArraySet
 from paceline.regular_files import run_file_mode
 from paceline.spec import Job, Plan, RunRecord
+from paceline.train.final_save import save_at_the_end
 from paceline.train.initialize import init
 from paceline.train.journal import Journal, RunOutput
 from paceline.train.objective import accuracy_and_loss, training_loss
@@ -48,13 +52,16 @@ def train(
 
         with run.consensus():
             record = journal.record()
-            if job.checkpoint.save_final:
-                weights = run.whole_state()
-                if run.rank == 0:
-                    save_weights(weights, output.run_dir / "model.safetensors")
-        if run.rank == 0:
-            record.save(output.run_dir / "record.json", run_file_mode())
+            weights = run.whole_state() if job.checkpoint.save_final else None
+            if run.rank == 0:
+                save_at_the_end(functools.partial(_write_results, weights, record), output.run_dir, run.say)
         return record
+
+
+def _write_results(weights: dict[str, Tensor] | None, record: RunRecord, folder: Path) -> None:
+    if weights is not None:
+        save_weights(weights, folder / "model.safetensors")
+    record.save(folder / "record.json", run_file_mode())
 
 
 def _example(run: Run, train_set: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
@@ -22,7 +23,7 @@ class Sink:
     close: Callable[[], object]
 
 
-def json_lines(run_dir: Path, first_step: int) -> Sink:
+def json_lines(run_dir: Path, first_step: int, say: Callable[[str], None] = print) -> Sink:
     """metrics.jsonl in the run folder: one object a call, readable during the run.
 
     It continues after `first_step`: later lines of an earlier process are removed, because these steps are repeated.
@@ -35,11 +36,23 @@ def json_lines(run_dir: Path, first_step: int) -> Sink:
     file.flush()
     draft.replace(path)  # it stays open as long as the run is
 
-    def log(step: int, values: dict[str, float]) -> None:
-        file.write(json.dumps({"step": step, **values}) + "\n")
-        file.flush()
+    has_told = False
 
-    return Sink(log, file.close)
+    def log(step: int, values: dict[str, float]) -> None:
+        nonlocal has_told
+        try:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+            file.flush()
+        except OSError as problem:  # what could not be written is tried again with the next line
+            if not has_told:
+                say(f"{path} cannot be written to ({problem.strerror}); training goes on.")
+            has_told = True
+
+    def close() -> None:
+        with contextlib.suppress(OSError):  # that was told
+            file.close()
+
+    return Sink(log, close)
 
 
 def _tensorboard(run_dir: Path) -> Sink:
@@ -88,9 +101,11 @@ def _step(line: str) -> float:
     return step if isinstance(step, int) else math.inf
 
 
-def open_sinks(run_dir: Path, trackers: Sequence[str], first_step: int = 0) -> list[Sink]:
+def open_sinks(
+    run_dir: Path, trackers: Sequence[str], first_step: int = 0, say: Callable[[str], None] = print
+) -> list[Sink]:
     """JSON lines and every tracker named. Raises `JobError` for a tracker that is unknown or not installed."""
-    sinks: list[Sink] = [json_lines(run_dir, first_step)]
+    sinks: list[Sink] = [json_lines(run_dir, first_step, say)]
     for name in trackers:
         if name not in TRACKERS:
             raise JobError(f"There is no tracker '{name}'; it is one of {', '.join(TRACKERS)}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,9 +11,12 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from paceline import env
 from paceline.checkpoint import Snapshot, open_storage
+from paceline.checkpoint.storage import held
 from paceline.errors import JobError
 from paceline.heartbeat import Heartbeat
+from paceline.run_lease import run_token
 from paceline.spec import Job, Plan
 from paceline.spec.job import differences
 from paceline.spec.plan import EXCLUDED
@@ -133,6 +137,8 @@ class Session:
         self._group = group
         self._reader: CheckpointReader | None = None
         self._checkpoints: Checkpoints | None = None
+        self._held = contextlib.ExitStack()
+        """What keeps other runs away from the checkpoints."""
 
     def resume(self, checkpoint_address: str | None, *, force: bool) -> bool:
         """Resume from the newest good checkpoint if there is one, and save there from now on; whether it resumed.
@@ -145,6 +151,8 @@ class Session:
             return False
         state, trained = self.state, self.state.trained
         storage = open_storage(checkpoint_address)
+        if self.world.rank == 0:
+            self._held.enter_context(held(storage, run_token(env.run_dir()) or env.scheduler_run(), self.say))
         wanted = None if trained.engine.holds_all else trained.own_shards
         self._reader = CheckpointReader(storage, self._group, self.say, wanted)
         found = self._reader.newest()
@@ -226,6 +234,7 @@ class Session:
         """Stop saving; the checkpoint in progress is finished."""
         if self._checkpoints is not None:
             self._checkpoints.close()
+        self._held.close()
 
 
 def _worker_names(plan: Plan) -> list[str]:

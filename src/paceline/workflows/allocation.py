@@ -28,6 +28,7 @@ from paceline.launch.team import LaunchOptions, Output
 from paceline.launch.worker import run_program
 from paceline.plan import pick
 from paceline.regular_files import make_run_folder
+from paceline.run_lease import hold_folder
 from paceline.spec import Cluster, Device, Node, Plan
 from paceline.spec.codec import from_mapping
 from paceline.workflows.strategy import PlanFor, check_may_shrink, largest_that_fits
@@ -101,7 +102,11 @@ class Allocation:
             output=output,
             save_s=SAVE_S,
             hang_timeout_s=self.where.hang_timeout_s,
-            environ={**env.container_note(self.image), **(environ or {})},
+            environ={
+                **env.container_note(self.image),
+                **env.restart_limit_note(limits.max_restarts),
+                **(environ or {}),
+            },
             preload=PRELOAD if standby else (),
         )
         with contextlib.closing(Fleet(cluster, self.teams, self.describe)) as fleet:
@@ -142,13 +147,33 @@ def open_allocation(where: Where, run_dir: Path | None = None) -> Iterator[Alloc
     """Open the nodes that `where` names; agents on other nodes run until the block ends.
 
     Args:
-        run_dir: a folder that containers see besides the working directory.
+        run_dir: the run's folder, which no other run may use meanwhile, and which containers see besides the working
+            directory.
 
     Raises:
-        LaunchError: options that contradict each other, or nodes that cannot be reached or differ in versions.
+        LaunchError: another run uses the folder, options that contradict each other, or nodes that cannot be reached
+            or differ in versions.
     """
     slots = where.named_hosts()
     where = replace(where, launcher=chosen_launcher(where.launcher, slots))
+    with contextlib.nullcontext() if run_dir is None else _held(run_dir), _opened(where, slots, run_dir) as allocation:
+        yield allocation
+
+
+@contextlib.contextmanager
+def _held(run_dir: Path) -> Iterator[None]:
+    """Keep other runs out of the run folder."""
+    with contextlib.ExitStack() as held:
+        try:
+            make_run_folder(run_dir)
+            held.enter_context(hold_folder(run_dir, say=lambda line: print(f"paceline: {line}", file=sys.stderr)))
+        except OSError as problem:
+            raise LaunchError(f"The run folder {run_dir} cannot be used: {problem.strerror}.") from None
+        yield
+
+
+@contextlib.contextmanager
+def _opened(where: Where, slots: Sequence[NodeSlots], run_dir: Path | None) -> Iterator[Allocation]:
     if where.launcher == "debug" or (where.launcher == "local" and where.container is None):
         yield Allocation(where, detect())
         return

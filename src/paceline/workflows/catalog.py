@@ -106,7 +106,7 @@ def data_sets() -> list[CatalogEntry]:
 
 
 def _keys_of(table: type, prefix: str) -> Iterator[JobKey]:
-    hints, meanings = get_type_hints(table), _attribute_docstrings(table)
+    hints, meanings = get_type_hints(table), field_meanings(table)
     for field in dataclasses.fields(table):
         kind, name = hints[field.name], f"{prefix}{field.name}"
         if dataclasses.is_dataclass(kind):
@@ -118,7 +118,7 @@ def _keys_of(table: type, prefix: str) -> Iterator[JobKey]:
         yield JobKey(name, values, "" if default is None else _toml(default), meanings[field.name])
 
 
-def _attribute_docstrings(table: type) -> dict[str, str]:
+def field_meanings(table: type) -> dict[str, str]:
     """The string below each attribute of a class, which Python itself does not keep."""
     (body,) = ast.parse(inspect.getsource(table)).body
     assert isinstance(body, ast.ClassDef)
@@ -146,7 +146,9 @@ def _values(kind: Any) -> str:
 
 def _bounds(metadata: Mapping[str, Any]) -> str:
     words = {"above": "above {}", "low": "at least {}", "high": "at most {}"}
-    return ", ".join(text.format(metadata[key]) for key, text in words.items() if key in metadata)
+    return ", ".join(
+        text.format(metadata[key]) for key, text in words.items() if key in metadata and metadata[key] < 2**20
+    )
 
 
 def _toml(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -45,6 +46,13 @@ def feed_back(records: Sequence[RunRecord], cluster_file: Path) -> None:
     runs = [record for record in records if record.plan.forecast_samples_per_s]
     if not runs:
         return
+    try:
+        _feed_back(runs, cluster_file)
+    except (OSError, ClusterError) as problem:  # the run is good nevertheless
+        print(f"paceline: The forecast's error cannot be noted in {cluster_file}: {problem}", file=sys.stderr)
+
+
+def _feed_back(runs: Sequence[RunRecord], cluster_file: Path) -> None:
     cluster = Cluster.load(cluster_file)
     for record in runs:
         assert record.plan.forecast_samples_per_s is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
 from pathlib import Path
@@ -36,6 +37,20 @@ def check_counts(**counts: int | Sequence[int] | None) -> None:
         if value is not None and (not numbers or not all(isinstance(one, int) and one >= 1 for one in numbers)):
             kind = "a whole number of 1 or more" if isinstance(value, int | str) else "whole numbers of 1 or more"
             raise JobError(f"{name} = {value!r} should be {kind}.")
+
+
+def check_words(**lists: Sequence[str]) -> None:
+    """Check arguments for a program: a text in place of a list would be passed on letter by letter.
+
+    Raises:
+        JobError: a text, or an element that is none; names the argument.
+    """
+    for name, words in lists.items():
+        if isinstance(words, str):
+            raise JobError(f"{name} = {words!r} should be a list of words: {shlex.split(words)}.")
+        for word in words:
+            if not isinstance(word, str):
+                raise JobError(f"{name} holds {word!r}; each should be a text, such as {str(word)!r}.")
 
 
 def resolve_job(

@@ -14,7 +14,7 @@ from paceline.plan import spread
 from paceline.spec import Cluster, Plan, parse_mesh
 from paceline.workflows.allocation import Allocation, allocation_on_paper, open_allocation
 from paceline.workflows.dry_run import dry_run
-from paceline.workflows.jobs import check_counts
+from paceline.workflows.jobs import check_counts, check_words
 from paceline.workflows.run_folder import new_run_dir
 from paceline.workflows.where import HERE, RIGID, Elastic, Where
 
@@ -27,11 +27,15 @@ def launch(
     out: Path | str | None = None,
     threads: int | None = None,
     strategy: str | None = None,
+    module: bool = False,
     where: Where = HERE,
     elastic: Elastic = RIGID,
     debug_comm: bool = False,
 ) -> Path:
-    """Run a script that calls `paceline.init` on several workers and return the folder of its logs.
+    """Run a script on several workers and return the folder of its logs.
+
+    The script calls `paceline.init`, or knows nothing of Paceline and calls `torch.distributed.init_process_group` or a
+    library that does: its workers find the variables that torchrun sets.
 
     Example: `paceline.launch("train.py", ["--epochs", "3"], workers=2)`.
 
@@ -41,23 +45,24 @@ def launch(
         out: the folder for logs; None: a new one under runs/.
         threads: CPU threads that each worker computes with; None: an equal share of the cores.
         strategy: how workers divide the model if the script does not choose it, such as "fsdp" or "dp2 x pp2".
+        module: whether `script` is the name of a module, which is run as `python -m` would.
         where: the nodes, and how they are reached.
         elastic: whether the script is started again after a failure.
         debug_comm: compare every collective across workers.
 
     Raises:
         LaunchError: there is no such script, or workers cannot be started.
-        JobError: a strategy that does not make as many workers.
+        JobError: a strategy that does not make as many workers, or arguments that are no list of texts.
         WorkerFailed: a worker failed; says which rank, and why.
     """
-    launching = _Launching(Path(script), workers, threads, strategy, debug_comm)
-    run_dir = Path(out) if out else new_run_dir(None, launching.script.stem)
+    launching = _Launching(str(script), arguments, module, workers, threads, strategy, debug_comm)
+    run_dir = Path(out) if out else new_run_dir(None, launching.name)
     with open_allocation(where, run_dir) as allocation:
         allocation.run_job(
             launching.num_workers_on(allocation),
             elastic,
             launching.plan_for,
-            lambda _plan: [str(script), *arguments],
+            lambda _plan: launching.program,
             run_dir=run_dir,
             output="all",
             environ=env.strategy_note(strategy),
@@ -69,18 +74,20 @@ def launch_commands(
     script: Path | str, arguments: Sequence[str] = (), *, out: Path | None = None, where: Where = HERE, **spread: Any
 ) -> str:
     """The commands that `launch` would start, with the same arguments; starts nothing and opens no connection."""
-    launching = _Launching(Path(script), **spread)
+    launching = _Launching(str(script), arguments, **spread)
     allocation = allocation_on_paper(where)
     plan = launching.plan_for(allocation.cluster, launching.num_workers_on(allocation))
-    run_dir = out or Path("runs") / launching.script.stem
-    return dry_run(plan, [str(script), *arguments], run_dir, allocation.where, env.strategy_note(launching.strategy))
+    run_dir = out or Path("runs") / launching.name
+    return dry_run(plan, launching.program, run_dir, allocation.where, env.strategy_note(launching.strategy))
 
 
 @dataclass(frozen=True)
 class _Launching:
-    """The arguments of `launch` that decide how a script is spread over workers."""
+    """The arguments of `launch` that decide what runs, and how it is spread over workers."""
 
-    script: Path
+    script: str
+    arguments: Sequence[str] = ()
+    module: bool = False
     workers: int | None = None
     threads: int | None = None
     strategy: str | None = None
@@ -88,8 +95,24 @@ class _Launching:
 
     def __post_init__(self) -> None:
         check_counts(workers=self.workers, threads=self.threads)
-        if not self.script.is_file():
-            raise LaunchError(f"There is no script '{self.script}'.")
+        check_words(arguments=self.arguments)
+        if not self.module and not Path(self.script).is_file():
+            raise LaunchError(f"There is no script '{self.script}'{self._hint}.")
+
+    @property
+    def _hint(self) -> str:
+        is_module = all(part.isidentifier() for part in self.script.split("."))
+        return f"; if it is a module, add -m: -m {self.script}" if is_module else ""
+
+    @property
+    def name(self) -> str:
+        """What the run folder is called after."""
+        return self.script.rpartition(".")[2] if self.module else Path(self.script).stem
+
+    @property
+    def program(self) -> list[str]:
+        """What follows `python` on a command line."""
+        return [*(["-m"] if self.module else []), self.script, *self.arguments]
 
     def num_workers_on(self, allocation: Allocation) -> int:
         return self.workers or (1 if allocation.where.launcher == "debug" else len(allocation.cluster.devices))

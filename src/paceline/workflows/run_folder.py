@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import time
@@ -95,5 +96,6 @@ def finished_record(run_dir: Path, started: float) -> RunRecord:
     """The record of a run that has just ended, with its time since `started` (`time.monotonic`), in its file too."""
     # Only here is it known when the last worker ended.
     record = dataclasses.replace(RunRecord.load(run_dir / RECORD_FILE), wall_s=time.monotonic() - started)
-    record.save(run_dir / RECORD_FILE, run_file_mode())
+    with contextlib.suppress(OSError):  # the worker's own record is there
+        record.save(run_dir / RECORD_FILE, run_file_mode())
     return record

@@ -72,7 +72,11 @@ class Elastic:
         default=None, metadata={"help": "Never more workers, when nodes come back.", "min": 1}
     )
     max_restarts: int | None = field(
-        default=None, metadata={"help": "Restarts in a row without progress (default: 3 with --min-workers).", "min": 0}
+        default=None,
+        metadata={
+            "help": "Start again after a failure, so often without progress between (default: 3 with --min-workers).",
+            "min": 0,
+        },
     )
     exclude_slower: float | None = field(
         default=None,
@@ -89,19 +93,16 @@ class Elastic:
     def limits(self, num_workers: int) -> ElasticLimits | None:
         """The limits of a run that starts with `num_workers`; None where a failure is to end it.
 
+        Without `min_workers` it is started again with as many as before.
+
         Raises:
             LaunchError: options that contradict each other.
         """
         if self.min_workers is None:
-            given = (
-                ("--max-workers", self.max_workers),
-                ("--max-restarts", self.max_restarts),
-                ("--exclude-slower", self.exclude_slower),
-            )
-            for option, value in given:
+            for option, value in (("--max-workers", self.max_workers), ("--exclude-slower", self.exclude_slower)):
                 if value is not None:
                     raise LaunchError(f"{option} goes with --min-workers: with how few workers may the run go on?")
-            return None
+            return ElasticLimits(num_workers, num_workers, self.max_restarts) if self.max_restarts else None
         most = min(num_workers, self.max_workers or num_workers)
         if self.min_workers > most:
             raise LaunchError(f"--min-workers {self.min_workers} is more than the {most} workers of this run.")

@@ -201,7 +201,7 @@ def test_what_an_end_means(case: str) -> None:
         outcome = replace(outcome, states=(WorkerState(2, 102, step=6),))
     end = describe_end(outcome, PLAN, NOWHERE)
     assert (end.kind, end.why) == (kind, words)
-    assert end.step == (6 if outcome.states else max(one.step or 0 for one in outcome.endings))
+    assert end.step == (6 if outcome.states else max((one.step for one in outcome.endings if one.step), default=None))
     assert list(end.culprits) == [slots(PLAN)[rank] for rank in ranks]
     if kind == "failed":
         assert end.report is not None and end.noticed_at == end.report.noticed_at

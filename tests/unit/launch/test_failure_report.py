@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from paceline.launch.failure_report import FailureReport, clear_report, describe_failure, user_mistake
 from paceline.launch.failures import Ending, Failure, log_path, stack_path
 from paceline.launch.hang import Hang, WorkerState
+from paceline.launch.run_workers import worker_failed
 from paceline.launch.supervise import NodeLoss, Outcome
 
 LOST = "[pair.cc:553] Connection closed by peer [127.0.0.1]:18315"
@@ -101,6 +102,18 @@ def test_the_end_of_one_worker(root: Ending, cause: str, words: str) -> None:
         "rank 0 (pid 100): step 4, in all_reduce number 9 for 3.0 s",
         "rank 2 (pid 102): step 4, in all_reduce number 9 for 3.0 s",
     )
+
+
+def test_a_worker_that_ended_after_the_failure_was_seen_is_listed_once() -> None:
+    outcome = Outcome((lost_peer(0, 4.0), raised(1, 5.0)), STOPPED_AT, states=(computes(1), waits(2)))
+    assert [line.partition(" (")[0].partition(":")[0] for line in described(outcome).workers] == ["rank 1", "rank 2"]
+
+
+def test_a_second_sentence_begins_behind_a_full_stop() -> None:
+    report = described(Outcome((raised(1, 5.0),), STOPPED_AT))
+    more = "The run was started again once."
+    assert str(worker_failed(report, None, more)).endswith("failed with ValueError: boom. " + more)
+    assert str(worker_failed(report, None)).endswith("boom")
 
 
 @pytest.mark.parametrize(

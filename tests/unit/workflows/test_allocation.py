@@ -197,11 +197,16 @@ def test_how_far_a_run_may_shrink_and_grow() -> None:
     assert Elastic(min_workers=2, max_workers=8).limits(4) == ElasticLimits(2, 4, 3)
 
 
+def test_restarts_alone_mean_as_many_workers_as_before() -> None:
+    assert Elastic(max_restarts=2).limits(4) == ElasticLimits(4, 4, 2)
+    assert Elastic(max_restarts=0).limits(4) is None
+
+
 @pytest.mark.parametrize(
     ("elastic", "words"),
     [
         (Elastic(max_workers=2), "--max-workers goes with --min-workers"),
-        (Elastic(max_restarts=0), "--max-restarts goes with --min-workers"),
+        (Elastic(exclude_slower=2.0), "--exclude-slower goes with --min-workers"),
         (Elastic(min_workers=5), "--min-workers 5 is more than the 4 workers of this run"),
         (Elastic(min_workers=3, max_workers=2), "--min-workers 3 is more than the 2 workers of this run"),
     ],

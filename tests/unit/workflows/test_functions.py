@@ -96,6 +96,8 @@ def test_this_node_is_checked() -> None:
     [
         (lambda: paceline.train("digits-lenet", workers=0), "workers = 0 should be a whole number of 1 or more"),
         (lambda: paceline.launch(__file__, workers=0), "workers = 0 should be"),
+        (lambda: paceline.launch(__file__, "--x 1"), r"arguments = '--x 1' should be a list of words: \['--x', '1'\]"),
+        (lambda: paceline.launch(__file__, cast(Any, [1])), "arguments holds 1; each should be a text, such as '1'"),
         (lambda: paceline.train("digits-lenet", max_steps=0), "max_steps = 0 should be"),
         (lambda: paceline.train("digits-lenet", threads=-3), "threads = -3 should be"),
         (lambda: paceline.scale("digits-lenet", devices=[]), r"devices = \[\] should be whole numbers"),

@@ -1,0 +1,206 @@
+"""One run at a time in a folder: a small file says which process uses it, and is ignored once that process is gone.
+
+On the same boot of the same node a process is gone when no process has its number and its time of start. Elsewhere it
+is gone when the count in its file, which it raises every few seconds, has stood still for a minute. No clocks are
+compared, and no lock of the file system is needed: links are made by one of several at a time on shared ones too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import platform
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import JobError, LaunchError
+from paceline.regular_files import NO_FILE, read_json
+from paceline.spec.codec import NOT_NEGATIVE, JsonValue
+
+LEASE_FILE = "in-use.json"
+
+_HIDDEN = "hidden"
+_RENEWAL_S = 5.0
+_STANDSTILL_S = 60.0
+"""Longer than file systems of a network show an old content of a file that is opened again."""
+
+
+@dataclass(frozen=True)
+class Lease(JsonValue):
+    """Which process uses a folder."""
+
+    token: str
+    """The same for all processes of one run, which may follow each other in the folder."""
+    node: str
+    boot: str
+    """The node's boot, and the processes that see each other there: a pid means nothing outside of these."""
+    pid: int = dataclasses.field(metadata=NOT_NEGATIVE)
+    process_started: str
+    """The start of the process in the kernel's own time, against pids that are used again."""
+    began_at: str
+    """For people: local time of the node."""
+    count: int = dataclasses.field(default=0, metadata=NOT_NEGATIVE)
+    """Raised while the process lives."""
+
+    @property
+    def is_gone(self) -> bool | None:
+        """Whether its process has ended; None: it cannot be seen from here."""
+        if (self.node, self.boot) != (platform.node(), _boot()):
+            return None
+        started = _start_of(self.pid)
+        return not started or (_HIDDEN not in (started, self.process_started) and started != self.process_started)
+
+
+def own_lease(token: str) -> Lease:
+    """The lease of this process."""
+    pid, now = os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S")
+    return Lease(token, platform.node(), _boot(), pid, _start_of(pid), now)
+
+
+@contextlib.contextmanager
+def hold_folder(folder: Path, token: str = "", say: Callable[[str], None] = print) -> Iterator[None]:
+    """Let no other run use the folder, which exists, while the block is open.
+
+    Args:
+        token: what the processes of this run have in common; empty: this process is all of it.
+        say: told that it takes a minute to see whether a run on another node still lives.
+
+    Raises:
+        LaunchError: another run uses it; says which.
+        OSError: nothing can be written there.
+    """
+    mine = own_lease(token or uuid.uuid4().hex)
+    path = folder / LEASE_FILE
+    _take(path, mine, say)
+    ended = threading.Event()
+    thread = threading.Thread(target=_renew, args=(path, mine, ended), name="lease", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        with contextlib.suppress(OSError):
+            if _is_of(_read(path), mine):
+                path.unlink()
+
+
+def run_token(run_dir: Path | None) -> str:
+    """What the processes of the run have in common that uses a folder now; empty if none does."""
+    holder = None if run_dir is None else _read(run_dir / LEASE_FILE)
+    return "" if holder is None else holder.token
+
+
+def _take(path: Path, mine: Lease, say: Callable[[str], None]) -> None:
+    for _ in range(10):  # others may try at the same time
+        if _place(path, mine):
+            return
+        holder = _read(path)
+        is_free = holder is None or holder.token == mine.token or holder.is_gone or _stands_still(path, holder, say)
+        if holder is not None and not is_free:
+            raise LaunchError(
+                f"{path.parent} is in use by process {holder.pid} on {holder.node} since {holder.began_at}; wait for "
+                "its end, or choose another folder."
+            )
+        _remove(path, holder)
+    raise LaunchError(f"{path.parent} is being taken by several runs at once; choose another folder for this one.")
+
+
+def _place(path: Path, lease: Lease) -> bool:
+    """Make the file; whether there was none."""
+    draft = path.with_name(f".{LEASE_FILE}-{uuid.uuid4().hex}")
+    lease.save(draft, 0o644)
+    try:
+        os.link(draft, path)  # unlike a rename it replaces nothing
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without links
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(draft.read_text(encoding="utf-8"))
+        except FileExistsError:
+            return False
+    finally:
+        draft.unlink(missing_ok=True)
+    return True
+
+
+def _remove(path: Path, holder: Lease | None) -> None:
+    """Remove the lease of a run that has ended, unless another run has just replaced it by its own."""
+    aside = path.with_name(f".{LEASE_FILE}-{uuid.uuid4().hex}")
+    try:
+        path.rename(aside)
+    except FileNotFoundError:
+        return
+    found = _read(aside)
+    if found is not None and (holder is None or not _is_of(found, holder)):
+        with contextlib.suppress(OSError):
+            os.link(aside, path)
+    aside.unlink(missing_ok=True)
+
+
+def _stands_still(path: Path, holder: Lease, say: Callable[[str], None]) -> bool:
+    """Whether a lease of a process that cannot be seen from here is not renewed any more."""
+    if holder.is_gone is False:
+        return False
+    say(f"{path.parent} was in use by a run on {holder.node}; looking for {_STANDSTILL_S:.0f} s whether it still is.")
+    until = time.monotonic() + _STANDSTILL_S
+    while time.monotonic() < until:
+        time.sleep(1.0)
+        if _read(path) != holder:
+            return False
+    return True
+
+
+def _renew(path: Path, mine: Lease, ended: threading.Event) -> None:
+    count = 0
+    while not ended.wait(_RENEWAL_S):
+        count += 1
+        with contextlib.suppress(OSError):  # a full disk is no reason to stop
+            if _is_of(_read(path), mine):
+                dataclasses.replace(mine, count=count).save(path, 0o644)
+
+
+def _read(path: Path) -> Lease | None:
+    """The lease in a file; None where there is none, or one that says nothing."""
+    try:
+        return Lease.from_mapping(read_json(path))
+    except (FileNotFoundError, ValueError, JobError):
+        return None
+    except OSError as problem:
+        if problem.errno in NO_FILE:
+            return None
+        raise
+
+
+def _is_of(found: Lease | None, holder: Lease) -> bool:
+    return found is not None and dataclasses.replace(found, count=0) == dataclasses.replace(holder, count=0)
+
+
+def _boot() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
+
+
+def _start_of(pid: int) -> str:
+    """When a process started, or `_HIDDEN`; empty if there is none."""
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if state in "ZX" else rest[18]
+    except (OSError, ValueError, IndexError):  # no Linux, or another user's process that /proc hides
+        pass
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return ""
+    except OSError:
+        pass
+    return _HIDDEN

@@ -1,0 +1,59 @@
+"""The code blocks of a page in Markdown, and what is to be done with each.
+
+A comment before a block says what cannot be seen in it:
+
+    <!-- file: train.py -->           the block is written to this file, where later blocks of the page find it
+    <!-- not run: needs two nodes --> the block is not run, and why
+    <!-- setup                        run before the next block of Python, not shown to the reader
+    import torch
+    -->
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+CODE = {"python", "sh", "toml"}
+"""Languages of blocks that a reader would run."""
+NO_CODE = (["text"], ["json"], ["{toctree}"], ["{include}"])
+"""Languages of blocks that show something, or direct the documentation site."""
+
+_BLOCK = re.compile(
+    r"(?:<!-- (?P<marker>file|not run|setup)(?::|\n) *(?P<said>.*?)-->\n+)?"
+    r"^```(?P<language>[^\n]*)\n(?P<text>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+    marker: str
+    """ "file", "not run", "setup", or nothing."""
+    said: str
+    """What the marker says."""
+
+    @property
+    def is_code(self) -> bool:
+        return self.language in CODE
+
+    @property
+    def where(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks_of(path: Path, root: Path) -> Iterator[Block]:
+    """The blocks of a page in order."""
+    text = path.read_text(encoding="utf-8")
+    for found in _BLOCK.finditer(text):
+        line = text.count("\n", 0, found.start("language")) + 1
+        marker, said = found["marker"] or "", (found["said"] or "").strip()
+        yield Block(str(path.relative_to(root)), line, found["language"].strip(), found["text"], marker, said)

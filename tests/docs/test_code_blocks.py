@@ -1,0 +1,90 @@
+"""Every code block that a user reads runs as it stands, or says why it is not run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from paceline.spec import Job
+from tests.docs.blocks import NO_CODE, Block, blocks_of
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    *sorted(
+        path
+        for path in (ROOT / "docs").rglob("*.md")
+        if not {"experiments", "adr", "generated", "_build"} & set(path.parts)
+    ),
+]
+"""Experiments are left out: their commands measure for minutes, and belong to what was seen on a day."""
+BLOCKS = {page: list(blocks_of(page, ROOT)) for page in PAGES}
+TO_RUN = [
+    page
+    for page, blocks in BLOCKS.items()
+    if any(block.is_code and block.marker != "not run" and block.language != "toml" for block in blocks)
+]
+
+
+def test_every_block_says_its_language_and_why_it_is_not_run() -> None:
+    blocks = [block for of_page in BLOCKS.values() for block in of_page]
+    unknown = [block.where for block in blocks if not block.is_code and block.language.split()[:1] not in NO_CODE]
+    assert unknown == []
+    unexplained = [block.where for block in blocks if block.marker == "not run" and len(block.said) < 10]
+    assert unexplained == []
+
+
+def test_most_blocks_run() -> None:
+    code = [block for of_page in BLOCKS.values() for block in of_page if block.is_code]
+    run = [block for block in code if block.marker != "not run"]
+    print(f"{len(code)} code blocks, {len(run)} of them run")
+    assert len(run) > len(code) / 2
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_job_files_are_jobs(page: Path) -> None:
+    for block in BLOCKS[page]:
+        if block.language == "toml" and block.marker != "not run":
+            Job.from_mapping(tomllib.loads(block.text))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", TO_RUN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
+    """Files are written as they come; Python blocks of a page are one program; shell blocks run in their place."""
+    program: list[Block] = []
+    for block in BLOCKS[page]:
+        if not block.is_code or block.marker == "not run":
+            continue
+        if block.marker == "file":
+            target = tmp_path / block.said
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(block.text, encoding="utf-8")
+        elif block.language == "sh":
+            _run(["bash", "-euo", "pipefail", "-c", block.text], block, tmp_path)
+        elif block.language == "python":
+            program.append(block)
+    if program:
+        # Blank lines before each block, so that a traceback names the line of the page.
+        source = ""
+        for block in program:
+            setup = f"{block.said}\n" if block.marker == "setup" else ""
+            source += "\n" * max(0, block.line - source.count("\n") - setup.count("\n")) + setup + block.text
+        script = tmp_path / f"{page.stem}.py"
+        script.write_text(source, encoding="utf-8")
+        _run([sys.executable, str(script)], program[0], tmp_path)
+
+
+def _run(command: list[str], block: Block, folder: Path) -> None:
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    environment |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(folder)}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, f"{block.where}\n{block.text}\n{done.stdout}\n{done.stderr}"

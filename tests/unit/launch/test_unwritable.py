@@ -1,0 +1,32 @@
+"""A run folder that cannot be written to hides no cause and loses no report."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from paceline import env
+from paceline.launch import worker
+from paceline.launch.failure_report import FailureReport
+from paceline.launch.failures import Failure, spare_failure_path
+from paceline.launch.run_workers import worker_failed
+
+
+def test_a_worker_leaves_its_note_beside_its_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").write_text("a file")
+    monkeypatch.setenv(env.HEARTBEAT, str(tmp_path / "rank1"))
+    worker.report(ValueError("the cause"), 1, tmp_path / "run")
+    note = Failure.read(spare_failure_path(tmp_path / "rank1"))
+    assert note is not None and (note.message, note.pid) == ("the cause", os.getpid())
+
+
+def test_a_report_goes_to_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").write_text("a file")
+    monkeypatch.chdir(tmp_path)
+    report = FailureReport("exception", "Rank 0 failed.", (0,), "", 1, 1, 2, 0.0, "Look.", "the cause", ())
+    error = worker_failed(report, report.save(tmp_path / "run"))
+    assert error.report is not None and error.report.read_text() == report.text()
+    assert error.report.parent.name.startswith("run-saved-")
+    assert str(error).startswith(report.sentence)

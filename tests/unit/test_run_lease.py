@@ -1,0 +1,140 @@
+"""One run at a time in a folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from paceline import run_lease
+from paceline.errors import LaunchError
+from paceline.run_lease import LEASE_FILE, Lease, hold_folder, own_lease, run_token
+
+HOLDER = """
+import sys
+from pathlib import Path
+from paceline.run_lease import hold_folder
+with hold_folder(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def _holder(folder: Path) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdin=pipe, stdout=pipe, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_second_run_is_refused_in_one_sentence_until_the_first_has_ended(tmp_path: Path) -> None:
+    with _holder(tmp_path) as first:
+        sentence = rf"in use by process {first.pid} on .* choose another folder\."
+        with pytest.raises(LaunchError, match=sentence), hold_folder(tmp_path):
+            pass
+        first.communicate()
+    with hold_folder(tmp_path):
+        assert run_token(tmp_path)
+    assert not list(tmp_path.iterdir()) and run_token(tmp_path) == ""
+
+
+def test_a_killed_run_holds_nothing(tmp_path: Path) -> None:
+    with _holder(tmp_path) as first:
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        assert (tmp_path / LEASE_FILE).exists()
+        with hold_folder(tmp_path):
+            pass
+
+
+def test_a_process_that_has_the_number_of_a_killed_one_holds_nothing(tmp_path: Path) -> None:
+    dataclasses.replace(own_lease("a"), process_started="1").save(tmp_path / LEASE_FILE)
+    with hold_folder(tmp_path):
+        pass
+
+
+def test_processes_of_one_run_follow_each_other(tmp_path: Path) -> None:
+    with _holder(tmp_path) as first:
+        with hold_folder(tmp_path, run_token(tmp_path)):
+            assert Lease.load(tmp_path / LEASE_FILE).pid == os.getpid()
+        first.communicate()
+
+
+def test_a_run_on_another_node_that_is_renewed_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = dataclasses.replace(own_lease("there"), node="elsewhere")
+    there.save(tmp_path / LEASE_FILE)
+    said: list[str] = []
+    renewals = iter(range(1, 1000))
+    monkeypatch.setattr(
+        "time.sleep", lambda _s: dataclasses.replace(there, count=next(renewals)).save(tmp_path / LEASE_FILE)
+    )
+    with pytest.raises(LaunchError, match="on elsewhere since"), hold_folder(tmp_path, say=said.append):
+        pass
+    assert "looking for" in said[0]
+
+
+def test_a_run_on_another_node_that_stands_still_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataclasses.replace(own_lease("there"), node="elsewhere").save(tmp_path / LEASE_FILE)
+    monkeypatch.setattr(run_lease, "_STANDSTILL_S", 0.01)
+    with hold_folder(tmp_path, say=lambda _line: None):
+        assert Lease.load(tmp_path / LEASE_FILE).node != "elsewhere"
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff"])
+def test_a_file_that_says_nothing_holds_nothing(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / LEASE_FILE).write_bytes(content)
+    with hold_folder(tmp_path):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_links(*_: object) -> None:
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr("os.link", no_links)
+    with hold_folder(tmp_path), pytest.raises(LaunchError), hold_folder(tmp_path):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("left", ["nothing", "a lease of a dead process"])
+def test_of_many_at_once_one_gets_it(tmp_path: Path, left: str) -> None:
+    if left != "nothing":
+        dataclasses.replace(own_lease("dead"), process_started="1").save(tmp_path / LEASE_FILE)
+    start, end, outcomes = threading.Barrier(8), threading.Event(), []
+
+    def attempt() -> None:
+        start.wait()
+        try:
+            with hold_folder(tmp_path):
+                outcomes.append("held")
+                end.wait(30)
+        except LaunchError:
+            outcomes.append("refused")
+        if len(outcomes) == 8:
+            end.set()
+
+    threads = [threading.Thread(target=attempt) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(outcomes) == ["held"] + ["refused"] * 7
+
+
+def test_it_is_renewed_and_another_one_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lease, "_RENEWAL_S", 0.01)
+    with hold_folder(tmp_path):
+        while Lease.load(tmp_path / LEASE_FILE).count < 3:
+            pass
+        (tmp_path / LEASE_FILE).unlink()
+        other = own_lease("another")
+        other.save(tmp_path / LEASE_FILE)
+    assert Lease.load(tmp_path / LEASE_FILE) == other

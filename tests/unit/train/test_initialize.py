@@ -1,0 +1,26 @@
+"""What `paceline.init` takes over from the command that started its process."""
+
+from __future__ import annotations
+
+import pytest
+
+import paceline
+from paceline import env
+
+
+def test_a_script_compares_collectives_where_its_launcher_was_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not paceline.init(global_batch_size=8).plan.debug_comm
+    facts = env.WorkerFacts()
+    asked = env.worker_variables(
+        facts,
+        node=0,
+        num_nodes=1,
+        restart=0,
+        torch_store=None,
+        run_dir=env.data_dir(),
+        threads_per_worker=1,
+        launched_at=0.0,
+        debug_comm=True,
+    )
+    monkeypatch.setenv(env.DEBUG_COMM, asked[env.DEBUG_COMM])
+    assert paceline.init(global_batch_size=8).plan.debug_comm
