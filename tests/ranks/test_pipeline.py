@@ -326,7 +326,9 @@ def cut_within(memory_bytes: float) -> tuple[tuple[str, ...], bool]:
     with joined() as group:
         model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8), *[nn.Linear(8, 8) for _ in range(2)])
         limits = StageLimits(memory_bytes=memory_bytes, copies_of_parameters=4.0, micro_batches_kept=(0.0, 0.0))
-        pipeline = Pipeline(model, group, PipelineSpec(), ModelCall((torch.ones(2, 8),)), torch.device("cpu"), limits=limits)
+        pipeline = Pipeline(
+            model, group, PipelineSpec(), ModelCall((torch.ones(2, 8),)), torch.device("cpu"), limits=limits
+        )
         return pipeline.cuts, "No cut of this model into 2 stages fits into 0.00 GiB" in " ".join(pipeline.notes)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline import env
+from paceline.containers import to_device
 from paceline.data.order import ShuffledOrder
 from paceline.errors import JobError
 from paceline.heartbeat import Heartbeat
@@ -141,7 +142,7 @@ class Run:
             self.device,
             self.world.group,
             find_unused_parameters=find_unused_parameters,
-            example=example,
+            example=to_device(example, self.device, torch.float64 if job.precision == "float64" else None),
         )
         self._at_close.push(parallelized.background)
         self.plan = dataclasses.replace(self.plan, algorithm=parallelized.algorithm)

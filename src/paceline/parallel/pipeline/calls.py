@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from paceline.containers import open_container
 from paceline.errors import ModelError
 
 
@@ -69,11 +69,9 @@ class Calls:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> StageCall:
         """A call with these arguments."""
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
         kind = self._device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        signature = (shapes, repr(structure), training, torch.is_grad_enabled(), autocast)
+        signature = (_form(args), _form(kwargs), training, torch.is_grad_enabled(), autocast)
         return StageCall(ModelCall(args, kwargs), signature, generator_state(self._device))
 
     def attribute(self, name: str) -> Any:
@@ -124,7 +122,18 @@ class StandIn(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return super().__getattr__("_calls").attribute(name)
+            calls: Calls = self.__dict__["_calls"]
+            return calls.attribute(name)
+
+
+def _form(value: Any) -> Hashable:
+    """Everything about a value but the numbers in its tensors."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    container = open_container(value)
+    if container is None:
+        return repr(value)
+    return type(value).__name__, container.places, tuple(map(_form, container.values))
 
 
 class _CalledError(BaseException):

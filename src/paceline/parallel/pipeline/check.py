@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ModelError
-from paceline.parallel.pipeline.calls import ModelCall, generator_state, set_generator_state
+from paceline.parallel.pipeline.calls import ModelCall, generator_state
 from paceline.parallel.pipeline.recorder import untouched
 from paceline.parallel.pipeline.recording import Recording
 from paceline.parallel.pipeline.stage import Stage
@@ -32,10 +32,10 @@ def check_stages(recording: Recording, stages: Sequence[Stage], example: ModelCa
         for training in (True, False):
             for module in (model, *stages):
                 module.train(training)
+            start = generator_state(device), np.random.get_state(), random.getstate()
             with untouched(model), torch.no_grad():
-                start = generator_state(device), np.random.get_state(), random.getstate()
-                computed = tensors_in(model(*example.args, **example.kwargs))
-                set_generator_state(start[0], device)
+                computed = [tensor.clone() for tensor in tensors_in(model(*example.args, **example.kwargs))]
+            with untouched(model), torch.no_grad():
                 values: tuple[Any, ...] = ()
                 for stage in stages:
                     np.random.set_state(start[1])

@@ -8,8 +8,8 @@ import torch
 
 from paceline.errors import ModelError
 from paceline.parallel.pipeline.layer_costs import measure_layers
-from paceline.parallel.pipeline.schedules import make_schedule, simulate
 from paceline.parallel.pipeline.recording import Recording
+from paceline.parallel.pipeline.schedules import make_schedule, simulate
 from paceline.partition import StageLimits, best_cut
 from paceline.spec import Mesh, PipelineSpec
 

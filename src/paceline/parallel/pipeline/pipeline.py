@@ -49,8 +49,8 @@ class Pipeline:
         Args:
             model: the whole model, alike on all workers; it may be on the meta device. What is not in this worker's
                 stages is not kept.
-            example: how the model is called, for a few samples; None: only for an nn.Sequential, whose layers then count
-                by their parameters.
+            example: how the model is called, for a few samples; None: only for an nn.Sequential, whose layers then
+                count by their parameters.
             limits: what a stage should hold; where the user cuts, nothing limits it. Where no cut keeps them the
                 fastest is taken, and a note says so.
             agreement: workers that all have to cut alike, such as those of all replicas; None: those of `group`.

@@ -14,16 +14,18 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
+from paceline.containers import to_device
 from paceline.errors import ModelError, PacelineError
 from paceline.parallel.pipeline.calls import ModelCall, generator_state
 from paceline.parallel.pipeline.recording import Flow, Layer, Recording, Slot
-from paceline.parallel.pipeline.watch import Watch, opened_modules, tensors_in
+from paceline.parallel.pipeline.watch import Watch, know_dataclasses, opened_modules, tensors_in
 
 _CHECKPOINT = cast(Any, inspect.unwrap(checkpoint)).__code__
 READS_VALUES = frozenset(
@@ -40,15 +42,14 @@ def record(model: nn.Module, example: ModelCall) -> Recording:
     """The layers of `model`, called as `example` says, for a few samples.
 
     Raises:
-        ModelError: the model cannot be called so, its forward pass decides between its layers by the values of what they
-            return, or a layer hands something on by another way than its return value.
+        ModelError: the model cannot be called so, its forward pass decides between its layers by the values of what
+            they return, or a layer hands something on by another way than its return value.
     """
     opened = opened_modules(model)
     training = {module: module.training for module in model.modules()}
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if device.type == "meta":
-        example = pytree.tree_map_only(Tensor, lambda one: one.to("meta"), example.args), example.kwargs
-        example = ModelCall(*example)
+        example = ModelCall(*to_device((example.args, dict(example.kwargs)), device))
     try:
         evaluated = _recorded(model.eval(), example, opened, device)
         trained = _recorded(model.train(), example, opened, device)
@@ -75,8 +76,8 @@ def _recorded(model: nn.Module, call: ModelCall, opened: frozenset[nn.Module], d
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} cannot be called with the example that run.prepare was given "
-            f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}): give what the loss function calls it "
-            "with, a tensor, a tuple of positional arguments or a mapping of keyword arguments."
+            f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}): give what the loss function calls "
+            "it with, a tensor, a tuple of positional arguments or a mapping of keyword arguments."
         ) from error
     return recorder
 
@@ -105,6 +106,7 @@ class Recorder(Watch):
     def record(self, call: Callable[[], Any]) -> None:
         with untouched(self._model), torch.no_grad(), self._inside_layers, self:
             self._result = call()
+        know_dataclasses(self._result)
         self._checkpoints.clear()
 
     @property
@@ -129,6 +131,7 @@ class Recorder(Watch):
         self._inside_layers.returned(name, output)
 
     def _call(self, name: str, function: Any, call: Callable[[], Any], given: Any, always: bool) -> Any:
+        self._look_into(name, given)
         tensors = tensors_in(given)
         for tensor in tensors:
             self._check_origin(name, tensor)
@@ -140,6 +143,7 @@ class Recorder(Watch):
         before, versions = generator_state(self._device), [tensor._version for tensor in tensors]
         with self.inside(), self._inside_layers.layer(len(self.layers)):
             output = call()
+        self._look_into(name, output)
         draws = self._device.type != "meta" and not torch.equal(before, generator_state(self._device))
         changed = [one for one, version in zip(tensors, versions, strict=True) if one._version != version]
         gives = tensors_in(output)
@@ -162,6 +166,15 @@ class Recorder(Watch):
         self._outputs.append([output, *adopted])
         self._draws.append(draws)
         return output
+
+    def _look_into(self, name: str, value: Any) -> None:
+        know_dataclasses(value)
+        if any(_is_packed(leaf) for leaf in pytree.tree_leaves(value, is_leaf=_is_packed)):
+            raise ModelError(
+                f"{type(self._model).__name__} cannot be cut into stages, because '{name}' takes or returns a packed "
+                "sequence, which no stage can be sent: put packing, the layer and unpacking into one module, or choose "
+                "another strategy."
+            )
 
     def _add(self, name: str, function: Any, takes: Any, gives: list[Tensor], changes: Any, parameters: Any) -> None:
         if function is not None:
@@ -266,6 +279,10 @@ def _name(function: Any) -> str:
     """As torch.fx calls it: "add", "getitem", "add_"."""
     name = str(getattr(function, "__name__", function))
     return name.strip("_") if name.startswith("__") else name
+
+
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, PackedSequence)
 
 
 def _place(tensor: Tensor, among: list[Tensor]) -> int:

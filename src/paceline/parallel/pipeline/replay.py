@@ -112,7 +112,9 @@ class Replay(Watch):
         if layer.what != what:
             raise self._another(f"'{layer.name}' was its next layer and now is {_name(what)}")
         self._next += 1
-        return self._skipped(number, layer, module, given) if number < self._start else self._computed(layer, call, given)
+        return (
+            self._skipped(number, layer, module, given) if number < self._start else self._computed(layer, call, given)
+        )
 
     def _computed(self, layer: Layer, call: Callable[[], Any], given: Any) -> Any:
         self._emitted = dict.fromkeys(layer.emits)
@@ -140,7 +142,8 @@ class Replay(Watch):
             self._from_layers[tensor] = slot
         output = outputs[0]
         if module is not None:
-            output = _after_hooks(module, *given, output)
+            args, kwargs = given
+            output = _after_hooks(module, args, kwargs, output)
         for name, emitted in zip(layer.emits, outputs[1 + len(adopted) :], strict=True):
             _after_hooks(self._model.get_submodule(name), (), {}, emitted)
         return output

@@ -1,11 +1,12 @@
 """Sees what a model's forward pass calls, in its own order: the modules that are layers, and operations between them.
 
-The forward pass itself runs as it was written, so nothing in it need be understood. `Recorder` writes down what it sees,
-and `Replay` computes a part of it.
+The forward pass itself runs as it was written, so nothing in it need be understood. `Recorder` writes down what it
+sees, and `Replay` computes a part of it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -115,7 +116,7 @@ class Watch(TorchFunctionMode):
             nn.Module.__call__ = original_call  # type: ignore[method-assign]
             torch.autograd.Function.apply = original_apply  # type: ignore[method-assign]
 
-        nn.Module.__call__ = call_module  # type: ignore[assignment, method-assign]
+        nn.Module.__call__ = call_module  # type: ignore[method-assign]
         torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
         self._restore = restore
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
@@ -123,6 +124,14 @@ class Watch(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         self._restore()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+
+def know_dataclasses(value: Any) -> None:
+    """Let torch look into the dataclasses in a value, as it does into tuples, lists and dictionaries."""
+    for leaf in pytree.tree_leaves(value):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            pytree.register_dataclass(type(leaf))
+            know_dataclasses([getattr(leaf, one.name) for one in dataclasses.fields(leaf)])
 
 
 def tensors_in(value: Any) -> list[Tensor]:

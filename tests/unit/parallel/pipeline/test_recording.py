@@ -263,7 +263,8 @@ class WithAttributes(WithHooks):
     def forward(self, x: Tensor) -> Any:
         for block in self.blocks:
             x = block(x)
-        return self.head(x + self.blocks[0].kept)
+        first: Any = self.blocks[0]
+        return self.head(x + first.kept)
 
 
 class WithPlaces(Blocks):

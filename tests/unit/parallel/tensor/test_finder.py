@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from paceline.errors import ModelError
 from paceline.models import build
+from paceline.parallel.memory_order import memory_order
 from paceline.parallel.pipeline.calls import ModelCall
 from paceline.parallel.pipeline.recorder import record
 from paceline.parallel.pipeline.stage import Stage
 from paceline.parallel.tensor import LayerSize, TensorPlan, bytes_per_sample, find_plan
-from paceline.parallel.tensor.exchange import block_runs, memory_order, rows_to_send
+from paceline.parallel.tensor.exchange import block_runs, rows_to_send
 from paceline.parallel.tensor.pairs import trace
 from paceline.parallel.tensor.sequence_region import SequenceLayerNorm, SequenceRegion
 from paceline.parallel.tensor.slices import degrees_that_fit, every_worker_has_some, slice_of
