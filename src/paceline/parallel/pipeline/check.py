@@ -27,7 +27,7 @@ def check_stages(recording: Recording, stages: Sequence[Stage], example: ModelCa
     What a stage does not have is NaN in it, so that nothing can be right by chance.
     """
     model = recording.model
-    modes = {module: module.training for module in model.modules()}
+    modes = {module: module.training for root in (model, *stages) for module in root.modules()}
     try:
         for training in (True, False):
             for module in (model, *stages):
