@@ -40,7 +40,7 @@ def main() -> None:
     began = time.perf_counter()
     numbers = progress.enter(0, lambda epoch: ShuffledOrder(options.samples, options.batch, 0, epoch), options.samples)
     for number in numbers:
-        own = progress.batch(number, numbers.stop).own_samples
+        own = np.concatenate(progress.batch(number, numbers.stop).own_shards)
         bits = np.left_shift(1, own & 7).astype(np.uint8)
         num_double += int(np.count_nonzero(seen[own >> 3] & bits))
         np.bitwise_or.at(seen, own >> 3, bits)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from paceline import errors
 
 if TYPE_CHECKING:
+    from paceline.parallel.losses import Mean
     from paceline.report import Study
     from paceline.spec import Cluster, Job, Plan, RunRecord
     from paceline.spec.forecast import Forecast
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
     from paceline.workflows import bench, catalog, checkpoint, submit
     from paceline.workflows.doctor import doctor
     from paceline.workflows.launch import launch
+    from paceline.workflows.memory import memory
     from paceline.workflows.mesh_dry_run import dry_run_mesh
+    from paceline.workflows.new import new
     from paceline.workflows.plan import plan
     from paceline.workflows.probe import probe
     from paceline.workflows.report import report
@@ -39,6 +42,7 @@ __all__ = [
     "Elastic",
     "Forecast",
     "Job",
+    "Mean",
     "Plan",
     "Run",
     "RunRecord",
@@ -55,6 +59,8 @@ __all__ = [
     "fit_step_times",
     "init",
     "launch",
+    "memory",
+    "new",
     "plan",
     "probe",
     "report",
@@ -72,12 +78,13 @@ _MODULES = {
     **dict.fromkeys(("Elastic", "Where"), "paceline.workflows.where"),
     **dict.fromkeys(("fit_step_times", "suggest_measurements"), "paceline.workflows.step_times"),
     "Forecast": "paceline.spec.forecast",
+    "Mean": "paceline.parallel.losses",
     "Strategy": "paceline.workflows.strategy",
     "Study": "paceline.report",
     "dry_run_mesh": "paceline.workflows.mesh_dry_run",
     **{
         name: f"paceline.workflows.{name}"
-        for name in ("doctor", "launch", "plan", "probe", "report", "scale", "topo", "train", "verify")
+        for name in ("doctor", "launch", "memory", "new", "plan", "probe", "report", "scale", "topo", "train", "verify")
     },
 }
 """The module that each public name comes from; it is loaded when the name is first used, since torch takes seconds."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
@@ -87,12 +87,11 @@ def _mapping(mapping: Mapping[Any, Any]) -> Container:
 
 
 def _record(record: Any) -> Container:
-    """A dataclass or an attrs class, with whatever else its instance holds."""
-    declared = (
-        [field.name for field in dataclasses.fields(record)]
-        if dataclasses.is_dataclass(record)
-        else [field.name for field in type(record).__attrs_attrs__]
-    )
+    """A dataclass, an attrs class or a plain object, with whatever its instance holds."""
+    fields: Any = getattr(type(record), "__attrs_attrs__", ())
+    if dataclasses.is_dataclass(record):
+        fields = dataclasses.fields(record)
+    declared = [field.name for field in fields]
     names = [name for name in dict.fromkeys([*declared, *getattr(record, "__dict__", {})]) if hasattr(record, name)]
 
     def make(values: Sequence[Any]) -> Any:
@@ -105,7 +104,23 @@ def _record(record: Any) -> Container:
     return Container(tuple(f".{name}" for name in names), tuple(getattr(record, name) for name in names), make, True)
 
 
-def map_tensors(value: Any, convert: Callable[[Tensor], Any]) -> Any:
+def open_object(value: Any) -> Container | None:
+    """As `open_container`, and any other object that has attributes; for what a model returns."""
+    container = open_container(value)
+    if (
+        container is None
+        and hasattr(value, "__dict__")
+        and not isinstance(value, type | nn.Module)
+        and not callable(value)
+    ):
+        return _record(value)
+    return container
+
+
+Open = Callable[[Any], Container | None]
+
+
+def map_tensors(value: Any, convert: Callable[[Tensor], Any], opened: Open = open_container) -> Any:
     """`value` with every tensor in it converted, however nested; what is in unknown objects stays as it is."""
     if isinstance(value, Tensor):
         return convert(value)
@@ -118,19 +133,19 @@ def map_tensors(value: Any, convert: Callable[[Tensor], Any]) -> Any:
             one if one is None else one.to(data.device) for one in (value.sorted_indices, value.unsorted_indices)
         )
         return PackedSequence(data, value.batch_sizes, order, back)
-    return _map(value, lambda one: map_tensors(one, convert))
+    return _map(value, lambda one: map_tensors(one, convert, opened), opened)
 
 
-def tensors(value: Any) -> Iterator[Tensor]:
+def tensors(value: Any, opened: Open = open_container) -> Iterator[Tensor]:
     """Every tensor in `value`, however nested."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, PackedSequence):
         yield value.data
     else:
-        container = open_container(value)
+        container = opened(value)
         for one in () if container is None else container.values:
-            yield from tensors(one)
+            yield from tensors(one, opened)
 
 
 def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
@@ -149,11 +164,11 @@ def copied(value: Any) -> Any:
         return value.copy()
     if isinstance(value, Tensor | PackedSequence):
         return map_tensors(value, torch.clone)
-    return _map(value, copied)
+    return _map(value, copied, open_container)
 
 
-def _map(value: Any, convert: Callable[[Any], Any]) -> Any:
-    container = open_container(value)
+def _map(value: Any, convert: Callable[[Any], Any], opened: Open) -> Any:
+    container = opened(value)
     converted = [] if container is None else [convert(one) for one in container.values]
     if container is None or all(new is old for new, old in zip(converted, container.values, strict=True)):
         return value

@@ -31,10 +31,12 @@ TORCH_STORE_FD = "PACELINE_TORCH_STORE_FD"
 CPUS = "PACELINE_CPUS"
 CONTAINER = "PACELINE_CONTAINER"
 STRATEGY = "PACELINE_STRATEGY"
+MICRO_BATCH = "PACELINE_MICRO_BATCH"
+MEMORY_LIMIT = "PACELINE_MEMORY_LIMIT"
 DEBUG_COMM = "PACELINE_DEBUG_COMM"
 MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
 
-PASSED_ON = (DATA_DIR, DEVICE, "PYTHONPATH")
+PASSED_ON = (DATA_DIR, DEVICE, MEMORY_LIMIT, "PYTHONPATH")
 """Variables of the user that hold on every node."""
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -365,6 +367,33 @@ def strategy() -> str | None:
 def strategy_note(text: str | None) -> dict[str, str]:
     """The variable that passes the strategy to the workers."""
     return {} if text is None else {STRATEGY: text}
+
+
+def micro_batch() -> str | None:
+    """The micro-batch given to `paceline launch --micro-batch`."""
+    return os.environ.get(MICRO_BATCH) or None
+
+
+def micro_batch_note(size: int | str | None) -> dict[str, str]:
+    """The variable that passes the micro-batch to the workers."""
+    return {} if size is None else {MICRO_BATCH: str(size)}
+
+
+def memory_limit_bytes() -> int | None:
+    """The memory that a worker may use, as the user states it: "8GiB", "500MB" or a number of bytes; None: all.
+
+    Raises:
+        LaunchError: something else.
+    """
+    text = os.environ.get(MEMORY_LIMIT)
+    if not text:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", text.strip(), re.IGNORECASE)
+    if found is None or float(found.group(1)) == 0:
+        raise LaunchError(f"The environment variable {MEMORY_LIMIT} = {text!r} should be a size, such as 8GiB.")
+    unit = (found.group(2) or "").upper()
+    base = 1024 if unit.endswith("I") else 1000
+    return int(float(found.group(1)) * base ** ("KMGT".index(unit[0]) + 1 if unit else 0))
 
 
 def debug_comm() -> bool:

@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from paceline.containers import Container, open_container
 from paceline.errors import ModelError
+from paceline.sharded_batch import ShardedBatch
 
 _SHARED = (str, bytes, numbers.Number, np.generic, enum.Enum, torch.dtype, torch.device, type(None))
 
@@ -55,6 +56,13 @@ class Samples:
         Raises:
             ModelError: some of the content cannot be divided among workers.
         """
+        if isinstance(content, ShardedBatch):
+            if content.num_samples != num_samples:
+                raise ModelError(
+                    f"The batch given to run.step has {content.num_samples} samples instead of the {num_samples} that "
+                    "run.batches yielded; give it that batch, or what its map(function) returns."
+                )
+            return cls(_Part(lambda start, _stop: content.beginning_at(start), is_divided=True))
         return cls(_Reader(num_samples, {} if readings is None else readings).read(content, "batch"))
 
     def cut(self, start: int, stop: int) -> Any:
@@ -93,9 +101,9 @@ class _Reader:
             raise self._refused(place, value, f"whose layout {value.layout} cannot be cut exactly")
         if num_rows != self._num_samples:
             is_ragged = isinstance(value, PackedSequence) or (isinstance(value, Tensor) and value.is_nested)
-            shape = "" if is_ragged else f" and shape {tuple(value.shape)}"
+            shape = f"{num_rows} rows" if is_ragged else f"shape {tuple(value.shape)}"
             raise ModelError(
-                f"The batch given to run.step has {place}, of type {type(value).__name__}{shape}, for "
+                f"The batch given to run.step has in {place} a {type(value).__name__} of {shape} for "
                 f"{self._num_samples} samples; each tensor in it needs one row for every sample that run.batches "
                 "yielded, in their order."
             )

@@ -23,7 +23,7 @@ AS_RUNG_1 = ("03_sharded.py", "04_pipeline.py", "05_tensor.py", "07_mesh.py")
 
 def said_by(name: str, num_workers: int) -> str:
     """What the example prints on so many workers, forked from one process instead of each loading torch anew."""
-    return "".join(run_ranks(_said, num_workers, str(FOLDER / name)))
+    return "".join(run_ranks(_said, num_workers, str(FOLDER / name), timeout_s=150.0))
 
 
 def _said(path: str) -> str:

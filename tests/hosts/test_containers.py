@@ -1,4 +1,4 @@
-"""A program in a real container (Podman), on this node and on another one over SSH. Apptainer was not at hand here."""
+"""A program in a real container (Podman), on this node and on another one over SSH."""
 
 from __future__ import annotations
 

@@ -206,9 +206,9 @@ def _train(
 
 
 def _create(path: Path, mode: int) -> BinaryIO:
-    """Makes a file, and stands still as long as another one says so."""
-    while path.with_name(path.name + STANDSTILL).exists():
-        time.sleep(0.1)
+    """Makes a file, or stands still for ever where another one says so."""
+    if path.with_name(path.name + STANDSTILL).exists():
+        threading.Event().wait()
     return create(path, mode)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import paceline
 from paceline import models
 from paceline.env import worker_facts
 from paceline.spec import Job, Plan
+from paceline.train.loop import RunOutput, train
 from paceline.train.optim import build_optimizer
 from tests.ranks.harness import run_ranks
 from tests.ranks.training import images, loss_fn, measure
@@ -158,3 +160,61 @@ def test_another_job_is_refused(tmp_path: Path) -> None:
         run_ranks(_train, 1, _job(optim={"lr": 0.5}), str(tmp_path))
     with pytest.raises(AssertionError, match=r"DataError.*48 samples, but 60"):
         run_ranks(_train, 1, _job(), str(tmp_path), None, 48)
+
+
+def _train_by_a_scheduler(job: Job, folder: str, killed_at: int | None = None, when: str = "") -> tuple[str, float]:
+    """The fingerprint of the weights and the last learning rate; the scheduler steps after `run.step`, as in torch."""
+    plan = Plan(world_size=worker_facts().world_size, algorithm="tree_exact", timeout_s=60)
+    with paceline.init(job, plan=plan, checkpoint_dir=folder) as run:
+        model = models.build(job.model, num_classes=10, in_channels=3, image_size=16)
+        model, optimizer = run.prepare(model, build_optimizer(job.optim, model))
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        run.keep("scheduler", scheduler)
+
+        def killed(moment: str) -> None:
+            if run.steps == killed_at and when == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        for batch in run.batches(images(60, (3, 16, 16))):
+            killed("before step")
+            run.step(batch, loss_fn)
+            killed("before scheduler")
+            scheduler.step()
+            killed("after scheduler")
+        return run.weights_sha256(), float(optimizer.param_groups[0]["lr"])
+
+
+def test_all_that_is_kept_is_of_one_moment(tmp_path: Path) -> None:
+    job = _job(checkpoint={"every_steps": 2, "every_minutes": None}, optim={"name": "adam", "lr": 0.01})
+    (undisturbed,) = run_ranks(_train_by_a_scheduler, 1, job, str(tmp_path / "undisturbed"))
+    assert undisturbed[1] == pytest.approx(0.01 * 0.8**STEPS)
+    for world_size, when in ((1, "before step"), (2, "before scheduler"), (1, "after scheduler")):
+        folder = tmp_path / when
+        with pytest.raises(AssertionError, match=r"died without a word|Connection|peer"):
+            run_ranks(_train_by_a_scheduler, world_size, job, str(folder), STOP, when)
+        assert list(folder.glob("step-*"))
+        (resumed,) = run_ranks(_train_by_a_scheduler, 1, job, str(folder))
+        assert resumed == undisturbed
+
+
+def _train_job(job: Job, folder: Path, max_steps: int | None = None) -> str:
+    plan = Plan(world_size=worker_facts().world_size, algorithm="tree_exact", timeout_s=60)
+    return train(job, plan, RunOutput(folder, None), max_steps).weights_sha256
+
+
+def test_a_job_with_a_scheduler_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """One of transformers' and one of torch's, in steps and in epochs; groups of parameters without decay."""
+    linear = {"name": "transformers:get_linear_schedule_with_warmup", "options": {"num_warmup_steps": 3}}
+    decaying = {"name": "torch.optim.lr_scheduler:ExponentialLR", "options": {"gamma": 0.5}, "every": "epoch"}
+    optim = {"name": "nadam", "lr": 0.01, "weight_decay": 0.1, "decay_norms_and_biases": False}
+    for number, scheduler in enumerate((linear, decaying)):
+        job = _job(
+            global_batch_size=200,
+            data={"name": "digits", "train_limit": 1000},
+            optim={**optim, "scheduler": scheduler},
+            checkpoint={"every_steps": 3},
+        )
+        (whole,) = run_ranks(_train_job, 1, job, tmp_path / f"whole{number}")
+        run_ranks(_train_job, 2, job, tmp_path / f"cut{number}", STOP)
+        (resumed,) = run_ranks(_train_job, 1, job, tmp_path / f"cut{number}")
+        assert resumed == whole

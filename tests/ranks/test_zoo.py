@@ -14,9 +14,6 @@ Table = Mapping[Column, Mapping[str, Result]]
 
 TOLERANCE = 1e-12
 
-UNSOLVED = {"spectral-norm", "moving-averages", "vq-vae", "instance-norm"}
-"""Their buffers are moved by every forward pass."""
-
 
 @pytest.fixture(scope="module")
 def table() -> Table:
@@ -35,12 +32,8 @@ def table() -> Table:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ZOO)
-@pytest.mark.parametrize("column", [column for column in COLUMNS if column.world_size > 1], ids=str)
-def test_every_column_is_equal_to_one_worker(
-    table: Table, column: Column, name: str, request: pytest.FixtureRequest
-) -> None:
-    if name in UNSOLVED or (name, column.strategy) == ("wav2vec2", "fsdp"):
-        request.applymarker(pytest.mark.xfail(strict=True))
+@pytest.mark.parametrize("column", [column for column in COLUMNS if column != column.reference], ids=str)
+def test_every_column_is_equal_to_one_worker(table: Table, column: Column, name: str) -> None:
     alone, spread = table[column.reference][name], table[column][name]
     assert not spread.refusal
     assert len(spread.losses) == 3

@@ -40,6 +40,8 @@ class Entry:
     """The entries of a batch that the model is called with, by keyword."""
     may_skip: bool = False
     """Whether some steps leave parameters without a gradient."""
+    num_tokens: Callable[[dict[str, Tensor]], Tensor] | None = None
+    """How many tokens each sample's loss is the mean of; None: every sample counts alike."""
     lr: float = 0.05
     wrap: Callable[[Any], Any] = dict
     """Makes the batch that is given to `run.step` of the one that was read."""
@@ -49,8 +51,13 @@ class Entry:
         data = self.samples()[:num_samples]
         return {name: torch.stack([sample[name] for sample in data]) for name in self.inputs}
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        return self.sample_losses(model, batch).mean()
+    def loss(self, model: nn.Module, batch: Any) -> Tensor | paceline.Mean:
+        """The mean over samples, or over the tokens of all of them that are not padding."""
+        losses = self.sample_losses(model, batch)
+        if self.num_tokens is None:
+            return losses.mean()
+        weights = self.num_tokens(batch)
+        return paceline.Mean((losses * weights).sum() / weights.sum(), weight=weights.sum())
 
     def sample_losses(self, model: nn.Module, batch: Any) -> Tensor:
         return self.losses(model(**{name: batch[name] for name in self.inputs}), batch)
@@ -74,7 +81,15 @@ def token_losses(output: Any, batch: dict[str, Tensor], shift: int = 0) -> Tenso
     logits, labels = _logits(output), batch["labels"]
     logits, labels = logits[:, : labels.shape[1] - shift], labels[:, shift:]
     losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=IGNORED)
-    return losses.sum(1) / (labels != IGNORED).sum(1)
+    return losses.sum(1) / num_tokens(batch, shift)
+
+
+def num_tokens(batch: dict[str, Tensor], shift: int = 0) -> Tensor:
+    return (batch["labels"][:, shift:] != IGNORED).sum(1)
+
+
+def num_next_tokens(batch: dict[str, Tensor]) -> Tensor:
+    return num_tokens(batch, shift=1)
 
 
 def next_token_losses(output: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -122,7 +137,12 @@ _IMAGE = ("pixel_values",)
 
 
 def _language(name: str, **values: Any) -> Entry:
-    return Entry(_from_transformers(name), samples.padded_text, next_token_losses, _TEXT, **values)
+    make = _from_transformers(name)
+    return Entry(make, samples.padded_text, next_token_losses, _TEXT, num_tokens=num_next_tokens, **values)
+
+
+def _translator(make: Callable[[], nn.Module]) -> Entry:
+    return Entry(make, samples.translated_text, token_losses, _TRANSLATION, num_tokens=num_tokens)
 
 
 def _text_classifier(name: str, wrap: Callable[[Any], Any]) -> Entry:
@@ -150,27 +170,64 @@ ZOO: dict[str, Entry] = {
     "qwen2-moe": _language("qwen2_moe"),
     "bert": _text_classifier("bert", _encoded),
     "distilbert": _text_classifier("distilbert", UserDict),
-    "t5": Entry(_from_transformers("t5"), samples.translated_text, token_losses, _TRANSLATION),
+    "t5": _translator(_from_transformers("t5")),
     "vit": _image_classifier(_from_transformers("vit")),
     "resnet": _image_classifier(_from_transformers("resnet")),
+    "clip": Entry(_from_transformers("clip"), samples.captioned_images, contrastive_losses, (*_TEXT, *_IMAGE)),
     "whisper": Entry(
-        _from_transformers("whisper"), samples.spoken_text, token_losses, ("input_features", "decoder_input_ids")
+        _from_transformers("whisper"),
+        samples.spoken_text,
+        token_losses,
+        ("input_features", "decoder_input_ids"),
+        num_tokens=num_tokens,
     ),
     "wav2vec2": Entry(
         _from_transformers("wav2vec2"), samples.sound_waves, class_losses, ("input_values",), may_skip=True
     ),
-    "torch-transformer": Entry(zoo_torch.Translator, samples.translated_text, token_losses, _TRANSLATION),
+    "torch-transformer": _translator(zoo_torch.Translator),
     "packed-lstm": Entry(zoo_torch.PackedLSTM, samples.classified_text, class_losses, _TEXT),
     "unet": Entry(zoo_torch.UNet, samples.images, pixel_losses, _IMAGE),
     "vae": Entry(zoo_torch.VariationalAutoencoder, samples.images, decoded_losses, _IMAGE),
+    "plain-objects": _image_classifier(zoo_torch.PlainObjects),
     "spectral-norm": Entry(zoo_torch.SpectralNorm, samples.images, class_losses, _IMAGE),
     "moving-averages": _image_classifier(zoo_torch.MovingAverages),
     "vq-vae": Entry(zoo_torch.QuantizedAutoencoder, samples.images, quantized_losses, _IMAGE),
     "instance-norm": _image_classifier(zoo_torch.InstanceNorms),
-    "tied-words": Entry(zoo_torch.TiedWords, samples.padded_text, token_losses, ("input_ids",)),
+    "tied-words": Entry(zoo_torch.TiedWords, samples.padded_text, token_losses, ("input_ids",), num_tokens=num_tokens),
     "checkpointed": _image_classifier(zoo_torch.Checkpointed),
     "partly-frozen": _image_classifier(zoo_torch.PartlyFrozen),
 }
+
+ABOUT = {
+    "gpt2": "causal language model, tied embeddings",
+    "gpt2-checkpointed": "activation checkpointing",
+    "llama": "grouped-query attention",
+    "llama-lora": "low-rank adapters of peft on frozen weights",
+    "opt": "causal language model",
+    "mixtral": "mixture of experts",
+    "qwen2-moe": "experts beside a shared one",
+    "bert": "classifier, a tokenizer's `BatchEncoding` with texts",
+    "distilbert": "classifier, a `UserDict` with texts",
+    "t5": "encoder and decoder, relative positions",
+    "vit": "image classifier",
+    "resnet": "batch norm",
+    "clip": "contrastive loss inside a shard, a scalar parameter",
+    "whisper": "spectrograms to text",
+    "wav2vec2": "skips layers at random, masks by NumPy's generator",
+    "torch-transformer": "`nn.Transformer` with padding masks",
+    "packed-lstm": "bidirectional, packed sequences",
+    "unet": "skip connections, batch norm",
+    "vae": "draws its code, returns a dataclass",
+    "plain-objects": "blocks return objects of a class of their own",
+    "spectral-norm": "buffers: singular vectors",
+    "moving-averages": "buffers: an average and a counter",
+    "vq-vae": "buffers: a codebook",
+    "instance-norm": "buffers: running statistics",
+    "tied-words": "the embedding is the classifier",
+    "checkpointed": "recomputed batch norm and dropout",
+    "partly-frozen": "a frozen encoder beside a trained one",
+}
+"""What is special about each model, for the table."""
 
 
 # --- training ---
@@ -199,6 +256,7 @@ class Column:
 
 COLUMNS = (
     *(Column(parity, world_size=world_size) for parity in ("bitwise", "numeric") for world_size in (1, 2, 3)),
+    Column("numeric", "dp_one_process", 1),
     Column("numeric", "fsdp", 2),
 )
 
@@ -228,6 +286,7 @@ def train_entry(entry: Entry, column: Column) -> Result:
     data = entry.samples()
     try:
         with paceline.init(_job(column), plan=_plan(column)) as run:
+            run.say = lambda _sentence: None
             model = entry.make()
             initial = {name: value.detach().clone() for name, value in model.state_dict().items()}
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -266,6 +325,7 @@ def _plan(column: Column) -> Plan:
         algorithm="tree_exact" if column.parity == "bitwise" else "all_reduce",
         timeout_s=120,
         mesh=parse_mesh(column.strategy, column.world_size, 1) if column.world_size > 1 else None,
+        devices_in_process=2 if column.strategy == "dp_one_process" else 1,
     )
 
 

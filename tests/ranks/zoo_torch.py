@@ -101,6 +101,42 @@ class VariationalAutoencoder(nn.Module):
         return Decoded(self.decoder(code).view_as(pixel_values), divergence)
 
 
+class Found:
+    """An output of a class of its own, with attributes and no more."""
+
+    def __init__(self, logits: Tensor, features: Tensor) -> None:
+        self.logits = logits
+        self.inside = {"features": features}
+
+
+class PlainObjects(nn.Module):
+    """Blocks and the model itself return plain objects; the model has parameters of its own, one without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(192, 16)
+        self.blocks = nn.ModuleList(FoundBlock() for _ in range(2))
+        self.head = nn.Linear(16, NUM_CLASSES)
+        self.shift = nn.Parameter(torch.zeros(16))
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, pixel_values: Tensor) -> Found:
+        hidden = self.stem(pixel_values.flatten(1))
+        for block in self.blocks:
+            hidden = block(hidden + self.shift).inside["features"]
+        return Found(self.head(hidden) * self.temperature.exp(), hidden)
+
+
+class FoundBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, hidden: Tensor) -> Found:
+        features = hidden + self.inner(hidden).tanh()
+        return Found(features.sum(), features)
+
+
 class SpectralNorm(nn.Module):
     """Every forward pass moves the estimates of each weight's largest singular vectors, which are buffers."""
 

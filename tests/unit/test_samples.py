@@ -258,16 +258,16 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a set": ([torch.zeros(8), {1, 2}], "batch[1], of type set, which cannot be cut"),
     "rows of another number": (
         {"x": (torch.zeros(8), torch.zeros(3, 4))},
-        "batch['x'][1], of type Tensor and shape (3, 4), for 8 samples",
+        "has in batch['x'][1] a Tensor of shape (3, 4) for 8 samples",
     ),
-    "an array of another length": (Attrs(torch.zeros(8), np.zeros(7)), "batch.second, of type ndarray and shape (7,)"),
+    "an array of another length": (Attrs(torch.zeros(8), np.zeros(7)), "in batch.second a ndarray of shape (7,) for"),
     "a list of another length": (
         {"x": torch.zeros(8), "names": ["a", "b", "c"]},
         "batch['names'], of type list, which",
     ),
     "unknown objects, too few": ([torch.zeros(8), [Thing(1), Thing(2)]], "batch[1], of type list, which has 2 entries"),
     "a layout that has no rows": ({"x": torch.eye(8).to_sparse_csc()}, "batch['x'], of type Tensor, whose layout"),
-    "something besides the entries": (Noted({"x": torch.zeros(8)}, torch.zeros(3)), "batch.notes, of type Tensor"),
+    "something besides the entries": (Noted({"x": torch.zeros(8)}, torch.zeros(3)), "in batch.notes a Tensor of"),
     "a list that could be both": (
         {"x": torch.zeros(8), "pair": [torch.zeros(8, 2)] * 8},
         "batch['pair'], of type list, which in a batch of 8 samples could be 8 fields or one entry for each sample",

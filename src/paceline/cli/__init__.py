@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+from typer.exceptions import TyperException
 
 from paceline import __version__
 from paceline.cli import (
@@ -15,6 +16,8 @@ from paceline.cli import (
     checkpoint,
     doctor,
     launch,
+    memory,
+    new,
     plan,
     probe,
     report,
@@ -41,7 +44,7 @@ class PipelineOrder(TyperGroup):
     """The pipeline's order, in which the library would put commands that have commands of their own last."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        last = ("checkpoint", "export", "report", "doctor", "jobs", "models", "data")
+        last = ("checkpoint", "export", "report", "doctor", "new", "jobs", "models", "data")
         return sorted(super().list_commands(ctx), key=lambda name: last.index(name) + 1 if name in last else 0)
 
 
@@ -51,12 +54,13 @@ app = typer.Typer(
     help="Add devices, keep the accuracy, know the gain before you pay for it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    rich_markup_mode="rich",
 )
 # In the order of the pipeline.
 app.command("topo")(topo.topo)
 app.command("probe")(probe.probe)
 app.command("plan")(plan.plan)
+app.command("memory")(memory.memory)
 app.command("launch", context_settings=launch.CONTEXT)(launch.launch)
 app.command("train")(train.train)
 app.command("scale")(scale.scale)
@@ -67,6 +71,7 @@ app.add_typer(checkpoint.app, name="checkpoint")
 app.command("export")(checkpoint.export)
 app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)
+app.command("new")(new.new)
 app.add_typer(catalog.app, name="jobs")
 app.command("models")(catalog.models)
 app.command("data")(catalog.data)
@@ -85,7 +90,12 @@ def options(
 def main() -> None:
     """Run a command. A user's mistake is one sentence and an exit code; a bug keeps its traceback."""
     try:
-        app()
+        exit_code = app(standalone_mode=False)
+    except TyperException as mistake:
+        sys.exit(_explain(mistake))
+    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
+        sys.stdout = None
+        sys.exit(1)
     except PacelineError as error:
         if isinstance(error, WorkerFailed) and error.details:
             print(error.details.rstrip(), file=sys.stderr)
@@ -93,7 +103,16 @@ def main() -> None:
         if isinstance(error, WorkerFailed) and error.report:
             print(f"The report: {error.report}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except SystemExit as ended:
-        if ended.code == INTERRUPTED:
-            print("paceline: interrupted; all workers have ended.", file=sys.stderr)
-        raise
+    if exit_code == INTERRUPTED:
+        print("paceline: interrupted; all workers have ended.", file=sys.stderr)
+    sys.exit(exit_code)
+
+
+def _explain(mistake: TyperException) -> int:
+    """Say what is wrong with a command line; returns the exit code."""
+    message = mistake.format_message().replace("Value error, ", "").rstrip(".")
+    if message:  # else help was asked for, and printed
+        context = getattr(mistake, "ctx", None)
+        command = "paceline" if context is None else context.command_path
+        print(f"paceline: {message}; see `{command} --help`.", file=sys.stderr)
+    return mistake.exit_code

@@ -18,7 +18,7 @@ from paceline.spec.comm_timing import TIMINGS_FILE, WireName
 from paceline.workflows import bench as workflow
 from paceline.workflows.where import HERE, Where
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Side-by-side measurements on this hardware.")
+app = typer.Typer(no_args_is_help=True, help="Side-by-side measurements on this hardware.")
 
 Out = Annotated[Path | None, typer.Option(help="Folder of the results (default: a new one under runs/).")]
 Name = TypeVar("Name", bound=str)

@@ -11,7 +11,7 @@ from paceline.cli.console import print_table
 from paceline.workflows import catalog
 from paceline.workflows.catalog import CatalogEntry
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The recipes, and the keys of a job file.")
+app = typer.Typer(no_args_is_help=True, help="The recipes, and the keys of a job file.")
 
 
 @app.command("ls")

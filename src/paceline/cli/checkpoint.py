@@ -13,7 +13,7 @@ from paceline.spec.job import CheckpointSpec
 from paceline.workflows import checkpoint as workflow
 from paceline.workflows.checkpoint import CheckpointState
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at, verify, prune and export checkpoints.")
+app = typer.Typer(no_args_is_help=True, help="Look at, verify, prune and export checkpoints.")
 
 Location = Annotated[
     str, typer.Argument(metavar="DIR", help="A run folder, a folder of checkpoints, or an address such as s3://…")

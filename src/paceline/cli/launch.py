@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.options import DebugComm, DryRun, Threads, Workers, grouped
+from paceline.cli.options import DebugComm, DryRun, MicroBatch, Threads, Workers, grouped
 from paceline.workflows import launch as workflow
 from paceline.workflows.where import HERE, RIGID, Elastic, Where
 
@@ -27,6 +27,7 @@ def launch(
         str | None,
         typer.Option(metavar="NAME|MESH", help="How workers divide the model, unless the script says it itself."),
     ] = None,
+    micro_batch_size: MicroBatch = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")] = False,
     where: Where = HERE,
     elastic: Elastic = RIGID,
@@ -39,11 +40,13 @@ def launch(
         "out": out,
         "threads": threads,
         "strategy": strategy,
+        "micro_batch_size": micro_batch_size,
         "module": module,
         "where": where,
+        "elastic": elastic,
         "debug_comm": debug_comm,
     }
     if dry_run:
         print(workflow.launch_commands(script, context.args, **options))
     else:
-        workflow.launch(script, context.args, elastic=elastic, **options)
+        workflow.launch(script, context.args, **options)

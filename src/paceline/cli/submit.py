@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from paceline.cli.options import DataDir, Settings, parse_size
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, shortened
 from paceline.workflows import submit as workflow
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Hand a run to Slurm or Kubernetes.")
+app = typer.Typer(no_args_is_help=True, help="Hand a run to Slurm or Kubernetes.")
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -103,7 +104,8 @@ def kubernetes(
 
 def parse_hours(text: str) -> float:
     """ "2:30" is two hours and a half, in seconds. Raises `LaunchError` for anything else."""
-    hours, colon, minutes = text.partition(":")
-    if not (colon and hours.isdigit() and minutes.isdigit() and int(minutes) < 60 and int(hours) + int(minutes) > 0):
-        raise LaunchError(f"--time {text} should be hours and minutes, such as 2:30.")
-    return 3600.0 * int(hours) + 60.0 * int(minutes)
+    found = re.fullmatch("([0-9]{1,5}):([0-5]?[0-9])", text)
+    minutes = 0 if found is None else 60 * int(found[1]) + int(found[2])
+    if not minutes:
+        raise LaunchError(f"--time {shortened(text)} should be hours and minutes, such as 2:30.")
+    return 60.0 * minutes

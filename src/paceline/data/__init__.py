@@ -11,14 +11,17 @@ from typing import Any, cast
 
 from torch.utils.data import Subset
 
+from paceline.data.array_reader import ArrayReader
 from paceline.data.array_set import ArraySet
 from paceline.data.augment import Augmentation
 from paceline.data.cifar import load_cifar10, load_cifar100
 from paceline.data.digits import load_digits
 from paceline.data.folder import FolderImages, load_folder
+from paceline.data.loading import Loading, is_loader
 from paceline.data.mnist import load_fashion_mnist, load_mnist
-from paceline.data.reader import ArrayReader, MapDataset, stream_batches
+from paceline.data.sample_reader import MapDataset, SampleRequest, read_samples
 from paceline.data.synthetic import load_synthetic
+from paceline.data.tar_shards import TarShards
 from paceline.data.text_corpus import load_text
 from paceline.errors import DataError
 from paceline.spec import DataSpec
@@ -29,9 +32,13 @@ __all__ = [
     "ArraySet",
     "Augmentation",
     "FolderImages",
+    "Loading",
     "MapDataset",
+    "SampleRequest",
+    "TarShards",
+    "is_loader",
     "load",
-    "stream_batches",
+    "read_samples",
 ]
 
 SOURCES: dict[str, Callable[[DataSpec], tuple[MapDataset, MapDataset]]] = {

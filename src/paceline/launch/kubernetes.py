@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline import env
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, shortened, shown
 from paceline.launch.variables import check_variables
+from paceline.spec.job import MOST_WORKERS
 
 PORT = 29500
 
@@ -225,17 +226,20 @@ def _mebibytes(num_bytes: int) -> str:
 def _check(name: str, program: Sequence[str], pods: Pods) -> None:
     if not _NAME.fullmatch(name) or len(name) > _MOST_NAME_CHARACTERS:
         raise LaunchError(
-            f"The name {name!r} is invalid in Kubernetes; take lower-case letters, digits and - inside, "
+            f"The name {shown(name)} is invalid in Kubernetes; take lower-case letters, digits and - inside, "
             f"{_MOST_NAME_CHARACTERS} at most."
         )
     if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", pods.claim):
-        raise LaunchError(f"{pods.claim!r} is no valid name of a PersistentVolumeClaim.")
+        raise LaunchError(f"{shown(pods.claim)} is no valid name of a PersistentVolumeClaim.")
     if not program or not pods.image or not pods.image.isprintable() or " " in pods.image:
         raise LaunchError("A job needs an image, as Kubernetes pulls it, and a program to run in it.")
-    if not pods.mount.is_absolute() or not pods.run_dir.is_relative_to(pods.mount):
-        raise LaunchError(f"The run folder {pods.run_dir} should lie below {pods.mount}, where pods see their volume.")
-    if pods.num_pods < 1 or pods.workers_per_pod < 1 or pods.cpus_per_worker < 1:
-        raise LaunchError("A job needs a pod, a worker in it and a core for the worker at least.")
+    leads_out = ".." in pods.mount.parts or ".." in pods.run_dir.parts
+    if leads_out or not pods.mount.is_absolute() or not pods.run_dir.is_relative_to(pods.mount):
+        raise LaunchError(
+            f"The run folder {shortened(str(pods.run_dir))} should lie below {pods.mount}, where pods see their volume."
+        )
+    if not all(1 <= number <= MOST_WORKERS for number in (pods.num_pods, pods.workers_per_pod, pods.cpus_per_worker)):
+        raise LaunchError("A job needs a pod, a worker in it and a core for the worker at least, a million at most.")
     check_variables(pods.environ)
 
 

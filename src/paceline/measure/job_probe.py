@@ -33,6 +33,7 @@ from paceline.measure.stopwatch import Stopwatch, seconds_of
 from paceline.measure.values import JOB_FILE, JobProbe, JobRequest, read_json, write_json
 from paceline.measure.workers import free_bytes
 from paceline.measure.workers_together import Together, TogetherTiming, time_together
+from paceline.parallel.micro_batch import is_out_of_memory
 from paceline.spec import JobTiming, MicroBatchTiming, Plan
 from paceline.train.loop import data_facts
 from paceline.train.objective import training_loss
@@ -255,11 +256,6 @@ def sizes_to_time(largest: int, *others: int) -> list[int]:
     """1, 2, 4, … and `largest` itself, with the others among them."""
     powers = itertools.takewhile(lambda size: size < largest, (2**power for power in itertools.count()))
     return sorted({*powers, *(size for size in others if size < largest), largest})
-
-
-def is_out_of_memory(problem: RuntimeError) -> bool:
-    """Whether a GPU, or the CPU's allocator, has no more."""
-    return isinstance(problem, torch.OutOfMemoryError) or "can't allocate memory" in str(problem)
 
 
 def _peak_bytes() -> float:

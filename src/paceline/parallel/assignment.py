@@ -6,6 +6,8 @@ never other shards.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import JobError
@@ -58,12 +60,26 @@ class Assignment:
     shards_of_rank: tuple[tuple[int, int], ...]
     """The non-empty shards start … stop - 1 of every rank."""
     rank: int
+    one_by_one: bool = False
+    """Whether no two shards may go through the model in one pass, as where each was padded for itself."""
 
     @classmethod
-    def of(cls, num_samples: int, num_shards: int, rank: int, world_size: int) -> Assignment:
-        sizes = shard_sizes(num_samples, num_shards)
+    def of(
+        cls, num_samples: int, num_shards: int, rank: int, world_size: int, *, one_by_one: bool = False
+    ) -> Assignment:
+        """The assignment of a global batch of `num_samples`; one of fewer samples than shards has fewer shards."""
+        return cls.of_sizes(shard_sizes(num_samples, num_shards), num_shards, rank, world_size, one_by_one=one_by_one)
+
+    @classmethod
+    def of_sizes(
+        cls, sizes: Sequence[int], num_shards: int, rank: int, world_size: int, *, one_by_one: bool = False
+    ) -> Assignment:
+        """The assignment of shards of these sizes; empty ones are left out, and the others numbered without gaps."""
+        num_before = list(itertools.accumulate((size > 0 for size in sizes), initial=0))
+        num_before += [num_before[-1]] * (num_shards + 1 - len(num_before))
         of_ranks = (shards_of_rank(one, world_size, num_shards) for one in range(world_size))
-        return cls(sizes, tuple((min(start, len(sizes)), min(stop, len(sizes))) for start, stop in of_ranks), rank)
+        own = tuple((num_before[start], num_before[stop]) for start, stop in of_ranks)
+        return cls(tuple(size for size in sizes if size > 0), own, rank, one_by_one)
 
     @property
     def global_size(self) -> int:
@@ -89,6 +105,8 @@ class Assignment:
         """The shard `first_shard` and this worker's shards after it, up to `max_samples` samples in total."""
         own_start, own_stop = self.own
         stop_shard = first_shard + 1
+        if self.one_by_one:
+            max_samples = 0
         while stop_shard < own_stop and (
             max_samples is None or sum(self.shard_sizes[first_shard : stop_shard + 1]) <= max_samples
         ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 
 import torch
@@ -15,8 +16,12 @@ from paceline.comm.parameter_server_async import ParameterServerAsync, ServerSet
 from paceline.errors import JobError
 from paceline.parallel.clock import Clock
 from paceline.parallel.engine import AnyShard, Engine, StepInput, Update, broadcast
+from paceline.parallel.loss_functions import LossFunctions
+from paceline.parallel.losses import Layout, StepLoss
 from paceline.parallel.passes import ShardByShard
 from paceline.spec import AggregationSpec, Job, Plan
+
+_LOSS_NAME = "loss"
 
 
 class AsyncServers(Engine):
@@ -30,10 +35,13 @@ class AsyncServers(Engine):
     reads_assignment = False
     is_synchronised = False  # status is exchanged in `AnyShard.at_rest`
     changes_buffers = True
+    buffers_rule = "each worker's are its own, and become the first worker's when all workers rest"
 
     def __init__(self, model: nn.Module, job: Job, plan: Plan, device: torch.device, group: dist.ProcessGroup) -> None:
-        self._shards = ShardByShard(model, device)
+        self.functions = LossFunctions(None)
+        self._shards = ShardByShard(model, device, self.functions)
         self.module = self._shards.module
+        self.forward_buffers = self._shards.buffers
         self._spec = job.aggregation
         self._plan = plan
         self._device = device
@@ -43,15 +51,19 @@ class AsyncServers(Engine):
         """The number of updates until the next rest; None: this worker rests."""
         self._any_shard: AnyShard | None = None
         """The timing of the last step."""
+        self._layout: Layout | None = None
+        """Which numbers the loss function returns; the same in all steps."""
         self._has_optimizer_state = False
         now = Clock(device).mark()
         self.communication = now, now
         broadcast([*self.module.parameters(), *self.module.buffers()], group)
 
-    def step(self, step: StepInput, update: Update) -> Tensor:  # noqa: ARG002 - the servers make it
-        """Compute shards until the servers have made the update by this global batch; return its mean loss."""
+    def step(self, step: StepInput, update: Update) -> StepLoss:  # noqa: ARG002 - the servers make it
+        """Compute shards until the servers have made the update by this global batch; return its loss."""
         any_shard = self._any_shard = step.any_shard
         assert any_shard is not None
+        if self._layout is None:
+            self._layout = self._shards.layout_of_stand_in(replace(step, loss_name=_LOSS_NAME))
         if self._servers is None:
             self._servers = self._open(any_shard)
         while True:
@@ -59,12 +71,13 @@ class AsyncServers(Engine):
                 if any_shard.batch:
                     any_shard.at_rest()
                 self._has_optimizer_state = False
-                self._work = self._servers.work(self._compute, any_shard.stop, any_shard.wants_rest)
+                weight_at = 1 if self._layout.is_weighted else None
+                self._work = self._servers.work(self._compute, any_shard.stop, any_shard.wants_rest, weight_at)
             for batch, statistics in self._work:
                 assert batch == any_shard.batch
                 if batch + 1 == any_shard.stop:
                     self._rest()
-                return self._shards.apply(statistics.to(self._device))
+                return self._shards.apply(statistics.to(self._device), self._layout)
             self._work = None  # some worker asked for a rest
 
     def _rest(self) -> None:
@@ -76,7 +89,11 @@ class AsyncServers(Engine):
 
     def _compute(self, batch: int, shard: int) -> Tensor:
         assert self._any_shard is not None
-        return self._shards.compute(self._any_shard.read(batch, shard), shard)
+        # Whatever the script calls its function: the servers add up the same numbers for all batches.
+        step = replace(self._any_shard.read(batch, shard), loss_name=_LOSS_NAME)
+        _, statistics = self._shards.compute(step, shard)
+        self.forward_buffers.let_stand()
+        return statistics
 
     def _open(self, any_shard: AnyShard) -> ParameterServerAsync:
         """The servers of a run, spread over its first workers or nodes. A collective."""

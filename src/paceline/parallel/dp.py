@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -16,8 +17,12 @@ from paceline.comm import Aggregator, HookState, aggregate
 from paceline.errors import ModelError
 from paceline.parallel.aggregation import compressor_state, load_compressor_state
 from paceline.parallel.clock import Clock
+from paceline.parallel.dtensor import rescale_gradients
 from paceline.parallel.engine import Engine, Randomness, StepInput, broadcast, statistics_dtype
 from paceline.parallel.gradient_norms import GradientNorms, WorkerNorms, squared_norm
+from paceline.parallel.loss_functions import LossFunctions
+from paceline.parallel.losses import Layout, StepLoss
+from paceline.parallel.micro_batch import DidNotFitError, MicroBatchLimit, free_memory, is_out_of_memory, nothing_of
 from paceline.parallel.norm import ShardBatchNorm, SyncBatchNorm, has_other_norms, replace_batch_norm, unknown_buffers
 from paceline.parallel.passes import Passes
 from paceline.spec import Job, Plan
@@ -56,20 +61,32 @@ class DataParallel(Engine):
         self._worker_norms = WorkerNorms(self._zero_loss())
         self._aggregator = aggregator
         self._hook_state: HookState | None = None
+        self._arrived: Callable[[], object] | None = None
+        """Waits for the sum of the step's losses, once it has begun."""
+        self._in_buckets: set[Tensor] = set()
+        """The parameters whose gradients the last backward pass has computed so far; known for "auto" only."""
+        self.micro_batch: MicroBatchLimit = MicroBatchLimit(plan, job)
+        self._watched: set[Tensor] = set()
+        self._has_stepped = False
+        self._trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         self._ddp = None if aggregator is None else self._wrap(aggregator, find_unused_parameters)
         self.module = self._model if self._ddp is None else self._ddp
+        self.functions = LossFunctions(group)
         self._is_sync = any(isinstance(layer, SyncBatchNorm) for layer in self._model.modules())
         self.randomness: Randomness = Randomness()
         self._passes = Passes(
             self._model,
             device,
-            plan.micro_batch_size,
+            self.micro_batch,
             randomness=self.randomness,
+            functions=self.functions,
+            one_by_one=job.shard_by_shard,
             may_split=not has_other_norms(self._model),
             refusal=_SYNC_REFUSAL if self._is_sync else "",
             # A pass may have to be repeated: `_aggregate_next` selects the backward pass that aggregates.
             forward_context=nullcontext if self._ddp is None else self._ddp.no_sync,
         )
+        self.forward_buffers = self._passes.buffers
 
     def _wrap(self, aggregator: Aggregator, find_unused_parameters: bool) -> DistributedDataParallel:
         group = aggregator.links.group
@@ -80,7 +97,19 @@ class DataParallel(Engine):
                 timeout=timedelta(seconds=self._plan.timeout_s),
                 use_local_synchronization=True,
             )
-        ddp = DistributedDataParallel(
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self._model.named_parameters()}
+        self._hook_state = HookState(aggregator, names, on_last_bucket=self._on_last_bucket)
+        ddp = DistributedDataParallel.__new__(DistributedDataParallel)
+        self._set_up(ddp, group, find_unused_parameters)
+        return ddp
+
+    def _set_up(self, ddp: DistributedDataParallel, group: dist.ProcessGroup, find_unused_parameters: bool) -> None:
+        """Have `ddp` aggregate the gradients of all parameters that are trained now; a collective.
+
+        Again where a user has frozen or unfrozen some, in the same object: the script may hold it.
+        """
+        DistributedDataParallel.__init__(
+            ddp,
             self._model,
             device_ids=[self._device] if self._device.type == "cuda" else None,
             process_group=group,
@@ -89,8 +118,6 @@ class DataParallel(Engine):
         )
         # `gradients` does it, however many forward passes there are. (The argument has another name since torch 2.13.)
         ddp.broadcast_buffers = False
-        names: dict[Tensor, str] = {parameter: name for name, parameter in self._model.named_parameters()}
-        self._hook_state = HookState(aggregator, names, on_last_bucket=self._on_last_bucket)
 
         def hook(state: HookState, bucket: Any) -> Any:
             self._worker_norms.bucket_filled(bucket.buffer())
@@ -99,84 +126,195 @@ class DataParallel(Engine):
         # DDP compares annotations, if there are any, with the classes themselves.
         hook.__annotations__.clear()
         ddp.register_comm_hook(self._hook_state, hook)
-        return ddp
+        self._trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        if self.micro_batch.is_automatic:
+            for parameter in self._trained:
+                if parameter not in self._watched:
+                    self._watched.add(parameter)
+                    parameter.register_post_accumulate_grad_hook(self._in_buckets.add)
+
+    def _set_up_again(self) -> None:
+        self._trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        ddp = self._ddp
+        if ddp is not None:
+            for parameter in self._model.parameters():
+                parameter.grad = None  # a slice of an old bucket
+            self._set_up(ddp, ddp.process_group, ddp.find_unused_parameters)
 
     def _on_last_bucket(self) -> None:
         self._hook_called = True
         self._last_gradient = self._clock.mark()
 
-    def gradients(self, step: StepInput) -> Tensor:
+    def gradients(self, step: StepInput) -> StepLoss:
         self._hook_called = False
         if self._aggregator is not None:
             self._aggregator.scheduler.begin_step()
-        self.sync_buffers()
-        # The output of a compressor is not the sum of its inputs.
-        is_sum = self._aggregator is not None and self._aggregator.compressor is None
-        self._worker_norms.begin(step.assignment, step.take_norms if is_sum else None)
-        summed = self._passes.starting_over(lambda: self._train(step)) if step.assignment.sizes else self._idle(step)
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        if list(map(id, trained)) != list(map(id, self._trained)):
+            self._set_up_again()
+        if has_other_norms(self._model):
+            self.sync_buffers()
+        notes = self._passes.find_coupling(step, self.module)
+        if step.assignment.sizes or self.micro_batch.is_automatic:
+            sums = self._passes.starting_over(lambda: self._attempt(step), step.assignment)
+        else:
+            sums = self._idle(step)
         if self._aggregator is not None:
             self._aggregator.scheduler.raise_error()
         if self._group is None:
             self._last_gradient = self._clock.mark()
         elif not self._hook_called:
             raise ModelError(self._why_nothing_was_aggregated())
-        self._passes.norm.apply(summed[1:-1])
+        length, num_buffers = sums.layout.length, len(self.forward_buffers)
+        known, changed = sums.summed.split([len(sums.summed) - num_buffers, num_buffers])
+        self._passes.norm.apply(known[length:-1])
+        self.forward_buffers.combine(changed, self._sum_moves, lambda values: broadcast(values, self._group))
+        result = StepLoss.of(known, sums.layout, notes)
+        rescale_gradients(self._model.parameters(), result.rescale)
         self.communication = self._last_gradient, self._clock.mark()
-        self._worker_norms.end(summed[-1])
-        return summed[0]
+        own_weight = sums.own[1] if sums.layout.is_weighted else None
+        self._worker_norms.end(known[-1], own_weight, result.rescale)
+        if sums.first is not None and step.take_norms is not None:
+            step.take_norms(GradientNorms(*sums.first, self._squared_norm(), step.assignment.global_size))
+        self._has_stepped = True
+        return result
 
-    def _train(self, step: StepInput) -> Tensor:
-        """Compute and aggregate the gradient; returns [loss, norm statistics, gradient norm] summed over workers."""
+    def _sum_moves(self, numbers: list[int]) -> Tensor:
+        total = self.forward_buffers.moves(numbers)
+        if self._aggregator is not None:
+            self._aggregator.sum_exactly(total, "buffers").wait()
+            self._aggregator.scheduler.raise_error()
+        return total
+
+    def _attempt(self, step: StepInput) -> _Sums:
+        """`_train`, or `_idle` without samples; with micro_batch_size = "auto" all workers end it alike.
+
+        Raises:
+            DidNotFitError: some worker ran out of memory with several shards in the model.
+            ModelError: some worker ran out of memory with one.
+        """
+        if not self.micro_batch.is_automatic:
+            return self._train(step)
+        self._arrived = None
+        num_shards = 0
+        try:
+            sums = self._train(step) if step.assignment.sizes else self._idle(step)
+        except (RuntimeError, MemoryError) as problem:
+            if not is_out_of_memory(problem):
+                raise
+            num_shards = max(1, self._passes.num_shards_in_pass)
+        if num_shards:
+            free_memory(self._device)
+            self._take_part_with_nothing(step)
+        several, one = self._num_workers_out_of_memory(num_shards)
+        if one:
+            raise ModelError(self.micro_batch.shard_does_not_fit())
+        if several:
+            if not self._has_stepped:  # the first backward pass arranges the buckets; the next one is to be the first
+                self._set_up_again()
+            raise DidNotFitError
+        return sums
+
+    def _take_part_with_nothing(self, step: StepInput) -> None:
+        """Go through what is left of the step's sums, which other workers wait for; the result is thrown away."""
+        if self._ddp is None or self._hook_state is None:
+            return
+        self._passes.norm.reset()
+        self._hook_state.idle = True
+        try:
+            if self._arrived is None:  # the last backward pass had not begun
+                self._ddp.reducer._rebuild_buckets()  # a collective that comes with a step's first forward pass
+                self._start_sum(step, None)
+                self._aggregate_next(self._zero_loss())
+            missing = [parameter for parameter in self._trained if parameter not in self._in_buckets]
+            if missing:
+                nothing_of(missing).backward()
+        finally:
+            self._hook_state.idle = False
+        if self._arrived is not None:
+            self._arrived()
+
+    def _num_workers_out_of_memory(self, num_shards: int) -> tuple[int, int]:
+        """The number of workers that ran out of memory with several shards in the model, and with one.
+
+        Args:
+            num_shards: this worker's; 0: its passes fitted.
+        """
+        counts = torch.tensor([float(num_shards > 1), float(num_shards == 1)], device=self._device)
+        if self._aggregator is not None:
+            self._aggregator.sum_exactly(counts, "out of memory").wait()
+            self._aggregator.scheduler.raise_error()
+        several, one = counts.tolist()
+        return int(several), int(one)
+
+    def _train(self, step: StepInput) -> _Sums:
+        """Compute and aggregate the gradient."""
         assignment = step.assignment
-        if self._is_sync and len(self._passes.ranges(assignment, assignment.rank)) > 1:
+        self._begin_norms(step)
+        if self._is_sync and len(self._passes.ranges(step, assignment.rank)) > 1:
             raise ModelError(
                 "norm = 'sync' normalises over the whole global batch in one forward pass, so it cannot be split into "
                 f"micro-batches of {self._plan.micro_batch_size}; leave micro_batch_size out or use norm = 'shard'."
             )
         # The first step is split in two only to detect whether the model draws random numbers.
         wants_norms = step.take_norms is not None and self._group is None and self.randomness.is_drawn is not None
-        losses = self._zero_loss()
+        losses: Tensor | None = None
         first: tuple[Tensor, int] | None = None
         for shards, loss in self._passes.losses(step, self.module):
-            losses += loss.detach() * shards.weight
+            losses = loss.sums if losses is None else losses + loss.sums
             is_last = shards.stop_shard == assignment.own[1]
             if is_last:
                 # The step's loss and norm statistics are known: they are summed while backward computes.
-                summed, arrived = self._start_sum(losses)
-                self._aggregate_next(loss)
-            self._passes.backward(step, shards, loss)
+                sums, arrived = self._start_sum(step, losses)
+                self._aggregate_next(loss.mean)
+            self._passes.backward(step, loss)
             if wants_norms and first is None and not is_last:
-                first = self._squared_norm() / shards.weight**2, sum(shards.sizes)
+                first = self._squared_norm() / loss.weight**2, sum(shards.sizes)
         arrived()
-        if first is not None and step.take_norms is not None:
-            step.take_norms(GradientNorms(*first, self._squared_norm(), assignment.global_size))
-        return summed
+        return replace(sums, first=first)
 
-    def _idle(self, step: StepInput) -> Tensor:
+    def _idle(self, step: StepInput) -> _Sums:
         """`_train` for a worker without samples: a stand-in sample lets it take part in all collectives."""
         assert self._hook_state is not None  # a single worker has every sample
+        self.forward_buffers.begin_step()
+        self._begin_norms(step)
         self._hook_state.idle = True
         try:
             with self._passes.stand_in(step, self.module) as loss:
-                summed, arrived = self._start_sum(self._zero_loss())
+                sums, arrived = self._start_sum(step, None)
                 self._aggregate_next(loss)
                 loss.backward()
         finally:
             self._hook_state.idle = False
         arrived()
-        return summed
+        return sums
+
+    def _begin_norms(self, step: StepInput) -> None:
+        # The output of a compressor is not the sum of its inputs.
+        is_sum = self._aggregator is not None and self._aggregator.compressor is None
+        self._worker_norms.begin(step.assignment, step.take_norms if is_sum else None)
 
     def _aggregate_next(self, loss: Tensor) -> None:
         """Let DistributedDataParallel aggregate in the next backward pass, as a forward pass outside `no_sync` does."""
+        self._in_buckets.clear()
         if self._ddp is not None:
             self._ddp.reducer.prepare_for_backward([loss] if self._ddp.find_unused_parameters else [])
 
-    def _start_sum(self, losses: Tensor) -> tuple[Tensor, Callable[[], object]]:
-        """Begin adding [loss, norm statistics, gradient norm] over all workers; the second value waits for the sum."""
-        mine = torch.cat([losses.view(1), *self._passes.norm.collect(losses), self._worker_norms.to_be_summed])
+    def _start_sum(self, step: StepInput, losses: Tensor | None) -> tuple[_Sums, Callable[[], object]]:
+        """Begin adding up what all workers know of a step; the second value waits for the sum.
+
+        Args:
+            losses: this worker's sums; None where it has no sample.
+        """
+        layout = self.functions.layout(step.loss_name)
+        own = self._zero_loss().new_zeros(layout.length) if losses is None else losses
+        norms = self._worker_norms.to_be_summed
+        mine = torch.cat([own, *self._passes.norm.collect(own), norms, self.forward_buffers.changed(own)])
+        sums = _Sums(mine, own, layout)
         if self._aggregator is None:
-            return mine, lambda: None
-        return mine, self._aggregator.sum_exactly(mine, "loss and norm statistics").wait
+            return sums, lambda: None
+        self._arrived = self._aggregator.sum_exactly(mine, "loss and norm statistics").wait
+        return sums, self._arrived
 
     def _squared_norm(self) -> Tensor:
         return squared_norm(parameter.grad for parameter in self._model.parameters() if parameter.grad is not None)
@@ -207,6 +345,19 @@ class DataParallel(Engine):
     def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
         super().load_state(shared, own)
         load_compressor_state(self._aggregator, own)
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What the workers add up in a step besides their gradients."""
+
+    summed: Tensor
+    """[losses, norm statistics, gradient norm, which buffers were changed]; of all workers once it has arrived."""
+    own: Tensor
+    """The losses of this worker."""
+    layout: Layout
+    first: tuple[Tensor, int] | None = None
+    """On a single worker: the squared norm of the gradient of its first pass, and the number of samples in it."""
 
 
 def _with_norm(model: nn.Module, job: Job, plan: Plan, group: dist.ProcessGroup | None) -> nn.Module:

@@ -86,10 +86,11 @@ class DryRun:
 
         The few layers that ZeRO stage 3 gathers at a time are not included."""
         keeps_gathered = self.mesh.fsdp > 1 and self.mesh.zero_stage < 3
+        keeps_gradients = self.mesh.fsdp > 1 and self.mesh.zero_stage == 1  # whole, until the last backward pass
         return tuple(
             DeviceMemory(
                 parameter_bytes=stage.parameter_bytes,
-                gradient_bytes=stage.gradient_bytes,
+                gradient_bytes=stage.whole_parameter_bytes if keeps_gradients else stage.gradient_bytes,
                 optimizer_bytes=stage.gradient_bytes * self.optimizer_copies,
                 activation_bytes=stage.activation_bytes
                 * micro_batches_in_flight(self.mesh.pp, place, self.num_micro_batches),

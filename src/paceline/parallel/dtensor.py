@@ -75,10 +75,23 @@ def is_sharded(tensor: Tensor, axis: str) -> bool:
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scale the gradients down so that the norm of the whole model's gradient, now `norm`, is at most `max_norm`."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as in torch's clip_grad_norm_
+    for (device, dtype), gradients in _alike(parameters).items():
+        torch._foreach_mul_(gradients, factor.to(device, dtype))  # on a GPU one kernel for many
+
+
+def rescale_gradients(parameters: Iterable[Tensor], factor: Tensor | None) -> None:
+    """Multiply all gradients by a scalar, on their devices; None: leave them."""
+    if factor is None:
+        return
+    for (device, _), gradients in _alike(parameters).items():
+        torch._foreach_mul_(gradients, factor.to(device))  # rounded once, not to a low precision before
+
+
+def _alike(parameters: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """This worker's shards of all gradients, by device and dtype."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
             mine = local_shard(parameter.grad)
             alike.setdefault((mine.device, mine.dtype), []).append(mine)
-    for (device, dtype), gradients in alike.items():
-        torch._foreach_mul_(gradients, factor.to(device, dtype))  # on a GPU one kernel for many
+    return alike

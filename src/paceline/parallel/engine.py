@@ -12,12 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.errors import ModelError
 from paceline.parallel.assignment import Assignment
 from paceline.parallel.buckets import buckets
 from paceline.parallel.clock import Mark
+from paceline.parallel.forward_buffers import ForwardBuffers
 from paceline.parallel.gradient_norms import TakeNorms
-from paceline.parallel.norm import forward_buffers
+from paceline.parallel.loss_functions import LossFunctions
+from paceline.parallel.losses import StepLoss
+from paceline.parallel.micro_batch import MicroBatchLimit
 from paceline.samples import Samples
 
 
@@ -28,8 +30,8 @@ class StepInput:
     assignment: Assignment
     batch: Samples
     """This worker's samples in order; one stand-in sample if it has none."""
-    loss_of: Callable[[nn.Module, Any], Tensor]
-    """The mean loss over the samples of a batch."""
+    loss_of: Callable[[nn.Module, Any], Any]
+    """The loss of a batch, as `losses.Loss` says."""
     seed_shard: Callable[[int], None]
     """Seeds torch's, NumPy's and Python's generators for a virtual shard, before its forward pass."""
     scale: Callable[[Tensor], Tensor]
@@ -38,6 +40,8 @@ class StepInput:
     """The context of a forward pass (autocast) that `loss_of` does not run itself."""
     take_norms: TakeNorms | None = None
     """Called with the norms of the step's gradients if the engine knows them, in this step or the next."""
+    loss_name: str = "loss"
+    """Names the loss function: what is learned about it in its first step holds for all steps with this name."""
     any_shard: AnyShard | None = None
     """Input for an engine that does not compute this worker's own assignment."""
 
@@ -67,7 +71,7 @@ class AnyShard:
 
 
 Update = Callable[[Tensor], None]
-"""Called with the mean loss when the gradient is in `.grad` of every parameter: makes the optimizer's step."""
+"""Called with the loss when the gradient is in `.grad` of every parameter: makes the optimizer's step."""
 
 
 class Randomness:
@@ -86,24 +90,35 @@ class Engine:
     """The model as the loss function calls it."""
     communication: tuple[Mark, Mark]
     """The interval of the last step's exposed communication: last gradient computed to last gradient aggregated."""
+    micro_batch: MicroBatchLimit | None = None
+    """The most samples that go through the model together; None: shards go one by one."""
     randomness: Randomness | None = None
     """Decides which shards share a pass; saved, so that a resumed run behaves the same."""
+    functions: LossFunctions
+    """What is known of the loss functions; decides it, too."""
+    forward_buffers: ForwardBuffers
+    """The buffers that forward passes change."""
+    buffers_rule = (
+        "every virtual shard begins with those of the step, which ends with the mean of the floating ones, weighted by "
+        "samples, and the first shard's of the others"
+    )
+    """What becomes of them, for the user."""
 
     # --- a step ---
 
-    def step(self, step: StepInput, update: Update) -> Tensor:
-        """Train on one global batch; return its mean loss, a detached scalar, the same on every worker.
+    def step(self, step: StepInput, update: Update) -> StepLoss:
+        """Train on one global batch; return its loss, the same on every worker.
 
         An engine whose workers synchronise less often, or whose updates are made elsewhere, overrides this; by default
         it computes `gradients` and calls `update` once.
         """
-        loss = self.gradients(step)
-        update(loss)
-        return loss
+        result = self.gradients(step)
+        update(result.loss)
+        return result
 
-    def gradients(self, step: StepInput) -> Tensor:
-        """Store the gradient of the global batch's mean loss in `.grad` of every parameter (None before); return that
-        loss, detached."""
+    def gradients(self, step: StepInput) -> StepLoss:
+        """Store the gradient of the global batch's loss in `.grad` of every parameter (None before); return that
+        loss."""
         raise NotImplementedError
 
     @property
@@ -144,7 +159,7 @@ class Engine:
     @property
     def changes_buffers(self) -> bool:
         """Whether a forward pass may change buffers, so that a step which fails half-way leaves a mixture."""
-        return bool(forward_buffers(self.module))
+        return self.forward_buffers.exist
 
     def sync_buffers(self) -> bool:
         """Broadcast rank 0's buffers where they differ; returns whether all weights are equal now. A
@@ -164,7 +179,12 @@ class Engine:
 
     def shared_state(self) -> dict[str, Any]:
         """The engine's state besides model and optimizer that is the same on all workers."""
-        return {} if self.randomness is None else {"draws_randomness": self.randomness.is_drawn}
+        if self.randomness is None:
+            known: dict[str, Any] = {}
+        else:
+            known = {"draws_randomness": self.randomness.is_drawn, "couples_samples": dict(self.functions.couples)}
+        hidden = self.forward_buffers.hidden_state()
+        return known | ({"hidden_buffers": hidden} if hidden else {})
 
     def own_state(self) -> dict[str, Any]:
         """The engine's state of this worker: "sums", tensors that count by their sum over workers, and "means"."""
@@ -174,6 +194,8 @@ class Engine:
         """Restore saved states, empty if nothing was saved; the model has its weights already."""
         if self.randomness is not None:
             self.randomness.is_drawn = shared.get("draws_randomness")
+            self.functions.couples.update(shared.get("couples_samples", {}))
+        self.forward_buffers.load_hidden_state(shared.get("hidden_buffers", {}))
 
 
 def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
@@ -185,18 +207,6 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> Non
         dist.broadcast(flat, group_src=0, group=group)
         for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
             tensor.copy_(values.view(tensor.shape))
-
-
-def check_loss(loss: Any) -> Tensor:
-    """`loss` if it is a scalar that can be differentiated; else a `ModelError`."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ModelError(
-            f"The loss function returned {shape}; it should return one number, the mean loss over its samples."
-        )
-    if not loss.requires_grad:
-        raise ModelError("The loss does not depend on any trainable parameter of the prepared model.")
-    return loss.view(())
 
 
 def statistics_dtype(model: nn.Module) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -79,8 +79,13 @@ class WorkerNorms:
         """The number to add over all workers before this step ends, whether or not norms are wanted."""
         return (self._zero if self._last is None else self._last[0].small_sqr).view(1)
 
-    def end(self, small_sqr: Tensor) -> None:
-        """Report the last step's norms, which this sum completes, and keep those of the current step."""
+    def end(self, small_sqr: Tensor, weight: Tensor | None = None, rescale: Tensor | None = None) -> None:
+        """Report the last step's norms, which this sum completes, and keep those of the current step.
+
+        Args:
+            weight, rescale: this worker's weight in the step's loss, and the factor by which the gradient has just been
+                multiplied; None: its part of the samples, and 1.
+        """
         if self._last is not None:
             norms, take = self._last
             take(replace(norms, small_sqr=small_sqr))
@@ -88,14 +93,30 @@ class WorkerNorms:
         if self._take is not None and self._assignment is not None:
             assignment = self._assignment
             # The weighted mean of |g|^2, where buckets held weight * g; a worker with a stand-in contributes nothing.
-            weight = sum(assignment.sizes) / assignment.global_size
-            own = self._own_sqr / weight if assignment.sizes else self._zero
+            fraction = sum(assignment.sizes) / assignment.global_size
+            own = self._own_sqr / fraction if assignment.sizes else self._zero
+            if weight is not None and rescale is not None:
+                own = mean_of_squares(self._own_sqr, weight) * rescale
             num_samples = assignment.global_size
             norms = GradientNorms(
                 own, num_samples / _num_busy_workers(assignment), squared_norm(self._buckets), num_samples
             )
             self._last = norms, self._take
         self._buckets = []
+
+
+@dataclass(frozen=True)
+class PartWeights:
+    """Weights in the sum of all losses, by which the norms of gradients are divided."""
+
+    replicas: Sequence[float] | Tensor
+    first_pass: float | Tensor
+    """That of all workers' first passes together."""
+
+
+def mean_of_squares(squared: Tensor, weight: Tensor) -> Tensor:
+    """weight * |g|^2 from the squared norm of weight * g; nothing where there is no weight."""
+    return torch.where(weight > 0, squared / weight, torch.zeros_like(squared))
 
 
 def _num_busy_workers(assignment: Assignment) -> int:

@@ -35,11 +35,11 @@ from paceline.comm import ALGORITHMS, Aggregator, Bucket, Links, Scheduler
 from paceline.comm.links import open_node_group
 from paceline.errors import JobError
 from paceline.parallel.aggregation import compressor_state, load_compressor_state
-from paceline.parallel.assignment import Assignment
 from paceline.parallel.buckets import buckets
 from paceline.parallel.clock import Clock
 from paceline.parallel.dp import DataParallel
 from paceline.parallel.engine import Engine, StepInput, Update, broadcast
+from paceline.parallel.losses import StepLoss
 from paceline.spec import AggregationSpec, Job, Plan
 
 
@@ -80,6 +80,8 @@ class LocalSGD(Engine):
         group = None if inside is None else inside.links.group
         self._every_step = DataParallel(model, job, plan, device, group, inside, find_unused_parameters)
         self.module = self._every_step.module
+        self.forward_buffers = self._every_step.forward_buffers
+        self.micro_batch = self._every_step.micro_batch
         ddp = self.module
         self._model = ddp.module if isinstance(ddp, nn.parallel.DistributedDataParallel) else ddp
         is_local_sgd = self._spec.method == "local_sgd"
@@ -108,20 +110,20 @@ class LocalSGD(Engine):
     def _group(self) -> dist.ProcessGroup | None:
         return None if self._aggregator is None else self._aggregator.links.group
 
-    def step(self, step: StepInput, update: Update) -> Tensor:
+    def step(self, step: StepInput, update: Update) -> StepLoss:
         """Train on the samples of this worker, or of its node if the node synchronises every step.
 
         Without any such sample no parameter gets a gradient, and the loss is NaN.
         """
-        loss = self._gradients(step)
-        update(loss)
+        result = self._gradients(step)
+        update(result.loss)
         if self._num_steps == self._spec.sync_every:
             begin = self._clock.mark()
             self._outer_step()
             self.communication = begin, self._clock.mark()
-        return loss
+        return result
 
-    def _gradients(self, step: StepInput) -> Tensor:
+    def _gradients(self, step: StepInput) -> StepLoss:
         if self._holds_consensus:
             raise JobError("run.step has no effect inside run.consensus, which restores the weights; call it outside.")
         if not self._has_begun:  # weights may have been loaded since they were prepared
@@ -134,10 +136,10 @@ class LocalSGD(Engine):
         if not mine.assignment.shard_sizes:
             now = self._clock.mark()
             self.communication = now, now
-            return torch.full((), torch.nan, device=self._device)
-        loss = self._every_step.gradients(mine)
+            return StepLoss(torch.full((), torch.nan, device=self._device))
+        result = self._every_step.gradients(mine)
         self.communication = self._every_step.communication
-        return loss
+        return result
 
     @torch.no_grad()
     def _outer_step(self) -> None:
@@ -347,7 +349,8 @@ def _among(step: StepInput, ranks: tuple[int, ...]) -> StepInput:
         ends.append(ends[-1] + stop - start)
     return dataclasses.replace(
         step,
-        assignment=Assignment(
+        assignment=dataclasses.replace(
+            whole,
             shard_sizes=tuple(whole.shard_sizes[shard] for shard in shards),
             shards_of_rank=tuple(itertools.pairwise(ends)),
             rank=ranks.index(whole.rank),

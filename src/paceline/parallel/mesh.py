@@ -10,61 +10,36 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from paceline.comm import Aggregator
+from paceline.errors import ModelError
 from paceline.object_collectives import gather_objects
 from paceline.parallel.aggregation import set_up_aggregation
 from paceline.parallel.assignment import Assignment, ShardRange
+from paceline.parallel.axes import Axes
 from paceline.parallel.clock import Clock
-from paceline.parallel.dtensor import device_mesh_of, full_tensor, is_sharded, local_shard
+from paceline.parallel.dtensor import full_tensor, is_sharded, local_shard, rescale_gradients
 from paceline.parallel.engine import Engine, Randomness, StepInput, broadcast, statistics_dtype
-from paceline.parallel.gradient_norms import GradientNorms, squared_norm
+from paceline.parallel.gradient_norms import GradientNorms, PartWeights, mean_of_squares, squared_norm
 from paceline.parallel.initial_weights import initial_weights
+from paceline.parallel.loss_functions import LossFunctions
+from paceline.parallel.losses import Layout, StepLoss, ignore_unless, read_loss, watching_outputs
+from paceline.parallel.micro_batch import MicroBatchLimit
 from paceline.parallel.norm import ShardBatchNorm, replace_batch_norm, standing_in, unknown_buffers
-from paceline.parallel.passes import DrewTogetherError, Passes
+from paceline.parallel.passes import DrewTogetherError, Passed, Passes
 from paceline.parallel.pipeline import MicroBatch, ModelCall, Pipeline, stage_limits
 from paceline.parallel.replica_sums import ReplicaSums
 from paceline.parallel.sharded import recompute, shard, sharded_modules
 from paceline.parallel.tensor import declared_plan, tensor_parallel
 from paceline.partition import StageLimits
 from paceline.spec import AlgorithmName, Job, Mesh, Plan
-
-
-@dataclass(frozen=True)
-class Axes:
-    """This worker's groups along a mesh; None on axes of degree 1."""
-
-    mesh: Mesh
-    device_mesh: DeviceMesh
-    world: dist.ProcessGroup
-    data: dist.ProcessGroup | None
-    """The dp and fsdp axes together: workers among which the batch is divided."""
-    dp: dist.ProcessGroup | None
-    pp: dist.ProcessGroup | None
-
-
-def open_axes(mesh: Mesh, device: torch.device, world: dist.ProcessGroup) -> Axes:
-    """Open the process groups of a mesh; a collective of all workers."""
-    device_mesh = device_mesh_of(mesh, device.type)
-    data = None
-    if mesh.num_assignments > 1:
-        data = device_mesh["dp", "fsdp"]._flatten("data").get_group()
-    return Axes(
-        mesh,
-        device_mesh,
-        world,
-        data,
-        device_mesh.get_group("dp") if mesh.dp > 1 else None,
-        device_mesh.get_group("pp") if mesh.pp > 1 else None,
-    )
 
 
 def _limits(job: Job, plan: Plan, mesh: Mesh, device: torch.device, example: ModelCall | None) -> StageLimits:
@@ -140,9 +115,18 @@ class MeshParallel(Engine):
         self.module = model
         weights(model, device)
         self.randomness: Randomness = Randomness()
+        self.functions = LossFunctions(axes.world)
+        self.micro_batch = MicroBatchLimit(plan, job)
         self._passes = Passes(
-            model, device, plan.micro_batch_size, randomness=self.randomness, one_by_one=self._pipeline is not None
+            model,
+            device,
+            self.micro_batch,
+            randomness=self.randomness,
+            functions=self.functions,
+            one_by_one=self._pipeline is not None or job.shard_by_shard,
         )
+        self._passes.like = torch.zeros((), dtype=self._dtype, device=device)
+        self.forward_buffers = self._passes.buffers
         self._has_drawn = False
         now = self._clock.mark()
         self.communication = now, now
@@ -189,12 +173,13 @@ class MeshParallel(Engine):
 
     # --- a step ---
 
-    def gradients(self, step: StepInput) -> Tensor:
+    def gradients(self, step: StepInput) -> StepLoss:
         if self._aggregator is not None:
             self._aggregator.scheduler.begin_step()
-        return self._passes.starting_over(lambda: self._train(step))
+        notes = self._passes.find_coupling(step, self.module, in_step=True)
+        return self._passes.starting_over(lambda: self._train(step, notes), step.assignment)
 
-    def _train(self, step: StepInput) -> Tensor:
+    def _train(self, step: StepInput, notes: Sequence[str]) -> StepLoss:
         """Compute and aggregate the gradient; returns the loss.
 
         Raises:
@@ -204,47 +189,98 @@ class MeshParallel(Engine):
         self._has_drawn = False
         if self._replica_sums is not None:
             self._replica_sums.begin_step()
-        losses, first_norm = self._compute(step) if self._pipeline is None else self._piped(self._pipeline, step)
+        passed = self._compute(step) if self._pipeline is None else self._piped(self._pipeline, step)
         self._passes.norm.shards.current = None
-        loss = self._sum_what_is_known(losses)
+        layout = self.functions.layout(step.loss_name)
+        sums, weights = self._sum_what_is_known(step, layout, passed)
+        result = StepLoss.of(sums, layout, notes)
         last_gradient = self._clock.mark()
         num_replicas = sum(self._samples_of_replica(assignment, one) > 0 for one in range(self._axes.mesh.dp))
         replicas_sqr: Tensor | None = None
         if step.take_norms is not None and num_replicas > 1:  # one alone shows no noise
-            replicas_sqr = self._squared_norm_of_replicas(assignment)
+            replicas_sqr = self._squared_norm_of_replicas(weights.replicas, result.rescale)
         if self._replica_sums is not None:
             self._replica_sums.finish()
+        self._sum_whole_gradients()
+        rescale_gradients(self.module.parameters(), result.rescale)
+        size = assignment.global_size
         if step.take_norms is not None and replicas_sqr is not None:
-            size = assignment.global_size
             step.take_norms(GradientNorms(replicas_sqr, size / num_replicas, self._squared_norm(), size))
-        elif step.take_norms is not None and first_norm is not None:
-            step.take_norms(GradientNorms(*first_norm, self._squared_norm(), assignment.global_size))
+        elif step.take_norms is not None and passed.first_sqr is not None:
+            first_sqr = passed.first_sqr / weights.first_pass**2
+            step.take_norms(GradientNorms(first_sqr, passed.first_samples, self._squared_norm(), size))
         self.communication = last_gradient, self._clock.mark()
-        return loss
+        return result
 
-    def _sum_what_is_known(self, losses: Tensor) -> Tensor:
-        """The sums over workers that a step needs besides its gradients, in one message; returns the loss."""
+    def _sum_what_is_known(self, step: StepInput, layout: Layout, passed: Passed) -> tuple[Tensor, PartWeights]:
+        """The sums over workers that a step needs besides its gradients, in one message; returns those of the loss."""
         trained = [p for p in self.module.parameters() if p.requires_grad] if self._gradients_may_differ else []
+        zero = torch.zeros((), dtype=self._dtype, device=self._device)
+        losses = zero.new_zeros(layout.length) if passed.losses is None else passed.losses
         uses = torch.tensor([float(self._has_gradient(p)) for p in trained], dtype=losses.dtype, device=self._device)
-        draws = losses.new_tensor([float(self._has_drawn)])
-        statistics = torch.cat([losses.new_zeros(0), *self._passes.norm.collect(losses)])
-        summed = torch.cat([losses.view(1), draws, uses, statistics])
+        changed_in_pipeline = None if self._pipeline is None else self.forward_buffers.changed_now()
+        draws = losses.new_tensor([float(self._has_drawn), float(changed_in_pipeline is not None)])
+        changed = self.forward_buffers.changed(losses)
+        weights = self._weights_to_add(step.assignment, losses, passed) if layout.is_weighted else zero.new_zeros(0)
+        statistics = torch.cat([zero.new_zeros(0), *self._passes.norm.collect(losses)])
+        parts = [losses, draws, uses, weights, statistics, changed]
+        summed = torch.cat(parts)
         if self._axes.data is not None:
             dist.all_reduce(summed, group=self._axes.data)
-        loss, draws, uses, statistics = torch.split(summed, [1, 1, len(uses), len(statistics)])
+        losses, draws, uses, weights, statistics, changed = torch.split(summed, [len(part) for part in parts])
         if self._axes.pp is not None:
             # Only the last stage knows the loss; and norm layers of all stages move, or none.
-            known = torch.cat([loss, statistics.sum().view(1) * 0.0, draws])
+            known = torch.cat([losses, weights, statistics.sum().view(1) * 0.0, draws])
             dist.all_reduce(known, group=self._axes.pp)
-            loss, statistics, draws = known[:1], statistics + known[1], known[2:]
-        if self._must_start_over(bool(draws > 0)):
+            losses, weights, poison, draws = torch.split(known, [layout.length, len(weights), 1, len(draws)])
+            statistics = statistics + poison
+        somebody_draws, somebody_changes = (draws > 0).tolist()
+        if somebody_changes:
+            raise ModelError(
+                f"Forward passes change buffers ({changed_in_pipeline or 'of another stage'}), but in a pipeline "
+                "several micro-batches are under way at once and cannot all begin with those of the step; use dp, fsdp "
+                "or tp."
+            )
+        if self._must_start_over(somebody_draws):
             if self._replica_sums is not None:
                 self._replica_sums.finish()  # other replicas may have begun more sums than this one
             raise DrewTogetherError
         self._passes.norm.apply(statistics)
+        self.forward_buffers.combine(changed, self._sum_moves, lambda values: broadcast(values, self._axes.data))
         if trained:
             self._agree_on_gradients(trained, uses)
-        return loss[0]
+        if layout.is_weighted:
+            return losses, PartWeights(weights[:-1], weights[-1])
+        return losses, self._weights_of_samples(step.assignment, passed)
+
+    def _weights_to_add(self, assignment: Assignment, losses: Tensor, passed: Passed) -> Tensor:
+        """This worker's part of the weights of all replicas, and of those of all workers' first passes."""
+        weights = losses.new_zeros(self._axes.mesh.dp + 1)
+        weights[assignment.rank // self._axes.mesh.fsdp] = losses[1]
+        weights[-1] = passed.first_weight
+        return weights
+
+    def _weights_of_samples(self, assignment: Assignment, passed: Passed) -> PartWeights:
+        replicas = [self._samples_of_replica(assignment, one) for one in range(self._axes.mesh.dp)]
+        return PartWeights(
+            [num / assignment.global_size for num in replicas], passed.first_samples / assignment.global_size
+        )
+
+    def _sum_whole_gradients(self) -> None:
+        """Add up over the fsdp axis what cannot be sharded along it: the gradients of parameters without dimensions."""
+        if self._axes.mesh.fsdp > 1:
+            whole = [p.grad for p in self.module.parameters() if p.dim() == 0 and p.grad is not None]
+            if whole:
+                total = torch.stack([local_shard(grad) for grad in whole])
+                dist.all_reduce(total, group=self._axes.device_mesh.get_group("fsdp"))
+                for grad, summed in zip(whole, total.unbind(), strict=True):
+                    local_shard(grad).copy_(summed)
+
+    def _sum_moves(self, numbers: list[int]) -> Tensor:
+        total = self.forward_buffers.moves(numbers)
+        if self._axes.data is not None:
+            dist.all_reduce(total, group=self._axes.data)
+        return total
 
     def _has_gradient(self, parameter: Tensor) -> bool:
         if parameter.grad is None:
@@ -272,12 +308,15 @@ class MeshParallel(Engine):
         of_workers = assignment.shards_of_rank[replica * degree :][:degree]
         return sum(sum(assignment.shard_sizes[start:stop]) for start, stop in of_workers)
 
-    def _squared_norm_of_replicas(self, assignment: Assignment) -> Tensor:
-        """The mean, weighted by samples, of the replicas' squared gradient norms before they are added up."""
-        own = self._samples_of_replica(assignment, assignment.rank // self._axes.mesh.fsdp)
-        weight = own / assignment.global_size
+    def _squared_norm_of_replicas(self, weights: Sequence[float] | Tensor, rescale: Tensor | None) -> Tensor:
+        """The mean, by their weights, of the replicas' squared gradient norms before they are added up."""
+        mesh = self._axes.mesh
+        weight = weights[mesh.place(dist.get_rank(self._axes.world))["dp"]]
         # A replica holds weight * g, and is one of dp copies in the whole model's norm.
-        return self._squared_norm(self._axes.mesh.dp / weight if weight else 0.0)
+        if isinstance(weight, Tensor) and rescale is not None:
+            one = torch.ones_like(weight)
+            return self._squared_norm(mean_of_squares(one, weight) * mesh.dp * rescale)
+        return self._squared_norm(mesh.dp / weight if weight else 0.0)
 
     def _must_start_over(self, somebody_draws: bool) -> bool:
         if self._pipeline is not None:
@@ -289,19 +328,14 @@ class MeshParallel(Engine):
             return False
         return somebody_draws
 
-    def _compute(self, step: StepInput) -> tuple[Tensor, tuple[Tensor, int] | None]:
-        """This worker's shards forward and backward; returns the sum of their weighted losses.
-
-        Also, where gradient noise can be measured by it: the squared norm of the gradient of all workers' first passes,
-        and the number of samples behind it.
-        """
+    def _compute(self, step: StepInput) -> Passed:
+        """This worker's shards forward and backward."""
         assignment, passes = step.assignment, self._passes
-        ranges = [passes.ranges(assignment, rank) for rank in range(len(assignment.shards_of_rank))]
+        ranges = [passes.ranges(step, rank) for rank in range(len(assignment.shards_of_rank))]
         own = ranges[assignment.rank]
         # Collectives in forward and backward: all workers go through as many passes as the busiest one.
         num_passes = max(len(of_rank) for of_rank in ranges)
-        losses = torch.zeros((), dtype=self._dtype, device=self._device)
-        first_norm: tuple[Tensor, int] | None = None
+        passed = Passed()
         for number in range(num_passes):
             self._sync_gradients(self.module, False)
             if number == num_passes - 1:
@@ -309,16 +343,15 @@ class MeshParallel(Engine):
             if number < len(own):
                 loss, drew = passes.compute_loss(step, self.module, own[number])
                 self._has_drawn |= drew
-                losses += loss.detach() * own[number].weight
-                passes.backward(step, own[number], loss)
+                passed.add(loss)
+                passes.backward(step, loss)
             else:
-                with passes.stand_in(step, self.module) as loss:
-                    loss.backward()
+                with passes.stand_in(step, self.module) as stand_in:
+                    stand_in.backward()
             if number == 0 and num_passes > 1 and step.take_norms is not None and self._adds_up_every_pass:
-                firsts = [of_rank[0] for of_rank in ranges if of_rank]
-                weight = sum(shards.weight for shards in firsts)
-                first_norm = self._squared_norm() / weight**2, sum(sum(shards.sizes) for shards in firsts)
-        return losses, first_norm
+                passed.first_sqr = self._squared_norm()
+                passed.first_samples = sum(sum(of_rank[0].sizes) for of_rank in ranges if of_rank)
+        return passed
 
     @property
     def _adds_up_every_pass(self) -> bool:
@@ -338,20 +371,20 @@ class MeshParallel(Engine):
         if self._replica_sums is not None:
             self._replica_sums.await_last(stage)
 
-    def _piped(self, pipeline: Pipeline, step: StepInput) -> tuple[Tensor, None]:
+    def _piped(self, pipeline: Pipeline, step: StepInput) -> Passed:
         """As `_compute`, through the stages; as many micro-batches as the workers it gathers parameters with."""
-        assignment = step.assignment
-        ranges = [self._passes.ranges(assignment, rank) for rank in range(len(assignment.shards_of_rank))]
-        micro_batches = [self._micro_batch(step, shards) for shards in ranges[assignment.rank]]
+        assignment, passed = step.assignment, Passed()
+        ranges = [self._passes.ranges(step, rank) for rank in range(len(assignment.shards_of_rank))]
+        micro_batches = [self._micro_batch(step, shards, passed) for shards in ranges[assignment.rank]]
         if self._axes.mesh.fsdp > 1:
             most = max(len(of_rank) for of_rank in ranges)
             micro_batches += [self._stand_in_batch(step)] * (most - len(micro_batches))
         self._sync_gradients(self.module, False)
-        losses = pipeline.train_step(micro_batches)
+        pipeline.train_step(micro_batches)
         self._has_drawn = pipeline.draws_unexpectedly
-        return losses, None
+        return passed
 
-    def _micro_batch(self, step: StepInput, shards: ShardRange) -> MicroBatch:
+    def _micro_batch(self, step: StepInput, shards: ShardRange, passed: Passed) -> MicroBatch:
         @contextmanager
         def backward() -> Iterator[None]:
             # Layers may run again, and other shards were here meanwhile.
@@ -359,12 +392,16 @@ class MeshParallel(Engine):
             with self._passes.norm.backward():
                 yield
 
+        def loss_of(model: nn.Module) -> Tensor:
+            loss = self._passes.read(step, model, shards)
+            passed.add(loss)
+            return loss.weighted
+
         return MicroBatch(
-            loss_of=lambda model: step.loss_of(model, step.batch.cut(shards.start, shards.stop)),
+            loss_of=loss_of,
             before_forward=lambda: self._passes.enter(step, shards),
             within=step.within,
             backward=backward,
-            weight=shards.weight,
             scale=step.scale,
         )
 
@@ -374,20 +411,20 @@ class MeshParallel(Engine):
             with step.within(), standing_in(self.module):
                 yield
 
-        return MicroBatch(
-            loss_of=lambda model: step.loss_of(model, step.batch.cut(0, 1)),
-            within=within,
-            backward=self._passes.norm.backward,
-            weight=0.0,
-            scale=step.scale,
-        )
+        def loss_of(model: nn.Module) -> Tensor:
+            with watching_outputs(model) as outputs:
+                loss = read_loss(step.loss_of(model, step.batch.cut(0, 1)), 0.0, 1, self._passes.like).mean
+            ignore_unless(False, outputs)
+            return loss * 0.0
+
+        return MicroBatch(loss_of=loss_of, within=within, backward=self._passes.norm.backward, scale=step.scale)
 
     # --- the whole model ---
 
     def gradient_norm(self) -> Tensor:
         return self._squared_norm().sqrt()
 
-    def _squared_norm(self, factor: float = 1.0) -> Tensor:
+    def _squared_norm(self, factor: float | Tensor = 1.0) -> Tensor:
         """The squared norm of the whole model's gradient; shards that several workers hold count once. A collective.
 
         Args:

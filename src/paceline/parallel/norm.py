@@ -8,7 +8,6 @@ statistics of the whole global batch, on CPU too.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -151,16 +150,8 @@ def has_other_norms(model: nn.Module) -> bool:
 
 def unknown_buffers(model: nn.Module) -> list[Tensor]:
     """All buffers but those of our norm layers, which keep theirs equal on all workers."""
-    return _buffers_besides(model, ShardBatchNorm | SyncBatchNorm)
-
-
-def forward_buffers(model: nn.Module) -> list[Tensor]:
-    """All buffers that a forward pass may change; `ShardBatchNorm` changes its own at the end of a step."""
-    return _buffers_besides(model, ShardBatchNorm)
-
-
-def _buffers_besides(model: nn.Module, kind: type | types.UnionType) -> list[Tensor]:
-    known = {id(buffer) for layer in model.modules() if isinstance(layer, kind) for buffer in layer._buffers.values()}
+    layers = [layer for layer in model.modules() if isinstance(layer, ShardBatchNorm | SyncBatchNorm)]
+    known = {id(buffer) for layer in layers for buffer in layer._buffers.values()}
     return [buffer for buffer in model.buffers() if id(buffer) not in known]
 
 

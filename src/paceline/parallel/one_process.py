@@ -27,8 +27,12 @@ from paceline.containers import to_device
 from paceline.errors import JobError, ModelError
 from paceline.parallel.assignment import Assignment, shards_of_rank
 from paceline.parallel.clock import Clock
-from paceline.parallel.engine import Engine, Randomness, StepInput, statistics_dtype
-from paceline.parallel.gradient_norms import GradientNorms, squared_norm
+from paceline.parallel.dtensor import rescale_gradients
+from paceline.parallel.engine import Engine, Randomness, StepInput
+from paceline.parallel.gradient_norms import GradientNorms, mean_of_squares, squared_norm
+from paceline.parallel.loss_functions import LossFunctions
+from paceline.parallel.losses import StepLoss
+from paceline.parallel.micro_batch import DidNotFitError, MicroBatchLimit, is_out_of_memory
 from paceline.parallel.norm import ShardBatchNorm, has_other_norms, replace_batch_norm
 from paceline.parallel.passes import Passes
 from paceline.spec import Job, Plan
@@ -87,9 +91,12 @@ class OneProcessDataParallel(Engine):
         self._plan = plan
         first, *others = devices
         self.randomness: Randomness = Randomness()
+        self.functions = LossFunctions(None)
+        self._one_by_one = job.shard_by_shard
+        self.micro_batch: MicroBatchLimit = MicroBatchLimit(plan, job)
         models = [self.module, *(copy.deepcopy(self.module).to(device) for device in others)]
         self._replicas = [self._replica(model, device) for model, device in zip(models, devices, strict=True)]
-        self._dtype = statistics_dtype(self.module)
+        self.forward_buffers = self._replicas[0].passes.buffers
         self._clock = Clock(first)
         now = self._clock.mark()
         self.communication = now, now
@@ -103,17 +110,30 @@ class OneProcessDataParallel(Engine):
         passes = Passes(
             model,
             device,
-            self._plan.micro_batch_size,
+            self.micro_batch,
             randomness=self.randomness,
+            functions=self.functions,
+            one_by_one=self._one_by_one,
             may_split=not has_other_norms(model),
             is_concurrent=True,
         )
         return _Replica(model, device, passes)
 
-    def gradients(self, step: StepInput) -> Tensor:
-        return self._replicas[0].passes.starting_over(lambda: self._train(step))
+    def gradients(self, step: StepInput) -> StepLoss:
+        notes = self._find_coupling(step)
+        return self._replicas[0].passes.starting_over(lambda: self._attempt(step, notes), step.assignment)
 
-    def _train(self, step: StepInput) -> Tensor:
+    def _attempt(self, step: StepInput, notes: Sequence[str]) -> StepLoss:
+        """`_train`; if memory ran out and may suffice for fewer shards at a time, `DidNotFitError`."""
+        try:
+            return self._train(step, notes)
+        except (RuntimeError, MemoryError) as problem:
+            most = max(replica.passes.num_shards_in_pass for replica in self._replicas)
+            if not (self.micro_batch.is_automatic and most > 1 and is_out_of_memory(problem)):
+                raise
+        raise DidNotFitError
+
+    def _train(self, step: StepInput, notes: Sequence[str]) -> StepLoss:
         """Compute and aggregate the gradient; returns the loss."""
         assignments = _divide(step.assignment, len(self._replicas))
         busy = self._replicas[: len(assignments)]
@@ -129,11 +149,24 @@ class OneProcessDataParallel(Engine):
         for replica in busy[1:]:
             replica.add_gradients_to(self.module)
         summed = torch.stack([one.to(statistics[0].device) for one in statistics]).sum(0)
-        busy[0].passes.norm.apply(summed[1:])
+        layout, num_buffers = self.functions.layout(step.loss_name), len(self.forward_buffers)
+        known, changed = summed.split([len(summed) - num_buffers, num_buffers])
+        busy[0].passes.norm.apply(known[layout.length :])
+        self.forward_buffers.combine(changed, functools.partial(_sum_moves, busy), lambda _values: None)
+        result = StepLoss.of(known, layout, notes)
+        rescale_gradients(self.module.parameters(), result.rescale)
         self.communication = last_gradient, self._clock.mark()
         if step.take_norms is not None and len(busy) > 1:
-            step.take_norms(self._norms(step.assignment, assignments, small_sqrs))
-        return summed[0]
+            weights = [one[1] for one in statistics] if layout.is_weighted else None
+            step.take_norms(self._norms(step.assignment, assignments, small_sqrs, weights, result.rescale))
+        return result
+
+    def _find_coupling(self, step: StepInput) -> tuple[str, ...]:
+        """What `Passes.find_coupling` finds, on the first device, of the shards of the last, which has the most."""
+        if step.loss_name in self.functions.couples:
+            return ()
+        first, last = self._replicas[0], _divide(step.assignment, len(self._replicas))[-1]
+        return first.passes.find_coupling(_on_device(step, last, first.device), self.module)
 
     def _run(self, computing: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
         """A thread for each device, this one for the first; an error is raised when none of them computes any more."""
@@ -147,33 +180,38 @@ class OneProcessDataParallel(Engine):
         return [mine, *(other.result() for other in others)]
 
     def _compute(self, replica: _Replica, step: StepInput, assignment: Assignment) -> Tensor:
-        """One device's part of a step: returns [loss, norm statistics], leaves gradients with the replica."""
+        """One device's part of a step: returns [loss, norm statistics, which buffers were changed], leaves gradients
+        with the replica."""
         passes = replica.passes
         with torch.cuda.device(replica.device) if replica.device.type == "cuda" else nullcontext():
-            losses = torch.zeros((), dtype=self._dtype, device=replica.device)
-            on_device = dataclasses.replace(
-                step,
-                assignment=assignment,
-                batch=step.batch.beyond(_first_sample(step.assignment, assignment)),
-                loss_of=lambda model, content: step.loss_of(model, to_device(content, replica.device)),
-            )
-            for shards, loss in passes.losses(on_device, replica.module):
-                losses += loss.detach() * shards.weight
-                passes.backward(step, shards, loss)
+            losses: Tensor | None = None
+            for _, loss in passes.losses(_on_device(step, assignment, replica.device), replica.module):
+                losses = loss.sums if losses is None else losses + loss.sums
+                passes.backward(step, loss)
             if all(parameter.grad is None for parameter in replica.module.parameters()):
                 raise ModelError(
                     "The loss did not go through the model that the loss function is given, which is another one on "
                     "each device of dp_one_process; call that model."
                 )
-            return torch.cat([losses.view(1), *passes.norm.collect(losses)])
+            assert losses is not None  # a busy device has a shard
+            return torch.cat([losses, *passes.norm.collect(losses), passes.buffers.changed(losses)])
 
     def _norms(
-        self, whole: Assignment, assignments: Sequence[Assignment], small_sqrs: Sequence[Tensor]
+        self,
+        whole: Assignment,
+        assignments: Sequence[Assignment],
+        small_sqrs: Sequence[Tensor],
+        weights: Sequence[Tensor] | None,
+        rescale: Tensor | None,
     ) -> GradientNorms:
         """Norms of the devices' gradients and of their sum; the replicas held weight * gradient."""
-        weights = [sum(assignment.sizes) / whole.global_size for assignment in assignments]
         first = small_sqrs[0].device
-        means = [sqr.to(first) / weight for sqr, weight in zip(small_sqrs, weights, strict=True)]
+        if weights is None or rescale is None:
+            fractions = [sum(assignment.sizes) / whole.global_size for assignment in assignments]
+            means = [sqr.to(first) / fraction for sqr, fraction in zip(small_sqrs, fractions, strict=True)]
+        else:
+            pairs = zip(small_sqrs, weights, strict=True)
+            means = [mean_of_squares(sqr.to(first), weight.to(first)) * rescale for sqr, weight in pairs]
         large_sqr = self._replicas[0].squared_norm()
         return GradientNorms(
             torch.stack(means).sum(), whole.global_size / len(assignments), large_sqr, whole.global_size
@@ -201,6 +239,7 @@ class _Replica:
             own.grad = None
         for kept, current in zip(self.module.buffers(), model.buffers(), strict=True):
             kept.copy_(current, non_blocking=True)
+        self.passes.buffers.begin_step()
 
     @torch.no_grad()
     def add_gradients_to(self, model: nn.Module) -> None:
@@ -215,6 +254,11 @@ class _Replica:
         return squared_norm(p.grad for p in self.module.parameters() if p.grad is not None)
 
 
+def _sum_moves(replicas: Sequence[_Replica], numbers: list[int]) -> Tensor:
+    moves = [replica.passes.buffers.moves(numbers) for replica in replicas]
+    return torch.stack([one.to(moves[0].device) for one in moves]).sum(0)
+
+
 def _divide(assignment: Assignment, num_devices: int) -> list[Assignment]:
     """The worker's shards over its devices, neighbours together; fewer devices where there are fewer shards."""
     start, stop = assignment.own
@@ -224,6 +268,11 @@ def _divide(assignment: Assignment, num_devices: int) -> list[Assignment]:
     return [dataclasses.replace(assignment, shards_of_rank=of_devices, rank=device) for device in range(num_busy)]
 
 
-def _first_sample(whole: Assignment, part: Assignment) -> int:
-    """Where a device's samples begin in the worker's batch."""
-    return part.span[0] - whole.span[0]
+def _on_device(step: StepInput, part: Assignment, device: torch.device) -> StepInput:
+    """The step of one device, whose samples are moved there when the loss function is called."""
+    return dataclasses.replace(
+        step,
+        assignment=part,
+        batch=step.batch.beyond(part.span[0] - step.assignment.span[0]),
+        loss_of=lambda model, content: step.loss_of(model, to_device(content, device)),
+    )

@@ -18,6 +18,7 @@ from paceline.parallel.dp import DataParallel
 from paceline.parallel.engine import Engine
 from paceline.parallel.initial_weights import initial_weights, is_on_meta
 from paceline.parallel.local_sgd import LocalSGD, aggregator_inside_node, describe_outer_steps
+from paceline.parallel.micro_batch import check_automatic
 from paceline.parallel.one_process import OneProcessDataParallel, describe_one_process, devices_of_process
 from paceline.spec import AlgorithmName, Job, Plan, check_mesh
 
@@ -53,9 +54,11 @@ def parallelize(
     Raises:
         JobError: a strategy that this job cannot be trained with.
     """
+    check_automatic(job, plan, 1 if group is None else dist.get_world_size(group), may_skip=find_unused_parameters)
     if plan.mesh is not None and not plan.mesh.is_plain and group is not None:
         # Torch's parts for it take long to load, and most runs need none of them.
-        from paceline.parallel.mesh import MeshParallel, open_axes
+        from paceline.parallel.axes import open_axes
+        from paceline.parallel.mesh import MeshParallel
         from paceline.parallel.pipeline import ModelCall
 
         check_mesh(job, plan.mesh)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -19,15 +19,44 @@ from torch import Tensor, nn
 from paceline.containers import copied
 from paceline.errors import ModelError
 from paceline.parallel.assignment import Assignment, ShardRange
-from paceline.parallel.engine import Randomness, StepInput, check_loss, statistics_dtype
+from paceline.parallel.coupling import AUX_LOSS, describe_coupling, leaving_no_trace, returns_aux_loss, tolerance
+from paceline.parallel.engine import Randomness, StepInput, statistics_dtype
+from paceline.parallel.forward_buffers import ForwardBuffers
 from paceline.parallel.generators import equal_states, generator_states
-from paceline.parallel.norm import NormStatistics, ShardBatchNorm, forward_buffers, replace_batch_norm, standing_in
+from paceline.parallel.loss_functions import DRAWS, LossFunctions
+from paceline.parallel.losses import Layout, ShardLoss, StepLoss, counts, ignore_unless, read_loss, watching_outputs
+from paceline.parallel.micro_batch import DidNotFitError, MicroBatchLimit, free_memory, is_out_of_memory
+from paceline.parallel.norm import (
+    NormStatistics,
+    ShardBatchNorm,
+    has_other_norms,
+    replace_batch_norm,
+    standing_in,
+)
 
 Result = TypeVar("Result")
 
 
 class DrewTogetherError(Exception):
     """Shards that went through the model together drew random numbers, so the step has to start over."""
+
+
+@dataclass
+class Passed:
+    """What came of this worker's passes in a step."""
+
+    losses: Tensor | None = None
+    """The sums of its losses; None where it has no sample, or not the last stage."""
+    first_weight: float | Tensor = 0.0
+    first_sqr: Tensor | None = None
+    """Where gradient noise can be measured by it: the squared norm of the gradient of all workers' first passes."""
+    first_samples: int = 0
+    """The number of samples behind it."""
+
+    def add(self, loss: ShardLoss) -> None:
+        if self.losses is None:
+            self.first_weight = loss.weight
+        self.losses = loss.sums if self.losses is None else self.losses + loss.sums
 
 
 class Passes:
@@ -37,51 +66,146 @@ class Passes:
         self,
         model: nn.Module,
         device: torch.device,
-        micro_batch_size: int | None = None,
+        micro_batch: MicroBatchLimit | None = None,
         *,
         may_split: bool = True,
         one_by_one: bool = False,
         refusal: str = "",
         is_concurrent: bool = False,
         randomness: Randomness | None = None,
+        functions: LossFunctions | None = None,
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         """
         Args:
-            micro_batch_size: the most samples that go through the model together; None: all of an assignment.
+            micro_batch: the most samples that go through the model together; shared by the devices of a worker; None:
+                all of an assignment.
             may_split: whether shards that could go together may also go one by one.
             one_by_one: whether they always do.
             refusal: the error message for a model that draws random numbers, if the engine cannot train one.
             is_concurrent: whether other devices use the same generators at the same time, until numbers are drawn.
-            randomness: shared by the devices of a worker.
+            randomness, functions: shared by the devices of a worker.
             forward_context: what every forward pass runs in.
         """
         self.norm = NormStatistics(model)
+        self.buffers = ForwardBuffers(model)
         self.randomness = randomness or Randomness()
+        self.functions = functions or LossFunctions(None)
+        self.like = torch.zeros((), dtype=statistics_dtype(model), device=device)
+        """Of the dtype and on the device in which losses are added."""
         self._model = model
         self._device = device
-        self._micro_batch_size = micro_batch_size
+        self._micro_batch = micro_batch
+        self.num_shards_in_pass = 0
+        """How many shards went through the model together last."""
         self._may_split = may_split
         self._one_by_one = one_by_one
+        # Where batch norm mixes the shards of a pass, their losses differ from those of single shards.
+        self._examines = may_split and not one_by_one and not has_other_norms(model)
         self._refusal = refusal
         self._is_concurrent = is_concurrent
         self._forward_context = forward_context
 
     # --- which shards go together ---
 
-    def ranges(self, assignment: Assignment, rank: int) -> list[ShardRange]:
-        """The shards of each pass of worker `rank`, by the current knowledge of random draws."""
-        of_rank = replace(assignment, rank=rank)
-        next_shard, stop = of_rank.own
+    def ranges(self, step: StepInput, rank: int) -> list[ShardRange]:
+        """The shards of each pass of worker `rank`, by the current knowledge of random draws and of the loss."""
+        of_rank = replace(step, assignment=replace(step.assignment, rank=rank))
+        next_shard, stop = of_rank.assignment.own
         found: list[ShardRange] = []
         while next_shard < stop:
             found.append(self._next_range(of_rank, next_shard))
             next_shard = found[-1].stop_shard
         return found
 
-    def _next_range(self, assignment: Assignment, first_shard: int) -> ShardRange:
-        one_by_one = self._one_by_one or (self._may_split and self.randomness.is_drawn is not False)
-        return assignment.shard_range(first_shard, 1 if one_by_one else self._micro_batch_size)
+    def _next_range(self, step: StepInput, first_shard: int) -> ShardRange:
+        one_by_one = self._one_by_one or (self._may_split and self._must_split(step))
+        return step.assignment.shard_range(first_shard, 1 if one_by_one else self._most_samples)
+
+    @property
+    def _most_samples(self) -> int | None:
+        return None if self._micro_batch is None else self._micro_batch.size
+
+    def _must_split(self, step: StepInput) -> bool:
+        """Whether the model draws random numbers or the loss couples samples, as far as is known."""
+        couples = self._examines and self.functions.couples.get(step.loss_name) is not False
+        return couples or self.randomness.is_drawn is not False
+
+    # --- a loss that couples samples ---
+
+    def find_coupling(self, step: StepInput, module: nn.Module, *, in_step: bool = False) -> tuple[str, ...]:
+        """Find out whether shards may go through the model together, in the first step of a loss function in which a
+        worker has two that could: then a collective. Returns a sentence for the user if they must not.
+
+        The first shards of each worker are computed together and one by one, without gradients and without a trace.
+
+        Args:
+            in_step: whether all workers have to make equally many passes.
+        """
+        if not self._examines or step.loss_name in self.functions.couples:
+            return ()
+        assignment = step.assignment
+        firsts = [
+            replace(assignment, rank=rank).shard_range(start, self._most_samples)
+            for rank, (start, stop) in enumerate(assignment.shards_of_rank)
+            if start < stop
+        ]
+        most = max(len(shards.sizes) for shards in firsts)
+        if most == 1:
+            return ()
+        own = [shards for shards in firsts if shards.first_shard == assignment.own[0]] if assignment.sizes else []
+        reason = ""
+        if in_step:
+            reason = self._compare(step, module, own[0] if own else None, 1 + most)
+        elif own:
+            reason = self._compare_what_fits(step, module, own[0])
+        return self.functions.agree_on_coupling(step.loss_name, reason)
+
+    def _compare_what_fits(self, step: StepInput, module: nn.Module, shards: ShardRange) -> str:
+        """Examine as many of these shards as memory has room for."""
+        while len(shards.sizes) > 1:
+            try:
+                return self._compare(step, module, shards)
+            except (RuntimeError, MemoryError) as problem:
+                if self._micro_batch is None or not self._micro_batch.is_automatic or not is_out_of_memory(problem):
+                    raise
+            free_memory(self._device)
+            half = sum(shards.sizes[: len(shards.sizes) // 2])
+            shards = step.assignment.shard_range(shards.first_shard, half)
+        return ""
+
+    def _compare(self, step: StepInput, module: nn.Module, shards: ShardRange | None, num_passes: int = 0) -> str:
+        """Examine shards of this worker, which may be none, in at least so many passes."""
+        found: list[ShardLoss] = []
+        draws = has_aux_loss = False
+        passes: list[ShardRange | None] = [None]
+        if shards is not None:
+            firsts = range(shards.first_shard, shards.stop_shard)
+            passes = [shards, *(step.assignment.shard_range(shard, 1) for shard in firsts)]
+        passes += [passes[-1]] * (num_passes - len(passes))
+        for one in passes:
+            with self.buffers.untouched(), leaving_no_trace(self._model, self._device), self.norm.backward():
+                if one is None:
+                    with self._forward_context(), standing_in(self._model):
+                        step.loss_of(module, step.batch.cut(0, 1))
+                    continue
+                self.enter(step, one)
+                before = generator_states(self._device)
+                with self._forward_context(), watching_outputs(module) as outputs:
+                    found.append(self.read(step, module, one))
+                draws |= not equal_states(before, generator_states(self._device))
+                draws |= self.buffers.changed_now() is not None
+                has_aux_loss |= returns_aux_loss(outputs)
+        self.norm.shards.current = None
+        if draws:
+            return DRAWS
+        if shards is None or len(shards.sizes) == 1:
+            return ""
+        if has_aux_loss:
+            return AUX_LOSS
+        with step.within():
+            most = tolerance(self._model, self._device)
+        return describe_coupling(found[0], found[1 : 1 + len(shards.sizes)], most)
 
     def _must_not_draw(self, shards: ShardRange) -> bool:
         if self._refusal or self.randomness.is_drawn is not False:
@@ -90,7 +214,7 @@ class Passes:
 
     # --- passes ---
 
-    def losses(self, step: StepInput, module: nn.Module) -> Iterator[tuple[ShardRange, Tensor]]:
+    def losses(self, step: StepInput, module: nn.Module) -> Iterator[tuple[ShardRange, ShardLoss]]:
         """A forward pass over each range of this worker's shards; `backward` has to follow before the next one.
 
         Raises:
@@ -98,7 +222,7 @@ class Passes:
         """
         next_shard, stop = step.assignment.own
         while next_shard < stop:
-            shards = self._next_range(step.assignment, next_shard)
+            shards = self._next_range(step, next_shard)
             is_wrong_if_drawn = self._must_not_draw(shards)
             loss, drew = self.compute_loss(step, module, shards)
             if drew and is_wrong_if_drawn:
@@ -108,25 +232,41 @@ class Passes:
             yield shards, loss
             next_shard = shards.stop_shard
 
-    def compute_loss(self, step: StepInput, module: nn.Module, shards: ShardRange) -> tuple[Tensor, bool]:
-        """The mean loss over some shards, and whether they drew random numbers, if that was not known before."""
+    def compute_loss(self, step: StepInput, module: nn.Module, shards: ShardRange) -> tuple[ShardLoss, bool]:
+        """The loss of some shards, and whether they must go one by one, if that was not known before: they drew random
+        numbers, or changed buffers."""
         self.enter(step, shards)
+        self.buffers.begin_pass()
         is_watched = self.randomness.is_drawn is None or self._must_not_draw(shards)
         before = generator_states(self._device) if is_watched else None
         with self._forward_context():
-            loss = check_loss(step.loss_of(module, step.batch.cut(shards.start, shards.stop)))
-        return loss, before is not None and not equal_states(before, generator_states(self._device))
+            loss = self.read(step, module, shards)
+        changed = self.buffers.end_forward(shards) and not self._refusal
+        return loss, before is not None and (changed or not equal_states(before, generator_states(self._device)))
+
+    def read(self, step: StepInput, module: nn.Module, shards: ShardRange) -> ShardLoss:
+        """Call the loss function with some shards, and see what it returned."""
+        samples = step.batch.cut(shards.start, shards.stop)
+        watch = self.functions.may_be_weighted(step.loss_name)
+        with watching_outputs(module) if watch else nullcontext() as outputs:
+            returned = step.loss_of(module, samples)
+        loss = read_loss(returned, shards.weight, step.assignment.global_size, self.like)
+        self.functions.has_returned(step.loss_name, loss.layout)
+        if outputs is not None:
+            ignore_unless(counts(loss), outputs)
+        return loss
 
     def enter(self, step: StepInput, shards: ShardRange) -> None:
         """Set which shards are in the model, and seed the generators for them if numbers may be drawn."""
+        self.num_shards_in_pass = len(shards.sizes)
         self.norm.shards.all, self.norm.shards.current = step.assignment.shard_sizes, shards.sizes
         if not self._must_not_draw(shards):
             step.seed_shard(shards.first_shard)
 
-    def backward(self, step: StepInput, shards: ShardRange, loss: Tensor) -> None:
-        """Add the gradient of some shards' mean loss, times their weight, to `.grad`."""
+    def backward(self, step: StepInput, loss: ShardLoss) -> None:
+        """Add the gradient of some shards' loss, times their weight, to `.grad`."""
         with self.norm.backward():
-            step.scale(loss * shards.weight).backward()
+            step.scale(loss.weighted).backward()
         self.norm.shards.current = None
 
     @contextmanager
@@ -135,62 +275,80 @@ class Passes:
 
         Its backward pass belongs inside.
         """
+        self.num_shards_in_pass = 1
         with standing_in(self._model):
-            with self._forward_context():
-                loss = check_loss(step.loss_of(module, step.batch.cut(0, 1)))
+            with self._forward_context(), watching_outputs(module) as outputs:
+                loss = read_loss(step.loss_of(module, step.batch.cut(0, 1)), 0.0, 1, self.like).mean
+            ignore_unless(False, outputs)
             yield step.scale(loss * 0.0)
 
-    def starting_over(self, attempt: Callable[[], Result]) -> Result:
-        """Run `attempt`, the passes of a step; repeated if shards drew random numbers together.
+    def starting_over(self, attempt: Callable[[], Result], assignment: Assignment) -> Result:
+        """Run `attempt`, the passes of a step; repeated if shards drew random numbers together, or did not fit.
 
-        Nothing is left of the first attempt: no gradients, no norm statistics, no changes of buffers. From then on
-        shards go one by one.
+        Nothing is left of a failed attempt: no gradients, no norm statistics, no changes of buffers. From then on
+        shards go one by one, or half as many together.
         """
-        if self.randomness.is_drawn and not self._refusal:
-            return attempt()
-        changeable = {id(buffer) for buffer in forward_buffers(self._model)}
-        kept = [
-            (module._buffers, name, buffer, buffer.clone())
-            for module in self._model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and id(buffer) in changeable
-        ]
-        try:
-            return attempt()
-        except DrewTogetherError:
-            with torch.no_grad():
-                for buffers, name, buffer, before in kept:
-                    buffers[name] = buffer  # a forward pass may have put another tensor there
-                    buffer.copy_(before)
-        if self._refusal:
-            raise ModelError(self._refusal)
-        self.randomness.is_drawn = True
+        was_drawn = self.randomness.is_drawn
+        self.buffers.begin_step()
+        while True:
+            try:
+                return attempt()
+            except DrewTogetherError:
+                drew = True
+            except DidNotFitError:
+                drew = False
+            self._forget_attempt()
+            if drew:
+                if self._refusal:
+                    raise ModelError(self._refusal)
+                self.randomness.is_drawn = True
+            elif self._micro_batch is not None:
+                free_memory(self._device)
+                self._micro_batch.halve(assignment)
+                self.randomness.is_drawn = was_drawn  # the first pass of a run is one shard, in each attempt
+
+    def _forget_attempt(self) -> None:
+        self.buffers.start_over()
         self.norm.reset()
         for parameter in self._model.parameters():
             parameter.grad = None
-        return attempt()
 
 
 class ShardByShard:
     """Computes the gradient and the statistics of single shards; the caller sums them.
 
-    The result depends only on the shard, never on the worker. A shard's statistics are its weighted loss and
-    what its norm layers have seen, one flat vector; summed over the shards of a global batch they are the batch's mean
-    loss and what moves the running statistics.
+    The result depends only on the shard, never on the worker. A shard's statistics are the sums of its loss and what
+    its norm layers have seen, one flat vector; summed over the shards of a global batch they are the batch's loss and
+    what moves the running statistics.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, functions: LossFunctions) -> None:
         self.module = replace_batch_norm(model, ShardBatchNorm)
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
         self.dtype = statistics_dtype(self.module)
-        self._passes = Passes(self.module, device)
+        self.functions = functions
+        self._passes = Passes(self.module, device, functions=functions, one_by_one=True)
         self._passes.randomness.is_drawn = True
-        self.num_statistics = 1 + self._passes.norm.length
+        self.buffers = self._passes.buffers
 
-    def compute(self, step: StepInput, shard: int) -> Tensor:
-        """Leave the gradient of the weighted loss in `.grad` (None where there is none); return the statistics."""
+    def num_statistics(self, layout: Layout) -> int:
+        return layout.length + self._passes.norm.length
 
-        def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    def layout_of_stand_in(self, step: StepInput) -> Layout:
+        """Which numbers the loss function returns, by a sample that leaves no trace."""
+        with (
+            self.buffers.untouched(),
+            leaving_no_trace(self.module, self._passes.like.device),
+            standing_in(self.module),
+        ):
+            layout = read_loss(step.loss_of(self.module, step.batch.cut(0, 1)), 0.0, 1, self._passes.like).layout
+        self.functions.has_returned(step.loss_name, layout)
+        return layout
+
+    def compute(self, step: StepInput, shard: int) -> tuple[ShardLoss, Tensor]:
+        """Leave the gradient of the weighted loss in `.grad` (None where there is none); return loss and statistics."""
+
+        def loss_of(model: nn.Module, batch: Any) -> Any:
             # Copies, because a product's last bits depend on where in memory its factors begin, and a shard lies
             # elsewhere in the batch of another worker.
             return step.loss_of(model, copied(batch))
@@ -199,11 +357,10 @@ class ShardByShard:
             parameter.grad = None
         shards = step.assignment.shard_range(shard, max_samples=1)
         loss, _ = self._passes.compute_loss(replace(step, loss_of=loss_of), self.module, shards)
-        self._passes.backward(step, shards, loss)
-        weighted = (loss.detach() * shards.weight).to(self.dtype).view(1)
-        return torch.cat([weighted, *self._passes.norm.collect(weighted)])
+        self._passes.backward(step, loss)
+        return loss, torch.cat([loss.sums, *self._passes.norm.collect(loss.sums)])
 
-    def apply(self, statistics: Tensor) -> Tensor:
-        """Move the running statistics by the sum over a batch's shards; return its mean loss, a scalar."""
-        self._passes.norm.apply(statistics[1:])
-        return statistics[0]
+    def apply(self, statistics: Tensor, layout: Layout) -> StepLoss:
+        """Move the running statistics by the sum over a batch's shards; return its loss."""
+        self._passes.norm.apply(statistics[layout.length :])
+        return StepLoss.of(statistics, layout)

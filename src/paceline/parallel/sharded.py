@@ -12,10 +12,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
+
+from paceline.containers import map_tensors, open_object, tensors
+from paceline.errors import ModelError
 
 MIN_BLOCK_BYTES = 1 << 20
 """Smaller neighbours are gathered together: below, a message costs more than what it carries."""
@@ -74,19 +78,66 @@ def shard(
     Args:
         may_skip: whether workers may go through other modules than others; then all is gathered at once, and what a
             worker did not use is zeros in the sum.
+
+    Raises:
+        ModelError: a model of transformers that skips layers at random, unless `may_skip` is set.
     """
+    if not may_skip:
+        _check_runs_all_layers(model)
+    scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
-    wrap = functools.partial(fully_shard, mesh=mesh, reshard_after_forward=zero_stage == 3, offload_policy=offload)
+    wrap = functools.partial(
+        fully_shard, mesh=mesh, reshard_after_forward=zero_stage == 3, offload_policy=offload, ignored_params=scalars
+    )
     found = [] if may_skip else independent_blocks(model, blocks(model))
     if found and found[0] is not model:
         for group in block_groups(found):
             wrap(cast(Any, group if len(group) > 1 else group[0]))
     wrap(model)
     for module in sharded_modules(model):
+        _show_outputs(cast(nn.Module, module))
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # else it is a sum times a number, which Gloo has not
         module.set_reduce_scatter_unused_params(may_skip, recurse=False)
+    for managed in model.modules() if may_skip else ():
+        # By this mark, models of transformers run layers that they would skip, because workers gather them together.
+        vars(managed).pop("_is_fsdp_managed_module", None)
     return cast(FSDPModule, model)
+
+
+def _check_runs_all_layers(model: nn.Module) -> None:
+    config = getattr(model, "config", None)
+    for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+        rate = getattr(config, name, 0.0)
+        if isinstance(rate, float) and rate > 0:
+            raise ModelError(
+                f"The model skips layers at random ({name} = {rate:g}), which one worker would do without the others "
+                "that hold shards of them; call run.prepare with find_unused_parameters=True, or set it to 0."
+            )
+
+
+def _show_outputs(module: nn.Module) -> None:
+    """Let FSDP's hook on the output of `module` see the tensors in objects that torch's pytree does not know.
+
+    In backward it would not gather the module's parameters again, and torch would end in freed memory.
+    """
+    returned: list[Any] = [None]
+
+    def unpack(_module: nn.Module, _arguments: Any, output: Any) -> Any:
+        found = tuple(tensors(output, open_object))
+        is_hidden = len(found) > sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(output))
+        returned[0] = output if is_hidden else None
+        return found if is_hidden else None
+
+    def pack(_module: nn.Module, _arguments: Any, output: Any) -> Any:
+        original, returned[0] = returned[0], None
+        if original is None:
+            return None
+        shown = iter(output)
+        return map_tensors(original, lambda _tensor: next(shown), open_object)
+
+    module.register_forward_hook(unpack, prepend=True)
+    module.register_forward_hook(pack)
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:

@@ -8,6 +8,7 @@ from paceline.errors import JobError
 from paceline.plan.mesh_order import mesh_order
 from paceline.plan.pick import pick
 from paceline.spec import AlgorithmName, Cluster, DeviceKind, Job, Mesh, Node, NodePlacement, Plan, check_mesh
+from paceline.spec.micro_batch import MicroBatchSize
 
 
 def spread(cluster: Cluster, num_workers: int, threads_per_worker: int | None = None, mesh: Mesh | None = None) -> Plan:
@@ -74,7 +75,7 @@ def place(
     num_workers: int,
     *,
     threads_per_worker: int | None = None,
-    micro_batch_size: int | None = None,
+    micro_batch_size: MicroBatchSize | None = None,
     algorithm: AlgorithmName = "auto",
     num_servers: int = 1,
     mesh: Mesh | None = None,
@@ -99,12 +100,7 @@ def place(
             f"{job.virtual_shards} workers, or --set virtual_shards={num_assignments} (it is part of the job: the same "
             "for every worker count)."
         )
-    shard = job.shard_size
-    if micro_batch_size is not None and micro_batch_size < shard:
-        raise JobError(
-            f"A micro-batch of {micro_batch_size} is smaller than a virtual shard of {shard} samples; use --set "
-            f"virtual_shards={-(-job.global_batch_size // micro_batch_size)} or a micro-batch of {shard}."
-        )
+    job.check_micro_batch(micro_batch_size)
     if num_servers > num_workers:
         raise JobError(f"{num_servers} servers are more than {num_workers} workers; servers are some of the workers.")
     if job.parity == "bitwise" and algorithm not in ("auto", "tree_exact"):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from paceline.spec.cluster import DeviceKind
-from paceline.spec.codec import JsonValue, at_least
+from paceline.spec.codec import NOT_NEGATIVE, JsonValue, at_least
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,19 @@ class CheckpointTimings(JsonValue):
     """The result of one benchmark: seconds of the slowest worker, one value per round."""
 
     request: CheckpointRequest
-    world_size: int
+    world_size: int = field(metadata=NOT_NEGATIVE)
     device_kind: DeviceKind
-    num_bytes: int
+    num_bytes: int = field(metadata=NOT_NEGATIVE)
     """The size of all files of a checkpoint."""
-    first_stall_s: float
+    first_stall_s: float = field(metadata=NOT_NEGATIVE)
     """How long training waits for the first checkpoint."""
-    stalls_s: tuple[float, ...]
+    stalls_s: tuple[float, ...] = field(metadata=NOT_NEGATIVE)
     """How long training waits for each later checkpoint."""
-    copies_s: tuple[float, ...]
+    copies_s: tuple[float, ...] = field(metadata=NOT_NEGATIVE)
     """Seconds to copy the same state into allocated memory, a lower bound of the stall."""
-    completes_s: tuple[float, ...]
+    completes_s: tuple[float, ...] = field(metadata=NOT_NEGATIVE)
     """Seconds from the start until the checkpoint is complete and durable."""
-    reads_s: tuple[float, ...]
+    reads_s: tuple[float, ...] = field(metadata=NOT_NEGATIVE)
     """Seconds in which one worker reads the whole checkpoint and checks every byte, just after it was written."""
     environment: dict[str, str] = field(default_factory=dict)
 

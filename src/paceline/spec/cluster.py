@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from paceline.errors import ClusterError, JobError
 from paceline.regular_files import parse_json, read_text, replace_text
 from paceline.spec.algorithm import AlgorithmName
-from paceline.spec.codec import JsonValue
+from paceline.spec.codec import ABOVE_ZERO, NOT_NEGATIVE, POSITIVE, JsonValue, above, at_least
 
 DeviceKind = Literal["cpu", "cuda"]
 Source = Literal["datasheet", "measured"]
@@ -24,15 +24,15 @@ class Device:
     """One device that can hold one worker."""
 
     kind: DeviceKind
-    index: int
+    index: int = field(metadata=NOT_NEGATIVE)
     """As in CUDA_DEVICE_ORDER=PCI_BUS_ID."""
     name: str
-    memory_bytes: int
+    memory_bytes: int = field(metadata=NOT_NEGATIVE)
     uuid: str = ""
     pci_bus_id: str = ""
     """The PCI address as in sysfs: "0000:3b:00.0"."""
     numa_node: int | None = None
-    cpus: tuple[int, ...] = ()
+    cpus: tuple[int, ...] = at_least(0, ())
     """The cores nearest to the device; empty if unknown."""
     busy: str = ""
     """How the device is in use, such as "62 % busy, 31 GiB in use"; empty if it is free."""
@@ -54,7 +54,7 @@ class Peripheral:
     """The system's name: "mlx5_0", "eth0", "nvme0n1"."""
     pci_bus_id: str = ""
     numa_node: int | None = None
-    bytes_per_s: float | None = None
+    bytes_per_s: float | None = at_least(0, None)
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class Link:
     """Labels of both ends, devices first and in ascending order: ("GPU0", "GPU3"), ("GPU0", "NIC1")."""
     label: str
     """The label as in `nvidia-smi topo -m`: NV1 … NV18, PIX, PXB, PHB, NODE, SYS; XGMI on AMD."""
-    bytes_per_s: float | None = None
+    bytes_per_s: float | None = at_least(0, None)
     """Bandwidth in one direction; None if neither a datasheet nor a measurement gives it."""
-    latency_s: float | None = None
+    latency_s: float | None = at_least(0, None)
     source: Source = "datasheet"
 
 
@@ -76,8 +76,8 @@ class Node:
     """One machine. Without GPUs its devices are CPU workers, one a core."""
 
     hostname: str
-    num_cores: int
-    memory_bytes: int
+    num_cores: int = field(metadata=NOT_NEGATIVE)
+    memory_bytes: int = field(metadata=NOT_NEGATIVE)
     cpu_name: str
     devices: tuple[Device, ...] = ()
     peripherals: tuple[Peripheral, ...] = ()
@@ -102,13 +102,13 @@ class NetworkLink:
 
     ends: tuple[str, str]
     """Host names."""
-    bytes_per_s: float
+    bytes_per_s: float = field(metadata=NOT_NEGATIVE)
     """Bandwidth in the worse direction with the best number of connections."""
-    latency_s: float
+    latency_s: float = field(metadata=NOT_NEGATIVE)
     """Seconds until a small message has arrived."""
     interface: str = ""
     """The network interface of the first end."""
-    single_stream_bytes_per_s: float | None = None
+    single_stream_bytes_per_s: float | None = at_least(0, None)
     """Bandwidth of one connection, which clouds limit below that of the link; None: not measured."""
 
 
@@ -116,9 +116,9 @@ class NetworkLink:
 class MicroBatchTiming:
     """Median seconds of one forward and backward pass."""
 
-    micro_batch_size: int
-    seconds: float
-    peak_memory_bytes: int | None = None
+    micro_batch_size: int = field(metadata=POSITIVE)
+    seconds: float = field(metadata=NOT_NEGATIVE)
+    peak_memory_bytes: int | None = at_least(0, None)
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class SumTiming:
     algorithm: AlgorithmName
     wire: str
     """The wire format, as in the job."""
-    waiting_s: float
+    waiting_s: float = field(metadata=NOT_NEGATIVE)
 
 
 @dataclass(frozen=True)
@@ -137,24 +137,24 @@ class JobTiming:
 
     job: str
     device: str
-    num_parameters: int
-    threads_per_worker: int
+    num_parameters: int = field(metadata=NOT_NEGATIVE)
+    threads_per_worker: int = field(metadata=POSITIVE)
     micro_batches: tuple[MicroBatchTiming, ...] = ()
-    largest_micro_batch_size: int | None = None
+    largest_micro_batch_size: int | None = at_least(1, None)
     """The largest micro-batch tried that fits in memory."""
-    loader_samples_per_s: float | None = None
-    checkpoint_bytes_per_s: float | None = None
+    loader_samples_per_s: float | None = above(0, None)
+    checkpoint_bytes_per_s: float | None = above(0, None)
     loads_between_passes: bool = False
     """Whether a worker loads each batch itself before it computes; else loading overlaps with computing."""
-    update_s: float | None = None
+    update_s: float | None = at_least(0, None)
     """Seconds of a step besides its passes: clipping, the optimizer, freeing gradients."""
-    workers_together: int = 1
+    workers_together: int = at_least(1, 1)
     """The number of workers that computed at the same time: all of a plan."""
-    workers_together_on_node: int = 1
+    workers_together_on_node: int = at_least(1, 1)
     """The largest number of these workers on one node."""
-    together_micro_batch_size: int = 0
+    together_micro_batch_size: int = at_least(0, 0)
     """Samples of each worker's pass while they computed at the same time."""
-    together_slowdown: float = 1.0
+    together_slowdown: float = above(0, 1.0)
     """Time of a pass and an update of the slowest of these workers, over that of a single worker."""
     sums: tuple[SumTiming, ...] = ()
     """Timings with all workers at once, in the job's wire format; empty if not measured."""
@@ -165,9 +165,9 @@ class ForecastCheck:
     """A forecast and the measurement of the run."""
 
     job: str
-    devices: int
-    forecast_samples_per_s: float
-    measured_samples_per_s: float
+    devices: int = field(metadata=POSITIVE)
+    forecast_samples_per_s: float = field(metadata=ABOVE_ZERO)
+    measured_samples_per_s: float = field(metadata=ABOVE_ZERO)
 
     @property
     def error(self) -> float:

@@ -55,6 +55,8 @@ def above(low: float, default: Any) -> Any:
 
 # Metadata of fields, with `dataclasses.field`.
 NOT_NEGATIVE = types.MappingProxyType({"low": 0})
+POSITIVE = types.MappingProxyType({"low": 1})
+ABOVE_ZERO = types.MappingProxyType({"above": 0})
 MAY_DIVERGE = types.MappingProxyType({"may_diverge": True})
 """Numbers that may be NaN or infinite, such as a loss; those of all other fields may not."""
 PLAIN = types.MappingProxyType({"is_plain": True})
@@ -192,11 +194,15 @@ def _convert_union(args: tuple[Any, ...], raw: Any, path: str, rules: Mapping[st
         try:
             return _convert(kind, raw, path, rules)
         except JobError:
-            if len(kinds) == 1:
+            if len(kinds) == 1 or (isinstance(kind, type) and type(raw) is kind):  # of this kind, and out of bounds
                 raise
-    raise JobError(
-        f"{path} = {shown(raw)} should be {' or '.join(_TYPE_WORDS.get(kind, str(kind)) for kind in kinds)}."
-    )
+    raise JobError(f"{path} = {shown(raw)} should be {' or '.join(_words_for(kind) for kind in kinds)}.")
+
+
+def _words_for(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    return _TYPE_WORDS.get(kind, str(kind))
 
 
 def _convert_scalar(expected: Any, raw: Any, path: str, rules: Mapping[str, Any]) -> Any:

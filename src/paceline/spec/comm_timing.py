@@ -10,7 +10,7 @@ from typing import Any, Literal
 from paceline.errors import JobError
 from paceline.spec.algorithm import AlgorithmName, algorithm_names
 from paceline.spec.cluster import DeviceKind
-from paceline.spec.codec import JsonValue, above, at_least
+from paceline.spec.codec import NOT_NEGATIVE, POSITIVE, JsonValue, above, at_least
 from paceline.spec.job import Precision
 
 TIMINGS_FILE = "timings.json"
@@ -50,7 +50,7 @@ class CommRequest(JsonValue):
     """What to time; an empty table asks for every algorithm, 4 KiB to 256 MiB, within a minute."""
 
     cases: tuple[CommCase, ...] = tuple(CommCase(name) for name in algorithm_names())
-    sizes_bytes: tuple[int, ...] = message_sizes()
+    sizes_bytes: tuple[int, ...] = at_least(0, message_sizes())
     """Sizes of the vector that is summed, in `dtype`."""
     dtype: Precision = "float32"
     """Type of the vector; 16 bits are widened to float32, summed and rounded once, as gradients are."""
@@ -83,9 +83,9 @@ class CommTiming:
     """One case at one size: seconds of the slowest worker, a round each, from when all were ready."""
 
     case: CommCase
-    size_bytes: int
-    times_s: tuple[float, ...]
-    link_bytes: float | None = None
+    size_bytes: int = field(metadata=POSITIVE)
+    times_s: tuple[float, ...] = field(metadata=NOT_NEGATIVE)
+    link_bytes: float | None = at_least(0, None)
     """What went over the busiest node's interface in one direction in a call, headers included; None: not counted."""
 
     @property
@@ -111,7 +111,7 @@ class LeftOut:
     """Requested cases that were not timed, and the reason."""
 
     case: CommCase
-    sizes_bytes: tuple[int, ...]
+    sizes_bytes: tuple[int, ...] = field(metadata=POSITIVE)
     reason: str
 
 
@@ -120,7 +120,7 @@ class CommTimings(JsonValue):
     """What one benchmark measured, in ascending order of sizes; a sum that was wrong would have been an error."""
 
     request: CommRequest
-    nodes: tuple[tuple[int, ...], ...]
+    nodes: tuple[tuple[int, ...], ...] = field(metadata=NOT_NEGATIVE)
     """The ranks on each node."""
     device_kind: DeviceKind
     timings: tuple[CommTiming, ...]

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from paceline.errors import JobError, shortened, shown
 from paceline.regular_files import read_text
 from paceline.spec.codec import PLAIN, JsonValue, above, at_least, between
+from paceline.spec.micro_batch import MicroBatchSize, parse_micro_batch
 
 Parity = Literal["numeric", "bitwise"]
 Precision = Literal["float32", "bfloat16", "float16", "float64"]
@@ -19,6 +20,8 @@ Norm = Literal["shard", "local", "sync"]
 Reaction = Literal["skip", "rollback", "stop", "ignore"]
 Augmentation = Literal["crop", "flip", "cutout"]
 
+TRACKER_NAMES = ("tensorboard", "wandb", "mlflow")
+"""Where measured values can be logged besides the run folder."""
 MOST_SAMPLES = 2**31 - 1
 """In a global batch, or a pass over it."""
 MOST_WORKERS = 2**20
@@ -66,11 +69,23 @@ class DataSpec:
 
 
 @dataclass(frozen=True)
+class SchedulerSpec:
+    """A learning-rate scheduler of torch, transformers or one's own, beside the schedule in samples."""
+
+    name: str
+    """An import path, such as "torch.optim.lr_scheduler:OneCycleLR"; it is called with the optimizer and `options`."""
+    every: Literal["step", "epoch"] = "step"
+    """After what it moves."""
+    options: dict[str, Any] = field(default_factory=dict, metadata=PLAIN)
+    """Its keyword arguments; `total_steps` or `num_training_steps`, where it has it, is the run's number of them."""
+
+
+@dataclass(frozen=True)
 class OptimSpec:
     """Optimizer, learning-rate schedule, and the rule that scales the rate with the global batch."""
 
-    name: Literal["sgd", "adam", "adamw"] = "sgd"
-    """The optimizer."""
+    name: str = "sgd"
+    """A class of torch.optim, such as "sgd", "adamw" or "rmsprop", or an import path "package.module:Optimizer"."""
     lr: float = above(0, 0.1)
     """The learning rate, for `base_batch_size` samples a step."""
     momentum: float = between(0, 1, 0.9)
@@ -83,6 +98,14 @@ class OptimSpec:
     """The number that "adam" and "adamw" add to the denominator."""
     weight_decay: float = at_least(0, 0.0)
     """Weight decay, as the optimizer defines it."""
+    decay_norms_and_biases: bool = True
+    """Whether parameters of fewer than two dimensions, which are those of norm layers and biases, decay too."""
+    options: dict[str, Any] = field(default_factory=dict, metadata=PLAIN)
+    """Further keyword arguments for the optimizer."""
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict, metadata=PLAIN)
+    """Other options for some parameters, by a pattern of their names: "head.*" = { lr = 0.01 }; the first counts."""
+    scheduler: SchedulerSpec | None = None
+    """A scheduler that multiplies no rate but sets it; needs schedule = "constant" and no warm-up."""
     schedule: Literal["constant", "cosine", "step"] = "constant"
     """How the learning rate changes after the warm-up, counted in samples: not at all, along a cosine to 0, in
     steps."""
@@ -106,6 +129,11 @@ class OptimSpec:
             raise JobError("optim.nesterov = True needs optim.momentum greater than 0.")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise JobError(f"optim.betas = {list(self.betas)} should both lie in [0, 1).")
+        if self.scheduler is not None and (self.schedule != "constant" or self.warmup_epochs or self.base_batch_size):
+            raise JobError(
+                "optim.scheduler sets the learning rate by itself; leave out optim.schedule, optim.warmup_epochs and "
+                "optim.base_batch_size."
+            )
         if self.schedule == "step" and not self.step_epochs:
             raise JobError("optim.schedule = 'step' needs optim.step_epochs, such as [15, 25].")
         if list(self.step_epochs) != sorted(self.step_epochs):
@@ -114,7 +142,9 @@ class OptimSpec:
     @property
     def state_copies(self) -> int:
         """How many values the optimizer keeps per parameter."""
-        return 2 if self.name in ("adam", "adamw") else int(self.momentum > 0)
+        if self.name.lower() == "sgd":
+            return int(self.momentum > 0)
+        return 1 if self.name.lower() in ("adagrad", "rprop", "rmsprop", "asgd") else 2
 
 
 @dataclass(frozen=True)
@@ -192,8 +222,14 @@ class Job(JsonValue):
     """What stays equal when the number of workers changes: results up to rounding, or every bit."""
     precision: Precision = "float32"
     """The precision of forward passes: bfloat16 and float16 are mixed precision with float32 weights."""
+    micro_batch_size: int | Literal["auto"] | None = at_least(1, None)
+    """Most samples in one forward pass of a worker, a whole number of virtual shards; "auto": as many as memory has
+    room for; None: the worker's whole share of the batch. It never changes what is learned."""
     norm: Norm = "shard"
     """Whose statistics batch norm uses: the virtual shard's, the device's ("local"), the global batch's ("sync")."""
+    shard_by_shard: bool = False
+    """Whether every virtual shard goes through the model alone in numeric parity too, because the loss couples samples:
+    a load-balancing term, a contrastive loss. It is found out by itself; this key saves the search."""
     channels_last: bool = False
     """Whether images and convolutions use the memory format channels_last."""
     compile: bool = False
@@ -223,10 +259,16 @@ class Job(JsonValue):
                 f"virtual_shards = {self.virtual_shards} is more than global_batch_size = "
                 f"{self.global_batch_size}; every shard needs at least one sample."
             )
+        self.check_micro_batch(self.micro_batch_size)
         if self.parity == "bitwise" and self.norm != "shard":
             raise JobError(
                 f"parity = 'bitwise' needs norm = 'shard'; norm = {self.norm!r} depends on how the batch is "
                 "spread over devices."
+            )
+        if self.shard_by_shard and self.norm != "shard":
+            raise JobError(
+                f"shard_by_shard = true needs norm = 'shard'; with norm = {self.norm!r} the shards of a device are "
+                "normalised together."
             )
         if self.nonfinite == "rollback" and self.aggregation.method != "every_step":
             raise JobError(
@@ -262,6 +304,16 @@ class Job(JsonValue):
     def shard_size(self) -> int:
         """Samples of the largest virtual shard."""
         return -(-self.global_batch_size // self.virtual_shards)
+
+    def check_micro_batch(self, size: MicroBatchSize | None) -> None:
+        """Raise `JobError` if a micro-batch of this size is less than one virtual shard, which is never divided."""
+        if size is not None:
+            parse_micro_batch(str(size))
+        if isinstance(size, int) and size < self.shard_size:
+            raise JobError(
+                f"A micro-batch of {size} is smaller than a virtual shard of {self.shard_size} samples; use "
+                f"virtual_shards = {-(-self.global_batch_size // size)} or a micro-batch of {self.shard_size}."
+            )
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Job:
@@ -309,7 +361,10 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str = 
 _MOST_PARTS = 20
 """Of the key in a setting."""
 
-_LEARNS_THE_SAME = ("name", "measure_noise", "eval_every_epochs", "eval_batch_size", "data.dir", "data.loader_workers")
+_LEARNS_THE_SAME = (
+    *("name", "micro_batch_size", "measure_noise", "eval_every_epochs", "eval_batch_size"),
+    *("data.dir", "data.loader_workers"),
+)
 
 
 def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,19 +6,25 @@ import dataclasses
 import math
 import re
 
-from paceline.errors import JobError
+from paceline.errors import JobError, shortened
 from paceline.spec.job import Job
 from paceline.spec.mesh import Mesh
 
 STRATEGIES = ("dp", "fsdp", "zero1", "zero2", "hsdp", "pp", "tp", "dp_one_process")
 """The strategies with a name; others are meshes such as "dp2 x pp2"."""
 
-_TERM = re.compile(r"(dp|fsdp|zero[123]|tp|pp):?(\d*)")
+_TERM = re.compile(r"(dp|fsdp|zero[123]|tp|pp):?([0-9]{0,7})")
 
 
 def num_named(text: str) -> int:
     """The product of the degrees in the text."""
     return math.prod(int(degree) for _, degree in _TERM.findall(text) if degree)
+
+
+def check_strategy(text: str) -> None:
+    """Raises `JobError` for what is no strategy on any number of workers."""
+    if text.strip().lower() != "hsdp":
+        parse_mesh(text, max(1, num_named(text)))
 
 
 def parse_mesh(text: str, num_workers: int, num_nodes: int = 1) -> Mesh:
@@ -46,14 +52,16 @@ def parse_mesh(text: str, num_workers: int, num_nodes: int = 1) -> Mesh:
         term = _TERM.fullmatch(word)
         if term is None:
             raise JobError(
-                f"There is no strategy '{text}'; it is one of {', '.join(STRATEGIES)}, auto, or axes with their "
-                "degrees such as 'dp2 x pp2' or 'fsdp2 x tp2'."
+                f"There is no strategy '{shortened(text)}'; it is one of {', '.join(STRATEGIES)}, auto, or axes with "
+                "their degrees such as 'dp2 x pp2' or 'fsdp2 x tp2'."
             )
         axis, degree = term.groups()
         if axis.startswith("zero"):
             axis, zero_stage = "fsdp", int(axis[-1])
         if axis in degrees or (not degree and is_open is not None):
-            raise JobError(f"The strategy '{text}' should name every axis once, and leave at most one degree out.")
+            raise JobError(
+                f"The strategy '{shortened(text)}' should name every axis once, and leave at most one degree out."
+            )
         if degree:
             degrees[axis] = int(degree)
         else:
@@ -65,8 +73,8 @@ def parse_mesh(text: str, num_workers: int, num_nodes: int = 1) -> Mesh:
     mesh = dataclasses.replace(Mesh(zero_stage=zero_stage), **degrees) if all(degrees.values()) else None
     if mesh is None or mesh.num_workers != num_workers:
         raise JobError(
-            f"The strategy '{text}' does not make {num_workers} workers; the degrees of its axes should multiply to "
-            f"{num_workers}."
+            f"The strategy '{shortened(text)}' does not make {num_workers} workers; the degrees of its axes should "
+            f"multiply to {num_workers}."
         )
     return mesh
 

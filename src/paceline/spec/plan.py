@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from paceline.errors import JobError
 from paceline.spec.algorithm import AlgorithmName
@@ -22,9 +23,9 @@ class NodePlacement:
     hostname: str = ""
     """The node's address for the launcher; empty: this node."""
     num_workers: int = at_least(1, 1)
-    devices: tuple[int, ...] = ()
+    devices: tuple[int, ...] = at_least(0, ())
     """GPUs in the order of the local ranks, by PCI bus; empty: as in the caller's CUDA_VISIBLE_DEVICES."""
-    cpus: tuple[tuple[int, ...], ...] = ()
+    cpus: tuple[tuple[int, ...], ...] = at_least(0, ())
     """The cores each worker is pinned to; empty: the operating system decides."""
 
 
@@ -49,8 +50,9 @@ class Plan(JsonValue):
     """The nodes in the order of their ranks; empty: all workers on this node."""
     threads_per_worker: int = at_least(1, 1)
     """CPU threads a worker computes with. A CPU device is a fixed number of threads."""
-    micro_batch_size: int | None = at_least(1, None)
-    """Maximum samples in one forward pass of a worker; None: its whole assignment."""
+    micro_batch_size: int | Literal["auto"] | None = at_least(1, None)
+    """Maximum samples in one forward pass of a worker; "auto": as many as memory has room for; None: its whole
+    assignment."""
     algorithm: AlgorithmName = "auto"
     """How gradients are summed over workers; "auto": the fastest at the start of the run, by measurement."""
     num_servers: int = at_least(1, 1)

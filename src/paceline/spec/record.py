@@ -39,6 +39,8 @@ class EpochRecord:
     metrics: dict[str, float] = field(default_factory=dict, metadata=MAY_DIVERGE)
     noise_scale: float | None = field(default=None, metadata=MAY_DIVERGE)
     """The gradient noise scale at the end of the epoch, in samples; None if it was not measured."""
+    values: dict[str, float] = field(default_factory=dict, metadata=MAY_DIVERGE)
+    """The means over the epoch's samples of what the loss function returned besides the loss."""
 
 
 @dataclass(frozen=True)

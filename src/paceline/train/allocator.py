@@ -29,7 +29,11 @@ def give_back_freed_memory() -> bool:
     Sharded parameters are gathered and freed block by block. Served from the heap, what is allocated in between keeps
     it from shrinking and from being used again: a worker that should hold a quarter of a model was seen to hold all.
     """
-    return _set(_LARGE, _LARGE)
+    is_set = _set(_LARGE, _LARGE)
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if is_set else None
+    if trim is not None:
+        trim(0)  # and what was kept so far
+    return is_set
 
 
 def _set(mmap_threshold: int, trim_threshold: int) -> bool:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.order import EpochOrder
+from paceline.data.substreams import StreamPosition
 from paceline.errors import DataError
 from paceline.parallel import Assignment
 from paceline.spec import Job
+from paceline.spec.codec import NOT_NEGATIVE, from_mapping
 
 Orders = Callable[[int], EpochOrder]
 """The order of every epoch, by its number."""
@@ -33,11 +37,14 @@ class Batch:
     """The numbers of the samples of all workers."""
     assignment: Assignment
     samples_per_epoch: int
+    position: StreamPosition | None = None
+    """How far the stream has been read after this batch, if it is of a stream."""
 
     @property
-    def own_samples(self) -> NDArray[np.int64]:
-        """The numbers of this worker's samples; without any, the first sample of the batch as a stand-in."""
-        return self.samples[slice(*self.assignment.span)] if self.assignment.sizes else self.samples[:1]
+    def own_shards(self) -> tuple[NDArray[np.int64], ...]:
+        """The numbers of the samples of each of this worker's shards; without any, the first of the batch stands in."""
+        ends = itertools.accumulate(self.assignment.sizes, initial=self.assignment.span[0])
+        return tuple(self.samples[start:stop] for start, stop in itertools.pairwise(ends)) or (self.samples[:1],)
 
 
 class DataProgress:
@@ -70,6 +77,13 @@ class DataProgress:
         self._orders: Orders | None = None
         self._order: tuple[int, EpochOrder] | None = None
         """The most recently used epoch, and its order."""
+        self._one_by_one = False
+        self._position: StreamPosition | None = None
+        """How far the stream of this epoch has been trained on; its states are those that this worker knows."""
+        self._has_ended = False
+        """Whether the stream of this epoch is known to have ended."""
+        self.gather: Callable[[Any], list[Any]] = lambda value: [value]
+        """Gives what all workers have of a value, while a stream is trained on; a collective."""
 
     def total_steps(self, num_samples: int) -> int:
         """Updates of the whole run on a training set of `num_samples`, in batches of the job's size."""
@@ -82,10 +96,14 @@ class DataProgress:
 
     def is_over(self, epoch: int) -> bool:
         """Whether no batch of an epoch is left: it had ended before the run resumed, or all steps have been made."""
-        return (self._is_resumed and epoch < self._epoch) or self._steps_left == 0
+        return (self._is_resumed and epoch < self._epoch) or self.steps_left == 0
 
-    def enter(self, epoch: int, orders: Orders, set_size: int) -> range:
+    def enter(self, epoch: int, orders: Orders, set_size: int, *, one_by_one: bool = False) -> range:
         """The numbers of the remaining batches of an epoch that is not over; `batch` makes them.
+
+        Args:
+            set_size: the number of samples in the training set.
+            one_by_one: whether each virtual shard is collated for itself.
 
         Raises:
             DataError: a resumed run had a training set of another size than `set_size`, or another order of samples in
@@ -96,29 +114,84 @@ class DataProgress:
                 f"The training set has {set_size:,} samples, but {self._set_size:,} when this run was saved; "
                 "resume with the same data, or begin in another folder."
             )
-        self._set_size, self._orders, self._order = set_size, orders, None
-        digest = self._order_of(epoch).digest()
+        self._set_size, self._orders, self._order, self._one_by_one = set_size, orders, None, one_by_one
+        self._position = None
+        self._begin(epoch, self._order_of(epoch).digest())
+        num_batches = self._order_of(epoch).num_batches
+        left = self.steps_left
+        return range(self._next, num_batches if left is None else min(num_batches, self._next + left))
+
+    def _begin(self, epoch: int, digest: str) -> None:
+        """Go to the beginning of an epoch, or to the place in it where the run was saved."""
         if not (self._is_resumed and epoch == self._epoch):
             self._epoch, self._next = epoch, 0
         elif self._next > 0 and self._checks_order and digest != self._digest:
             raise DataError(_other_order(epoch, is_known=self._digest is not None))
         self._digest = digest
-        self._is_resumed = False
-        num_batches = self._order_of(epoch).num_batches
-        left = self._steps_left
-        return range(self._next, num_batches if left is None else min(num_batches, self._next + left))
+        self._is_resumed = self._has_ended = False
+
+    def enter_stream(self, epoch: int, digest: str) -> StreamPosition:
+        """Where to begin in an epoch of a stream that is not over; `stream_batch` makes its batches.
+
+        Args:
+            digest: a fingerprint of how the stream is divided.
+
+        Raises:
+            DataError: a resumed run had another stream in the epoch in whose middle it was saved.
+        """
+        if self._is_resumed and self._set_size is not None:
+            raise DataError(
+                f"The training set has no length, but {self._set_size:,} samples when this run was saved; resume with "
+                "the same data, or begin in another folder."
+            )
+        self._set_size = self._orders = self._order = None
+        self._begin(epoch, digest)
+        position = self._position
+        if self._next == 0 or position is None:
+            position = StreamPosition(0, (0,) * self._job.virtual_shards)
+        self._position = position
+        return position
+
+    def stream_batch(
+        self, sizes: Sequence[int], states: Mapping[str, Any], samples_per_epoch: int, *, one_by_one: bool
+    ) -> Batch:
+        """The next batch of a stream.
+
+        Args:
+            sizes: how many samples each substream gives.
+            states: the stream's own states after it, as far as this worker knows them.
+        """
+        position, job = self._position, self._job
+        assert position is not None
+        assignment = Assignment.of_sizes(
+            sizes, job.virtual_shards, self._rank, self._num_assignments, one_by_one=one_by_one
+        )
+        before = sum(position.taken)
+        taken = tuple(had + more for had, more in zip(position.taken, sizes, strict=True))
+        after = StreamPosition(position.step + 1, taken, states)
+        samples = np.arange(before, before + sum(sizes))
+        return Batch(self._epoch, position.step, position.step, 1, samples, assignment, samples_per_epoch, after)
 
     def batch(self, number: int, stop: int) -> Batch:
         """A batch of the current epoch, of which those before `stop` are trained on."""
         order = self._order_of(self._epoch)
         index = self._epoch * order.num_batches + number
         samples = order.batch(number)
-        assignment = Assignment.of(len(samples), self._job.virtual_shards, self._rank, self._num_assignments)
+        assignment = Assignment.of(
+            len(samples), self._job.virtual_shards, self._rank, self._num_assignments, one_by_one=self._one_by_one
+        )
         return Batch(self._epoch, number, index, stop - number, samples, assignment, order.num_samples)
 
     @property
-    def _steps_left(self) -> int | None:
+    def steps_left(self) -> int | None:
+        """How many updates the run may still make; None: any number."""
         return None if self._max_steps is None else max(0, self._max_steps - self.steps)
+
+    @property
+    def digest(self) -> str:
+        """The fingerprint of the current epoch's order."""
+        assert self._digest is not None
+        return self._digest
 
     def _order_of(self, epoch: int) -> EpochOrder:
         order = self._order  # asynchronous servers ask from threads of their own
@@ -142,6 +215,12 @@ class DataProgress:
         self.steps += 1
         self.samples_seen += batch.assignment.global_size
         self._epoch, self._next = batch.epoch, batch.number + 1
+        if batch.position is not None:
+            self._position = batch.position
+
+    def end_stream(self) -> None:
+        """Note that all batches of the epoch have been trained on."""
+        self._has_ended = True
 
     @property
     def at_epoch_start(self) -> bool:
@@ -150,20 +229,76 @@ class DataProgress:
 
     def leave_epoch(self) -> None:
         """Note that the epoch is complete, including its evaluation, if all its batches have been trained on."""
-        if self._orders is not None and self._next == self._order_of(self._epoch).num_batches:
-            self._epoch, self._next = self._epoch + 1, 0
+        is_complete = self._has_ended
+        if self._orders is not None:
+            is_complete = self._next == self._order_of(self._epoch).num_batches
+        if is_complete:
+            self._epoch, self._next, self._position, self._has_ended = self._epoch + 1, 0, None, False
 
-    def state_dict(self) -> dict[str, Any]:
-        course = {"epoch": self._epoch, "next": self._next, "num_samples": self._set_size, "order": self._digest}
+    def state_dict(self, *, collective: bool = False) -> dict[str, Any]:
+        """What a checkpoint keeps.
+
+        Args:
+            collective: whether all workers call this together: then streams' own states are among it; without them, a
+                resumed run reads again what it had read.
+        """
+        course: dict[str, Any] = {
+            "epoch": self._epoch,
+            "next": self._next,
+            "num_samples": self._set_size,
+            "order": self._digest,
+        }
+        if self._position is not None:
+            states: dict[str, Any] = {}
+            for known in self.gather(dict(self._position.states)) if collective else []:
+                states |= known
+            course["stream"] = {"taken": list(self._position.taken), "states": json.dumps(states)}
         return {"steps": self.steps, "samples_seen": self.samples_seen, "course": course}
 
     def load_state_dict(self, state: dict[str, Any], *, check_order: bool = True) -> None:
         """Continue from `state`; `check_order`: whether the order of samples has to be the same as then."""
-        self.steps, self.samples_seen = state["steps"], state["samples_seen"]
-        course = state["course"]
-        self._epoch, self._next, self._set_size = course["epoch"], course["next"], course["num_samples"]
-        self._digest = course.get("order")
+        saved = from_mapping(_Saved, state)
+        self.steps, self.samples_seen, course = saved.steps, saved.samples_seen, saved.course
+        self._epoch, self._next, self._set_size, self._digest = (
+            course.epoch,
+            course.next,
+            course.num_samples,
+            course.order,
+        )
+        if course.stream is not None:
+            states = json.loads(course.stream.states)
+            self._position = StreamPosition(self._next, course.stream.taken, states)
         self._is_resumed, self._checks_order = True, check_order
+
+
+@dataclass(frozen=True)
+class _SavedStream:
+    """How far a stream was read, as a checkpoint holds it."""
+
+    taken: tuple[int, ...]
+    """How many samples of each substream were trained on."""
+    states: str
+    """The stream's own states, by substream, in JSON."""
+
+
+@dataclass(frozen=True)
+class _SavedCourse:
+    """The position in an epoch, as a checkpoint holds it."""
+
+    epoch: int = field(metadata=NOT_NEGATIVE)
+    next: int = field(metadata=NOT_NEGATIVE)
+    num_samples: int | None = field(metadata=NOT_NEGATIVE)
+    order: str | None = None
+    stream: _SavedStream | None = None
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """The progress, as a checkpoint holds it."""
+
+    steps: int = field(metadata=NOT_NEGATIVE)
+    samples_seen: int = field(metadata=NOT_NEGATIVE)
+    course: _SavedCourse = field()
 
 
 def _other_order(epoch: int, *, is_known: bool) -> str:

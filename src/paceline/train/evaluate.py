@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,12 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.data.order import EpochOrder
 from paceline.errors import ModelError
 from paceline.object_collectives import broadcast_object
+from paceline.parallel.losses import Mean
+from paceline.train.metric_states import MergeTree, compute_metrics, metric_functions, update_trees
 from paceline.train.process_group import World
 
-Measure = Callable[[nn.Module, Any], dict[str, Tensor]]
-"""measure(model, batch): for every metric one value per sample, of shape (samples in batch,)."""
+Measure = Callable[[nn.Module, Any], Mapping[str, Any]]
+"""measure(model, batch): for every metric one value per sample, of shape (samples in batch,), or a `Mean`; for one that
+is given to `evaluate` what its `update` takes."""
 
 
 @contextmanager
@@ -28,11 +33,6 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in was_training:
             module.training = True
-
-
-def chunk_ranges(num_samples: int, chunk_size: int) -> list[range]:
-    """The samples in order, cut into chunks that do not depend on the number of workers."""
-    return [range(start, min(start + chunk_size, num_samples)) for start in range(0, num_samples, chunk_size)]
 
 
 def own_chunks(num_chunks: int, rank: int, num_assignments: int, *, in_step: bool) -> list[int]:
@@ -49,13 +49,14 @@ def own_chunks(num_chunks: int, rank: int, num_assignments: int, *, in_step: boo
 
 def evaluate(
     batches: Iterable[tuple[int, Any]],
-    chunks: Sequence[range],
+    chunks: EpochOrder,
     given: Collection[int],
     model: nn.Module,
     measure: Measure,
     world: World,
+    metrics: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
-    """Mean of every metric over all samples.
+    """Every metric over all samples: means, and whatever else `metrics` computes.
 
     Each chunk is summed in float64 by its worker. The sums are all-reduced as a table with a row for each chunk, which
     one worker fills (adding zeros is exact), and the rows are added in order, so the result does not depend on the
@@ -64,34 +65,62 @@ def evaluate(
     Args:
         batches: the chunks that this worker computes, with their numbers.
         chunks: the samples of every chunk.
-        given: the numbers of the chunks whose rows this worker fills; each belongs to one worker.
+        given: the numbers of the chunks whose rows this worker fills, in order; each belongs to one worker.
+        metrics: by name, as `metric_states` takes them.
 
     Raises:
-        ModelError: a metric that is not one value per sample.
+        ModelError: a metric that is neither one value per sample nor a `Mean`.
     """
-    sums: dict[int, dict[str, float]] = {}
+    others = {name: metric_functions(name, metric) for name, metric in (metrics or {}).items()}
+    trees = {name: MergeTree(functions.merge) for name, functions in others.items()}
+    sums: dict[int, dict[str, list[float]]] = {}
     for number, batch in batches:
         values = measure(model, batch)
-        sums[number] = {name: _chunk_sum(name, value, len(chunks[number])) for name, value in values.items()}
-    names = _agreed_names(list(next(iter(sums.values()), {})), world)
-    table = torch.zeros(len(chunks), len(names), dtype=torch.float64, device=world.device)
+        if number in given and number not in sums:
+            update_trees(others, trees, number, values)
+        size = len(chunks.batch(number))
+        sums[number] = {name: _chunk_sums(name, one, size) for name, one in values.items() if name not in others}
+    kinds = _agreed_kinds({name: len(numbers) for name, numbers in next(iter(sums.values()), {}).items()}, world)
+    table = torch.zeros(chunks.num_batches, sum(kinds.values()), dtype=torch.float64, device=world.device)
     for number in given:
-        table[number] = torch.tensor([sums[number][name] for name in names], dtype=torch.float64)
+        row = [_checked(name, sums[number].get(name, []), length) for name, length in kinds.items()]
+        table[number] = torch.tensor([one for numbers in row for one in numbers], dtype=torch.float64)
     if world.group is not None:
         dist.all_reduce(table, group=world.group)
-    num_samples = sum(len(chunk) for chunk in chunks)
-    totals = [sum(column) for column in table.t().tolist()]
-    return {name: total / num_samples for name, total in zip(names, totals, strict=True)}
+    totals = iter([sum(column) for column in table.t().tolist()])
+    results = {}
+    for name, length in kinds.items():
+        total, weight = next(totals), next(totals) if length == 2 else chunks.num_samples
+        results[name] = total / weight if weight else math.nan
+    return results | (compute_metrics(others, trees, world) if others else {})
 
 
-def _chunk_sum(name: str, value: Tensor, num_samples: int) -> float:
+def _chunk_sums(name: str, value: Any, num_samples: int) -> list[float]:
+    """The sum over samples; of a `Mean` [value times weight, weight]."""
+    if isinstance(value, Mean):
+        weight = float(value.weight)
+        if not weight >= 0:
+            raise ModelError(f"The weight of the metric '{name}' is {weight:g}; it should be 0 or more.")
+        return [float(value.value) * weight if weight else 0.0, weight]
     if not isinstance(value, Tensor) or value.shape != (num_samples,):
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise ModelError(f"The metric '{name}' should be one value per sample, shape ({num_samples},), but is {got}.")
-    return float(value.detach().to("cpu", torch.float64).sum())
+        raise ModelError(
+            f"The metric '{name}' should be one value per sample, shape ({num_samples},), or a paceline.Mean, but is "
+            f"{got}."
+        )
+    return [float(value.detach().to("cpu", torch.float64).sum())]
 
 
-def _agreed_names(names: list[str], world: World) -> list[str]:
-    """Rank 0's metric names; it always has a chunk, others may not."""
-    agreed: list[str] = broadcast_object(names, world.group)
+def _checked(name: str, sums: list[float], length: int) -> list[float]:
+    if len(sums) != length:
+        raise ModelError(
+            f"measure returned the metric '{name}' in different forms for different batches; it should be a value for "
+            "each sample of every batch, or a paceline.Mean of every batch."
+        )
+    return sums
+
+
+def _agreed_kinds(kinds: dict[str, int], world: World) -> dict[str, int]:
+    """Rank 0's metrics, and how many sums each has; it always has a chunk, others may not."""
+    agreed: dict[str, int] = broadcast_object(kinds, world.group)
     return agreed

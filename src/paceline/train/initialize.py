@@ -11,6 +11,8 @@ import torch
 from paceline import env
 from paceline.errors import JobError
 from paceline.spec import Job, Plan, parse_mesh
+from paceline.spec.mesh_name import check_strategy
+from paceline.spec.micro_batch import MicroBatchSize, parse_micro_batch
 from paceline.train.run import Run
 
 
@@ -45,9 +47,10 @@ def init(
     """
     job = (job or Job()).with_values(**values)  # a Job made in Python is checked here too
     facts = env.worker_facts()
+    check_strategy(strategy or env.strategy() or "dp")
     plan = plan or _default_plan(job, facts, strategy or env.strategy() or "dp")
     limits = [limit for limit in (max_steps, env.max_steps()) if limit is not None]
-    plan = dataclasses.replace(plan, world_size=facts.world_size)
+    plan = dataclasses.replace(plan, world_size=facts.world_size, micro_batch_size=_micro_batch_size(job, plan))
     if plan.mesh is not None and plan.mesh.num_workers != facts.world_size:
         raise JobError(
             f"The plan lays out {plan.mesh.num_workers} workers as {plan.mesh}, but {facts.world_size} were started; "
@@ -55,6 +58,16 @@ def init(
         )
     address = job.checkpoint.dir or checkpoint_dir
     return Run(job, plan, facts, min(limits, default=None), None if address is None else str(address), force=force)
+
+
+def _micro_batch_size(job: Job, plan: Plan) -> MicroBatchSize | None:
+    """As the plan says, else the job, else `paceline launch --micro-batch`."""
+    if plan.micro_batch_size is not None:
+        return plan.micro_batch_size
+    of_launch = env.micro_batch()
+    size = parse_micro_batch(of_launch) if of_launch is not None else None
+    job.check_micro_batch(size)
+    return job.micro_batch_size or size
 
 
 def _default_plan(job: Job, facts: env.WorkerFacts, strategy: str) -> Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -12,7 +12,7 @@ import torch
 
 from paceline import env
 from paceline.spec import EpochRecord, RunRecord
-from paceline.spec.codec import from_mapping, to_mapping
+from paceline.spec.codec import MAY_DIVERGE, NOT_NEGATIVE, from_mapping, to_mapping
 from paceline.train.batch_warning import batch_warning
 from paceline.train.environment import describe_environment
 from paceline.train.metrics import Sink, open_sinks
@@ -39,6 +39,21 @@ class RunOutput:
         return self.run_dir / "checkpoints"
 
 
+@dataclass(frozen=True)
+class _Saved:
+    """A journal, as a checkpoint holds it."""
+
+    epochs: tuple[EpochRecord, ...]
+    epoch_loss: float = field(metadata=MAY_DIVERGE)
+    epoch_start: tuple[int, float] = field(metadata=NOT_NEGATIVE)
+    samples_logged: int = field(metadata=NOT_NEGATIVE)
+    has_warned: bool = field()
+    train_s: float = field(metadata=NOT_NEGATIVE)
+    wall_s: float = field()
+    """Releases before this one saved it below 0 where clocks had been set back."""
+    epoch_values: dict[str, float] = field(default_factory=dict, metadata=MAY_DIVERGE)
+
+
 class Journal:
     """Records every step and epoch; on rank 0 it also prints and logs them."""
 
@@ -50,13 +65,15 @@ class Journal:
         run.say = say = self._progress.say
         self._sinks: list[Sink] = open_sinks(output.run_dir, output.trackers, run.steps, say) if speaks else []
         scaling = describe_scaling(run.job)
-        self._notes = [*run.notes, *([] if scaling is None else [scaling])]
-        for note in self._notes:
+        self._notes = [] if scaling is None else [scaling]
+        for note in (*run.notes, *self._notes):
             self._progress.say(note)
         self._launched_at = env.launched_at()
         self._first_step_s = 0.0
-        self._unread: list[torch.Tensor] = []
+        self._unread: list[tuple[tuple[str, ...], torch.Tensor]] = []
+        """Of each step: the names of its values, and [loss, samples, values]."""
         self._epoch_loss = 0.0
+        self._epoch_values: dict[str, float] = {}
         self._epoch_start = (0, 0.0)
         self._samples_read = 0
         self._samples_logged = 0
@@ -75,6 +92,7 @@ class Journal:
         return {
             "epochs": [to_mapping(epoch) for epoch in self._epochs],
             "epoch_loss": self._epoch_loss,
+            "epoch_values": self._epoch_values,
             "epoch_start": self._epoch_start,
             "samples_logged": self._samples_logged,
             "has_warned": self._has_warned,
@@ -83,12 +101,14 @@ class Journal:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._epochs = [from_mapping(EpochRecord, epoch) for epoch in state["epochs"]]
-        self._epoch_loss, self._epoch_start = state["epoch_loss"], state["epoch_start"]
-        self._samples_logged, self._has_warned = state["samples_logged"], state["has_warned"]
+        saved = from_mapping(_Saved, state)
+        self._epochs = list(saved.epochs)
+        self._epoch_loss, self._epoch_start = saved.epoch_loss, saved.epoch_start
+        self._epoch_values = dict(saved.epoch_values)
+        self._samples_logged, self._has_warned = saved.samples_logged, saved.has_warned
         self._samples_read = self._run.samples_seen
-        self._run.timer.train_s = state["train_s"]
-        self._wall_s = state["wall_s"]
+        self._run.timer.train_s = saved.train_s
+        self._wall_s = saved.wall_s
 
     def step(self, epoch: int, loss: torch.Tensor) -> None:
         run = self._run
@@ -97,7 +117,8 @@ class Journal:
             self._first_step_s = self._since_launch_s()
         num_samples = run.samples_seen - self._samples_read
         self._samples_read = run.samples_seen
-        self._unread.append(torch.stack([loss.double(), loss.new_full((), num_samples).double()]))
+        numbers = [loss, loss.new_full((), num_samples), *run.values.values()]
+        self._unread.append((tuple(run.values), torch.stack([number.double() for number in numbers])))
         self._progress.step(run.steps, epoch, loss, num_samples)
         if len(self._unread) == _LOG_STEPS:
             self._read_losses()
@@ -106,11 +127,17 @@ class Journal:
         if not self._unread:
             return
         first = self._run.steps - len(self._unread) + 1
-        for step, (loss, num_samples) in enumerate(torch.stack(self._unread).tolist(), start=first):
+        all_numbers = torch.cat([numbers for _, numbers in self._unread]).tolist()
+        for step, (names, numbers) in enumerate(self._unread, start=first):
+            loss, num_samples, *values = all_numbers[: len(numbers)]
+            del all_numbers[: len(numbers)]
             self._epoch_loss += loss * num_samples
             self._samples_logged += int(num_samples)
+            named = dict(zip(names, values, strict=True))
+            for name, value in named.items():
+                self._epoch_values[name] = self._epoch_values.get(name, 0.0) + value * num_samples
             for sink in self._sinks:
-                sink.log(step, {"loss": loss, "samples_seen": self._samples_logged})
+                sink.log(step, named | {"loss": loss, "samples_seen": self._samples_logged})
         self._unread.clear()
 
     def epoch(self, epoch: int, metrics: dict[str, float]) -> None:
@@ -120,12 +147,16 @@ class Journal:
         self._epoch_start = (run.samples_seen, run.timer.train_s)
         lr = float(run.optimizer.param_groups[0]["lr"])
         mean_loss = self._epoch_loss / (run.samples_seen - samples)
-        self._epoch_loss = 0.0
+        trained_samples = run.samples_seen - samples
+        step_values = {name: total / trained_samples for name, total in self._epoch_values.items()}
+        self._epoch_loss, self._epoch_values = 0.0, {}
         noise_scale = run.noise_scale
         # A run that ended in the middle of an epoch, and was resumed, has a record of its first batches.
         self._epochs = [record for record in self._epochs if record.epoch != epoch]
-        self._epochs.append(EpochRecord(epoch, mean_loss, lr, run.timer.train_s - train_s, metrics, noise_scale))
+        epoch_s = run.timer.train_s - train_s
+        self._epochs.append(EpochRecord(epoch, mean_loss, lr, epoch_s, metrics, noise_scale, step_values))
         values = {"epoch": epoch + 1, "train_loss": mean_loss, "lr": lr}
+        values |= {f"train_{name}": value for name, value in step_values.items()}
         if noise_scale is not None:
             values["noise_scale"] = noise_scale
         for sink in self._sinks:
@@ -173,7 +204,7 @@ class Journal:
             step_time=step_time,
             weights_sha256=run.weights_sha256(),
             epochs=tuple(self._epochs),
-            notes=tuple(self._notes),
+            notes=(*run.notes, *self._notes),
             environment=describe_environment(run.world),
         )
 

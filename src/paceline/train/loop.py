@@ -18,7 +18,7 @@ from paceline.train.final_save import save_at_the_end
 from paceline.train.initialize import init
 from paceline.train.journal import Journal, RunOutput
 from paceline.train.objective import accuracy_and_loss, training_loss
-from paceline.train.optim import build_optimizer
+from paceline.train.optim import build_optimizer, build_scheduler
 from paceline.train.run import Run
 
 __all__ = ["RunOutput", "data_facts", "train"]
@@ -41,14 +41,17 @@ def train(
 
         total_steps = run.total_steps(len(train_set))
         journal = Journal(run, output, total_steps)
+        scheduling = Scheduling(run, len(train_set))
         for epoch in run.epochs():
             if run.steps == total_steps:
                 break
             for batch in run.batches(train_set, epoch):
                 journal.step(epoch, run.step(batch, loss_fn))
+                scheduling.after_step()
             is_last = epoch == job.epochs - 1 or run.steps == total_steps
             due = is_last or (epoch + 1) % job.eval_every_epochs == 0
             journal.epoch(epoch, run.evaluate(test_set, measure) if due else {})
+            scheduling.after_epoch(epoch)
 
         with run.consensus():
             record = journal.record()
@@ -56,6 +59,30 @@ def train(
             if run.rank == 0:
                 save_at_the_end(functools.partial(_write_results, weights, record), output.run_dir, run.say)
         return record
+
+
+class Scheduling:
+    """The scheduler of a job, if it has one, moved after each step or each epoch and kept with the run."""
+
+    def __init__(self, run: Run, num_samples: int) -> None:
+        self._run = run
+        self._steps_per_epoch = -(-num_samples // run.job.global_batch_size)
+        self._spec = spec = run.job.optim.scheduler
+        if spec is not None:
+            # Of the whole job: max_steps ends a run early and leaves its schedule alone, as that in samples.
+            times = run.job.epochs * (1 if spec.every == "epoch" else self._steps_per_epoch)
+            self._scheduler = build_scheduler(spec, run.optimizer, times)
+            run.keep("scheduler", self._scheduler)
+
+    def after_step(self) -> None:
+        if self._spec is not None and self._spec.every == "step":
+            self._scheduler.step()
+
+    def after_epoch(self, epoch: int) -> None:
+        """Called too where max_steps ended the run in the middle of the epoch, which changes nothing."""
+        is_over = self._run.steps >= (epoch + 1) * self._steps_per_epoch
+        if self._spec is not None and self._spec.every == "epoch" and is_over:
+            self._scheduler.step()
 
 
 def _write_results(weights: dict[str, Tensor] | None, record: RunRecord, folder: Path) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from paceline import env
+from paceline.parallel.losses import Loss
 from paceline.spec import Job, Plan
 
-LossFn = Callable[[nn.Module, Any], Tensor]
-"""The mean loss over the samples of a batch, from the prepared model and the batch."""
+LossFn = Callable[[nn.Module, Any], Loss]
+"""The loss of a batch, from the prepared model and the batch: the mean over its samples, or a `Mean`."""
 
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -34,11 +37,22 @@ class Precision:
     def of(self, loss_fn: LossFn) -> LossFn:
         """The same loss function, computing in this precision."""
 
-        def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        def loss_of(model: nn.Module, batch: Any) -> Loss:
             with self.autocast():
                 return loss_fn(model, batch)
 
         return loss_of
+
+
+def loss_name(loss_fn: LossFn) -> str:
+    """Where a loss function is written: a name that is the same on all workers, in all steps and after a resume."""
+    function: Any = inspect.unwrap(loss_fn)
+    while isinstance(function, functools.partial):
+        function = inspect.unwrap(function.func)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return f"{type(function).__module__}.{type(function).__qualname__}"
+    return f"{function.__module__}.{function.__qualname__}:{code.co_firstlineno}"
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,10 +12,9 @@ from torch import Tensor, nn
 from paceline.errors import ModelError
 from paceline.spec import OptimSpec
 from paceline.train.evaluate import Measure
-from paceline.train.numerics import LossFn
 
 
-def training_loss(optim: OptimSpec) -> LossFn:
+def training_loss(optim: OptimSpec) -> Callable[[nn.Module, Any], Tensor]:
     """Mean cross-entropy over samples; over their tokens too for logits of shape (batch, tokens, classes)."""
 
     def loss(model: nn.Module, batch: Any) -> Tensor:

@@ -1,23 +1,139 @@
-"""Optimizers by name."""
+"""The optimizer and the learning-rate scheduler that a job names."""
 
 from __future__ import annotations
 
-from torch import nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+import difflib
+import fnmatch
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from paceline.errors import JobError
 from paceline.spec import OptimSpec
+from paceline.spec.job import SchedulerSpec
+from paceline.train.import_path import imported
+
+_OF_SGD = ("momentum", "nesterov")
+_OF_ADAM = ("betas", "eps")
+_OURS: Mapping[str, tuple[str, ...]] = {"SGD": _OF_SGD, "Adam": _OF_ADAM, "AdamW": _OF_ADAM}
+"""The keys of `OptimSpec` that an optimizer takes besides lr and weight_decay; `options` has the rest."""
 
 
 def build_optimizer(optim: OptimSpec, model: nn.Module) -> Optimizer:
-    """The optimizer of a job over all trainable parameters of `model`."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if optim.name == "sgd":
-        return SGD(
-            parameters,
-            lr=optim.lr,
-            momentum=optim.momentum,
-            nesterov=optim.nesterov,
-            weight_decay=optim.weight_decay,
+    """The optimizer of a job over all trainable parameters of `model`.
+
+    Raises:
+        JobError: there is no such optimizer, or it has no such option, or a pattern fits no parameter.
+    """
+    kind = _optimizer_class(optim.name)
+    given = {key: getattr(optim, key) for key in ("lr", *_OURS.get(getattr(kind, "__name__", ""), ()))}
+    if optim.weight_decay or _takes(kind, "weight_decay"):
+        given["weight_decay"] = optim.weight_decay
+    given |= optim.options
+    options = _checked(kind, given, f"the optimizer {optim.name!r}", "optim.options")
+    groups = parameter_groups(optim, model)
+    for group in groups:
+        _checked(kind, {key: value for key, value in group.items() if key != "params"}, optim.name, "optim.groups")
+    is_one = len(groups) == 1 and len(groups[0]) == 1
+    made = kind(groups[0]["params"] if is_one else groups, **options)
+    if not isinstance(made, Optimizer):
+        raise JobError(f"optim.name = {optim.name!r} should make a torch.optim.Optimizer, not a {type(made).__name__}.")
+    return made
+
+
+def parameter_groups(optim: OptimSpec, model: nn.Module) -> list[dict[str, Any]]:
+    """The trainable parameters in groups of equal options, in the model's order.
+
+    Raises:
+        JobError: a pattern fits no trainable parameter.
+    """
+    found: dict[tuple[tuple[str, str], ...], dict[str, Any]] = {}
+    unused = set(optim.groups)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        options: dict[str, Any] = {}
+        if not optim.decay_norms_and_biases and parameter.dim() < 2:
+            options["weight_decay"] = 0.0
+        pattern = next((one for one in optim.groups if fnmatch.fnmatchcase(name, one)), None)
+        if pattern is not None:
+            unused.discard(pattern)
+            options |= optim.groups[pattern]
+        key = tuple(sorted((option, repr(value)) for option, value in options.items()))
+        group = found.setdefault(key, {"params": [], **options})
+        group["params"].append(parameter)
+    if unused:
+        raise JobError(
+            f"optim.groups: the pattern {sorted(unused)[0]!r} fits no trainable parameter; the model's first ones are "
+            f"{', '.join(name for name, _ in list(model.named_parameters())[:3])}."
         )
-    kind = Adam if optim.name == "adam" else AdamW
-    return kind(parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
+    return list(found.values())
+
+
+def build_scheduler(spec: SchedulerSpec, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+    """The scheduler of a job.
+
+    Args:
+        total_steps: how often it will be moved in the whole run.
+    """
+    make = imported(spec.name, "optim.scheduler.name")
+    options = dict(spec.options)
+    for name in ("total_steps", "num_training_steps"):
+        if _takes(make, name):
+            options.setdefault(name, total_steps)
+    options = _checked(make, options, f"the scheduler {spec.name!r}", "optim.scheduler.options")
+    scheduler: LRScheduler = make(optimizer, **options)
+    if not (hasattr(scheduler, "step") and hasattr(scheduler, "state_dict")):
+        raise JobError(f"optim.scheduler.name = {spec.name!r} made a {type(scheduler).__name__}, not a scheduler.")
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise JobError("optim.scheduler: ReduceLROnPlateau needs a metric; write a callback, or a script of your own.")
+    return scheduler
+
+
+def _optimizer_class(name: str) -> Callable[..., Any]:
+    if ":" in name:
+        return imported(name, "optim.name")
+    known = {
+        one.__name__.lower(): one
+        for one in vars(torch.optim).values()
+        if isinstance(one, type) and issubclass(one, Optimizer) and one is not Optimizer
+    }
+    if name.lower() not in known:
+        near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise JobError(
+            f"There is no optimizer {name!r}: {hint}torch.optim has {', '.join(sorted(known))}; others are named by an "
+            "import path 'package.module:Optimizer'."
+        )
+    return known[name.lower()]
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    return any(parameter.name == name for parameter in _parameters(function))
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Those of a function or class; none where it is written in C and does not show them."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except ValueError:
+        return []
+
+
+def _checked(function: Callable[..., Any], options: dict[str, Any], who: str, where: str) -> dict[str, Any]:
+    """`options` if `function` takes them all. Raises `JobError` for one that it does not have."""
+    parameters = _parameters(function)
+    if not parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return options
+    names = [parameter.name for parameter in parameters][1:]
+    for name in options:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise JobError(f"{where}: {who} has no option {name!r}: {hint}It has {', '.join(names)}.")
+    return options

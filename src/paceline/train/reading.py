@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.data import ArrayReader, ArraySet, stream_batches
+from paceline.containers import to_device
+from paceline.data import ArrayReader, ArraySet, Loading, SampleRequest, read_samples
+from paceline.data.order import EpochOrder
+from paceline.data.stream_reader import StreamStep, read_stream
+from paceline.data.substreams import StreamPosition
 from paceline.errors import DataError
+from paceline.sharded_batch import ShardedBatch
 from paceline.spec import Job
 
 
@@ -25,21 +32,55 @@ class DatasetReader:
 
     def read(self, dataset: Any, epoch: int, indices: Iterable[NDArray[Any]], *, train: bool) -> Iterator[Any]:
         """For each array of `indices` the batch of the samples with these numbers; augmented if `train` is set."""
+        loading = Loading(dataset, num_workers=self._job.data.loader_workers)
+        requests = (SampleRequest((samples,)) for samples in indices)
+        return (contents[0] for contents in self._contents(loading, epoch, requests, train))
+
+    def read_chunks(self, loading: Loading, chunks: EpochOrder, numbers: Iterable[int]) -> Iterator[Any]:
+        """The chunks of an evaluation with these numbers, each collated as a whole."""
+        requests = (SampleRequest((chunks.batch(number),), number) for number in numbers)
+        return (contents[0] for contents in self._contents(loading, 0, requests, train=False))
+
+    def read_shards(self, loading: Loading, epoch: int, requests: Iterable[SampleRequest]) -> Iterator[Any]:
+        """Batches to train on: a `ShardedBatch` for each request where there is a collate function."""
+        requests, asked = itertools.tee(requests)  # loader processes are asked ahead
+        for request, contents in zip(requests, self._contents(loading, epoch, asked, train=True), strict=False):
+            if loading.collate_fn is None:
+                yield contents[0]
+            else:
+                yield ShardedBatch(tuple(contents), tuple(len(samples) for samples in request.shards))
+
+    def read_stream(
+        self, loading: Loading, epoch: int, own: Sequence[int], position: StreamPosition
+    ) -> Iterator[StreamStep]:
+        """This worker's substreams, step by step from `position` on; steps after the end are empty."""
         job = self._job
-        if isinstance(dataset, ArraySet):
+        return read_stream(
+            loading,
+            own,
+            job.global_batch_size,
+            position,
+            seed=job.seed,
+            epoch=epoch,
+            device=self._device,
+            dtype=self._dtype,
+        )
+
+    def on_device(self, content: Any) -> Any:
+        return to_device(content, self._device, self._dtype)
+
+    def _contents(
+        self, loading: Loading, epoch: int, requests: Iterable[SampleRequest], train: bool
+    ) -> Iterator[list[Any]]:
+        job, dataset = self._job, loading.dataset
+        if isinstance(dataset, ArraySet) and loading.collate_fn is None:
             reader = self._readers.get(dataset)
             if reader is None:  # it may hold the whole set on the device, so there is one for each set
                 reader = ArrayReader(dataset, self._device, self._dtype, job.channels_last, job.seed)
                 self._readers[dataset] = reader
-            return (reader.read(epoch, samples, train) for samples in indices)
-        return stream_batches(
-            dataset,
-            (samples.tolist() for samples in indices),
-            seed=job.seed,
-            epoch=epoch,
-            num_workers=job.data.loader_workers,
-            device=self._device,
-            dtype=self._dtype,
+            return ([reader.read(epoch, np.concatenate(request.shards), train)] for request in requests)
+        return read_samples(
+            loading, requests, seed=job.seed, epoch=epoch, device=self._device, dtype=self._dtype, train=train
         )
 
 
@@ -47,8 +88,8 @@ def num_samples(dataset: Any, purpose: str) -> int:
     """The length of a data set. Raises `DataError` if it is empty, or not map-style."""
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(
-            f"The {purpose} set, of type {type(dataset).__name__}, lacks a length or samples by number; give the "
-            "map-style data set itself, not a loader over it."
+            f"The {purpose} set, of type {type(dataset).__name__}, lacks a length or samples by number; give a "
+            "map-style data set, or a torch DataLoader over one."
         )
     if len(dataset) == 0:
         raise DataError(f"The {purpose} set is empty.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -12,14 +11,15 @@ from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline import env
 from paceline.containers import to_device
-from paceline.data.order import ShuffledOrder
+from paceline.data import Loading, is_loader
+from paceline.data.loading import Collate
+from paceline.data.substreams import is_stream
 from paceline.errors import JobError
 from paceline.heartbeat import Heartbeat
 from paceline.noise import SmoothedNoise
@@ -27,18 +27,22 @@ from paceline.object_collectives import broadcast_object
 from paceline.parallel import Engine, check_shards, parallelize
 from paceline.parallel.initial_weights import is_on_meta
 from paceline.spec import Job, Mesh, Plan
+from paceline.train.agreement import check_same_order
 from paceline.train.data_progress import DataProgress
 from paceline.train.digest import weights_sha256
-from paceline.train.evaluate import Measure, chunk_ranges, evaluate, evaluation_mode, own_chunks
+from paceline.train.evaluate import Measure, evaluate, evaluation_mode, own_chunks
+from paceline.train.memory_limit import memory_limit
 from paceline.train.noise_meter import NoiseMeter
 from paceline.train.numerics import LossFn, Precision, torch_settings
 from paceline.train.process_group import abandon, join
 from paceline.train.reading import DatasetReader, num_samples
+from paceline.train.sample_batches import check_server_order, sample_batches
 from paceline.train.schedule import LearningRates
 from paceline.train.seeding import seed_between_steps, seed_evaluation, seed_generators
 from paceline.train.session import Kept, RunState, Session, Stateful
 from paceline.train.state import Names, Trained, rebind
 from paceline.train.step import Pending, Stepper
+from paceline.train.stream_batches import StreamBatches
 from paceline.train.timing import StepTimer
 from paceline.train.trace import ParityTracer
 
@@ -53,6 +57,8 @@ class Run:
         plan, mesh: how it is spread over workers.
         notes: notes for the run's report on how the result came about.
         metrics: those of the last `evaluate`.
+        values: what the loss function returned besides the loss of the last `step`, by name: detached scalars, the same
+            on every worker. Reading one waits for the device.
         say: receives messages for the user during the run, on rank 0; may be replaced.
         timer: where the time of each step goes.
     """
@@ -77,11 +83,21 @@ class Run:
         self.rank, self.world_size, self.device = facts.rank, facts.world_size, self.world.device
         self.notes: list[str] = []
         self.metrics: dict[str, float] = {}
+        self.values: Mapping[str, Tensor] = {}
         self.say: Callable[[str], None] = lambda text: print(text, file=sys.stderr) if self.rank == 0 else None
         self.timer = StepTimer()
         self.reader = DatasetReader(job, self.device)
         self.precision = Precision(job, self.device)
         self._progress = DataProgress(job, self.mesh.share(facts.rank), self.mesh.num_assignments, max_steps)
+        self._streams = StreamBatches(
+            job,
+            self._progress,
+            self.reader,
+            self.world,
+            self.mesh.share(facts.rank),
+            self.mesh.num_assignments,
+            plan.timeout_s,
+        )
         self._noise = NoiseMeter(job, self.precision.scaler, self.device)
         self._kept = Kept()
         self._checkpoint_address = checkpoint_address
@@ -153,6 +169,7 @@ class Run:
         rebind(optimizer, names, trained.model)
         session = self._open_session(trained)
         self._prepared = Stepper(session, rates, self.mesh, self.reader, self.timer, self._tracer)
+        self._at_close.enter_context(memory_limit(env.memory_limit_bytes(), self.device, trained.model))
         return trained.engine.module, optimizer
 
     def _open_session(self, trained: Trained) -> Session:
@@ -171,7 +188,8 @@ class Run:
     def keep(self, name: str, thing: Stateful) -> None:
         """Save and restore something of the script's own with every checkpoint, after `prepare`.
 
-        Checkpoints are taken at the end of `step`: what changes after it belongs to the next one.
+        Checkpoints are taken when the next batch is asked for, or the next epoch begins: what the script changes
+        after `step`, such as a learning-rate scheduler or an average of the weights, belongs to that step.
 
         Args:
             thing: has `state_dict()`, of tensors, numbers, texts, and lists and dictionaries of these, alike on all
@@ -183,40 +201,88 @@ class Run:
         """The numbers of the epochs that are not over: all of the job's, or those left of a run that was resumed."""
         return self._progress.epochs()
 
-    def batches(self, dataset: Any, epoch: int | None = None) -> Iterator[Any]:
+    def batches(
+        self,
+        dataset: Any,
+        epoch: int | None = None,
+        *,
+        collate_fn: Collate | None = None,
+        sampler: Any = None,
+        num_workers: int | None = None,
+        worker_init_fn: Callable[[int], Any] | None = None,
+        pin_memory: bool | None = None,
+        samples_per_epoch: int | None = None,
+    ) -> Iterator[Any]:
         """This worker's samples of every global batch of `epoch`, or of all epochs of the job.
 
         Which samples form a batch is a function of (seed, epoch, number) alone. A run that was resumed begins where it
         stopped: what was trained before does not come again. Each batch must be given to `step` before the next is
         taken. A worker with no sample in a short batch gets one stand-in sample, counted as zero. Workers of
         asynchronous servers, which read what they compute in `step`, get one all the time.
-        """
-        for number in self.epochs() if epoch is None else [epoch]:
-            yield from self._epoch_batches(dataset, number)
 
-    def _epoch_batches(self, dataset: Any, epoch: int) -> Iterator[Any]:
-        progress, job, set_size = self._progress, self.job, num_samples(dataset, "training")
+        Args:
+            dataset: map-style; or a stream, which is cut into a substream for each virtual shard; or a torch DataLoader
+                over either, whose settings are taken over; its batch size is that of all workers together.
+            collate_fn: makes a batch of a list of samples, and may pad them: called for one virtual shard's samples at
+                a time, so that padding does not depend on the number of workers. Batches are then `ShardedBatch`es,
+                and the loss function gets what `collate_fn` returned for one shard after the other.
+            sampler: a torch Sampler, or a BatchSampler whose batches are global batches and may differ in size, or a
+                function of (seed, epoch) that returns the numbers of samples or lists of them; the same on all
+                workers. None: all samples, shuffled by the job's seed.
+            num_workers: loader processes of each worker; None: as the job's data.loader_workers says.
+            worker_init_fn: called in each loader process with its number.
+            pin_memory: None: where the device is a GPU.
+            samples_per_epoch: by which schedules count the epochs of a stream; None: its own length, if it has one.
+
+        Raises:
+            DataError: what the data set, the loader or the sampler says cannot be done.
+        """
+        loading = self._loading(
+            dataset,
+            "training",
+            collate_fn=collate_fn,
+            sampler=sampler,
+            num_workers=num_workers,
+            worker_init_fn=worker_init_fn,
+            pin_memory=pin_memory,
+        )
+        for number in self.epochs() if epoch is None else [epoch]:
+            yield from self._epoch_batches(loading, number, samples_per_epoch)
+
+    def _loading(self, dataset: Any, purpose: str, **given: Any) -> Loading:
+        """How `dataset` is read, by what is given here, by the DataLoader that it is, or by the job."""
+        if given["num_workers"] is None and not is_loader(dataset):
+            given["num_workers"] = self.job.data.loader_workers
+        return Loading.of(dataset, self.job.global_batch_size, purpose, **given)
+
+    def _epoch_batches(self, loading: Loading, epoch: int, samples_per_epoch: int | None) -> Iterator[Any]:
+        self._finish_step()
+        progress = self._progress
         if progress.is_over(epoch):
             return
-        numbers = progress.enter(
-            epoch, lambda one: ShuffledOrder(set_size, job.global_batch_size, job.seed, one), set_size
-        )
+        reads_assignment = self.engine.reads_assignment
+        check_server_order(loading, reads_assignment=reads_assignment)
+        if is_stream(loading.dataset):
+            batches = self._streams.batches(loading, epoch, samples_per_epoch)
+        else:
+            batches = sample_batches(
+                loading, epoch, self.job, progress, self.reader, self.world, reads_assignment=reads_assignment
+            )
         if self.steps and progress.at_epoch_start:
             self._stepper.session.epoch_ended()
-        if not numbers:
-            return
         self.timer.resume()
         self.timer.data_asked()
-        is_read = self.engine.reads_assignment
-        batches = (progress.batch(number, numbers.stop) for number in numbers)
-        own = (progress.batch(number, numbers.stop).own_samples for number in (numbers if is_read else numbers[:1]))
-        contents = self.reader.read(dataset, epoch, own, train=True)
-        for batch, content in zip(batches, contents if is_read else itertools.cycle(contents), strict=False):
+        for batch, content in batches:
             self.timer.data_arrived()
-            self._pending = Pending(batch, content, dataset)
+            self._pending = Pending(batch, content, loading)
             yield content
             self._check_stepped()
+            self._finish_step()
             self.timer.data_asked()
+
+    def _finish_step(self) -> None:
+        if self._prepared is not None:
+            self._prepared.finish_step()
 
     def _check_stepped(self) -> None:
         if self._pending is not None:
@@ -227,10 +293,13 @@ class Run:
 
         Args:
             batch: what `batches` just yielded.
-            loss_fn: called as loss_fn(model, samples of the batch); returns the mean loss over these samples.
+            loss_fn: called as loss_fn(model, samples of the batch); returns the mean loss over these samples, a scalar.
+                Or `paceline.Mean(loss, weight=number of tokens)`, the mean over another number of units; the step's
+                loss is then the mean over all units of the global batch. Or a pair of either and a dict of further
+                numbers, each a mean over the samples or a `Mean`: see `values`.
 
         Returns:
-            The mean loss over the global batch, the same on every worker; a detached scalar. Workers that synchronise
+            The loss of the global batch, the same on every worker; a detached scalar. Workers that synchronise
             only every few steps (aggregation.method = "local_sgd" or "diloco") do not send each other: theirs is the
             mean over the samples of this worker, or of its node where that synchronises every step, and NaN where there
             are none.
@@ -238,40 +307,75 @@ class Run:
         pending, self._pending = self._pending, None
         if pending is None:
             raise JobError("run.step needs a batch that run.batches just yielded; each is used once.")
-        return self._stepper.step(pending, batch, loss_fn)
+        result = self._stepper.step(pending, batch, loss_fn)
+        self.values = result.values
+        self._note_micro_batch()
+        return result.loss
 
-    def evaluate(self, dataset: Any, measure: Measure) -> dict[str, float]:
-        """Mean of every metric over `dataset`, each sample counted exactly once on any number of workers.
+    def _note_micro_batch(self) -> None:
+        """Say it, and keep it with the plan, if memory had no room for the micro-batch so far."""
+        found = self.engine.micro_batch
+        if found is not None and found.is_automatic and found.size not in (None, self.plan.micro_batch_size):
+            self.plan = dataclasses.replace(self.plan, micro_batch_size=found.size)
+            note = f"micro_batch_size = {found.size} from step {self.steps} on: memory has no room for more"
+            self.notes.append(note)
+            self.say(note)
+
+    def evaluate(
+        self,
+        dataset: Any,
+        measure: Measure,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        collate_fn: Collate | None = None,
+        num_workers: int | None = None,
+    ) -> dict[str, float]:
+        """Every metric over `dataset`, each sample counted exactly once on any number of workers.
 
         A collective: every worker has to call it.
 
         Args:
-            dataset: map-style; visited in order.
+            dataset: map-style, visited in order; or a torch DataLoader over such a set, whose settings are taken over.
+            collate_fn: makes a batch of a list of samples; None: torch's default.
+            num_workers: loader processes of each worker; None: as the job's data.loader_workers says.
             measure: called as measure(model, batch) in evaluation mode without gradients; returns one value per
-                sample for every metric, {"accuracy": correct, "loss": losses}, each of shape (samples in batch,).
+                sample for every metric, {"accuracy": correct, "loss": losses}, each of shape (samples in batch,), or
+                `paceline.Mean(loss, weight=number of tokens)`; the result is the mean over all samples, or tokens.
+            metrics: those that are no means, by name: a torchmetrics metric, or three functions (update, merge,
+                compute). `measure` then returns under this name what `update` takes, {"f1": (predictions, targets)}.
         """
-        chunks = chunk_ranges(num_samples(dataset, "evaluation"), self.job.eval_batch_size)
-        own = functools.partial(own_chunks, len(chunks), self.mesh.share(self.rank), self.mesh.num_assignments)
+        loading = self._loading(dataset, "evaluation", collate_fn=collate_fn, num_workers=num_workers)
+        set_size = num_samples(loading.dataset, "evaluation")
+        chunks = loading.evaluation_order(set_size, self.job.eval_batch_size, self.job.seed)
+        check_same_order(chunks.digest(), None, self.world.group)
+        own = functools.partial(own_chunks, chunks.num_batches, self.mesh.share(self.rank), self.mesh.num_assignments)
         computed = own(in_step=not self.engine.holds_all)
         # Workers that compute other parts of the model have the same chunks: the first of them gives the results.
         given = own(in_step=False) if self.mesh.leads_assignment(self.rank) else []
-        indices = [np.arange(chunks[number].start, chunks[number].stop) for number in computed]
-        contents = self.reader.read(dataset, 0, indices, train=False)
+        contents = self.reader.read_chunks(loading, chunks, computed)
+        buffers = self.engine.forward_buffers
 
         def batches() -> Iterator[tuple[int, Any]]:
             for number, content in zip(computed, contents, strict=True):
                 seed_evaluation(self.job.seed, self.steps, number, self.device)
+                buffers.begin_pass()
                 yield number, content
 
         try:
-            with evaluation_mode(self.model), self.consensus(), torch.no_grad(), self.precision.autocast():
-                metrics = evaluate(batches(), chunks, given, self.model, measure, self.world)
+            with (
+                evaluation_mode(self.model),
+                self.consensus(),
+                buffers.untouched(),
+                torch.no_grad(),
+                self.precision.autocast(),
+            ):
+                results = evaluate(batches(), chunks, given, self.model, measure, self.world, metrics)
         finally:
             seed_between_steps(self.job.seed, self.steps, self.device)
             self.timer.resume()
         self.metrics.clear()
-        self.metrics.update(metrics)
-        return metrics
+        self.metrics.update(results)
+        return results
 
     def consensus(self) -> AbstractContextManager[None]:
         """Inside, the model holds what all workers agree on, the same on every one: the mean of their weights where

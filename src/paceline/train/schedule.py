@@ -16,13 +16,10 @@ class LearningRates:
     """An optimizer's learning rates: the job's schedule times its base rates, which are those it has now."""
 
     def __init__(self, job: Job, optimizer: Optimizer) -> None:
-        optim = job.optim
         self._job = job
         self._optimizer = optimizer
         self._base = [float(group["lr"]) for group in optimizer.param_groups]
-        self._is_scheduled = bool(
-            optim.schedule != "constant" or optim.warmup_epochs or optim.base_batch_size is not None
-        )
+        self._is_scheduled = counts_epochs(job) or job.optim.base_batch_size is not None
 
     def set(self, samples_seen: int, samples_per_epoch: int) -> None:
         """For the step after `samples_seen` samples; without a schedule the rates are the script's business."""
@@ -43,6 +40,11 @@ class LearningRates:
     def _write(self, rates: list[float]) -> None:
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+
+
+def counts_epochs(job: Job) -> bool:
+    """Whether the learning rate depends on how many epochs have passed."""
+    return job.optim.schedule != "constant" or job.optim.warmup_epochs > 0
 
 
 def scaling_factor(optim: OptimSpec, global_batch_size: int) -> float:

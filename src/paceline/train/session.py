@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from paceline import env
 from paceline.checkpoint import Snapshot, open_storage
 from paceline.checkpoint.storage import held
-from paceline.errors import JobError
+from paceline.errors import CheckpointError, JobError, shortened
 from paceline.heartbeat import Heartbeat
 from paceline.run_lease import run_token
 from paceline.spec import Job, Plan
+from paceline.spec.codec import MAY_DIVERGE, from_mapping
 from paceline.spec.job import differences
 from paceline.spec.plan import EXCLUDED
 from paceline.train.checkpoints import Checkpoints
@@ -51,11 +53,36 @@ class Kept:
         if name in self._restored:
             thing.load_state_dict(self._restored.pop(name))
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._things
+
     def state_dict(self) -> dict[str, Any]:
         return {name: thing.state_dict() for name, thing in self._things.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._restored = state
+
+
+@dataclass(frozen=True)
+class _SavedMetrics:
+    """The metrics of the last evaluation, as a checkpoint holds them."""
+
+    metrics: dict[str, float] = field(metadata=MAY_DIVERGE)
+
+
+@contextlib.contextmanager
+def _as_saved(name: str) -> Iterator[None]:
+    """One sentence for a checkpoint whose checksums are right and whose state is none of a run."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as problem:
+        why = f"{type(problem).__name__}: {shortened(' '.join(str(problem).split()), 200)}"
+        raise CheckpointError(
+            f"The checkpoint {name} holds no state that this run can go on from ({why})."
+        ) from problem
 
 
 @dataclass(frozen=True)
@@ -82,7 +109,7 @@ class RunState:
             return None
         shared, own = self.trained.take()
         shared |= {
-            "progress": self.progress.state_dict(),
+            "progress": self.progress.state_dict(collective=collective),
             "noise": self.noise.state_dict(),
             "metrics": self.metrics,
             "kept": self.kept.state_dict(),
@@ -92,6 +119,10 @@ class RunState:
     def restore(self, found: Found, *, force: bool) -> None:
         """Resume from a checkpoint. Raises `JobError` if it is of another job, unless `force` is set."""
         shared = found.shared
+        with _as_saved(found.name):
+            self._restore(shared, found.own, force=force)
+
+    def _restore(self, shared: dict[str, Any], own: dict[str, Any], *, force: bool) -> None:
         # Converted to a job: keys of a later release get their defaults.
         changes = differences(Job.from_mapping(shared["job"]).to_mapping(), self.job.to_mapping())
         if changes and not force:
@@ -99,10 +130,10 @@ class RunState:
                 f"The checkpoint to resume is of another job: {'; '.join(changes)}. Set it back, choose another "
                 "folder, or resume nevertheless with --force (paceline.init(force=True))."
             )
-        self.trained.put(shared, found.own, hyper=not changes)
+        self.trained.put(shared, own, hyper=not changes)
         self.progress.load_state_dict(shared["progress"], check_order=not changes)
         self.noise.load_state_dict(shared["noise"])
-        self.metrics.update(shared["metrics"])
+        self.metrics.update(from_mapping(_SavedMetrics, {"metrics": shared["metrics"]}).metrics)
         self.kept.load_state_dict(shared["kept"])
 
 
@@ -187,12 +218,16 @@ class Session:
         if self._checkpoints is not None:
             self._checkpoints.step_ended(step, status.requests)
         for note in self._stragglers.note(step, status.own_times_s):
-            self._notes.append(note)
-            self.say(note)
+            self.note(note)
         slower = self._plan.exclude_slower
         if slower is not None and self.world.rank in self._stragglers.lasting(slower):
             leave_at_once(EXCLUDED)  # the others notice, save a checkpoint, and are restarted without it
         self._status_exchange.send(set() if self._checkpoints is None else self._checkpoints.requests(), own_time_s)
+
+    def note(self, sentence: str) -> None:
+        """Tell the user, and the run's report."""
+        self._notes.append(sentence)
+        self.say(sentence)
 
     def at_rest(self) -> None:
         """Called when all workers rest between updates by servers: exchange status at once, and save if due."""

@@ -10,6 +10,7 @@ never had a gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from paceline.checkpoint import Loaded, Stored
-from paceline.errors import CheckpointError, ModelError
+from paceline.errors import CheckpointError, ModelError, shown
 from paceline.parallel import Engine, unwrapped
 from paceline.parallel.dtensor import local_shard, shard_like, shard_slice
 from paceline.train.numerics import Precision
@@ -160,6 +161,7 @@ def load_optimizer_state(
     parameters = _parameters(optimizer)
     groups = []
     for own, kept in zip(fresh["param_groups"], state["groups"], strict=True):
+        _check_alike(own, kept)
         groups.append((own | kept if hyper else own) | {"params": own["params"]})
     by_number = {
         numbers[name]: {key: _state_like(parameters[numbers[name]], value) for key, value in entries.items()}
@@ -167,6 +169,19 @@ def load_optimizer_state(
         if name in numbers
     }
     optimizer.load_state_dict({"state": by_number, "param_groups": groups})
+
+
+def _check_alike(own: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
+    """Check the settings of an optimizer's group, such as its learning rate. Raises `CheckpointError`."""
+    for key in own.keys() & kept.keys() - {"params"}:
+        mine, theirs = own[key], kept[key]
+        alike = (_is_number(mine) and _is_number(theirs)) or isinstance(theirs, type(mine)) or None in (mine, theirs)
+        if not alike or (isinstance(theirs, float) and not math.isfinite(theirs)):
+            raise CheckpointError(f"The checkpoint's optimizer has {key} = {shown(theirs)}, which it cannot have.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, Any], *, holds_all: bool) -> None:

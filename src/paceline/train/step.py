@@ -9,15 +9,18 @@ from typing import Any
 from torch import Tensor
 
 from paceline.containers import tensors
+from paceline.data import Loading, SampleRequest
 from paceline.errors import JobError, ModelError
 from paceline.parallel import AnyShard, Assignment, StepInput
 from paceline.parallel.assignment import shard_sizes
 from paceline.parallel.dtensor import clip_gradients
+from paceline.parallel.losses import StepLoss
+from paceline.parallel.micro_batch import is_out_of_memory
 from paceline.samples import Readings, Samples
 from paceline.spec import Mesh
 from paceline.train.data_progress import Batch
 from paceline.train.nonfinite import NonFiniteGuard
-from paceline.train.numerics import LossFn
+from paceline.train.numerics import LossFn, loss_name
 from paceline.train.reading import DatasetReader
 from paceline.train.schedule import LearningRates, lr_factor
 from paceline.train.seeding import seed_between_steps, seed_shard
@@ -33,7 +36,7 @@ class Pending:
     batch: Batch
     content: Any
     """This worker's samples of it."""
-    dataset: Any
+    loading: Loading
 
 
 class Stepper:
@@ -60,39 +63,75 @@ class Stepper:
         self._tracer = tracer
         self._guard = NonFiniteGuard(session)
         self._readings: Readings = {}
-        self.is_whole = True
+        self._is_finished = True
+        """Whether the script has done what belongs to the last step."""
+        self._is_consistent = True
         """Whether weights, optimizer, buffers and progress all belong to the same step."""
 
-    def step(self, pending: Pending, content: Any, loss_fn: LossFn) -> Tensor:
-        """Train on a batch; returns its mean loss.
+    @property
+    def is_whole(self) -> bool:
+        """Whether the run could be saved as it is: all of its state, the script's own included, is of one step."""
+        return self._is_consistent and (self._is_finished or self._state.kept.is_empty)
+
+    def step(self, pending: Pending, content: Any, loss_fn: LossFn) -> StepLoss:
+        """Train on a batch; returns its loss.
 
         Args:
             content: `pending.content` as the script passed it to `step`.
         """
         progress, trained, batch = self._state.progress, self.trained, pending.batch
         engine = trained.engine
-        self.is_whole = not engine.changes_buffers
+        self._is_consistent = not engine.changes_buffers
         if engine.reads_assignment:
             num_samples = sum(batch.assignment.sizes) or 1  # a stand-in
             step_input = self._input(progress.steps, batch.assignment, num_samples, content, loss_fn)
             step_input = replace(step_input, take_norms=self._state.noise.for_step(progress.steps, batch.assignment))
         else:
+            # A stand-in that shows what the loss function returns; workers read the shards they compute.
             step_input = self._input(progress.steps, batch.assignment, 1, pending.content, loss_fn)
             step_input = replace(step_input, any_shard=self._any_shard(pending, content, loss_fn))
         self._rates.set(progress.samples_seen, batch.samples_per_epoch)
         trained.optimizer.zero_grad(set_to_none=True)
 
-        loss = engine.step(step_input, functools.partial(self._update, batch, content))
+        try:
+            result = engine.step(step_input, functools.partial(self._update, batch, content))
+        except (RuntimeError, MemoryError) as problem:
+            if not is_out_of_memory(problem):
+                raise
+            raise ModelError(self._out_of_memory(problem)) from problem
 
-        self._tracer.after_update(trained.model, engine.whole)
+        for note in result.notes:
+            self.session.note(note)
+        self._tracer.after_update(trained.model, engine.whole, result.notes)
         progress.trained_on(batch)
         self.session.heartbeat.step(progress.steps)
         seed_between_steps(self._state.job.seed, progress.steps, self._device)
         self._timer.step_ended(engine.communication)
-        self.is_whole = True
-        if engine.is_synchronised:
-            self.session.step_ended(self._timer.own_s)
-        return loss
+        moving = engine.forward_buffers.newly_moving()
+        if moving:
+            names = ", ".join(moving[:3]) + (f" and {len(moving) - 3} more" if len(moving) > 3 else "")
+            self.session.note(f"Forward passes change buffers ({names}): {engine.buffers_rule}.")
+        self._is_consistent, self._is_finished = True, False
+        return result
+
+    def _out_of_memory(self, problem: BaseException) -> str:
+        job, found = self._state.job, self.trained.engine.micro_batch
+        smaller = f"set micro_batch_size = 'auto' or to {job.shard_size}, or raise virtual_shards"
+        if found is None or found.is_automatic or found.size == job.shard_size:
+            smaller = f"raise virtual_shards: one shard of {job.shard_size} samples goes through the model at a time"
+        words = str(problem).split(". ")[0].strip() or type(problem).__name__
+        return f"Memory ran out in step {self._state.progress.steps + 1} ({words}); {smaller}."
+
+    def finish_step(self) -> None:
+        """Exchange status and save if due, once the script has done what belongs to the last step. A collective.
+
+        A learning-rate scheduler or an average of weights moves after `Run.step`: saved inside of it, they would be
+        one step behind the weights.
+        """
+        if not self._is_finished:
+            self._is_finished = True
+            if self.trained.engine.is_synchronised:
+                self.session.step_ended(self._timer.own_s)
 
     def _input(self, index: int, assignment: Assignment, num_samples: int, content: Any, loss_fn: LossFn) -> StepInput:
         """The step input for an assignment of the global batch with this number, counted over the whole run."""
@@ -104,6 +143,7 @@ class Stepper:
             seed_shard=lambda shard: seed_shard(seed, index, shard, self._device),
             scale=precision.scaler.scale,
             within=precision.autocast,
+            loss_name=loss_name(loss_fn),
         )
 
     def _update(self, batch: Batch, content: Any, loss: Tensor) -> None:
@@ -115,7 +155,7 @@ class Stepper:
         has_gradient = not engine.holds_all or any(p.grad is not None for p in trained.model.parameters())
         norm = functools.cache(engine.gradient_norm)  # computed at most once per step
         is_made = has_gradient and self._guard.allows_update(loss, norm, batch.samples)
-        self.is_whole = False
+        self._is_consistent = False
         if is_made and clip_norm is not None:
             scaler.unscale_(trained.optimizer)
             clip_gradients(trained.model.parameters(), clip_norm, norm())
@@ -151,7 +191,10 @@ class Stepper:
         def read(index: int, shard: int) -> StepInput:
             assignment = Assignment(sizes(index), ((shard, shard + 1),), rank=0)
             samples = progress.samples(index)[slice(*assignment.span)]
-            (shard_content,) = self._reader.read(pending.dataset, progress.place(index)[0], [samples], train=True)
+            epoch, number = progress.place(index)
+            (shard_content,) = self._reader.read_shards(
+                pending.loading, epoch, [SampleRequest((samples,), number, shard)]
+            )
             # Servers know of no loss scale.
             step_input = self._input(index, assignment, len(samples), shard_content, loss_fn)
             return replace(step_input, scale=lambda loss: loss)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self, TextIO
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from paceline import env
 from paceline.containers import tensors
+from paceline.sharded_batch import ShardedBatch
 from paceline.spec import Job
 from paceline.train.digest import weights_sha256
 from paceline.train.process_group import World
@@ -56,12 +57,14 @@ class ParityTracer:
             "gradients": fingerprints(gradients.items()),
         }
 
-    def after_update(self, model: nn.Module, whole: Whole) -> None:
+    def after_update(self, model: nn.Module, whole: Whole, notes: Sequence[str] = ()) -> None:
         if self._file is None or not self._line:  # servers make updates without a gradient of all workers
             return
         self._line["parameters"] = fingerprints(whole(dict(model.named_parameters())).items())
         self._line["buffers"] = fingerprints(whole(dict(model.named_buffers())).items())
         self._line["weights_sha256"] = weights_sha256(whole(model.state_dict(keep_vars=True)))
+        if notes:
+            self._line["notes"] = list(notes)
         self._file.write(json.dumps(self._line) + "\n")
         self._line = {}
 
@@ -87,6 +90,8 @@ def _fingerprint(flat: Tensor) -> list[float]:
 
 def batch_digest(batch: Any) -> int:
     """A number for the samples of a batch that does not depend on their order, so workers' digests can be added."""
+    if isinstance(batch, ShardedBatch):
+        return sum(batch_digest(shard) for shard in batch.shards)
     leaves = [leaf.detach().cpu() for leaf in tensors(batch) if leaf.dim() > 0]
     total = 0
     for row in zip(*leaves, strict=False):

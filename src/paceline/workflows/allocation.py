@@ -61,9 +61,8 @@ class Allocation:
         save_s: float | None = None,
     ) -> None:
         """Run `program` in every worker of `plan`; the rest, and what it raises, is as for `run_workers`."""
+        self._check_debug(plan)
         if self.where.launcher == "debug":
-            if plan.world_size != 1:
-                raise LaunchError(f"--launcher debug runs one worker in this process, not {plan.world_size}; add -n 1.")
             make_run_folder(run_dir)
             run_program(program)
             return
@@ -91,10 +90,7 @@ class Allocation:
         standby: bool = True,
     ) -> None:
         """Run a program with restarts after failures; arguments and errors as in `launch.elastic.run_elastic`."""
-        if self.where.launcher == "debug":
-            raise LaunchError(
-                "--launcher debug runs in this process, which cannot outlive a failure; leave --min-workers out."
-            )
+        self._check_elastic()
         cluster = with_room(self.cluster, plan_for(self.cluster, limits.max_workers))
         options = LaunchOptions(
             run_dir,
@@ -130,25 +126,46 @@ class Allocation:
             LaunchError, WorkerFailed: as for `run_workers`.
         """
         limits = elastic.limits(num_workers)
+        plan = self.first_plan(num_workers, elastic, plan_for)
         if limits is None:
-            plan = plan_for(self.cluster, num_workers)
-            program = program_for(plan)
-            self.run(plan, program, run_dir=run_dir, output=output, environ=environ, save_s=SAVE_S)
+            self.run(plan, program_for(plan), run_dir=run_dir, output=output, environ=environ, save_s=SAVE_S)
             return
         plan_within = largest_that_fits(plan_for, limits.min_workers)
-        check_may_shrink(plan_within, self.cluster, limits.min_workers, limits.max_workers)
         self.run_elastic(
             limits, plan_within, program_for, run_dir=run_dir, output=output, environ=environ, standby=elastic.standby
         )
 
+    def _check_debug(self, plan: Plan) -> None:
+        if self.where.launcher == "debug" and plan.world_size != 1:
+            raise LaunchError(f"--launcher debug runs one worker in this process, not {plan.world_size}; add -n 1.")
+
+    def _check_elastic(self) -> None:
+        if self.where.launcher == "debug":
+            raise LaunchError(
+                "--launcher debug runs in this process, which cannot outlive a failure; leave --min-workers out."
+            )
+
+    def first_plan(self, num_workers: int, elastic: Elastic, plan_for: PlanFor) -> Plan:
+        """The plan that `run_job` begins with; raises what that raises before it starts anything."""
+        limits = elastic.limits(num_workers)
+        if limits is None:
+            plan = plan_for(self.cluster, num_workers)
+            self._check_debug(plan)
+            return plan
+        self._check_elastic()
+        plan_within = largest_that_fits(plan_for, limits.min_workers)
+        check_may_shrink(plan_within, self.cluster, limits.min_workers, limits.max_workers)
+        return plan_within(self.cluster, limits.max_workers)
+
 
 @contextlib.contextmanager
-def open_allocation(where: Where, run_dir: Path | None = None) -> Iterator[Allocation]:
+def open_allocation(where: Where, run_dir: Path | None = None, script: Path | None = None) -> Iterator[Allocation]:
     """Open the nodes that `where` names; agents on other nodes run until the block ends.
 
     Args:
         run_dir: the run's folder, which no other run may use meanwhile, and which containers see besides the working
             directory.
+        script: a file whose folder containers see too.
 
     Raises:
         LaunchError: another run uses the folder, options that contradict each other, or nodes that cannot be reached
@@ -156,7 +173,8 @@ def open_allocation(where: Where, run_dir: Path | None = None) -> Iterator[Alloc
     """
     slots = where.named_hosts()
     where = replace(where, launcher=chosen_launcher(where.launcher, slots))
-    with contextlib.nullcontext() if run_dir is None else _held(run_dir), _opened(where, slots, run_dir) as allocation:
+    shown = [path.absolute() for path in (run_dir, script and script.parent) if path is not None]
+    with contextlib.nullcontext() if run_dir is None else _held(run_dir), _opened(where, slots, shown) as allocation:
         yield allocation
 
 
@@ -173,7 +191,7 @@ def _held(run_dir: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _opened(where: Where, slots: Sequence[NodeSlots], run_dir: Path | None) -> Iterator[Allocation]:
+def _opened(where: Where, slots: Sequence[NodeSlots], shown: Sequence[Path]) -> Iterator[Allocation]:
     if where.launcher == "debug" or (where.launcher == "local" and where.container is None):
         yield Allocation(where, detect())
         return
@@ -185,8 +203,7 @@ def _opened(where: Where, slots: Sequence[NodeSlots], run_dir: Path | None) -> I
     image = ""
     if where.container is not None:
         python = where.python or "python3"
-        binds = [] if run_dir is None else [run_dir.absolute()]
-        accesses, digest = contained(accesses, where.container, cwd=Path.cwd(), binds=binds, python=python)
+        accesses, digest = contained(accesses, where.container, cwd=Path.cwd(), binds=shown, python=python)
         image = f"{where.container} {digest}"
     by_name = {node.address: node for node in slots}
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import math
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import JobError
+from paceline.errors import JobError, shortened, shown
 from paceline.spec import Job, load_job
+from paceline.spec.job import MOST_SAMPLES, TRACKER_NAMES
 
 Say = Callable[[str], None]
 """Receives progress messages of a workflow, one line at a time; such as `print`."""
@@ -34,9 +36,31 @@ def check_counts(**counts: int | Sequence[int] | None) -> None:
     """
     for name, value in counts.items():
         numbers = [] if value is None else [value] if isinstance(value, int) else list(value)
-        if value is not None and (not numbers or not all(isinstance(one, int) and one >= 1 for one in numbers)):
-            kind = "a whole number of 1 or more" if isinstance(value, int | str) else "whole numbers of 1 or more"
-            raise JobError(f"{name} = {value!r} should be {kind}.")
+        if value is not None and (not numbers or not all(_is_count(one) for one in numbers)):
+            kind = "a whole number of 1" if isinstance(value, int | str) else "whole numbers of 1"
+            raise JobError(f"{name} = {shown(value)} should be {kind} or more, and {MOST_SAMPLES:,} at most.")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_SAMPLES
+
+
+def check_amounts(**amounts: float | None) -> None:
+    """Check numbers that have to be finite and not below 0; None is left to the program.
+
+    Raises:
+        JobError: names the argument.
+    """
+    for name, value in amounts.items():
+        if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
+            raise JobError(f"{name} = {shown(value)} should be a finite number of 0 or more.")
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises `JobError` for a tracker that is not known."""
+    for name in names:
+        if name not in TRACKER_NAMES:
+            raise JobError(f"There is no tracker '{shortened(name)}'; it is one of {', '.join(TRACKER_NAMES)}.")
 
 
 def check_words(**lists: Sequence[str]) -> None:
@@ -85,11 +109,18 @@ def _named(job: str) -> Job:
     if job in names:
         with resources.as_file(resources.files("paceline") / "recipes" / f"{job}.toml") as path:
             return load_job(path)
-    if job.endswith(".toml") or Path(job).exists():
+    if job.endswith(".toml") or _is_file(job):
         return load_job(job)
-    near = difflib.get_close_matches(job, names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(job, names, n=1, cutoff=0.5) if len(job) < 100 else []
     hint = f" (did you mean '{near[0]}'?)" if near else ""
-    raise JobError(f"'{job}' is neither a job file nor a recipe{hint}; the recipes are {', '.join(names)}.")
+    raise JobError(f"'{shortened(job)}' is neither a job file nor a recipe{hint}; the recipes are {', '.join(names)}.")
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).exists()
+    except (OSError, ValueError):  # no file can have such a name
+        return False
 
 
 def import_path(build: Any, keyword: str) -> str:

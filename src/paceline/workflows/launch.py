@@ -12,6 +12,8 @@ from paceline import env
 from paceline.errors import LaunchError
 from paceline.plan import spread
 from paceline.spec import Cluster, Plan, parse_mesh
+from paceline.spec.mesh_name import check_strategy
+from paceline.spec.micro_batch import MicroBatchSize, parse_micro_batch
 from paceline.workflows.allocation import Allocation, allocation_on_paper, open_allocation
 from paceline.workflows.dry_run import dry_run
 from paceline.workflows.jobs import check_counts, check_words
@@ -27,6 +29,7 @@ def launch(
     out: Path | str | None = None,
     threads: int | None = None,
     strategy: str | None = None,
+    micro_batch_size: MicroBatchSize | None = None,
     module: bool = False,
     where: Where = HERE,
     elastic: Elastic = RIGID,
@@ -45,6 +48,8 @@ def launch(
         out: the folder for logs; None: a new one under runs/.
         threads: CPU threads that each worker computes with; None: an equal share of the cores.
         strategy: how workers divide the model if the script does not choose it, such as "fsdp" or "dp2 x pp2".
+        micro_batch_size: most samples in one forward pass of a worker if the script does not say it; "auto": as many
+            as memory has room for.
         module: whether `script` is the name of a module, which is run as `python -m` would.
         where: the nodes, and how they are reached.
         elastic: whether the script is started again after a failure.
@@ -55,9 +60,9 @@ def launch(
         JobError: a strategy that does not make as many workers, or arguments that are no list of texts.
         WorkerFailed: a worker failed; says which rank, and why.
     """
-    launching = _Launching(str(script), arguments, module, workers, threads, strategy, debug_comm)
+    launching = _Launching(str(script), arguments, module, workers, threads, strategy, micro_batch_size, debug_comm)
     run_dir = Path(out) if out else new_run_dir(None, launching.name)
-    with open_allocation(where, run_dir) as allocation:
+    with open_allocation(where, run_dir, None if module else Path(script)) as allocation:
         allocation.run_job(
             launching.num_workers_on(allocation),
             elastic,
@@ -65,20 +70,26 @@ def launch(
             lambda _plan: launching.program,
             run_dir=run_dir,
             output="all",
-            environ=env.strategy_note(strategy),
+            environ=launching.notes,
         )
     return run_dir
 
 
 def launch_commands(
-    script: Path | str, arguments: Sequence[str] = (), *, out: Path | None = None, where: Where = HERE, **spread: Any
+    script: Path | str,
+    arguments: Sequence[str] = (),
+    *,
+    out: Path | None = None,
+    where: Where = HERE,
+    elastic: Elastic = RIGID,
+    **spread: Any,
 ) -> str:
     """The commands that `launch` would start, with the same arguments; starts nothing and opens no connection."""
     launching = _Launching(str(script), arguments, **spread)
     allocation = allocation_on_paper(where)
-    plan = launching.plan_for(allocation.cluster, launching.num_workers_on(allocation))
+    plan = allocation.first_plan(launching.num_workers_on(allocation), elastic, launching.plan_for)
     run_dir = out or Path("runs") / launching.name
-    return dry_run(plan, launching.program, run_dir, allocation.where, env.strategy_note(launching.strategy))
+    return dry_run(plan, launching.program, run_dir, allocation.where, launching.notes)
 
 
 @dataclass(frozen=True)
@@ -91,10 +102,13 @@ class _Launching:
     workers: int | None = None
     threads: int | None = None
     strategy: str | None = None
+    micro_batch_size: MicroBatchSize | None = None
     debug_comm: bool = False
 
     def __post_init__(self) -> None:
         check_counts(workers=self.workers, threads=self.threads)
+        if self.micro_batch_size is not None:
+            parse_micro_batch(str(self.micro_batch_size))
         check_words(arguments=self.arguments)
         if not self.module and not Path(self.script).is_file():
             raise LaunchError(f"There is no script '{self.script}'{self._hint}.")
@@ -114,12 +128,19 @@ class _Launching:
         """What follows `python` on a command line."""
         return [*(["-m"] if self.module else []), self.script, *self.arguments]
 
+    @property
+    def notes(self) -> dict[str, str]:
+        """The variables that tell the workers what the script leaves open."""
+        return env.strategy_note(self.strategy) | env.micro_batch_note(self.micro_batch_size)
+
     def num_workers_on(self, allocation: Allocation) -> int:
         return self.workers or (1 if allocation.where.launcher == "debug" else len(allocation.cluster.devices))
 
     def plan_for(self, cluster: Cluster, num_workers: int) -> Plan:
         plan = spread(cluster, num_workers, self.threads)
-        if self.strategy is not None and num_workers > 1:  # as the script will read it
-            mesh = parse_mesh(self.strategy, num_workers, len(plan.placements))
-            plan = spread(cluster, num_workers, self.threads, mesh)
+        if self.strategy is not None:  # as the script will read it
+            check_strategy(self.strategy)
+            if num_workers > 1:
+                mesh = parse_mesh(self.strategy, num_workers, len(plan.placements))
+                plan = spread(cluster, num_workers, self.threads, mesh)
         return dataclasses.replace(plan, debug_comm=self.debug_comm)

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import ClusterError, JobError, PacelineError
+from paceline.errors import ClusterError, JobError, PacelineError, shortened
 from paceline.plan import place
 from paceline.spec import Cluster, Job, Plan
 from paceline.spec.forecast import Forecast, Grow
 from paceline.workflows.forecasts import CLUSTER_FILE
-from paceline.workflows.jobs import check_counts, resolve_job
+from paceline.workflows.jobs import check_amounts, check_counts, resolve_job
 from paceline.workflows.traced_model import trace_model
 
 if TYPE_CHECKING:
@@ -93,6 +93,9 @@ def plan(
     from paceline.plan.forecast import forecast
     from paceline.plan.inputs import ForecastRequest
 
+    amounts = {"price": price, "noise_scale": noise_scale, "target_samples": target_samples, "link_rate": link_rate}
+    check_amounts(efficiency_floor=efficiency_floor, **amounts)
+    check_counts(devices_per_node=devices_per_node)
     resolved = resolve_job(job, settings, data, model)
     known = cluster if isinstance(cluster, Cluster) else _load_cluster(Path(cluster), job)
     request = ForecastRequest(
@@ -122,10 +125,10 @@ def device_counts(text: str) -> list[int]:
 
     counts: set[int] = set()
     for part in text.split(","):
-        ends = re.fullmatch(r"\s*(\d+)\s*(?:(?:\.\.|-|…)\s*(\d+)\s*)?", part)
+        ends = re.fullmatch(r"\s*([0-9]{1,9})\s*(?:(?:\.\.|-|…)\s*([0-9]{1,9})\s*)?", part)
         first, last = (0, 0) if ends is None else (int(ends[1]), int(ends[2] or ends[1]))
         if not 1 <= first <= last <= _MOST_DEVICES:
-            raise JobError(f"--devices {text} should be counts such as 1,2,4 or a range such as 1..64.")
+            raise JobError(f"--devices {shortened(text)} should be counts such as 1,2,4 or a range such as 1..64.")
         counts.update(counts_between(first, last))
     return sorted(counts)
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.workflows.jobs import check_amounts
+
 if TYPE_CHECKING:
     from paceline.report import Study
 
@@ -26,6 +28,7 @@ def report(
     Raises:
         PacelineError: a folder without a record, or with a damaged one; records that are not of one study.
     """
+    check_amounts(tolerance=tolerance, efficiency_floor=efficiency_floor)
     from paceline.report import analyse, detect_grow, load_records, write_study
 
     records = load_records(map(Path, runs))

@@ -17,7 +17,7 @@ from paceline.spec.forecast import Grow
 from paceline.spec.record import RECORD_FILE
 from paceline.workflows.allocation import Allocation, open_allocation
 from paceline.workflows.forecasts import CLUSTER_FILE, feed_back, with_forecasts, without_forecasts
-from paceline.workflows.jobs import Say, check_counts, resolve_job, silent
+from paceline.workflows.jobs import Say, check_amounts, check_counts, resolve_job, silent
 from paceline.workflows.run_folder import begun_with, finished_record, new_run_dir, write_run
 from paceline.workflows.strategy import PLAIN, Strategy
 from paceline.workflows.where import HERE, Where
@@ -72,6 +72,7 @@ def scale(
         WorkerFailed: every run failed; or one did, and there is no `on_failure`.
     """
     check_counts(devices=devices, seeds=seeds, max_steps=max_steps, threads=threads)
+    check_amounts(tolerance=tolerance, efficiency_floor=efficiency_floor)
     strategy = Strategy(strategy) if isinstance(strategy, str) else strategy
     base = resolve_job(job, settings, data, model)
     study_dir = Path(out) if out else new_run_dir(None, f"{base.name}-scaling")

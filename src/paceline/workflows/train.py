@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.spec import AlgorithmName, Cluster, Job, Plan, RunRecord
+from paceline.spec.micro_batch import MicroBatchSize
 from paceline.workflows.allocation import Allocation, allocation_on_paper, open_allocation
 from paceline.workflows.dry_run import dry_run
 from paceline.workflows.forecasts import CLUSTER_FILE, feed_back, with_forecasts
-from paceline.workflows.jobs import Say, check_counts, resolve_job, silent
+from paceline.workflows.jobs import Say, check_counts, check_trackers, resolve_job, silent
 from paceline.workflows.run_folder import finished_record, new_run_dir, training_program, write_run
 from paceline.workflows.strategy import PLAIN, Strategy
 from paceline.workflows.where import HERE, RIGID, Elastic, Where
@@ -31,7 +32,7 @@ def train(
     force: bool = False,
     settings: Sequence[str] = (),
     threads: int | None = None,
-    micro_batch_size: int | None = None,
+    micro_batch_size: MicroBatchSize | None = None,
     algorithm: AlgorithmName = "auto",
     servers: int = 1,
     track: Sequence[str] = (),
@@ -58,7 +59,8 @@ def train(
         force: go on from a checkpoint of another job.
         settings: keys of the job to change, such as "optim.lr=0.1".
         threads: CPU threads that each worker computes with; None: an equal share of the cores.
-        micro_batch_size: most samples in one forward pass of a worker; None: its whole share of the batch.
+        micro_batch_size: most samples in one forward pass of a worker; "auto": as many as memory has room for; None:
+            as the job says, else its whole share of the batch.
         algorithm: how gradients are summed; "auto": the fastest, by measurement at the start.
         servers: workers that also serve, with parameter servers.
         track: also log to "tensorboard", "wandb" or "mlflow".
@@ -75,7 +77,8 @@ def train(
         PacelineError: an invalid argument, nodes that cannot be reached, a mistake in the job (see `errors`).
         WorkerFailed: a worker failed; says which rank, and why.
     """
-    check_counts(workers=workers, max_steps=max_steps, threads=threads, micro_batch_size=micro_batch_size)
+    check_counts(max_steps=max_steps)
+    check_trackers(track)
     resolved = resolve_job(job, settings, data, model)
     spread = _Spread(
         resolved,
@@ -110,7 +113,7 @@ class _Spread:
     job: Job
     workers: int | None = None
     threads: int | None = None
-    micro_batch_size: int | None = None
+    micro_batch_size: MicroBatchSize | None = None
     algorithm: AlgorithmName = "auto"
     servers: int = 1
     elastic: Elastic = RIGID
@@ -119,6 +122,11 @@ class _Spread:
     cluster: Path = CLUSTER_FILE
     plan: Plan | None = None
     say: Say = silent
+
+    def __post_init__(self) -> None:
+        check_counts(workers=self.workers, threads=self.threads, servers=self.servers)
+        if self.micro_batch_size not in (None, "auto"):
+            check_counts(micro_batch_size=int(self.micro_batch_size or 0))
 
     def num_workers_on(self, allocation: Allocation) -> int:
         """The number of workers that is asked for, or what the plan, the nodes and the job allow."""
@@ -136,7 +144,9 @@ class _Spread:
             planned,
             self.say,
             threads_per_worker=self.threads,
-            micro_batch_size=self.micro_batch_size or (planned.micro_batch_size if planned else None),
+            micro_batch_size=self.micro_batch_size
+            or (planned.micro_batch_size if planned else None)
+            or self.job.micro_batch_size,
             algorithm=planned.algorithm if planned and self.algorithm == "auto" else self.algorithm,
             num_servers=self.servers if least is None else min(self.servers, num_workers),
         )
@@ -155,7 +165,7 @@ def train_commands(
     *,
     data: str | Path | None = None,
     settings: Sequence[str] = (),
-    max_steps: int | None = None,  # noqa: ARG001 - a file in the run folder says it
+    max_steps: int | None = None,
     out: Path | None = None,
     force: bool = False,
     track: Sequence[str] = (),
@@ -165,10 +175,12 @@ def train_commands(
     **spread: Any,
 ) -> str:
     """The commands that `train` would start, with the same arguments; starts nothing and opens no connection."""
+    check_counts(max_steps=max_steps)  # a file in the run folder says it to the workers
+    check_trackers(track)
     resolved = resolve_job(job, settings, data)
     options = _Spread(resolved, plan=None if plan is None else Plan.load(plan), **spread)
-    run_dir = (out or Path("runs") / resolved.name).absolute()
+    run_dir = (Path("runs") / resolved.name if out is None else new_run_dir(out, resolved.name)).absolute()
     program = training_program(run_dir, quiet, track, force)
     allocation = allocation_on_paper(where)
-    planned = options.plan_for(allocation.cluster, options.num_workers_on(allocation))
+    planned = allocation.first_plan(options.num_workers_on(allocation), options.elastic, options.plan_for)
     return dry_run(planned, program, run_dir, allocation.where)

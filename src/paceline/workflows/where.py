@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -10,6 +11,7 @@ from paceline.errors import LaunchError
 from paceline.launch.elastic import ElasticLimits
 from paceline.launch.node_list import NodeSlots, parse_node_list, read_node_file
 from paceline.launch.team import HANG_TIMEOUT_S
+from paceline.workflows.jobs import check_counts
 
 LauncherName = Literal["auto", "local", "debug", "ssh", "slurm", "ray"]
 _MAX_RESTARTS = 3
@@ -48,6 +50,10 @@ class Where:
         default=HANG_TIMEOUT_S,
         metadata={"help": "Seconds to wait for a silent worker or node.", "names": ("--hang-timeout",), "min": 1.0},
     )
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.hang_timeout_s < math.inf:
+            raise LaunchError(f"--hang-timeout {self.hang_timeout_s} should be a number of seconds from 1 on.")
 
     def named_hosts(self) -> tuple[NodeSlots, ...]:
         """The nodes that are named. Raises `LaunchError` where they are named twice, or a name is invalid."""
@@ -89,6 +95,11 @@ class Elastic:
     standby: bool = field(
         default=True, metadata={"help": "Keep a process on every node that has torch loaded, for quick restarts."}
     )
+
+    def __post_init__(self) -> None:
+        check_counts(min_workers=self.min_workers, max_workers=self.max_workers)
+        if self.exclude_slower is not None and not 1 <= self.exclude_slower < math.inf:
+            raise LaunchError(f"--exclude-slower {self.exclude_slower} should be a finite number of 1 or more.")
 
     def limits(self, num_workers: int) -> ElasticLimits | None:
         """The limits of a run that starts with `num_workers`; None where a failure is to end it.

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
+from paceline.cli import main
+
 HEAVY = ("torch", "numpy", "plotly", "jinja2", "pandas", "pyarrow", "PIL")
 COMMANDS = [
-    *("topo", "probe", "plan", "launch", "train", "scale", "verify", "submit", "bench"),
-    *("checkpoint", "export", "report", "doctor", "jobs", "models", "data"),
+    *("topo", "probe", "plan", "memory", "launch", "train", "scale", "verify", "submit", "bench"),
+    *("checkpoint", "export", "report", "doctor", "new", "jobs", "models", "data"),
 ]
 
 MISTAKE = ("train", "digits-lenett")
@@ -51,7 +54,7 @@ def answers() -> dict[tuple[str, ...], Answer]:
 def test_help_lists_the_commands_in_the_order_of_the_pipeline(answers: dict[tuple[str, ...], Answer]) -> None:
     text, code, loaded = answers["--help",]
     assert (code, loaded) == (0, [])
-    names = [line.split()[0] for line in text.partition("Commands:")[2].splitlines() if line.strip()]
+    names = re.findall(r"^│ (\w+) ", text.partition("Commands")[2], re.MULTILINE)
     assert names == COMMANDS
 
 
@@ -59,9 +62,32 @@ def test_help_lists_the_commands_in_the_order_of_the_pipeline(answers: dict[tupl
 def test_help_of_a_command(command: str, answers: dict[tuple[str, ...], Answer]) -> None:
     text, code, loaded = answers[command, "--help"]
     assert (code, loaded) == (0, [])
-    assert text.startswith(f"Usage: paceline {command}")
+    assert text.strip().startswith(f"Usage: paceline {command}")
+    assert all(len(line) <= 80 for line in text.splitlines())
 
 
 def test_a_mistake_is_answered_without_torch(answers: dict[tuple[str, ...], Answer]) -> None:
     _, code, loaded = answers[MISTAKE]
     assert (code, loaded) == (2, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("train", "--nope"), "No such option: --nope"),
+        (("trian",), "Did you mean 'train'?"),
+        (("train",), "Missing argument 'JOB'"),
+        (("train", "digits-lenet", "--min-workers", "0"), "--min-workers"),
+        (("new", "image", "x"), "'image' is not one of 'images'"),
+    ],
+)
+def test_a_wrong_command_line_is_one_sentence(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["paceline", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr()
+    assert ended.value.code == 2 and told.out == ""
+    assert told.err.startswith("paceline: ") and said in told.err and told.err.endswith("--help`.\n")
+    assert told.err.count("\n") == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.data import ArrayReader, ArraySet, Augmentation, stream_batches
+from paceline.data import ArrayReader, ArraySet, Augmentation, Loading, SampleRequest, read_samples
 from paceline.data.augment import augment
 from paceline.errors import DataError
 
@@ -141,7 +142,15 @@ class Dice:
 
 def stream(lists: list[list[int]], num_workers: int = 0, dataset: Any = None, **keys: Any) -> list[Any]:
     settings = {"seed": 3, "epoch": 1, "device": CPU, "dtype": torch.float32, **keys}
-    return list(stream_batches(dataset or Dice(), lists, num_workers=num_workers, **settings))
+    return list(together(Loading(dataset or Dice(), num_workers=num_workers), lists, **settings))
+
+
+def together(loading: Loading, lists: list[list[int]], **settings: Any) -> Iterator[Any]:
+    """The samples of each list, collated together by torch's default."""
+    for (content,) in read_samples(
+        loading, [SampleRequest((np.array(numbers, np.int64),)) for numbers in lists], **settings
+    ):
+        yield content
 
 
 def draws(batches: list[Any]) -> dict[int, list[float]]:
@@ -176,7 +185,7 @@ def test_streaming_leaves_the_callers_generators_alone() -> None:
 def test_the_callers_own_draws_do_not_reach_the_samples() -> None:
     alone = draws(stream([[1], [2]]))
     found: dict[int, list[float]] = {}
-    for batch in stream_batches(Dice(), [[1], [2]], seed=3, epoch=1, num_workers=0, device=CPU):
+    for batch in together(Loading(Dice()), [[1], [2]], seed=3, epoch=1, device=CPU):
         torch.rand(5), random.random()
         found |= draws([batch])
     assert found == alone
@@ -227,8 +236,8 @@ def test_a_data_error_stays_one_sentence(num_workers: int) -> None:
 
 def test_loader_processes_end_with_the_stream() -> None:
     for batches in (
-        stream_batches(Dice(), [[0]] * 20, seed=0, epoch=0, num_workers=2, device=CPU),
-        stream_batches(Damaged(), [[0], [1]], seed=0, epoch=0, num_workers=2, device=CPU),
+        together(Loading(Dice(), num_workers=2), [[0]] * 20, seed=0, epoch=0, device=CPU),
+        together(Loading(Damaged(), num_workers=2), [[0], [1]], seed=0, epoch=0, device=CPU),
     ):
         next(batches)
         processes = multiprocessing.active_children()

@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from paceline.data.order import SequentialOrder
 from paceline.env import WorkerFacts
 from paceline.errors import ModelError
-from paceline.train.evaluate import Measure, chunk_ranges, evaluate, own_chunks
+from paceline.train.evaluate import Measure, evaluate, own_chunks
+from paceline.train.metric_states import MergeTree, MetricFunctions, metric_functions, update_trees
 from paceline.train.process_group import World
 
 ALONE = World(WorkerFacts(), torch.device("cpu"), None)
@@ -21,7 +24,8 @@ ALONE = World(WorkerFacts(), torch.device("cpu"), None)
 
 @given(st.integers(0, 500), st.integers(1, 300), st.integers(1, 12))
 def test_every_sample_belongs_to_one_chunk_and_every_chunk_to_one_worker(samples: int, size: int, workers: int) -> None:
-    chunks = chunk_ranges(samples, size)
+    order = SequentialOrder(samples, size)
+    chunks = [order.batch(number) for number in range(order.num_batches)]
     assert [i for chunk in chunks for i in chunk] == list(range(samples))
     assert all(0 < len(chunk) <= size for chunk in chunks)
     owned = [own_chunks(len(chunks), rank, workers, in_step=False) for rank in range(workers)]
@@ -34,9 +38,10 @@ def test_every_sample_belongs_to_one_chunk_and_every_chunk_to_one_worker(samples
 
 
 def run(values: Tensor, chunk_size: int, measure: Measure) -> dict[str, float]:
-    chunks = chunk_ranges(len(values), chunk_size)
-    batches = ((number, values[chunk.start : chunk.stop]) for number, chunk in enumerate(chunks))
-    return evaluate(batches, chunks, range(len(chunks)), nn.Identity(), measure, ALONE)
+    chunks = SequentialOrder(len(values), chunk_size)
+    numbers = range(chunks.num_batches)
+    batches = ((number, values[chunks.batch(number)]) for number in numbers)
+    return evaluate(batches, chunks, numbers, nn.Identity(), measure, ALONE)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 7, 100])
@@ -67,5 +72,36 @@ def test_sums_are_float64() -> None:
     ],
 )
 def test_a_metric_that_is_not_one_value_per_sample_is_refused(wrong: Callable[[Tensor], Any], got: str) -> None:
-    with pytest.raises(ModelError, match=rf"metric 'mine' should be one value per sample, shape \(4,\), but is {got}"):
+    refusal = rf"metric 'mine' should be one value per sample, shape \(4,\), or a paceline.Mean, but is {got}"
+    with pytest.raises(ModelError, match=refusal):
         run(torch.arange(8.0), 4, lambda _model, batch: {"mine": wrong(batch)})
+
+
+@pytest.mark.parametrize("num_chunks", range(1, 12))
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+def test_states_are_merged_in_one_tree_whoever_has_them(num_chunks: int, workers: int) -> None:
+    def merge(first: str, second: str) -> str:
+        return f"({first}{second})"
+
+    alone = MergeTree(merge)
+    for number in range(num_chunks):
+        alone.push(number, 1, f"{number},")
+    whole = MergeTree(merge)
+    for rank in range(workers):
+        own = MergeTree(merge)
+        for number in own_chunks(num_chunks, rank, workers, in_step=False):
+            own.push(number, 1, f"{number},")
+        for block in own.blocks:
+            whole.push(*block)
+    assert whole.root() == alone.root()
+
+
+def test_what_cannot_be_merged_is_refused() -> None:
+    with pytest.raises(ModelError, match="'f1' is a str; give a torchmetrics metric or three functions"):
+        metric_functions("f1", "F1")
+    with pytest.raises(ModelError, match=r"measure returned nothing for the metric 'f1', but only \['loss'\]"):
+        update_trees({"f1": MetricFunctions(max, max, max)}, {}, 0, {"loss": 1})
+    functions = metric_functions("r", torchmetrics.PearsonCorrCoef())
+    states = [functions.update(torch.randn(4), torch.randn(4)) for _ in range(2)]
+    with pytest.raises(ModelError, match="'r' has a state with the rule None, which cannot be merged"):
+        functions.merge(*states)

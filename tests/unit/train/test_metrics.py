@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import JobError
+from paceline.spec.job import TRACKER_NAMES
 from paceline.train.metrics import TRACKERS, open_sinks
 
 
@@ -55,3 +56,7 @@ def test_a_tracker_that_is_not_installed_says_how(name: str, tmp_path: Path, mon
     monkeypatch.setattr(builtins, "__import__", fail)
     with pytest.raises(JobError, match=rf"'{name}' is not installed; pip install 'paceline\[{name}\]'"):
         open_sinks(tmp_path, [name])
+
+
+def test_the_command_line_knows_the_trackers() -> None:
+    assert set(TRACKERS) == set(TRACKER_NAMES)

@@ -37,6 +37,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "export": paceline.checkpoint.export,
     "report": paceline.report,
     "doctor": paceline.doctor,
+    "memory": paceline.memory,
+    "new": paceline.new,
     "jobs ls": paceline.catalog.recipes,
     "jobs keys": paceline.catalog.job_keys,
     "models": paceline.catalog.models,
@@ -48,7 +50,7 @@ SHOWN = {"as_json", "_list", "show_all", "strict", "help"}
 """What a command prints, or which exit code it has; no matter for a function."""
 IN_PYTHON = {"model", "say", "on_failure", "on_each", "arguments", *(group.__name__.lower() for group in GROUPS)}
 """What a command line cannot give, or gives as options of its own."""
-RENAMED = {"time_limit": "time_limit_s", "memory": "memory_bytes"}
+RENAMED = {"device_memory": "device_bytes", "time_limit": "time_limit_s", "memory": "memory_bytes"}
 """A text with a unit on the command line, a number in Python."""
 OF_OTHER_FUNCTIONS = {
     "plan": {"fit", "predict", "suggest", "budget", "dry_run_mesh", "sequence_parallel"},

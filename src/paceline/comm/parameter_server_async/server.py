@@ -69,6 +69,7 @@ class ParameterSlice:
         self._lock = threading.Lock()
         self._version = first_batch
         self._sums: dict[int, ShardSum] = {}
+        self._weights: dict[int, ShardSum] = {}
         self._used: dict[int, Tensor] = {}
         # Never written to once they are here: an answer may be on its way while the next update is made.
         self._snapshots = {first_batch: self._values.clone()}
@@ -80,12 +81,22 @@ class ParameterSlice:
         version = max((version for version in snapshots if version <= batch), default=None)
         return None if version is None else snapshots[version]
 
-    def push(self, batch: int, finished: int, blocks: Sequence[Block], sums: Sequence[Tensor], used: Tensor) -> bool:
+    def push(
+        self,
+        batch: int,
+        finished: int,
+        blocks: Sequence[Block],
+        sums: Sequence[Tensor],
+        used: Tensor,
+        weights: Sequence[Tensor] = (),
+    ) -> bool:
         """Count gradients of shards of `batch`, summed by `blocks`; update once all are there.
 
         Args:
             finished: no batch before this one is needed by anybody.
             used: for every parameter of the model whether any of these shards gave it a gradient.
+            weights: of each of `sums`, a vector of one element: the update is made by the sum of all gradients divided
+                by that of all weights. Empty: by the sum.
 
         Returns:
             Whether all of these shards are counted now.
@@ -96,12 +107,19 @@ class ParameterSlice:
                 return True
             of_batch = self._sums.setdefault(batch, ShardSum(self._num_shards(batch)))
             arrived = of_batch.add(blocks, sums)
+            if weights:
+                self._weights.setdefault(batch, ShardSum(self._num_shards(batch))).add(blocks, weights)
             self._used[batch] = self._used.get(batch, used) | used
             while self._version in self._sums and self._sums[self._version].is_complete:
-                self._update(self._sums.pop(self._version).total(), self._used.pop(self._version))
+                weight = self._weights.pop(self._version, None)
+                total = None if weight is None else weight.total()
+                self._update(self._sums.pop(self._version).total(), self._used.pop(self._version), total)
             return arrived
 
-    def _update(self, gradient: Tensor, used: Tensor) -> None:
+    def _update(self, gradient: Tensor, used: Tensor, weight: Tensor | None) -> None:
+        if weight is not None:
+            gradient = gradient.mul_(weight.reciprocal())
+            used = used & (weight > 0)  # a batch in which nothing counts makes no update
         gradients = gradient.split([parameter.numel() for parameter in self._parameters])
         for held, parameter, part in zip(self._ranges, self._parameters, gradients, strict=True):
             # None as in plain torch where nobody used it: an optimizer would decay even what has gradient zero.

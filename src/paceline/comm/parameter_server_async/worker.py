@@ -104,6 +104,7 @@ class ParameterServerAsync:
         self._spans = spans(sum(p.numel() for p in self._parameters), terms.num_servers)
         self._seen = course.first_batch
         self._num_barriers = 0
+        self._weight_at: int | None = None
         self._coordinator: Coordinator | None = None
         self._peers: Peers | None = None
         if not self._node.leads:
@@ -138,13 +139,19 @@ class ParameterServerAsync:
             self._leave()
 
     def work(
-        self, compute: ShardGradient, until: int, wants_rest: Callable[[], bool] = lambda: False
+        self,
+        compute: ShardGradient,
+        until: int,
+        wants_rest: Callable[[], bool] = lambda: False,
+        weight_at: int | None = None,
     ) -> Iterator[tuple[int, Tensor]]:
         """Take part until `until` updates have been made in all, or until somebody wants a rest.
 
         Args:
             wants_rest: asked between two shards, on workers that lead their nodes; if it says so anywhere, all stop
                 as soon as the batches that are begun are finished, but not without having finished one.
+            weight_at: the place in the statistics of a shard's weight: the sum of gradients is divided by the sum of
+                weights before the update. None: it is the gradient already.
 
         Yields, on every worker, for every batch in order as it is finished, its number and the sum of its statistics.
         At the end (so take them all) every worker has the parameters after the updates that were made, as many
@@ -153,6 +160,7 @@ class ParameterServerAsync:
         Raises:
             PeerLost: a server is lost (says which), or this worker was given up by the others.
         """
+        self._weight_at = weight_at
         result: tuple[Task, ShardSums | None, int] | None = None
         while True:
             reply = self._node.on_leader(partial(self._ask, until, wants_rest, result))
@@ -259,6 +267,7 @@ class ParameterServerAsync:
 
     def _push(self, batch: int, finished: int, sums: ShardSums) -> bool:
         """Send every server its slice; returns whether all of them count these shards now."""
+        at = self._weight_at
         counted = self._answers(
             [
                 # Copies where a server keeps them: the one in this process gets no message but the tensor itself.
@@ -269,6 +278,7 @@ class ParameterServerAsync:
                     sums.blocks,
                     [gradient[start:stop].clone() for gradient in sums.gradients],
                     sums.used,
+                    [] if at is None else [statistics[at : at + 1].clone() for statistics in sums.statistics],
                 )
                 for start, stop in self._spans
             ]

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils import _pytree as pytree
 
-from paceline.parallel.engine import check_loss
+from paceline.parallel.losses import check_loss
 from paceline.parallel.pipeline.calls import Calls, MicroBatch, StageCall, StandIn, generator_state, set_generator_state
 from paceline.parallel.pipeline.message import MessageForm, TensorForm
 from paceline.parallel.pipeline.schedules import Action, Schedule
@@ -166,7 +166,9 @@ class Step:
                 left = self._send_values(stage + 1, number, run(call))
             else:
                 model = StandIn(self._calls_model, self._training, lambda call: run(call)[0])
-                loss = check_loss(micro_batch.loss_of(model)) * micro_batch.weight
+                loss = check_loss(micro_batch.loss_of(model))
+                if micro_batch.weight != 1.0:
+                    loss = loss * micro_batch.weight
                 self._losses += loss.detach()
                 left = [micro_batch.scale(loss)]
         self._passes[stage, number] = _Pass(arrived, left)

@@ -1,31 +1,16 @@
-"""From sample numbers to batches on the device: `ArrayReader` for array sets, `stream_batches` for others."""
+"""Batches of an array set, gathered, augmented and normalised as whole tensors."""
 
 from __future__ import annotations
 
-import contextlib
-import random
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol, cast
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate
 
-from paceline.containers import to_device
-from paceline.data import counter_random, random_streams
 from paceline.data.array_set import ArraySet
 from paceline.data.augment import augment
-from paceline.errors import DataError
-
-
-class MapDataset(Protocol):
-    """What torch calls a map-style data set."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
 
 
 class ArrayReader:
@@ -112,98 +97,3 @@ def _resident(inputs: NDArray[Any], targets: NDArray[Any], device: torch.device)
         return None
     # torch.tensor copies: a read-only map must not be shared with a tensor, which is always writable.
     return torch.tensor(inputs, device=device), torch.tensor(targets, device=device)
-
-
-def stream_batches(
-    dataset: MapDataset,
-    index_lists: Iterable[Sequence[int]],
-    *,
-    seed: int,
-    epoch: int,
-    num_workers: int,
-    device: torch.device,
-    dtype: torch.dtype = torch.float32,
-) -> Iterator[Any]:
-    """Collated batches of a map-style data set, one for each list of sample numbers, in their order.
-
-    The generators of `random`, `numpy.random` and `torch` are seeded for each sample alone, so random
-    transforms give the same sample in whatever process and order it is made; the caller's own generator
-    states are left as they were. Tensors anywhere inside a batch move to `device`; floating ones are cast
-    only if `dtype` is float64, since autocast sees to lower precisions. An empty list gives None, there being
-    nothing to collate.
-
-    Raises:
-        DataError, SystemExit: as the data set raised them for a sample, in `num_workers` processes too.
-    """
-    loader = DataLoader(
-        cast(Any, _SeededSamples(dataset, seed, epoch)),
-        batch_sampler=cast(Any, index_lists),
-        num_workers=num_workers,
-        collate_fn=_collate,
-        pin_memory=device.type == "cuda",
-        generator=torch.Generator(),  # or the loader would draw from the caller's
-    )
-    batches = iter(loader)
-    try:
-        while True:
-            with _global_generators_kept():
-                batch = next(batches, _END)
-            if batch is _END:
-                return
-            if isinstance(batch, _CARRIED_ERRORS):
-                raise batch
-            yield to_device(batch, device, dtype)
-    finally:
-        # An error's traceback keeps the loader alive until the garbage collector takes it apart, and in its
-        # order the loader's processes are no longer told to stop: it would wait 5 s for each. So stop them
-        # now.
-        stop_processes = getattr(batches, "_shutdown_workers", None)
-        if stop_processes is not None:
-            stop_processes()
-
-
-_END = object()
-
-_CARRIED_ERRORS = (DataError, SystemExit)
-"""What a loader process hands over as a value: torch would wrap the one into a page of traceback, and of the other it
-would say no more than that the process has gone."""
-
-
-class _SeededSamples:
-    """The user's data set, each sample made with global generators that are its own."""
-
-    def __init__(self, dataset: MapDataset, seed: int, epoch: int) -> None:
-        self._dataset = dataset
-        self._seed = seed
-        self._epoch = epoch
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        sample_seed = counter_random.key(self._seed, random_streams.SAMPLE, self._epoch, index)
-        random.seed(sample_seed)
-        np.random.seed([sample_seed & 0xFFFFFFFF, sample_seed >> 32])
-        torch.default_generator.manual_seed(sample_seed)  # the CPU's alone: no CUDA call in a forked process
-        try:
-            return self._dataset[index]
-        except _CARRIED_ERRORS as error:
-            return error
-
-
-def _collate(samples: list[Any]) -> Any:
-    for sample in samples:
-        if isinstance(sample, _CARRIED_ERRORS):
-            return sample
-    return default_collate(samples) if samples else None
-
-
-@contextlib.contextmanager
-def _global_generators_kept() -> Iterator[None]:
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])

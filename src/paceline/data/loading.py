@@ -1,0 +1,131 @@
+"""`Loading`: a data set, and how its samples become batches; also as a DataLoader says it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, default_collate
+
+from paceline.data.order import EpochOrder, SequentialOrder, ShuffledOrder
+from paceline.data.samplers import check_sampler, listed_order
+from paceline.data.substreams import is_stream
+from paceline.errors import DataError
+
+Collate = Callable[[list[Any]], Any]
+"""From a list of samples to the content of a batch."""
+
+
+@dataclass(frozen=True, eq=False)
+class Loading:
+    """How the samples of a data set are visited, read and collated."""
+
+    dataset: Any
+    collate_fn: Collate | None = None
+    """Called for one virtual shard's samples at a time; None: torch's default, for all samples of a worker at once."""
+    sampler: Any = None
+    """A torch Sampler or BatchSampler, or a function of (seed, epoch); None: all samples, shuffled by the seed."""
+    drop_last: bool = False
+    """Leave out the samples of an epoch's last batch if it would be short."""
+    num_workers: int = 0
+    """Loader processes of each worker."""
+    worker_init_fn: Callable[[int], Any] | None = None
+    pin_memory: bool | None = None
+    """None: where the device is a GPU."""
+    prefetch_factor: int | None = None
+    timeout: float = 0
+    """Seconds to wait for a loader process; 0: for ever."""
+    multiprocessing_context: Any = None
+    batch_size: int | None = None
+    """Samples that are evaluated together; None: as the job says."""
+
+    @classmethod
+    def of(cls, dataset: Any, global_batch_size: int, purpose: str = "training", **given: Any) -> Self:
+        """How `dataset` is read; what a DataLoader says is taken over, unless it is given here.
+
+        Raises:
+            DataError: something that a DataLoader says cannot be so, or a sampler gives each worker other samples.
+        """
+        given = {name: value for name, value in given.items() if value is not None}
+        if is_loader(dataset):
+            loading = dataclasses.replace(cls._of_loader(dataset, global_batch_size, purpose), **given)
+        else:
+            loading = cls(dataset, **given)
+        if loading.collate_fn is default_collate:
+            loading = dataclasses.replace(loading, collate_fn=None)
+        if loading.sampler is not None and is_stream(loading.dataset):
+            raise DataError("A stream has an order of its own; leave the sampler out, or give a map-style set.")
+        if loading.sampler is not None:
+            check_sampler(loading.sampler)
+        _check_collate(loading.collate_fn)
+        return loading
+
+    @classmethod
+    def _of_loader(cls, loader: DataLoader[Any], global_batch_size: int, purpose: str) -> Self:
+        """What a DataLoader says. `shuffle=True` means the job's own order."""
+        if loader.batch_size is None and loader.batch_sampler is None:
+            raise DataError(
+                f"The {purpose} DataLoader has batch_size=None, so its data set makes the batches, and these cannot be "
+                "divided among workers; give a data set of single samples and a batch size."
+            )
+        if purpose == "training" and loader.batch_size not in (None, global_batch_size):
+            raise DataError(
+                f"The DataLoader has batch_size={loader.batch_size} and the job global_batch_size={global_batch_size}; "
+                "give both the number of samples that all workers train on in one step."
+            )
+        if loader.batch_size is None:
+            sampler: Any = loader.batch_sampler
+        else:
+            sampler = None if _is_shuffle(loader) or is_stream(loader.dataset) else loader.sampler
+        return cls(
+            dataset=loader.dataset,
+            collate_fn=loader.collate_fn,
+            sampler=sampler,
+            drop_last=loader.drop_last,
+            num_workers=loader.num_workers,
+            worker_init_fn=loader.worker_init_fn,
+            pin_memory=loader.pin_memory or None,
+            prefetch_factor=loader.prefetch_factor,
+            timeout=loader.timeout,
+            multiprocessing_context=loader.multiprocessing_context,
+            batch_size=loader.batch_size,
+        )
+
+    def order(self, set_size: int, global_batch_size: int, seed: int, epoch: int) -> EpochOrder:
+        """The order of an epoch in training."""
+        if self.sampler is None:
+            return ShuffledOrder(set_size, global_batch_size, seed, epoch, drop_last=self.drop_last)
+        return listed_order(self.sampler, set_size, global_batch_size, seed, epoch, drop_last=self.drop_last)
+
+    def evaluation_order(self, set_size: int, batch_size: int, seed: int) -> EpochOrder:
+        """The chunks in which the set is evaluated: all its samples, or those of the sampler.
+
+        Raises:
+            DataError: some samples would be left out.
+        """
+        if self.drop_last:
+            raise DataError("An evaluation counts every sample once; give its DataLoader drop_last=False.")
+        if self.sampler is None or type(self.sampler) is SequentialSampler:
+            return SequentialOrder(set_size, self.batch_size or batch_size)
+        return listed_order(self.sampler, set_size, self.batch_size or batch_size, seed, 0)
+
+
+def is_loader(dataset: Any) -> bool:
+    """Whether `dataset` is a torch DataLoader."""
+    return isinstance(dataset, DataLoader)
+
+
+def _is_shuffle(loader: DataLoader[Any]) -> bool:
+    """Whether the loader's sampler is what `shuffle=True` makes: every sample once, at random."""
+    sampler = loader.sampler
+    return type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
+
+
+def _check_collate(collate_fn: Collate | None) -> None:
+    if getattr(collate_fn, "seed", None) is not None:
+        raise DataError(
+            f"The collate function {type(collate_fn).__name__} has a seed, so its draws depend on how many batches it "
+            "made before; leave seed out: torch, NumPy and random are seeded for every virtual shard."
+        )

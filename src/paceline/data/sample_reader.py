@@ -1,0 +1,164 @@
+"""Samples of a map-style data set as batches on the device, read and collated by torch's DataLoader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, default_collate
+
+from paceline.containers import to_device
+from paceline.data import counter_random, random_streams
+from paceline.data.generators import global_generators_kept, seed_global_generators
+from paceline.data.loading import Collate, Loading
+from paceline.errors import DataError
+
+
+class MapDataset(Protocol):
+    """What torch calls a map-style data set."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """Samples that are read together, by their numbers."""
+
+    shards: tuple[NDArray[np.int64], ...]
+    """Those of each virtual shard."""
+    batch: int = 0
+    """The number of their global batch in its epoch, or of the chunk of an evaluation."""
+    first_shard: int = 0
+    """The number of the first of these shards in the global batch."""
+
+
+def read_samples(
+    loading: Loading,
+    requests: Iterable[SampleRequest],
+    *,
+    seed: int,
+    epoch: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    train: bool = True,
+) -> Iterator[list[Any]]:
+    """The collated contents of each request, in their order: of every shard, if there is a collate function; else of
+    all samples together, or None for none.
+
+    The generators of `random`, `numpy.random` and `torch` are seeded for each sample alone, so random
+    transforms give the same sample in whatever process and order it is made, and for each call of the collate function;
+    the caller's own generator states are left as they were. Tensors anywhere inside a batch move to `device`; floating
+    ones are cast only if `dtype` is float64, since autocast sees to lower precisions.
+
+    Raises:
+        DataError, SystemExit: as the data set raised them for a sample, in loader processes too.
+    """
+    settings = dict[str, Any](num_workers=loading.num_workers)
+    if loading.num_workers > 0:
+        settings |= {
+            "worker_init_fn": loading.worker_init_fn,
+            "prefetch_factor": loading.prefetch_factor,
+            "timeout": loading.timeout,
+            "multiprocessing_context": loading.multiprocessing_context,
+        }
+    loader = DataLoader(
+        cast(Any, _ShardReader(loading.dataset, loading.collate_fn, seed, epoch, train)),
+        batch_sampler=cast(Any, requests),
+        collate_fn=_as_it_is,
+        pin_memory=device.type == "cuda" if loading.pin_memory is None else loading.pin_memory,
+        generator=torch.Generator(),  # or the loader would draw from the caller's
+        **settings,
+    )
+    return (to_device(contents, device, dtype) for contents in loaded(loader))
+
+
+def loaded(loader: DataLoader[Any]) -> Iterator[Any]:
+    """What a loader gives, with the caller's generators as they were, and its processes ended in any case.
+
+    Raises:
+        DataError, SystemExit: given as values by the loader's processes.
+    """
+    items = iter(loader)
+    try:
+        while True:
+            with global_generators_kept():
+                item = next(items, _END)
+            if item is _END:
+                return
+            if isinstance(item, CARRIED_ERRORS):
+                raise item
+            yield item
+    finally:
+        # An error's traceback keeps the loader alive until the garbage collector takes it apart, and in its
+        # order the loader's processes are no longer told to stop: it would wait 5 s for each. So stop them
+        # now.
+        stop_processes = getattr(items, "_shutdown_workers", None)
+        if stop_processes is not None:
+            stop_processes()
+
+
+_END = object()
+
+CARRIED_ERRORS = (DataError, SystemExit)
+"""What a loader process hands over as a value: torch would wrap the one into a page of traceback, and of the other it
+would say no more than that the process has gone."""
+
+
+class _ShardReader:
+    """Reads and collates requests, each sample and each shard with global generators that are its own."""
+
+    def __init__(self, dataset: MapDataset, collate_fn: Collate | None, seed: int, epoch: int, train: bool) -> None:
+        self._dataset = dataset
+        self._collate_fn = collate_fn
+        self._seed = seed
+        self._epoch = epoch
+        self._stream = random_streams.COLLATE if train else random_streams.COLLATE_EVALUATION
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitems__(self, request: SampleRequest) -> Any:  # torch calls this with whatever the batch sampler gives
+        try:
+            shards = [[self._sample(index) for index in shard.tolist()] for shard in request.shards]
+            if self._collate_fn is None:
+                return [collated([sample for shard in shards for sample in shard])]
+            return [
+                self._collated_shard(self._collate_fn, samples, request.batch, shard)
+                for shard, samples in enumerate(shards, request.first_shard)
+            ]
+        except CARRIED_ERRORS as error:
+            return error
+
+    def _sample(self, index: int) -> Any:
+        seed_global_generators(counter_random.key(self._seed, random_streams.SAMPLE, self._epoch, index))
+        return self._dataset[index]
+
+    def _collated_shard(self, collate_fn: Collate, samples: list[Any], batch: int, shard: int) -> Any:
+        seed_global_generators(shard_key(self._seed, self._stream, self._epoch, batch, shard))
+        return collate_fn(samples)
+
+
+def shard_key(seed: int, stream: int, epoch: int, batch: int, shard: int) -> int:
+    """The seed that belongs to one virtual shard of one global batch."""
+    return counter_random.key(seed, stream, epoch, (batch << 24) + shard)
+
+
+def collated(samples: list[Any]) -> Any:
+    """Samples as torch collates them by default; None for none. Raises `DataError` if they do not fit together."""
+    try:
+        return default_collate(samples) if samples else None
+    except (RuntimeError, TypeError) as problem:
+        raise DataError(
+            f"Samples cannot be collated by torch's default ({str(problem).splitlines()[0].rstrip('.')}); give "
+            "run.batches a collate_fn, which may pad them."
+        ) from None
+
+
+def _as_it_is(contents: Any) -> Any:
+    return contents

@@ -1,0 +1,223 @@
+"""A stream cut into as many substreams as a job has virtual shards, the same on any number of workers.
+
+Global batch k takes the next samples of every substream. A set that can tell its own shards apart (`num_shards` and
+`shard(num_shards, index)`, as the streams of `datasets` do) is split by them where their number is a multiple of that
+of the substreams. Any other stream is read as it comes: its next samples form the next global batch, and the substreams
+are their places in it; each worker reads the whole stream then, and keeps its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch.utils.data import IterableDataset
+
+from paceline.containers import open_container
+from paceline.data import counter_random, random_streams
+from paceline.data.generators import seed_global_generators
+from paceline.errors import DataError
+
+_WHOLE = "whole"
+"""Names the state of a stream that is not split."""
+
+
+@dataclass(frozen=True)
+class StreamPosition:
+    """How far an epoch of a stream has been trained on."""
+
+    step: int
+    """The number of the next global batch."""
+    taken: tuple[int, ...]
+    """How many samples of each substream came before it."""
+    states: Mapping[str, Any] = field(default_factory=dict)
+    """States of the stream itself there, by the number of the substream; those that are known on this worker."""
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether a data set gives samples one after the other, and none by its number."""
+    has_numbers = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    return isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not has_numbers)
+
+
+def check_stream(stream: Any) -> None:
+    """Raises `DataError` for a stream that workers cannot share."""
+    if iter(stream) is stream:
+        raise DataError(
+            f"The training set is a {type(stream).__name__}, which can be read only once; give a data set whose "
+            "__iter__ begins anew, such as a torch IterableDataset."
+        )
+    if getattr(stream, "_distributed", None) is not None:
+        raise DataError(
+            "The stream was split by split_dataset_by_node, which Paceline does itself; give the whole stream."
+        )
+
+
+def is_split(stream: Any, num_substreams: int) -> bool:
+    """Whether each substream consists of shards of the set's own."""
+    num_shards = getattr(stream, "num_shards", None)
+    return isinstance(num_shards, int) and hasattr(stream, "shard") and num_shards % num_substreams == 0 < num_shards
+
+
+def quota(step: int, substream: int, num_substreams: int, global_batch_size: int) -> int:
+    """How many samples a full global batch takes of a substream; the remainder moves on, so that all are equal."""
+    each, rest = divmod(global_batch_size, num_substreams)
+    return each + ((substream - step * rest) % num_substreams < rest)
+
+
+class Substreams:
+    """Some substreams of one epoch, read by one process."""
+
+    def __init__(
+        self, stream: Any, own: Sequence[int], global_batch_size: int, seed: int, epoch: int, position: StreamPosition
+    ) -> None:
+        """
+        Args:
+            own: the numbers of the substreams that this process reads.
+            position: where to begin.
+        """
+        self._own = own
+        self._num = len(position.taken)
+        self._size = global_batch_size
+        _set_epoch(stream, epoch)
+        self._is_split = is_split(stream, self._num)
+        self._sources: dict[str, _Source] = {}
+        if self._is_split:
+            for number in own:
+                part = stream.shard(num_shards=self._num, index=number)
+                _set_epoch(part, epoch)
+                source = _Source(part, seed, epoch, number << 40)
+                source.go_to(position.taken[number], position.states.get(str(number)))
+                self._sources[str(number)] = source
+        else:
+            source = _Source(stream, seed, epoch, 0)
+            source.go_to(sum(position.taken), position.states.get(_WHOLE))
+            self._sources[_WHOLE] = source
+
+    def read(self, step: int) -> dict[int, list[Any]]:
+        """The samples of global batch `step` in each own substream, fewer or none after its end."""
+        if self._is_split:
+            counts = {number: quota(step, number, self._num, self._size) for number in self._own}
+            return {number: self._sources[str(number)].take(count) for number, count in counts.items()}
+        batch = self._sources[_WHOLE].take(self._size)
+        found, start = {}, 0
+        for number in range(self._num):
+            stop = start + quota(step, number, self._num, self._size)
+            if number in self._own:
+                found[number] = batch[start:stop]
+            start = stop
+        return found
+
+    def states(self) -> dict[str, Any]:
+        """The streams' own states after what was read, where they have one that is exact."""
+        states = {name: source.state() for name, source in self._sources.items()}
+        return {name: state for name, state in states.items() if state is not None}
+
+    def fingerprint(self) -> int:
+        """Of all samples read so far, whoever's they are; 0 for a set that is split by its own shards."""
+        return 0 if self._is_split else self._sources[_WHOLE].fingerprint
+
+
+def _set_epoch(stream: Any, epoch: int) -> None:
+    if hasattr(stream, "set_epoch"):
+        stream.set_epoch(epoch)
+
+
+class _Source:
+    """A stream that is read one by one, each sample with global generators that are its own."""
+
+    def __init__(self, stream: Any, seed: int, epoch: int, first_key: int) -> None:
+        self._stream = stream
+        self._key = seed, random_streams.SAMPLE, epoch
+        self._next = first_key
+        self._has_state = _has_exact_state(stream)
+        self._samples: Iterator[Any] | None = None
+        self._is_over = False
+        self.fingerprint = 0
+
+    def go_to(self, count: int, state: Any) -> None:
+        """Continue after the first `count` samples: by the stream's own state, or by reading them again."""
+        if count == 0:
+            return
+        if state is not None and self._has_state:
+            self._stream = copy.deepcopy(self._stream)  # the next epoch begins at the beginning
+            self._stream.load_state_dict(copy.deepcopy(state))
+            self._next += count
+        elif len(self.take(count)) < count:
+            raise DataError(
+                f"The stream ended before the {count:,} samples that it had given when this run was saved; resume with "
+                "the same data."
+            )
+
+    def take(self, count: int) -> list[Any]:
+        """The next samples; fewer at the end."""
+        found: list[Any] = []
+        while len(found) < count and not self._is_over:
+            seed_global_generators(counter_random.key(*self._key, self._next))
+            if self._samples is None:
+                self._samples = iter(self._stream)
+            sample = next(self._samples, _END)
+            if sample is _END:
+                self._is_over, self._samples = True, None
+                break
+            found.append(sample)
+            self._next += 1
+        self.fingerprint = _crc(found, self.fingerprint)
+        return found
+
+    def state(self) -> Any:
+        """The stream's own state; None where it has none, or has not begun or has ended."""
+        if not self._has_state or self._samples is None:
+            return None
+        state = self._stream.state_dict()
+        try:  # it is kept as JSON, which may not have it all
+            return state if json.loads(json.dumps(state)) == state else None
+        except (TypeError, ValueError):
+            return None
+
+
+_END = object()
+
+
+def _has_exact_state(stream: Any) -> bool:
+    """Whether a stream resumes exactly by its own state.
+
+    Those of `datasets` do, except where they shuffle in a buffer, which is lost, or give other formats than Python's.
+    """
+    if not (hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict")):
+        return False
+    examples = getattr(stream, "_ex_iterable", None)
+    if examples is None:
+        return True
+    if getattr(stream, "_formatting", None) is not None:
+        return False
+    left = [examples]
+    while left:
+        part = left.pop()
+        if "Shuffled" in type(part).__name__ or "Randomly" in type(part).__name__:
+            return False
+        left += [vars(part).get("ex_iterable"), *(vars(part).get("ex_iterables") or ())]
+        left = [one for one in left if one is not None]
+    return True
+
+
+def _crc(values: Iterable[Any], crc: int) -> int:
+    """A checksum of the content of samples, the same in every process."""
+    for value in values:
+        container = open_container(value)
+        if container is not None:
+            crc = _crc(container.values, zlib.crc32(repr(container.places).encode(), crc))
+        elif hasattr(value, "numpy") or isinstance(value, np.ndarray):
+            crc = zlib.crc32(np.ascontiguousarray(value).tobytes(), crc)
+        elif isinstance(value, bytes):
+            crc = zlib.crc32(value, crc)
+        elif isinstance(value, str | int | float | None):
+            crc = zlib.crc32(repr(value).encode(), crc)
+        else:
+            crc = zlib.crc32(type(value).__name__.encode(), crc)
+    return crc

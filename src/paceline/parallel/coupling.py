@@ -1,0 +1,89 @@
+"""Finds out whether a loss is a mean over its samples: if so, virtual shards may go through the model together.
+
+A mean over valid tokens, a load-balancing term of a mixture of experts or a contrastive loss is not: then the loss of
+two shards together is another number than the mean of their own losses, and the result would depend on how many shards
+a worker computes. So where shards could go together for the first time, their loss is computed both ways.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import nn
+
+from paceline.parallel.losses import ShardLoss
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+"""The relative difference of two losses that rounding may explain."""
+_LOW_PRECISION_TOLERANCE = 2e-3
+_TF32_TOLERANCE = 2e-4
+
+
+def tolerance(model: nn.Module, device: torch.device) -> float:
+    """The relative difference between two ways to compute a loss that is put down to rounding; call it in the context
+    of a forward pass (autocast)."""
+    if torch.is_autocast_enabled(device.type):
+        return _LOW_PRECISION_TOLERANCE
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if torch.float32 in dtypes and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
+        return _TF32_TOLERANCE
+    return max((_TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE) for dtype in dtypes), default=_TOLERANCE[torch.float32])
+
+
+def describe_coupling(together: ShardLoss, singles: Sequence[ShardLoss], tolerance: float) -> str:
+    """A sentence if a loss of several shards is not the weighted mean of theirs; else empty."""
+    weights = [float(one.weight) for one in singles]
+    losses = [float(one.mean) for one in singles]
+    total, whole = sum(weights), float(together.mean)
+    if not total:
+        return ""
+    mean = sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight) / total
+    largest = max(abs(whole), *(abs(loss) for loss, weight in zip(losses, weights, strict=True) if weight))
+    if not math.isfinite(largest):
+        return ""
+    if abs(whole - mean) <= tolerance * largest and abs(float(together.weight) - total) <= 1e-4 * total:
+        return ""
+    return (
+        f"The loss of {len(singles)} virtual shards together, {whole:.6g}, is not the mean of their own losses, "
+        f"{mean:.6g}, so every shard goes through the model alone, which gives the same result on any number of "
+        "workers: if it is a mean over valid tokens, return paceline.Mean(loss, weight=number of tokens); if a term "
+        "couples samples (a mixture of experts' aux_loss, a contrastive loss), shard_by_shard = true says so."
+    )
+
+
+AUX_LOSS = (
+    "The model returns an aux_loss (output_router_logits), which couples the samples of a batch, so every virtual "
+    "shard goes through the model alone, which gives the same result on any number of workers; shard_by_shard = true "
+    "says so."
+)
+
+
+def returns_aux_loss(outputs: Sequence[object]) -> bool:
+    """Whether a model's output has a loss of its router, as the mixtures of experts of transformers do."""
+    return any(getattr(output, "aux_loss", None) is not None for output in outputs)
+
+
+@contextmanager
+def leaving_no_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside, the model computes without gradients; random generators are then as before.
+
+    A compiled model runs uncompiled, because it would be compiled again for this.
+    """
+    compiled = model.__dict__.get("_compiled_call_impl")
+    if compiled is not None:
+        model._compiled_call_impl = None
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), torch.no_grad():
+            yield
+    finally:
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+        if compiled is not None:
+            model._compiled_call_impl = compiled

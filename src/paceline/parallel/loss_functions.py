@@ -1,0 +1,78 @@
+"""What workers have learned about the loss functions of a run, each in its first steps."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from paceline.errors import ModelError
+from paceline.object_collectives import all_gather_objects
+from paceline.parallel.losses import Layout
+
+DRAWS = "draws random numbers"
+"""In place of a sentence: shards that draw random numbers or change buffers go through the model alone anyway."""
+
+
+class LossFunctions:
+    """Which numbers each loss function returns, and whether its loss couples samples; by the name of the function."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        """
+        Args:
+            group: the workers that train together; None: this one alone.
+        """
+        self._group = group
+        self._own: dict[str, Layout] = {}
+        self._agreed: dict[str, Layout] = {}
+        self.couples: dict[str, bool] = {}
+        """Whether shards have to go through the model one by one; saved with checkpoints."""
+
+    def has_returned(self, name: str, layout: Layout) -> None:
+        """Note what a loss function returned on this worker.
+
+        Raises:
+            ModelError: it returned other numbers before.
+        """
+        before = self._own.setdefault(name, layout)
+        if before != layout:
+            raise _differ(before, layout)
+
+    def may_be_weighted(self, name: str) -> bool:
+        """Whether a loss function may return a `Mean`."""
+        return name not in self._own or self._own[name].is_weighted
+
+    def layout(self, name: str) -> Layout:
+        """The layout of a loss function that has been called on this or another worker; a collective in its first step.
+
+        Raises:
+            ModelError: the workers' shards returned different numbers.
+        """
+        if name not in self._agreed:
+            everyone = all_gather_objects(self._own.get(name), self._group, (Layout,))
+            layouts = [one for one in everyone if one is not None]
+            for one in layouts[1:]:
+                if one != layouts[0]:
+                    raise _differ(layouts[0], one)
+            if not layouts:  # every worker ran out of memory first: the step starts over
+                return Layout()
+            self._agreed[name] = layouts[0]
+        return self._agreed[name]
+
+    def agree_on_coupling(self, name: str, reason: str) -> tuple[str, ...]:
+        """Let shards go through the model one by one from now on if any worker has a reason to; a collective.
+
+        Args:
+            reason: a sentence, `DRAWS`, or nothing.
+
+        Returns:
+            The sentence for the user, if there is one.
+        """
+        reasons = [one for one in all_gather_objects(reason, self._group) if one]
+        self.couples[name] = bool(reasons)
+        return tuple(one for one in reasons if one != DRAWS)[:1]
+
+
+def _differ(one: Layout, other: Layout) -> ModelError:
+    return ModelError(
+        f"The loss function returned {one.describe()} for some samples, and {other.describe()} for others; it should "
+        "return the same names in every step, with weight 0 (paceline.Mean) where there is nothing to count."
+    )

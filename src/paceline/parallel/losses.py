@@ -1,0 +1,244 @@
+"""What a loss function returns, as numbers that shards and workers can add.
+
+The loss of a step is
+
+    L = sum over s of w_s l_s / sum over s of w_s
+
+over the virtual shards s of the global batch, and the gradient is that of L. A plain loss is a mean over samples: w_s
+is the number of samples in a shard, and the sum of all w_s is known before the step begins. The total weight of a
+`Mean` (its valid tokens, say) is known at the end of the step only. So every shard contributes w_s l_s / N and w_s / N
+with N the samples of the global batch, and the summed gradient is multiplied once by N / sum of w_s, on the device.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.containers import open_container, tensors
+from paceline.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean with its weight: what a loss function or a metric returns if it is not a mean over its samples.
+
+    `paceline.Mean(loss, weight=num_tokens)` is the mean loss over `num_tokens` valid tokens. Means of different samples
+    are combined as sum(weight * value) / sum(weight), so that the result is the mean over all tokens.
+    """
+
+    value: Tensor | float
+    """The mean, one number."""
+    weight: Tensor | float
+    """The number of units that it is the mean of, or their total weight; 0: nothing, whatever `value` is."""
+
+
+Value = Tensor | float | Mean
+"""A further number from a loss function: a mean over its samples, or over its own weight."""
+
+Loss = Tensor | Mean | tuple[Tensor | Mean, Mapping[str, Value]]
+"""What a loss function returns: the mean over the samples it was given, or a `Mean`; and further numbers by name."""
+
+_RETURNS = (
+    "it should return one number, the mean loss over its samples, or paceline.Mean(loss, weight=…), or a pair of that "
+    "and a dict of further numbers"
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which numbers a loss function returns; the same for all virtual shards."""
+
+    is_weighted: bool = False
+    """Whether the loss is a `Mean`."""
+    values: tuple[tuple[str, bool], ...] = ()
+    """The further values by name, and whether each is a `Mean`."""
+
+    @property
+    def length(self) -> int:
+        """How many sums describe a step."""
+        return 1 + self.is_weighted + sum(1 + is_weighted for _, is_weighted in self.values)
+
+    def describe(self) -> str:
+        """In words, for errors."""
+        names = ", ".join(f"'{name}'{' (a Mean)' if is_weighted else ''}" for name, is_weighted in self.values)
+        return f"a {'paceline.Mean' if self.is_weighted else 'plain loss'} and {names or 'no further values'}"
+
+
+@dataclass(frozen=True)
+class ShardLoss:
+    """The loss of some virtual shards that went through the model together."""
+
+    layout: Layout
+    mean: Tensor
+    """Can be differentiated."""
+    weight: float | Tensor
+    """That of these shards in the sum over the global batch."""
+    sums: Tensor
+    """`layout.length` numbers to be added over all shards: each value times its weight, each `Mean`'s followed by the
+    weight."""
+
+    @property
+    def weighted(self) -> Tensor:
+        """The loss times its weight: the sum of this over all shards is differentiated."""
+        return self.mean * self.weight
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """The loss of a step and its further values, detached scalars, the same on every worker that trained on it."""
+
+    loss: Tensor
+    values: Mapping[str, Tensor] = field(default_factory=dict)
+    rescale: Tensor | None = None
+    """The factor from the sum of weighted shards to the gradient of `loss`; None: 1."""
+    notes: tuple[str, ...] = ()
+    """Sentences for the user about what was found out in this step."""
+
+    @classmethod
+    def of(cls, sums: Tensor, layout: Layout, notes: Sequence[str] = ()) -> StepLoss:
+        """From the sums over all shards of the global batch, of `layout.length` numbers."""
+        loss, rescale, place = sums[0], None, 1
+        if layout.is_weighted:
+            loss, rescale, place = sums[0] / sums[1], sums[1].reciprocal(), 2
+        values = {}
+        for name, is_weighted in layout.values:
+            values[name] = sums[place] / sums[place + 1] if is_weighted else sums[place]
+            place += 1 + is_weighted
+        return cls(loss, values, rescale, tuple(notes))
+
+
+def read_loss(returned: Any, fraction: float, num_in_batch: int, like: Tensor) -> ShardLoss:
+    """What a loss function returned for some samples of a global batch.
+
+    Args:
+        fraction: that these samples are of the global batch.
+        num_in_batch: the samples of the global batch.
+        like: a tensor of the dtype and on the device in which losses are added.
+
+    Raises:
+        ModelError: it is no loss.
+    """
+    loss: Any = returned
+    values: Mapping[str, Any] = {}
+    if isinstance(returned, tuple):
+        if len(returned) != 2 or not isinstance(returned[1], Mapping):
+            raise ModelError(f"The loss function returned a tuple of {len(returned)}; {_RETURNS}.")
+        loss, values = returned
+    is_weighted = isinstance(loss, Mean)
+    mean = check_loss(loss.value if isinstance(loss, Mean) else loss)
+    if isinstance(loss, Mean):
+        total = _weight(loss.weight, "loss", like) / num_in_batch
+        weight: float | Tensor = total.view(())
+        sums = _counted(mean.detach(), total, like)
+    else:
+        weight = fraction
+        sums = [(mean.detach() * fraction).to(like.dtype).view(1)]
+    kinds = []
+    for name, value in sorted(values.items()):
+        own = value.weight if isinstance(value, Mean) else None
+        number = _number(value.value if isinstance(value, Mean) else value, name, like)
+        kinds.append((str(name), own is not None))
+        sums += [number * fraction] if own is None else _counted(number, _weight(own, name, like) / num_in_batch, like)
+    return ShardLoss(Layout(is_weighted, tuple(kinds)), mean, weight, sums[0] if len(sums) == 1 else torch.cat(sums))
+
+
+def check_loss(loss: Any) -> Tensor:
+    """`loss` if it is a scalar that can be differentiated; else a `ModelError`."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ModelError(f"The loss function returned {shape}; {_RETURNS}.")
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise ModelError("The loss does not depend on any trainable parameter of the prepared model.")
+    return loss.view(())
+
+
+def _number(value: Any, name: str, like: Tensor) -> Tensor:
+    """A value as a tensor of shape (1,), detached."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.detach().to(like.device, like.dtype, non_blocking=True).view(1)
+    if isinstance(value, numbers.Real):
+        return like.new_tensor([float(value)])
+    got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    raise ModelError(
+        f"The loss function returned {got} as '{name}'; each of its values should be one number, or a paceline.Mean."
+    )
+
+
+def _weight(weight: Any, name: str, like: Tensor) -> Tensor:
+    """A weight as a tensor of shape (1,): checked where that costs nothing; NaN if it turns out to be negative."""
+    if isinstance(weight, Tensor) and weight.requires_grad:
+        raise ModelError(
+            f"The weight of '{name}' requires a gradient; a weight only counts, so give paceline.Mean weight.detach()."
+        )
+    if not isinstance(weight, numbers.Real | Tensor) or (isinstance(weight, Tensor) and weight.numel() != 1):
+        got = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
+        raise ModelError(f"The weight of '{name}' is {got}; it should be one number, such as that of valid tokens.")
+    if isinstance(weight, Tensor) and weight.device.type != "cpu":
+        number = weight.to(like.device, like.dtype).view(1)
+        return torch.where(number < 0, torch.nan, number)  # reading it would make the CPU wait
+    if not 0 <= (exact := float(weight)) < math.inf:
+        raise ModelError(f"The weight of '{name}' is {exact:g}; it should be 0 or more, such as the number of tokens.")
+    return like.new_tensor([exact])
+
+
+def _counted(value: Tensor, weight: Tensor, like: Tensor) -> list[Tensor]:
+    """[value times weight, weight]; the mean over nothing, which is NaN, counts for nothing."""
+    product = value.view(1).to(like.dtype) * weight
+    return [torch.where(weight == 0, torch.zeros_like(product), product), weight]
+
+
+@contextmanager
+def watching_outputs(module: nn.Module) -> Iterator[list[Any]]:
+    """Inside, what `module` returns is kept in a list. Not if it is compiled: a hook would compile it again."""
+    outputs: list[Any] = []
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        yield outputs
+        return
+
+    def keep(_module: nn.Module, _arguments: Any, output: Any) -> None:
+        outputs.append(output)
+
+    handle = module.register_forward_hook(keep)
+    try:
+        yield outputs
+    finally:
+        handle.remove()
+
+
+def ignore_unless(is_counted: Tensor | bool, outputs: Sequence[Any]) -> None:
+    """Let nothing flow back through a model's outputs if the loss counts for nothing: 0 times the gradient of a mean
+    over nothing would be NaN."""
+    if is_counted is True:
+        return
+    for output in outputs:
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: _where(is_counted, gradient))
+
+
+def counts(loss: ShardLoss) -> Tensor | bool:
+    """Whether a loss has a weight; known at once where that costs nothing."""
+    if not isinstance(loss.weight, Tensor):
+        return True
+    is_counted = loss.weight != 0
+    return bool(is_counted) if is_counted.device.type == "cpu" else is_counted
+
+
+def _where(is_counted: Tensor | bool, gradient: Tensor) -> Tensor:
+    if isinstance(is_counted, bool):
+        return torch.zeros_like(gradient)
+    return torch.where(is_counted, gradient, torch.zeros((), dtype=gradient.dtype, device=gradient.device))
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors in a model's output, be it a plain object with tensors as attributes."""
+    is_plain = not isinstance(output, Tensor) and open_container(output) is None
+    return tensors(vars(output) if is_plain and hasattr(output, "__dict__") else output)

@@ -1,0 +1,58 @@
+"""Global batches of a map-style data set, in the order that the job or a sampler says."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from paceline.data import Loading, SampleRequest
+from paceline.data.substreams import is_stream
+from paceline.errors import DataError
+from paceline.spec import Job
+from paceline.train.agreement import check_same_order
+from paceline.train.data_progress import Batch, DataProgress
+from paceline.train.process_group import World
+from paceline.train.reading import DatasetReader, num_samples
+
+
+def sample_batches(
+    loading: Loading,
+    epoch: int,
+    job: Job,
+    progress: DataProgress,
+    reader: DatasetReader,
+    world: World,
+    *,
+    reads_assignment: bool,
+) -> Iterator[tuple[Batch, Any]]:
+    """The remaining global batches of an epoch with this worker's content of each. A collective.
+
+    Args:
+        reads_assignment: whether a worker computes the samples assigned to it; else its content is one sample, always
+            the same.
+    """
+    set_size = num_samples(loading.dataset, "training")
+    orders = functools.partial(loading.order, set_size, job.global_batch_size, job.seed)
+    numbers = progress.enter(epoch, orders, set_size, one_by_one=loading.collate_fn is not None)
+    check_same_order(progress.digest, epoch, world.group)
+    read = (progress.batch(number, numbers.stop) for number in (numbers if reads_assignment else numbers[:1]))
+    requests = (
+        SampleRequest(
+            batch.own_shards if reads_assignment else (batch.samples[:1],), batch.number, batch.assignment.own[0]
+        )
+        for batch in read
+    )
+    contents = reader.read_shards(loading, epoch, requests)
+    batches = (progress.batch(number, numbers.stop) for number in numbers)
+    return zip(batches, contents if reads_assignment else itertools.cycle(contents), strict=False)
+
+
+def check_server_order(loading: Loading, *, reads_assignment: bool) -> None:
+    """Raises `DataError` for data that asynchronous servers, which hand out batches by their numbers, cannot have."""
+    if not reads_assignment and (loading.sampler is not None or is_stream(loading.dataset)):
+        raise DataError(
+            "With aggregation.method = 'parameter_server_async' samples come in the job's own order; give a map-style "
+            "data set without a sampler, or aggregate in another way."
+        )

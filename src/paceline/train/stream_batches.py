@@ -1,0 +1,151 @@
+"""Global batches of a stream, whose length nobody knows: workers tell each other how many samples each has read.
+
+They do so one step ahead: while a batch is trained on, the next one is read and its sizes travel. So no worker waits
+for them, all divide a short batch by the same number of samples, and all know together when the epoch has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.data import Loading
+from paceline.data.order import digest_of
+from paceline.data.stream_reader import StreamStep, stand_in
+from paceline.data.substreams import check_stream, is_split
+from paceline.errors import DataError
+from paceline.object_collectives import all_gather_objects
+from paceline.parallel.assignment import Assignment, shards_of_rank
+from paceline.sharded_batch import ShardedBatch
+from paceline.spec import Job
+from paceline.train.agreement import check_same_order
+from paceline.train.data_progress import Batch, DataProgress
+from paceline.train.process_group import World
+from paceline.train.reading import DatasetReader
+from paceline.train.schedule import counts_epochs
+
+
+class StreamBatches:
+    """Reads the streams of one run."""
+
+    def __init__(
+        self,
+        job: Job,
+        progress: DataProgress,
+        reader: DatasetReader,
+        world: World,
+        rank: int,
+        num_assignments: int,
+        timeout_s: float,
+    ) -> None:
+        """
+        Args:
+            rank: the index of this worker among the `num_assignments` of a global batch.
+        """
+        self._job = job
+        self._progress = progress
+        self._reader = reader
+        self._world = world
+        self._own = range(*shards_of_rank(rank, num_assignments, job.virtual_shards))
+        self._timeout_s = timeout_s
+        self._group: dist.ProcessGroup | None = None
+
+    def batches(self, loading: Loading, epoch: int, samples_per_epoch: int | None) -> Iterator[tuple[Batch, Any]]:
+        """The remaining global batches of an epoch with this worker's content of each. A collective.
+
+        Raises:
+            DataError: workers cannot share the stream, or read other samples of it.
+        """
+        job, progress, stream = self._job, self._progress, loading.dataset
+        check_stream(stream)
+        samples_per_epoch = _epoch_length(job, stream, samples_per_epoch)
+        if self._world.group is not None and self._group is None:
+            # A group of its own, in CPU memory: sizes travel while others communicate.
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
+        progress.gather = lambda value: all_gather_objects(value, self._group)
+        digest = _digest(stream, job)
+        position = progress.enter_stream(epoch, digest)
+        steps = self._reader.read_stream(loading, epoch, list(self._own), position)
+        first = next(steps)
+        check_same_order(f"{digest} {first.fingerprint}", epoch, self._group)
+        return self._train_on(loading, first, steps, samples_per_epoch)
+
+    def _train_on(
+        self, loading: Loading, first: StreamStep, steps: Iterator[StreamStep], samples_per_epoch: int
+    ) -> Iterator[tuple[Batch, Any]]:
+        progress, job = self._progress, self._job
+        ahead, exchange = first, _SizeExchange(first.sizes, job.virtual_shards, self._group)
+        contents = _Contents(loading, self._reader)
+        while progress.steps_left != 0:
+            step, sizes = ahead, exchange.received()
+            if not any(sizes) or (loading.drop_last and sum(sizes) < job.global_batch_size):
+                progress.end_stream()
+                return
+            if progress.steps_left != 1:
+                ahead = next(steps)
+                exchange = _SizeExchange(ahead.sizes, job.virtual_shards, self._group)
+            one_by_one = loading.collate_fn is not None
+            batch = progress.stream_batch(sizes, step.states, samples_per_epoch, one_by_one=one_by_one)
+            yield batch, contents.of(step, batch.assignment)
+
+
+class _Contents:
+    """What a worker trains on; a stand-in where its substreams have ended before others'."""
+
+    def __init__(self, loading: Loading, reader: DatasetReader) -> None:
+        self._loading = loading
+        self._reader = reader
+        self._stand_in: Any = None
+
+    def of(self, step: StreamStep, assignment: Assignment) -> Any:
+        sizes = assignment.sizes
+        contents = step.contents
+        if not sizes:
+            if self._stand_in is None:
+                self._stand_in = self._reader.on_device(stand_in(self._loading))
+            sizes, contents = (1,), [self._stand_in]
+        return contents[0] if self._loading.collate_fn is None else ShardedBatch(tuple(contents), sizes)
+
+
+class _SizeExchange:
+    """The number of samples that each substream gives for one global batch, on its way to all workers."""
+
+    def __init__(self, own: dict[int, int], num_substreams: int, group: dist.ProcessGroup | None) -> None:
+        self._sizes = torch.zeros(num_substreams, dtype=torch.int64)
+        for number, size in own.items():
+            self._sizes[number] = size
+        # The maximum: each worker writes its own substreams; workers of one pipeline or tensor group read the same.
+        self._work = (
+            None if group is None else dist.all_reduce(self._sizes, dist.ReduceOp.MAX, group=group, async_op=True)
+        )
+
+    def received(self) -> Sequence[int]:
+        if self._work is not None:
+            self._work.wait()
+        sizes: list[int] = self._sizes.tolist()
+        return sizes
+
+
+def _digest(stream: Any, job: Job) -> str:
+    """A fingerprint of how a stream is divided."""
+    name = stream.digest() if hasattr(stream, "digest") else type(stream).__name__
+    ways = f"{getattr(stream, 'num_shards', 1)} shards" if is_split(stream, job.virtual_shards) else "as it comes"
+    return digest_of(f"stream {name}, {ways}, {job.virtual_shards} substreams, {job.global_batch_size} samples a batch")
+
+
+def _epoch_length(job: Job, stream: Any, given: int | None) -> int:
+    """The number of samples by which schedules count an epoch; 1 where none does."""
+    if given is None and hasattr(stream, "__len__"):
+        given = len(stream)
+    if given is not None:
+        return given
+    if counts_epochs(job):
+        raise DataError(
+            "The schedule or warm-up of optim counts epochs, but the length of the training stream is not known; give "
+            "run.batches samples_per_epoch=…, or leave the schedule out and end the run by max_steps."
+        )
+    return 1

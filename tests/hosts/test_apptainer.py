@@ -1,0 +1,130 @@
+"""Training in a real Apptainer image of a local tree, on one node and on two, and what happens to workers in it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.launch.containers import in_container
+from tests.hosts.apptainer import ApptainerMissingError, build_image, install, why_not_apptainer
+from tests.hosts.cluster import Cluster
+from tests.hosts.sshd import ssh_between, why_not_ssh
+from tests.hosts.stdio import commands_on, wait_until
+
+pytestmark = [
+    pytest.mark.hosts,
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(bool(why_not_ssh() or why_not_apptainer()), reason=why_not_ssh() or why_not_apptainer() or ""),
+]
+
+TIMEOUT_S = 300.0
+SCRIPTS = Path(__file__).parents[1] / "plain_scripts"
+LIBRARIES = ("with_accelerate.py", "with_fabric.py", "with_lightning.py", "with_trainer.py")
+VARIABLES = {"PACELINE_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+ON_ONE = ("-n", "2")
+ON_TWO = ("--hosts", "node0:1,node1:1")
+MARK = "paceline.launch.worker"
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Path]:
+    """A folder with Apptainer and an image, or no tests."""
+    folder = Path(tempfile.mkdtemp(prefix="paceline-apptainer-"))
+    try:
+        install(folder)
+        build_image(folder)
+        yield folder
+    except ApptainerMissingError as reason:
+        pytest.skip(str(reason))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def cluster(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    lay_over = f"mount -t overlay -o lowerdir={place / 'bin'}:/usr/local/bin none /usr/local/bin"
+    with (
+        Cluster(num_nodes=2, rate_bits_per_s=1e9) as cluster,
+        ssh_between(cluster.nodes, tmp_path_factory.mktemp("keys")),
+    ):
+        for node in cluster.nodes:  # where a shell over SSH finds it
+            laid = node.exec(["sh", "-c", lay_over])
+            assert laid.wait(10.0) == 0, laid.output
+        yield cluster
+
+
+def paceline(cluster: Cluster, cwd: Path, *arguments: str) -> tuple[int, str, str]:
+    """`paceline ARGUMENTS` on the first node: its exit code, and what it wrote; nobody of it is left."""
+    command = cluster.nodes[0].exec([sys.executable, "-m", "paceline", *arguments], env=VARIABLES, cwd=cwd)
+    ended = command.wait(TIMEOUT_S), command.stdout, command.stderr
+    for node in cluster.nodes:
+        wait_until(
+            lambda node=node: not any(MARK in line or "paceline agent" in line for line in commands_on(node)),  # type: ignore[misc]
+            timeout_s=30.0,
+            what=f"all processes on {node.hostname} have ended",
+        )
+    return ended
+
+
+def weights_of(cluster: Cluster, cwd: Path, script: str, *where: str) -> str:
+    # How a kernel splits its sums among threads may change their last bits.
+    exit_code, out, err = paceline(cluster, cwd, "launch", "--threads", "1", *where, str(SCRIPTS / script))
+    assert exit_code == 0, out + err
+    (line,) = [line for line in out.splitlines() if line.startswith("weights ")]
+    return line
+
+
+@pytest.mark.parametrize("script", LIBRARIES)
+def test_scripts_of_other_libraries(cluster: Cluster, place: Path, tmp_path: Path, script: str) -> None:
+    image = ("--container", str(place / "image.sif"))
+    expected = weights_of(cluster, tmp_path, script, *ON_ONE)
+    assert weights_of(cluster, tmp_path, script, *ON_TWO, *image) == expected
+
+
+def test_a_job_on_one_node_and_on_two(cluster: Cluster, place: Path, tmp_path: Path) -> None:
+    def weights(name: str, *where: str) -> str:
+        job = ("train", "digits-lenet", "--set", "parity=bitwise", "--max-steps", "3", "--quiet", "--out", name)
+        exit_code, out, err = paceline(cluster, tmp_path, *job, *where)
+        assert exit_code == 0, out + err
+        return str(json.loads((tmp_path / name / "record.json").read_text())["weights_sha256"])
+
+    image = ("--container", str(place / "image.sif"))
+    assert weights("one", *ON_ONE, *image) == weights("two", *ON_TWO, *image) == weights("alone", "-n", "1")
+
+
+@pytest.mark.parametrize("where", [ON_ONE, ON_TWO], ids=["one node", "two nodes"])
+@pytest.mark.parametrize(
+    ("fault", "cause", "words"),
+    [
+        ("raise", "exception", "ValueError: sample 17 is damaged"),
+        ("kill", "signal", "killed by SIGKILL"),
+        ("hang", "hung", "in read_from_a_disk_that_hangs"),
+    ],
+)
+def test_what_happens_to_a_worker_is_named(
+    cluster: Cluster, place: Path, tmp_path: Path, where: Sequence[str], fault: str, cause: str, words: str
+) -> None:
+    options = ("--container", str(place / "image.sif"), "--hang-timeout", "15", "--out", "run")
+    exit_code, out, err = paceline(cluster, tmp_path, "launch", *where, *options, str(SCRIPTS / "ddp.py"), fault)
+    assert exit_code != 0 and "weights" not in out, out + err
+    report: dict[str, Any] = json.loads((tmp_path / "run" / "failure.json").read_text())
+    hostname = "node1" if where == ON_TWO else "node0"
+    assert (report["cause"], report["ranks"], report["hostname"]) == (cause, [1], hostname), report
+    assert words in report["sentence"] + report["evidence"] and words in err, err
+
+
+def test_gpus_are_passed_through(cluster: Cluster, place: Path, tmp_path: Path) -> None:
+    look = ["python3", "-c", "import os, paceline; print(os.getcwd(), paceline.__file__)"]
+    program = in_container(look, str(place / "image.sif"), cwd=tmp_path, gpus=True)
+    assert "--nv" in program
+    done = cluster.nodes[0].exec(program)
+    assert done.wait(TIMEOUT_S) == 0, done.output
+    assert done.stdout.startswith(f"{tmp_path} /opt/python/")
