@@ -148,6 +148,12 @@ class Recorder(Watch):
         changed = [one for one, version in zip(tensors, versions, strict=True) if one._version != version]
         gives = tensors_in(output)
         if not gives and not changed:
+            if always:
+                raise ModelError(
+                    f"{type(self._model).__name__} cannot be cut into stages, because '{name}' returns a "
+                    f"{type(output).__name__}, in which no tensors are found: return a tensor, tuple, dictionary or "
+                    "dataclass, or choose another strategy."
+                )
             self._asked(name, function, takes or parameters)
             return output
         if function is None and not always:

@@ -310,6 +310,36 @@ def test_in_stages_a_model_computes_and_learns_the_same(kind: type[nn.Module], t
     assert all(map(torch.equal, whole, in_stages))
 
 
+class Opaque(nn.Module):
+    """What it returns nobody can look into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        return iter([self.linear(x)])
+
+
+class WithOpaque(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.opaque = Opaque()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(next(self.opaque(x)))
+
+
+class Packed(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        packed = nn.utils.rnn.pack_padded_sequence(x.unsqueeze(0), torch.ones(len(x), dtype=torch.long))
+        return self.head(self.lstm(packed)[1][0])
+
+
 class ByValue(Blocks):
     def forward(self, x: Tensor) -> Any:
         x = self.blocks[0](x)
@@ -327,6 +357,8 @@ class ByNumber(Blocks):
     [
         (ByValue(), "cannot be cut into stages.*takes a Python value out of a tensor \\(bool\\)"),
         (ByNumber(), "cannot be cut into stages.*takes a Python value out of a tensor \\(float\\)"),
+        (WithOpaque(), "cannot be cut into stages.*'opaque' returns a list_iterator, in which no tensors"),
+        (Packed(), "cannot be cut into stages.*'lstm' takes or returns a packed sequence"),
         (WithAttributes(), "cannot be cut into stages.*'blocks.0' hands a tensor to 'add' by another way"),
         (nn.Linear(3, 3), "cannot be called with the example.*shapes"),
     ],
@@ -358,6 +390,17 @@ def test_stages_that_compute_something_else_are_noticed() -> None:
     starts = recording.starts(["blocks.1"], 2)
     with pytest.raises(ModelError, match=r"IntoViews cannot be cut before blocks\.1\.0: .* computes something else"):
         check_stages(recording, stages_of(recording, starts), example, CPU)
+
+
+def test_checking_stages_changes_nothing() -> None:
+    model = WithDropout().train()
+    example = ModelCall.of(torch.ones(2, 8))
+    recording = record(model, example)
+    stages = stages_of(recording, recording.starts(["blocks.2"], 2))
+    before = torch.get_rng_state()
+    check_stages(recording, stages, example, CPU)
+    assert all(module.training for root in (model, *stages) for module in root.modules())
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_arguments_are_given_as_a_tensor_a_tuple_or_a_mapping() -> None:

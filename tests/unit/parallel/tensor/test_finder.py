@@ -237,3 +237,50 @@ def test_a_transformer_layer_sends_what_megatron_says() -> None:
     plan = TensorPlan(4, {"in": "colwise", "out": "rowwise"})
     sizes = {"in": LayerSize(8, 32, True), "out": LayerSize(32, 8, True)}
     assert bytes_per_sample(plan, sizes, 4) == 2 * (2 * 3 / 4 * 8 * 4)
+
+
+class Biased(nn.Module):
+    """The first of them makes a bias for each head, which all add to their scores."""
+
+    def __init__(self, has_bias: bool) -> None:
+        super().__init__()
+        self.n_heads, self.key_width, self.has_bias = 4, 2, has_bias
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8, bias=False) for _ in range(4))
+        self.bias = nn.Parameter(torch.randn(4, 1, 1)) if has_bias else None
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (self.n_heads, self.key_width)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        bias = self.bias if self.bias is not None else bias
+        scores = q @ k.transpose(-1, -2) + (0 if bias is None else bias)
+        y: Tensor = self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
+        return y
+
+
+def test_attentions_of_one_kind_are_divided_all_or_none() -> None:
+    """One that hands the others something of all heads keeps theirs together, as in T5."""
+    assert find_plan(nn.Sequential(Biased(False), Biased(False)), 2).layers
+    plan = find_plan(nn.Sequential(Biased(True), Biased(False)), 2)
+    assert not plan.layers
+    assert any("Biased stay whole" in note for note in plan.notes)
+
+
+class Counting(nn.Module):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y: Tensor = self.second(self.first(x).relu())
+        return y
+
+
+def test_finding_a_plan_moves_no_buffer() -> None:
+    model = Counting()
+    find_plan(model, 2)
+    assert float(model.get_buffer("calls")) == 0
