@@ -6,7 +6,7 @@ READY := .venv/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 FAST := not slow and not browser and not hosts
 
-.PHONY: demo check test test-fast docs bench bench-hosts clean
+.PHONY: demo check test test-fast fuzz docs bench bench-hosts clean
 
 demo: $(PACKAGE)
 	$(BIN)/paceline scale digits-lenet --devices 1,2 --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -29,6 +29,11 @@ test-fast: $(READY)
 # The site, in runs/docs; needs no network.
 docs: $(READY)
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs runs/docs
+
+# Inputs for every file format and option, for SECONDS.
+SECONDS ?= 600
+fuzz: $(READY)
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)
 
 # Needs DATA=DIR with mnist/ and cifar10/ in it.
 bench: $(READY)

@@ -22,6 +22,7 @@ from typing import Any
 
 _MOST_SHOWN = 100
 """Characters of a value in a sentence."""
+_LONGEST_SENTENCE = 1_500
 
 
 def shown(value: Any) -> str:
@@ -41,10 +42,24 @@ def shortened(text: str, most: int = _MOST_SHOWN) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-(most - most // 2 - 1) :]}"
 
 
+def printable(text: str) -> str:
+    """`text` with control characters written as in Python, but for line ends and tabs."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() or one in "\n\t" else repr(one)[1:-1] for one in text)
+
+
 class PacelineError(Exception):
-    """A mistake that the user can correct; its message is one sentence."""
+    """A mistake that the user can correct; its message is one sentence.
+
+    What it quotes may come from anywhere: nothing in it moves a terminal's cursor, and nobody has to read thousands of
+    characters.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(shortened(printable(message), _LONGEST_SENTENCE))
 
 
 class JobError(PacelineError):

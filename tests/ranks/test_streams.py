@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -197,7 +199,9 @@ def _train(
 ) -> tuple[str, list[float], list[int], int]:
     """Weights, losses, the samples that this worker saw, and the number of steps."""
     optim = {"schedule": "cosine"} if name == "as it comes" else {}
-    job = Job(global_batch_size=10, virtual_shards=4, epochs=2, parity=parity).with_values(optim=optim)
+    job = Job(global_batch_size=10, virtual_shards=4, epochs=2, parity=parity).with_values(
+        optim=optim, checkpoint={"every_steps": 2}
+    )
     losses: list[float] = []
     seen: list[int] = []
     precision = "float64" if parity == "numeric" else "float32"
@@ -210,6 +214,8 @@ def _train(
             stream, keys = _stream(name)
             for epoch in run.epochs():
                 for batch in run.batches(stream, epoch, **keys):
+                    if run.steps == fail_at and folder is not None and folder.endswith("killed"):
+                        os.kill(os.getpid(), signal.SIGKILL)
                     if run.steps == fail_at:
                         raise InterruptedError
                     losses.append(float(run.step(batch, _loss)))
@@ -243,6 +249,32 @@ def test_numeric_parity_in_sharded_engines_too() -> None:
                 np.testing.assert_allclose(losses, expected, rtol=1e-12, err_msg=strategy)
 
 
+def _train_in_layers(strategy: str) -> list[float]:
+    """The losses of a model that can be cut into stages and sharded over tp."""
+    job = Job(global_batch_size=10, virtual_shards=4, precision="float64")
+    with paceline.init(job, strategy=strategy) as run:
+        torch.manual_seed(3)
+        layers = [nn.Embedding(21, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)]
+        model = nn.Sequential(*layers)
+        example = torch.zeros(2, 6, dtype=torch.int64)
+        run.prepare(model, torch.optim.SGD(model.parameters(), 0.3), example=example)
+
+        def loss_fn(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+            loss: Tensor = ((model(batch["tokens"]).mean(1)[:, 0] - batch["noise"]) ** 2).mean()
+            return loss
+
+        stream = Files(files([20, 9, 6, 10]))
+        return [float(run.step(batch, loss_fn)) for batch in run.batches(stream, collate_fn=padded)]
+
+
+def test_shards_of_several_lengths_in_pipelines_and_over_tp() -> None:
+    (wanted,) = run_ranks(_train_in_layers, 1, "dp")
+    assert len(wanted) == 8
+    for world_size, strategy in ((2, "pp"), (2, "tp"), (4, "fsdp2 x tp2")):
+        for losses in run_ranks(_train_in_layers, world_size, strategy, timeout_s=120):
+            np.testing.assert_allclose(losses, wanted, rtol=1e-12, err_msg=strategy)
+
+
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_a_run_that_was_killed_ends_as_one_that_was_not(tmp_path: Path, name: str) -> None:
     ((sha, losses, seen, steps),) = run_ranks(_train, 1, name, "bitwise", "dp")
@@ -255,6 +287,19 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(tmp_path: Path, name: st
         stop = last[3]
         assert last[1] == losses[stop - len(last[1]) : stop], (num_workers, stop)
     assert last[0] == sha and last[3] == steps
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_a_hard_kill(tmp_path: Path, name: str) -> None:
+    """Nobody saves anything: the run goes on from the checkpoint before, written while the next batch was read."""
+    ((sha, losses, _, steps),) = run_ranks(_train, 1, name, "bitwise", "dp")
+    folder = tmp_path / "killed"
+    with pytest.raises(AssertionError, match=r"died without a word|Connection|peer"):
+        run_ranks(_train, 3, name, "bitwise", "dp", str(folder), None, 5)
+    assert list(folder.glob("step-*"))
+    last = run_ranks(_train, 2, name, "bitwise", "dp", str(folder))[0]
+    assert last[0] == sha and last[3] == steps
+    assert len(last[1]) >= steps - 5 and last[1] == losses[steps - len(last[1]) :]
 
 
 def _refusals() -> list[str]:

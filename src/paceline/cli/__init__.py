@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import Annotated, Any
 
@@ -27,7 +28,7 @@ from paceline.cli import (
     train,
     verify,
 )
-from paceline.errors import PacelineError, WorkerFailed
+from paceline.errors import PacelineError, WorkerFailed, shown
 from paceline.workflows.agent import agent
 
 INTERRUPTED = 130
@@ -103,6 +104,11 @@ def main() -> None:
         if isinstance(error, WorkerFailed) and error.report:
             print(f"The report: {error.report}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print(f"paceline: {shown(str(error.filename))} is longer than a file's name can be.", file=sys.stderr)
+        sys.exit(PacelineError.exit_code)
     if exit_code == INTERRUPTED:
         print("paceline: interrupted; all workers have ended.", file=sys.stderr)
     sys.exit(exit_code)

@@ -98,7 +98,7 @@ def train(
     if dry_run:
         print(workflow.train_commands(resolved, out=out, **options))
         return
-    run_dir = new_run_dir(out, resolved.name)
+    run_dir = new_run_dir(out, resolved.name, may_be_finished=True)
     record = workflow.train(resolved, out=run_dir, **options)
     if as_json:
         print(json.dumps(record.summary()))

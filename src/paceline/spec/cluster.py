@@ -10,7 +10,8 @@ from typing import Literal
 from paceline.errors import ClusterError, JobError
 from paceline.regular_files import parse_json, read_text, replace_text
 from paceline.spec.algorithm import AlgorithmName
-from paceline.spec.codec import ABOVE_ZERO, NOT_NEGATIVE, POSITIVE, JsonValue, above, at_least
+from paceline.spec.codec import ABOVE_ZERO, NOT_NEGATIVE, POSITIVE, JsonValue, above, at_least, between
+from paceline.spec.job import MOST_WORKERS
 
 DeviceKind = Literal["cpu", "cuda"]
 Source = Literal["datasheet", "measured"]
@@ -148,9 +149,9 @@ class JobTiming:
     """Whether a worker loads each batch itself before it computes; else loading overlaps with computing."""
     update_s: float | None = at_least(0, None)
     """Seconds of a step besides its passes: clipping, the optimizer, freeing gradients."""
-    workers_together: int = at_least(1, 1)
+    workers_together: int = between(1, MOST_WORKERS, 1)
     """The number of workers that computed at the same time: all of a plan."""
-    workers_together_on_node: int = at_least(1, 1)
+    workers_together_on_node: int = between(1, MOST_WORKERS, 1)
     """The largest number of these workers on one node."""
     together_micro_batch_size: int = at_least(0, 0)
     """Samples of each worker's pass while they computed at the same time."""

@@ -72,8 +72,8 @@ class DataSpec:
 class SchedulerSpec:
     """A learning-rate scheduler of torch, transformers or one's own, beside the schedule in samples."""
 
-    name: str
-    """An import path, such as "torch.optim.lr_scheduler:OneCycleLR"; it is called with the optimizer and `options`."""
+    name: str | None = None
+    """An import path, such as "torch.optim.lr_scheduler:OneCycleLR", called with the optimizer and `options`."""
     every: Literal["step", "epoch"] = "step"
     """After what it moves."""
     options: dict[str, Any] = field(default_factory=dict, metadata=PLAIN)
@@ -104,8 +104,8 @@ class OptimSpec:
     """Further keyword arguments for the optimizer."""
     groups: dict[str, dict[str, Any]] = field(default_factory=dict, metadata=PLAIN)
     """Other options for some parameters, by a pattern of their names: "head.*" = { lr = 0.01 }; the first counts."""
-    scheduler: SchedulerSpec | None = None
-    """A scheduler that multiplies no rate but sets it; needs schedule = "constant" and no warm-up."""
+    scheduler: SchedulerSpec = field(default_factory=SchedulerSpec)
+    """A scheduler that sets the rate by itself; needs schedule = "constant" and no warm-up."""
     schedule: Literal["constant", "cosine", "step"] = "constant"
     """How the learning rate changes after the warm-up, counted in samples: not at all, along a cosine to 0, in
     steps."""
@@ -129,7 +129,9 @@ class OptimSpec:
             raise JobError("optim.nesterov = True needs optim.momentum greater than 0.")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise JobError(f"optim.betas = {list(self.betas)} should both lie in [0, 1).")
-        if self.scheduler is not None and (self.schedule != "constant" or self.warmup_epochs or self.base_batch_size):
+        if self.scheduler.name is not None and (
+            self.schedule != "constant" or self.warmup_epochs or self.base_batch_size
+        ):
             raise JobError(
                 "optim.scheduler sets the learning rate by itself; leave out optim.schedule, optim.warmup_epochs and "
                 "optim.base_batch_size."

@@ -68,20 +68,20 @@ class Scheduling:
         self._run = run
         self._steps_per_epoch = -(-num_samples // run.job.global_batch_size)
         self._spec = spec = run.job.optim.scheduler
-        if spec is not None:
+        if spec.name is not None:
             # Of the whole job: max_steps ends a run early and leaves its schedule alone, as that in samples.
             times = run.job.epochs * (1 if spec.every == "epoch" else self._steps_per_epoch)
             self._scheduler = build_scheduler(spec, run.optimizer, times)
             run.keep("scheduler", self._scheduler)
 
     def after_step(self) -> None:
-        if self._spec is not None and self._spec.every == "step":
+        if self._spec.name is not None and self._spec.every == "step":
             self._scheduler.step()
 
     def after_epoch(self, epoch: int) -> None:
         """Called too where max_steps ended the run in the middle of the epoch, which changes nothing."""
         is_over = self._run.steps >= (epoch + 1) * self._steps_per_epoch
-        if self._spec is not None and self._spec.every == "epoch" and is_over:
+        if self._spec.name is not None and self._spec.every == "epoch" and is_over:
             self._scheduler.step()
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.errors import JobError
-from paceline.spec import OptimSpec
+from paceline.spec import Job, OptimSpec
 from paceline.spec.job import SchedulerSpec
 from paceline.train.import_path import imported
 
@@ -22,6 +22,9 @@ _OF_SGD = ("momentum", "nesterov")
 _OF_ADAM = ("betas", "eps")
 _OURS: Mapping[str, tuple[str, ...]] = {"SGD": _OF_SGD, "Adam": _OF_ADAM, "AdamW": _OF_ADAM}
 """The keys of `OptimSpec` that an optimizer takes besides lr and weight_decay; `options` has the rest."""
+
+_TOTALS = ("total_steps", "num_training_steps")
+"""What schedulers call the number of steps of the whole run."""
 
 
 def build_optimizer(optim: OptimSpec, model: nn.Module) -> Optimizer:
@@ -81,9 +84,10 @@ def build_scheduler(spec: SchedulerSpec, optimizer: Optimizer, total_steps: int)
     Args:
         total_steps: how often it will be moved in the whole run.
     """
+    assert spec.name is not None  # there is one
     make = imported(spec.name, "optim.scheduler.name")
     options = dict(spec.options)
-    for name in ("total_steps", "num_training_steps"):
+    for name in _TOTALS:
         if _takes(make, name):
             options.setdefault(name, total_steps)
     options = _checked(make, options, f"the scheduler {spec.name!r}", "optim.scheduler.options")
@@ -93,6 +97,15 @@ def build_scheduler(spec: SchedulerSpec, optimizer: Optimizer, total_steps: int)
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise JobError("optim.scheduler: ReduceLROnPlateau needs a metric; write a callback, or a script of your own.")
     return scheduler
+
+
+def ends_with_epochs(job: Job) -> bool:
+    """Whether the learning rates of a job depend on how many epochs it has."""
+    spec = job.optim.scheduler
+    if spec.name is None:
+        return job.optim.schedule == "cosine"
+    make = imported(spec.name, "optim.scheduler.name")
+    return any(_takes(make, name) and name not in spec.options for name in _TOTALS)
 
 
 def _optimizer_class(name: str) -> Callable[..., Any]:

@@ -25,6 +25,7 @@ from paceline.spec.plan import EXCLUDED
 from paceline.train.checkpoints import Checkpoints
 from paceline.train.data_progress import DataProgress
 from paceline.train.noise_meter import NoiseMeter
+from paceline.train.optim import ends_with_epochs
 from paceline.train.process_group import World, leave_at_once
 from paceline.train.resume import CheckpointReader, Found
 from paceline.train.state import Trained
@@ -47,11 +48,13 @@ class Kept:
         self._things: dict[str, Stateful] = {}
         self._restored: dict[str, Any] = {}
         """States from a checkpoint that have not been claimed yet."""
+        self._after_restoring: Callable[[], None] = lambda: None
 
     def add(self, name: str, thing: Stateful) -> None:
         self._things[name] = thing
         if name in self._restored:
             thing.load_state_dict(self._restored.pop(name))
+            self._after_restoring()
 
     @property
     def is_empty(self) -> bool:
@@ -60,8 +63,12 @@ class Kept:
     def state_dict(self) -> dict[str, Any]:
         return {name: thing.state_dict() for name, thing in self._things.items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._restored = state
+    def load_state_dict(self, state: dict[str, Any], after_restoring: Callable[[], None] = lambda: None) -> None:
+        """
+        Args:
+            after_restoring: called after a thing has got its state back.
+        """
+        self._restored, self._after_restoring = state, after_restoring
 
 
 @dataclass(frozen=True)
@@ -124,17 +131,29 @@ class RunState:
 
     def _restore(self, shared: dict[str, Any], own: dict[str, Any], *, force: bool) -> None:
         # Converted to a job: keys of a later release get their defaults.
-        changes = differences(Job.from_mapping(shared["job"]).to_mapping(), self.job.to_mapping())
+        before = Job.from_mapping(shared["job"])
+        changes = differences(before.to_mapping(), self.job.to_mapping())
+        if self.job.epochs > before.epochs and not ends_with_epochs(before):
+            changes = [change for change in changes if not change.startswith("epochs was ")]  # it goes on
         if changes and not force:
             raise JobError(
-                f"The checkpoint to resume is of another job: {'; '.join(changes)}. Set it back, choose another "
+                f"The checkpoint to resume is of another job: {'; '.join(changes)}{_why_not_on(before, self.job)}. "
+                "Set it back, choose another "
                 "folder, or resume nevertheless with --force (paceline.init(force=True))."
             )
         self.trained.put(shared, own, hyper=not changes)
         self.progress.load_state_dict(shared["progress"], check_order=not changes)
         self.noise.load_state_dict(shared["noise"])
         self.metrics.update(from_mapping(_SavedMetrics, {"metrics": shared["metrics"]}).metrics)
-        self.kept.load_state_dict(shared["kept"])
+        # A new scheduler writes its first learning rate into the optimizer, and loading its state leaves it there.
+        self.kept.load_state_dict(shared["kept"], (lambda: None) if changes else self.trained.hyperparameters())
+
+
+def _why_not_on(before: Job, job: Job) -> str:
+    """Why a run cannot go on for more epochs, if that is wanted of it and its schedule is the reason."""
+    if job.epochs <= before.epochs or not ends_with_epochs(before):
+        return ""
+    return " (its learning rates follow a schedule that ends with the epochs, so more would have changed them all)"
 
 
 class Session:

@@ -13,6 +13,7 @@ from pathlib import Path
 from paceline.errors import PacelineError
 from paceline.regular_files import make_run_folder, run_file_mode
 from paceline.spec import Job, Plan, RunRecord
+from paceline.spec.job import differences
 from paceline.spec.plan import Limit
 from paceline.spec.record import RECORD_FILE
 
@@ -22,14 +23,17 @@ _MOST_NAME_CHARACTERS = 50
 """Of a job's name in the name of its folder: 200 bytes at most in UTF-8, and file systems take 255."""
 
 
-def new_run_dir(out: Path | str | None, name: str) -> Path:
-    """The folder of a new run: `out`, which must not hold a finished run, or a fresh one under runs/.
+def new_run_dir(out: Path | str | None, name: str, *, may_be_finished: bool = False) -> Path:
+    """The folder of a new run: `out`, or a fresh one under runs/.
+
+    Args:
+        may_be_finished: whether `out` may hold a finished run: see `finished_run`.
 
     Raises:
         PacelineError: `out` holds a finished run, which would be lost.
     """
     if out is not None:
-        if (Path(out) / RECORD_FILE).exists():
+        if not may_be_finished and (Path(out) / RECORD_FILE).exists():
             raise PacelineError(f"{out} already holds a finished run; choose another --out or remove the folder.")
         return Path(out)
     # Whatever a job is called, its folder lies below runs/, and its name is one that file systems take.
@@ -46,6 +50,33 @@ def new_run_dir(out: Path | str | None, name: str) -> Path:
             raise PacelineError(f"{problem.strerror}: {candidate}; name another folder with --out.") from None
         return candidate
     raise PacelineError(f"No free folder name under {stem}; name one with --out.")
+
+
+def finished_run(run_dir: Path, job: Job, max_steps: int | None, *, force: bool) -> RunRecord | None:
+    """The record of the run in `run_dir` if nothing is left to do of `job`; None if there is.
+
+    A finished run of which more is wanted keeps its record under the number of its steps, and goes on.
+
+    Raises:
+        PacelineError: the folder holds a finished run of another job, or of more epochs or steps.
+    """
+    file = run_dir / RECORD_FILE
+    if not file.exists():
+        return None
+    record, limit = RunRecord.load(file), Limit.load(run_dir / LIMIT_FILE).max_steps
+    changes = differences(record.job.to_mapping(), dataclasses.replace(job, epochs=record.job.epochs).to_mapping())
+    is_less = job.epochs < record.job.epochs or (max_steps is not None and max_steps < record.steps)
+    if is_less:
+        changes.append(f"it has made {record.steps} steps of {record.job.epochs} epochs")
+    if changes and not (force and not is_less):
+        raise PacelineError(
+            f"{run_dir} already holds a finished run of another job ({'; '.join(changes)}); choose another --out or "
+            "remove the folder."
+        )
+    if not changes and (job.epochs, max_steps) == (record.job.epochs, limit):
+        return record
+    file.rename(run_dir / f"record-{record.steps}-steps.json")
+    return None
 
 
 def make_folder(folder: Path) -> None:

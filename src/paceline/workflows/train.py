@@ -16,7 +16,7 @@ from paceline.workflows.allocation import Allocation, allocation_on_paper, open_
 from paceline.workflows.dry_run import dry_run
 from paceline.workflows.forecasts import CLUSTER_FILE, feed_back, with_forecasts
 from paceline.workflows.jobs import Say, check_counts, check_trackers, resolve_job, silent
-from paceline.workflows.run_folder import finished_record, new_run_dir, training_program, write_run
+from paceline.workflows.run_folder import finished_record, finished_run, new_run_dir, training_program, write_run
 from paceline.workflows.strategy import PLAIN, Strategy
 from paceline.workflows.where import HERE, RIGID, Elastic, Where
 
@@ -55,7 +55,8 @@ def train(
         model: a model by name, or a function or class in a module, which builds one; None: the job's.
         data: the directory of the job's data set, or a function in a module that builds (train_set, test_set).
         max_steps: end after this many optimizer updates.
-        out: the run's folder, in which an unfinished run is resumed; None: a new one under runs/.
+        out: the run's folder; None: a new one under runs/. A run in it that was interrupted is resumed, one that is
+            finished gives its record again, or goes on where more epochs or steps are asked for.
         force: go on from a checkpoint of another job.
         settings: keys of the job to change, such as "optim.lr=0.1".
         threads: CPU threads that each worker computes with; None: an equal share of the cores.
@@ -94,7 +95,11 @@ def train(
         plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan)),
         say=say,
     )
-    run_dir = new_run_dir(out, resolved.name)
+    run_dir = new_run_dir(out, resolved.name, may_be_finished=True)
+    finished = finished_run(run_dir, resolved, max_steps, force=force)
+    if finished is not None:
+        say(f"{run_dir} holds this run, finished; this is its result")
+        return finished
     program_for = functools.partial(
         _write_run, resolved, run_dir, max_steps=max_steps, quiet=quiet, trackers=track, force=force
     )
@@ -179,7 +184,7 @@ def train_commands(
     check_trackers(track)
     resolved = resolve_job(job, settings, data)
     options = _Spread(resolved, plan=None if plan is None else Plan.load(plan), **spread)
-    run_dir = (Path("runs") / resolved.name if out is None else new_run_dir(out, resolved.name)).absolute()
+    run_dir = (out or Path("runs") / resolved.name).absolute()
     program = training_program(run_dir, quiet, track, force)
     allocation = allocation_on_paper(where)
     planned = allocation.first_plan(options.num_workers_on(allocation), options.elastic, options.plan_for)

@@ -80,7 +80,6 @@ def test_refusals_are_one_sentence(values: dict[str, Any], sentence: str) -> Non
 def test_schedulers() -> None:
     optimizer = torch.optim.SGD(_model().parameters(), lr=0.1)
     spec = _spec(scheduler={"name": "torch.optim.lr_scheduler:OneCycleLR", "options": {"max_lr": 0.2}}).scheduler
-    assert spec is not None
     assert build_scheduler(spec, optimizer, 30).total_steps == 30  # type: ignore[attr-defined]
     for name, options, sentence in (
         ("torch.optim.lr_scheduler:StepLR", {"steps": 1}, "has no option 'steps': did you mean 'step_size'"),
@@ -88,7 +87,6 @@ def test_schedulers() -> None:
         ("torch.nn:Linear", {"in_features": 1}, "no scheduler|has no option"),
     ):
         spec = _spec(scheduler={"name": name, "options": options}).scheduler
-        assert spec is not None
         with pytest.raises((JobError, TypeError), match=sentence):
             build_scheduler(spec, optimizer, 30)
     with pytest.raises(JobError, match="sets the learning rate by itself"):
