@@ -11,6 +11,9 @@ import contextlib
 import dataclasses
 import os
 import platform
+import shutil
+import stat
+import tempfile
 import threading
 import time
 import uuid
@@ -88,6 +91,21 @@ def hold_folder(folder: Path, token: str = "", say: Callable[[str], None] = prin
         with contextlib.suppress(OSError):
             if _is_of(_read(path), mine):
                 path.unlink()
+
+
+def temporary_folder(prefix: str) -> tempfile.TemporaryDirectory[str]:
+    """A temporary folder of this process; those of processes that were killed before they could remove theirs go."""
+    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            holder = _read(path / LEASE_FILE) if is_ours else None
+            if holder is not None and holder.is_gone:
+                shutil.rmtree(path, ignore_errors=True)
+    folder = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
+    with contextlib.suppress(OSError):  # a full disk is no reason not to start
+        own_lease("temporary").save(Path(folder.name) / LEASE_FILE, 0o600)
+    return folder
 
 
 def run_token(run_dir: Path | None) -> str:

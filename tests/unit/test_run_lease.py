@@ -14,7 +14,7 @@ import pytest
 
 from paceline import run_lease
 from paceline.errors import LaunchError
-from paceline.run_lease import LEASE_FILE, Lease, hold_folder, own_lease, run_token
+from paceline.run_lease import LEASE_FILE, Lease, hold_folder, own_lease, run_token, temporary_folder
 
 HOLDER = """
 import sys
@@ -138,3 +138,15 @@ def test_it_is_renewed_and_another_one_is_left_alone(tmp_path: Path, monkeypatch
         other = own_lease("another")
         other.save(tmp_path / LEASE_FILE)
     assert Lease.load(tmp_path / LEASE_FILE) == other
+
+
+def test_temporary_folders_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name, node in (("paceline-killed", own_lease("").node), ("paceline-elsewhere", "another node")):
+        (tmp_path / name).mkdir()
+        dataclasses.replace(own_lease("temporary"), node=node, process_started="1").save(tmp_path / name / LEASE_FILE)
+    (tmp_path / "paceline-somebody").mkdir()
+    (tmp_path / "paceline-link").symlink_to(tmp_path / "paceline-elsewhere")
+    with temporary_folder("paceline-") as one, temporary_folder("paceline-") as two:
+        left = {path.name for path in tmp_path.iterdir()}
+        assert left == {"paceline-elsewhere", "paceline-somebody", "paceline-link", Path(one).name, Path(two).name}

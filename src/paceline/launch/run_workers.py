@@ -25,6 +25,7 @@ from paceline.launch.remote_team import RemoteTeam, arrange_rendezvous
 from paceline.launch.supervise import Outcome, Supervisor
 from paceline.launch.team import GRACE_S, HANG_TIMEOUT_S, LaunchOptions, LocalTeam, Output, Team
 from paceline.regular_files import make_run_folder
+from paceline.run_lease import temporary_folder
 
 if TYPE_CHECKING:
     from paceline.spec import Plan
@@ -144,7 +145,7 @@ class _Start:
 
     def here(self, fork_server: ForkServer | None) -> Sequence[Team]:
         """Start the workers on this node."""
-        folder = tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True)
+        folder = temporary_folder("paceline-")
         with listen("127.0.0.1") as torch_store:  # rank 0 has inherited it
             rendezvous = rendezvous_on_one_node(Path(self.at_end.enter_context(folder)), torch_store.getsockname())
             commands = self._commands(rendezvous)

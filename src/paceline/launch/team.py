@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from paceline.launch.hang import WatchClock, WorkerState, interval_s
 from paceline.launch.out_of_memory import count_oom_kills, kernel_log_names
 from paceline.launch.output import LinePump, Show, is_behind, show_here
 from paceline.regular_files import open_regular
+from paceline.run_lease import temporary_folder
 
 Output = Literal["rank0", "all"]
 
@@ -126,7 +126,7 @@ class LocalTeam:
         """The worker that writes to our own standard output and error."""
         self._oom_kills: dict[int, int | None] = {}
         self._pump: LinePump | None = None
-        self._heartbeats = tempfile.TemporaryDirectory(prefix="paceline-heartbeat-", ignore_cleanup_errors=True)
+        self._heartbeats = temporary_folder("paceline-heartbeat-")
         # A worker that finds this pipe without a writer knows that this process has died.
         self._lifeline_read, self._lifeline_write = os.pipe()
 

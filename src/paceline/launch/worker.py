@@ -29,7 +29,7 @@ from types import FrameType, ModuleType, TracebackType
 from typing import NoReturn
 
 from paceline import env
-from paceline.errors import LaunchError, PacelineError
+from paceline.errors import LaunchError, PacelineError, shortened
 from paceline.launch.failures import Failure, failure_path, spare_failure_path, stack_path
 from paceline.launch.heartbeats import start_heartbeats
 from paceline.launch.torch_store import serve_store_when_called
@@ -37,6 +37,11 @@ from paceline.regular_files import make_run_folder
 
 PR_SET_PDEATHSIG = 1
 """From <linux/prctl.h>."""
+
+
+MOST_MESSAGE_CHARACTERS = 10_000
+MOST_TRACEBACK_CHARACTERS = 100_000
+"""Of an exception in a note; its beginning and its end are kept."""
 
 
 class Terminated(SystemExit):
@@ -140,8 +145,8 @@ def report(error: BaseException, rank: int, run_dir: Path | None) -> None:
         pid=os.getpid(),
         time=time.time(),
         type=type(error).__name__,
-        message=_message(error),
-        traceback=text,
+        message=shortened(_message(error), MOST_MESSAGE_CHARACTERS),
+        traceback=shortened(text, MOST_TRACEBACK_CHARACTERS),
         is_user_error=is_user_error,
     )
     if not _leave_note(note, rank, run_dir):

@@ -22,6 +22,13 @@ def test_a_worker_leaves_its_note_beside_its_heartbeat(tmp_path: Path, monkeypat
     assert note is not None and (note.message, note.pid) == ("the cause", os.getpid())
 
 
+def test_an_exception_s_text_has_a_bound(tmp_path: Path) -> None:
+    worker.report(ValueError("begin" + "x" * 50_000_000 + "end"), 1, tmp_path)
+    note = Failure.read(tmp_path / "failures" / "rank1.json")
+    assert note is not None and note.message.startswith("begin") and note.message.endswith("end")
+    assert len(note.message) <= worker.MOST_MESSAGE_CHARACTERS and len(note.traceback) < 200_000
+
+
 def test_a_report_goes_to_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run").write_text("a file")
     monkeypatch.chdir(tmp_path)
