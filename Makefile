@@ -17,8 +17,8 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Tests of a file stay together, two files at a time: most tests with real workers wait for processes to start or to end.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+# Four at a time on two cores: most tests with real workers wait for processes to start or to end.
+PYTEST := $(BIN)/python -m pytest -n 4 --dist worksteal
 
 test: $(READY)
 	$(PYTEST) --durations=15 tests

@@ -257,6 +257,12 @@ def become(variables: Mapping[str, str], sockets: Mapping[str, int]) -> None:
     os.environ.update({name: str(descriptor) for name, descriptor in sockets.items()})
 
 
+def import_note(folders: Sequence[Path]) -> dict[str, str]:
+    """The variable that lets workers import modules from these folders first; empty without a folder."""
+    known = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+    return {"PYTHONPATH": os.pathsep.join([*map(str, folders), *known])} if folders else {}
+
+
 def passed_on() -> dict[str, str]:
     """The variables of this process that agents on other nodes also need."""
     return {name: os.environ[name] for name in PASSED_ON if name in os.environ}

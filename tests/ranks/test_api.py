@@ -11,6 +11,7 @@ import pytest
 import paceline
 from paceline.errors import JobError, PacelineError, WorkerFailed
 from paceline.spec import RunRecord
+from tests.ranks.command_line import python, succeeded
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # up to five starts of torch in a test
 
@@ -118,3 +119,19 @@ def test_a_model_of_the_notebook_itself_is_one_sentence(mine: ModuleType) -> Non
         paceline.train(JOB, model=model, workers=2)
     with pytest.raises(JobError, match="data should be a function in a module"):
         paceline.train(JOB, data=mine.data(), workers=2)
+
+
+def test_workers_find_a_module_that_lies_beside_the_script(tmp_path: Path) -> None:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "beside.py").write_text(MODULE, encoding="utf-8")
+    (folder / "begin.py").write_text(
+        "import beside, paceline\n"
+        "job = paceline.Job(name='mine', global_batch_size=16, virtual_shards=2, epochs=1)\n"
+        "job_of = {'model': beside.model, 'data': beside.data}\n"
+        "record = paceline.train(job, **job_of, workers=1, max_steps=1, out='run', quiet=True)\n"
+        "study = paceline.scale(job, **job_of, devices=[1], max_steps=1, out='study', quiet=True)\n"
+        "print(record.job.model.name, len(study.rows))\n",
+        encoding="utf-8",
+    )
+    assert succeeded(python(str(folder / "begin.py"), cwd=tmp_path)).stdout == "beside:model 1\n"

@@ -24,29 +24,35 @@ _LOW_PRECISION_TOLERANCE = 2e-3
 _TF32_TOLERANCE = 2e-4
 
 
-def tolerance(model: nn.Module, device: torch.device) -> float:
+def tolerance(model: nn.Module, device: torch.device, loss_dtype: torch.dtype) -> float:
     """The relative difference between two ways to compute a loss that is put down to rounding; call it in the context
     of a forward pass (autocast)."""
     if torch.is_autocast_enabled(device.type):
         return _LOW_PRECISION_TOLERANCE
-    dtypes = {parameter.dtype for parameter in model.parameters()}
+    dtypes = {loss_dtype, *(parameter.dtype for parameter in model.parameters())}
     if torch.float32 in dtypes and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
         return _TF32_TOLERANCE
-    return max((_TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE) for dtype in dtypes), default=_TOLERANCE[torch.float32])
+    return max(_TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE) for dtype in dtypes)
 
 
 def describe_coupling(together: ShardLoss, singles: Sequence[ShardLoss], tolerance: float) -> str:
     """A sentence if a loss of several shards is not the weighted mean of theirs; else empty."""
     weights = [float(one.weight) for one in singles]
-    losses = [float(one.mean) for one in singles]
-    total, whole = sum(weights), float(together.mean)
+    losses = [float(one.mean.detach()) for one in singles]
+    total, whole = sum(weights), float(together.mean.detach())
     if not total:
         return ""
     mean = sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight) / total
     largest = max(abs(whole), *(abs(loss) for loss, weight in zip(losses, weights, strict=True) if weight))
     if not math.isfinite(largest):
         return ""
-    if abs(whole - mean) <= tolerance * largest and abs(float(together.weight) - total) <= 1e-4 * total:
+    if abs(float(together.weight) - total) > 1e-4 * total:
+        return (
+            f"The weight of {len(singles)} virtual shards together is {float(together.weight) / total:.4g} times the "
+            "sum of their own weights, so every shard goes through the model alone, which gives the same result on any "
+            "number of workers: a paceline.Mean over tokens has the number of tokens in its samples as its weight."
+        )
+    if abs(whole - mean) <= tolerance * largest:
         return ""
     return (
         f"The loss of {len(singles)} virtual shards together, {whole:.6g}, is not the mean of their own losses, "

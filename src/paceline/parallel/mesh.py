@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from paceline.comm import Aggregator
-from paceline.errors import ModelError
 from paceline.object_collectives import gather_objects
 from paceline.parallel.aggregation import set_up_aggregation
 from paceline.parallel.assignment import Assignment, ShardRange
@@ -27,6 +26,7 @@ from paceline.parallel.axes import Axes
 from paceline.parallel.clock import Clock
 from paceline.parallel.dtensor import full_tensor, is_sharded, local_shard, rescale_gradients
 from paceline.parallel.engine import Engine, Randomness, StepInput, broadcast, statistics_dtype
+from paceline.parallel.forward_buffers import looking_at, refused_in_pipeline
 from paceline.parallel.gradient_norms import GradientNorms, PartWeights, mean_of_squares, squared_norm
 from paceline.parallel.initial_weights import initial_weights
 from paceline.parallel.loss_functions import LossFunctions
@@ -94,17 +94,20 @@ class MeshParallel(Engine):
         self._tensor_plan = declared_plan(model, plan.tensor_plan, axes.mesh.tp) if axes.mesh.tp > 1 else None
         self._pipeline: Pipeline | None = None
         if axes.pp is not None:
-            self._pipeline = Pipeline(
-                model,
-                axes.pp,
-                plan.pipeline,
-                example,
-                device,
-                limits=_limits(job, plan, axes.mesh, device, example),
-                agreement=axes.world,
-                timeout_s=plan.timeout_s,
-                before_last_backward=self._before_last_backward,
-            )
+            with looking_at(model) as changed:
+                self._pipeline = Pipeline(
+                    model,
+                    axes.pp,
+                    plan.pipeline,
+                    example,
+                    device,
+                    limits=_limits(job, plan, axes.mesh, device, example),
+                    agreement=axes.world,
+                    timeout_s=plan.timeout_s,
+                    before_last_backward=self._before_last_backward,
+                )
+            if changed:
+                raise refused_in_pipeline(changed[0])
             model = self._pipeline.module
         self.notes: list[str] = [] if self._pipeline is None else list(self._pipeline.notes)
         stages = [model] if self._pipeline is None else self._pipeline.stages
@@ -152,9 +155,10 @@ class MeshParallel(Engine):
         """Shard a stage's layers over the tp axis, then its parameters over the fsdp axis."""
         mesh, device_mesh, plan = self._axes.mesh, self._axes.device_mesh, self._plan
         if mesh.tp > 1:
-            applied = tensor_parallel(
-                stage, device_mesh["tp"], given=self._tensor_plan, sequence_parallel=plan.sequence_parallel
-            )
+            with looking_at(stage):
+                applied = tensor_parallel(
+                    stage, device_mesh["tp"], given=self._tensor_plan, sequence_parallel=plan.sequence_parallel
+                )
             self.notes += [f"tensor plan: {'; '.join(str(applied).splitlines()) or 'none'}", *applied.notes]
         if plan.recompute:
             recompute(stage)
@@ -236,11 +240,7 @@ class MeshParallel(Engine):
             statistics = statistics + poison
         somebody_draws, somebody_changes = (draws > 0).tolist()
         if somebody_changes:
-            raise ModelError(
-                f"Forward passes change buffers ({changed_in_pipeline or 'of another stage'}), but in a pipeline "
-                "several micro-batches are under way at once and cannot all begin with those of the step; use dp, fsdp "
-                "or tp."
-            )
+            raise refused_in_pipeline(changed_in_pipeline or "of another stage")
         if self._must_start_over(somebody_draws):
             if self._replica_sums is not None:
                 self._replica_sums.finish()  # other replicas may have begun more sums than this one

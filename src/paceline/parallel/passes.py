@@ -204,7 +204,7 @@ class Passes:
         if has_aux_loss:
             return AUX_LOSS
         with step.within():
-            most = tolerance(self._model, self._device)
+            most = tolerance(self._model, self._device, found[0].mean.dtype)
         return describe_coupling(found[0], found[1 : 1 + len(shards.sizes)], most)
 
     def _must_not_draw(self, shards: ShardRange) -> bool:

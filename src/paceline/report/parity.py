@@ -44,12 +44,14 @@ class ParityVerdict:
     step: int | None = None
     tensor: str = ""
     cause: str = ""
+    note: str = ""
+    """What a run found out about the loss, such as that it couples samples."""
 
     def sentence(self) -> str:
         who = f"{self.workers} worker{'s' if self.workers > 1 else ''}"
         if self.passed:
             how = "bit for bit" if self.largest_difference == 0 else f"within {self.largest_difference:.1e}"
-            return f"PASS  {who}: the same over {self.steps} steps, {how}"
+            return f"PASS  {who}: the same over {self.steps} steps, {how}" + (f". {self.note}" if self.note else "")
         return f"FAIL  {who}: first differs at step {self.step} in {self.tensor}: {self.cause}"
 
 
@@ -126,7 +128,8 @@ def _judge(base: Trace, other: Trace) -> ParityVerdict:
     if len(other.steps) != len(base.steps):
         cause = f"{len(other.steps)} steps instead of {len(base.steps)}: the script's loop depends on the worker"
         return fail(num_steps - 1, "the number of steps", cause)
-    return ParityVerdict(other.workers, num_steps, True, largest)
+    notes = [note for step in other.steps for note in step[0].get("notes", ())]
+    return ParityVerdict(other.workers, num_steps, True, largest, note=" ".join(dict.fromkeys(notes)))
 
 
 def _rank_difference(lines: Sequence[Mapping[str, Any]]) -> tuple[int, str] | None:

@@ -105,17 +105,24 @@ def data_sets() -> list[CatalogEntry]:
     return [CatalogEntry(name, _first_sentence(load)) for name, load in SOURCES.items()]
 
 
-def _keys_of(table: type, prefix: str) -> Iterator[JobKey]:
+def _keys_of(table: type, prefix: str, *, is_left_out: bool = False) -> Iterator[JobKey]:
+    """The keys of a table; `is_left_out`: the whole table is, by default, and so its keys have no default either."""
     hints, meanings = get_type_hints(table), field_meanings(table)
     for field in dataclasses.fields(table):
         kind, name = hints[field.name], f"{prefix}{field.name}"
-        if dataclasses.is_dataclass(kind):
-            yield from _keys_of(kind, f"{name}.")  # type: ignore[arg-type]
+        nested = [one for one in (kind, *get_args(kind)) if isinstance(one, type) and dataclasses.is_dataclass(one)]
+        if nested and get_origin(kind) is not tuple:
+            yield from _keys_of(nested[0], f"{name}.", is_left_out=is_left_out or field.default is None)
             continue
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        default: Any = None
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        elif field.default is not dataclasses.MISSING:
+            default = field.default
         bounds = _bounds(field.metadata)
         values = _values(kind) + (f", {bounds}" if bounds else "")
-        yield JobKey(name, values, "" if default is None else _toml(default), meanings[field.name])
+        shown = "" if default is None or is_left_out else _toml(default)
+        yield JobKey(name, values, shown, meanings[field.name])
 
 
 def field_meanings(table: type) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import shlex
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
 from pathlib import Path
@@ -121,6 +122,18 @@ def _is_file(name: str) -> bool:
         return Path(name).exists()
     except (OSError, ValueError):  # no file can have such a name
         return False
+
+
+def import_folders(job: Job) -> list[Path]:
+    """Where this process found the modules that the job names, such as beside the running script; not those that are
+    installed, which workers find by themselves."""
+    folders = []
+    for path in (job.model.name, job.data.name, job.optim.name):
+        module = sys.modules.get(path.partition(":")[0].partition(".")[0]) if ":" in path else None
+        if module is not None and (file := getattr(module, "__file__", None)):
+            folder = Path(file).resolve().parents[1 if hasattr(module, "__path__") else 0]
+            folders += [] if "site-packages" in folder.parts else [folder]
+    return list(dict.fromkeys(folders))
 
 
 def import_path(build: Any, keyword: str) -> str:

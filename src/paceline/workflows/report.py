@@ -13,14 +13,18 @@ if TYPE_CHECKING:
 
 
 def report(
-    runs: Iterable[Path | str], *, out: Path | str | None = None, tolerance: float = 0.01, efficiency_floor: float = 0.5
+    runs: Iterable[Path | str] | Path | str,
+    *,
+    out: Path | str | None = None,
+    tolerance: float = 0.01,
+    efficiency_floor: float = 0.5,
 ) -> Study:
     """The study that the records in some run folders make.
 
     Example: `paceline.report(Path("runs").glob("mnist-*"))`.
 
     Args:
-        runs: run folders, each with a record.json.
+        runs: run folders, each with a record.json, or one of them.
         out: the folder for scaling.json, scaling.csv and report.html; None: nothing is written.
         tolerance: how much accuracy may be lost, absolute: 0.01 is one point.
         efficiency_floor: least scaling efficiency worth recommending, in [0, 1].
@@ -31,7 +35,7 @@ def report(
     check_amounts(tolerance=tolerance, efficiency_floor=efficiency_floor)
     from paceline.report import analyse, detect_grow, load_records, write_study
 
-    records = load_records(map(Path, runs))
+    records = load_records(map(Path, [runs] if isinstance(runs, Path | str) else runs))
     study = analyse(records, grow=detect_grow(records), tolerance=tolerance, efficiency_floor=efficiency_floor)
     if out is not None:
         write_study(study, Path(out))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline import env
 from paceline.errors import JobError, WorkerFailed
 from paceline.launch.run_workers import SAVE_S
 from paceline.plan import spread
@@ -17,7 +18,7 @@ from paceline.spec.forecast import Grow
 from paceline.spec.record import RECORD_FILE
 from paceline.workflows.allocation import Allocation, open_allocation
 from paceline.workflows.forecasts import CLUSTER_FILE, feed_back, with_forecasts, without_forecasts
-from paceline.workflows.jobs import Say, check_amounts, check_counts, resolve_job, silent
+from paceline.workflows.jobs import Say, check_amounts, check_counts, import_folders, resolve_job, silent
 from paceline.workflows.run_folder import begun_with, finished_record, new_run_dir, write_run
 from paceline.workflows.strategy import PLAIN, Strategy
 from paceline.workflows.where import HERE, Where
@@ -145,7 +146,8 @@ class _Run:
             raise JobError(f"{self.run_dir} holds a run of another job; choose another --out for this study.")
         started = time.monotonic()
         program = write_run(self.job, self.plan, self.run_dir, max_steps=self.max_steps, quiet=quiet)
-        allocation.run(self.plan, program, run_dir=self.run_dir, save_s=SAVE_S)
+        environ = env.import_note(import_folders(self.job))
+        allocation.run(self.plan, program, run_dir=self.run_dir, environ=environ, save_s=SAVE_S)
         record = finished_record(self.run_dir, started)
         feed_back([record], cluster)
         return record

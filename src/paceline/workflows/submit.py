@@ -17,7 +17,7 @@ from paceline.launch.slurm import submit as submit_script
 from paceline.plan import place
 from paceline.regular_files import make_run_folder
 from paceline.spec import Cluster, Device, DeviceKind, Job, Node
-from paceline.workflows.jobs import resolve_job
+from paceline.workflows.jobs import check_words, resolve_job
 from paceline.workflows.run_folder import new_run_dir
 
 __all__ = ["SlurmJob", "kubernetes", "slurm"]
@@ -66,7 +66,9 @@ def slurm(
 
     Raises:
         LaunchError: a command that runs no workers, or Slurm refuses the script.
+        JobError: arguments that are no list of texts.
     """
+    check_words(arguments=arguments)
     if command not in COMMANDS:
         raise LaunchError(f"paceline submit slurm {command!r} is not possible; submit {', '.join(COMMANDS)}.")
     run_dir = Path(out) if out else (Path("runs") / command if dry_run else new_run_dir(None, command))

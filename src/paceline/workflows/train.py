@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline import env
 from paceline.spec import AlgorithmName, Cluster, Job, Plan, RunRecord
 from paceline.spec.micro_batch import MicroBatchSize
 from paceline.workflows.allocation import Allocation, allocation_on_paper, open_allocation
 from paceline.workflows.dry_run import dry_run
 from paceline.workflows.forecasts import CLUSTER_FILE, feed_back, with_forecasts
-from paceline.workflows.jobs import Say, check_counts, check_trackers, resolve_job, silent
+from paceline.workflows.jobs import Say, check_counts, check_trackers, import_folders, resolve_job, silent
 from paceline.workflows.run_folder import finished_record, finished_run, new_run_dir, training_program, write_run
 from paceline.workflows.strategy import PLAIN, Strategy
 from paceline.workflows.where import HERE, RIGID, Elastic, Where
@@ -105,7 +106,14 @@ def train(
     )
     with open_allocation(where, run_dir) as allocation:
         started = time.monotonic()
-        allocation.run_job(spread.num_workers_on(allocation), elastic, spread.plan_for, program_for, run_dir=run_dir)
+        allocation.run_job(
+            spread.num_workers_on(allocation),
+            elastic,
+            spread.plan_for,
+            program_for,
+            run_dir=run_dir,
+            environ=env.import_note(import_folders(resolved)),
+        )
         record = finished_record(run_dir, started)
     feed_back([record], Path(cluster))
     return record

@@ -66,6 +66,7 @@ def test_a_report_is_made_of_folders() -> None:
         Path(f"run{number}").mkdir()
         record.save(Path(f"run{number}/record.json"))
     study = paceline.report(Path().glob("run*"), tolerance=0.02, out="report")
+    assert len(paceline.report("run0").rows) == 1
     assert study.tolerance == 0.02 and study.page() == Path("report/report.html").read_text(encoding="utf-8")
 
 
@@ -96,6 +97,10 @@ def test_this_node_is_checked() -> None:
     [
         (lambda: paceline.train("digits-lenet", workers=0), "workers = 0 should be a whole number of 1 or more"),
         (lambda: paceline.launch(__file__, workers=0), "workers = 0 should be"),
+        (
+            lambda: paceline.submit.slurm("train", "digits-lenet"),
+            r"arguments = 'digits-lenet' should be a list of words",
+        ),
         (lambda: paceline.launch(__file__, "--x 1"), r"arguments = '--x 1' should be a list of words: \['--x', '1'\]"),
         (lambda: paceline.launch(__file__, cast(Any, [1])), "arguments holds 1; each should be a text, such as '1'"),
         (lambda: paceline.train("digits-lenet", max_steps=0), "max_steps = 0 should be"),
