@@ -197,7 +197,7 @@ def _train(
         run.say = said.append
         for batch in run.batches(images(60)):
             run.step(batch, loss_fn)
-            if disaster is not None and run.steps == SAVED and run.rank == 0:
+            if disaster is not None and run.steps == SAVED + 1 and run.rank == 0:
                 for writing in (thread for thread in threading.enumerate() if thread.name == "checkpoint"):
                     writing.join()
                 disaster(Path(folder))

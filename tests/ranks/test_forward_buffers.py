@@ -107,7 +107,9 @@ def _columns(folder: str) -> dict[str, Outcome]:
     }
     if worker_facts().world_size == 1:
         return found | {"one process": _train("numeric", "dp_one_process")}
-    return found | ({"fsdp": _train("numeric", "fsdp")} if worker_facts().world_size == 2 else {})
+    if worker_facts().world_size == 2:
+        found |= {strategy: _train("numeric", strategy) for strategy in ("fsdp", "tp")}
+    return found
 
 
 def _resumed(folder: str) -> Outcome:
@@ -139,11 +141,11 @@ def test_moved_buffers_do_not_depend_on_the_number_of_workers(tmp_path: Path) ->
         assert resumed.sha == alone["bitwise"].sha
 
 
-def _refusal(strategy: str) -> str:
+def _refusal(module: type[nn.Module]) -> str:
     torch.set_num_threads(1)
     job = Job.from_mapping({"global_batch_size": 8, "virtual_shards": 4})
-    plan = Plan(world_size=2, algorithm="all_reduce", mesh=parse_mesh(strategy, 2, 1), timeout_s=60)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), _Averaged(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 5))
+    plan = Plan(world_size=2, algorithm="all_reduce", mesh=parse_mesh("pp", 2, 1), timeout_s=60)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), module(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 5))
     try:
         with paceline.init(job, plan=plan) as run:
             run.prepare(model, torch.optim.SGD(model.parameters(), 0.1), example=torch.randn(4, 3, 8, 8))
@@ -166,8 +168,29 @@ class _Averaged(nn.Module):
         return x - self.mean
 
 
+class _Counted(nn.Module):
+    """Tracing it counts, and cuts the counter off."""
+
+    num_calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return x.tanh()
+
+
+class _PastAutograd(_Averaged):
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.data.lerp_(x.detach().mean(0), 0.1)
+        return x - self.mean
+
+
 @pytest.mark.slow
-def test_a_pipeline_refuses_them_on_all_workers() -> None:
-    for sentence in run_ranks(_refusal, 2, "pp"):
+@pytest.mark.parametrize("module", [_Averaged, _Counted, _PastAutograd])
+def test_a_pipeline_refuses_them_on_all_workers(module: type[nn.Module]) -> None:
+    for sentence in run_ranks(_refusal, 2, module):
         assert "Forward passes change buffers" in sentence
         assert "use dp, fsdp or tp" in sentence

@@ -15,6 +15,7 @@ import paceline
 from paceline import models
 from paceline.env import worker_facts
 from paceline.spec import Job, Plan
+from paceline.train.digest import weights_sha256
 from paceline.train.loop import RunOutput, train
 from paceline.train.optim import build_optimizer
 from tests.ranks.harness import run_ranks
@@ -218,3 +219,25 @@ def test_a_job_with_a_scheduler_resumes_bit_for_bit(tmp_path: Path) -> None:
         run_ranks(_train_job, 2, job, tmp_path / f"cut{number}", STOP)
         (resumed,) = run_ranks(_train_job, 1, job, tmp_path / f"cut{number}")
         assert resumed == whole
+
+
+def _train_with_average(job: Job, folder: str, max_steps: int | None = None) -> tuple[str, dict[str, float]]:
+    """The fingerprint of the average, and its metrics."""
+    plan = Plan(world_size=worker_facts().world_size, algorithm="tree_exact", timeout_s=60)
+    with paceline.init(job, plan=plan, max_steps=max_steps, checkpoint_dir=folder) as run:
+        model = models.build(job.model, num_classes=10, in_channels=3, image_size=16)
+        run.prepare(model, build_optimizer(job.optim, model))
+        average = run.average(0.8)
+        for batch in run.batches(images(60, (3, 16, 16))):
+            run.step(batch, loss_fn)
+        test_set = images(20, (3, 16, 16), augment=False)
+        metrics = run.evaluate(test_set, measure, model=average)
+        assert metrics != run.evaluate(test_set, measure)
+        return weights_sha256(average.module.state_dict()), metrics
+
+
+def test_an_average_of_weights_is_evaluated_and_resumed(tmp_path: Path) -> None:
+    (whole,) = run_ranks(_train_with_average, 1, _job(), str(tmp_path / "whole"))
+    run_ranks(_train_with_average, 2, _job(), str(tmp_path / "cut"), STOP)
+    (resumed,) = run_ranks(_train_with_average, 1, _job(), str(tmp_path / "cut"))
+    assert resumed == whole

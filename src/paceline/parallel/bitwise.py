@@ -46,6 +46,8 @@ class BitwiseDataParallel(Engine):
         assignment = step.assignment
         first, stop = assignment.own
         self.forward_buffers.begin_step()
+        # A user may have frozen some since the last step, or unfrozen them.
+        self._parameters = self._shards.parameters = [p for p in self.module.parameters() if p.requires_grad]
         tree = TreeSum(first)
         used = [False] * len(self._parameters)
         for shard in range(first, stop):

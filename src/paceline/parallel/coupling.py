@@ -46,7 +46,13 @@ def describe_coupling(together: ShardLoss, singles: Sequence[ShardLoss], toleran
     largest = max(abs(whole), *(abs(loss) for loss, weight in zip(losses, weights, strict=True) if weight))
     if not math.isfinite(largest):
         return ""
-    if abs(whole - mean) <= tolerance * largest and abs(float(together.weight) - total) <= 1e-4 * total:
+    if abs(float(together.weight) - total) > 1e-4 * total:
+        return (
+            f"The weight of {len(singles)} virtual shards together is {float(together.weight) / total:.4g} times the "
+            "sum of their own weights, so every shard goes through the model alone, which gives the same result on any "
+            "number of workers: a paceline.Mean over tokens has the number of tokens in its samples as its weight."
+        )
+    if abs(whole - mean) <= tolerance * largest:
         return ""
     return (
         f"The loss of {len(singles)} virtual shards together, {whole:.6g}, is not the mean of their own losses, "

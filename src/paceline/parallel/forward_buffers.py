@@ -272,6 +272,42 @@ class ForwardBuffers:
                 buffer.set(state[buffer.name])
 
 
+@contextmanager
+def looking_at(model: nn.Module) -> Iterator[list[str]]:
+    """Inside, a model is looked at, by passes or by tracing it, which may change buffers: then they are as before.
+
+    Yields the names of those that were changed, known at the end; batch norm layers' are not among them.
+    """
+    known = [
+        (f"{path}.{name}" if path else name, module._buffers, name, tensor, tensor._version, tensor.clone())
+        for path, module in model.named_modules()
+        for name, tensor in module._buffers.items()
+        if tensor is not None and not isinstance(module, _BatchNorm)
+    ]
+    written: list[str] = []
+    yield written
+    for whole_name, holder, name, tensor, version, before in known:
+        now: object = holder.get(name)
+        if now is None:  # cut off with the layers of another stage
+            now = tensor
+        # Another tensor may be the same one moved to another device; anything else was put there by a tracer.
+        is_replaced = not isinstance(now, Tensor) or (now is not tensor and now.device == tensor.device)
+        if is_replaced or tensor._version != version:
+            written.append(whole_name)
+            with torch.no_grad():
+                tensor.copy_(before)
+        if is_replaced:
+            holder[name] = tensor
+
+
+def refused_in_pipeline(name: str) -> ModelError:
+    """The error for a model whose forward passes change this buffer."""
+    return ModelError(
+        f"Forward passes change buffers ({name}), but in a pipeline several micro-batches are under way at once and "
+        "cannot all begin with those of the step; use dp, fsdp or tp."
+    )
+
+
 def _restore(buffers: Iterable[_Buffer]) -> None:
     for buffer in buffers:
         if buffer.is_changed():

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from paceline.comm import Aggregator
-from paceline.errors import ModelError
 from paceline.object_collectives import gather_objects
 from paceline.parallel.aggregation import set_up_aggregation
 from paceline.parallel.assignment import Assignment, ShardRange
@@ -27,6 +26,7 @@ from paceline.parallel.axes import Axes
 from paceline.parallel.clock import Clock
 from paceline.parallel.dtensor import full_tensor, is_sharded, local_shard, rescale_gradients
 from paceline.parallel.engine import Engine, Randomness, StepInput, broadcast, statistics_dtype
+from paceline.parallel.forward_buffers import looking_at, refused_in_pipeline
 from paceline.parallel.gradient_norms import GradientNorms, PartWeights, mean_of_squares, squared_norm
 from paceline.parallel.initial_weights import initial_weights
 from paceline.parallel.loss_functions import LossFunctions
@@ -34,7 +34,7 @@ from paceline.parallel.losses import Layout, StepLoss, ignore_unless, read_loss,
 from paceline.parallel.micro_batch import MicroBatchLimit
 from paceline.parallel.norm import ShardBatchNorm, replace_batch_norm, standing_in, unknown_buffers
 from paceline.parallel.passes import DrewTogetherError, Passed, Passes
-from paceline.parallel.pipeline import MicroBatch, Pipeline, stage_limits
+from paceline.parallel.pipeline import MicroBatch, ModelCall, Pipeline, stage_limits
 from paceline.parallel.replica_sums import ReplicaSums
 from paceline.parallel.sharded import recompute, shard, sharded_modules
 from paceline.parallel.tensor import declared_plan, tensor_parallel
@@ -42,10 +42,11 @@ from paceline.partition import StageLimits
 from paceline.spec import AlgorithmName, Job, Mesh, Plan
 
 
-def _limits(job: Job, plan: Plan, mesh: Mesh, device: torch.device, example: tuple[Any, ...] | None) -> StageLimits:
+def _limits(job: Job, plan: Plan, mesh: Mesh, device: torch.device, example: ModelCall | None) -> StageLimits:
     """What a stage may hold: a GPU's memory. On CPUs no limit is known, since workers share the node's memory."""
     memory_bytes = math.inf if device.type != "cuda" else float(torch.cuda.mem_get_info(device)[1])
-    sizes = [len(leaf) for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor) and leaf.dim()]
+    given = () if example is None else (example.args, dict(example.kwargs))
+    sizes = [len(leaf) for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor) and leaf.dim()]
     return stage_limits(
         mesh,
         plan.pipeline,
@@ -72,13 +73,13 @@ class MeshParallel(Engine):
         plan: Plan,
         device: torch.device,
         axes: Axes,
-        example: tuple[Any, ...] | None,
+        example: ModelCall | None,
         *,
         may_skip: bool = False,
     ) -> None:
         """
         Args:
-            example: what the model is called with, for a few samples; to cut it into stages.
+            example: how the model is called, for a few samples; to cut it into stages.
             may_skip: whether some parameters get no gradient in some steps, on some workers.
         """
         self._axes = axes
@@ -93,22 +94,27 @@ class MeshParallel(Engine):
         self._tensor_plan = declared_plan(model, plan.tensor_plan, axes.mesh.tp) if axes.mesh.tp > 1 else None
         self._pipeline: Pipeline | None = None
         if axes.pp is not None:
-            self._pipeline = Pipeline(
-                model,
-                axes.pp,
-                plan.pipeline,
-                example,
-                device,
-                limits=_limits(job, plan, axes.mesh, device, example),
-                agreement=axes.world,
-                timeout_s=plan.timeout_s,
-                before_last_backward=self._before_last_backward,
-            )
+            with looking_at(model) as changed:
+                self._pipeline = Pipeline(
+                    model,
+                    axes.pp,
+                    plan.pipeline,
+                    example,
+                    device,
+                    limits=_limits(job, plan, axes.mesh, device, example),
+                    agreement=axes.world,
+                    timeout_s=plan.timeout_s,
+                    before_last_backward=self._before_last_backward,
+                )
+            if changed:
+                raise refused_in_pipeline(changed[0])
             model = self._pipeline.module
         self.notes: list[str] = [] if self._pipeline is None else list(self._pipeline.notes)
         stages = [model] if self._pipeline is None else self._pipeline.stages
         for stage in stages:
             self._shard(stage)
+        if self._pipeline is not None:
+            self._pipeline.forget_example()
         self.module = model
         weights(model, device)
         self.randomness: Randomness = Randomness()
@@ -149,9 +155,10 @@ class MeshParallel(Engine):
         """Shard a stage's layers over the tp axis, then its parameters over the fsdp axis."""
         mesh, device_mesh, plan = self._axes.mesh, self._axes.device_mesh, self._plan
         if mesh.tp > 1:
-            applied = tensor_parallel(
-                stage, device_mesh["tp"], given=self._tensor_plan, sequence_parallel=plan.sequence_parallel
-            )
+            with looking_at(stage):
+                applied = tensor_parallel(
+                    stage, device_mesh["tp"], given=self._tensor_plan, sequence_parallel=plan.sequence_parallel
+                )
             self.notes += [f"tensor plan: {'; '.join(str(applied).splitlines()) or 'none'}", *applied.notes]
         if plan.recompute:
             recompute(stage)
@@ -233,11 +240,7 @@ class MeshParallel(Engine):
             statistics = statistics + poison
         somebody_draws, somebody_changes = (draws > 0).tolist()
         if somebody_changes:
-            raise ModelError(
-                f"Forward passes change buffers ({changed_in_pipeline or 'of another stage'}), but in a pipeline "
-                "several micro-batches are under way at once and cannot all begin with those of the step; use dp, fsdp "
-                "or tp."
-            )
+            raise refused_in_pipeline(changed_in_pipeline or "of another stage")
         if self._must_start_over(somebody_draws):
             if self._replica_sums is not None:
                 self._replica_sums.finish()  # other replicas may have begun more sums than this one

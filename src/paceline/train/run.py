@@ -14,8 +14,10 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from paceline import env
+from paceline.containers import to_device
 from paceline.data import Loading, is_loader
 from paceline.data.loading import Collate
 from paceline.data.substreams import is_stream
@@ -27,6 +29,7 @@ from paceline.parallel import Engine, check_shards, parallelize
 from paceline.parallel.initial_weights import is_on_meta
 from paceline.spec import Job, Mesh, Plan
 from paceline.train.agreement import check_same_order
+from paceline.train.averaging import averaged
 from paceline.train.data_progress import DataProgress
 from paceline.train.digest import weights_sha256
 from paceline.train.evaluate import Measure, evaluate, evaluation_mode, own_chunks
@@ -102,6 +105,7 @@ class Run:
         self._checkpoint_address = checkpoint_address
         self._force = force
         self._prepared: Stepper | None = None
+        self._averages: list[AveragedModel] = []
         self._pending: Pending | None = None
         self._heartbeat = Heartbeat(env.heartbeat_path())
         self._heartbeat.step(0)
@@ -127,8 +131,9 @@ class Run:
             optimizer: over the parameters of `model`. They stay the same objects where every worker holds the
                 whole model; else the optimizer is given their shards in their place.
             find_unused_parameters: set it if some parameters get no gradient in some steps.
-            example: what `model` is called with for a few samples, a tensor or a tuple; a pipeline needs it, to cut the
-                model into stages that take equally long.
+            example: what `model` is called with for a few samples: a tensor, a tuple of positional arguments, or a
+                mapping of keyword arguments, such as a batch of a tokenizer. A pipeline needs it, to cut the model into
+                stages that take equally long.
             tensor_plan: which modules the workers of the mesh axis tp share, and how: {"blocks.*.up": "colwise",
                 "blocks.*.down": "rowwise"}; None: the plan's, the model's own `_tp_plan`, or what is found.
 
@@ -156,7 +161,7 @@ class Run:
             self.device,
             self.world.group,
             find_unused_parameters=find_unused_parameters,
-            example=example if example is None or isinstance(example, tuple) else (example,),
+            example=to_device(example, self.device, torch.float64 if job.precision == "float64" else None),
         )
         self._at_close.push(parallelized.background)
         self.plan = dataclasses.replace(self.plan, algorithm=parallelized.algorithm)
@@ -194,6 +199,16 @@ class Run:
                 workers, and `load_state_dict(state)`, which is called now if the run was resumed.
         """
         self._kept.add(name, thing)
+
+    def average(self, decay: float = 0.999) -> AveragedModel:
+        """An exponential moving average of the weights, moved after every step and kept with checkpoints.
+
+        Call it after `prepare`; give it to `evaluate(..., model=average)`, and save its `module.state_dict()`.
+        """
+        average = averaged(self.model, self.engine, decay)
+        self.keep(f"average {len(self._averages)}", average)
+        self._averages.append(average)
+        return average
 
     def epochs(self) -> range:
         """The numbers of the epochs that are not over: all of the job's, or those left of a run that was resumed."""
@@ -308,6 +323,8 @@ class Run:
         result = self._stepper.step(pending, batch, loss_fn)
         self.values = result.values
         self._note_micro_batch()
+        for average in self._averages:
+            average.update_parameters(self.model)
         return result.loss
 
     def _note_micro_batch(self) -> None:
@@ -327,6 +344,7 @@ class Run:
         *,
         collate_fn: Collate | None = None,
         num_workers: int | None = None,
+        model: nn.Module | None = None,
     ) -> dict[str, float]:
         """Every metric over `dataset`, each sample counted exactly once on any number of workers.
 
@@ -336,6 +354,7 @@ class Run:
             dataset: map-style, visited in order; or a torch DataLoader over such a set, whose settings are taken over.
             collate_fn: makes a batch of a list of samples; None: torch's default.
             num_workers: loader processes of each worker; None: as the job's data.loader_workers says.
+            model: the model to evaluate, such as an `average`; None: the prepared one.
             measure: called as measure(model, batch) in evaluation mode without gradients; returns one value per
                 sample for every metric, {"accuracy": correct, "loss": losses}, each of shape (samples in batch,), or
                 `paceline.Mean(loss, weight=number of tokens)`; the result is the mean over all samples, or tokens.
@@ -361,13 +380,13 @@ class Run:
 
         try:
             with (
-                evaluation_mode(self.model),
+                evaluation_mode(self.model if model is None else model),
                 self.consensus(),
                 buffers.untouched(),
                 torch.no_grad(),
                 self.precision.autocast(),
             ):
-                results = evaluate(batches(), chunks, given, self.model, measure, self.world, metrics)
+                results = evaluate(batches(), chunks, given, model or self.model, measure, self.world, metrics)
         finally:
             seed_between_steps(self.job.seed, self.steps, self.device)
             self.timer.resume()

@@ -18,6 +18,7 @@ from paceline.parallel.losses import StepLoss
 from paceline.parallel.micro_batch import is_out_of_memory
 from paceline.samples import Readings, Samples
 from paceline.spec import Mesh
+from paceline.train.closures import closure_after, needs_closure
 from paceline.train.data_progress import Batch
 from paceline.train.nonfinite import NonFiniteGuard
 from paceline.train.numerics import LossFn, loss_name
@@ -62,6 +63,7 @@ class Stepper:
         self._timer = timer
         self._tracer = tracer
         self._guard = NonFiniteGuard(session)
+        self._needs_closure = needs_closure(self.trained.optimizer, self.trained.engine, session.state.job)
         self._readings: Readings = {}
         self._is_finished = True
         """Whether the script has done what belongs to the last step."""
@@ -94,7 +96,7 @@ class Stepper:
         trained.optimizer.zero_grad(set_to_none=True)
 
         try:
-            result = engine.step(step_input, functools.partial(self._update, batch, content))
+            result = engine.step(step_input, functools.partial(self._update, batch, content, step_input))
         except (RuntimeError, MemoryError) as problem:
             if not is_out_of_memory(problem):
                 raise
@@ -146,7 +148,7 @@ class Stepper:
             loss_name=loss_name(loss_fn),
         )
 
-    def _update(self, batch: Batch, content: Any, loss: Tensor) -> None:
+    def _update(self, batch: Batch, content: Any, step_input: StepInput, loss: Tensor) -> None:
         """Make an update by the gradients that are in `.grad`, unless they are not finite."""
         trained, step, clip_norm = self.trained, self._state.progress.steps, self._state.job.optim.clip_norm
         engine, scaler = trained.engine, trained.precision.scaler
@@ -161,9 +163,20 @@ class Stepper:
             clip_gradients(trained.model.parameters(), clip_norm, norm())
         idle = not batch.assignment.sizes or not self._counts_samples
         self._tracer.before_update(step, trained.model, engine.whole, loss, content, idle=idle)
-        if is_made:
+        if is_made and self._needs_closure:
+            trained.optimizer.step(closure_after(loss, functools.partial(self._gradients_again, step_input)))  # type: ignore[arg-type]
+        elif is_made:
             scaler.step(trained.optimizer)
             scaler.update()
+
+    def _gradients_again(self, step_input: StepInput) -> Tensor:
+        """Compute the step's gradient at the weights as they are now; returns its loss."""
+        trained, clip_norm = self.trained, self._state.job.optim.clip_norm
+        trained.optimizer.zero_grad(set_to_none=True)
+        loss = trained.engine.gradients(replace(step_input, take_norms=None)).loss
+        if clip_norm is not None:
+            clip_gradients(trained.model.parameters(), clip_norm, trained.engine.gradient_norm())
+        return loss
 
     def _any_shard(self, pending: Pending, content: Any, loss_fn: LossFn) -> AnyShard:
         """The input for asynchronous servers, whose workers read the shards they compute.
