@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
-from paceline.parallel.pipeline import Action, MicroBatch, Pipeline, make_schedule, simulate
+from paceline.parallel.pipeline import Action, MicroBatch, ModelCall, Pipeline, make_schedule, simulate
 from paceline.spec import PipelineSpec
 
 TIMEOUT_S = 60.0
@@ -95,7 +95,7 @@ def worker(
         length = num_layers // (num_workers * spec.stages_per_worker)
         cuts = tuple(str(start) for start in range(length, num_layers, length))
         spec = PipelineSpec(spec.schedule, spec.stages_per_worker, cuts)
-        pipelines[name] = Pipeline(model, group, spec, (samples,), torch.device("cpu"))
+        pipelines[name] = Pipeline(model, group, spec, ModelCall((samples,)), torch.device("cpu"))
     work_s = 3 * wait_s * PLACES * num_micro_batches
     efficiencies: dict[str, list[float]] = {name: [] for name in pipelines}
     for _ in range(rounds + 1):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from paceline import env
 from paceline.models import MODELS
 from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm
-from paceline.parallel.pipeline import MicroBatch, Pipeline
+from paceline.parallel.pipeline import MicroBatch, ModelCall, Pipeline
 from paceline.partition import StageLimits
 from paceline.spec import PipelineSpec
 from tests.ranks.harness import run_ranks
@@ -148,7 +148,7 @@ def compare(name: str, dtype: torch.dtype, specs: Sequence[PipelineSpec]) -> lis
     with joined() as group:
         found = []
         for spec in specs:
-            pipeline = Pipeline(build(name, dtype), group, spec, (given[0][0][:3],), torch.device("cpu"))
+            pipeline = Pipeline(build(name, dtype), group, spec, ModelCall((given[0][0][:3],)), torch.device("cpu"))
             norm = NormStatistics(pipeline.module)
             far = {"loss": 0.0, "gradient": 0.0, "output": 0.0, "state": 0.0}
             for step, (whole, expected) in enumerate(alone(name, dtype)):
@@ -253,7 +253,7 @@ def train_decoder(spec: PipelineSpec) -> dict[str, Tensor]:
         for part in parts
     ]
     with joined() as group:
-        pipeline = Pipeline(model, group, spec, (parts[0], torch.ones(2, 5).double()), torch.device("cpu"))
+        pipeline = Pipeline(model, group, spec, ModelCall((parts[0], torch.ones(2, 5).double())), torch.device("cpu"))
         for _ in range(2):  # the second time nobody says any more what is sent
             pipeline.module.zero_grad()
             loss = pipeline.train_step(parts_of_batch)
@@ -313,7 +313,7 @@ def what_is_said(loss: str) -> str:
     functions = {"twice": twice, "never": never, "failing": failing}
     with joined() as group:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        pipeline = Pipeline(model, group, PipelineSpec(), (torch.ones(1, 2),), torch.device("cpu"))
+        pipeline = Pipeline(model, group, PipelineSpec(), ModelCall((torch.ones(1, 2),)), torch.device("cpu"))
         try:
             pipeline.train_step([MicroBatch(lambda model: functions[loss](model, torch.ones(1, 2)))] * 3)
         except Exception as error:
@@ -326,7 +326,9 @@ def cut_within(memory_bytes: float) -> tuple[tuple[str, ...], bool]:
     with joined() as group:
         model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8), *[nn.Linear(8, 8) for _ in range(2)])
         limits = StageLimits(memory_bytes=memory_bytes, copies_of_parameters=4.0, micro_batches_kept=(0.0, 0.0))
-        pipeline = Pipeline(model, group, PipelineSpec(), (torch.ones(2, 8),), torch.device("cpu"), limits=limits)
+        pipeline = Pipeline(
+            model, group, PipelineSpec(), ModelCall((torch.ones(2, 8),)), torch.device("cpu"), limits=limits
+        )
         return pipeline.cuts, "No cut of this model into 2 stages fits into 0.00 GiB" in " ".join(pipeline.notes)
 
 

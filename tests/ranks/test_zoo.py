@@ -14,6 +14,17 @@ Table = Mapping[Column, Mapping[str, Result]]
 
 TOLERANCE = 1e-12
 
+REFUSED = {
+    ("wav2vec2", "pp"): "takes a Python value out of a tensor",
+    ("packed-lstm", "pp"): "takes or returns a packed sequence",
+    ("plain-objects", "pp"): "'blocks.0' returns a Found, in which no tensors are found",
+    ("spectral-norm", "pp"): "Forward passes change buffers",
+    ("moving-averages", "pp"): "Forward passes change buffers",
+    ("vq-vae", "pp"): "Forward passes change buffers",
+    ("instance-norm", "pp"): "Forward passes change buffers",
+}
+"""What the sentence says, by model and strategy."""
+
 
 @pytest.fixture(scope="module")
 def table() -> Table:
@@ -35,6 +46,9 @@ def table() -> Table:
 @pytest.mark.parametrize("column", [column for column in COLUMNS if column != column.reference], ids=str)
 def test_every_column_is_equal_to_one_worker(table: Table, column: Column, name: str) -> None:
     alone, spread = table[column.reference][name], table[column][name]
+    if (name, column.strategy) in REFUSED:
+        assert REFUSED[name, column.strategy] in spread.refusal
+        return
     assert not spread.refusal
     assert len(spread.losses) == 3
     assert np.isfinite(spread.losses).all()

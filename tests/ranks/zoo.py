@@ -258,6 +258,9 @@ COLUMNS = (
     *(Column(parity, world_size=world_size) for parity in ("bitwise", "numeric") for world_size in (1, 2, 3)),
     Column("numeric", "dp_one_process", 1),
     Column("numeric", "fsdp", 2),
+    Column("numeric", "pp", 2),
+    Column("numeric", "tp", 2),
+    Column("numeric", "fsdp2 x tp2", 4),
 )
 
 

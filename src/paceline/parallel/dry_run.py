@@ -1,7 +1,7 @@
 """Tries a mesh of any size on one node in seconds: runs the training code with fake workers and fake tensors.
 
 torch's fake process group has any number of ranks and sends nothing; fake tensors have shapes and no values. The model
-is traced, cut into stages and sharded by the functions that training uses, every stage runs one forward and backward
+is recorded, cut into stages and sharded by the functions that training uses, every stage runs one forward and backward
 pass, and the bytes that would be sent and kept are counted.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,10 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.errors import JobError
 from paceline.parallel.dtensor import device_mesh_of, local_bytes, local_shard
 from paceline.parallel.initial_weights import allocate
-from paceline.parallel.pipeline.calls import generator_state
+from paceline.parallel.pipeline.calls import ModelCall, generator_state
 from paceline.parallel.pipeline.layer_costs import backward, measure_layers, tensor_bytes
+from paceline.parallel.pipeline.recorder import record
+from paceline.parallel.pipeline.recording import Recording
 from paceline.parallel.pipeline.stage import Stage, stages_of
-from paceline.parallel.pipeline.traced_layers import TracedLayers, trace
 from paceline.parallel.sharded import recompute, shard
 from paceline.parallel.tensor import (
     TensorPlan,
@@ -152,12 +153,12 @@ def dry_run(
         ModelError: the model cannot be cut into these stages, or its layers not be sharded so.
     """
     declared = declared_plan(model, tensor_plan, mesh.tp) if mesh.tp > 1 else None
-    traced, costs = trace_on_meta(model, arguments)
-    starts = traced.starts(cuts, mesh.pp) if cuts else best_cut(costs, mesh.pp) if mesh.pp > 1 else (0,)
+    recording, costs = _record_on_meta(model, arguments)
+    starts = recording.starts(cuts, mesh.pp) if cuts else best_cut(costs, mesh.pp) if mesh.pp > 1 else (0,)
     runs = list(zip(starts, (*starts[1:], len(costs)), strict=True))
     # All stages before the first is sharded: parameters that stages share would be sharded twice.
     # Layers that follow each other are found in a model, but not in one stage, where each stands alone.
-    stages = [one.train() for one in ([traced.model] if mesh.pp == 1 else stages_of(traced, starts))]
+    stages = [one.train() for one in ([recording.model] if mesh.pp == 1 else stages_of(recording, starts))]
     holders = Counter(parameter for stage in stages for parameter in stage.parameters())
     others = [{name: holders[parameter] - 1 for name, parameter in stage.named_parameters()} for stage in stages]
     found: list[StageCost] = []
@@ -171,22 +172,15 @@ def dry_run(
                 styles |= applied.styles
             if recomputes:
                 recompute(stage)
-            facts, message = _try_stage(stage, traced, costs, run, message, num_others, device_mesh, mesh, arguments)
+            facts, message = _try_stage(stage, recording, costs, run, message, num_others, device_mesh, mesh, arguments)
             found.append(facts)
     return DryRun(mesh, num_micro_batches, tuple(found), optimizer_copies, TensorPlan(mesh.tp, styles))
 
 
-def trace_on_meta(model: nn.Module, arguments: Sequence[Any]) -> tuple[TracedLayers, list[LayerCost]]:
+def _record_on_meta(model: nn.Module, arguments: Sequence[Any]) -> tuple[Recording, list[LayerCost]]:
     """The layers of a model on the meta device, and their costs by arithmetic."""
-    traced = trace(model, arguments)
-    costs = measure_layers(traced, torch.device("meta"))
-    # A layer that computes no tensor has no arithmetic; its time was measured.
-    return traced, [
-        cost
-        if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(traced.values[node]))
-        else replace(cost, time_s=0.0)
-        for node, cost in zip(traced.layers, costs, strict=True)
-    ]
+    recording = record(model, ModelCall(tuple(arguments)))
+    return recording, measure_layers(recording, torch.device("meta"))
 
 
 def on_paper(build: Callable[[], nn.Module], sample: Any, num_samples: int) -> tuple[nn.Module, tuple[Any, ...]]:
@@ -207,7 +201,7 @@ def trace_model(model: nn.Module, arguments: Sequence[Any], num_samples: int) ->
     Args:
         arguments: the model's arguments for `num_samples` samples, on the meta device.
     """
-    traced, costs = trace_on_meta(model, arguments)
+    recording, costs = _record_on_meta(model, arguments)
     sizes = layer_sizes(model, lambda one: one(*arguments), num_samples)
     degrees = _largest_degrees(model)
     plan = find_plan(model, 2) if degrees else TensorPlan(2, {})
@@ -220,12 +214,12 @@ def trace_model(model: nn.Module, arguments: Sequence[Any], num_samples: int) ->
     total_s = sum(cost.time_s for cost in costs) or 1.0
     layers = []
     for group in groups:
-        names = [traced.name(number) for number in group if traced.layers[number].op == "call_module"]
+        names = [recording.name(number) for number in group if recording.layers[number].function is None]
         own = [layer for layer in plan.layers if any(layer == name or layer.startswith(f"{name}.") for name in names)]
         sent_bytes = sum(bytes_per_sample(plan.of_layer(layer), sizes, itemsize) for layer in own)
         layers.append(
             LayerCost(
-                name=traced.name(group[0]),
+                name=recording.name(group[0]),
                 time_s=sum(costs[number].time_s for number in group) / total_s,
                 parameter_bytes=sum(costs[number].parameter_bytes for number in group),
                 activation_bytes=sum(costs[number].activation_bytes for number in group) / num_samples,
@@ -269,7 +263,7 @@ class _Message:
 
 def _try_stage(
     stage: nn.Module,
-    traced: TracedLayers,
+    recording: Recording,
     costs: Sequence[LayerCost],
     run: tuple[int, int],
     message: _Message,
@@ -291,12 +285,11 @@ def _try_stage(
         shard(stage, device_mesh["fsdp"], mesh.zero_stage, cpu_offload=False)
     with FakeTensorMode(allow_non_fake_inputs=True):
         allocate(stage, torch.device("cpu"))
-        arriving = _with_gradients(
-            [_fake(traced.values[node]) for node in traced.crossing(start)], message.has_gradient
-        )
+        crossing = recording.trained.crossing(start)
+        arriving = _with_gradients([_fake(recording.values[slot]) for slot in crossing], message.has_gradient)
         given = [_fake(argument) for argument in arguments]
         if isinstance(stage, Stage):
-            given = [dict(zip(_argument_names(traced), given, strict=False)) | traced.fixed, *arriving]
+            given = [ModelCall(tuple(given)), *([recording.outline(start), *arriving] if start else [])]
         kept = _Kept({id(p) for p in stage.parameters()})
         counter = CommBytes({device_mesh[axis].get_group().group_name: axis for axis in ("fsdp", "tp")})
         with _Answers() as answers, counter:
@@ -315,7 +308,7 @@ def _try_stage(
             sent["pp"] += tensor_bytes(leaving_tensors) + generator_bytes * following.carries_generators
     trained = {name: local_bytes([one]) for name, one in stage.named_parameters() if one.requires_grad}
     facts = StageCost(
-        layers=(traced.name(start), traced.name(stop - 1)),
+        layers=(recording.name(start), recording.name(stop - 1)),
         time=sum(cost.time_s for cost in costs[start:stop]),
         parameter_bytes=local_bytes(stage.parameters()),
         activation_bytes=kept.num_bytes,
@@ -338,10 +331,6 @@ def _with_gradients(values: Sequence[Any], has_gradient: Sequence[bool]) -> list
     flags = iter(has_gradient)
     found: list[Any] = pytree.tree_map_only(Tensor, lambda tensor: tensor.requires_grad_(next(flags)), list(values))
     return found
-
-
-def _argument_names(traced: TracedLayers) -> list[str]:
-    return [str(node.target).lstrip("*") for node in traced.graph.nodes if node.op == "placeholder"]
 
 
 def _fake(value: Any) -> Any:

@@ -34,7 +34,7 @@ from paceline.parallel.losses import Layout, StepLoss, ignore_unless, read_loss,
 from paceline.parallel.micro_batch import MicroBatchLimit
 from paceline.parallel.norm import ShardBatchNorm, replace_batch_norm, standing_in, unknown_buffers
 from paceline.parallel.passes import DrewTogetherError, Passed, Passes
-from paceline.parallel.pipeline import MicroBatch, Pipeline, stage_limits
+from paceline.parallel.pipeline import MicroBatch, ModelCall, Pipeline, stage_limits
 from paceline.parallel.replica_sums import ReplicaSums
 from paceline.parallel.sharded import recompute, shard, sharded_modules
 from paceline.parallel.tensor import declared_plan, tensor_parallel
@@ -42,10 +42,11 @@ from paceline.partition import StageLimits
 from paceline.spec import AlgorithmName, Job, Mesh, Plan
 
 
-def _limits(job: Job, plan: Plan, mesh: Mesh, device: torch.device, example: tuple[Any, ...] | None) -> StageLimits:
+def _limits(job: Job, plan: Plan, mesh: Mesh, device: torch.device, example: ModelCall | None) -> StageLimits:
     """What a stage may hold: a GPU's memory. On CPUs no limit is known, since workers share the node's memory."""
     memory_bytes = math.inf if device.type != "cuda" else float(torch.cuda.mem_get_info(device)[1])
-    sizes = [len(leaf) for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor) and leaf.dim()]
+    given = () if example is None else (example.args, dict(example.kwargs))
+    sizes = [len(leaf) for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor) and leaf.dim()]
     return stage_limits(
         mesh,
         plan.pipeline,
@@ -72,13 +73,13 @@ class MeshParallel(Engine):
         plan: Plan,
         device: torch.device,
         axes: Axes,
-        example: tuple[Any, ...] | None,
+        example: ModelCall | None,
         *,
         may_skip: bool = False,
     ) -> None:
         """
         Args:
-            example: what the model is called with, for a few samples; to cut it into stages.
+            example: how the model is called, for a few samples; to cut it into stages.
             may_skip: whether some parameters get no gradient in some steps, on some workers.
         """
         self._axes = axes
@@ -112,6 +113,8 @@ class MeshParallel(Engine):
         stages = [model] if self._pipeline is None else self._pipeline.stages
         for stage in stages:
             self._shard(stage)
+        if self._pipeline is not None:
+            self._pipeline.forget_example()
         self.module = model
         weights(model, device)
         self.randomness: Randomness = Randomness()

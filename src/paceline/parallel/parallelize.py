@@ -44,12 +44,12 @@ def parallelize(
     group: dist.ProcessGroup | None,
     *,
     find_unused_parameters: bool = False,
-    example: tuple[Any, ...] | None = None,
+    example: Any = None,
 ) -> Parallelized:
     """Make `model` train together with its copies on the other workers; a collective of `group`.
 
     Args:
-        example: what the model is called with, for a few samples; a pipeline measures its layers by it.
+        example: what the model is called with, for a few samples, as `Run.prepare` takes it; a pipeline is cut by it.
 
     Raises:
         JobError: a strategy that this job cannot be trained with.
@@ -59,10 +59,12 @@ def parallelize(
         # Torch's parts for it take long to load, and most runs need none of them.
         from paceline.parallel.axes import open_axes
         from paceline.parallel.mesh import MeshParallel
+        from paceline.parallel.pipeline import ModelCall
 
         check_mesh(job, plan.mesh)
         axes = open_axes(plan.mesh, device, group)
-        meshed = MeshParallel(model, job, plan, device, axes, example, may_skip=find_unused_parameters)
+        call = None if example is None else ModelCall.of(example)
+        meshed = MeshParallel(model, job, plan, device, axes, call, may_skip=find_unused_parameters)
         return Parallelized(meshed, meshed.algorithm, tuple(meshed.notes), _closing(meshed.close))
     if is_on_meta(model):
         initial_weights(model, group)(model, device)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from paceline import env
+from paceline.containers import to_device
 from paceline.data import Loading, is_loader
 from paceline.data.loading import Collate
 from paceline.data.substreams import is_stream
@@ -130,8 +131,9 @@ class Run:
             optimizer: over the parameters of `model`. They stay the same objects where every worker holds the
                 whole model; else the optimizer is given their shards in their place.
             find_unused_parameters: set it if some parameters get no gradient in some steps.
-            example: what `model` is called with for a few samples, a tensor or a tuple; a pipeline needs it, to cut the
-                model into stages that take equally long.
+            example: what `model` is called with for a few samples: a tensor, a tuple of positional arguments, or a
+                mapping of keyword arguments, such as a batch of a tokenizer. A pipeline needs it, to cut the model into
+                stages that take equally long.
             tensor_plan: which modules the workers of the mesh axis tp share, and how: {"blocks.*.up": "colwise",
                 "blocks.*.down": "rowwise"}; None: the plan's, the model's own `_tp_plan`, or what is found.
 
@@ -159,7 +161,7 @@ class Run:
             self.device,
             self.world.group,
             find_unused_parameters=find_unused_parameters,
-            example=example if example is None or isinstance(example, tuple) else (example,),
+            example=to_device(example, self.device, torch.float64 if job.precision == "float64" else None),
         )
         self._at_close.push(parallelized.background)
         self.plan = dataclasses.replace(self.plan, algorithm=parallelized.algorithm)

@@ -3,7 +3,7 @@
 `Pipeline` is what an engine holds; limits and schedules are pure and know nothing of torch's processes.
 """
 
-from paceline.parallel.pipeline.calls import MicroBatch
+from paceline.parallel.pipeline.calls import MicroBatch, ModelCall
 from paceline.parallel.pipeline.cut import stage_limits
 from paceline.parallel.pipeline.pipeline import Pipeline
 from paceline.parallel.pipeline.schedules import Action, Schedule, Simulation, make_schedule, simulate
@@ -11,6 +11,7 @@ from paceline.parallel.pipeline.schedules import Action, Schedule, Simulation, m
 __all__ = [
     "Action",
     "MicroBatch",
+    "ModelCall",
     "Pipeline",
     "Schedule",
     "Simulation",

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from paceline.containers import open_container
 from paceline.errors import ModelError
 
 
@@ -34,11 +33,27 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
+class ModelCall:
+    """The arguments that a model is called with."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, example: Any) -> ModelCall:
+        """A tensor, a tuple of positional arguments, or a mapping of keyword arguments."""
+        if isinstance(example, ModelCall):
+            return example
+        if isinstance(example, Mapping):
+            return cls((), dict(example))
+        return cls(example if isinstance(example, tuple) else (example,))
+
+
+@dataclass(frozen=True)
 class StageCall:
     """How the model is called for one micro-batch."""
 
-    arguments: dict[str, Any]
-    """By name."""
+    arguments: ModelCall
     signature: Hashable
     """Everything that the form of messages between stages depends on; equal on all workers."""
     generators: Tensor
@@ -46,35 +61,28 @@ class StageCall:
 
 
 class Calls:
-    """How a model can be called."""
+    """Sees how a loss function calls the model."""
 
-    def __init__(self, model: nn.Module, fixed: Mapping[str, Any], device: torch.device) -> None:
-        """
-        Args:
-            fixed: arguments that must have these values.
-        """
-        self._parameters = inspect.signature(model.forward)
-        self._fixed = fixed
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model = (model,)
         self._device = device
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> StageCall:
         """A call with these arguments."""
-        bound = self._parameters.bind(*args, **kwargs)
-        bound.apply_defaults()
-        for name, value in self._fixed.items():
-            given = bound.arguments[name]
-            if given is not value and (isinstance(given, Tensor) or given != value):
-                raise ModelError(
-                    f"The model was cut into stages for calls with {name} = {value!r} and is now called with another "
-                    "value; call it in one way only, or choose another strategy."
-                )
-        arguments = dict(bound.arguments)
-        leaves, structure = pytree.tree_flatten(arguments)
-        shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
         kind = self._device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        signature = (shapes, repr(structure), training, torch.is_grad_enabled(), autocast)
-        return StageCall(arguments, signature, generator_state(self._device))
+        signature = (_form(args), _form(kwargs), training, torch.is_grad_enabled(), autocast)
+        return StageCall(ModelCall(args, kwargs), signature, generator_state(self._device))
+
+    def attribute(self, name: str) -> Any:
+        """An attribute of the model, such as its configuration; of parts and methods no worker has all."""
+        value = getattr(self._model[0], name)
+        if callable(value) or isinstance(value, Tensor):
+            raise ModelError(
+                f"The loss function uses model.{name}, of which a worker of a pipeline has a part: call the model "
+                "itself, or choose another strategy."
+            )
+        return value
 
     def record(self, micro_batch: MicroBatch, training: bool) -> StageCall:
         """How the loss function calls the model for a micro-batch; it is stopped at the call."""
@@ -109,6 +117,23 @@ class StandIn(nn.Module):
             )
         self._was_called = True
         return self._answer(self._calls.call(args, kwargs, self.training))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            calls: Calls = self.__dict__["_calls"]
+            return calls.attribute(name)
+
+
+def _form(value: Any) -> Hashable:
+    """Everything about a value but the numbers in its tensors."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    container = open_container(value)
+    if container is None:
+        return repr(value)
+    return type(value).__name__, container.places, tuple(map(_form, container.values))
 
 
 class _CalledError(BaseException):

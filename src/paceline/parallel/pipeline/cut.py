@@ -8,8 +8,8 @@ import torch
 
 from paceline.errors import ModelError
 from paceline.parallel.pipeline.layer_costs import measure_layers
+from paceline.parallel.pipeline.recording import Recording
 from paceline.parallel.pipeline.schedules import make_schedule, simulate
-from paceline.parallel.pipeline.traced_layers import TracedLayers
 from paceline.partition import StageLimits, best_cut
 from paceline.spec import Mesh, PipelineSpec
 
@@ -49,14 +49,14 @@ def stage_limits(
 
 
 def find_cut(
-    traced: TracedLayers, num_stages: int, limits: StageLimits, device: torch.device
+    recording: Recording, num_stages: int, limits: StageLimits, device: torch.device
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The first layer of every stage for stages of equal measured time, and a note where they may not fit.
 
     Raises:
         ModelError: the model has too few layers.
     """
-    costs = measure_layers(traced, device)
+    costs = measure_layers(recording, device)
     try:
         return best_cut(costs, num_stages, limits), ()
     except ModelError as problem:  # what layers keep is an upper bound: what does not fit by it may fit

@@ -6,7 +6,7 @@ import json
 import operator
 import sys
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from paceline.errors import ModelError
+from paceline.parallel.memory_order import memory_order
 
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
@@ -24,25 +25,50 @@ class TensorForm:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    is_channels_last: bool = False
+    order: tuple[int, ...] = ()
+    """The dimensions as they lie in memory, outermost first; empty: in their own order. Random numbers are drawn in
+    that order."""
     requires_grad: bool = False
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorForm:
-        is_channels_last = (
-            tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
-        )
-        return cls(tuple(tensor.shape), tensor.dtype, is_channels_last, tensor.requires_grad)
+        order = () if tensor.is_contiguous() else tuple(memory_order(tensor)[0])
+        return cls(tuple(tensor.shape), tensor.dtype, order, tensor.requires_grad)
 
     def empty(self, device: torch.device) -> Tensor:
-        order = torch.channels_last if self.is_channels_last else torch.contiguous_format
-        return torch.empty(self.shape, dtype=self.dtype, device=device, memory_format=order)
+        order = self.order or tuple(range(len(self.shape)))
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return torch.empty([self.shape[dim] for dim in order], dtype=self.dtype, device=device).permute(back)
 
     def in_memory_order(self, tensor: Tensor) -> Tensor:
         """A contiguous tensor of such a tensor's values in the order in which they lie; a view wherever possible."""
-        if self.is_channels_last:
-            return tensor.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1)
-        return tensor.contiguous()
+        return tensor.permute(self.order).contiguous() if self.order else tensor.contiguous()
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What all layers before a cut returned, without the values: a stage goes through their calls as well.
+
+    Described once, with the first message of a kind.
+    """
+
+    outputs: list[Any] = field(compare=False)
+    """Of each layer, with a `TensorForm` in the place of every tensor."""
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """In place of what no message can carry, such as a cache of keys and values in the model's output."""
+
+    kind: str
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ModelError(
+            f"The model's output holds a {self.kind}, which only the last stage of the pipeline has: use its tensors, "
+            "or choose another strategy."
+        )
 
 
 @dataclass(frozen=True)
@@ -90,10 +116,13 @@ def _to_plain(value: Any) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, TensorForm):
-        shape, dtype, *flags = astuple(value)
-        return {"tensor": [shape, str(dtype), *flags]}
+        return {"tensor": [value.shape, str(value.dtype), value.order, value.requires_grad]}
     if isinstance(value, torch.dtype | torch.device):
         return {type(value).__name__: str(value)}
+    if isinstance(value, LeftOut):
+        return {"left out": value.kind}
+    if isinstance(value, Outline):
+        return {"outline": [_to_plain(output) for output in value.outputs]}
     container = pytree.SUPPORTED_NODES.get(pytree._get_node_type(value))
     if container is None:
         raise ModelError(
@@ -113,18 +142,33 @@ def _from_plain(plain: Any) -> Any:
     if not isinstance(plain, dict):
         return plain
     if "tensor" in plain:
-        shape, dtype, *flags = plain["tensor"]
-        return TensorForm(tuple(shape), _DTYPES[dtype], *flags)
+        shape, dtype, order, requires_grad = plain["tensor"]
+        return TensorForm(tuple(shape), _DTYPES[dtype], tuple(order), requires_grad)
     if "dtype" in plain:
         return _DTYPES[plain["dtype"]]
     if "device" in plain:
         return torch.device(plain["device"])
+    if "left out" in plain:
+        return LeftOut(plain["left out"])
+    if "outline" in plain:
+        return Outline([_from_plain(output) for output in plain["outline"]])
     module, name, context = plain["container"]
     kind = operator.attrgetter(name)(sys.modules[module])
     # Of the classes that are loaded here, none but a container is ever called.
     if pytree.is_namedtuple_class(kind):
         return kind(*map(_from_plain, plain["values"]))
     return pytree.SUPPORTED_NODES[kind].unflatten_fn(map(_from_plain, plain["values"]), context)
+
+
+def what_can_be_sent(value: Any) -> Any:
+    """The value with a `LeftOut` in place of each object that is no tensor, number or text."""
+
+    def check(leaf: Any) -> Any:
+        is_plain = leaf is None or type(leaf) in (bool, int, float, str)
+        is_plain = is_plain or isinstance(leaf, Tensor | torch.dtype | torch.device)
+        return leaf if is_plain else LeftOut(type(leaf).__name__)
+
+    return pytree.tree_map(check, value)
 
 
 def to_bytes(plain: Any) -> Tensor:

@@ -14,13 +14,15 @@ from torch.distributed.tensor import DTensor
 from paceline.errors import JobError, ModelError
 from paceline.object_collectives import broadcast_object
 from paceline.parallel.engine import statistics_dtype
-from paceline.parallel.pipeline.calls import Calls, MicroBatch, generator_state, set_generator_state
+from paceline.parallel.pipeline.calls import Calls, MicroBatch, ModelCall, generator_state, set_generator_state
+from paceline.parallel.pipeline.check import check_stages
 from paceline.parallel.pipeline.cut import find_cut
 from paceline.parallel.pipeline.executor import Step
 from paceline.parallel.pipeline.message import TensorForm
+from paceline.parallel.pipeline.recorder import record
+from paceline.parallel.pipeline.recording import Recording, record_sequential
 from paceline.parallel.pipeline.schedules import Schedule, make_schedule
-from paceline.parallel.pipeline.stage import Stage, Stages, stages_of
-from paceline.parallel.pipeline.traced_layers import TracedLayers, trace
+from paceline.parallel.pipeline.stage import Stage, Stages, let_go, stages_of
 from paceline.parallel.pipeline.transfers import Arrival, Outbox, StageLinks
 from paceline.partition import StageLimits
 from paceline.spec import PipelineSpec
@@ -34,7 +36,7 @@ class Pipeline:
         model: nn.Module,
         group: dist.ProcessGroup,
         spec: PipelineSpec,
-        example: Sequence[Any] | None,
+        example: ModelCall | None,
         device: torch.device,
         *,
         limits: StageLimits | None = None,
@@ -47,8 +49,8 @@ class Pipeline:
         Args:
             model: the whole model, alike on all workers; it may be on the meta device. What is not in this worker's
                 stages is not kept.
-            example: the arguments the model is called with, for a few samples; None: layers count by their parameters,
-                and the model must not ask for the sizes of its inputs.
+            example: how the model is called, for a few samples; None: only for an nn.Sequential, whose layers then
+                count by their parameters.
             limits: what a stage should hold; where the user cuts, nothing limits it. Where no cut keeps them the
                 fastest is taken, and a note says so.
             agreement: workers that all have to cut alike, such as those of all replicas; None: those of `group`.
@@ -65,21 +67,24 @@ class Pipeline:
         self._before_last_backward = before_last_backward
         self._dtype = statistics_dtype(model)
         self._links = links = StageLinks(group, spec.stages_per_worker, device, timeout_s)
-        traced = trace(model, example)
-        self._calls = Calls(model, traced.fixed, device)
-        cut = _agreed_cut(traced, spec, limits or StageLimits(), links, agreement or group)
+        recording = record_sequential(model) if example is None else record(model, example)
+        self._calls = Calls(model, device)
+        cut = _agreed_cut(recording, spec, limits or StageLimits(), links, agreement or group)
         self._draws = cut.draws
-        self.cuts = tuple(traced.name(start) for start in cut.starts[1:])
+        self.cuts = tuple(recording.name(start) for start in cut.starts[1:])
         """The layers that begin a stage, all but the first's; such as `PipelineSpec.cuts` takes."""
         self.notes = (
             f"the model is cut into {links.num_stages} stages on {links.num_workers} workers, before "
             + ", ".join(self.cuts),
             *cut.notes,
         )
-        everywhere = stages_of(traced, cut.starts)
+        everywhere = stages_of(recording, cut.starts)
         self._stages = {n: stage for n, stage in enumerate(everywhere) if links.owner(n) == links.rank}
+        if example is not None and not any(tensor.is_meta for tensor in model.parameters()):
+            check_stages(recording, everywhere, example, device)
         self.shared_parameters = _shared_parameters(model, everywhere, links)
         """Parameters shared with other workers, and their ranks in the group; in the order of the model."""
+        let_go(model, list(self._stages.values()))
         self.stages: list[nn.Module] = list(self._stages.values())
         """This worker's stages, in their order."""
         self.module: nn.Module = Stages(list(self._stages.values()), self._evaluate)
@@ -113,6 +118,11 @@ class Pipeline:
             self.draws_unexpectedly = step.draws_unexpectedly
             self._sum_shared_gradients()
         return losses
+
+    def forget_example(self) -> None:
+        """Free what the model computed for the example, as soon as the stages are sharded."""
+        for stage in self._stages.values():
+            stage.forget_example()
 
     def carry_generators(self) -> None:
         """From now on, pass the generators' state from stage to stage, as if any of them drew random numbers.
@@ -198,13 +208,13 @@ class _Cut:
 
 
 def _agreed_cut(
-    traced: TracedLayers, spec: PipelineSpec, limits: StageLimits, links: StageLinks, agreement: dist.ProcessGroup
+    recording: Recording, spec: PipelineSpec, limits: StageLimits, links: StageLinks, agreement: dist.ProcessGroup
 ) -> _Cut:
     """The user's cut, or the one that is found by the first worker's times: layers take another time on each."""
     answer: Any = None
     if dist.get_rank(agreement) == 0:
         try:
-            answer = _cut(traced, spec, limits, links)
+            answer = _cut(recording, spec, limits, links)
         except (ModelError, JobError) as problem:
             answer = {type(problem).__name__: str(problem)}
     answer = broadcast_object(answer, agreement, [_Cut])
@@ -214,14 +224,14 @@ def _agreed_cut(
     raise {"ModelError": ModelError, "JobError": JobError}[kind](sentence)
 
 
-def _cut(traced: TracedLayers, spec: PipelineSpec, limits: StageLimits, links: StageLinks) -> _Cut:
+def _cut(recording: Recording, spec: PipelineSpec, limits: StageLimits, links: StageLinks) -> _Cut:
     notes: tuple[str, ...] = ()
     if spec.cuts:
-        starts = traced.starts(spec.cuts, links.num_stages)
+        starts = recording.starts(spec.cuts, links.num_stages)
     else:
-        starts, notes = find_cut(traced, links.num_stages, limits, links.device)
-    draws = [True] * len(traced.layers) if traced.draws is None else traced.draws
-    stops = [*starts[1:], len(traced.layers)]
+        starts, notes = find_cut(recording, links.num_stages, limits, links.device)
+    draws = recording.trained.draws or [True] * len(recording.layers)
+    stops = [*starts[1:], len(recording.layers)]
     return _Cut(starts, tuple(any(draws[start:stop]) for start, stop in zip(starts, stops, strict=True)), notes)
 
 

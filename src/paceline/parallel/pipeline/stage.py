@@ -4,68 +4,50 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
-from paceline.parallel.pipeline.traced_layers import TracedLayers
-from paceline.parallel.pipeline.tracer import argument_of, call_node
+from paceline.errors import ModelError
+from paceline.parallel.pipeline.calls import ModelCall
+from paceline.parallel.pipeline.message import Outline
+from paceline.parallel.pipeline.recording import Layer, Recording, Slot
+from paceline.parallel.pipeline.replay import Replay, StageEnd
 
 
 class Stage(nn.Module):
     """Consecutive layers of a model: takes the values that cross the cut before it, gives those of the cut behind it.
 
-    The last stage gives one value, the model's output.
+    The last stage gives one value, the model's output. It holds the modules of its layers, the parameters that
+    operations between them use, and every buffer that is outside of layers.
     """
 
-    def __init__(self, traced: TracedLayers, start: int, stop: int) -> None:
+    def __init__(self, recording: Recording, start: int, stop: int) -> None:
         super().__init__()
-        self._arriving = traced.crossing(start)
-        self._layers = traced.layers[start:stop]
-        self._in_evaluation = traced.in_evaluation
-        self._modes = traced.modes
-        self._is_last = stop == len(traced.layers)
-        self._leaving = [] if self._is_last else traced.crossing(stop)
-        output = traced.graph.output_node()
-        self._output = output.args[0]
-        used = [node for layer in self._layers for node in layer.all_input_nodes]
-        if self._is_last:
-            used += output.all_input_nodes
-        self._arguments = {node: node for node in used if node.op == "placeholder"}
-        self._attributes = {node: str(node.target) for node in used if node.op == "get_attr"}
-        self._dropped = self._last_uses()
-        modules = [str(layer.target) for layer in self._layers if layer.op == "call_module"]
+        layers = recording.layers[start:stop]
+        self.name = recording.name(start)
+        """Of its first layer."""
+        self._recording: Recording | None = recording
+        self._model = (recording.model,)  # in a tuple, because it is no part of the stage
+        self._opened = recording.opened
+        self._is_last = stop == len(recording.layers)
+        self._flows = {True: recording.trained, False: recording.evaluated}
+        self._runs = {True: (start, stop), False: _in_evaluation(recording, start, stop)}
+        modules = [layer.name for layer in layers if layer.function is None]
+        self._lent = list(dict.fromkeys(name for layer in layers for name in layer.parameters))
+        self._lent += _open_buffers(recording)
         # In the same order in every process: other workers have the same stage, and sum its gradients by position.
-        for name in sorted(dict.fromkeys([*modules, *self._attributes.values()]), key=lambda name: name.count(".")):
-            self._attach(traced.model, name)
+        for name in sorted(dict.fromkeys([*modules, *self._lent]), key=lambda name: name.count(".")):
+            self._attach(name)
 
-    def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
-        """The values that are not needed any more after each layer."""
-        needed = set(self._leaving)
-        if self._is_last:
-            fx.node.map_arg(self._output, lambda node: needed.add(node))
-        dropped: dict[fx.Node, list[fx.Node]] = {}
-        for layer in reversed(self._layers):
-            dropped[layer] = [node for node in layer.all_input_nodes if node not in needed]
-            needed.update(dropped[layer])
-        return dropped
-
-    def as_fx_graph(self) -> fx.Graph:
-        """The graph of the stage's layers, in which tensor parallelism finds layers that follow each other."""
-        graph = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in self._arriving}
-        for node in (*self._arguments, *self._attributes, *self._layers):
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-        leaving = self._output if self._is_last else tuple(self._leaving)
-        graph.output(fx.node.map_arg(leaving, copies.__getitem__))
-        return graph
-
-    def _attach(self, model: nn.Module, name: str) -> None:
-        """Hold a module, parameter or buffer of `model` under its name."""
+    def _attach(self, name: str) -> None:
+        """Hold a module, parameter or buffer of the model under its name."""
         *path, last = name.split(".")
         owner: nn.Module = self
-        original = model
+        (original,) = self._model
         for part in path:
             original = getattr(original, part)
             if part not in owner._modules:
@@ -83,39 +65,144 @@ class Stage(nn.Module):
         else:
             setattr(owner, last, value)
 
-    def forward(self, arguments: Mapping[str, Any], *arriving: Any) -> tuple[Any, ...]:
-        """`arguments`: what the model was called with, by name."""
-        values: dict[fx.Node, Any] = dict(zip(self._arriving, arriving, strict=True))
-        values |= {node: arguments[argument_of(node, arguments)] for node in self._arguments}
-        values |= {node: operator.attrgetter(name)(self) for node, name in self._attributes.items()}
-        differing = {} if self.training else self._in_evaluation
-        for layer in self._layers:
-            called_with = differing.get(layer, (layer.args, layer.kwargs))
-            args, kwargs = fx.node.map_arg(called_with, values.__getitem__)
-            mode = self._modes.get(layer)
-            with nullcontext() if mode is None else mode.applied():
-                values[layer] = call_node(self, layer, args, kwargs)
-            for node in self._dropped[layer]:
-                values.pop(node, None)
-        if self._is_last:
-            return (fx.node.map_arg(self._output, values.__getitem__),)
-        return tuple(values[node] for node in self._leaving)
+    def forget_example(self) -> None:
+        """Free what the layers computed for the example; before that `as_fx_graph` can be called."""
+        self._recording = None
+
+    def as_fx_graph(self) -> fx.Graph:
+        """The stage's layers, in which tensor parallelism finds some that follow each other."""
+        assert self._recording is not None
+        return _graph(self._recording, *self._runs[True])
+
+    def forward(self, call: ModelCall, *arriving: Any) -> tuple[Any, ...]:
+        """
+        Args:
+            call: what the model is called with.
+            arriving: for all but the first stage an `Outline`, and the tensors that cross the cut before it.
+        """
+        (model,), run = self._model, self._runs[self.training]
+        outline, tensors = (arriving[0], arriving[1:]) if arriving else (Outline([]), ())
+        flow = self._flows[self.training]
+        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        replay = Replay(model, self._opened, flow, run, outline, tensors, device)
+        for module in self._opened:
+            module.training = self.training
+        with self._outside_of_layers():
+            try:
+                with replay:
+                    output = model(*call.args, **call.kwargs)
+            except StageEnd:
+                output = None
+        return (output,) if self._is_last else (replay.outline, *replay.leaving)
+
+    @contextmanager
+    def _outside_of_layers(self) -> Iterator[None]:
+        """Inside, the model has the parameters and buffers of this stage that lie in no layer, as they are now."""
+        before = []
+        for name in self._lent:
+            owner, _, key = name.rpartition(".")
+            mine, whole = self.get_submodule(owner), self._model[0].get_submodule(owner)
+            kind = "_parameters" if key in mine._parameters else "_buffers"
+            before.append((getattr(whole, kind), key, getattr(whole, kind)[key]))
+            getattr(whole, kind)[key] = getattr(mine, kind)[key]
+        try:
+            yield
+        finally:
+            for tensors, key, tensor in before:
+                tensors[key] = tensor
 
 
-def stages_of(traced: TracedLayers, starts: Sequence[int]) -> list[Stage]:
+def _in_evaluation(recording: Recording, start: int, stop: int) -> tuple[int, int]:
+    """The numbers of the stage's limits among the layers that are called in evaluation."""
+    trained, evaluated = recording.trained, recording.evaluated
+    first = evaluated.same_place(trained, start)
+    behind = len(evaluated.layers) if stop == len(trained.layers) else evaluated.same_place(trained, stop)
+    if first is None or behind is None or not first < behind:
+        raise ModelError(
+            f"{type(recording.model).__name__} does not call its layers in one order in training and in evaluation, so "
+            f"no stage can begin with '{recording.name(start)}' and end before "
+            f"'{recording.name(min(stop, len(recording.layers) - 1))}': cut it elsewhere (pipeline.cuts)."
+        )
+    return first, behind
+
+
+def _open_buffers(recording: Recording) -> list[str]:
+    """The buffers outside of layers, which the forward pass may use in every stage."""
+    inside = {
+        f"{layer.name}.{name}"
+        for layer in recording.layers
+        if layer.function is None
+        for name, _ in recording.model.get_submodule(layer.name).named_buffers(remove_duplicate=False)
+    }
+    return [name for name, _ in recording.model.named_buffers(remove_duplicate=False) if name not in inside]
+
+
+def stages_of(recording: Recording, starts: Sequence[int]) -> list[Stage]:
     """The stages that begin with these layers; the first one holds what no layer uses, too."""
-    stages = [Stage(traced, start, stop) for start, stop in zip(starts, [*starts[1:], len(traced.layers)], strict=True)]
+    stops = [*starts[1:], len(recording.layers)]
+    stages = [Stage(recording, start, stop) for start, stop in zip(starts, stops, strict=True)]
     used = {name for stage in stages for name in _tensor_names(stage)}
-    for name in _tensor_names(traced.model):
+    for name in _tensor_names(recording.model):
         if name not in used:
-            stages[0]._attach(traced.model, name)
+            stages[0]._attach(name)
     return stages
+
+
+def let_go(model: nn.Module, stages: Sequence[Stage]) -> None:
+    """Free the parameters of `model` that are in none of this worker's stages; their shapes stay."""
+    own = {module for stage in stages for module in stage.modules()}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and module not in own:
+                nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+                module._parameters[name] = nn.Parameter(nothing, requires_grad=False)
 
 
 def _tensor_names(model: nn.Module) -> list[str]:
     """All names of parameters and buffers."""
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return [name for name, _ in tensors]
+
+
+def _graph(recording: Recording, start: int, stop: int) -> fx.Graph:
+    """The layers as a graph of torch.fx: modules and operations, and what else they are given."""
+    graph = fx.Graph()
+    nodes = {slot: graph.placeholder(f"arriving_{slot}") for slot in recording.trained.crossing(start)}
+    parameters = {parameter: name for name, parameter in recording.model.named_parameters()}
+
+    def node_of(leaf: Any) -> Any:
+        if isinstance(leaf, Slot):
+            return nodes[leaf.number]
+        if isinstance(leaf, nn.Parameter) and leaf in parameters:
+            return graph.get_attr(parameters[leaf])
+        if isinstance(leaf, Tensor):
+            return graph.placeholder("given")
+        return leaf if isinstance(leaf, bool | int | float | str | None) else None
+
+    for number in range(start, stop):
+        layer, given = recording.layers[number], recording.arguments[number]
+        args, kwargs = pytree.tree_map(node_of, given)
+        node = graph.create_node(*_called(layer), tuple(args), dict(kwargs))
+        outputs = recording.outputs[number]
+        is_one = len(outputs) == 1 and isinstance(outputs[0], Slot)
+        for place, slot in enumerate(layer.gives):
+            nodes[slot] = node if is_one else graph.call_function(operator.getitem, (node, place))
+        nodes |= dict.fromkeys(layer.changes, node)
+    flow = recording.trained
+    leaving = flow.output if stop == len(flow.layers) else flow.crossing(stop)
+    graph.output(tuple(nodes[slot] for slot in leaving if slot in nodes))
+    return graph
+
+
+def _called(layer: Layer) -> tuple[str, Any]:
+    """Kind and target of the node."""
+    if layer.function is None:
+        return "call_module", layer.name
+    name = getattr(layer.function, "__name__", "")
+    if name in ("add", "mul", "sub", "__getitem__") and getattr(Tensor, name) == layer.function:
+        return "call_function", getattr(operator, name.strip("_"))
+    is_method = getattr(Tensor, name, None) == layer.function
+    return ("call_method", name) if is_method else ("call_function", layer.function)
 
 
 class Stages(nn.Module):

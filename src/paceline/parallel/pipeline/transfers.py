@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.errors import ModelError
 from paceline.object_collectives import broadcast_object
-from paceline.parallel.pipeline.message import MessageForm, TensorForm, from_bytes, to_bytes
+from paceline.parallel.pipeline.message import MessageForm, TensorForm, from_bytes, to_bytes, what_can_be_sent
 
 
 class Outbox:
@@ -130,7 +130,7 @@ class StageLinks:
         """The last stage's `value` for all workers; a collective."""
         source = self.owner(self.num_stages - 1)
         key = (self.num_stages, signature)
-        form, tensors = MessageForm.of([value])
+        form, tensors = MessageForm.of([what_can_be_sent(value)])
         if key not in self._forms:
             plain = broadcast_object(form.to_plain() if self.rank == source else None, self.group, source=source)
             self._forms[key] = form if self.rank == source else MessageForm.from_plain(plain)

@@ -37,14 +37,25 @@ __all__ = [
 def declared_plan(model: nn.Module, styles: Mapping[str, str] | None, degree: int) -> TensorPlan | None:
     """The plan that the user gives, or else the model carries; None: one has to be found.
 
+    A plan that the model carries may be written for other workers than ours, which divide experts or wrapped layers:
+    then one is found, with a note.
+
     Args:
         styles: by names of modules of the whole model, in which * stands for one part of a name; None: none given.
 
     Raises:
         ModelError: the model cannot be shared so by `degree` workers.
     """
-    declared = styles_of_model(model) if styles is None else styles
-    return given_plan(model, declared, degree) if declared or styles is not None else None
+    if styles is not None:
+        return given_plan(model, styles, degree)
+    carried = styles_of_model(model)
+    if not carried:
+        return None
+    try:
+        return given_plan(model, carried, degree)
+    except ModelError as problem:
+        found = find_plan(model, degree)
+        return replace(found, notes=(*found.notes, f"The tensor plan that the model carries is not used: {problem}"))
 
 
 def tensor_parallel(

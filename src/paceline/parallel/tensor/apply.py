@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from paceline.errors import ModelError
 from paceline.parallel.tensor.conv import CHANNEL_CONVS
 from paceline.parallel.tensor.exchange import Exchange, all_gather, all_reduce, as_it_is, sum_gradient, take_slice
+from paceline.parallel.tensor.head_dropout import HeadDropout
 from paceline.parallel.tensor.linear import (
     ColumnLinear,
     LocalDropout,
@@ -24,7 +26,7 @@ from paceline.parallel.tensor.linear import (
     VocabularyEmbedding,
 )
 from paceline.parallel.tensor.multihead import DividedAttention
-from paceline.parallel.tensor.plan import LAYER_STYLES, Entry, TensorPlan, num_blocks
+from paceline.parallel.tensor.plan import LAYER_STYLES, Entry, TensorPlan, divided_attentions, num_blocks
 from paceline.parallel.tensor.sequence_region import SEQUENCE_LAYERS, SequenceRegion
 
 _CLASSES: dict[str, type[nn.Module]] = {
@@ -62,9 +64,9 @@ def apply_plan(model: nn.Module, axis: DeviceMesh, plan: TensorPlan) -> None:
         _apply_to_module(modules, name, entry, region)
     _leave_fast_paths(model, plan)
     if any("embedding_rowwise" in entry for entry in entries.values()):
-        hooks = _TiedClassifierAround(axis)
-        model.register_forward_pre_hook(hooks.before)
-        model.register_forward_hook(hooks.after, always_call=True)
+        _Around(TiedClassifier, axis).register(model)
+    for name in divided_attentions(modules, plan):
+        _Around(HeadDropout, axis).register(modules[name])
 
 
 def _inputs(
@@ -166,17 +168,22 @@ def _leave_fast_paths(model: nn.Module, plan: TensorPlan) -> None:
             module.use_nested_tensor = False
 
 
-class _TiedClassifierAround:
-    """Forward hooks: the model runs inside of a `TiedClassifier`."""
+class _Around:
+    """Forward hooks: a module runs inside of a mode."""
 
-    def __init__(self, axis: DeviceMesh) -> None:
+    def __init__(self, mode: Callable[[DeviceMesh], AbstractContextManager[Any]], axis: DeviceMesh) -> None:
+        self._mode = mode
         self._axis = axis
         self._open: list[ExitStack] = []
 
-    def before(self, _module: nn.Module, _args: Any) -> None:
+    def register(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(self._before)
+        module.register_forward_hook(self._after, always_call=True)
+
+    def _before(self, _module: nn.Module, _args: Any) -> None:
         opened = ExitStack()
-        opened.enter_context(TiedClassifier(self._axis))
+        opened.enter_context(self._mode(self._axis))
         self._open.append(opened)
 
-    def after(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+    def _after(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         self._open.pop().close()

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from paceline.parallel.memory_order import memory_order
 from paceline.parallel.tensor.slices import slice_of, slice_size
 
 Exchange = Callable[[Tensor], Tensor]
@@ -115,17 +116,6 @@ def block_runs(num_rows: int, num_blocks: int, degree: int, rank: int) -> list[t
     block = num_rows // num_blocks
     start, stop = slice_of(block, degree, rank)
     return [(first + start, first + stop) for first in range(0, num_rows, block)]
-
-
-def memory_order(tensor: Tensor) -> tuple[list[int], list[int]]:
-    """The dimensions as they lie in memory, outermost first, and the way back; random numbers are drawn in that order.
-
-    A dropout behind an exchange draws the numbers of one device only if its input lies as it would there.
-    """
-    order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
-    if not tensor.permute(order).is_contiguous():  # a view with gaps, or expanded: its copy has another order
-        order = list(range(tensor.dim()))
-    return order, sorted(range(len(order)), key=order.__getitem__)
 
 
 def _all_reduce(term: Tensor, axis: DeviceMesh) -> Tensor:

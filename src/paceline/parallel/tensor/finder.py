@@ -75,14 +75,14 @@ class _PlanFinder:
         )
 
     def attention(self) -> None:
-        tried: dict[tuple[Any, ...], Heads | None] = {}
-        for name, module in self._modules.items():
-            numbers = {key: value for key, value in vars(module).items() if isinstance(value, int | float | str)}
-            looks = (type(module), repr(module), tuple(sorted(numbers.items())))
-            if looks not in tried:
-                tried[looks] = find_heads(name, module, self._degree)
-            heads = tried[looks]
-            if heads is None:
+        found = self._find_heads()
+        divided = {type(self._modules[name]) for name, heads in found.items() if heads is not None}
+        # Attentions of one kind may hand each other something of all heads, such as a bias for relative positions.
+        whole = divided & {type(self._modules[name]) for name, heads in found.items() if heads is None}
+        for kind in whole:
+            self.notes.append(f"The attentions {kind.__name__} stay whole: heads of some of them cannot be divided.")
+        for name, heads in found.items():
+            if heads is None or type(self._modules[name]) in whole:
                 continue
             prefix = f"{name}." if name else ""
             inputs, output = [prefix + key for key in heads.inputs], prefix + heads.output
@@ -91,6 +91,17 @@ class _PlanFinder:
                 self._add_columns(inputs, style, heads.has_one_input)
                 self.styles[output] = "rowwise"
                 self.styles[name] = f"heads({', '.join(heads.own_numbers)})"
+
+    def _find_heads(self) -> dict[str, Heads | None]:
+        tried: dict[tuple[Any, ...], Heads | None] = {}
+        found = {}
+        for name, module in self._modules.items():
+            numbers = {key: value for key, value in vars(module).items() if isinstance(value, int | float | str)}
+            looks = (type(module), repr(module), tuple(sorted(numbers.items())))
+            if looks not in tried:
+                tried[looks] = find_heads(name, module, self._degree)
+            found[name] = tried[looks]
+        return found
 
     def _add_columns(self, names: list[str], style: str, has_one_input: bool) -> None:
         for name in names:

@@ -78,6 +78,7 @@ def trace(module: nn.Module, *, only_input: bool = False) -> fx.Graph | None:
     if callable(as_fx_graph := getattr(module, "as_fx_graph", None)):
         return cast(fx.Graph, as_fx_graph())
     before = dict(vars(module))
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]  # which a forward may move, also for a proxy
     generators = generator_states(torch.device("cpu"))
     graphs = []
     try:
@@ -89,6 +90,8 @@ def trace(module: nn.Module, *, only_input: bool = False) -> fx.Graph | None:
     finally:
         vars(module).clear()
         vars(module).update(before)
+        for buffer, value in buffers:
+            buffer.detach().copy_(value)
     is_always_so = str(graphs[0]) == str(graphs[1]) and equal_states(generators, generator_states(torch.device("cpu")))
     return graphs[0] if is_always_so else None
 

@@ -172,6 +172,10 @@ def check_plan(modules: Mapping[str, nn.Module], plan: TensorPlan) -> None:
         for style, arguments in entry.items():
             _check_length(name, modules, style, arguments, plan.degree)
     kept = {name: _kept_features(modules[name], entry) for name, entry in entries.items()}
+    for parent in divided_attentions(modules, plan):
+        for name, features in kept.items():
+            if features and name.rpartition(".")[0] == parent:
+                check_heads(name, features // int(getattr(modules[parent], "head_dim")), plan.degree)  # noqa: B009
     has_heads = any("heads" in entry for entry in entries.values())
     taken = [name for name, entry in entries.items() if "rowwise" in entry and "split_input" not in entry]
     for name in taken:
@@ -199,6 +203,12 @@ def _kept_features(module: nn.Module, entry: Entry) -> int:
 def num_blocks(entry: Entry) -> int:
     """How many matrices lie above each other in a weight; packed_colwise without a number: two, as in gated layers."""
     return int((entry["packed_colwise"] or ("2",))[0]) if "packed_colwise" in entry else 1
+
+
+def divided_attentions(modules: Mapping[str, nn.Module], plan: TensorPlan) -> list[str]:
+    """The modules that know how wide a head is and whose own layers divide their heads, as those of transformers."""
+    parents = {name.rpartition(".")[0] for name, entry in plan.entries.items() if "rowwise" in entry}
+    return [name for name in parents if name in modules and isinstance(getattr(modules[name], "head_dim", None), int)]
 
 
 _LENGTHS = {

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.errors import ModelError
+from paceline.parallel.memory_order import memory_order
 from paceline.parallel.tensor import exchange
 from paceline.parallel.tensor.slices import slice_of
 
@@ -118,7 +119,7 @@ def drop_slice(own: Tensor, dim: int, length: int, p: float, axis: DeviceMesh) -
     if p == 0:
         return own
     start, stop = slice_of(length, axis.size(), axis.get_local_rank())
-    order, back = exchange.memory_order(own)
+    order, back = memory_order(own)
     shape = list(own.shape)
     shape[dim] = length
     mask = F.dropout(own.new_ones([shape[one] for one in order]).permute(back), p)

@@ -39,7 +39,7 @@ def test_values_come_through_with_their_types() -> None:
     form, received, tensors = through_json(values)
     assert received == form
     assert isinstance(received.values[1], Pair) and tuple(received.values[2]) == image.shape
-    assert [one.is_channels_last for one in received.tensors] == [False, True, False, False]
+    assert [one.order for one in received.tensors] == [(), (0, 2, 3, 1), (), ()]
     assert len(received.differentiable) == 1
     assert [tensor.shape for tensor in tensors] == [one.shape for one in received.tensors]
     assert received.filled(tensors)[1].second == values[1].second

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from paceline.parallel.pipeline.calls import ModelCall
+from paceline.parallel.pipeline.recorder import record
 from paceline.parallel.pipeline.stage import Stage
-from paceline.parallel.pipeline.traced_layers import trace
 
 
 def test_parameters_come_in_the_models_order_in_every_process() -> None:
     """Python sorts a set of names differently in each, and workers who have the same stage sum by position."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)))
-    stage = Stage(trace(model, [torch.zeros(2, 4)]), 0, 12)
+    stage = Stage(record(model, ModelCall((torch.zeros(2, 4),))), 0, 12)
     assert [name for name, _ in stage.named_parameters()] == [name for name, _ in model.named_parameters()]

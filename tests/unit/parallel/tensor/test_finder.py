@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from paceline.errors import ModelError
 from paceline.models import build
+from paceline.parallel.memory_order import memory_order
+from paceline.parallel.pipeline.calls import ModelCall
+from paceline.parallel.pipeline.recorder import record
 from paceline.parallel.pipeline.stage import Stage
-from paceline.parallel.pipeline.traced_layers import trace as trace_layers
 from paceline.parallel.tensor import LayerSize, TensorPlan, bytes_per_sample, find_plan
-from paceline.parallel.tensor.exchange import block_runs, memory_order, rows_to_send
+from paceline.parallel.tensor.exchange import block_runs, rows_to_send
 from paceline.parallel.tensor.pairs import trace
 from paceline.parallel.tensor.sequence_region import SequenceLayerNorm, SequenceRegion
 from paceline.parallel.tensor.slices import degrees_that_fit, every_worker_has_some, slice_of
@@ -210,20 +212,20 @@ def test_a_norm_of_positions_refuses_to_be_called_outside_of_its_stretch() -> No
 def test_layers_of_a_stage_of_a_pipeline_follow_each_other_as_in_the_model() -> None:
     with torch.device("meta"):
         model = build(ModelSpec("lenet"))
-        traced = trace_layers(model, (torch.zeros(2, 1, 28, 28),))
-    assert _styles(Stage(traced, 0, len(traced.layers)), 2) == _styles(model, 2)
+        recording = record(model, ModelCall((torch.zeros(2, 1, 28, 28),)))
+    assert _styles(Stage(recording, 0, len(recording.layers)), 2) == _styles(model, 2)
     # Its partner is in another stage.
-    with_fc1 = next(number for number in range(len(traced.layers)) if traced.name(number) == "fc1")
-    assert _styles(Stage(traced, with_fc1 + 1, len(traced.layers)), 2)["fc2"] == "colwise_gather_output"
-    assert _styles(Stage(traced, with_fc1, len(traced.layers)), 2)["fc2"] == "rowwise"
+    with_fc1 = next(number for number in range(len(recording.layers)) if recording.name(number) == "fc1")
+    assert _styles(Stage(recording, with_fc1 + 1, len(recording.layers)), 2)["fc2"] == "colwise_gather_output"
+    assert _styles(Stage(recording, with_fc1, len(recording.layers)), 2)["fc2"] == "rowwise"
 
 
 def test_blocks_of_a_stage_share_positions_though_nobody_calls_their_list() -> None:
     with torch.device("meta"):
         model = build(ModelSpec("gpt", {"width": 16, "num_heads": 2, "num_layers": 3}))
-        traced = trace_layers(model, (torch.zeros(2, 5, dtype=torch.long),))
-    start = next(number for number in range(len(traced.layers)) if traced.name(number) == "blocks.1")
-    stage = Stage(traced, start, len(traced.layers))
+        recording = record(model, ModelCall((torch.zeros(2, 5, dtype=torch.long),)))
+    start = next(number for number in range(len(recording.layers)) if recording.name(number) == "blocks.1")
+    stage = Stage(recording, start, len(recording.layers))
     for part, region, num_rowwise in ((stage, ("blocks.1", "norm"), 4), (model, ("blocks", "blocks"), 6)):
         assert _regions(part) == [region]
         styles = find_plan(part, 2, sequence_parallel=True).styles.values()
@@ -235,3 +237,50 @@ def test_a_transformer_layer_sends_what_megatron_says() -> None:
     plan = TensorPlan(4, {"in": "colwise", "out": "rowwise"})
     sizes = {"in": LayerSize(8, 32, True), "out": LayerSize(32, 8, True)}
     assert bytes_per_sample(plan, sizes, 4) == 2 * (2 * 3 / 4 * 8 * 4)
+
+
+class Biased(nn.Module):
+    """The first of them makes a bias for each head, which all add to their scores."""
+
+    def __init__(self, has_bias: bool) -> None:
+        super().__init__()
+        self.n_heads, self.key_width, self.has_bias = 4, 2, has_bias
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8, bias=False) for _ in range(4))
+        self.bias = nn.Parameter(torch.randn(4, 1, 1)) if has_bias else None
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (self.n_heads, self.key_width)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        bias = self.bias if self.bias is not None else bias
+        scores = q @ k.transpose(-1, -2) + (0 if bias is None else bias)
+        y: Tensor = self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
+        return y
+
+
+def test_attentions_of_one_kind_are_divided_all_or_none() -> None:
+    """One that hands the others something of all heads keeps theirs together, as in T5."""
+    assert find_plan(nn.Sequential(Biased(False), Biased(False)), 2).layers
+    plan = find_plan(nn.Sequential(Biased(True), Biased(False)), 2)
+    assert not plan.layers
+    assert any("Biased stay whole" in note for note in plan.notes)
+
+
+class Counting(nn.Module):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.get_buffer("calls").add_(1)
+        y: Tensor = self.second(self.first(x).relu())
+        return y
+
+
+def test_finding_a_plan_moves_no_buffer() -> None:
+    model = Counting()
+    find_plan(model, 2)
+    assert float(model.get_buffer("calls")) == 0
