@@ -142,7 +142,7 @@ class RunState:
                 "folder, or resume nevertheless with --force (paceline.init(force=True))."
             )
         self.trained.put(shared, own, hyper=not changes)
-        self.progress.load_state_dict(shared["progress"], check_order=not changes)
+        self.progress.load_state_dict(shared["progress"], check_order=not force)
         self.noise.load_state_dict(shared["noise"])
         self.metrics.update(from_mapping(_SavedMetrics, {"metrics": shared["metrics"]}).metrics)
         # A new scheduler writes its first learning rate into the optimizer, and loading its state leaves it there.
