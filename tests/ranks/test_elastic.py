@@ -214,7 +214,7 @@ def test_an_exception_of_one_worker_is_not(stage: Stage) -> None:
     launcher = launch(stage, body + COUNTS, "-n", "2", "--min-workers", "1", "--no-standby")
     await_training(stage, 1, 2)
     (line,) = said_in_the_end(stage, launcher)
-    assert line.startswith("paceline: worker 1 raised an error (OSError: a bad disk); ")
+    assert line.startswith("paceline: worker 1 raised an error (OSError: a bad disk) before the first step; ")
 
 
 def test_the_users_mistake_keeps_its_sentence(stage: Stage) -> None:
