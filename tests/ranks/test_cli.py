@@ -90,8 +90,8 @@ def test_train_does_not_write_over_a_finished_run(trained: Any, tmp_path: Path) 
     folder, _ = trained[1]
     (run_dir,) = (folder / "runs").iterdir()
     before = (run_dir / "record.json").read_bytes()
-    result = paceline("train", "digits-lenet", "--out", str(run_dir), cwd=tmp_path)
-    assert_one_sentence(result, "already holds a finished run")
+    result = paceline("train", "digits-lenet", "--set", "optim.lr=0.2", "--out", str(run_dir), cwd=tmp_path)
+    assert_one_sentence(result, "optim.lr was 0.05 and is 0.2")
     assert (run_dir / "record.json").read_bytes() == before
 
 
@@ -349,6 +349,8 @@ def test_report_makes_the_study_again(study: Path, tmp_path: Path) -> None:
 # --- verify ---
 
 UNLIKE_SCRIPT = """\
+import os
+
 import torch
 import torch.nn.functional as F
 
@@ -415,6 +417,10 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
             "buffer": 'self.register_buffer("level", torch.zeros(()))',
             "update": "self.level.mul_(0.9).add_(0.1 * x.detach().square().mean())",
         },
+        "rank": {
+            "buffer": 'self.register_buffer("level", torch.zeros(()))',
+            "update": 'self.level.add_(float(os.environ.get("RANK", "0")))',
+        },
         "weights": {"weight": ", weight=CLASS_WEIGHTS"},
     }
     with ThreadPoolExecutor() as beside:
@@ -429,8 +435,12 @@ def test_verify_passes_a_script_that_is_right(verdicts: dict[str, Any]) -> None:
     assert verdicts["right"]["passed"]
 
 
-def test_verify_finds_a_buffer_that_is_not_synchronised(verdicts: dict[str, Any]) -> None:
-    verdict = verdicts["buffer"]
+def test_verify_passes_a_buffer_that_forward_passes_change(verdicts: dict[str, Any]) -> None:
+    assert verdicts["buffer"]["passed"]
+
+
+def test_verify_finds_a_buffer_that_depends_on_the_rank(verdicts: dict[str, Any]) -> None:
+    verdict = verdicts["rank"]
     assert not verdict["passed"]
     assert "buffer 'level'" in verdict["tensor"]
     assert "synchronised" in verdict["cause"]

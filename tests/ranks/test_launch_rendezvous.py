@@ -21,7 +21,7 @@ assert not store.exists()  # torch makes it; a leftover would be read as another
 tell(f"{Path(job).name}.{RANK}.in")
 for name in (f"{letter}.{rank}.in" for letter in "ab" for rank in range(WORLD_SIZE)):
     await_mark(name)
-signatures = {path.name: path.read_text() for path in store.parent.iterdir()}
+signatures = {path.name: path.read_text() for path in store.parent.glob("signed-*")}
 assert signatures == {f"signed-{rank}": job for rank in range(WORLD_SIZE)}, signatures
 """
 
