@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -319,7 +320,11 @@ class _SameTensors(TorchFunctionMode):
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Buffers, gradients and generators are afterwards as they were."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    buffers = [
+        (buffer, buffer.detach().clone())
+        for buffer in model.buffers()
+        if not (buffer.is_meta or isinstance(buffer, FakeTensor))  # those have no values
+    ]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
