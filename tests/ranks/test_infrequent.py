@@ -231,15 +231,19 @@ def test_an_evaluation_never_changes_what_is_learned() -> None:
 
 
 def _one_after_the_other(sync_every: int) -> int:
-    """Nobody begins before the rank below has made all steps but the one with an outer step."""
+    """After the first step, nobody goes on before the rank below has made all steps but the one with an outer step.
+
+    At the beginning of an epoch all workers compare the order of samples, and in the first step of a run whether the
+    loss couples samples: there they do meet.
+    """
     job = _job(aggregation={"method": "diloco", "sync_every": sync_every})
     with _run(job, max_steps=sync_every) as run:
         net = _Net()
         run.prepare(net, _SGD(p for p in net.parameters() if p.requires_grad))
         token = torch.zeros(1)
-        if run.rank:
-            dist.recv(token, src=run.rank - 1)
-        for batch in run.batches(images(12)):
+        for batch in run.batches(images(6 * sync_every)):
+            if run.steps == 1 and run.rank:
+                dist.recv(token, src=run.rank - 1)
             if run.steps == sync_every - 1 and run.rank + 1 < run.world_size:
                 dist.send(token, dst=run.rank + 1)
             run.step(batch, loss_fn)
