@@ -1,7 +1,7 @@
 """Sharded, pipeline and tensor parallelism in any combination: the engine for all meshes but plain data parallelism.
 
-`spread_model.py` cuts and shards the model. A step computes what one worker alone would: losses are weighted by samples,
-gradients are sums over virtual shards, and no number of workers appears in any formula.
+`spread_model.py` cuts and shards the model. A step computes what one worker alone would: losses are weighted by
+samples, gradients are sums over virtual shards, and no number of workers appears in any formula.
 """
 
 from __future__ import annotations
