@@ -77,7 +77,15 @@ def _flags() -> list[str]:
     """Unoptimised: the time goes into torch's headers, and kernels are torch's own."""
     include = Path(torch.__file__).parent / "include"
     folders = [include, include / "torch" / "csrc" / "api" / "include", sysconfig.get_paths()["include"]]
-    return ["-std=c++20", "-O0", "-w", "-shared", "-fPIC", "-DUSE_DISTRIBUTED", *(f"-isystem{path}" for path in folders)]
+    return [
+        "-std=c++20",
+        "-O0",
+        "-w",
+        "-shared",
+        "-fPIC",
+        "-DUSE_DISTRIBUTED",
+        *(f"-isystem{path}" for path in folders),
+    ]
 
 
 def _libraries() -> list[str]:

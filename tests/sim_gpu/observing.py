@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Self
 
 _PROJECT = "/src/paceline/"
@@ -44,9 +44,7 @@ class Observer:
 
     def count(self, kind: str, detail: str | None = None) -> int:
         """How often that was done."""
-        return sum(
-            number for act, number in self.acts.items() if act.kind == kind and detail in (None, act.detail)
-        )
+        return sum(number for act, number in self.acts.items() if act.kind == kind and detail in (None, act.detail))
 
     def table(self, *kinds: str) -> str:
         """The acts of these kinds, the most frequent first."""
@@ -55,10 +53,10 @@ class Observer:
 
 
 def _line_of_project() -> str:
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         _, found, path = frame.f_code.co_filename.rpartition(_PROJECT)
         if found:
             return f"{path}:{frame.f_lineno} {frame.f_code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return ""

@@ -254,7 +254,21 @@ def _install_streams(native: Any) -> None:
 def _install_storages(native: Any) -> None:
     """Torch's storages know CUDA only where they are compiled for it."""
     storage: Any = torch.UntypedStorage
-    resize_elsewhere, move_elsewhere = storage.resize_, storage.to
+    resize_elsewhere, move_elsewhere, clone_elsewhere = storage.resize_, storage.to, storage.clone
+
+    def copied(self: Any, device: torch.device, non_blocking: bool = False) -> Any:
+        there = torch.empty(self.nbytes(), dtype=torch.uint8, device=device)
+        here = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)
+        return there.copy_(here, non_blocking=non_blocking).untyped_storage()
+
+    def to(self: Any, *, device: Any, non_blocking: bool = False) -> Any:
+        device = torch.device(device)
+        if device.type != "cuda" or self.device == device:
+            return move_elsewhere(self, device=device, non_blocking=non_blocking)
+        return copied(self, device, non_blocking)
+
+    def clone(self: Any) -> Any:
+        return copied(self, self.device) if self.device.type == "cuda" else clone_elsewhere(self)
 
     def resize_(self: Any, size: int) -> Any:
         if self.device.type != "cuda":
@@ -262,15 +276,7 @@ def _install_storages(native: Any) -> None:
         native.resize_storage(self, size)
         return self
 
-    def to(self: Any, *, device: Any, non_blocking: bool = False) -> Any:
-        device = torch.device(device)
-        if device.type != "cuda" or self.device == device:
-            return move_elsewhere(self, device=device, non_blocking=non_blocking)
-        there = torch.empty(self.nbytes(), dtype=torch.uint8, device=device)
-        here = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)
-        return there.copy_(here, non_blocking=non_blocking).untyped_storage()
-
-    replace(storage, resize_=resize_, to=to)
+    replace(storage, resize_=resize_, to=to, clone=clone)
 
 
 def _install_missing_kernels() -> None:
@@ -283,5 +289,3 @@ def _install_missing_kernels() -> None:
         return select(self.view(torch.int16), dim, index).view(torch.uint16)
 
     replace(torch.Tensor, index_select=index_select)
-
-
