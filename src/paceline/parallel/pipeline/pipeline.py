@@ -18,12 +18,11 @@ from paceline.parallel.pipeline.calls import Calls, MicroBatch, ModelCall, gener
 from paceline.parallel.pipeline.check import check_stages
 from paceline.parallel.pipeline.cut import find_cut
 from paceline.parallel.pipeline.executor import Step
-from paceline.parallel.pipeline.message import TensorForm
 from paceline.parallel.pipeline.recorder import record
 from paceline.parallel.pipeline.recording import Recording, record_sequential
 from paceline.parallel.pipeline.schedules import Schedule, make_schedule
 from paceline.parallel.pipeline.stage import Stage, Stages, let_go, stages_of
-from paceline.parallel.pipeline.transfers import Arrival, Outbox, StageLinks
+from paceline.parallel.pipeline.transfers import Outbox, StageLinks
 from paceline.partition import StageLimits
 from paceline.spec import PipelineSpec
 
@@ -44,7 +43,7 @@ class Pipeline:
         timeout_s: float = 600.0,
         before_last_backward: Callable[[nn.Module], None] = lambda _stage: None,
     ) -> None:
-        """A collective of all workers of `group`, and of `agreement`.
+        """A collective of all workers of the run, each with its own `group`.
 
         Args:
             model: the whole model, alike on all workers; it may be on the meta device. What is not in this worker's
@@ -142,8 +141,7 @@ class Pipeline:
     def _sum_shared_gradients(self) -> None:
         """Added in the order of ranks, so that they are the same everywhere."""
         named = dict(self.module.named_parameters(remove_duplicate=False))
-        outbox = Outbox()
-        under_way: list[tuple[Tensor, list[Tensor | Arrival]]] = []
+        shared: list[tuple[Tensor, Sequence[int]]] = []
         for name, ranks in self.shared_parameters.items():
             parameter = named[name]
             if not parameter.requires_grad:
@@ -151,20 +149,8 @@ class Pipeline:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             mine = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-            form = TensorForm.of(mine)
-            for rank in ranks:
-                if rank != self._links.rank:
-                    self._links.send([mine], [form], rank, outbox)
-            under_way.append(
-                (mine, [mine if rank == self._links.rank else self._links.receive([form], rank) for rank in ranks])
-            )
-        totals = [
-            (mine, torch.stack([part.wait()[0] if isinstance(part, Arrival) else part for part in parts]).sum(0))
-            for mine, parts in under_way
-        ]
-        outbox.wait()  # until then other workers read the buffer that is overwritten now
-        for mine, total in totals:
-            mine.copy_(total)
+            shared.append((mine, ranks))
+        self._links.sum_among(shared)
 
     @torch.no_grad()
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
