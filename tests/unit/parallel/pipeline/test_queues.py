@@ -18,7 +18,7 @@ from paceline.parallel.pipeline.executor import Step
 from paceline.parallel.pipeline.message import MessageForm, TensorForm, to_bytes
 from paceline.parallel.pipeline.queues import Queue, queue_of, queue_rounds
 from paceline.parallel.pipeline.stage import Stage
-from paceline.parallel.pipeline.transfers import Arrival, Outbox, StageLinks
+from paceline.parallel.pipeline.transfers import Arrival, StageLinks
 from paceline.spec.mesh import ScheduleName
 
 CPU = torch.device("cpu")
@@ -87,7 +87,7 @@ class RecordingLinks(StageLinks):
         self.worker = Worker()
         self._forms = {} if is_first else AllKnown()
 
-    def send(self, tensors: Sequence[Tensor], forms: Sequence[TensorForm], to: int, outbox: Outbox) -> None:
+    def send(self, tensors: Sequence[Tensor], _forms: Any, to: int, _outbox: Any) -> None:
         for _ in tensors:
             self._post("send", self.rank, to)
 
@@ -158,7 +158,7 @@ def ends(workers: Sequence[Worker], queue_of: QueueOf) -> bool:
     def is_ready(rank: int, number: int) -> bool:
         return workers[rank].posted[number][3] <= num_waited[rank]
 
-    while any([True for rank in range(len(workers)) for _ in go_on(rank)]):
+    while sum(sum(go_on(rank)) for rank in range(len(workers))):
         pass
     return all(
         num_posted[rank] == len(worker.posted) and num_waited[rank] == len(worker.waits)
@@ -172,7 +172,7 @@ Case = tuple[str, int, int, int, bool]
 @pytest.fixture(scope="module")
 def steps() -> dict[Case, list[Worker]]:
     """What the workers of every case do in a step."""
-    played = {}
+    played: dict[Case, list[Worker]] = {}
     for (name, stages_per_worker), num_workers, num_micro_batches, is_first in CASES:
         schedule = make_schedule(name, num_workers, num_micro_batches, stages_per_worker)
         num_stages = num_workers * stages_per_worker
