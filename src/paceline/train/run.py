@@ -392,7 +392,12 @@ class Run:
         if stepper is not None and error is None:
             stepper.session.finish()
         elif stepper is not None and isinstance(error, Exception | KeyboardInterrupt):
-            stepper.session.rescue(is_whole=stepper.is_whole)
+            peers = stepper.session.peers
+            lost = None if peers is None else peers.cause_of(error)
+            stepper.session.rescue(is_whole=stepper.is_whole and (peers is None or peers.is_whole))
+            if lost is not None:
+                self._at_close.__exit__(kind, error, trace)
+                raise lost from error
         self._at_close.__exit__(kind, error, trace)
 
     @property
