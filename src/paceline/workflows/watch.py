@@ -24,6 +24,8 @@ def watch(runs: Iterable[Path | str] | Path | str, *, port: int = 0, announce: C
     Loss, throughput, where a step's time goes, evaluations, every worker's memory and processor time, events, and how
     the jobs of the runs differ. Only this machine can open it, and only with the secret in its address.
 
+    Example: `paceline.watch("runs/mnist-lenet")`.
+
     Args:
         runs: run folders, or one of them; runs of different jobs too.
         port: of the address; 0: any that is free.
