@@ -17,6 +17,7 @@ from paceline.comm.shared_memory import SharedMemory
 from paceline.comm.shared_memory import is_possible as shared_memory_is_possible
 from paceline.comm.wire import FLOAT32, WireFormat
 from paceline.object_collectives import all_gather_objects
+from paceline.private_groups import private_group
 
 
 @dataclass(frozen=True)
@@ -128,11 +129,12 @@ def open_node_group(
     rank = dist.get_rank(group)
     global_ranks = dist.get_process_group_ranks(group)
     own = None
-    for node in nodes:
-        if len(node) > 1:
-            # Everybody takes part in the making of every group, in one order.
-            made = dist.new_group([global_ranks[member] for member in node], timeout=timedelta(seconds=timeout_s))
-            own = made if rank in node else own
+    with private_group():
+        for node in nodes:
+            if len(node) > 1:
+                # Everybody takes part in the making of every group, in one order.
+                made = dist.new_group([global_ranks[member] for member in node], timeout=timedelta(seconds=timeout_s))
+                own = made if rank in node else own
     return own
 
 
