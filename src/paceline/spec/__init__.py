@@ -22,11 +22,11 @@ from paceline.spec.job import (
     DataSpec,
     Job,
     ModelSpec,
-    OptimSpec,
     load_job,
 )
 from paceline.spec.mesh import Mesh
 from paceline.spec.mesh_name import check_mesh, parse_mesh
+from paceline.spec.optim import OptimSpec
 from paceline.spec.plan import NodePlacement, PipelineSpec, Plan
 from paceline.spec.record import EpochRecord, RunRecord, StepTime
 

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.errors import JobError
 from paceline.spec import Job, OptimSpec
-from paceline.spec.job import SchedulerSpec
+from paceline.spec.optim import SchedulerSpec
 from paceline.train.import_path import imported
 
 _OF_SGD = ("momentum", "nesterov")
