@@ -2,25 +2,96 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.data import Loading
 from paceline.data.order import EpochOrder
 from paceline.errors import ModelError
 from paceline.object_collectives import broadcast_object
+from paceline.parallel import Engine
 from paceline.parallel.losses import Mean
+from paceline.spec import Job, Mesh
+from paceline.train.agreement import check_same_order
 from paceline.train.metric_states import MergeTree, compute_metrics, metric_functions, update_trees
+from paceline.train.numerics import Precision
 from paceline.train.process_group import World
+from paceline.train.reading import DatasetReader, num_samples
+from paceline.train.seeding import seed_between_steps, seed_evaluation
 
 Measure = Callable[[nn.Module, Any], Mapping[str, Any]]
 """measure(model, batch): for every metric one value per sample, of shape (samples in batch,), or a `Mean`; for one that
 is given to `evaluate` what its `update` takes."""
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Evaluates models between the steps of a run.
+
+    Training goes on as if nothing had happened: the modes of modules, their buffers and the generators are put back,
+    and where weights differ between workers, a model has its own again.
+    """
+
+    job: Job
+    mesh: Mesh
+    world: World
+    reader: DatasetReader
+    precision: Precision
+
+    def evaluate(
+        self,
+        loading: Loading,
+        measure: Measure,
+        metrics: Mapping[str, Any] | None,
+        model: nn.Module,
+        engine: Engine,
+        step: int,
+    ) -> dict[str, float]:
+        """Every metric over a data set, each sample counted exactly once on any number of workers. A collective.
+
+        Args:
+            loading: how the data set is read.
+            measure, metrics: as `Run.evaluate` takes them.
+            model: what `measure` is called with.
+            engine: trains it, or the model that it is an average of.
+            step: the number of updates made; what the model draws in evaluation depends on it.
+        """
+        job, rank, num_assignments = self.job, self.world.rank, self.mesh.num_assignments
+        set_size = num_samples(loading.dataset, "evaluation")
+        chunks = loading.evaluation_order(set_size, job.eval_batch_size, job.seed)
+        check_same_order(chunks.digest(), None, self.world.group)
+        own = functools.partial(own_chunks, chunks.num_batches, self.mesh.share(rank), num_assignments)
+        computed = own(in_step=not engine.holds_all)
+        # Workers that compute other parts of the model have the same chunks: the first of them gives the results.
+        given = own(in_step=False) if self.mesh.leads_assignment(rank) else []
+        contents = self.reader.read_chunks(loading, chunks, computed)
+        buffers = engine.forward_buffers
+
+        def batches() -> Iterator[tuple[int, Any]]:
+            for number, content in zip(computed, contents, strict=True):
+                seed_evaluation(job.seed, step, number, self.world.device)
+                buffers.begin_pass()
+                yield number, content
+
+        try:
+            with (
+                evaluation_mode(model),
+                engine.consensus(),
+                buffers.untouched(),
+                torch.no_grad(),
+                self.precision.autocast(),
+            ):
+                return evaluate(batches(), chunks, given, model, measure, self.world, metrics)
+        finally:
+            seed_between_steps(job.seed, step, self.world.device)
 
 
 @contextmanager
