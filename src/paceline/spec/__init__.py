@@ -16,8 +16,10 @@ from paceline.spec.cluster import (
     Peripheral,
     SumTiming,
 )
+from paceline.spec.evaluation import EarlyStoppingSpec, EvaluationRecord
 from paceline.spec.job import (
     AggregationSpec,
+    CallbackSpec,
     CheckpointSpec,
     DataSpec,
     Job,
@@ -33,12 +35,15 @@ from paceline.spec.record import EpochRecord, RunRecord, StepTime
 __all__ = [
     "AggregationSpec",
     "AlgorithmName",
+    "CallbackSpec",
     "CheckpointSpec",
     "Cluster",
     "DataSpec",
     "Device",
     "DeviceKind",
+    "EarlyStoppingSpec",
     "EpochRecord",
+    "EvaluationRecord",
     "ForecastCheck",
     "Job",
     "JobTiming",

@@ -32,6 +32,7 @@ class Checkpoints:
         take: Callable[[bool], Snapshot | None],
         say: Callable[[str], None],
         saved_step: int | None,
+        was_saved: Callable[[int], None] = lambda _step: None,
     ) -> None:
         """A collective of all workers of `group`, which uses CPU memory; None: there is one worker.
 
@@ -40,6 +41,7 @@ class Checkpoints:
                 argument is true.
             say: receives messages for the user, on rank 0.
             saved_step: the step that the run was resumed from.
+            was_saved: receives the step of each checkpoint that is complete, on all workers after the same step.
         """
         self._spec = spec
         self._take = take
@@ -50,6 +52,9 @@ class Checkpoints:
         self._handlers: dict[int, Any] = {}
         self._saver = Saver(storage, spec, group, say)
         self._saver.last_step = saved_step
+        self._was_saved = was_saved
+        self._in_writing: int | None = None
+        """The step of a checkpoint that is not known to be complete."""
         self._handle_signals()
 
     def step_ended(self, step: int, received: Set[Request]) -> None:
@@ -63,6 +68,9 @@ class Checkpoints:
         """
         if Request.FAILED in received:
             self._saver.give_up()
+            self._in_writing = None
+        if Request.BUSY not in received:
+            self._report_saved()
         self._is_due |= Request.SAVE in received or Request.LEAVE in received or step == self.next_save(step - 1)
         if self._is_due and Request.BUSY not in received:
             self._save()
@@ -79,12 +87,22 @@ class Checkpoints:
         """Note that an epoch has ended: the run is saved at the next opportunity."""
         self._is_due |= self._spec.every_epoch
 
+    def save(self, step: int) -> None:
+        """Save the state of this step, unless that is done. A collective."""
+        if self._saver.last_step != step:
+            self.wait()
+            self._is_due = True
+            self._save()
+
     def run_ended(self, step: int) -> None:
         """Save any unsaved state, and wait until it is written. A collective."""
+        self.save(step)
         self.wait()
-        if self._saver.last_step != step:
-            self._save()
-        self.wait()
+
+    def _report_saved(self) -> None:
+        step, self._in_writing = self._in_writing, None
+        if step is not None:
+            self._was_saved(step)
 
     def rescue(self, *, is_whole: bool) -> None:
         """After an error: save this worker's state, without the others, which may be gone, if it is the whole state.
@@ -122,6 +140,7 @@ class Checkpoints:
         self._saved_at = time.monotonic()
         if snapshot.step != self._saver.last_step:
             self._saver.begin(snapshot)
+            self._in_writing = snapshot.step
 
     @property
     def wants_save(self) -> bool:

@@ -98,6 +98,23 @@ class DataProgress:
         """Whether no batch of an epoch is left: it had ended before the run resumed, or all steps have been made."""
         return (self._is_resumed and epoch < self._epoch) or self.steps_left == 0
 
+    @property
+    def epoch(self) -> int:
+        """The epoch that the last batch belongs to."""
+        return self._epoch
+
+    @property
+    def num_epochs(self) -> int:
+        return self._job.epochs
+
+    @property
+    def last_step(self) -> int | None:
+        """The number of the run's last step, if all epochs are as long as this one; None: not known, of a stream."""
+        if self._orders is None:
+            return self._max_steps
+        steps = self._job.epochs * self._order_of(self._epoch).num_batches
+        return steps if self._max_steps is None else min(steps, self._max_steps)
+
     def enter(self, epoch: int, orders: Orders, set_size: int, *, one_by_one: bool = False) -> range:
         """The numbers of the remaining batches of an epoch that is not over; `batch` makes them.
 
@@ -217,6 +234,10 @@ class DataProgress:
         self._epoch, self._next = batch.epoch, batch.number + 1
         if batch.position is not None:
             self._position = batch.position
+
+    def end_here(self) -> None:
+        """Make no more updates."""
+        self._max_steps = self.steps
 
     def end_stream(self) -> None:
         """Note that all batches of the epoch have been trained on."""

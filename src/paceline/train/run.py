@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
@@ -33,12 +32,14 @@ from paceline.train.noise_meter import NoiseMeter
 from paceline.train.numerics import LossFn, Precision, torch_settings
 from paceline.train.preparation import prepare_model
 from paceline.train.process_group import abandon, join
+from paceline.train.progress import Progress
 from paceline.train.reading import DatasetReader
 from paceline.train.sample_batches import check_server_order, sample_batches
 from paceline.train.seeding import seed_between_steps, seed_generators
 from paceline.train.session import Kept, RunState, Session, Stateful
 from paceline.train.state import Trained
 from paceline.train.step import Pending, Stepper
+from paceline.train.stopping import Stopping
 from paceline.train.stream_batches import StreamBatches
 from paceline.train.timing import StepTimer
 from paceline.train.trace import ParityTracer
@@ -57,6 +58,8 @@ class Run:
         values: what the loss function returned besides the loss of the last `step`, by name: detached scalars, the same
             on every worker. Reading one waits for the device.
         say: receives messages for the user during the run, on rank 0; may be replaced.
+        was_saved: receives the step of each complete checkpoint, on all workers after the same step; may be replaced.
+        display, stopping: show how far the run is, on rank 0; whether it ends before its epochs are over, and why.
         timer: where the time of each step goes.
     """
 
@@ -69,6 +72,8 @@ class Run:
         checkpoint_address: str | None = None,
         *,
         force: bool = False,
+        max_minutes: float | None = None,
+        display: Progress | None = None,
     ) -> None:
         self.job = job
         self.plan = plan
@@ -81,20 +86,17 @@ class Run:
         self.notes: list[str] = []
         self.metrics: dict[str, float] = {}
         self.values: Mapping[str, Tensor] = {}
-        self.say: Callable[[str], None] = lambda text: print(text, file=sys.stderr) if self.rank == 0 else None
+        self.display = display or Progress(None)
+        self._at_close.callback(self.display.close)
+        self.say: Callable[[str], None] = self.display.say
+        self.was_saved: Callable[[int], None] = lambda _step: None
         self.timer = StepTimer()
         self.reader = DatasetReader(job, self.device)
         self.precision = Precision(job, self.device)
-        self._progress = DataProgress(job, self.mesh.share(facts.rank), self.mesh.num_assignments, max_steps)
-        self._streams = StreamBatches(
-            job,
-            self._progress,
-            self.reader,
-            self.world,
-            self.mesh.share(facts.rank),
-            self.mesh.num_assignments,
-            plan.timeout_s,
-        )
+        share = self.mesh.share(facts.rank), self.mesh.num_assignments
+        self._progress = DataProgress(job, *share, max_steps)
+        self.stopping = Stopping(self.world, self._progress, env.launched_at(), max_minutes)
+        self._streams = StreamBatches(job, self._progress, self.reader, self.world, *share, plan.timeout_s)
         self._evaluator = Evaluator(job, self.mesh, self.world, self.reader, self.precision)
         self._noise = NoiseMeter(job, self.precision.scaler, self.device)
         self._kept = Kept()
@@ -162,11 +164,9 @@ class Run:
     def _open_session(self, trained: Trained) -> Session:
         """What runs beside the steps, gone on from a checkpoint if there is one."""
 
-        def say(sentence: str) -> None:
-            self.say(sentence)  # whatever it is then
-
         state = RunState(self.job, self._progress, self._noise, trained, self._kept, self.metrics)
-        session = Session(state, self.plan, self.world, self._heartbeat, say, self.notes)
+        told = (lambda text: self.say(text)), (lambda step: self.was_saved(step))  # whatever these are then
+        session = Session(state, self.plan, self.world, self._heartbeat, *told, self.notes, self.stopping)
         self._at_close.callback(session.close)
         if session.resume(self._checkpoint_address, force=self._force):
             seed_between_steps(self.job.seed, self.steps, self.device)
@@ -275,6 +275,8 @@ class Run:
             yield content
             self._check_stepped()
             self._finish_step()
+            if self.stopping.is_over:
+                return
             self.timer.data_asked()
 
     def _finish_step(self) -> None:
@@ -306,6 +308,7 @@ class Run:
             raise JobError("run.step needs a batch that run.batches just yielded; each is used once.")
         result = self._stepper.step(pending, batch, loss_fn)
         self.values = result.values
+        self.display.step(self._progress, result.loss)
         self._note_micro_batch()
         for average in self._averages:
             average.update_parameters(self.model)
@@ -414,6 +417,19 @@ class Run:
     def optimizer(self) -> Optimizer:
         """The prepared optimizer."""
         return self._stepper.trained.optimizer
+
+    def stop(self, reason: str) -> None:
+        """Ask for the end of the run: `batches` ends on all workers, one step later than this. No collective."""
+        self.stopping.ask(reason)
+
+    def save(self) -> None:
+        """Save a checkpoint of the run as it is now, while training goes on. A collective."""
+        self._finish_step()
+        self._stepper.session.save()
+
+    def at_rest(self) -> AbstractContextManager[None]:
+        """Inside, nothing of the last step is half done, so that the run can be saved after an error."""
+        return self._stepper.at_rest()
 
     @property
     def steps(self) -> int:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -29,10 +29,12 @@ from paceline.train.optim import ends_with_epochs
 from paceline.train.process_group import World, leave_at_once
 from paceline.train.resume import CheckpointReader, Found
 from paceline.train.state import Trained
-from paceline.train.status_exchange import StatusExchange
+from paceline.train.status_exchange import Request, Status, StatusExchange
+from paceline.train.stopping import Stopping
 from paceline.train.stragglers import Stragglers
 
 
+@runtime_checkable
 class Stateful(Protocol):
     """Anything that a checkpoint can keep."""
 
@@ -166,12 +168,16 @@ class Session:
         world: World,
         heartbeat: Heartbeat,
         say: Callable[[str], None],
+        was_saved: Callable[[int], None],
         notes: list[str],
+        stopping: Stopping,
     ) -> None:
         """
         Args:
             say: receives messages for the user, on rank 0.
+            was_saved: receives the step of each complete checkpoint, on all workers after the same step.
             notes: receives notes for the run's report.
+            stopping: whether the run ends early.
         """
         # A separate group in CPU memory, whatever the others use: it communicates in parallel to them.
         timeout = timedelta(seconds=plan.timeout_s)
@@ -182,6 +188,8 @@ class Session:
         self.heartbeat = heartbeat
         self.say = say
         self._notes = notes
+        self._stopping = stopping
+        self._was_saved = was_saved
         self._status_exchange = StatusExchange(group)
         self._stragglers = Stragglers(_worker_names(plan))
         self._group = group
@@ -212,7 +220,8 @@ class Session:
             step = state.progress.steps
             self.heartbeat.step(step)
             self._notes.append(f"resumed at step {step} from {found.name} in {checkpoint_address}")
-        self._checkpoints = Checkpoints(storage, state.job.checkpoint, self._group, state.snapshot, self.say, step)
+        spec = state.job.kept_checkpoints
+        self._checkpoints = Checkpoints(storage, spec, self._group, state.snapshot, self.say, step, self._was_saved)
         return found is not None
 
     def roll_back(self) -> str | None:
@@ -233,15 +242,27 @@ class Session:
             own_time_s: the time of this worker's last known step without waiting for others.
         """
         step = self.state.progress.steps
-        status = self._status_exchange.received()
-        if self._checkpoints is not None:
-            self._checkpoints.step_ended(step, status.requests)
+        status = self._received()
         for note in self._stragglers.note(step, status.own_times_s):
             self.note(note)
         slower = self._plan.exclude_slower
         if slower is not None and self.world.rank in self._stragglers.lasting(slower):
             leave_at_once(EXCLUDED)  # the others notice, save a checkpoint, and are restarted without it
-        self._status_exchange.send(set() if self._checkpoints is None else self._checkpoints.requests(), own_time_s)
+        self._status_exchange.send(self._requests(), own_time_s)
+
+    def _requests(self) -> set[Request]:
+        """This worker's requests, for the others."""
+        requests = set() if self._checkpoints is None else self._checkpoints.requests()
+        return requests | {Request.STOP} if self._stopping.is_wanted else requests
+
+    def _received(self) -> Status:
+        """The status of all workers, of which it is done what they request."""
+        status = self._status_exchange.received()
+        if self._checkpoints is not None:
+            self._checkpoints.step_ended(self.state.progress.steps, status.requests)
+        if Request.STOP in status.requests:
+            self._stopping.agree()
+        return status
 
     def note(self, sentence: str) -> None:
         """Tell the user, and the run's report."""
@@ -250,13 +271,12 @@ class Session:
 
     def at_rest(self) -> None:
         """Called when all workers rest between updates by servers: exchange status at once, and save if due."""
-        if self._checkpoints is not None:
-            self._status_exchange.send(self._checkpoints.requests(), 0.0)
-            self._checkpoints.step_ended(self.state.progress.steps, self._status_exchange.received().requests)
+        self._status_exchange.send(self._requests(), 0.0)
+        self._received()
 
-    def wants_save(self) -> bool:
-        """Whether this worker requests a checkpoint, and could write it now. No collective."""
-        return self._checkpoints is not None and self._checkpoints.wants_save
+    def wants_rest(self) -> bool:
+        """Whether this worker requests a checkpoint, and could write it now, or the end. No collective."""
+        return self._stopping.is_wanted or (self._checkpoints is not None and self._checkpoints.wants_save)
 
     def next_save(self) -> float:
         """The number of the next step that is saved in any case; infinite if none is. No collective."""
@@ -266,6 +286,11 @@ class Session:
         """Note that an epoch has ended: the run is saved at the next opportunity."""
         if self._checkpoints is not None:
             self._checkpoints.epoch_ended()
+
+    def save(self) -> None:
+        """Save the state as it is now, unless that is done. A collective."""
+        if self._checkpoints is not None:
+            self._checkpoints.save(self.state.progress.steps)
 
     def finish(self) -> None:
         """At the end of training: save any unsaved state."""
