@@ -21,13 +21,17 @@ CHUNK_BYTES = 1 << 16
 LONGEST_LINE_BYTES = 1 << 16
 """A longer line is shown as several lines; the log has it unbroken."""
 
+_ERASE_REST = b"\x1b[K"
+"""Erases a terminal's line from the cursor on."""
+
 Show = Callable[[int, bytes], None]
 """Shows whole lines on standard output (1) or standard error (2)."""
 
 
 def show_here(target_fd: int, lines: bytes) -> None:
     """Show lines on this process's own streams; a closed reader is ignored."""
-    rest = memoryview(lines)
+    # On a terminal, rank 0's progress line may stand there, with the cursor at its beginning.
+    rest = memoryview(_ERASE_REST + lines if os.isatty(target_fd) else lines)
     with contextlib.suppress(OSError):
         while rest:
             rest = rest[os.write(target_fd, rest) :]

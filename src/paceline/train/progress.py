@@ -97,7 +97,8 @@ class Progress:
             self._stream.write(line + "\n")
         else:
             self._redirect()
-            self._stream.write(_CLEAR + line)
+            # The launcher, which shows other workers' lines, erases what stands behind the cursor.
+            self._stream.write(f"{_CLEAR}{line}\r")
             self._has_line = True
         self._stream.flush()
 

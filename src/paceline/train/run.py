@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
@@ -453,5 +452,4 @@ class Run:
     @property
     def noise_scale(self) -> float | None:
         """The gradient noise scale in samples; None where it was not measured or no signal shows in the noise yet."""
-        mean = self.noise.mean
-        return None if mean is None or not math.isfinite(mean.samples) else mean.samples
+        return self._noise.scale()
