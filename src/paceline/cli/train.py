@@ -48,6 +48,12 @@ def train(
     workers: Workers = None,
     data: DataDir = None,
     max_steps: MaxSteps = None,
+    max_minutes: Annotated[
+        float | None,
+        typer.Option(
+            metavar="MINUTES", help="Save and end after this time since the launch; the same command goes on."
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="The run's folder, where a run that was begun goes on (default: a new one under runs/)."),
@@ -79,6 +85,7 @@ def train(
     options: dict[str, Any] = {
         "workers": workers,
         "max_steps": max_steps,
+        "max_minutes": max_minutes,
         "force": force,
         "threads": threads,
         "micro_batch_size": micro_batch_size,

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.checkpoint import Saver, Snapshot
+from paceline.checkpoint.load import folder_name
 from paceline.checkpoint.storage import Storage
 from paceline.spec.job import CheckpointSpec
 from paceline.train.status_exchange import Request
@@ -48,6 +49,10 @@ class Checkpoints:
         self._keeps_clock = group is None or dist.get_rank(group) == 0
         self._requests: set[Request] = set()
         self._is_due = False
+        self._interrupted = False
+        """Whether Ctrl-C was pressed."""
+        self._say = say
+        self._address = storage.address
         self._saved_at = time.monotonic()
         self._handlers: dict[int, Any] = {}
         self._saver = Saver(storage, spec, group, say)
@@ -65,6 +70,7 @@ class Checkpoints:
 
         Raises:
             SystemExit: some worker got SIGTERM, and all is saved.
+            KeyboardInterrupt: this one got SIGINT, and all is saved.
         """
         if Request.FAILED in received:
             self._saver.give_up()
@@ -76,6 +82,9 @@ class Checkpoints:
             self._save()
         if Request.LEAVE in received and not self._is_due:
             self.wait()
+            self._say(_left(step, self.newest))
+            if self._interrupted:
+                raise KeyboardInterrupt
             raise SystemExit(128 + signal.SIGTERM)
 
     def next_save(self, step: int) -> float:
@@ -98,6 +107,12 @@ class Checkpoints:
         """Save any unsaved state, and wait until it is written. A collective."""
         self.save(step)
         self.wait()
+
+    @property
+    def newest(self) -> tuple[int, str] | None:
+        """Step and address of the newest checkpoint that was begun; None: there is none, or it could not be written."""
+        step = self._saver.last_step
+        return None if step is None or self._saver.failed else (step, f"{self._address}/{folder_name(step)}")
 
     def _report_saved(self) -> None:
         step, self._in_writing = self._in_writing, None
@@ -161,7 +176,7 @@ class Checkpoints:
         return requests
 
     def _handle_signals(self) -> None:
-        """SIGUSR1: save. SIGTERM: save and exit; a second SIGTERM exits at once, by the previous handler."""
+        """SIGUSR1: save. SIGTERM and Ctrl-C: save and exit; a second one exits at once, by the previous handler."""
         if threading.current_thread() is not threading.main_thread():
             return
 
@@ -170,7 +185,22 @@ class Checkpoints:
 
         def leave(number: int, _frame: FrameType | None) -> None:
             self._requests.add(Request.LEAVE)
+            self._interrupted |= number == signal.SIGINT
             signal.signal(number, self._handlers[number])
 
-        for number, handler in ((signal.SIGUSR1, save), (signal.SIGTERM, leave)):
+        # Where Ctrl-C is ignored, as in the background of a shell, it stays so.
+        heeds_interrupt = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        endings = [signal.SIGTERM, *([signal.SIGINT] if heeds_interrupt else [])]
+        for number, handler in ((signal.SIGUSR1, save), *((ending, leave) for ending in endings)):
             self._handlers[number] = signal.signal(number, handler)
+
+
+def _left(step: int, newest: tuple[int, str] | None) -> str:
+    """What is left of a run that was interrupted after this step."""
+    if newest is None:
+        return f"Interrupted after step {step}; nothing is saved."
+    saved, place = newest
+    return (
+        f"Interrupted after step {step}; step {saved} is saved in {place}.\n"
+        "The same command with the same folder goes on from there."
+    )

@@ -248,12 +248,23 @@ class DataProgress:
         """Whether no batch of the current epoch has been trained on."""
         return self._next == 0
 
+    @property
+    def _is_epoch_complete(self) -> bool:
+        """Whether all batches of the current epoch have been trained on."""
+        if self._orders is not None:
+            return self._next == self._order_of(self._epoch).num_batches
+        return self._has_ended
+
+    @property
+    def epochs_done(self) -> int | None:
+        """How many epochs have been trained on; None in the middle of one."""
+        if self._is_epoch_complete:
+            return self._epoch + 1
+        return self._epoch if self._next == 0 else None
+
     def leave_epoch(self) -> None:
         """Note that the epoch is complete, including its evaluation, if all its batches have been trained on."""
-        is_complete = self._has_ended
-        if self._orders is not None:
-            is_complete = self._next == self._order_of(self._epoch).num_batches
-        if is_complete:
+        if self._is_epoch_complete:
             self._epoch, self._next, self._position, self._has_ended = self._epoch + 1, 0, None, False
 
     def state_dict(self, *, collective: bool = False) -> dict[str, Any]:

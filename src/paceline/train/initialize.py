@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
 from pathlib import Path
 from typing import Any, TextIO
@@ -11,10 +10,11 @@ from typing import Any, TextIO
 import torch
 
 from paceline import env
-from paceline.errors import JobError, shown
+from paceline.errors import JobError
 from paceline.spec import Job, Plan, parse_mesh
 from paceline.spec.mesh_name import check_strategy
 from paceline.spec.micro_batch import MicroBatchSize, parse_micro_batch
+from paceline.spec.plan import Limit
 from paceline.train.progress import Progress
 from paceline.train.run import Run
 
@@ -72,7 +72,7 @@ def init(
         min(limits, default=None),
         None if address is None else str(address),
         force=force,
-        max_minutes=_checked_minutes(max_minutes),
+        max_minutes=Limit.from_mapping({"max_minutes": max_minutes}).max_minutes,
         display=_display(progress) if facts.rank == 0 else None,
     )
 
@@ -80,12 +80,6 @@ def init(
 def _display(progress: bool | TextIO) -> Progress:
     stream = sys.stderr if isinstance(progress, bool) else progress
     return Progress(stream, is_shown=progress is not False)
-
-
-def _checked_minutes(minutes: float | None) -> float | None:
-    if minutes is not None and not (isinstance(minutes, int | float) and 0 < minutes < math.inf):
-        raise JobError(f"max_minutes = {shown(minutes)} should be a number of minutes greater than 0.")
-    return minutes
 
 
 def _micro_batch_size(job: Job, plan: Plan) -> MicroBatchSize | None:

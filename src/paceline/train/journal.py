@@ -18,6 +18,7 @@ from paceline.train.batch_warning import batch_warning
 from paceline.train.callbacks import Callback
 from paceline.train.digest import weights_sha256
 from paceline.train.early_stopping import best_evaluation
+from paceline.train.end_table import number_of, samples_per_s, shown_metrics
 from paceline.train.environment import describe_environment
 from paceline.train.metrics import Sink, open_sinks
 from paceline.train.run import Run
@@ -69,7 +70,7 @@ class Journal(Callback):
         self._sinks: list[Sink] = open_sinks(output.run_dir, output.trackers, run.steps, run.say) if speaks else []
         scaling = describe_scaling(run.job)
         self._notes = [] if scaling is None else [scaling]
-        run.say(f"{run.job.name} on {run.world_size} worker{'s' if run.world_size > 1 else ''}")
+        run.say(f"{run.job.name} on {number_of(run.world_size, 'worker')}")
         for note in (*run.notes, *self._notes):
             run.say(note)
         self._launched_at = env.launched_at()
@@ -149,7 +150,7 @@ class Journal(Callback):
         self._read_losses()
         for sink in self._sinks:
             sink.log(self._run.steps, {f"test_{name}": value for name, value in metrics.items()})
-        self._run.say(f"step {self._run.steps}{shown_metrics(metrics)}")
+        self._run.say(f"step {self._run.steps}  {shown_metrics(metrics)}")
 
     def epoch_ended(self, training: Training) -> None:
         self._read_losses()
@@ -175,7 +176,8 @@ class Journal(Callback):
         for sink in self._sinks:
             sink.log(run.steps, values | {f"test_{name}": value for name, value in metrics.items()})
         noise = "" if noise_scale is None else f"  noise scale {noise_scale:,.0f}"
-        run.say(f"epoch {epoch + 1}/{run.job.epochs}  train loss {mean_loss:.4f}{shown_metrics(metrics)}{noise}")
+        tested = f"  {shown_metrics(metrics)}" if metrics else ""
+        run.say(f"epoch {epoch + 1}/{run.job.epochs}  train loss {mean_loss:.4f}{tested}{noise}")
         self._warn_about_batch(noise_scale)
 
     def _warn_about_batch(self, noise_scale: float | None) -> None:
@@ -200,14 +202,12 @@ class Journal(Callback):
             sink.close()
         evaluations = tuple(training.evaluations)
         best = None if kept.keep_best is None else best_evaluation(evaluations, kept.keep_best, kept.best_mode)
+        if best is not None:
+            run.display.rows["best"] = f"{shown_metrics(best.metrics)} at step {best.step}"
         step_time = run.timer.median()
         # A checkpoint of an earlier release has the evaluations of epochs alone.
         evaluated = [*(epoch.metrics for epoch in self._epochs), *(one.metrics for one in evaluations)]
         last = next((metrics for metrics in reversed(evaluated) if metrics), {})
-        samples_per_s = run.samples_seen / run.timer.train_s
-        # Where workers synchronise every few steps, the median step is one without a synchronisation.
-        if step_time.total_s and run.job.aggregation.method == "every_step":
-            samples_per_s = min(run.job.global_batch_size, run.samples_seen) / step_time.total_s
         return RunRecord(
             job=run.job,
             plan=run.plan,
@@ -219,7 +219,7 @@ class Journal(Callback):
             train_s=run.timer.train_s,
             wall_s=self._wall_s + self._since_launch_s(),
             time_to_first_step_s=self._first_step_s,
-            samples_per_s=samples_per_s,
+            samples_per_s=samples_per_s(run),
             step_time=step_time,
             weights_sha256=run.weights_sha256() if average is None else weights_sha256(average.module.state_dict()),
             epochs=tuple(self._epochs),
@@ -230,12 +230,3 @@ class Journal(Callback):
             stopped=run.stopping.reason,
             is_complete=not run.stopping.is_out_of_time,
         )
-
-
-def shown_metrics(metrics: Mapping[str, float]) -> str:
-    return "".join(f"  {name} {shown_metric(name, value)}" for name, value in metrics.items())
-
-
-def shown_metric(name: str, value: float) -> str:
-    """A metric as people read it."""
-    return f"{value:.2%}" if name == "accuracy" else f"{value:.4f}"

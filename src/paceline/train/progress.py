@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
+import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TextIO
 
 import torch
@@ -46,6 +47,8 @@ class Progress:
         """
         self._stream = stream
         self.is_shown = is_shown and stream is not None
+        self.rows: dict[str, str] = {}
+        """Further rows of the table at the run's end, by name."""
         self._is_live = stream is not None and stream.isatty()
         self._begun: tuple[float, int, int] | None = None
         """Time, step and samples at the end of the first step that was seen."""
@@ -115,6 +118,11 @@ class Progress:
             self._stream.flush()
             self._has_line = False
 
+    def end(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Print the table of a run that has ended, if this process made steps of it."""
+        if self.is_shown and self._begun is not None:
+            self.say(table(rows))
+
     def say(self, text: str) -> None:
         """Print permanent lines."""
         if self._stream is not None:
@@ -140,6 +148,16 @@ class _Above:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def table(rows: Sequence[tuple[str, str]]) -> str:
+    """Names and texts in two columns, in lines of 80 characters where words allow it."""
+    width = max(len(name) for name, _ in rows) + 2
+    lines = []
+    for name, text in rows:
+        wrapped = textwrap.wrap(text, _PLAIN_COLUMNS - width, break_long_words=False, break_on_hyphens=False)
+        lines += [f"{key:{width}}{line}" for key, line in zip((name, *[""] * len(wrapped)), wrapped, strict=False)]
+    return "\n".join(lines)
 
 
 def rate(per_s: float) -> str:

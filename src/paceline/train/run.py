@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from paceline import env
-from paceline.data import Loading, is_loader
+from paceline.data import Loading
 from paceline.data.loading import Collate
 from paceline.data.substreams import is_stream
 from paceline.errors import JobError
@@ -25,6 +25,7 @@ from paceline.spec import Job, Mesh, Plan
 from paceline.train.averaging import averaged
 from paceline.train.data_progress import DataProgress
 from paceline.train.digest import weights_sha256
+from paceline.train.end_table import end_rows
 from paceline.train.evaluate import Evaluator, Measure
 from paceline.train.memory_limit import memory_limit
 from paceline.train.noise_meter import NoiseMeter
@@ -32,7 +33,7 @@ from paceline.train.numerics import LossFn, Precision, torch_settings
 from paceline.train.preparation import prepare_model
 from paceline.train.process_group import abandon, join
 from paceline.train.progress import Progress
-from paceline.train.reading import DatasetReader
+from paceline.train.reading import DatasetReader, loading_of
 from paceline.train.sample_batches import check_server_order, sample_batches
 from paceline.train.seeding import seed_between_steps, seed_generators
 from paceline.train.session import Kept, RunState, Session, Stateful
@@ -99,8 +100,7 @@ class Run:
         self._evaluator = Evaluator(job, self.mesh, self.world, self.reader, self.precision)
         self._noise = NoiseMeter(job, self.precision.scaler, self.device)
         self._kept = Kept()
-        self._checkpoint_address = checkpoint_address
-        self._force = force
+        self._resume_from = checkpoint_address, force
         self._prepared: Stepper | None = None
         self._averages: list[AveragedModel] = []
         self._pending: Pending | None = None
@@ -167,7 +167,8 @@ class Run:
         told = (lambda text: self.say(text)), (lambda step: self.was_saved(step))  # whatever these are then
         session = Session(state, self.plan, self.world, self._heartbeat, *told, self.notes, self.stopping)
         self._at_close.callback(session.close)
-        if session.resume(self._checkpoint_address, force=self._force):
+        address, force = self._resume_from
+        if session.resume(address, force=force):
             seed_between_steps(self.job.seed, self.steps, self.device)
         return session
 
@@ -233,7 +234,8 @@ class Run:
         Raises:
             DataError: what the data set, the loader or the sampler says cannot be done.
         """
-        loading = self._loading(
+        loading = loading_of(
+            self.job,
             dataset,
             "training",
             collate_fn=collate_fn,
@@ -244,12 +246,6 @@ class Run:
         )
         for number in self.epochs() if epoch is None else [epoch]:
             yield from self._epoch_batches(loading, number, samples_per_epoch)
-
-    def _loading(self, dataset: Any, purpose: str, **given: Any) -> Loading:
-        """How `dataset` is read, by what is given here, by the DataLoader that it is, or by the job."""
-        if given["num_workers"] is None and not is_loader(dataset):
-            given["num_workers"] = self.job.data.loader_workers
-        return Loading.of(dataset, self.job.global_batch_size, purpose, **given)
 
     def _epoch_batches(self, loading: Loading, epoch: int, samples_per_epoch: int | None) -> Iterator[Any]:
         self._finish_step()
@@ -347,7 +343,7 @@ class Run:
             metrics: those that are no means, by name: a torchmetrics metric, or three functions (update, merge,
                 compute). `measure` then returns under this name what `update` takes, {"f1": (predictions, targets)}.
         """
-        loading = self._loading(dataset, "evaluation", collate_fn=collate_fn, num_workers=num_workers)
+        loading = loading_of(self.job, dataset, "evaluation", collate_fn=collate_fn, num_workers=num_workers)
         results = self._evaluator.evaluate(loading, measure, metrics, model or self.model, self.engine, self.steps)
         self.timer.resume()
         self.metrics.clear()
@@ -392,6 +388,7 @@ class Run:
             abandon()
         if stepper is not None and error is None:
             stepper.session.finish()
+            self.display.end(end_rows(self, self._progress, stepper.session.newest_checkpoint))
         elif stepper is not None and isinstance(error, Exception | KeyboardInterrupt):
             stepper.session.rescue(is_whole=stepper.is_whole)
         self._at_close.__exit__(kind, error, trace)

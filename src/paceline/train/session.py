@@ -292,6 +292,12 @@ class Session:
         if self._checkpoints is not None:
             self._checkpoints.save(self.state.progress.steps)
 
+    @property
+    def newest_checkpoint(self) -> str | None:
+        """The address of the newest checkpoint; None: there is none."""
+        newest = None if self._checkpoints is None else self._checkpoints.newest
+        return None if newest is None else newest[1]
+
     def finish(self) -> None:
         """At the end of training: save any unsaved state."""
         self._status_exchange.received()  # no message stays in flight
