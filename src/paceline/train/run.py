@@ -333,7 +333,8 @@ class Run:
         A collective: every worker has to call it.
 
         Args:
-            dataset: map-style, visited in order; or a torch DataLoader over such a set, whose settings are taken over.
+            dataset: map-style, visited in order; or a stream; or a torch DataLoader over either, whose settings are
+                taken over.
             collate_fn: makes a batch of a list of samples; None: torch's default.
             num_workers: loader processes of each worker; None: as the job's data.loader_workers says.
             model: the model to evaluate, such as an `average`; None: the prepared one.
@@ -390,7 +391,12 @@ class Run:
             stepper.session.finish()
             self.display.end(end_rows(self, self._progress, stepper.session.newest_checkpoint))
         elif stepper is not None and isinstance(error, Exception | KeyboardInterrupt):
-            stepper.session.rescue(is_whole=stepper.is_whole)
+            peers = stepper.session.peers
+            lost = None if peers is None else peers.cause_of(error)
+            stepper.session.rescue(is_whole=stepper.is_whole and (peers is None or peers.is_whole))
+            if lost is not None:
+                self._at_close.__exit__(kind, error, trace)
+                raise lost from error
         self._at_close.__exit__(kind, error, trace)
 
     @property

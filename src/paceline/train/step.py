@@ -172,11 +172,12 @@ class Stepper:
             clip_gradients(trained.model.parameters(), clip_norm, norm())
         idle = not batch.assignment.sizes or not self._counts_samples
         self._tracer.before_update(step, trained.model, engine.whole, loss, content, idle=idle)
-        if is_made and self._needs_closure:
-            trained.optimizer.step(closure_after(loss, functools.partial(self._gradients_again, step_input)))  # type: ignore[arg-type]
-        elif is_made:
-            scaler.step(trained.optimizer)
-            scaler.update()
+        with self.session.updating():
+            if is_made and self._needs_closure:
+                trained.optimizer.step(closure_after(loss, functools.partial(self._gradients_again, step_input)))  # type: ignore[arg-type]
+            elif is_made:
+                scaler.step(trained.optimizer)
+                scaler.update()
 
     def _gradients_again(self, step_input: StepInput) -> Tensor:
         """Compute the step's gradient at the weights as they are now; returns its loss."""
