@@ -34,6 +34,7 @@ class Checkpoints:
         say: Callable[[str], None],
         saved_step: int | None,
         was_saved: Callable[[int], None] = lambda _step: None,
+        will_save: Callable[[], None] = lambda: None,
     ) -> None:
         """A collective of all workers of `group`, which uses CPU memory; None: there is one worker.
 
@@ -43,6 +44,7 @@ class Checkpoints:
             say: receives messages for the user, on rank 0.
             saved_step: the step that the run was resumed from.
             was_saved: receives the step of each checkpoint that is complete, on all workers after the same step.
+            will_save: called in a signal handler when this worker was asked to save and to end.
         """
         self._spec = spec
         self._take = take
@@ -57,7 +59,7 @@ class Checkpoints:
         self._handlers: dict[int, Any] = {}
         self._saver = Saver(storage, spec, group, say)
         self._saver.last_step = saved_step
-        self._was_saved = was_saved
+        self._was_saved, self._will_save = was_saved, will_save
         self._in_writing: int | None = None
         """The step of a checkpoint that is not known to be complete."""
         self._handle_signals()
@@ -185,6 +187,7 @@ class Checkpoints:
 
         def leave(number: int, _frame: FrameType | None) -> None:
             self._requests.add(Request.LEAVE)
+            self._will_save()
             self._interrupted |= number == signal.SIGINT
             signal.signal(number, self._handlers[number])
 

@@ -58,9 +58,7 @@ class Run:
         values: what the loss function returned besides the loss of the last `step`, by name: detached scalars, the same
             on every worker. Reading one waits for the device.
         say: receives messages for the user during the run, on rank 0; may be replaced.
-        was_saved: receives the step of each complete checkpoint, on all workers after the same step; may be replaced.
-        display, stopping: show how far the run is, on rank 0; whether it ends before its epochs are over, and why.
-        timer: where the time of each step goes.
+        timer, display, stopping: where each step's time goes; how far the run is, on rank 0; whether it ends early.
     """
 
     def __init__(
@@ -89,7 +87,6 @@ class Run:
         self.display = display or Progress(None)
         self._at_close.callback(self.display.close)
         self.say: Callable[[str], None] = self.display.say
-        self.was_saved: Callable[[int], None] = lambda _step: None
         self.timer = StepTimer()
         self.reader = DatasetReader(job, self.device)
         self.precision = Precision(job, self.device)
@@ -100,7 +97,7 @@ class Run:
         self._evaluator = Evaluator(job, self.mesh, self.world, self.reader, self.precision)
         self._noise = NoiseMeter(job, self.precision.scaler, self.device)
         self._kept = Kept()
-        self._resume_from = checkpoint_address, force
+        self._resume_from: dict[str, Any] = {"checkpoint_address": checkpoint_address, "force": force}
         self._prepared: Stepper | None = None
         self._averages: list[AveragedModel] = []
         self._pending: Pending | None = None
@@ -164,11 +161,10 @@ class Run:
         """What runs beside the steps, gone on from a checkpoint if there is one."""
 
         state = RunState(self.job, self._progress, self._noise, trained, self._kept, self.metrics)
-        told = (lambda text: self.say(text)), (lambda step: self.was_saved(step))  # whatever these are then
-        session = Session(state, self.plan, self.world, self._heartbeat, *told, self.notes, self.stopping)
+        say = lambda text: self.say(text)  # noqa: E731 - whatever that is then
+        session = Session(state, self.plan, self.world, self._heartbeat, say, self.notes, self.stopping)
         self._at_close.callback(session.close)
-        address, force = self._resume_from
-        if session.resume(address, force=force):
+        if session.resume(**self._resume_from):
             seed_between_steps(self.job.seed, self.steps, self.device)
         return session
 
@@ -261,7 +257,7 @@ class Run:
                 loading, epoch, self.job, progress, self.reader, self.world, reads_assignment=reads_assignment
             )
         if self.steps and progress.at_epoch_start:
-            self._stepper.session.epoch_ended()
+            self.stepper.session.epoch_ended()
         self.timer.resume()
         self.timer.data_asked()
         for batch, content in batches:
@@ -301,7 +297,7 @@ class Run:
         pending, self._pending = self._pending, None
         if pending is None:
             raise JobError("run.step needs a batch that run.batches just yielded; each is used once.")
-        result = self._stepper.step(pending, batch, loss_fn)
+        result = self.stepper.step(pending, batch, loss_fn)
         self.values = result.values
         self.display.step(self._progress, result.loss)
         self._note_micro_batch()
@@ -329,8 +325,6 @@ class Run:
         model: nn.Module | None = None,
     ) -> dict[str, float]:
         """Every metric over `dataset`, each sample counted exactly once on any number of workers.
-
-        A collective: every worker has to call it.
 
         Args:
             dataset: map-style, visited in order; or a stream; or a torch DataLoader over either, whose settings are
@@ -400,7 +394,8 @@ class Run:
         self._at_close.__exit__(kind, error, trace)
 
     @property
-    def _stepper(self) -> Stepper:
+    def stepper(self) -> Stepper:
+        """What makes the steps of the prepared model."""
         if self._prepared is None:
             raise JobError("Call run.prepare(model, optimizer) first.")
         return self._prepared
@@ -408,30 +403,26 @@ class Run:
     @property
     def engine(self) -> Engine:
         """What the prepared model is trained by."""
-        return self._stepper.trained.engine
+        return self.stepper.trained.engine
 
     @property
     def model(self) -> nn.Module:
         """The prepared model itself, under whatever spreads it."""
-        return self._stepper.trained.model
+        return self.stepper.trained.model
 
     @property
     def optimizer(self) -> Optimizer:
         """The prepared optimizer."""
-        return self._stepper.trained.optimizer
+        return self.stepper.trained.optimizer
 
     def stop(self, reason: str) -> None:
         """Ask for the end of the run: `batches` ends on all workers, one step later than this. No collective."""
         self.stopping.ask(reason)
 
     def save(self) -> None:
-        """Save a checkpoint of the run as it is now, while training goes on. A collective."""
+        """Save a checkpoint of the run as it is now. A collective."""
         self._finish_step()
-        self._stepper.session.save()
-
-    def at_rest(self) -> AbstractContextManager[None]:
-        """Inside, nothing of the last step is half done, so that the run can be saved after an error."""
-        return self._stepper.at_rest()
+        self.stepper.session.save()
 
     @property
     def steps(self) -> int:

@@ -170,14 +170,12 @@ class Session:
         world: World,
         heartbeat: Heartbeat,
         say: Callable[[str], None],
-        was_saved: Callable[[int], None],
         notes: list[str],
         stopping: Stopping,
     ) -> None:
         """
         Args:
             say: receives messages for the user, on rank 0.
-            was_saved: receives the step of each complete checkpoint, on all workers after the same step.
             notes: receives notes for the run's report.
             stopping: whether the run ends early.
         """
@@ -192,7 +190,8 @@ class Session:
         self.say = say
         self._notes = notes
         self._stopping = stopping
-        self._was_saved = was_saved
+        self.was_saved: Callable[[int], None] = lambda _step: None
+        """Receives the step of each complete checkpoint, on all workers after the same step; may be replaced."""
         self._status_exchange = StatusExchange(group)
         self._stragglers = Stragglers(_worker_names(plan))
         self._group = group
@@ -223,8 +222,14 @@ class Session:
             step = state.progress.steps
             self.heartbeat.step(step)
             self._notes.append(f"resumed at step {step} from {found.name} in {checkpoint_address}")
+
+        def was_saved(step: int) -> None:
+            self.was_saved(step)  # whatever it is then
+
         spec = state.job.kept_checkpoints
-        self._checkpoints = Checkpoints(storage, spec, self._group, state.snapshot, self.say, step, self._was_saved)
+        # The launcher waits for a worker that says it will save.
+        told = self.say, step, was_saved, self.heartbeat.save
+        self._checkpoints = Checkpoints(storage, spec, self._group, state.snapshot, *told)
         return found is not None
 
     def roll_back(self) -> str | None:

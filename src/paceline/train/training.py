@@ -79,7 +79,9 @@ class Training:
 
     def begin(self) -> None:
         """Before the first step of this start."""
-        self.run.was_saved = lambda step: self._tell(lambda callback: callback.checkpoint_saved(self, step))
+        self.run.stepper.session.was_saved = lambda step: self._tell(
+            lambda callback: callback.checkpoint_saved(self, step)
+        )
         self._tell(lambda callback: callback.run_began(self))
         steps = self.run.steps
         if steps % self._steps_per_epoch and self._is_due_by_steps and not self._is_evaluated:
@@ -132,7 +134,7 @@ class Training:
         return every is not None and self.run.steps > 0 and self.run.steps % every == 0
 
     def _evaluate(self, *, is_scheduled: bool) -> None:
-        with self.run.at_rest():
+        with self.run.stepper.at_rest():
             metrics = self._evaluate_model()
         self.evaluations.append(EvaluationRecord(self.run.steps, self.epoch, dict(metrics), is_scheduled))
         self._tell(lambda callback: callback.evaluated(self, metrics))

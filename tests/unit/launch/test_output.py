@@ -112,7 +112,11 @@ def test_on_a_terminal_lines_take_the_place_of_the_progress_line() -> None:
     try:
         os.write(terminal, b"\r\x1b[2Kstep 3/100\r")
         show_here(terminal, b"[rank 1] hello\n")
-        assert os.read(reader, 1000) == b"\r\x1b[2Kstep 3/100\r\x1b[K[rank 1] hello\r\n"
+        written = b"\r\x1b[2Kstep 3/100\r\x1b[K[rank 1] hello\r\n"
+        shown = b""
+        while len(shown) < len(written):
+            shown += os.read(reader, 1000)
+        assert shown == written
     finally:
         os.close(reader)
         os.close(terminal)
