@@ -204,6 +204,6 @@ def _left(step: int, newest: tuple[int, str] | None) -> str:
         return f"Interrupted after step {step}; nothing is saved."
     saved, place = newest
     return (
-        f"Interrupted after step {step}; step {saved} is saved in {place}.\n"
+        f"Interrupted after step {step}; step {saved} is saved in\n{place}\n"
         "The same command with the same folder goes on from there."
     )

@@ -56,7 +56,7 @@ def _shares(step_time: StepTime) -> str:
     parts = {
         "compute": step_time.compute_s,
         "data": step_time.data_s,
-        "waiting for other workers": step_time.exposed_comm_s,
+        "waiting for others": step_time.exposed_comm_s,
     }
     total = sum(parts.values())
     shown = [f"{name} {seconds / total:.0%}" for name, seconds in parts.items() if total and seconds >= 0.005 * total]
