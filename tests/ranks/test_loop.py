@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from paceline import env
 from paceline.checkpoint import open_storage
 from paceline.checkpoint.load import read_manifest
-from paceline.spec import Job, Plan, RunRecord
+from paceline.spec import Job, OptimSpec, Plan, RunRecord
 from paceline.train import loop
 from paceline.train.digest import weights_sha256
 from paceline.train.journal import RunOutput
+from paceline.train.objective import training_loss
 from tests.ranks.harness import run_ranks
 
 CALLBACKS = "tests.ranks.loop_callbacks"
@@ -35,10 +38,21 @@ EARLY = Job.from_mapping(
 """Epochs of 4 steps; evaluations after steps 3, 4, 6, 8, 9, ...: stops after step 9."""
 
 
-def _train(job: Job, folder: Path, max_steps: int | None = None) -> RunRecord:
+def _train(job: Job, folder: Path, max_steps: int | None = None, max_minutes: float | None = None) -> RunRecord:
     plan = Plan(world_size=env.worker_facts().world_size, algorithm="tree_exact", timeout_s=60)
     folder.mkdir(exist_ok=True)
-    return loop.train(job, plan, RunOutput(folder, None), max_steps)
+    return loop.train(job, plan, RunOutput(folder, None), max_steps, max_minutes=max_minutes)
+
+
+def _with_values(optim: OptimSpec) -> Callable[[nn.Module, Any], Any]:
+    """The loss of a job with a further number, the mean margin of the right class."""
+    loss_fn = training_loss(optim)
+
+    def loss_and_values(model: nn.Module, batch: Any) -> Any:
+        inputs, targets = batch
+        return loss_fn(model, batch), {"logit": model(inputs).gather(1, targets[:, None]).mean()}
+
+    return loss_and_values
 
 
 def _with_callback(name: str, **options: Any) -> Job:
@@ -48,12 +62,14 @@ def _with_callback(name: str, **options: Any) -> Job:
 def _all(folder: Path) -> list[RunRecord]:
     """Train to the end, stop on request, begin a run, and go on with one that another number of workers began."""
     world_size = env.worker_facts().world_size
+    vars(loop)["training_loss"] = _with_values
     recorded = folder / f"events-of-{world_size}"
     recorded.mkdir(exist_ok=True)
     whole = _train(_with_callback("Recorder", folder=str(recorded)), folder / f"whole-{world_size}")
     _train(EARLY, folder / f"parts-{world_size}", max_steps=7)
     begun = folder / f"parts-{world_size - 1}"
     records = [whole, _train(_with_callback("StopOnOne", at_step=2), folder / f"asked-{world_size}")]
+    records += [_train(EARLY, folder / f"timed-{world_size}", max_minutes=minutes) for minutes in (1e-6, None)]
     return [*records, _train(EARLY, begun)] if begun.exists() else records
 
 
@@ -83,11 +99,28 @@ def test_runs_stop_early_at_the_same_step_with_the_same_weights(trained: tuple[P
         assert _learned(several[0]) == _learned(alone)
 
 
+def test_values_of_the_loss_function_are_the_same_on_any_number_of_workers(
+    trained: tuple[Path, list[list[RunRecord]]],
+) -> None:
+    folder, records = trained
+    logged = []
+    for world_size, several in enumerate(records, start=1):
+        lines = [json.loads(line) for line in (folder / f"whole-{world_size}/metrics.jsonl").read_text().splitlines()]
+        logged.append([(line["step"], line["logit"]) for line in lines if "logit" in line])
+        assert [sorted(epoch.values) for epoch in several[0].epochs] == [["logit"]] * 3
+    assert [step for step, _ in logged[0]] == list(range(1, 10))
+    assert logged[0] == logged[1] == logged[2]
+    of_epochs = [[epoch.values for epoch in several[0].epochs] for several in records]
+    assert of_epochs[0] == of_epochs[1] == of_epochs[2]
+    first = logged[0][:4]
+    assert of_epochs[0][0]["logit"] == pytest.approx(sum(value for _, value in first) / 4)
+
+
 def test_a_run_that_was_interrupted_stops_where_it_would_have(trained: tuple[Path, list[list[RunRecord]]]) -> None:
     """Begun on one worker and ended on two, or begun on two and ended on three, in the middle of the patience."""
     _, records = trained
     for several in records[1:]:
-        gone_on = several[2]
+        gone_on = several[4]
         assert [(one.step, one.is_scheduled) for one in gone_on.evaluations] == [
             *((3, True), (4, True), (6, True)),
             (7, False),  # because the first part ended there
@@ -104,6 +137,17 @@ def test_one_worker_may_ask_for_the_end_of_all(trained: tuple[Path, list[list[Ru
         assert (asked.steps, asked.stopped) == (3, "asked on the last worker at step 2")
         assert asked.is_complete
         assert asked.evaluations[-1].step == 3
+
+
+def test_a_run_whose_time_is_over_is_not_complete_and_goes_on(trained: tuple[Path, list[list[RunRecord]]]) -> None:
+    _, records = trained
+    for several in records:
+        timed, gone_on = several[2:4]
+        assert (timed.steps, timed.stopped, timed.is_complete) == (2, "max_minutes = 1e-06 are over", False)
+        assert timed.evaluations == ()
+        assert gone_on.is_complete
+        assert _learned(gone_on)[:3] == _learned(records[0][0])[:3]
+        assert gone_on.evaluations == records[0][0].evaluations
 
 
 def test_events_are_the_same_on_all_workers(trained: tuple[Path, list[list[RunRecord]]]) -> None:

@@ -48,7 +48,7 @@ def samples_per_s(run: Run) -> float:
     # Where workers synchronise every few steps, the median step is one without a synchronisation.
     if step_time.total_s and run.job.aggregation.method == "every_step":
         return min(run.job.global_batch_size, run.samples_seen) / step_time.total_s
-    return run.samples_seen / run.timer.train_s
+    return run.samples_seen / run.timer.train_s if run.timer.train_s else 0.0
 
 
 def _shares(step_time: StepTime) -> str:

@@ -261,7 +261,7 @@ class Session:
     def _requests(self) -> set[Request]:
         """This worker's requests, for the others."""
         requests = set() if self._checkpoints is None else self._checkpoints.requests()
-        return requests | {Request.STOP} if self._stopping.is_wanted else requests
+        return requests | {Request.STOP} if self._stopping.is_wanted() else requests
 
     def _received(self) -> Status:
         """The status of all workers, of which it is done what they request."""
@@ -284,7 +284,7 @@ class Session:
 
     def wants_rest(self) -> bool:
         """Whether this worker requests a checkpoint, and could write it now, or the end. No collective."""
-        return self._stopping.is_wanted or (self._checkpoints is not None and self._checkpoints.wants_save)
+        return self._stopping.is_wanted() or (self._checkpoints is not None and self._checkpoints.wants_save)
 
     def next_save(self) -> float:
         """The number of the next step that is saved in any case; infinite if none is. No collective."""

@@ -32,6 +32,7 @@ class Stopping:
         self._max_minutes = max_minutes if world.rank == 0 else None
         self._ends_at = begun_at + 60 * (max_minutes or 0.0)
         self._own: str | None = None
+        self._is_late = False
         self.reason: str | None = None
         """Why the run ends early, once all workers agree that it does."""
         self.is_out_of_time = False
@@ -46,14 +47,15 @@ class Stopping:
         """Ask for the end of the run; no collective. The first reason of the lowest rank counts."""
         self._own = self._own or reason
 
-    @property
     def is_wanted(self) -> bool:
-        """Whether this worker asks for the end; it tells the others at the end of a step."""
-        return self.reason is None and (self._own is not None or self._is_late)
+        """Whether this worker asks for the end, of which it tells the others; called after steps.
 
-    @property
-    def _is_late(self) -> bool:
-        return self._max_minutes is not None and self._clock() >= self._ends_at
+        Time is looked at here alone: every start makes at least one step, however long it took to begin.
+        """
+        if self.reason is not None:
+            return False
+        self._is_late |= self._max_minutes is not None and self._clock() >= self._ends_at
+        return self._is_late or self._own is not None
 
     def agree(self) -> None:
         """End the run if any worker has asked for it. A collective of all workers."""
