@@ -27,10 +27,11 @@ def _lenet(native: Any) -> Outcome:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("num_gpus", [1, 2, 4])
 def test_every_way_to_train_gives_on_gpus_what_it_gives_on_cpus(simulated_gpu: Path, num_gpus: int) -> None:
-    on_gpus = run_on_gpus(simulated_gpu, _cells, num_gpus, num_gpus, num_gpus=max(2, num_gpus), timeout_s=280)[0]
-    on_cpus = run_ranks(run_cells, num_gpus, "cpu", num_gpus, timeout_s=280)[0]
+    on_gpus = run_on_gpus(simulated_gpu, _cells, num_gpus, num_gpus, num_gpus=max(2, num_gpus), timeout_s=400)[0]
+    on_cpus = run_ranks(run_cells, num_gpus, "cpu", num_gpus, timeout_s=400)[0]
     different = {
         cell.name: largest_difference(on_gpus[cell.name], on_cpus[cell.name])
         for cell in cells(num_gpus)
@@ -49,6 +50,7 @@ STRATEGIES = ("dp", "fsdp", "pp", "tp")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_checkpoints_go_on_from_gpus_to_cpus_and_back(simulated_gpu: Path, tmp_path: Path) -> None:
     gpu, cpu = tmp_path / "gpu", tmp_path / "cpu"
     run_on_gpus(simulated_gpu, _train_all_on_gpus, 2, gpu, 1)

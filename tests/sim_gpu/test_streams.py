@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.cuda import _sanitizer
 
-from tests.sim_gpu.cells import Cell
 from tests.sim_gpu.workers import run_on_gpus
 
 pytestmark = pytest.mark.sim_gpu
@@ -34,14 +33,3 @@ def _streams(native: Any) -> None:
     value.mul_(2)
     with pytest.raises(_sanitizer.CUDASanitizerErrors):
         add_one()
-
-
-@pytest.mark.slow
-def test_a_step_of_data_parallelism_orders_its_streams(simulated_gpu: Path) -> None:
-    """Buckets are summed on the scheduler's stream: what it reads and writes is ordered by events."""
-    run_on_gpus(simulated_gpu, _data_parallel, 2)
-
-
-def _data_parallel(native: Any) -> None:
-    _sanitizer.enable_cuda_sanitizer()  # type: ignore[no-untyped-call]
-    Cell("ring", plan={"algorithm": "ring"}).train("cuda", max_steps=2)
