@@ -19,7 +19,7 @@ def test_a_missing_wait_between_streams_is_found(simulated_gpu: Path) -> None:
 
 
 def _streams(native: Any) -> None:
-    _sanitizer.enable_cuda_sanitizer()  # type: ignore[no-untyped-call]
+    _sanitizer.enable_cuda_sanitizer()
     value = torch.zeros(4, device="cuda")
     side = torch.cuda.Stream()
 
