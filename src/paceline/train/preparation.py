@@ -14,6 +14,7 @@ from paceline.containers import to_device
 from paceline.parallel import parallelize
 from paceline.parallel.initial_weights import is_on_meta
 from paceline.spec import AlgorithmName, Job, Mesh, Plan
+from paceline.train.compilation import check_can_be_compiled, draws_as_uncompiled, without_compiler
 from paceline.train.numerics import Precision
 from paceline.train.process_group import World
 from paceline.train.schedule import LearningRates
@@ -51,9 +52,12 @@ def prepare_model(
         JobError: a strategy that this job cannot be trained with.
         ModelError: an optimizer that is not this model's.
     """
+    is_plain = (plan.mesh or Mesh()).is_plain
+    model, compile_again = without_compiler(model, job)
+    if compile_again is not None:
+        check_can_be_compiled(job, plan)
     rates = LearningRates(job, optimizer)
     names = Names.of(optimizer, model)
-    is_plain = (plan.mesh or Mesh()).is_plain
     if not is_on_meta(model) and is_plain:
         model.to(world.device)
     if job.precision == "float64":
@@ -71,7 +75,8 @@ def prepare_model(
         example=to_device(example, world.device, torch.float64 if job.precision == "float64" else None),
     )
     trained = Trained(optimizer, names, parallelized.engine, precision)
-    if job.compile:
-        trained.model.compile()
+    if compile_again is not None:
+        compile_again(trained.model)
+        parallelized.background.enter_context(draws_as_uncompiled())
     rebind(optimizer, names, trained.model)
     return Prepared(trained, rates, parallelized.algorithm, parallelized.notes, parallelized.background)

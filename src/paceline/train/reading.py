@@ -51,14 +51,23 @@ class DatasetReader:
                 yield ShardedBatch(tuple(contents), tuple(len(samples) for samples in request.shards))
 
     def read_stream(
-        self, loading: Loading, epoch: int, own: Sequence[int], position: StreamPosition
+        self,
+        loading: Loading,
+        epoch: int,
+        own: Sequence[int],
+        position: StreamPosition,
+        batch_size: int | None = None,
     ) -> Iterator[StreamStep]:
-        """This worker's substreams, step by step from `position` on; steps after the end are empty."""
+        """This worker's substreams, step by step from `position` on; steps after the end are empty.
+
+        Args:
+            batch_size: how many samples all workers read in a step; None: a global batch.
+        """
         job = self._job
         return read_stream(
             loading,
             own,
-            job.global_batch_size,
+            batch_size or job.global_batch_size,
             position,
             seed=job.seed,
             epoch=epoch,

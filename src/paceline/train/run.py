@@ -337,7 +337,8 @@ class Run:
         A collective: every worker has to call it.
 
         Args:
-            dataset: map-style, visited in order; or a torch DataLoader over such a set, whose settings are taken over.
+            dataset: map-style, visited in order; or a stream; or a torch DataLoader over either, whose settings are
+                taken over.
             collate_fn: makes a batch of a list of samples; None: torch's default.
             num_workers: loader processes of each worker; None: as the job's data.loader_workers says.
             model: the model to evaluate, such as an `average`; None: the prepared one.
