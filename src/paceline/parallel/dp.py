@@ -25,6 +25,7 @@ from paceline.parallel.losses import Layout, StepLoss
 from paceline.parallel.micro_batch import DidNotFitError, MicroBatchLimit, free_memory, is_out_of_memory, nothing_of
 from paceline.parallel.norm import ShardBatchNorm, SyncBatchNorm, has_other_norms, replace_batch_norm, unknown_buffers
 from paceline.parallel.passes import Passes
+from paceline.private_groups import private_group
 from paceline.process_groups import open_group
 from paceline.spec import Job, Plan
 
@@ -372,7 +373,10 @@ def _with_norm(model: nn.Module, job: Job, plan: Plan, group: dist.ProcessGroup 
     if job.norm == "sync":
         model = replace_batch_norm(model, SyncBatchNorm)
         # A group of its own: its collectives interleave with the buckets' in backward.
-        own = None if group is None else dist.new_group(timeout=timedelta(seconds=plan.timeout_s))
+        own = None
+        if group is not None:
+            with private_group():
+                own = dist.new_group(timeout=timedelta(seconds=plan.timeout_s))
         for layer in model.modules():
             if isinstance(layer, SyncBatchNorm):
                 layer.group = own
