@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.output import LONGEST_LINE_BYTES, LinePump, is_behind, show_here
+from paceline.launch.output import LONGEST_LINE_BYTES, LinePump, harmless, is_behind, show_here
 
 
 class Shown:
@@ -120,3 +120,8 @@ def test_on_a_terminal_lines_take_the_place_of_the_progress_line() -> None:
     finally:
         os.close(reader)
         os.close(terminal)
+
+
+def test_escape_sequences_of_workers_do_not_reach_the_terminal() -> None:
+    line = b"\x1b]0;title\x07\x1b[31mred\x1b[0m \x1b[2J\ttab\x00 caf\xc3\xa9\r\n"
+    assert harmless(line) == b"\\x1b]0;title\\x07\x1b[31mred\x1b[0m \\x1b[2J\ttab\\x00 caf\xc3\xa9\r\n"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from paceline.noise import SmoothedNoise
-from paceline.spec import Job
+from paceline.spec import Job, StepTime
 from paceline.train.journal import Journal, RunOutput
 
 
@@ -38,6 +38,12 @@ def _number(value: float) -> torch.Tensor:
     return torch.tensor(value).as_subclass(Counted)
 
 
+def _lines(folder: Path) -> list[dict[str, float]]:
+    """Those of the log but for how fast steps were."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "samples_per_s" not in line]
+
+
 class FakeRun(SimpleNamespace):
     """A run of one worker whose steps of 10 samples, the last of each epoch 4, are made by hand."""
 
@@ -58,7 +64,7 @@ def _run() -> FakeRun:
         notes=[],
         steps=0,
         samples_seen=0,
-        timer=SimpleNamespace(train_s=0.0),
+        timer=SimpleNamespace(train_s=0.0, recent=lambda _num_steps: StepTime()),
         values={},
         keep=lambda *_: None,
         said=said,
@@ -118,7 +124,7 @@ def test_values_of_the_loss_function_reach_everything_and_are_read_fifty_steps_a
     assert epoch["values"] == pytest.approx({"margin": mean, "gate": -mean})
     assert epoch["train_loss"] == pytest.approx(2 * mean)
 
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = _lines(tmp_path)
     assert [line["step"] for line in lines] == [*range(1, 61), 60]
     assert lines[6] == {"step": 7, "margin": 7.0, "gate": -7.0, "loss": 14.0, "samples_seen": 70}
     assert lines[-1]["train_margin"] == pytest.approx(mean)
@@ -140,7 +146,7 @@ def test_an_evaluation_between_epochs_is_logged_and_said_at_its_step(tmp_path: P
         run.step(journal, index)
     within: Any = SimpleNamespace(is_between_epochs=False)
     journal.evaluated(within, {"accuracy": 0.25, "loss": 1.5})
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = _lines(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 3, 3]
     assert lines[-1] == {"step": 3, "test_accuracy": 0.25, "test_loss": 1.5}
     assert run.said == ["job on 1 worker", "step 3  accuracy 25.00%  loss 1.5000"]

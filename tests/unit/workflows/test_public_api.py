@@ -35,6 +35,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "checkpoint prune": paceline.checkpoint.prune,
     "checkpoint export": paceline.checkpoint.export,
     "export": paceline.checkpoint.export,
+    "watch": paceline.watch,
     "report": paceline.report,
     "doctor": paceline.doctor,
     "memory": paceline.memory,
@@ -55,6 +56,7 @@ IN_PYTHON = {
     "on_failure",
     "on_each",
     "arguments",
+    "announce",
     *(group.__name__.lower() for group in GROUPS),
 }
 """What a command line cannot give, or gives as options of its own."""
