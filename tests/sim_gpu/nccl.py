@@ -52,6 +52,8 @@ def install_nccl(native: Any) -> None:
         options=property(lambda self: Options()),
         comm_split_count=lambda self: 0,
         perform_nocolor_split=lambda self, device: None,
+        _group_start=lambda self: None,
+        _group_end=lambda self: None,
     )
 
 
