@@ -6,7 +6,7 @@ from paceline.parallel.assignment import Assignment, check_shards
 from paceline.parallel.bitwise import BitwiseDataParallel
 from paceline.parallel.clock import Clock, Mark
 from paceline.parallel.dp import DataParallel
-from paceline.parallel.engine import AnyShard, Engine, StepInput, unwrapped
+from paceline.parallel.engine import AnyShard, Engine, StepInput
 from paceline.parallel.local_sgd import LocalSGD
 from paceline.parallel.parallelize import Parallelized, parallelize
 
@@ -23,5 +23,4 @@ __all__ = [
     "StepInput",
     "check_shards",
     "parallelize",
-    "unwrapped",
 ]

@@ -213,8 +213,3 @@ def statistics_dtype(model: nn.Module) -> torch.dtype:
     """The dtype in which losses and norm statistics are added: float64 for float64 models, else float32."""
     is_double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
     return torch.float64 if is_double else torch.float32
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The user's model itself, without the wrapper of DistributedDataParallel."""
-    return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module

@@ -9,7 +9,7 @@ step starts over, shard by shard.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -74,7 +74,6 @@ class Passes:
         is_concurrent: bool = False,
         randomness: Randomness | None = None,
         functions: LossFunctions | None = None,
-        forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         """
         Args:
@@ -85,7 +84,6 @@ class Passes:
             refusal: the error message for a model that draws random numbers, if the engine cannot train one.
             is_concurrent: whether other devices use the same generators at the same time, until numbers are drawn.
             randomness, functions: shared by the devices of a worker.
-            forward_context: what every forward pass runs in.
         """
         self.norm = NormStatistics(model)
         self.buffers = ForwardBuffers(model)
@@ -104,7 +102,6 @@ class Passes:
         self._examines = may_split and not one_by_one and not has_other_norms(model)
         self._refusal = refusal
         self._is_concurrent = is_concurrent
-        self._forward_context = forward_context
 
     # --- which shards go together ---
 
@@ -186,12 +183,12 @@ class Passes:
         for one in passes:
             with self.buffers.untouched(), leaving_no_trace(self._model, self._device), self.norm.backward():
                 if one is None:
-                    with self._forward_context(), standing_in(self._model):
+                    with standing_in(self._model):
                         step.loss_of(module, step.batch.cut(0, 1))
                     continue
                 self.enter(step, one)
                 before = generator_states(self._device)
-                with self._forward_context(), watching_outputs(module) as outputs:
+                with watching_outputs(module) as outputs:
                     found.append(self.read(step, module, one))
                 draws |= not equal_states(before, generator_states(self._device))
                 draws |= self.buffers.changed_now() is not None
@@ -239,8 +236,7 @@ class Passes:
         self.buffers.begin_pass()
         is_watched = self.randomness.is_drawn is None or self._must_not_draw(shards)
         before = generator_states(self._device) if is_watched else None
-        with self._forward_context():
-            loss = self.read(step, module, shards)
+        loss = self.read(step, module, shards)
         changed = self.buffers.end_forward(shards) and not self._refusal
         return loss, before is not None and (changed or not equal_states(before, generator_states(self._device)))
 
@@ -277,7 +273,7 @@ class Passes:
         """
         self.num_shards_in_pass = 1
         with standing_in(self._model):
-            with self._forward_context(), watching_outputs(module) as outputs:
+            with watching_outputs(module) as outputs:
                 loss = read_loss(step.loss_of(module, step.batch.cut(0, 1)), 0.0, 1, self.like).mean
             ignore_unless(False, outputs)
             yield step.scale(loss * 0.0)
