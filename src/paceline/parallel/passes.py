@@ -181,9 +181,9 @@ class Passes:
             passes = [shards, *(step.assignment.shard_range(shard, 1) for shard in firsts)]
         passes += [passes[-1]] * (num_passes - len(passes))
         for one in passes:
-            with self.buffers.untouched(), leaving_no_trace(self._model, self._device), self.norm.backward():
+            with self._leaving_no_trace(step):
                 if one is None:
-                    with standing_in(self._model):
+                    with standing_in(self._model), step.companions.standing_in():
                         step.loss_of(module, step.batch.cut(0, 1))
                     continue
                 self.enter(step, one)
@@ -191,7 +191,7 @@ class Passes:
                 with watching_outputs(module) as outputs:
                     found.append(self.read(step, module, one))
                 draws |= not equal_states(before, generator_states(self._device))
-                draws |= self.buffers.changed_now() is not None
+                draws |= self.buffers.changed_now() is not None or step.companions.have_changed()
                 has_aux_loss |= returns_aux_loss(outputs)
         self.norm.shards.current = None
         if draws:
@@ -203,6 +203,16 @@ class Passes:
         with step.within():
             most = tolerance(self._model, self._device, found[0].mean.dtype)
         return describe_coupling(found[0], found[1 : 1 + len(shards.sizes)], most)
+
+    @contextmanager
+    def _leaving_no_trace(self, step: StepInput) -> Iterator[None]:
+        with (
+            self.buffers.untouched(),
+            leaving_no_trace(self._model, self._device),
+            self.norm.backward(),
+            step.companions.backward(),
+        ):
+            yield
 
     def _must_not_draw(self, shards: ShardRange) -> bool:
         if self._refusal or self.randomness.is_drawn is not False:
@@ -237,7 +247,7 @@ class Passes:
         is_watched = self.randomness.is_drawn is None or self._must_not_draw(shards)
         before = generator_states(self._device) if is_watched else None
         loss = self.read(step, module, shards)
-        changed = self.buffers.end_forward(shards) and not self._refusal
+        changed = (self.buffers.end_forward(shards) | step.companions.have_changed()) and not self._refusal
         return loss, before is not None and (changed or not equal_states(before, generator_states(self._device)))
 
     def read(self, step: StepInput, module: nn.Module, shards: ShardRange) -> ShardLoss:
@@ -256,12 +266,13 @@ class Passes:
         """Set which shards are in the model, and seed the generators for them if numbers may be drawn."""
         self.num_shards_in_pass = len(shards.sizes)
         self.norm.shards.all, self.norm.shards.current = step.assignment.shard_sizes, shards.sizes
+        step.companions.enter(step.assignment.shard_sizes, shards.sizes)
         if not self._must_not_draw(shards):
             step.seed_shard(shards.first_shard)
 
     def backward(self, step: StepInput, loss: ShardLoss) -> None:
         """Add the gradient of some shards' loss, times their weight, to `.grad`."""
-        with self.norm.backward():
+        with self.norm.backward(), step.companions.backward():
             step.scale(loss.weighted).backward()
         self.norm.shards.current = None
 
@@ -272,7 +283,7 @@ class Passes:
         Its backward pass belongs inside.
         """
         self.num_shards_in_pass = 1
-        with standing_in(self._model):
+        with standing_in(self._model), step.companions.standing_in():
             with watching_outputs(module) as outputs:
                 loss = read_loss(step.loss_of(module, step.batch.cut(0, 1)), 0.0, 1, self.like).mean
             ignore_unless(False, outputs)
@@ -336,6 +347,7 @@ class ShardByShard:
             self.buffers.untouched(),
             leaving_no_trace(self.module, self._passes.like.device),
             standing_in(self.module),
+            step.companions.standing_in(),
         ):
             layout = read_loss(step.loss_of(self.module, step.batch.cut(0, 1)), 0.0, 1, self._passes.like).layout
         self.functions.has_returned(step.loss_name, layout)

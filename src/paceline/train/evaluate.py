@@ -17,7 +17,7 @@ from paceline.data import Loading
 from paceline.data.order import EpochOrder
 from paceline.errors import ModelError
 from paceline.object_collectives import broadcast_object
-from paceline.parallel import Engine
+from paceline.parallel import Companions, Engine
 from paceline.parallel.losses import Mean
 from paceline.spec import Job, Mesh
 from paceline.train.agreement import check_same_order
@@ -52,6 +52,7 @@ class Evaluator:
         measure: Measure,
         metrics: Mapping[str, Any] | None,
         model: nn.Module,
+        prepared: Companions,
         engine: Engine,
         step: int,
     ) -> dict[str, float]:
@@ -61,7 +62,8 @@ class Evaluator:
             loading: how the data set is read.
             measure, metrics: as `Run.evaluate` takes them.
             model: what `measure` is called with.
-            engine: trains it, or the model that it is an average of.
+            prepared: all models of the run, which `measure` may call.
+            engine: trains one of them; they all are spread alike.
             step: the number of updates made; what the model draws in evaluation depends on it.
         """
         job, rank, num_assignments = self.job, self.world.rank, self.mesh.num_assignments
@@ -73,19 +75,18 @@ class Evaluator:
         # Workers that compute other parts of the model have the same chunks: the first of them gives the results.
         given = own(in_step=False) if self.mesh.leads_assignment(rank) else []
         contents = self.reader.read_chunks(loading, chunks, computed)
-        buffers = engine.forward_buffers
 
         def batches() -> Iterator[tuple[int, Any]]:
             for number, content in zip(computed, contents, strict=True):
                 seed_evaluation(job.seed, step, number, self.world.device)
-                buffers.begin_pass()
+                prepared.begin_pass()
                 yield number, content
 
         try:
             with (
-                evaluation_mode(model),
+                evaluation_mode(model, *(one.model for one in prepared.models)),
                 engine.consensus(),
-                buffers.untouched(),
+                prepared.untouched(),
                 torch.no_grad(),
                 self.precision.autocast(),
             ):
@@ -95,10 +96,11 @@ class Evaluator:
 
 
 @contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """A context in which `model` is in evaluation mode; restores each module's mode, as some may be frozen."""
-    was_training = [module for module in model.modules() if module.training]
-    model.eval()
+def evaluation_mode(*models: nn.Module) -> Iterator[None]:
+    """A context in which models are in evaluation mode; restores each module's mode, as some may be frozen."""
+    was_training = [module for model in models for module in model.modules() if module.training]
+    for model in models:
+        model.eval()
     try:
         yield
     finally:

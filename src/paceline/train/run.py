@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, overload
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,28 +22,31 @@ from paceline.errors import JobError
 from paceline.heartbeat import Heartbeat
 from paceline.noise import SmoothedNoise
 from paceline.object_collectives import broadcast_object
-from paceline.parallel import Engine, check_shards
+from paceline.parallel import Companion, Engine, check_shards
 from paceline.spec import Job, Mesh, Plan
 from paceline.train.averaging import averaged
 from paceline.train.data_progress import DataProgress
 from paceline.train.digest import weights_sha256
 from paceline.train.evaluate import Evaluator, Measure
 from paceline.train.memory_limit import memory_limit
+from paceline.train.model_step import ModelStepper, Pending
 from paceline.train.noise_meter import NoiseMeter
 from paceline.train.numerics import LossFn, Precision, torch_settings
-from paceline.train.preparation import prepare_model
+from paceline.train.preparation import Prepared, check_frozen, check_several, freeze, prepare_model
 from paceline.train.process_group import abandon, join
 from paceline.train.reading import DatasetReader
 from paceline.train.sample_batches import check_server_order, sample_batches
 from paceline.train.seeding import seed_between_steps, seed_generators
 from paceline.train.session import Kept, RunState, Session, Stateful
 from paceline.train.state import Trained
-from paceline.train.step import Pending, Stepper
+from paceline.train.step import Stepper
 from paceline.train.stream_batches import StreamBatches
 from paceline.train.timing import StepTimer
 from paceline.train.trace import ParityTracer
+from paceline.train.trained_models import TrainedModels
 
-OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+OptimizerT = TypeVar("OptimizerT", bound="Optimizer | Sequence[Optimizer]")
 
 
 class Run:
@@ -101,7 +104,11 @@ class Run:
         self._checkpoint_address = checkpoint_address
         self._force = force
         self._prepared: Stepper | None = None
-        self._averages: list[AveragedModel] = []
+        self._models = TrainedModels()
+        self._frozen: dict[str, Companion] = {}
+        self._has_begun = False
+        """Whether batches have been asked for."""
+        self._averages: list[tuple[AveragedModel, Trained]] = []
         self._pending: Pending | None = None
         self._heartbeat = Heartbeat(env.heartbeat_path())
         self._heartbeat.step(0)
@@ -109,23 +116,48 @@ class Run:
         self._at_close.callback(self._tracer.close)
         seed_generators(job.seed, self.device)
 
+    @overload
+    def prepare(self, model: ModuleT, optimizer: None = None, *, name: str | None = None) -> ModuleT: ...
+
+    @overload
     def prepare(
         self,
-        model: nn.Module,
+        model: ModuleT,
         optimizer: OptimizerT,
         *,
+        name: str | None = None,
+        scheduler: Any = None,
         find_unused_parameters: bool = False,
         example: Any = None,
         tensor_plan: Mapping[str, str] | None = None,
-    ) -> tuple[nn.Module, OptimizerT]:
+    ) -> tuple[ModuleT, OptimizerT]: ...
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        *,
+        name: str | None = None,
+        scheduler: Any = None,
+        find_unused_parameters: bool = False,
+        example: Any = None,
+        tensor_plan: Mapping[str, str] | None = None,
+    ) -> Any:
         """Place `model` on this worker's device and tie it to its copies on the other workers.
+
+        Call it once for each model, before the first batch; then `step` needs the model that it trains.
 
         Args:
             model: built alike on every worker (`init` seeds torch, NumPy and random); rank 0's weights win. It may be
                 on the meta device (`with torch.device("meta")`): then every layer draws its weights here by its own
                 `reset_parameters()`, and no worker ever holds more than its shard.
             optimizer: over the parameters of `model`. They stay the same objects where every worker holds the
-                whole model; else the optimizer is given their shards in their place.
+                whole model; else the optimizer is given their shards in their place. Or a list of optimizers of
+                distinct parameters. None: the model is frozen, in evaluation mode, the same whole model on every
+                worker; checkpoints keep a fingerprint of its weights only.
+            name: what checkpoints and messages call the model; None: "model", then "model 2" and so on.
+            scheduler: a learning-rate scheduler of torch or transformers over the optimizer, or a list of them: moved
+                after each update, and kept with checkpoints.
             find_unused_parameters: set it if some parameters get no gradient in some steps.
             example: what `model` is called with for a few samples: a tensor, a tuple of positional arguments, or a
                 mapping of keyword arguments, such as a batch of a tokenizer. A pipeline needs it, to cut the model into
@@ -134,38 +166,75 @@ class Run:
                 "blocks.*.down": "rowwise"}; None: the plan's, the model's own `_tp_plan`, or what is found.
 
         Returns:
-            The model to call and the optimizer.
+            The model to call and the optimizer; of a frozen model the model alone.
         """
-        if self._prepared is not None:
-            raise JobError("This run has a model already; a second one needs a paceline.init of its own.")
+        number = len(self._models.by_name) + len(self._models.frozen) + 1
+        name = name or ("model" if number == 1 else f"model {number}")
+        if self._has_begun:
+            raise JobError("This run has read batches already; call run.prepare for every model before run.batches.")
+        self._models.check_new(name, model)
+        if optimizer is None:
+            return self._freeze(name, model)
+        if self._models.by_name:
+            check_several(self.job, self.plan)
+        plan = self.plan
         if tensor_plan is not None:
-            self.plan = dataclasses.replace(self.plan, tensor_plan=dict(tensor_plan))
+            plan = dataclasses.replace(plan, tensor_plan=dict(tensor_plan))
         prepared = prepare_model(
             model,
             optimizer,
+            scheduler,
             self.job,
-            self.plan,
+            plan,
             self.world,
-            self.precision,
+            Precision(self.job, self.device) if self._models.by_name else self.precision,
             find_unused_parameters=find_unused_parameters,
             example=example,
         )
-        trained = prepared.trained
         self._at_close.push(prepared.background)
-        self.plan = dataclasses.replace(self.plan, algorithm=prepared.algorithm)
         self.notes += prepared.notes
-        session = self._open_session(trained)
-        self._prepared = Stepper(session, prepared.rates, self.mesh, self.reader, self.timer, self._tracer)
-        self._at_close.enter_context(memory_limit(env.memory_limit_bytes(), self.device, trained.model))
-        return trained.engine.module, optimizer
+        self._add(name, prepared, plan)
+        return prepared.trained.engine.module, optimizer
 
-    def _open_session(self, trained: Trained) -> Session:
+    def _add(self, name: str, prepared: Prepared, plan: Plan) -> None:
+        """Train a prepared model from now on, gone on from a checkpoint if there is one."""
+        trained = prepared.trained
+        self._models.add(name, trained)
+        if self._prepared is None:
+            self.plan = dataclasses.replace(plan, algorithm=prepared.algorithm)
+            self._prepared = Stepper(self._open_session(), self.timer)
+            self._at_close.enter_context(memory_limit(env.memory_limit_bytes(), self.device, trained.model))
+        elif self._prepared.session.add(name):
+            seed_between_steps(self.job.seed, self.steps, self.device)
+        stepper = self._prepared
+        for number, scheduler in enumerate(prepared.schedulers):
+            self._kept.add(f"scheduler {number} of {name}", scheduler, in_step=True)
+        for frozen, companion in self._frozen.items():
+            stepper.add_companion(frozen, companion)
+        stepper.add(
+            name,
+            ModelStepper(prepared, stepper.session, self.mesh, self.reader, self._tracer, stepper.begin_change),
+        )
+
+    def _freeze(self, name: str, model: nn.Module) -> nn.Module:
+        check_frozen(self.job, self.plan)
+        companion = freeze(model, self.job, self.world)
+        digest = None if self._checkpoint_address is None else weights_sha256(companion.model.state_dict())
+        self._models.add_frozen(name, companion.model, digest)
+        self._frozen[name] = companion
+        if self._prepared is not None:
+            self._prepared.add_companion(name, companion)
+            if self._prepared.session.add(name):
+                seed_between_steps(self.job.seed, self.steps, self.device)
+        return companion.model
+
+    def _open_session(self) -> Session:
         """What runs beside the steps, gone on from a checkpoint if there is one."""
 
         def say(sentence: str) -> None:
             self.say(sentence)  # whatever it is then
 
-        state = RunState(self.job, self._progress, self._noise, trained, self._kept, self.metrics)
+        state = RunState(self.job, self._progress, self._noise, self._models, self._kept, self.metrics)
         session = Session(state, self.plan, self.world, self._heartbeat, say, self.notes)
         self._at_close.callback(session.close)
         if session.resume(self._checkpoint_address, force=self._force):
@@ -184,14 +253,18 @@ class Run:
         """
         self._kept.add(name, thing)
 
-    def average(self, decay: float = 0.999) -> AveragedModel:
+    def average(self, decay: float = 0.999, model: nn.Module | None = None) -> AveragedModel:
         """An exponential moving average of the weights, moved after every step and kept with checkpoints.
 
         Call it after `prepare`; give it to `evaluate(..., model=average)`, and save its `module.state_dict()`.
+
+        Args:
+            model: which of several models that are trained; None: the first.
         """
-        average = averaged(self.model, self.engine, decay)
-        self.keep(f"average {len(self._averages)}", average)
-        self._averages.append(average)
+        trained = self._models.of(self.model if model is None else model)
+        average = averaged(trained.model, trained.engine, decay)
+        self._kept.add(f"average {len(self._averages)}", average, in_step=True)
+        self._averages.append((average, trained))
         return average
 
     def epochs(self) -> range:
@@ -254,6 +327,8 @@ class Run:
 
     def _epoch_batches(self, loading: Loading, epoch: int, samples_per_epoch: int | None) -> Iterator[Any]:
         self._finish_step()
+        self._pending, self._has_begun = None, True
+        self._stepper.session.begin()
         progress = self._progress
         if progress.is_over(epoch):
             return
@@ -271,7 +346,7 @@ class Run:
         self.timer.data_asked()
         for batch, content in batches:
             self.timer.data_arrived()
-            self._pending = Pending(batch, content, loading)
+            self._pending = Pending(batch, content, loading, progress.steps, progress.samples_seen)
             yield content
             self._check_stepped()
             self._finish_step()
@@ -282,11 +357,17 @@ class Run:
             self._prepared.finish_step()
 
     def _check_stepped(self) -> None:
-        if self._pending is not None:
+        if self._pending is not None and not self._pending.num_steps:
             raise JobError("Every batch from run.batches needs its run.step before the next one is taken.")
+        self._pending = None
 
-    def step(self, batch: Any, loss_fn: LossFn) -> Tensor:
+    def step(
+        self, batch: Any, loss_fn: LossFn, *, model: nn.Module | None = None, optimizer: Optimizer | None = None
+    ) -> Tensor:
         """Forward, backward, aggregate, clip, update.
+
+        With `model` or `optimizer` a batch may have several steps: of several models, or of one. A step changes the
+        model that it trains alone; others that the loss function calls compute as they are, see `parallel.companions`.
 
         Args:
             batch: what `batches` just yielded.
@@ -294,6 +375,8 @@ class Run:
                 Or `paceline.Mean(loss, weight=number of tokens)`, the mean over another number of units; the step's
                 loss is then the mean over all units of the global batch. Or a pair of either and a dict of further
                 numbers, each a mean over the samples or a `Mean`: see `values`.
+            model: the model to train, as `prepare` returned it; None: the only one.
+            optimizer: of a list given to `prepare`, the one that makes the update; None: all of them.
 
         Returns:
             The loss of the global batch, the same on every worker; a detached scalar. Workers that synchronise
@@ -301,20 +384,26 @@ class Run:
             mean over the samples of this worker, or of its node where that synchronises every step, and NaN where there
             are none.
         """
-        pending, self._pending = self._pending, None
-        if pending is None:
-            raise JobError("run.step needs a batch that run.batches just yielded; each is used once.")
-        result = self._stepper.step(pending, batch, loss_fn)
+        pending = self._pending
+        if pending is None or (pending.num_steps and model is None and optimizer is None):
+            raise JobError(
+                "run.step needs a batch that run.batches just yielded; each is used once, or once for each run.step with "
+                "model=… or optimizer=…."
+            )
+        result, trained = self._stepper.step(pending, batch, loss_fn, model, optimizer)
         self.values = result.values
-        self._note_micro_batch()
-        for average in self._averages:
-            average.update_parameters(self.model)
+        self._note_micro_batch(trained.engine)
+        for average, averaged_model in self._averages:
+            if averaged_model is trained:
+                average.update_parameters(trained.model)
         return result.loss
 
-    def _note_micro_batch(self) -> None:
+    def _note_micro_batch(self, engine: Engine) -> None:
         """Say it, and keep it with the plan, if memory had no room for the micro-batch so far."""
-        found = self.engine.micro_batch
-        if found is not None and found.is_automatic and found.size not in (None, self.plan.micro_batch_size):
+        found, known = engine.micro_batch, self.plan.micro_batch_size
+        if found is None or not found.is_automatic or found.size is None:
+            return
+        if not isinstance(known, int) or found.size < known:
             self.plan = dataclasses.replace(self.plan, micro_batch_size=found.size)
             note = f"micro_batch_size = {found.size} from step {self.steps} on: memory has no room for more"
             self.notes.append(note)
@@ -338,7 +427,7 @@ class Run:
             dataset: map-style, visited in order; or a torch DataLoader over such a set, whose settings are taken over.
             collate_fn: makes a batch of a list of samples; None: torch's default.
             num_workers: loader processes of each worker; None: as the job's data.loader_workers says.
-            model: the model to evaluate, such as an `average`; None: the prepared one.
+            model: the model to evaluate, one of those that were prepared or an `average`; None: the first one.
             measure: called as measure(model, batch) in evaluation mode without gradients; returns one value per
                 sample for every metric, {"accuracy": correct, "loss": losses}, each of shape (samples in batch,), or
                 `paceline.Mean(loss, weight=number of tokens)`; the result is the mean over all samples, or tokens.
@@ -346,7 +435,9 @@ class Run:
                 compute). `measure` then returns under this name what `update` takes, {"f1": (predictions, targets)}.
         """
         loading = self._loading(dataset, "evaluation", collate_fn=collate_fn, num_workers=num_workers)
-        results = self._evaluator.evaluate(loading, measure, metrics, model or self.model, self.engine, self.steps)
+        results = self._evaluator.evaluate(
+            loading, measure, metrics, model or self.model, self._stepper.companions, self.engine, self.steps
+        )
         self.timer.resume()
         self.metrics.clear()
         self.metrics.update(results)
@@ -360,16 +451,24 @@ class Run:
         """
         return self.engine.consensus()
 
-    def whole_state(self) -> dict[str, Tensor]:
-        """The whole model's state_dict. A collective; where the model is spread, rank 0 alone gets it."""
-        return self.engine.whole(self.model.state_dict(keep_vars=True))
+    def whole_state(self, model: nn.Module | None = None) -> dict[str, Tensor]:
+        """The whole model's state_dict. A collective; where the model is spread, rank 0 alone gets it.
 
-    def weights_sha256(self) -> str:
+        Args:
+            model: which of several models that are trained; None: the first.
+        """
+        trained = self._models.of(self.model if model is None else model)
+        return trained.engine.whole(trained.model.state_dict(keep_vars=True))
+
+    def weights_sha256(self, model: nn.Module | None = None) -> str:
         """A fingerprint of the weights: equal exactly when every bit is. A collective where the model is spread.
 
         It is that of this worker's own copy where it holds the whole model.
+
+        Args:
+            model: which of several models that are trained; None: the first.
         """
-        state = self.whole_state()
+        state = self.whole_state(model)
         if self.engine.holds_all:
             return weights_sha256(state)
         digest: str = broadcast_object(weights_sha256(state) if self.rank == 0 else None, self.world.group)
@@ -401,19 +500,24 @@ class Run:
         return self._prepared
 
     @property
+    def _first(self) -> Trained:
+        _ = self._stepper  # a sentence if there is none
+        return self._models.first
+
+    @property
     def engine(self) -> Engine:
-        """What the prepared model is trained by."""
-        return self._stepper.trained.engine
+        """What the prepared model, the first if there are several, is trained by."""
+        return self._first.engine
 
     @property
     def model(self) -> nn.Module:
-        """The prepared model itself, under whatever spreads it."""
-        return self._stepper.trained.model
+        """The prepared model, the first if there are several."""
+        return self._first.model
 
     @property
     def optimizer(self) -> Optimizer:
-        """The prepared optimizer."""
-        return self._stepper.trained.optimizer
+        """The prepared optimizer, of the first model if there are several."""
+        return self._first.optimizer
 
     @property
     def steps(self) -> int:
