@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -29,7 +30,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """All of `tensor`; a collective of the workers that hold its shards."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    gathered = tensor
+    # A shard that is kept in host memory is sent from where the mesh computes.
+    gathered = cast(DTensor, tensor.to(tensor.device_mesh.device_type))
     # Axis by axis, the outer first: torch warns where it has to find that order itself.
     for axis in range(gathered.device_mesh.ndim):
         placements = [Replicate() if one == axis else placed for one, placed in enumerate(gathered.placements)]

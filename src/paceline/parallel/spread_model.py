@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from paceline.object_collectives import gather_objects
@@ -77,6 +78,8 @@ class SpreadModel:
         self._tensor_plan = declared_plan(model, plan.tensor_plan, axes.mesh.tp) if axes.mesh.tp > 1 else None
         self.pipeline: Pipeline | None = None
         if axes.pp is not None:
+            if _fits(model, device):  # what layers cost is to be measured where they will run
+                model.to(device)
             with looking_at(model) as changed:
                 self.pipeline = Pipeline(
                     model,
@@ -115,6 +118,7 @@ class SpreadModel:
             recompute(stage)
         if mesh.fsdp > 1:
             shard(stage, device_mesh["fsdp"], mesh.zero_stage, cpu_offload=plan.cpu_offload, may_skip=self._may_skip)
+        _place(stage, self._device, plan)
 
     def _after_evaluation(self, module: nn.Module, _arguments: Any, _output: Any) -> None:
         # No backward pass follows that would free the gathered parameters, and what comes next reads the shards.
@@ -152,7 +156,7 @@ class SpreadModel:
             if parameter.grad is not None:
                 shards.setdefault(self._num_copies(name, parameter), []).append(local_shard(parameter.grad))
         zero = torch.zeros((), dtype=self._dtype, device=self._device)
-        total = sum((squared_norm(tensors).to(zero.dtype) / copies for copies, tensors in shards.items()), zero)
+        total = sum((squared_norm(tensors).to(zero) / copies for copies, tensors in shards.items()), zero)
         total = total * factor
         dist.all_reduce(total, group=self._axes.world)
         return total
@@ -179,3 +183,24 @@ class SpreadModel:
             stages = gather_objects(found, self._axes.pp)
             found = {name: tensor for stage in stages or [] for name, tensor in stage.items()}
         return found if dist.get_rank(self._axes.world) == 0 else {}
+
+
+def _fits(model: nn.Module, device: torch.device) -> bool:
+    """Whether a model that has values, and a forward and backward pass of its layers one by one, fit onto `device`."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(tensor.is_meta for tensor in tensors):
+        return False
+    if device.type != "cuda":
+        return True
+    return 2 * sum(tensor.nbytes for tensor in tensors) < torch.cuda.mem_get_info(device)[0]
+
+
+def _place(stage: nn.Module, device: torch.device, plan: Plan) -> None:
+    """Move to `device` what has values and was not moved with its shards; with `cpu_offload` these stay."""
+
+    def stays(tensor: Tensor) -> bool:
+        is_offloaded = plan.cpu_offload and isinstance(tensor, DTensor)
+        return tensor.is_meta or is_offloaded or tensor.device == device
+
+    if not all(stays(tensor) for tensor in (*stage.parameters(), *stage.buffers())):
+        stage._apply(lambda tensor: tensor if stays(tensor) else tensor.to(device))

@@ -55,9 +55,8 @@ class JointOptimizer(Optimizer):
         for one in self.optimizers:
             own = one.state_dict()
             state |= {first + number: values for number, values in own["state"].items()}
-            groups += [
-                group | {"params": [first + number for number in group["params"]]} for group in own["param_groups"]
-            ]
+            for group in own["param_groups"]:
+                groups.append(group | {"params": [first + number for number in group["params"]]})
             first = sum(len(group["params"]) for group in groups)
         return {"state": state, "param_groups": groups}
 

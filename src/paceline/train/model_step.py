@@ -170,12 +170,14 @@ class ModelStepper:
         self._tracer.before_update(pending.index, trained.model, engine.whole, loss, content, idle=idle)
         if not is_made:
             return
-        if self._takes_closure:
-            again = functools.partial(self._gradients_again, step_input)
-            optimizer.step(closure_after(loss, trained.model.parameters(), again))  # type: ignore[arg-type]
-        else:
-            scaler.step(optimizer)
-            scaler.update()
+        with self.session.updating():
+            if self._takes_closure:
+                again = functools.partial(self._gradients_again, step_input)
+                closure = closure_after(loss, trained.model.parameters(), again)
+                optimizer.step(closure)  # type: ignore[arg-type]
+            else:
+                scaler.step(optimizer)
+                scaler.update()
         for scheduler in self._schedulers:
             if scheduler.optimizer is optimizer or optimizer is trained.optimizer:
                 scheduler.step()

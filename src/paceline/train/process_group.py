@@ -148,6 +148,7 @@ def abandon() -> None:
 def _device(facts: env.WorkerFacts, plan: Plan) -> torch.device:
     if plan.device_kind == "cpu":
         return torch.device("cpu")
+    env.prepare_nccl(launcher_ends_hangs=facts.started_by == "paceline")
     if not torch.cuda.is_available():
         raise LaunchError(
             "The plan asks for GPUs, but torch finds none it can use; install a torch built for CUDA, or set "

@@ -387,8 +387,8 @@ class Run:
         pending = self._pending
         if pending is None or (pending.num_steps and model is None and optimizer is None):
             raise JobError(
-                "run.step needs a batch that run.batches just yielded; each is used once, or once for each run.step with "
-                "model=… or optimizer=…."
+                "run.step needs a batch that run.batches just yielded; each is used once, except by steps that say "
+                "which model they train: run.step(batch, loss_fn, model=…)."
             )
         result, trained = self._stepper.step(pending, batch, loss_fn, model, optimizer)
         self.values = result.values
@@ -490,7 +490,12 @@ class Run:
         if stepper is not None and error is None:
             stepper.session.finish()
         elif stepper is not None and isinstance(error, Exception | KeyboardInterrupt):
-            stepper.session.rescue(is_whole=stepper.is_whole)
+            peers = stepper.session.peers
+            lost = None if peers is None else peers.cause_of(error)
+            stepper.session.rescue(is_whole=stepper.is_whole and (peers is None or peers.is_whole))
+            if lost is not None:
+                self._at_close.__exit__(kind, error, trace)
+                raise lost from error
         self._at_close.__exit__(kind, error, trace)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -26,6 +27,7 @@ from paceline.train.checkpoints import Checkpoints
 from paceline.train.data_progress import DataProgress
 from paceline.train.noise_meter import NoiseMeter
 from paceline.train.optim import ends_with_epochs
+from paceline.train.peer_watch import watch_peers
 from paceline.train.process_group import World, leave_at_once
 from paceline.train.resume import CheckpointReader, Found
 from paceline.train.status_exchange import StatusExchange
@@ -116,7 +118,8 @@ class RunState:
         """
         engines = [trained.engine for trained in self.models.by_name.values()]
         if collective:
-            is_possible = all([engine.sync_buffers() for engine in engines])
+            is_synchronised = [engine.sync_buffers() for engine in engines]  # collectives of every one of them
+            is_possible = all(is_synchronised)
         else:
             is_possible = all(engine.holds_all and not engine.weights_diverge for engine in engines)
         if not is_possible:
@@ -157,7 +160,7 @@ class RunState:
         self.kept.load_state_dict(shared["kept"], (lambda: None) if changes else self.models.hyperparameters())
 
     def restore_model(self, name: str, found: Found, *, force: bool) -> None:
-        """Give a model that was prepared after the others its state; it begins anew if `force` is set and there is none.
+        """Give a model that was prepared after the others its state; with `force` it begins anew if there is none.
 
         Raises:
             CheckpointError: the checkpoint has no such model.
@@ -204,6 +207,7 @@ class Session:
         # A separate group in CPU memory, whatever the others use: it communicates in parallel to them.
         timeout = timedelta(seconds=plan.timeout_s)
         group = None if world.group is None else dist.new_group(backend="gloo", timeout=timeout)
+        self.peers = watch_peers(world.group, world.device)
         self.state = state
         self._plan = plan
         self.world = world
@@ -325,6 +329,12 @@ class Session:
         if self._checkpoints is not None:
             self.state.progress.leave_epoch()
             self._checkpoints.run_ended(self.state.progress.steps)
+        if self.peers is not None:
+            self.peers.close()
+
+    def updating(self) -> AbstractContextManager[None]:
+        """Around an update of weights and optimizer; as `PeerWatch.update` where there is one."""
+        return contextlib.nullcontext() if self.peers is None else self.peers.update()
 
     def rescue(self, *, is_whole: bool) -> None:
         """After an error: save this worker's state, without the others, which may be gone.

@@ -22,8 +22,8 @@ from paceline.train.timing import StepTimer
 class Stepper:
     """Makes the steps of a run: one for each batch, or several where the script names the model of each.
 
-    Progress counts batches: the first step on one counts it as trained on, the run is saved when the script asks for the
-    next one, and a failure in between leaves the checkpoint before.
+    Progress counts batches: the first step on one counts it as trained on, the run is saved when the script asks for
+    the next one, and a failure in between leaves the checkpoint before.
     """
 
     def __init__(self, session: Session, timer: StepTimer) -> None:

@@ -135,5 +135,10 @@ class TrainedModels:
 
     def hyperparameters(self) -> Callable[[], None]:
         """A function that puts the optimizers' learning rates and the like back to what they are now."""
-        put_back = [trained.hyperparameters() for trained in self.by_name.values()]
-        return lambda: [one() for one in put_back] and None
+        of_models = [trained.hyperparameters() for trained in self.by_name.values()]
+
+        def put_back() -> None:
+            for one in of_models:
+                one()
+
+        return put_back
