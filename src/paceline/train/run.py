@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
@@ -20,8 +19,6 @@ from paceline.data.loading import Collate
 from paceline.data.substreams import is_stream
 from paceline.errors import JobError
 from paceline.heartbeat import Heartbeat
-from paceline.noise import SmoothedNoise
-from paceline.object_collectives import broadcast_object
 from paceline.parallel import Companion, Engine, check_shards
 from paceline.spec import Job, Mesh, Plan
 from paceline.train.averaging import averaged
@@ -43,13 +40,12 @@ from paceline.train.step import Stepper
 from paceline.train.stream_batches import StreamBatches
 from paceline.train.timing import StepTimer
 from paceline.train.trace import ParityTracer
-from paceline.train.trained_models import TrainedModels
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound="Optimizer | Sequence[Optimizer]")
 
 
-class Run:
+class Run(RunView):
     """One worker's hold on a run: prepare, batches, step, evaluate. Use it as a context manager.
 
     Attributes:
@@ -79,32 +75,24 @@ class Run:
         check_shards(self.mesh.num_assignments, job.virtual_shards)
         self._at_close = ExitStack()
         self._at_close.enter_context(torch_settings(job, plan))
-        self.world = join(facts, plan)
-        self.rank, self.world_size, self.device = facts.rank, facts.world_size, self.world.device
+        world = join(facts, plan)
+        share, num_assignments = self.mesh.share(facts.rank), self.mesh.num_assignments
+        self.reader = DatasetReader(job, world.device)
+        self.precision = Precision(job, world.device)
+        progress = DataProgress(job, share, num_assignments, max_steps)
+        noise = NoiseMeter(job, self.precision.scaler, world.device)
+        super().__init__(world, facts.world_size, progress, noise)
         self.notes: list[str] = []
         self.metrics: dict[str, float] = {}
         self.values: Mapping[str, Tensor] = {}
         self.say: Callable[[str], None] = lambda text: print(text, file=sys.stderr) if self.rank == 0 else None
         self.timer = StepTimer()
-        self.reader = DatasetReader(job, self.device)
-        self.precision = Precision(job, self.device)
-        self._progress = DataProgress(job, self.mesh.share(facts.rank), self.mesh.num_assignments, max_steps)
-        self._streams = StreamBatches(
-            job,
-            self._progress,
-            self.reader,
-            self.world,
-            self.mesh.share(facts.rank),
-            self.mesh.num_assignments,
-            plan.timeout_s,
-        )
+        self._streams = StreamBatches(job, progress, self.reader, world, share, num_assignments, plan.timeout_s)
         self._evaluator = Evaluator(job, self.mesh, self.world, self.reader, self.precision)
-        self._noise = NoiseMeter(job, self.precision.scaler, self.device)
         self._kept = Kept()
         self._checkpoint_address = checkpoint_address
         self._force = force
         self._prepared: Stepper | None = None
-        self._models = TrainedModels()
         self._frozen: dict[str, Companion] = {}
         self._has_begun = False
         """Whether batches have been asked for."""
@@ -307,8 +295,9 @@ class Run:
         Raises:
             DataError: what the data set, the loader or the sampler says cannot be done.
         """
-        loading = self._loading(
+        loading = _loading(
             dataset,
+            self.job,
             "training",
             collate_fn=collate_fn,
             sampler=sampler,
@@ -318,12 +307,6 @@ class Run:
         )
         for number in self.epochs() if epoch is None else [epoch]:
             yield from self._epoch_batches(loading, number, samples_per_epoch)
-
-    def _loading(self, dataset: Any, purpose: str, **given: Any) -> Loading:
-        """How `dataset` is read, by what is given here, by the DataLoader that it is, or by the job."""
-        if given["num_workers"] is None and not is_loader(dataset):
-            given["num_workers"] = self.job.data.loader_workers
-        return Loading.of(dataset, self.job.global_batch_size, purpose, **given)
 
     def _epoch_batches(self, loading: Loading, epoch: int, samples_per_epoch: int | None) -> Iterator[Any]:
         self._finish_step()
@@ -434,7 +417,7 @@ class Run:
             metrics: those that are no means, by name: a torchmetrics metric, or three functions (update, merge,
                 compute). `measure` then returns under this name what `update` takes, {"f1": (predictions, targets)}.
         """
-        loading = self._loading(dataset, "evaluation", collate_fn=collate_fn, num_workers=num_workers)
+        loading = _loading(dataset, self.job, "evaluation", collate_fn=collate_fn, num_workers=num_workers)
         results = self._evaluator.evaluate(
             loading, measure, metrics, model or self.model, self._stepper.companions, self.engine, self.steps
         )
@@ -442,37 +425,6 @@ class Run:
         self.metrics.clear()
         self.metrics.update(results)
         return results
-
-    def consensus(self) -> AbstractContextManager[None]:
-        """Inside, the model holds what all workers agree on, the same on every one: the mean of their weights where
-        they synchronise only every few steps. Training then continues unchanged. `evaluate` enters it by itself.
-
-        A collective: every worker has to enter it.
-        """
-        return self.engine.consensus()
-
-    def whole_state(self, model: nn.Module | None = None) -> dict[str, Tensor]:
-        """The whole model's state_dict. A collective; where the model is spread, rank 0 alone gets it.
-
-        Args:
-            model: which of several models that are trained; None: the first.
-        """
-        trained = self._models.of(self.model if model is None else model)
-        return trained.engine.whole(trained.model.state_dict(keep_vars=True))
-
-    def weights_sha256(self, model: nn.Module | None = None) -> str:
-        """A fingerprint of the weights: equal exactly when every bit is. A collective where the model is spread.
-
-        It is that of this worker's own copy where it holds the whole model.
-
-        Args:
-            model: which of several models that are trained; None: the first.
-        """
-        state = self.whole_state(model)
-        if self.engine.holds_all:
-            return weights_sha256(state)
-        digest: str = broadcast_object(weights_sha256(state) if self.rank == 0 else None, self.world.group)
-        return digest
 
     def close(self) -> None:
         """End the run: files are closed and torch's settings are again what they were before it."""
@@ -504,47 +456,9 @@ class Run:
             raise JobError("Call run.prepare(model, optimizer) first.")
         return self._prepared
 
-    @property
-    def _first(self) -> Trained:
-        _ = self._stepper  # a sentence if there is none
-        return self._models.first
 
-    @property
-    def engine(self) -> Engine:
-        """What the prepared model, the first if there are several, is trained by."""
-        return self._first.engine
-
-    @property
-    def model(self) -> nn.Module:
-        """The prepared model, the first if there are several."""
-        return self._first.model
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The prepared optimizer, of the first model if there are several."""
-        return self._first.optimizer
-
-    @property
-    def steps(self) -> int:
-        """Optimizer updates made."""
-        return self._progress.steps
-
-    @property
-    def samples_seen(self) -> int:
-        """Samples of all workers that updates have been made by."""
-        return self._progress.samples_seen
-
-    def total_steps(self, num_samples: int) -> int:
-        """Optimizer updates of the whole run on a training set of `num_samples`."""
-        return self._progress.total_steps(num_samples)
-
-    @property
-    def noise(self) -> SmoothedNoise:
-        """What is known of gradient noise by now. On a GPU, reading it waits for the steps before."""
-        return self._noise.read()
-
-    @property
-    def noise_scale(self) -> float | None:
-        """The gradient noise scale in samples; None where it was not measured or no signal shows in the noise yet."""
-        mean = self.noise.mean
-        return None if mean is None or not math.isfinite(mean.samples) else mean.samples
+def _loading(dataset: Any, job: Job, purpose: str, **given: Any) -> Loading:
+    """How `dataset` is read, by what is given here, by the DataLoader that it is, or by the job."""
+    if given["num_workers"] is None and not is_loader(dataset):
+        given["num_workers"] = job.data.loader_workers
+    return Loading.of(dataset, job.global_batch_size, purpose, **given)
