@@ -99,6 +99,11 @@ class Browser:
         shot = self.cdp("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
         path.write_bytes(base64.b64decode(shot["data"]))
 
+    def print(self) -> bytes:
+        """The page on A4 paper, as PDF."""
+        printed = self.cdp("Page.printToPDF", paperWidth=8.27, paperHeight=11.69, printBackground=True)
+        return base64.b64decode(printed["data"])
+
 
 @contextmanager
 def open_browser(profile: Path) -> Iterator[Browser]:

@@ -19,6 +19,7 @@ from paceline.parallel.engine import broadcast
 from paceline.parallel.initial_weights import is_on_meta
 from paceline.parallel.norm import ShardBatchNorm, replace_batch_norm
 from paceline.spec import AlgorithmName, Job, Mesh, Plan
+from paceline.train.compilation import check_can_be_compiled, draws_as_uncompiled, without_compiler
 from paceline.train.joint_optimizer import JointOptimizer
 from paceline.train.numerics import Precision
 from paceline.train.process_group import World
@@ -62,9 +63,12 @@ def prepare_model(
     """
     schedulers = _checked_schedulers(scheduler, optimizer, job)
     optimizer = optimizer if isinstance(optimizer, Optimizer) else JointOptimizer(optimizer)
+    is_plain = (plan.mesh or Mesh()).is_plain
+    model, compile_again = without_compiler(model, job)
+    if compile_again is not None:
+        check_can_be_compiled(job, plan)
     rates = LearningRates(job, optimizer)
     names = Names.of(optimizer, model)
-    is_plain = (plan.mesh or Mesh()).is_plain
     if not is_on_meta(model) and is_plain:
         model.to(world.device)
     if job.precision == "float64":
@@ -82,15 +86,17 @@ def prepare_model(
         example=to_device(example, world.device, torch.float64 if job.precision == "float64" else None),
     )
     trained = Trained(optimizer, names, parallelized.engine, precision)
-    if job.compile:
-        trained.model.compile()
+    if compile_again is not None:
+        compile_again(trained.model)
+        parallelized.background.enter_context(draws_as_uncompiled())
     rebind(optimizer, names, trained.model)
     return Prepared(trained, rates, parallelized.algorithm, parallelized.notes, schedulers, parallelized.background)
 
 
-def freeze(model: nn.Module, job: Job, world: World) -> Companion:
+def freeze(model: nn.Module, job: Job, plan: Plan, world: World) -> Companion:
     """Make `model` one that is called and not trained: on this worker's device, in evaluation mode, without gradients,
     with rank 0's weights. A collective."""
+    _check_may_freeze(job, plan)
     if is_on_meta(model):
         raise ModelError("A frozen model has to have its weights when it is given to run.prepare; load them before.")
     model.to(world.device)
@@ -122,7 +128,7 @@ def check_several(job: Job, plan: Plan) -> None:
         )
 
 
-def check_frozen(job: Job, plan: Plan) -> None:
+def _check_may_freeze(job: Job, plan: Plan) -> None:
     """Raise `JobError` where a run cannot have a frozen model beside the one that it trains."""
     is_asynchronous = job.aggregation.method == "parameter_server_async"
     if plan.devices_in_process > 1 or is_asynchronous:

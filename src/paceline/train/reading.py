@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.containers import to_device
-from paceline.data import ArrayReader, ArraySet, Loading, SampleRequest, read_samples
+from paceline.data import ArrayReader, ArraySet, Loading, SampleRequest, is_loader, read_samples
 from paceline.data.order import EpochOrder
 from paceline.data.stream_reader import StreamStep, read_stream
 from paceline.data.substreams import StreamPosition
@@ -51,14 +51,23 @@ class DatasetReader:
                 yield ShardedBatch(tuple(contents), tuple(len(samples) for samples in request.shards))
 
     def read_stream(
-        self, loading: Loading, epoch: int, own: Sequence[int], position: StreamPosition
+        self,
+        loading: Loading,
+        epoch: int,
+        own: Sequence[int],
+        position: StreamPosition,
+        batch_size: int | None = None,
     ) -> Iterator[StreamStep]:
-        """This worker's substreams, step by step from `position` on; steps after the end are empty."""
+        """This worker's substreams, step by step from `position` on; steps after the end are empty.
+
+        Args:
+            batch_size: how many samples all workers read in a step; None: a global batch.
+        """
         job = self._job
         return read_stream(
             loading,
             own,
-            job.global_batch_size,
+            batch_size or job.global_batch_size,
             position,
             seed=job.seed,
             epoch=epoch,
@@ -94,3 +103,14 @@ def num_samples(dataset: Any, purpose: str) -> int:
     if len(dataset) == 0:
         raise DataError(f"The {purpose} set is empty.")
     return len(dataset)
+
+
+def loading_of(dataset: Any, job: Job, purpose: str, **given: Any) -> Loading:
+    """How `dataset` is read, by what is given here, by the DataLoader that it is, or by the job.
+
+    Args:
+        given: as `Run.batches` and `Run.evaluate` take it.
+    """
+    if given["num_workers"] is None and not is_loader(dataset):
+        given["num_workers"] = job.data.loader_workers
+    return Loading.of(dataset, job.global_batch_size, purpose, **given)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from paceline import env
-from paceline.data import Loading, is_loader
+from paceline.data import Loading
 from paceline.data.loading import Collate
 from paceline.data.substreams import is_stream
 from paceline.errors import JobError
@@ -26,12 +26,13 @@ from paceline.train.data_progress import DataProgress
 from paceline.train.digest import weights_sha256
 from paceline.train.evaluate import Evaluator, Measure
 from paceline.train.memory_limit import memory_limit
-from paceline.train.model_step import ModelStepper, Pending
+from paceline.train.model_step import Pending
 from paceline.train.noise_meter import NoiseMeter
 from paceline.train.numerics import LossFn, Precision, torch_settings
-from paceline.train.preparation import Prepared, check_frozen, check_several, freeze, prepare_model
+from paceline.train.preparation import Prepared, check_several, freeze, prepare_model
 from paceline.train.process_group import abandon, join
-from paceline.train.reading import DatasetReader
+from paceline.train.reading import DatasetReader, loading_of
+from paceline.train.run_view import RunView
 from paceline.train.sample_batches import check_server_order, sample_batches
 from paceline.train.seeding import seed_between_steps, seed_generators
 from paceline.train.session import Kept, RunState, Session, Stateful
@@ -194,19 +195,15 @@ class Run(RunView):
             self._at_close.enter_context(memory_limit(env.memory_limit_bytes(), self.device, trained.model))
         elif self._prepared.session.add(name):
             seed_between_steps(self.job.seed, self.steps, self.device)
-        stepper = self._prepared
+        stepper = self._stepper
         for number, scheduler in enumerate(prepared.schedulers):
             self._kept.add(f"scheduler {number} of {name}", scheduler, in_step=True)
         for frozen, companion in self._frozen.items():
             stepper.add_companion(frozen, companion)
-        stepper.add(
-            name,
-            ModelStepper(prepared, stepper.session, self.mesh, self.reader, self._tracer, stepper.begin_change),
-        )
+        stepper.add(name, prepared, self.mesh, self.reader, self._tracer)
 
     def _freeze(self, name: str, model: nn.Module) -> nn.Module:
-        check_frozen(self.job, self.plan)
-        companion = freeze(model, self.job, self.world)
+        companion = freeze(model, self.job, self.plan, self.world)
         digest = None if self._checkpoint_address is None else weights_sha256(companion.model.state_dict())
         self._models.add_frozen(name, companion.model, digest)
         self._frozen[name] = companion
@@ -295,7 +292,7 @@ class Run(RunView):
         Raises:
             DataError: what the data set, the loader or the sampler says cannot be done.
         """
-        loading = _loading(
+        loading = loading_of(
             dataset,
             self.job,
             "training",
@@ -309,9 +306,8 @@ class Run(RunView):
             yield from self._epoch_batches(loading, number, samples_per_epoch)
 
     def _epoch_batches(self, loading: Loading, epoch: int, samples_per_epoch: int | None) -> Iterator[Any]:
-        self._finish_step()
+        self._stepper.begin_epoch()
         self._pending, self._has_begun = None, True
-        self._stepper.session.begin()
         progress = self._progress
         if progress.is_over(epoch):
             return
@@ -332,12 +328,8 @@ class Run(RunView):
             self._pending = Pending(batch, content, loading, progress.steps, progress.samples_seen)
             yield content
             self._check_stepped()
-            self._finish_step()
+            self._stepper.finish_step()
             self.timer.data_asked()
-
-    def _finish_step(self) -> None:
-        if self._prepared is not None:
-            self._prepared.finish_step()
 
     def _check_stepped(self) -> None:
         if self._pending is not None and not self._pending.num_steps:
@@ -407,7 +399,8 @@ class Run(RunView):
         A collective: every worker has to call it.
 
         Args:
-            dataset: map-style, visited in order; or a torch DataLoader over such a set, whose settings are taken over.
+            dataset: map-style, visited in order; or a stream; or a torch DataLoader over either, whose settings are
+                taken over.
             collate_fn: makes a batch of a list of samples; None: torch's default.
             num_workers: loader processes of each worker; None: as the job's data.loader_workers says.
             model: the model to evaluate, one of those that were prepared or an `average`; None: the first one.
@@ -417,7 +410,7 @@ class Run(RunView):
             metrics: those that are no means, by name: a torchmetrics metric, or three functions (update, merge,
                 compute). `measure` then returns under this name what `update` takes, {"f1": (predictions, targets)}.
         """
-        loading = _loading(dataset, self.job, "evaluation", collate_fn=collate_fn, num_workers=num_workers)
+        loading = loading_of(dataset, self.job, "evaluation", collate_fn=collate_fn, num_workers=num_workers)
         results = self._evaluator.evaluate(
             loading, measure, metrics, model or self.model, self._stepper.companions, self.engine, self.steps
         )
@@ -455,10 +448,3 @@ class Run(RunView):
         if self._prepared is None:
             raise JobError("Call run.prepare(model, optimizer) first.")
         return self._prepared
-
-
-def _loading(dataset: Any, job: Job, purpose: str, **given: Any) -> Loading:
-    """How `dataset` is read, by what is given here, by the DataLoader that it is, or by the job."""
-    if given["num_workers"] is None and not is_loader(dataset):
-        given["num_workers"] = job.data.loader_workers
-    return Loading.of(dataset, job.global_batch_size, purpose, **given)

@@ -10,13 +10,17 @@ from torch.optim import Optimizer
 from paceline.errors import JobError
 from paceline.parallel import Companion, Companions
 from paceline.parallel.losses import StepLoss
+from paceline.spec import Mesh
 from paceline.train.joint_optimizer import JointOptimizer
 from paceline.train.model_step import ModelStepper, Pending
 from paceline.train.numerics import LossFn
+from paceline.train.preparation import Prepared
+from paceline.train.reading import DatasetReader
 from paceline.train.seeding import seed_between_steps
 from paceline.train.session import Session
 from paceline.train.state import Trained
 from paceline.train.timing import StepTimer
+from paceline.train.trace import ParityTracer
 
 
 class Stepper:
@@ -40,17 +44,17 @@ class Stepper:
         self._is_consistent = True
         """Whether weights, optimizers, buffers and progress all belong to the same step."""
 
-    def add(self, name: str, stepper: ModelStepper) -> None:
+    def add(self, name: str, prepared: Prepared, mesh: Mesh, reader: DatasetReader, tracer: ParityTracer) -> None:
         """Have a model trained."""
-        engine = stepper.trained.engine
-        self._steppers[name] = stepper
-        self.add_companion(name, Companion.of(stepper.trained.model, engine.forward_buffers))
+        trained = prepared.trained
+        self._steppers[name] = ModelStepper(prepared, self.session, mesh, reader, tracer, self._begin_change)
+        self.add_companion(name, Companion.of(trained.model, trained.engine.forward_buffers))
 
     def add_companion(self, name: str, companion: Companion) -> None:
         """Let loss functions call a model."""
         self._companions[name] = companion
 
-    def begin_change(self) -> None:
+    def _begin_change(self) -> None:
         """Note that something of the run begins to change."""
         self._is_consistent = False
 
@@ -106,6 +110,11 @@ class Stepper:
         self._timer.step_ended(stepper.trained.engine.communication)
         self._is_consistent, self._is_finished = True, False
         return result, stepper.trained
+
+    def begin_epoch(self) -> None:
+        """Before the first batch of an epoch: all models of the run are known."""
+        self.finish_step()
+        self.session.begin()
 
     def finish_step(self) -> None:
         """Exchange status and save if due, once the script has done what belongs to the last batch. A collective.
