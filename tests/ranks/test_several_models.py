@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import paceline
 from paceline.env import worker_facts
 from paceline.errors import PacelineError
+from paceline.parallel.dtensor import local_shard
 from paceline.spec import Job, Plan
 from paceline.train.run import Run
 from tests.ranks.harness import run_ranks
@@ -92,6 +93,10 @@ class LostError(Exception):
     """Something that ends a run between the two steps of a batch."""
 
 
+def _copies(model: nn.Module) -> list[Tensor]:
+    return [local_shard(tensor).detach().clone() for tensor in (*model.parameters(), *model.buffers())]
+
+
 def _gan(run: Run, data: Any, fails_in: int | None = None) -> dict[str, nn.Module]:
     generator: nn.Module = Generator()
     discriminator = Discriminator()
@@ -116,10 +121,9 @@ def _gan(run: Run, data: Any, fails_in: int | None = None) -> dict[str, nn.Modul
         return F.softplus(-discriminator(model(torch.randn(len(real), 4, dtype=real.dtype)))).mean()
 
     for batch in run.batches(data):
-        before = [p.detach().clone() for p in (*generator.parameters(), *generator.buffers())]
+        before = _copies(generator)
         run.step(batch, loss_d, model=discriminator)
-        after = [*generator.parameters(), *generator.buffers()]
-        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+        assert all(torch.equal(one, other) for one, other in zip(before, _copies(generator), strict=True))
         assert all(p.grad is None and p.requires_grad for p in generator.parameters())
         run.step(batch, loss_g, model=generator)
         assert all(p.grad is None for p in discriminator.parameters())
@@ -146,10 +150,10 @@ def _actor_critic(run: Run, data: Any) -> dict[str, nn.Module]:
         return F.mse_loss(model(batch[0])[1], batch[1][:, 0])
 
     for batch in run.batches(data):
-        actor = [p.detach().clone() for p in model.trunk.parameters()]
+        actor = _copies(model.trunk)
         for _ in range(2):
             run.step(batch, loss_critic, optimizer=opt_critic)
-        assert all(torch.equal(one, other) for one, other in zip(actor, model.trunk.parameters(), strict=True))
+        assert all(torch.equal(one, other) for one, other in zip(actor, _copies(model.trunk), strict=True))
         run.step(batch, loss_actor, optimizer=opt_actor)
     return {"model": model}
 
@@ -203,9 +207,17 @@ def _data(parity: str) -> Any:
     return SAMPLES if parity == "bitwise" else [(one.double(), other.double()) for one, other in SAMPLES]
 
 
-def _train(case: str, parity: str, folder: str | None = None, max_steps: int = STEPS, fails_in: int = -1) -> Weights:
+def _train(
+    case: str,
+    parity: str,
+    folder: str | None = None,
+    max_steps: int = STEPS,
+    fails_in: int = -1,
+    strategy: str | None = None,
+) -> Weights:
     job, plan = _job(parity)
-    with paceline.init(job, plan=plan, max_steps=max_steps, checkpoint_dir=folder) as run:
+    spread: dict[str, Any] = {"plan": plan} if strategy is None else {"strategy": strategy}
+    with paceline.init(job, max_steps=max_steps, checkpoint_dir=folder, **spread) as run:
         models = CASES[case](run, _data(parity)) if fails_in < 0 else _gan(run, _data(parity), fails_in)
         return _weights(run, models)
 
@@ -318,3 +330,24 @@ def test_a_run_that_was_broken_off_goes_on_exactly(tmp_path: Path) -> None:
     for found in run_ranks(_gone_on, 3, folders, timeout_s=200):
         for one, other in zip(expected, found, strict=True):
             assert _differ(one, other) == 0.0
+
+
+def _spread(folder: str) -> dict[str, Weights]:
+    found = {
+        f"{case} {strategy}": _train(case, "numeric", strategy=strategy)
+        for case in ("gan", "actor_critic", "distillation")
+        for strategy in ("fsdp", "tp")
+    }
+    _train("gan", "numeric", folder, max_steps=2, strategy="fsdp")
+    found["gan resumed"] = _train("gan", "numeric", folder, strategy="fsdp")
+    return found
+
+
+@pytest.mark.timeout(600)
+def test_sharded_models_learn_the_same(tmp_path: Path) -> None:
+    cases = [(case, "numeric") for case in ("gan", "actor_critic", "distillation")]
+    (alone,) = run_ranks(_all, 1, cases, timeout_s=200)
+    expected = {case: found for (case, _), found in zip(cases, alone, strict=True)}
+    for found in run_ranks(_spread, 2, str(tmp_path), timeout_s=300)[:1]:
+        for name, weights in found.items():
+            assert _differ(expected[name.split()[0]], weights) <= 1e-12, name
