@@ -24,6 +24,7 @@ from paceline.parallel.losses import Layout, StepLoss
 from paceline.parallel.micro_batch import DidNotFitError, MicroBatchLimit, free_memory, is_out_of_memory, nothing_of
 from paceline.parallel.norm import ShardBatchNorm, SyncBatchNorm, has_other_norms, replace_batch_norm, unknown_buffers
 from paceline.parallel.passes import Passes
+from paceline.private_groups import private_group
 from paceline.spec import Job, Plan
 
 _SYNC_REFUSAL = (
@@ -91,11 +92,12 @@ class DataParallel(Engine):
         group = aggregator.links.group
         if find_unused_parameters:
             # DDP then sums, in backward, which parameters were used: a collective that would mix with the scheduler's.
-            group = dist.new_group(
-                dist.get_process_group_ranks(group),
-                timeout=timedelta(seconds=self._plan.timeout_s),
-                use_local_synchronization=True,
-            )
+            with private_group():
+                group = dist.new_group(
+                    dist.get_process_group_ranks(group),
+                    timeout=timedelta(seconds=self._plan.timeout_s),
+                    use_local_synchronization=True,
+                )
         names: dict[Tensor, str] = {parameter: name for name, parameter in self._model.named_parameters()}
         self._hook_state = HookState(aggregator, names, on_last_bucket=self._on_last_bucket)
         ddp = DistributedDataParallel.__new__(DistributedDataParallel)
@@ -366,7 +368,10 @@ def _with_norm(model: nn.Module, job: Job, plan: Plan, group: dist.ProcessGroup 
     if job.norm == "sync":
         model = replace_batch_norm(model, SyncBatchNorm)
         # A group of its own: its collectives interleave with the buckets' in backward.
-        own = None if group is None else dist.new_group(timeout=timedelta(seconds=plan.timeout_s))
+        own = None
+        if group is not None:
+            with private_group():
+                own = dist.new_group(timeout=timedelta(seconds=plan.timeout_s))
         for layer in model.modules():
             if isinstance(layer, SyncBatchNorm):
                 layer.group = own
