@@ -33,7 +33,7 @@ def measure(model, real):  # type: ignore[no-untyped-def]
     return {"off": (model(torch.randn(len(real), 4)).norm(dim=1) - 1).abs()}
 
 
-with paceline.init(global_batch_size=64, epochs=8, virtual_shards=4, seed=0) as run:
+with paceline.init(global_batch_size=64, epochs=25, virtual_shards=4, seed=0) as run:
     generator = nn.Sequential(nn.Linear(4, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 2))
     opt_g = torch.optim.SGD(generator.parameters(), lr=0.1)
     generator, opt_g = run.prepare(generator, opt_g, name="generator")

@@ -351,3 +351,103 @@ def test_sharded_models_learn_the_same(tmp_path: Path) -> None:
     for found in run_ranks(_spread, 2, str(tmp_path), timeout_s=300)[:1]:
         for name, weights in found.items():
             assert _differ(expected[name.split()[0]], weights) <= 1e-12, name
+
+
+class Around(nn.Module):
+    """A model with a method that computes gradients without its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.ones(3)), nn.Linear(6, 3)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.layer(values) * self.scale
+
+    def training_step(self, batch: Any) -> Tensor:
+        return (self.layer(batch[0]) * self.scale).square().mean()
+
+
+def _around(strategy: str | None) -> list[float]:
+    """The difference from a plain step on the whole batch, computed by each worker for itself."""
+    data = _data("numeric")
+    job, plan = _job("numeric")
+    spread: dict[str, Any] = {"plan": plan} if strategy is None else {"strategy": strategy}
+    with paceline.init(Job.from_mapping(job.to_mapping() | {"global_batch_size": 116}), **spread) as run:
+        model = Around()
+        plain = copy.deepcopy(model).double()
+        model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        plain.training_step((torch.stack([one for one, _ in data]),)).backward()
+        torch.optim.SGD(plain.parameters(), lr=0.5).step()
+        for batch in run.batches(data):
+            run.step(batch, lambda model, batch: model.training_step(batch))
+        return [float((one - two).abs().max()) for one, two in zip(model.parameters(), plain.parameters(), strict=True)]
+
+
+def _with_teacher(strategy: str) -> list[np.ndarray[Any, Any]]:
+    torch.manual_seed(1)
+    job, plan = _job("numeric")
+    with paceline.init(job, max_steps=2, **({"strategy": strategy} if strategy != "dp" else {"plan": plan})) as run:
+        student: nn.Module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+        teacher = run.prepare(nn.Linear(6, 1))
+        example = torch.randn(4, 6, dtype=torch.float64)
+        student, _ = run.prepare(student, torch.optim.SGD(student.parameters(), lr=0.1), example=example)
+        for batch in run.batches(_data("numeric")):
+            run.step(batch, lambda model, batch: F.mse_loss(model(batch[0]), teacher(batch[0])))
+        return [value.detach().cpu().numpy().copy() for value in run.whole_state().values()]
+
+
+def _refused(what: str) -> str:
+    job, plan = _job("numeric")
+    values = {"aggregation": {"method": "local_sgd"}} if what == "local_sgd" else {}
+    job = Job.from_mapping(job.to_mapping() | values)
+    spread: dict[str, Any] = {"strategy": "pp"} if what == "pp" else {"plan": plan}
+    with pytest.raises(PacelineError) as refused, paceline.init(job, **spread) as run:
+        first: nn.Module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+        other = first[2] if what == "shared" else nn.Linear(6, 1)
+        opt, second = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (first, other))
+        schedulers: dict[str, Any] = {
+            "plateau": torch.optim.lr_scheduler.ReduceLROnPlateau(opt),
+            "another's scheduler": torch.optim.lr_scheduler.StepLR(second, 2),
+        }
+        example = torch.randn(4, 6, dtype=torch.float64)
+        first, _ = run.prepare(first, opt, scheduler=schedulers.get(what), example=example)
+        if what == "late":
+            next(iter(run.batches(_data("numeric"))))
+        run.prepare(other, second, name="model" if what == "name" else None)
+        for batch in run.batches(_data("numeric")):
+            run.step(
+                batch, lambda model, batch: model(batch[0]).mean(), model=nn.Linear(1, 1) if what == "model" else None
+            )
+    return str(refused.value)
+
+
+REFUSED = {
+    "pp": "cannot have several models: with the strategy pp2",
+    "local_sgd": "cannot have several models: with aggregation.method = 'local_sgd'",
+    "shared": "belongs to the model 'model' already",
+    "plateau": "moves by a metric",
+    "another's scheduler": "belongs to another optimizer",
+    "late": "call run.prepare for every model before run.batches",
+    "name": "has a model called 'model' already",
+    "model": "a model that run.prepare has not returned",
+    "which": "trains several models (model, model 2); say which",
+}
+
+
+def _odds_and_ends() -> tuple[list[float], str, list[list[np.ndarray[Any, Any]]], dict[str, str]]:
+    said = {what: _refused(what) for what in REFUSED}
+    with pytest.raises(PacelineError) as refused:
+        _around("fsdp")
+    return _around(None), str(refused.value), [_with_teacher(one) for one in ("dp", "pp", "fsdp")], said
+
+
+@pytest.mark.timeout(400)
+def test_methods_teachers_and_what_is_refused() -> None:
+    (differences, under_fsdp, with_teacher, said), _ = run_ranks(_odds_and_ends, 2, timeout_s=300)
+    assert max(differences) < 1e-12
+    assert "without calling the model, whose forward pass gathers their shards under fsdp" in under_fsdp
+    for other in with_teacher[1:]:
+        for one, two in zip(with_teacher[0], other, strict=True):
+            np.testing.assert_allclose(one, two, rtol=1e-12, atol=1e-14)
+    for what, sentence in REFUSED.items():
+        assert sentence in said[what], said[what]

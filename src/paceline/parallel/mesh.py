@@ -115,6 +115,7 @@ class MeshParallel(Engine):
     def gradients(self, step: StepInput) -> StepLoss:
         if self._aggregator is not None:
             self._aggregator.scheduler.begin_step()
+        step = replace(step, loss_of=self._spread.checked(step.loss_of))
         notes = self._passes.find_coupling(step, self.module, in_step=True)
         return self._passes.starting_over(lambda: self._train(step, notes), step.assignment)
 
