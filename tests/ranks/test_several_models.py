@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -361,10 +361,12 @@ class Around(nn.Module):
         self.scale, self.layer = nn.Parameter(torch.ones(3)), nn.Linear(6, 3)
 
     def forward(self, values: Tensor) -> Tensor:
-        return self.layer(values) * self.scale
+        out: Tensor = self.layer(values) * self.scale
+        return out
 
     def training_step(self, batch: Any) -> Tensor:
-        return (self.layer(batch[0]) * self.scale).square().mean()
+        out: Tensor = (self.layer(batch[0]) * self.scale).square().mean()
+        return out
 
 
 def _around(strategy: str | None) -> list[float]:
@@ -379,7 +381,7 @@ def _around(strategy: str | None) -> list[float]:
         plain.training_step((torch.stack([one for one, _ in data]),)).backward()
         torch.optim.SGD(plain.parameters(), lr=0.5).step()
         for batch in run.batches(data):
-            run.step(batch, lambda model, batch: model.training_step(batch))
+            run.step(batch, lambda model, batch: cast(Around, model).training_step(batch))
         return [float((one - two).abs().max()) for one, two in zip(model.parameters(), plain.parameters(), strict=True)]
 
 
@@ -402,7 +404,7 @@ def _refused(what: str) -> str:
     job = Job.from_mapping(job.to_mapping() | values)
     spread: dict[str, Any] = {"strategy": "pp"} if what == "pp" else {"plan": plan}
     with pytest.raises(PacelineError) as refused, paceline.init(job, **spread) as run:
-        first: nn.Module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+        first = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
         other = first[2] if what == "shared" else nn.Linear(6, 1)
         opt, second = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (first, other))
         schedulers: dict[str, Any] = {

@@ -25,6 +25,7 @@ from paceline.parallel.micro_batch import DidNotFitError, MicroBatchLimit, free_
 from paceline.parallel.norm import ShardBatchNorm, SyncBatchNorm, has_other_norms, replace_batch_norm, unknown_buffers
 from paceline.parallel.passes import Passes
 from paceline.private_groups import private_group
+from paceline.process_groups import open_group
 from paceline.spec import Job, Plan
 
 _SYNC_REFUSAL = (
@@ -69,6 +70,7 @@ class DataParallel(Engine):
         self._watched: set[Tensor] = set()
         self._has_stepped = False
         self._trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        self._of_uses = _group_of_uses(group, plan) if find_unused_parameters else None
         # It arranges and sends buckets. Its forward pass is never called: the loss function gets the model itself, so
         # that attributes and other methods than `forward` are there, and right, on any number of workers.
         self._ddp = None if aggregator is None else self._wrap(aggregator, find_unused_parameters)
@@ -89,15 +91,7 @@ class DataParallel(Engine):
         self.forward_buffers = self._passes.buffers
 
     def _wrap(self, aggregator: Aggregator, find_unused_parameters: bool) -> DistributedDataParallel:
-        group = aggregator.links.group
-        if find_unused_parameters:
-            # DDP then sums, in backward, which parameters were used: a collective that would mix with the scheduler's.
-            with private_group():
-                group = dist.new_group(
-                    dist.get_process_group_ranks(group),
-                    timeout=timedelta(seconds=self._plan.timeout_s),
-                    use_local_synchronization=True,
-                )
+        group = aggregator.links.group if self._of_uses is None else self._of_uses
         names: dict[Tensor, str] = {parameter: name for name, parameter in self._model.named_parameters()}
         self._hook_state = HookState(aggregator, names, on_last_bucket=self._on_last_bucket)
         ddp = DistributedDataParallel.__new__(DistributedDataParallel)
@@ -360,6 +354,17 @@ class _Sums:
     layout: Layout
     first: tuple[Tensor, int] | None = None
     """On a single worker: the squared norm of the gradient of its first pass, and the number of samples in it."""
+
+
+def _group_of_uses(group: dist.ProcessGroup | None, plan: Plan) -> dist.ProcessGroup | None:
+    """A group in which DDP sums, in backward, which parameters were used: with the scheduler's sums it would mix.
+
+    A collective of all workers of the run; None for one that has no others in `group`.
+    """
+    if dist.group.WORLD is None:
+        return None
+    ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+    return open_group(ranks, plan.timeout_s)
 
 
 def _with_norm(model: nn.Module, job: Job, plan: Plan, group: dist.ProcessGroup | None) -> nn.Module:

@@ -29,6 +29,7 @@ from paceline.train.reading import DatasetReader
 from paceline.train.schedule import lr_factor
 from paceline.train.seeding import seed_shard
 from paceline.train.session import Session
+from paceline.train.torch_settings import explaining_refusals
 from paceline.train.trace import ParityTracer
 
 
@@ -108,7 +109,7 @@ class ModelStepper:
         trained.optimizer.zero_grad(set_to_none=True)
 
         try:
-            with companions.unchanged():
+            with companions.unchanged(), explaining_refusals():
                 result = engine.step(
                     step_input, functools.partial(self._update, pending, content, step_input, optimizer)
                 )

@@ -28,7 +28,7 @@ from paceline.train.evaluate import Evaluator, Measure
 from paceline.train.memory_limit import memory_limit
 from paceline.train.model_step import Pending
 from paceline.train.noise_meter import NoiseMeter
-from paceline.train.numerics import LossFn, Precision, torch_settings
+from paceline.train.numerics import LossFn, Precision
 from paceline.train.preparation import Prepared, check_several, freeze, prepare_model
 from paceline.train.process_group import abandon, join
 from paceline.train.reading import DatasetReader, loading_of
@@ -40,6 +40,7 @@ from paceline.train.state import Trained
 from paceline.train.step import Stepper
 from paceline.train.stream_batches import StreamBatches
 from paceline.train.timing import StepTimer
+from paceline.train.torch_settings import TorchSettings, has_tf32
 from paceline.train.trace import ParityTracer
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -75,15 +76,14 @@ class Run(RunView):
         self.mesh = plan.mesh or Mesh(dp=facts.world_size)
         check_shards(self.mesh.num_assignments, job.virtual_shards)
         self._at_close = ExitStack()
-        self._at_close.enter_context(torch_settings(job, plan))
         world = join(facts, plan)
+        settings = TorchSettings.of(job, plan, has_tf32=has_tf32(world.device))
+        self._at_close.enter_context(settings.applied())
         share, num_assignments = self.mesh.share(facts.rank), self.mesh.num_assignments
-        self.reader = DatasetReader(job, world.device)
-        self.precision = Precision(job, world.device)
+        self.reader, self.precision = DatasetReader(job, world.device), Precision(job, world.device)
         progress = DataProgress(job, share, num_assignments, max_steps)
-        noise = NoiseMeter(job, self.precision.scaler, world.device)
-        super().__init__(world, facts.world_size, progress, noise)
-        self.notes: list[str] = []
+        super().__init__(world, facts.world_size, progress, NoiseMeter(job, self.precision.scaler, world.device))
+        self.notes: list[str] = settings.notes(job)
         self.metrics: dict[str, float] = {}
         self.values: Mapping[str, Tensor] = {}
         self.say: Callable[[str], None] = lambda text: print(text, file=sys.stderr) if self.rank == 0 else None
