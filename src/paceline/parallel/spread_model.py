@@ -136,7 +136,7 @@ class SpreadModel:
         Raises:
             ModelError: when called, where it has not called the model.
         """
-        if self._axes.mesh.fsdp == 1:
+        if self._axes.mesh.fsdp == 1 or self.pipeline is not None:  # stages gather their own
             return loss_of
 
         def checked_loss(model: nn.Module, batch: Any) -> Any:
