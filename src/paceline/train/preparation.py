@@ -22,6 +22,7 @@ from paceline.spec import AlgorithmName, Job, Mesh, Plan
 from paceline.train.compilation import check_can_be_compiled, draws_as_uncompiled, without_compiler
 from paceline.train.joint_optimizer import JointOptimizer
 from paceline.train.numerics import Precision
+from paceline.train.optim import choose_kernels
 from paceline.train.process_group import World
 from paceline.train.schedule import LearningRates, counts_epochs
 from paceline.train.state import Names, Trained, rebind
@@ -90,6 +91,7 @@ def prepare_model(
         compile_again(trained.model)
         parallelized.background.enter_context(draws_as_uncompiled())
     rebind(optimizer, names, trained.model)
+    choose_kernels(optimizer, world.device)
     return Prepared(trained, rates, parallelized.algorithm, parallelized.notes, schedulers, parallelized.background)
 
 

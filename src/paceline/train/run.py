@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -24,6 +23,7 @@ from paceline.spec import Job, Mesh, Plan
 from paceline.train.averaging import averaged
 from paceline.train.data_progress import DataProgress
 from paceline.train.digest import weights_sha256
+from paceline.train.end_table import end_rows
 from paceline.train.evaluate import Evaluator, Measure
 from paceline.train.memory_limit import memory_limit
 from paceline.train.model_step import Pending
@@ -31,6 +31,7 @@ from paceline.train.noise_meter import NoiseMeter
 from paceline.train.numerics import LossFn, Precision
 from paceline.train.preparation import Prepared, check_several, freeze, prepare_model
 from paceline.train.process_group import abandon, join
+from paceline.train.progress import Progress
 from paceline.train.reading import DatasetReader, loading_of
 from paceline.train.run_view import RunView
 from paceline.train.sample_batches import check_server_order, sample_batches
@@ -38,6 +39,7 @@ from paceline.train.seeding import seed_between_steps, seed_generators
 from paceline.train.session import Kept, RunState, Session, Stateful
 from paceline.train.state import Trained
 from paceline.train.step import Stepper
+from paceline.train.stopping import Stopping
 from paceline.train.stream_batches import StreamBatches
 from paceline.train.timing import StepTimer
 from paceline.train.torch_settings import TorchSettings, has_tf32
@@ -58,7 +60,7 @@ class Run(RunView):
         values: what the loss function returned besides the loss of the last `step`, by name: detached scalars, the same
             on every worker. Reading one waits for the device.
         say: receives messages for the user during the run, on rank 0; may be replaced.
-        timer: where the time of each step goes.
+        timer, display, stopping: where each step's time goes; how far the run is, on rank 0; whether it ends early.
     """
 
     def __init__(
@@ -70,6 +72,8 @@ class Run(RunView):
         checkpoint_address: str | None = None,
         *,
         force: bool = False,
+        max_minutes: float | None = None,
+        display: Progress | None = None,
     ) -> None:
         self.job = job
         self.plan = plan
@@ -86,13 +90,15 @@ class Run(RunView):
         self.notes: list[str] = settings.notes(job)
         self.metrics: dict[str, float] = {}
         self.values: Mapping[str, Tensor] = {}
-        self.say: Callable[[str], None] = lambda text: print(text, file=sys.stderr) if self.rank == 0 else None
+        self.display = display or Progress(None)
+        self._at_close.callback(self.display.close)
+        self.say: Callable[[str], None] = self.display.say
         self.timer = StepTimer()
+        self.stopping = Stopping(world, progress, env.launched_at(), max_minutes)
         self._streams = StreamBatches(job, progress, self.reader, world, share, num_assignments, plan.timeout_s)
         self._evaluator = Evaluator(job, self.mesh, self.world, self.reader, self.precision)
         self._kept = Kept()
-        self._checkpoint_address = checkpoint_address
-        self._force = force
+        self._resume_from: dict[str, Any] = {"checkpoint_address": checkpoint_address, "force": force}
         self._prepared: Stepper | None = None
         self._frozen: dict[str, Companion] = {}
         self._has_begun = False
@@ -109,17 +115,7 @@ class Run(RunView):
     def prepare(self, model: ModuleT, optimizer: None = None, *, name: str | None = None) -> ModuleT: ...
 
     @overload
-    def prepare(
-        self,
-        model: ModuleT,
-        optimizer: OptimizerT,
-        *,
-        name: str | None = None,
-        scheduler: Any = None,
-        find_unused_parameters: bool = False,
-        example: Any = None,
-        tensor_plan: Mapping[str, str] | None = None,
-    ) -> tuple[ModuleT, OptimizerT]: ...
+    def prepare(self, model: ModuleT, optimizer: OptimizerT, **options: Any) -> tuple[ModuleT, OptimizerT]: ...
 
     def prepare(
         self,
@@ -195,7 +191,7 @@ class Run(RunView):
             self._at_close.enter_context(memory_limit(env.memory_limit_bytes(), self.device, trained.model))
         elif self._prepared.session.add(name):
             seed_between_steps(self.job.seed, self.steps, self.device)
-        stepper = self._stepper
+        stepper = self.stepper
         for number, scheduler in enumerate(prepared.schedulers):
             self._kept.add(f"scheduler {number} of {name}", scheduler, in_step=True)
         for frozen, companion in self._frozen.items():
@@ -204,7 +200,9 @@ class Run(RunView):
 
     def _freeze(self, name: str, model: nn.Module) -> nn.Module:
         companion = freeze(model, self.job, self.plan, self.world)
-        digest = None if self._checkpoint_address is None else weights_sha256(companion.model.state_dict())
+        digest = (
+            None if self._resume_from["checkpoint_address"] is None else weights_sha256(companion.model.state_dict())
+        )
         self._models.add_frozen(name, companion.model, digest)
         self._frozen[name] = companion
         if self._prepared is not None:
@@ -215,14 +213,11 @@ class Run(RunView):
 
     def _open_session(self) -> Session:
         """What runs beside the steps, gone on from a checkpoint if there is one."""
-
-        def say(sentence: str) -> None:
-            self.say(sentence)  # whatever it is then
-
         state = RunState(self.job, self._progress, self._noise, self._models, self._kept, self.metrics)
-        session = Session(state, self.plan, self.world, self._heartbeat, say, self.notes)
+        say = lambda text: self.say(text)  # noqa: E731 - whatever that is then
+        session = Session(state, self.plan, self.world, self._heartbeat, say, self.notes, self.stopping)
         self._at_close.callback(session.close)
-        if session.resume(self._checkpoint_address, force=self._force):
+        if session.resume(**self._resume_from):
             seed_between_steps(self.job.seed, self.steps, self.device)
         return session
 
@@ -251,10 +246,6 @@ class Run(RunView):
         self._kept.add(f"average {len(self._averages)}", average, in_step=True)
         self._averages.append((average, trained))
         return average
-
-    def epochs(self) -> range:
-        """The numbers of the epochs that are not over: all of the job's, or those left of a run that was resumed."""
-        return self._progress.epochs()
 
     def batches(
         self,
@@ -293,8 +284,8 @@ class Run(RunView):
             DataError: what the data set, the loader or the sampler says cannot be done.
         """
         loading = loading_of(
-            dataset,
             self.job,
+            dataset,
             "training",
             collate_fn=collate_fn,
             sampler=sampler,
@@ -306,7 +297,7 @@ class Run(RunView):
             yield from self._epoch_batches(loading, number, samples_per_epoch)
 
     def _epoch_batches(self, loading: Loading, epoch: int, samples_per_epoch: int | None) -> Iterator[Any]:
-        self._stepper.begin_epoch()
+        self.stepper.begin_epoch()
         self._pending, self._has_begun = None, True
         progress = self._progress
         if progress.is_over(epoch):
@@ -320,21 +311,20 @@ class Run(RunView):
                 loading, epoch, self.job, progress, self.reader, self.world, reads_assignment=reads_assignment
             )
         if self.steps and progress.at_epoch_start:
-            self._stepper.session.epoch_ended()
+            self.stepper.session.epoch_ended()
         self.timer.resume()
         self.timer.data_asked()
         for batch, content in batches:
             self.timer.data_arrived()
             self._pending = Pending(batch, content, loading, progress.steps, progress.samples_seen)
             yield content
-            self._check_stepped()
-            self._stepper.finish_step()
+            if not self._pending.num_steps:
+                raise JobError("Every batch from run.batches needs its run.step before the next one is taken.")
+            self._pending = None
+            self.stepper.finish_step()
+            if self.stopping.is_over:
+                return
             self.timer.data_asked()
-
-    def _check_stepped(self) -> None:
-        if self._pending is not None and not self._pending.num_steps:
-            raise JobError("Every batch from run.batches needs its run.step before the next one is taken.")
-        self._pending = None
 
     def step(
         self, batch: Any, loss_fn: LossFn, *, model: nn.Module | None = None, optimizer: Optimizer | None = None
@@ -365,8 +355,10 @@ class Run(RunView):
                 "run.step needs a batch that run.batches just yielded; each is used once, except by steps that say "
                 "which model they train: run.step(batch, loss_fn, model=…)."
             )
-        result, trained = self._stepper.step(pending, batch, loss_fn, model, optimizer)
+        result, trained = self.stepper.step(pending, batch, loss_fn, model, optimizer)
         self.values = result.values
+        if pending.num_steps == 1:
+            self.display.step(self._progress, result.loss)
         self._note_micro_batch(trained.engine)
         for average, averaged_model in self._averages:
             if averaged_model is trained:
@@ -396,8 +388,6 @@ class Run(RunView):
     ) -> dict[str, float]:
         """Every metric over `dataset`, each sample counted exactly once on any number of workers.
 
-        A collective: every worker has to call it.
-
         Args:
             dataset: map-style, visited in order; or a stream; or a torch DataLoader over either, whose settings are
                 taken over.
@@ -410,9 +400,9 @@ class Run(RunView):
             metrics: those that are no means, by name: a torchmetrics metric, or three functions (update, merge,
                 compute). `measure` then returns under this name what `update` takes, {"f1": (predictions, targets)}.
         """
-        loading = loading_of(dataset, self.job, "evaluation", collate_fn=collate_fn, num_workers=num_workers)
+        loading = loading_of(self.job, dataset, "evaluation", collate_fn=collate_fn, num_workers=num_workers)
         results = self._evaluator.evaluate(
-            loading, measure, metrics, model or self.model, self._stepper.companions, self.engine, self.steps
+            loading, measure, metrics, model or self.model, self.stepper.companions, self.engine, self.steps
         )
         self.timer.resume()
         self.metrics.clear()
@@ -434,6 +424,7 @@ class Run(RunView):
             abandon()
         if stepper is not None and error is None:
             stepper.session.finish()
+            self.display.end(end_rows(self, self._progress, stepper.session.newest_checkpoint))
         elif stepper is not None and isinstance(error, Exception | KeyboardInterrupt):
             peers = stepper.session.peers
             lost = None if peers is None else peers.cause_of(error)
@@ -444,7 +435,17 @@ class Run(RunView):
         self._at_close.__exit__(kind, error, trace)
 
     @property
-    def _stepper(self) -> Stepper:
+    def stepper(self) -> Stepper:
+        """What makes the steps of the prepared model."""
         if self._prepared is None:
             raise JobError("Call run.prepare(model, optimizer) first.")
         return self._prepared
+
+    def stop(self, reason: str) -> None:
+        """Ask for the end of the run: `batches` ends on all workers, one step later than this. No collective."""
+        self.stopping.ask(reason)
+
+    def save(self) -> None:
+        """Save a checkpoint of the run as it is now, when all steps of a batch are made. A collective."""
+        self.stepper.finish_step()
+        self.stepper.session.save()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import AbstractContextManager
 
 from torch import Tensor, nn
@@ -33,6 +32,10 @@ class RunView:
         self._progress = progress
         self._noise = noise
         self._models = TrainedModels()
+
+    def epochs(self) -> range:
+        """The numbers of the epochs that are not over: all of the job's, or those left of a run that was resumed."""
+        return self._progress.epochs()
 
     def consensus(self) -> AbstractContextManager[None]:
         """Inside, the model holds what all workers agree on, the same on every one: the mean of their weights where
@@ -108,5 +111,4 @@ class RunView:
     @property
     def noise_scale(self) -> float | None:
         """The gradient noise scale in samples; None where it was not measured or no signal shows in the noise yet."""
-        mean = self.noise.mean
-        return None if mean is None or not math.isfinite(mean.samples) else mean.samples
+        return self._noise.scale()

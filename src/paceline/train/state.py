@@ -158,6 +158,10 @@ def optimizer_state(optimizer: Optimizer, names: Names, model: nn.Module) -> dic
     return {"state": {held[number]: state for number, state in plain["state"].items()}, "groups": groups}
 
 
+_OF_THIS_RUN = ("params", "foreach", "fused", "capturable", "differentiable")
+"""What of an optimizer's groups says how this run computes, not what it learns: another device has other kernels."""
+
+
 def load_optimizer_state(
     optimizer: Optimizer, names: Names, model: nn.Module, state: Mapping[str, Any], *, hyper: bool
 ) -> None:
@@ -177,7 +181,7 @@ def load_optimizer_state(
     groups = []
     for own, kept in zip(fresh["param_groups"], state["groups"], strict=True):
         _check_alike(own, kept)
-        groups.append((own | kept if hyper else own) | {"params": own["params"]})
+        groups.append((own | kept if hyper else own) | {key: own[key] for key in _OF_THIS_RUN if key in own})
     by_number = {
         numbers[name]: {key: _state_like(parameters[numbers[name]], value) for key, value in entries.items()}
         for name, entries in state["state"].items()

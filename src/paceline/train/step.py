@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -128,6 +130,13 @@ class Stepper:
                 seed_between_steps(self._state.job.seed, self._state.progress.steps, self._device)
             if all(stepper.trained.engine.is_synchronised for stepper in self._steppers.values()):
                 self.session.step_ended(self._timer.own_s)
+
+    @contextlib.contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Inside, the run can be saved as it is: nothing of the last step is half done."""
+        before, self._is_finished = self._is_finished, True
+        yield
+        self._is_finished = before
 
 
 def _chosen(trained: Trained, optimizer: Optimizer | None) -> Optimizer | None:
