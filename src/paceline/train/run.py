@@ -101,8 +101,7 @@ class Run(RunView):
         self._resume_from: dict[str, Any] = {"checkpoint_address": checkpoint_address, "force": force}
         self._prepared: Stepper | None = None
         self._frozen: dict[str, Companion] = {}
-        self._has_begun = False
-        """Whether batches have been asked for."""
+        self._has_read_batches = False
         self._averages: list[tuple[AveragedModel, Trained]] = []
         self._pending: Pending | None = None
         self._heartbeat = Heartbeat(env.heartbeat_path())
@@ -117,7 +116,7 @@ class Run(RunView):
     @overload
     def prepare(self, model: ModuleT, optimizer: OptimizerT, **options: Any) -> tuple[ModuleT, OptimizerT]: ...
 
-    def prepare(
+    def prepare(  # type: ignore[misc]  # the options of the second form are named here
         self,
         model: nn.Module,
         optimizer: Any = None,
@@ -155,7 +154,7 @@ class Run(RunView):
         """
         number = len(self._models.by_name) + len(self._models.frozen) + 1
         name = name or ("model" if number == 1 else f"model {number}")
-        if self._has_begun:
+        if self._has_read_batches:
             raise JobError("This run has read batches already; call run.prepare for every model before run.batches.")
         self._models.check_new(name, model)
         if optimizer is None:
@@ -298,7 +297,7 @@ class Run(RunView):
 
     def _epoch_batches(self, loading: Loading, epoch: int, samples_per_epoch: int | None) -> Iterator[Any]:
         self.stepper.begin_epoch()
-        self._pending, self._has_begun = None, True
+        self._pending, self._has_read_batches = None, True
         progress = self._progress
         if progress.is_over(epoch):
             return
