@@ -248,9 +248,7 @@ def print_families(cases: Sequence[Case]) -> None:
             mine = [case for case in found if case.method == PLANNER]
             if not mine:
                 continue
-            medians = {
-                law: float(np.median([abs(case.error) for case in found if case.method == law])) for law in LAWS
-            }
+            medians = {law: float(np.median([abs(case.error) for case in found if case.method == law])) for law in LAWS}
             best = min(medians, key=lambda law: medians[law])
             rows.append([family, subset, *Score.of(mine).cells(True), f"{best} {100 * medians[best]:.1f}"])
     print_markdown(["family", "from", *HEAD, "best law's median, %"], rows)

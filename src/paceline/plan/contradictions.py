@@ -14,7 +14,7 @@ _SIGMAS, _FACTOR = 4.0, 1.1
 """A row contradicts the others if their forecast misses it by both."""
 _IMPOSSIBLE_FACTOR = 5.0
 """Beyond this factor a row is left out, for what it says is of another job, unit or machine."""
-_ALL_ROWS = 12
+_ALL_ROWS = 4
 """Up to so many rows each is tried; of more, those that a fit of all misses by most."""
 _SUSPECTS = 3
 
@@ -83,7 +83,9 @@ def _contradictions(observations: Sequence[Observation], calibration: Calibratio
         miss = math.log(observations[row].step_time_s / forecast.total_s)
         end_s = forecast.high_s if miss > 0 else forecast.low_s
         sigma = abs(math.log(end_s / forecast.total_s)) / INTERVAL_SIGMAS
-        if abs(miss) <= max(_SIGMAS * sigma, math.log(_FACTOR)) or len(observations) == 3 and not _is_impossible(miss):
+        if abs(miss) <= max(_SIGMAS * sigma, math.log(_FACTOR)) or (
+            len(observations) == 3 and not _is_impossible(miss)
+        ):
             continue
         one = Contradiction(row, observations[row].step_time_s, forecast.total_s, _is_impossible(miss))
         found.append((abs(miss) / max(sigma, 1e-9), one))

@@ -17,18 +17,19 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-_NUM_MOVES = 5
-"""Metropolis steps after each change of the temperature."""
 _WANTED_ACCEPTANCE = 0.25
 """Of random-walk moves in many dimensions (Roberts, Gelman and Gilks 1997)."""
 _SEED = 20260701
 
 
-def posterior_samples(log_likelihood: Callable[[Array], Array], num_dimensions: int, num_samples: int) -> Array:
+def posterior_samples(
+    log_likelihood: Callable[[Array], Array], num_dimensions: int, num_samples: int, num_moves: int
+) -> Array:
     """[num_samples, num_dimensions]: equally weighted samples.
 
     Args:
         log_likelihood: of samples [num, num_dimensions], as [num].
+        num_moves: Metropolis steps after each change of the temperature.
     """
     rng = np.random.default_rng(_SEED)
     samples = rng.normal(size=(num_samples, num_dimensions))
@@ -40,7 +41,7 @@ def posterior_samples(log_likelihood: Callable[[Array], Array], num_dimensions: 
         samples, logs, temperature = samples[chosen], logs[chosen], following
         shape = np.linalg.cholesky(np.cov(samples.T) + 1e-6 * np.eye(num_dimensions))
         scale = 2.0 / math.sqrt(num_dimensions)
-        for _ in range(_NUM_MOVES):
+        for _ in range(num_moves):
             moved = samples + scale * rng.normal(size=samples.shape) @ shape.T
             moved_logs = log_likelihood(moved)
             gains = temperature * (moved_logs - logs) - (np.square(moved) - np.square(samples)).sum(axis=1) / 2

@@ -31,6 +31,8 @@ Array = NDArray[np.float64]
 UNKNOWN_GRADIENT_BYTES = 100e6
 """Stands in where no row tells: the constants of the links are then right for this size, and forecasts for any."""
 
+_RDMA_BYTES_PER_S = 5e9
+"""40 Gbit/s and more of a datasheet are InfiniBand, RoCE or their like."""
 _HOST_SHARPNESS = 8.0
 """How abruptly the host becomes the limit of a node."""
 
@@ -50,10 +52,6 @@ class Placement:
     num_passes: int = 1
     """Passes of a worker in a step, which accumulate gradients and then sum them once."""
 
-    @property
-    def samples_per_step(self) -> int:
-        return self.micro_batch_size * self.num_passes * self.layout.num_workers
-
 
 @dataclass(frozen=True)
 class Observation:
@@ -63,6 +61,11 @@ class Observation:
     step_time_s: float
     sync_time_s: float | None = None
     """The time that a worker waited for gradients; the rest of the step is an average worker's compute time."""
+
+    @property
+    def num_samples(self) -> int:
+        """Of one worker."""
+        return self.placement.micro_batch_size * self.placement.num_passes
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,9 @@ class Constants:
     """Launching the kernels of a pass: no pass is shorter."""
     host_s_per_sample: Any
     """Seconds that a node's host needs for a sample of any of its devices: loading, host memory."""
+    joint_slowdown: Any
+    """Slowdown of computing as soon as there are several workers, as a fraction of compute time: gradients are copied
+    into buckets and back, and sums take processors from computing."""
     neighbour_slowdown: Any
     """Slowdown of workers by others on the same node, as a fraction of their compute time."""
     network_slowdown: Any
@@ -151,40 +157,44 @@ def priors_of(
 ) -> dict[str, Prior]:
     """What hardware usually has, around a single step that took `step_s`.
 
-    Whatever is no computing has an absolute scale: launching the kernels of a pass and the optimizer takes milliseconds,
-    and sums of gradients take tens of them, also where many passes make a step of minutes. A short step has less of it.
+    Whatever is no computing has an absolute scale: launching the kernels of a pass and the optimizer takes
+    milliseconds, and sums of gradients take tens of them, also where many passes make a step of minutes. A short step
+    has less of it.
     Without the size of gradients, links are known only by how long a sum takes.
     """
     pass_s = step_s / num_passes
     sum_s = min(0.04 * step_s, 0.015)
     vector_bytes = gradient_bytes or UNKNOWN_GRADIENT_BYTES
     inside = Prior(sum_s / vector_bytes, 1.5)
-    shared = Prior(min(0.1 * sum_s, 0.0015) / vector_bytes, 1.6)
+    shared = Prior(min(0.05 * sum_s, 0.00075) / vector_bytes, 2.3)
     if gradient_bytes is not None:
-        # PCIe 3.0 x16 has 10 GB/s; NVLink has ten times as much, shared memory of CPUs a tenth.
-        inside, shared = Prior(1 / 10e9, 1.5), Prior(0.1 / 10e9, 1.6)
+        # PCIe 3.0 x16 has 10 GB/s, which devices may share; NVLink has ten times as much, memory of CPUs a tenth.
+        inside, shared = Prior(1 / 20e9, 1.5), Prior(0.05 / 20e9, 2.3)
     # A network is a few times slower than the links inside a node.
     between = Prior(3.0, 1.2, times=("inside_beta_s_per_byte", "shared_beta_s_per_byte"))
     if link is not None:  # a datasheet's rate is a bound, of which collectives reach two thirds or much less
         between = Prior(0.5 / link, 1.0, least=1 / link)
+    # Networks are of two kinds: RDMA as on InfiniBand, and sockets as in most clouds, which cap each flow.
+    is_rdma = link is not None and link >= _RDMA_BYTES_PER_S
     return {
         "per_sample_s": Prior(0.9 * pass_s / micro_batch_size, 0.3),
         "fixed_s": Prior(min(0.05 * pass_s, 0.005), 1.0),
         "floor_s": Prior(min(0.05 * pass_s, 0.01), 1.0),
-        "host_s_per_sample": Prior(0.025 * pass_s / micro_batch_size, 1.2),
-        "neighbour_slowdown": Prior(0.02, 1.2),
-        "network_slowdown": Prior(0.0175, 1.6),
-        "straggler_spread": Prior(0.02, 0.7),
-        "inside_alpha_s": Prior(min(0.01 * step_s, 1e-4), 1.0),  # ten buckets at 10 us
+        "host_s_per_sample": Prior(0.01 * pass_s / micro_batch_size, 2.0),
+        "joint_slowdown": Prior(0.005, 1.6),
+        "neighbour_slowdown": Prior(0.01, 1.5),
+        "network_slowdown": Prior(0.006, 1.2) if is_rdma else Prior(0.0175, 1.6),
+        "straggler_spread": Prior(0.01, 1.5),
+        "inside_alpha_s": Prior(min(0.005 * step_s, 5e-5), 1.2),  # ten buckets at 5 us
         "inside_beta_s_per_byte": inside,
         "shared_beta_s_per_byte": shared,
-        "between_alpha_s": Prior(min(0.05 * step_s, 5e-4), 1.0),  # ten buckets at 50 us
+        "between_alpha_s": Prior(min(0.02 * step_s, 1e-4 if is_rdma else 3e-4), 1.2),  # ten buckets at 10 or 30 us
         "between_beta_s_per_byte": between,
-        "pair_slowdown": Prior(0.1, 1.2),  # none on InfiniBand, a third and more in clouds
+        "pair_slowdown": Prior(0.03, 1.0) if is_rdma else Prior(0.1, 1.2),
         "growth_slowdown": Prior(0.05, 1.0),
-        "several_nodes_s": Prior(min(0.02 * step_s, 0.02), 1.5),
-        "overlap_beyond_sum": Prior(2.6, 0.4),
-        "tail_fraction": Prior(0.08, 0.8),
+        "several_nodes_s": Prior(min(0.005 * step_s, 0.002) if is_rdma else min(0.02 * step_s, 0.02), 1.5),
+        "overlap_beyond_sum": Prior(6.0, 0.6),
+        "tail_fraction": Prior(0.06, 0.8),
     }
 
 
@@ -265,7 +275,8 @@ class StepArrays:
             constants.neighbour_slowdown, on_node
         )
         slowest = slowest_s(pass_s, constants.straggler_spread, self.expected_maxima)
-        slowest = slowest * (1 + constants.network_slowdown * self.has_nodes)
+        shared = constants.joint_slowdown * (self.expected_maxima > 0) + constants.network_slowdown * self.has_nodes
+        slowest = slowest * (1 + shared)
         host_s = np.where(on_node > 1, constants.host_s_per_sample * sizes * on_node, 0.0)
         slowest = smooth_max(slowest, host_s, _HOST_SHARPNESS)
         tail = np.minimum(constants.tail_fraction, 1.0)

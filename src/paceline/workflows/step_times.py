@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import io
 import math
 import re
@@ -51,12 +50,12 @@ class FittedSteps:
 
     @property
     def constants(self) -> dict[str, float]:
-        return dataclasses.asdict(self.calibration.constants)
+        return self.calibration.medians()
 
     @property
     def uncertain_by_factor(self) -> dict[str, float]:
         """The uncertainty of each constant as a factor (one standard deviation)."""
-        return {name: math.exp(self.calibration.relative_deviation(name)) for name in self.constants}
+        return {name: math.exp(deviation) for name, deviation in self.calibration.deviations().items()}
 
 
 def fit_step_times(observations: Path | str, queries: Path | str) -> FittedSteps:
@@ -72,15 +71,16 @@ def fit_step_times(observations: Path | str, queries: Path | str) -> FittedSteps
     Raises:
         JobError: a file cannot be read, or has an invalid value; the message names line and column.
     """
-    from paceline.plan.calibrate import fit, predict
+    from paceline.plan.calibrate import predict
+    from paceline.plan.contradictions import fit_without_mistakes
 
     measured, _ = read_observations(Path(observations))
     if not measured:
         raise JobError(f"{observations} has no row with a step_time_s; measure one device and two devices at least.")
     wanted = tuple(row.placement for row in _read(Path(queries)))
-    calibration = fit([observation for _, observation in measured])
+    calibration, found = fit_without_mistakes([observation for _, observation in measured])
     contradictions = []
-    for one in calibration.outliers:
+    for one in found:
         line = measured[one.row][0]
         sentence = one.sentence(f"{observations}, line {line},")
         contradictions.append(ContradictingRow(line, one.measured_s, one.forecast_s, sentence))

@@ -73,8 +73,8 @@ def test_suggestions_are_rows_without_a_time(tmp_path: Path, capsys: pytest.Capt
     )
     suggest_next(obs, 2, as_json=True)
     first, second = json.loads(capsys.readouterr().out)["suggestions"]
-    assert first["num_nodes"] in (3, 4)
-    assert second["expected_error"] < first["expected_error"]
+    assert first["num_nodes"] in (2, 3, 4)
+    assert second["expected_error"] <= first["expected_error"]
     suggest_next(obs, 3, as_json=False)
     assert "4 x 2" in capsys.readouterr().out
 
