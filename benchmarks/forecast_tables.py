@@ -23,7 +23,7 @@ from scipy.optimize import nnls
 
 from paceline.plan.calibrate import fit, predict
 from paceline.plan.step_constants import Observation, Placement
-from paceline.workflows.step_times import read_observations
+from paceline.workflows.step_time_files import read_observations
 
 SUBSETS = ("two", "three", "span")
 PLANNER = "planner"

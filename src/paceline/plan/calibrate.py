@@ -17,7 +17,7 @@ import numpy as np
 
 from paceline.errors import JobError
 from paceline.plan.model import StepForecast
-from paceline.plan.posterior import posterior_samples
+from paceline.plan.posterior import posterior_samples, samples_near_best
 from paceline.plan.step_constants import (
     CONSTANT_NAMES,
     UNKNOWN_GRADIENT_BYTES,
@@ -25,6 +25,7 @@ from paceline.plan.step_constants import (
     Constants,
     Observation,
     Placement,
+    Prior,
     StepArrays,
     priors_of,
     usual_sizes,
@@ -38,6 +39,8 @@ _UNSEEN_ERROR = 0.025
 as on published tables. It only widens intervals."""
 _FREEDOM = 4.0
 """Degrees of freedom of errors: one row in a hundred misses by more than five times their scale."""
+_T_MEDIAN = 0.741
+"""The median of the absolute value of a number that follows that distribution."""
 _T_QUANTILES = (-1.96, -1.12, -0.72, -0.41, -0.13, 0.13, 0.41, 0.72, 1.12, 1.96)
 """Ten equally likely errors: the quantiles 0.05, 0.15, … 0.95 of that distribution, the ends drawn in to -1.96 so that
 ten values have the spread of all."""
@@ -46,6 +49,8 @@ _NUM_SAMPLES, _NUM_MOVES = 2000, 10
 """For a few rows, whose posterior is wide and may have several peaks."""
 _NUM_SAMPLES_OF_MANY, _NUM_MOVES_OF_MANY = 400, 30
 """For more rows, whose posterior is narrow and far from the priors: fewer samples that move more."""
+_MOST_ROWS = 48
+"""Of more rows so many are sampled, and the best constants for all of them are found from there."""
 
 
 @dataclass(frozen=True)
@@ -89,30 +94,78 @@ def fit(observations: Sequence[Observation]) -> Calibration:
     gradient_bytes, link = usual_sizes(placements)
     one = anchor.placement
     priors = priors_of(anchor.step_time_s, one.micro_batch_size, gradient_bytes, link, one.num_passes)
-    steps = StepArrays.of(placements, gradient_bytes or UNKNOWN_GRADIENT_BYTES, link)
-    measured = np.log([observation.step_time_s for observation in observations])
-    compute_only = np.log([_compute_only_s(observation) for observation in observations])
-    with_compute = np.flatnonzero(np.isfinite(compute_only))
-
-    def log_likelihood(coordinates: Array) -> Array:
-        parts = steps.parts(Constants.at(priors, coordinates))
-        misses = np.log(parts.total_s) - measured
-        if len(with_compute):
-            of_compute = np.log(parts.compute_s[:, with_compute]) - compute_only[with_compute]
-            misses = np.concatenate([misses, of_compute], axis=1)
-        scales = _errors_at(coordinates)
-        likely = -(_FREEDOM + 1) / 2 * np.log1p(np.square(misses / scales) / _FREEDOM) - np.log(scales)
-        return np.asarray(likely.sum(axis=1))
-
-    is_few = len(observations) <= _FEW_ROWS
-    effort = (_NUM_SAMPLES, _NUM_MOVES) if is_few else (_NUM_SAMPLES_OF_MANY, _NUM_MOVES_OF_MANY)
-    coordinates = posterior_samples(log_likelihood, len(priors) + 1, *effort)
+    vector_bytes = gradient_bytes or UNKNOWN_GRADIENT_BYTES
+    some = observations
+    if len(observations) > _MOST_ROWS:
+        places = np.random.default_rng(0).choice(len(observations), _MOST_ROWS, replace=False)
+        some = [observations[place] for place in sorted(places)]
+    effort = (_NUM_SAMPLES, _NUM_MOVES) if len(some) <= _FEW_ROWS else (_NUM_SAMPLES_OF_MANY, _NUM_MOVES_OF_MANY)
+    rows = _Rows.of(some, priors, vector_bytes, link)
+    coordinates = posterior_samples(rows.log_likelihood, len(priors) + 1, *effort)
+    if len(observations) > _MOST_ROWS:
+        all_rows = _Rows.of(observations, priors, vector_bytes, link)
+        coordinates = all_rows.samples_near(coordinates.mean(axis=0))
     return Calibration(
         constants=Constants.at(priors, coordinates),
         errors=_errors_at(coordinates),
-        gradient_bytes=gradient_bytes or UNKNOWN_GRADIENT_BYTES,
+        gradient_bytes=vector_bytes,
         link_bytes_per_s=link,
     )
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Measured rows as arrays, and how likely they are where constants are."""
+
+    priors: dict[str, Prior]
+    steps: StepArrays
+    measured: Array
+    """[num_rows]: logarithms of the measured steps."""
+    compute_only: Array
+    """[num_rows]: logarithms of what a worker computed; NaN where that was not measured."""
+
+    @classmethod
+    def of(
+        cls, observations: Sequence[Observation], priors: dict[str, Prior], gradient_bytes: float, link: float | None
+    ) -> _Rows:
+        placements = [observation.placement for observation in observations]
+        return cls(
+            priors=priors,
+            steps=StepArrays.of(placements, gradient_bytes, link),
+            measured=np.log([observation.step_time_s for observation in observations]),
+            compute_only=np.log([_compute_only_s(observation) for observation in observations]),
+        )
+
+    def errors(self, coordinates: Array) -> Array:
+        """[num_points, num_errors]: log(forecast / measured) over its scale, of steps and of computing by itself."""
+        parts = self.steps.parts(Constants.at(self.priors, coordinates))
+        misses = np.log(parts.total_s) - self.measured
+        with_compute = np.flatnonzero(np.isfinite(self.compute_only))
+        of_compute = np.log(parts.compute_s[:, with_compute]) - self.compute_only[with_compute]
+        return np.concatenate([misses, of_compute], axis=1) / _errors_at(coordinates)
+
+    def _surprises(self, coordinates: Array) -> Array:
+        """Minus the logarithm of the likelihood of each error, but for a constant."""
+        scale = np.log(_errors_at(coordinates))
+        return (_FREEDOM + 1) / 2 * np.log1p(np.square(self.errors(coordinates)) / _FREEDOM) + scale
+
+    def log_likelihood(self, coordinates: Array) -> Array:
+        return np.asarray(-self._surprises(coordinates).sum(axis=1))
+
+    def samples_near(self, start: Array) -> Array:
+        """Samples around the most probable constants, found from `start`; all with the usual error of a row."""
+        scale = start[-1:]
+        for _ in range(2):
+            found = samples_near_best(
+                lambda point: self.errors(np.concatenate([point, scale])[None])[0],  # noqa: B023 - called in this round
+                start[:-1],
+                _NUM_SAMPLES_OF_MANY,
+                _FREEDOM,
+            )
+            start = np.concatenate([found.mean(axis=0), scale])
+            usual = float(np.median(np.abs(self.errors(start[None])))) / _T_MEDIAN
+            scale = scale + math.log(max(usual, 1e-3)) / _ROW_ERROR_DEVIATION
+        return np.concatenate([found, np.broadcast_to(scale, (len(found), 1))], axis=1)
 
 
 def uninformed(placements: Sequence[Placement], step_time_s: float = 0.1) -> Calibration:
@@ -189,7 +242,7 @@ def _measurements(calibration: Calibration, totals: Array) -> Array:
     """[many, num_steps]: what may be measured, where samples of the constants make `totals`."""
     scales = np.sqrt(np.square(calibration.errors) + _UNSEEN_ERROR**2)
     factors = np.exp(scales * np.array(_T_QUANTILES))  # [num_samples, 10]
-    return (totals[:, None, :] * factors[:, :, None]).reshape(-1, totals.shape[1])
+    return np.asarray((totals[:, None, :] * factors[:, :, None]).reshape(-1, totals.shape[1]))
 
 
 def _errors_at(coordinates: Array) -> Array:

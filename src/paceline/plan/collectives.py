@@ -189,13 +189,15 @@ COSTS: dict[AlgorithmName, Cost] = {
 _TWO_LEVEL = ("hierarchical", "parameter_server_two_level")
 
 
-def _longer(one: Any, other: Any) -> Any:
+def _longer(one: Any, other: Any) -> float:
     """The larger of two times, element by element where they are arrays."""
-    is_number = isinstance(one, int | float) and isinstance(other, int | float)
-    return max(one, other) if is_number else np.maximum(one, other)
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        return max(one, other)
+    longer: float = np.maximum(one, other)
+    return longer
 
 
-def _shorter(one: Any, other: Any) -> Any:
+def _shorter(one: float, other: float) -> float:
     return -_longer(-one, -other)
 
 
@@ -203,9 +205,9 @@ def _start_s(level: AlphaBeta, network: Network) -> float:
     return level.alpha_s + network.per_message_s
 
 
-def _hop_s(size_bytes: float, layout: Layout, network: Network) -> Any:
+def _hop_s(size_bytes: float, layout: Layout, network: Network) -> float:
     """One message from each worker to the next one in the order of the nodes, all at once."""
-    slowest_s: Any = 0.0
+    slowest_s = 0.0
     if max(layout.workers_per_node) > 1:
         slowest_s = network.inside.alpha_s + size_bytes * network.inside.beta_s_per_byte
     if layout.num_nodes > 1:

@@ -51,6 +51,36 @@ def posterior_samples(
     return samples
 
 
+def samples_near_best(errors: Callable[[Array], Array], start: Array, num_samples: int, freedom: float) -> Array:
+    """[num_samples, num_dimensions]: samples of the normal distribution around the most probable point (Laplace).
+
+    For so many measurements that the posterior has one narrow peak.
+
+    Args:
+        errors: of one point [num_dimensions], as [num_measurements], which follow Student's t distribution.
+        start: a point near the most probable one.
+        freedom: degrees of freedom of that distribution.
+    """
+    from scipy.optimize import least_squares  # takes its time to load
+
+    def residuals(point: Array) -> Array:
+        return np.concatenate([point, errors(point)])
+
+    def surprise(squares: Array) -> Array:
+        """Value and two derivatives: (freedom + 1) log(1 + z / freedom) for the errors, z itself for the priors."""
+        told = np.zeros((3, len(squares)))
+        told[0], told[1] = squares, 1.0
+        far = freedom + squares[len(start) :]
+        told[0, len(start) :] = (freedom + 1) * np.log(far / freedom)
+        told[1, len(start) :] = (freedom + 1) / far
+        told[2, len(start) :] = -(freedom + 1) / far**2
+        return told
+
+    best = least_squares(residuals, start, loss=surprise, xtol=1e-4, ftol=1e-5, max_nfev=60)
+    shape = np.linalg.cholesky(np.linalg.inv(best.jac.T @ best.jac))
+    return np.asarray(best.x + np.random.default_rng(_SEED).normal(size=(num_samples, len(start))) @ shape.T)
+
+
 def _weights(logs: Array, difference: float) -> Array:
     weights = np.exp(difference * (logs - logs.max()))
     return np.asarray(weights / weights.sum())

@@ -37,10 +37,20 @@ class Suggestion:
     """What measuring it costs."""
 
 
-def suggest(observations: Sequence[Observation], candidates: Sequence[Placement], budget: int) -> list[Suggestion]:
+def suggest(
+    observations: Sequence[Observation],
+    candidates: Sequence[Placement],
+    budget: int,
+    *,
+    max_nodes: int | None = None,
+    max_devices: int | None = None,
+) -> list[Suggestion]:
     """Up to `budget` of the candidates, in the order in which to measure them; the candidates are the user's range too.
 
     Where nothing is measured yet, the first is the smallest: it costs least, and all others are judged by it.
+
+    Args:
+        max_nodes, max_devices: what there is to measure on; larger candidates are only forecast.
     """
     if not candidates:
         return []
@@ -50,7 +60,8 @@ def suggest(observations: Sequence[Observation], candidates: Sequence[Placement]
     step_s = np.array([forecast.total_s for forecast in predict(calibration, candidates)])
     num_devices = np.array([candidate.layout.num_workers for candidate in candidates])
     costs = num_devices * (_START_S + _STEPS_TO_MEASURE * step_s)
-    is_left = np.ones(len(candidates), bool)
+    num_nodes = np.array([candidate.layout.num_nodes for candidate in candidates])
+    is_left = (num_nodes <= (max_nodes or np.inf)) & (num_devices <= (max_devices or np.inf))
     suggestions: list[Suggestion] = []
     first = [] if observations else _smallest(candidates)
     while len(suggestions) < budget and is_left.any():
