@@ -12,7 +12,8 @@ import shutil
 import sys
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -426,9 +427,31 @@ def thread_limit() -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def deterministic_cuda() -> None:
-    """Make cuBLAS deterministic; it reads the variable when its first handle is made."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+def prepare_nccl(*, launcher_ends_hangs: bool) -> None:
+    """Set what torch and CUDA read when they are first used on a GPU, unless the user has set it.
+
+    Args:
+        launcher_ends_hangs: torch's watchdog, which ends the process where a collective fails or takes too long, is not
+            needed: it would end workers that have lost another one before they can save.
+    """
+    if launcher_ends_hangs:
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    # As many queues as the hardware has. A run has more streams than the eight by default, and where two streams share
+    # a queue, work that waits for another worker holds up the work behind it.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
+@contextmanager
+def deterministic_cuda() -> Iterator[None]:
+    """Inside, cuBLAS is deterministic: it reads the variable when its first handle is made. A user's value stays."""
+    name = "CUBLAS_WORKSPACE_CONFIG"
+    is_ours = name not in os.environ
+    os.environ.setdefault(name, ":4096:8")
+    try:
+        yield
+    finally:
+        if is_ours:
+            os.environ.pop(name, None)
 
 
 def visible_gpus() -> list[str] | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paceline.errors import DivergenceError
 from paceline.plain_messages import MAX_TEXT_BYTES, decode, empty_tensors, encode
+from paceline.process_groups import device_of
 
 
 def broadcast_object(value: Any, group: dist.ProcessGroup | None, classes: Iterable[type] = (), source: int = 0) -> Any:
@@ -25,7 +26,7 @@ def broadcast_object(value: Any, group: dist.ProcessGroup | None, classes: Itera
     """
     if group is None:
         return value
-    device = _device(group)
+    device = device_of(group)
     is_source = dist.get_rank(group) == source
     text, tensors = encode(value) if is_source else (b"", [])
     length = torch.tensor([len(text)], device=device)
@@ -47,7 +48,7 @@ def all_gather_objects(value: Any, group: dist.ProcessGroup | None, classes: Ite
     """The value of every rank, by rank, on every worker; a collective. For small values: all texts have one length."""
     if group is None:
         return [value]
-    device = _device(group)
+    device = device_of(group)
     text, tensors = encode(value)
     if tensors:
         raise TypeError("all_gather_objects takes values without tensors and bytes; gather those by other collectives.")
@@ -91,7 +92,7 @@ def scatter_objects(values: Sequence[Any], group: dist.ProcessGroup | None, clas
 
 def send_object(value: Any, group: dist.ProcessGroup, destination: int) -> None:
     """Send a value to rank `destination` of `group`, which has to call `recv_object`."""
-    device = _device(group)
+    device = device_of(group)
     text, tensors = encode(value)
     dist.send(torch.tensor([len(text)], device=device), group_dst=destination, group=group)
     dist.send(_text_tensor(text, len(text), device), group_dst=destination, group=group)
@@ -101,7 +102,7 @@ def send_object(value: Any, group: dist.ProcessGroup, destination: int) -> None:
 
 def recv_object(group: dist.ProcessGroup, source: int, classes: Iterable[type] = ()) -> Any:
     """The value that rank `source` of `group` sends by `send_object`."""
-    device = _device(group)
+    device = device_of(group)
     length = torch.empty(1, dtype=torch.int64, device=device)
     dist.recv(length, group_src=source, group=group)
     flat = torch.empty(_checked(int(length)), dtype=torch.uint8, device=device)
@@ -114,12 +115,6 @@ def recv_object(group: dist.ProcessGroup, source: int, classes: Iterable[type] =
         if on_device is not tensor:
             tensor.copy_(on_device)
     return decode(text, tensors, classes)
-
-
-def _device(group: dist.ProcessGroup) -> torch.device:
-    """Where the backend of `group` sends from."""
-    is_nccl = dist.get_backend(group) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
 
 
 def _text_tensor(text: bytes, length: int, device: torch.device) -> Tensor:

@@ -76,7 +76,10 @@ class Browser:
         self.cdp("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def open(self, page: Path) -> None:
-        self._call("POST", f"{self._session}/url", {"url": page.resolve().as_uri()})
+        self.visit(page.resolve().as_uri())
+
+    def visit(self, address: str) -> None:
+        self._call("POST", f"{self._session}/url", {"url": address})
 
     def run(self, script: str) -> Any:
         """What the body of a function `script` returns; a promise is waited for."""
@@ -98,6 +101,11 @@ class Browser:
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
         shot = self.cdp("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
         path.write_bytes(base64.b64decode(shot["data"]))
+
+    def print(self) -> bytes:
+        """The page on A4 paper, as PDF."""
+        printed = self.cdp("Page.printToPDF", paperWidth=8.27, paperHeight=11.69, printBackground=True)
+        return base64.b64decode(printed["data"])
 
 
 @contextmanager

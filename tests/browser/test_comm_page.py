@@ -31,7 +31,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", BENCHES)
-@pytest.mark.parametrize("width", [390, 1400])
+@pytest.mark.parametrize("width", [360, 1400])
 def test_all_is_drawn_without_network_errors_or_overflow(
     browser: Browser, pages: dict[str, Path], name: str, width: int
 ) -> None:

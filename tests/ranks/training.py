@@ -76,7 +76,7 @@ def train(
         model, _optimizer = run.prepare(model, build_optimizer(job.optim, model), example=example)
         losses = [float(run.step(batch, loss_fn)) for batch in run.batches(train_set)]
         metrics = run.evaluate(test_set, measure) if test_set is not None else {}
-        weights = {name: tensor.detach().numpy().copy() for name, tensor in run.whole_state().items()}
+        weights = {name: tensor.detach().cpu().numpy().copy() for name, tensor in run.whole_state().items()}
         return Outcome(run.weights_sha256(), weights, losses, metrics)
 
 

@@ -60,7 +60,7 @@ def test_the_wheel_holds_every_file_of_the_package(built: tuple[Path, Path]) -> 
         metadata = Parser().parsestr(archive.read(metadata_name).decode())
     assert expected - names == set()
     assert metadata["Version"] == paceline.__version__
-    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["License-Expression"] == "Apache-2.0 AND MIT"  # plotly.js is MIT
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 

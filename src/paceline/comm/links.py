@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from paceline.comm.shared_memory import SharedMemory
 from paceline.comm.shared_memory import is_possible as shared_memory_is_possible
 from paceline.comm.wire import FLOAT32, WireFormat
 from paceline.object_collectives import all_gather_objects
+from paceline.process_groups import open_group
 
 
 @dataclass(frozen=True)
@@ -107,33 +107,32 @@ class Transfer:
 
 
 def open_links(group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> Links:
-    """Find out which workers share a node, and open memory that they share. A collective of all workers."""
+    """Find out which workers share a node, and open memory that they share.
+
+    A collective of all workers of the run, each with the group that it adds up with.
+    """
     nodes = node_of_every_rank(group)
-    shared = None
-    node_group = None
-    # Asked of all: workers on different processors must not go different ways.
-    if all(all_gather_objects(device.type == "cpu" and shared_memory_is_possible(), group)):
-        shared = SharedMemory.open(group, nodes, timeout_s)
-    elif len(nodes) == 1:
-        node_group = group
-    else:
-        node_group = open_node_group(nodes, group, timeout_s)
-    return Links(group, nodes, device, timeout_s, shared, node_group)
+    # Asked of all workers of the run: those on different processors must not go different ways.
+    if all(all_gather_objects(device.type == "cpu" and shared_memory_is_possible(), dist.group.WORLD)):
+        return Links(group, nodes, device, timeout_s, SharedMemory.open(group, nodes, timeout_s))
+    if len(nodes) == 1:
+        # Other groups of the same mesh may have more nodes, and all workers open groups together.
+        open_node_group([(rank,) for rank in nodes[0]], group, timeout_s)
+        return Links(group, nodes, device, timeout_s, node_group=group)
+    return Links(group, nodes, device, timeout_s, node_group=open_node_group(nodes, group, timeout_s))
 
 
 def open_node_group(
     nodes: Sequence[tuple[int, ...]], group: dist.ProcessGroup, timeout_s: float
 ) -> dist.ProcessGroup | None:
-    """A group of the workers of this node; None for a worker alone on it. A collective of all workers of `group`."""
+    """A group of the workers of `group` on this node; None for a worker alone on it.
+
+    A collective of all workers of the run, each with its own `group`.
+    """
     rank = dist.get_rank(group)
+    node = next(node for node in nodes if rank in node)
     global_ranks = dist.get_process_group_ranks(group)
-    own = None
-    for node in nodes:
-        if len(node) > 1:
-            # Everybody takes part in the making of every group, in one order.
-            made = dist.new_group([global_ranks[member] for member in node], timeout=timedelta(seconds=timeout_s))
-            own = made if rank in node else own
-    return own
+    return open_group([global_ranks[member] for member in node], timeout_s)
 
 
 def node_of_every_rank(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:

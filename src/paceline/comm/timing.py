@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.comm.aggregator import Algorithm
 from paceline.comm.links import Links
+from paceline.process_groups import device_of
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,13 @@ def wait_for_all(links: Links) -> None:
 
 def slowest(seconds: float, links: Links) -> float:
     """The largest of the workers' values, on all of them."""
-    return largest(seconds, links.group, links.device)
+    return largest(seconds, links.group)
 
 
-def largest(value: float, group: dist.ProcessGroup | None, device: torch.device | None = None) -> float:
+def largest(value: float, group: dist.ProcessGroup | None) -> float:
     """The largest of the workers' numbers, for all of them; a collective, so who gets it knows that all came here."""
     if group is None:
         return float(value)
-    values = torch.tensor([value], dtype=torch.float64, device=device)
+    values = torch.tensor([value], dtype=torch.float64, device=device_of(group))
     dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
     return float(values)

@@ -105,11 +105,15 @@ class Loading:
         Raises:
             DataError: some samples would be left out.
         """
-        if self.drop_last:
-            raise DataError("An evaluation counts every sample once; give its DataLoader drop_last=False.")
+        self.check_whole()
         if self.sampler is None or type(self.sampler) is SequentialSampler:
             return SequentialOrder(set_size, self.batch_size or batch_size)
         return listed_order(self.sampler, set_size, self.batch_size or batch_size, seed, 0)
+
+    def check_whole(self) -> None:
+        """Raises `DataError` where the last samples of an evaluation would be left out."""
+        if self.drop_last:
+            raise DataError("An evaluation counts every sample once; give its DataLoader drop_last=False.")
 
 
 def is_loader(dataset: Any) -> bool:

@@ -19,6 +19,7 @@ LOST_PEER_TYPES = frozenset({"RuntimeError", "DistError", "DistBackendError", "D
 """Messages of torch.distributed when a peer is gone. Python's own ConnectionResetError (from a download, say) is
 not among them."""
 
+# Gloo's, then those of stores and of the rendezvous, then NCCL's.
 LOST_PEER_MESSAGES = (
     "connection closed by peer",
     "connection reset by peer",
@@ -34,7 +35,10 @@ LOST_PEER_MESSAGES = (
     "connectfullmesh failed",
     "failed to recv, got 0 bytes",
     "remote process exited",
+    "ncclremoteerror",
+    "connection closed by remote peer",
     "nccl communicator was aborted",
+    "nccl communicator encountered error set by",
     "watchdog caught collective operation timeout",
 )
 

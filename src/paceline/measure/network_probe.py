@@ -110,7 +110,7 @@ def _time_transfer(
 
 def _told_by(rank: int, seconds: float, world: World) -> float:
     """What `rank` has measured, for all workers."""
-    return largest(seconds if world.rank == rank else 0.0, world.group, world.device)
+    return largest(seconds if world.rank == rank else 0.0, world.group)
 
 
 def _send(message: Tensor, sender: int, receiver: int, world: World) -> None:

@@ -133,7 +133,7 @@ def _finish_together(step: Callable[[], object], world: World) -> None:
 
 def _all_agree(world: World, wanted: bool) -> bool:
     """What rank 0 wants, for all workers; a collective."""
-    return largest(float(wanted and world.rank == 0), world.group, world.device) > 0
+    return largest(float(wanted and world.rank == 0), world.group) > 0
 
 
 def _typical(times: list[float]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -10,13 +11,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from paceline.private_groups import private_group
 from paceline.spec import Mesh
 from paceline.spec.mesh import AXES
 
 
 def device_mesh_of(mesh: Mesh, device_kind: str) -> DeviceMesh:
     """All workers as a torch `DeviceMesh` with an axis of each name; a collective."""
-    return init_device_mesh(device_kind, tuple(mesh.degree(axis) for axis in AXES), mesh_dim_names=AXES)
+    degrees = tuple(mesh.degree(axis) for axis in AXES)
+    with private_group():
+        return init_device_mesh(device_kind, degrees, mesh_dim_names=AXES)
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -29,7 +33,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """All of `tensor`; a collective of the workers that hold its shards."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    gathered = tensor
+    # A shard that is kept in host memory is sent from where the mesh computes.
+    gathered = cast(DTensor, tensor.to(tensor.device_mesh.device_type))
     # Axis by axis, the outer first: torch warns where it has to find that order itself.
     for axis in range(gathered.device_mesh.ndim):
         placements = [Replicate() if one == axis else placed for one, placed in enumerate(gathered.placements)]

@@ -20,6 +20,7 @@ from paceline.parallel.gradient_norms import TakeNorms
 from paceline.parallel.loss_functions import LossFunctions
 from paceline.parallel.losses import StepLoss
 from paceline.parallel.micro_batch import MicroBatchLimit
+from paceline.process_groups import device_of
 from paceline.samples import Samples
 
 
@@ -199,11 +200,15 @@ class Engine:
 
 
 def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Broadcast rank 0's values to all workers, in messages of about a bucket; a collective."""
+    """Broadcast rank 0's values to all workers, in messages of about a bucket; a collective.
+
+    Tensors may be on any device: a model that no GPU can hold is still in host memory when it is made equal.
+    """
     if group is None:
         return
+    device = device_of(group)
     for bucket in buckets((tensor.detach() for tensor in tensors), lambda tensor: (tensor.dtype, tensor.nbytes)):
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        flat = torch.cat([tensor.reshape(-1).to(device) for tensor in bucket])
         dist.broadcast(flat, group_src=0, group=group)
         for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
             tensor.copy_(values.view(tensor.shape))

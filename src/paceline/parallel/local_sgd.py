@@ -13,6 +13,7 @@ the difference between a and the weighted mean of all x_w, and every worker cont
 so that local_sgd is diloco with outer_lr = 1 and outer_momentum = 0, and with an outer step after every step of plain
 SGD it is synchronous training: d is then -lr times the mean gradient over all samples. The second line is a step of SGD
 with Nesterov momentum along the pseudo-gradient -d. The optimizer that makes the steps in between keeps its state.
+Where a loss is a `Mean`, n_w counts the units that it is the mean of, such as valid tokens, in place of samples.
 
 Stich, "Local SGD Converges Fast and Communicates Little", 2018, arXiv 1805.09767; Lin, Stich, Patel, Jaggi, "Don't
 Use Large Mini-Batches, Use Local SGD", 2018, arXiv 1808.07217; Douillard et al., "DiLoCo: Distributed
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -34,6 +36,7 @@ from torch import Tensor, nn
 from paceline.comm import ALGORITHMS, Aggregator, Bucket, Links, Scheduler
 from paceline.comm.links import open_node_group
 from paceline.errors import JobError
+from paceline.object_collectives import all_gather_objects
 from paceline.parallel.aggregation import compressor_state, load_compressor_state
 from paceline.parallel.buckets import buckets
 from paceline.parallel.clock import Clock
@@ -97,9 +100,14 @@ class LocalSGD(Engine):
         self._buffers = _floating_buffers(self._model)
         self._has_begun = False
         self._num_steps = 0
-        """Counted since the last outer step, as the next two."""
-        self._own_samples = 0
+        """Counted since the last outer step, as the next three."""
+        self._own_samples: float = 0
+        """The weight of what this worker has computed: samples, or the units of a `Mean`."""
         self._all_samples = 0
+        self._losses: set[str] = set()
+        """The names of the loss functions."""
+        self._is_weighted: dict[str, bool] = {}
+        """Whether a loss function returns a `Mean`, as far as all workers know."""
         self._holds_consensus = False
         self._device = device
         self._clock = Clock(device)
@@ -113,7 +121,8 @@ class LocalSGD(Engine):
     def step(self, step: StepInput, update: Update) -> StepLoss:
         """Train on the samples of this worker, or of its node if the node synchronises every step.
 
-        Without any such sample no parameter gets a gradient, and the loss is NaN.
+        Without any such sample, or where their `Mean`s have no weight, no parameter gets a gradient, and the loss is
+        NaN.
         """
         result = self._gradients(step)
         update(result.loss)
@@ -130,7 +139,7 @@ class LocalSGD(Engine):
             self._remember()
             self._has_begun = True
         self._num_steps += 1
-        self._own_samples += sum(step.assignment.sizes)
+        self._losses.add(step.loss_name)
         self._all_samples += step.assignment.global_size
         mine = _among(step, self._ranks or (step.assignment.rank,))
         if not mine.assignment.shard_sizes:
@@ -139,6 +148,15 @@ class LocalSGD(Engine):
             return StepLoss(torch.full((), torch.nan, device=self._device))
         result = self._every_step.gradients(mine)
         self.communication = self._every_step.communication
+        if result.rescale is None:
+            self._own_samples += sum(step.assignment.sizes)
+            return result
+        # The workers of a node have the same weights now, so how they divide its units does not matter.
+        weight = mine.assignment.global_size / float(result.rescale) / len(mine.assignment.shards_of_rank)
+        self._own_samples += weight
+        if not weight:
+            for parameter in self._model.parameters():
+                parameter.grad = None
         return result
 
     @torch.no_grad()
@@ -146,12 +164,15 @@ class LocalSGD(Engine):
         if self._aggregator is not None:
             # The scheduler counts this as a step, so that it compares the calls of the first outer steps.
             self._aggregator.scheduler.begin_step()
-        for weights, move in self._moves(lambda one, bucket: one.sum_bucket(bucket)):
+        own_part = self._own_part()
+        for weights, move in self._moves(own_part, lambda one, bucket: one.sum_bucket(bucket)):
             weights.step(move, self._outer_lr, self._outer_momentum)
             weights.write(weights.agreed)
-        self._average_buffers()
+        self._average_buffers(own_part)
         self._buffers = _floating_buffers(self._model)
-        self._num_steps = self._own_samples = self._all_samples = 0
+        self._num_steps = self._all_samples = 0
+        self._own_samples = 0
+        self._losses.clear()
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -165,9 +186,10 @@ class LocalSGD(Engine):
         tensors = [*self._model.parameters(), *self._model.buffers()]
         with torch.no_grad():
             kept = [tensor.detach().clone() for tensor in tensors]
-            for weights, move in self._moves(lambda one, bucket: one.sum_exactly(bucket.values, "weights")):
+            own_part = self._own_part()
+            for weights, move in self._moves(own_part, lambda one, bucket: one.sum_exactly(bucket.values, "weights")):
                 weights.write(weights.agreed + move)
-            self._average_buffers()
+            self._average_buffers(own_part)
         self._holds_consensus = True
         try:
             yield
@@ -211,6 +233,7 @@ class LocalSGD(Engine):
             "num_steps": self._num_steps,
             "own_samples": self._own_samples,
             "all_samples": self._all_samples,
+            "losses": sorted(self._losses),
             "agreed": {name: part for weights in self._weights for name, part in weights.named(weights.agreed)},
             "momentum": {
                 name: part
@@ -225,6 +248,7 @@ class LocalSGD(Engine):
         """Restore the state; the caller loads the model's weights and buffers."""
         self._num_steps = state["num_steps"]
         self._own_samples, self._all_samples = state["own_samples"], state["all_samples"]
+        self._losses = set(state.get("losses", ()))
         for weights in self._weights:
             for name, part in weights.named(weights.agreed):
                 part.copy_(state["agreed"][name])
@@ -232,20 +256,26 @@ class LocalSGD(Engine):
                 part.copy_(state["momentum"][name])
         self._has_begun = True
 
-    @property
     def _own_part(self) -> float:
-        """This worker's fraction of the samples since the last outer step; equal weights if there are none."""
-        if self._all_samples:
-            return self._own_samples / self._all_samples
+        """This worker's fraction of the samples since the last outer step, or of the units of `Mean`s; equal fractions
+        if there are none. A collective where a loss function is new or returns a `Mean`."""
+        own, total = self._own_samples, float(self._all_samples)
+        for name in sorted(self._losses - self._is_weighted.keys()):
+            returned = all_gather_objects(self._every_step.functions.may_be_weighted(name), self._group)
+            self._is_weighted[name] = all(returned)
+        if any(self._is_weighted[name] for name in self._losses):
+            total = math.fsum(all_gather_objects(own, self._group))
+        if total:
+            return own / total
         return 1.0 if self._group is None else 1 / dist.get_world_size(self._group)
 
     def _moves(
-        self, begin_sum: Callable[[Aggregator, Bucket], torch.futures.Future[Tensor]]
+        self, own_part: float, begin_sum: Callable[[Aggregator, Bucket], torch.futures.Future[Tensor]]
     ) -> Iterator[tuple[_Weights, Tensor]]:
         """The differences from the last common weights to the mean of the current ones; overlaps use and sending."""
         sums = []
         for weights in self._weights:
-            move = (weights.current() - weights.agreed).mul_(self._own_part)
+            move = (weights.current() - weights.agreed).mul_(own_part)
             future = None
             if self._aggregator is not None:
                 future = begin_sum(self._aggregator, Bucket(move, tuple(weights.named(move))))
@@ -254,7 +284,7 @@ class LocalSGD(Engine):
             self._wait(future)
             yield weights, move
 
-    def _average_buffers(self) -> None:
+    def _average_buffers(self, own_part: float) -> None:
         others: list[Tensor] = []
         floating: list[tuple[Tensor, Tensor]] = []
         for name, buffer in self._model.named_buffers():
@@ -265,7 +295,7 @@ class LocalSGD(Engine):
         if floating:
             # A constant, were it infinite, is not moved at all.
             moves = [torch.where(now == agreed, 0.0, now.double() - agreed.double()) for now, agreed in floating]
-            flat = torch.cat([move.reshape(-1) for move in moves]).mul_(self._own_part)
+            flat = torch.cat([move.reshape(-1) for move in moves]).mul_(own_part)
             if self._aggregator is not None:
                 self._wait(self._aggregator.sum_exactly(flat, "buffers"))
             pieces = flat.split([move.numel() for move in moves])

@@ -197,20 +197,27 @@ def _counted(value: Tensor, weight: Tensor, like: Tensor) -> list[Tensor]:
 
 @contextmanager
 def watching_outputs(module: nn.Module) -> Iterator[list[Any]]:
-    """Inside, what `module` returns is kept in a list. Not if it is compiled: a hook would compile it again."""
+    """Inside, what `module` returns is kept in a list."""
     outputs: list[Any] = []
-    if getattr(module, "_compiled_call_impl", None) is not None:
-        yield outputs
-        return
+    compiled: Any = module.__dict__.get("_compiled_call_impl")
 
     def keep(_module: nn.Module, _arguments: Any, output: Any) -> None:
         outputs.append(output)
 
-    handle = module.register_forward_hook(keep)
+    def call(*arguments: Any, **named: Any) -> Any:
+        outputs.append(compiled(*arguments, **named))
+        return outputs[-1]
+
+    if compiled is not None:  # a hook would be compiled into the model, each time anew
+        module._compiled_call_impl = call
+    handle = None if compiled is not None else module.register_forward_hook(keep)
     try:
         yield outputs
     finally:
-        handle.remove()
+        if handle is None:
+            module._compiled_call_impl = compiled
+        else:
+            handle.remove()
 
 
 def ignore_unless(is_counted: Tensor | bool, outputs: Sequence[Any]) -> None:

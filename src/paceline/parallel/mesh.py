@@ -1,13 +1,11 @@
 """Sharded, pipeline and tensor parallelism in any combination: the engine for all meshes but plain data parallelism.
 
-The axes act on a model one after the other: it is cut into stages, the layers of a stage are sharded, then the
-parameters of the layers. A step computes what one worker alone would: losses are weighted by samples, gradients are
-sums over virtual shards, and no number of workers appears in any formula.
+`spread_model.py` cuts and shards the model. A step computes what one worker alone would: losses are weighted by
+samples, gradients are sums over virtual shards, and no number of workers appears in any formula.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,46 +14,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from paceline.comm import Aggregator
-from paceline.object_collectives import gather_objects
 from paceline.parallel.aggregation import set_up_aggregation
 from paceline.parallel.assignment import Assignment, ShardRange
 from paceline.parallel.axes import Axes
 from paceline.parallel.clock import Clock
-from paceline.parallel.dtensor import full_tensor, is_sharded, local_shard, rescale_gradients
+from paceline.parallel.dtensor import local_shard, rescale_gradients
 from paceline.parallel.engine import Engine, Randomness, StepInput, broadcast, statistics_dtype
-from paceline.parallel.forward_buffers import looking_at, refused_in_pipeline
-from paceline.parallel.gradient_norms import GradientNorms, PartWeights, mean_of_squares, squared_norm
-from paceline.parallel.initial_weights import initial_weights
+from paceline.parallel.forward_buffers import refused_in_pipeline
+from paceline.parallel.gradient_norms import GradientNorms, PartWeights, mean_of_squares
 from paceline.parallel.loss_functions import LossFunctions
 from paceline.parallel.losses import Layout, StepLoss, ignore_unless, read_loss, watching_outputs
 from paceline.parallel.micro_batch import MicroBatchLimit
 from paceline.parallel.norm import ShardBatchNorm, replace_batch_norm, standing_in, unknown_buffers
 from paceline.parallel.passes import DrewTogetherError, Passed, Passes
-from paceline.parallel.pipeline import MicroBatch, ModelCall, Pipeline, stage_limits
+from paceline.parallel.pipeline import MicroBatch, ModelCall, Pipeline
 from paceline.parallel.replica_sums import ReplicaSums
-from paceline.parallel.sharded import recompute, shard, sharded_modules
-from paceline.parallel.tensor import declared_plan, tensor_parallel
-from paceline.partition import StageLimits
-from paceline.spec import AlgorithmName, Job, Mesh, Plan
-
-
-def _limits(job: Job, plan: Plan, mesh: Mesh, device: torch.device, example: ModelCall | None) -> StageLimits:
-    """What a stage may hold: a GPU's memory. On CPUs no limit is known, since workers share the node's memory."""
-    memory_bytes = math.inf if device.type != "cuda" else float(torch.cuda.mem_get_info(device)[1])
-    given = () if example is None else (example.args, dict(example.kwargs))
-    sizes = [len(leaf) for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor) and leaf.dim()]
-    return stage_limits(
-        mesh,
-        plan.pipeline,
-        -(-job.virtual_shards // mesh.num_assignments),
-        memory_bytes,
-        optimizer_copies=job.optim.state_copies,
-        micro_batch_share=-(-job.global_batch_size // job.virtual_shards) / max(sizes, default=1),
-        recomputes=plan.recompute,
-    )
+from paceline.parallel.spread_model import SpreadModel
+from paceline.spec import AlgorithmName, Job, Plan
 
 
 class MeshParallel(Engine):
@@ -90,33 +67,12 @@ class MeshParallel(Engine):
         if job.norm == "shard":
             model = replace_batch_norm(model, ShardBatchNorm)
         self._dtype = statistics_dtype(model)  # of all of it: a stage may have no parameter
-        weights = initial_weights(model, axes.world)
-        self._tensor_plan = declared_plan(model, plan.tensor_plan, axes.mesh.tp) if axes.mesh.tp > 1 else None
-        self._pipeline: Pipeline | None = None
-        if axes.pp is not None:
-            with looking_at(model) as changed:
-                self._pipeline = Pipeline(
-                    model,
-                    axes.pp,
-                    plan.pipeline,
-                    example,
-                    device,
-                    limits=_limits(job, plan, axes.mesh, device, example),
-                    agreement=axes.world,
-                    timeout_s=plan.timeout_s,
-                    before_last_backward=self._before_last_backward,
-                )
-            if changed:
-                raise refused_in_pipeline(changed[0])
-            model = self._pipeline.module
-        self.notes: list[str] = [] if self._pipeline is None else list(self._pipeline.notes)
-        stages = [model] if self._pipeline is None else self._pipeline.stages
-        for stage in stages:
-            self._shard(stage)
-        if self._pipeline is not None:
-            self._pipeline.forget_example()
-        self.module = model
-        weights(model, device)
+        self._spread = SpreadModel(
+            model, job, plan, device, axes, example, may_skip=may_skip, before_last_backward=self._before_last_backward
+        )
+        self.module = model = self._spread.module
+        self._pipeline = self._spread.pipeline
+        self.notes = list(self._spread.notes)
         self.randomness: Randomness = Randomness()
         self.functions = LossFunctions(axes.world)
         self.micro_batch = MicroBatchLimit(plan, job)
@@ -137,10 +93,9 @@ class MeshParallel(Engine):
         self._replica_sums: ReplicaSums | None = None
         self.algorithm: AlgorithmName = plan.algorithm
         if axes.dp is not None:
-            self._aggregate_replicas(job, axes.dp, stages)
+            self._aggregate_replicas(job, axes.dp, self._spread.stages)
         if job.measure_noise and not (axes.mesh.dp > 1 or self._adds_up_every_pass):
             self.notes.append(f"the gradient noise scale is not measured under the strategy {axes.mesh}")
-        model.register_forward_hook(self._after_evaluation)
 
     def _aggregate_replicas(self, job: Job, group: dist.ProcessGroup, stages: Sequence[nn.Module]) -> None:
         trained = [local_shard(parameter) for parameter in self.module.parameters() if parameter.requires_grad]
@@ -150,26 +105,6 @@ class MeshParallel(Engine):
         self.notes += aggregation.notes
         shared = () if self._pipeline is None else self._pipeline.shared_parameters
         self._replica_sums = ReplicaSums(self.module, stages, shared, aggregation.aggregator, self._device)
-
-    def _shard(self, stage: nn.Module) -> None:
-        """Shard a stage's layers over the tp axis, then its parameters over the fsdp axis."""
-        mesh, device_mesh, plan = self._axes.mesh, self._axes.device_mesh, self._plan
-        if mesh.tp > 1:
-            with looking_at(stage):
-                applied = tensor_parallel(
-                    stage, device_mesh["tp"], given=self._tensor_plan, sequence_parallel=plan.sequence_parallel
-                )
-            self.notes += [f"tensor plan: {'; '.join(str(applied).splitlines()) or 'none'}", *applied.notes]
-        if plan.recompute:
-            recompute(stage)
-        if mesh.fsdp > 1:
-            shard(stage, device_mesh["fsdp"], mesh.zero_stage, cpu_offload=plan.cpu_offload, may_skip=self._may_skip)
-
-    def _after_evaluation(self, module: nn.Module, _arguments: Any, _output: Any) -> None:
-        # No backward pass follows that would free the gathered parameters, and what comes next reads the shards.
-        if not torch.is_grad_enabled():
-            for sharded in sharded_modules(module):
-                sharded.reshard()
 
     def close(self) -> None:
         if self._aggregator is not None:
@@ -205,14 +140,14 @@ class MeshParallel(Engine):
             replicas_sqr = self._squared_norm_of_replicas(weights.replicas, result.rescale)
         if self._replica_sums is not None:
             self._replica_sums.finish()
-        self._sum_whole_gradients()
+        self._spread.sum_whole_gradients()
         rescale_gradients(self.module.parameters(), result.rescale)
         size = assignment.global_size
         if step.take_norms is not None and replicas_sqr is not None:
-            step.take_norms(GradientNorms(replicas_sqr, size / num_replicas, self._squared_norm(), size))
+            step.take_norms(GradientNorms(replicas_sqr, size / num_replicas, self._spread.squared_norm(), size))
         elif step.take_norms is not None and passed.first_sqr is not None:
             first_sqr = passed.first_sqr / weights.first_pass**2
-            step.take_norms(GradientNorms(first_sqr, passed.first_samples, self._squared_norm(), size))
+            step.take_norms(GradientNorms(first_sqr, passed.first_samples, self._spread.squared_norm(), size))
         self.communication = last_gradient, self._clock.mark()
         return result
 
@@ -266,16 +201,6 @@ class MeshParallel(Engine):
             [num / assignment.global_size for num in replicas], passed.first_samples / assignment.global_size
         )
 
-    def _sum_whole_gradients(self) -> None:
-        """Add up over the fsdp axis what cannot be sharded along it: the gradients of parameters without dimensions."""
-        if self._axes.mesh.fsdp > 1:
-            whole = [p.grad for p in self.module.parameters() if p.dim() == 0 and p.grad is not None]
-            if whole:
-                total = torch.stack([local_shard(grad) for grad in whole])
-                dist.all_reduce(total, group=self._axes.device_mesh.get_group("fsdp"))
-                for grad, summed in zip(whole, total.unbind(), strict=True):
-                    local_shard(grad).copy_(summed)
-
     def _sum_moves(self, numbers: list[int]) -> Tensor:
         total = self.forward_buffers.moves(numbers)
         if self._axes.data is not None:
@@ -315,8 +240,8 @@ class MeshParallel(Engine):
         # A replica holds weight * g, and is one of dp copies in the whole model's norm.
         if isinstance(weight, Tensor) and rescale is not None:
             one = torch.ones_like(weight)
-            return self._squared_norm(mean_of_squares(one, weight) * mesh.dp * rescale)
-        return self._squared_norm(mesh.dp / weight if weight else 0.0)
+            return self._spread.squared_norm(mean_of_squares(one, weight) * mesh.dp * rescale)
+        return self._spread.squared_norm(mesh.dp / weight if weight else 0.0)
 
     def _must_start_over(self, somebody_draws: bool) -> bool:
         if self._pipeline is not None:
@@ -337,7 +262,7 @@ class MeshParallel(Engine):
         num_passes = max(len(of_rank) for of_rank in ranges)
         passed = Passed()
         for number in range(num_passes):
-            self._sync_gradients(self.module, False)
+            self._spread.sync_gradients(self.module, False)
             if number == num_passes - 1:
                 self._before_last_backward(self.module)
             if number < len(own):
@@ -349,7 +274,7 @@ class MeshParallel(Engine):
                 with passes.stand_in(step, self.module) as stand_in:
                     stand_in.backward()
             if number == 0 and num_passes > 1 and step.take_norms is not None and self._adds_up_every_pass:
-                passed.first_sqr = self._squared_norm()
+                passed.first_sqr = self._spread.squared_norm()
                 passed.first_samples = sum(sum(of_rank[0].sizes) for of_rank in ranges if of_rank)
         return passed
 
@@ -359,15 +284,8 @@ class MeshParallel(Engine):
         mesh = self._axes.mesh
         return mesh.dp == mesh.pp == 1 and (mesh.fsdp == 1 or mesh.zero_stage > 1)
 
-    def _sync_gradients(self, module: nn.Module, is_last: bool) -> None:
-        """ZeRO 1 adds gradients up once a step, 2 and 3 after every pass."""
-        if self._axes.mesh.zero_stage == 1:
-            for sharded in sharded_modules(module):
-                sharded.set_requires_gradient_sync(is_last, recurse=False)
-                sharded.set_reshard_after_backward(is_last, recurse=False)
-
     def _before_last_backward(self, stage: nn.Module) -> None:
-        self._sync_gradients(stage, True)
+        self._spread.sync_gradients(stage, True)
         if self._replica_sums is not None:
             self._replica_sums.await_last(stage)
 
@@ -379,7 +297,7 @@ class MeshParallel(Engine):
         if self._axes.mesh.fsdp > 1:
             most = max(len(of_rank) for of_rank in ranges)
             micro_batches += [self._stand_in_batch(step)] * (most - len(micro_batches))
-        self._sync_gradients(self.module, False)
+        self._spread.sync_gradients(self.module, False)
         pipeline.train_step(micro_batches)
         self._has_drawn = pipeline.draws_unexpectedly
         return passed
@@ -422,46 +340,10 @@ class MeshParallel(Engine):
     # --- the whole model ---
 
     def gradient_norm(self) -> Tensor:
-        return self._squared_norm().sqrt()
-
-    def _squared_norm(self, factor: float | Tensor = 1.0) -> Tensor:
-        """The squared norm of the whole model's gradient; shards that several workers hold count once. A collective.
-
-        Args:
-            factor: multiplies what this worker adds to the sum.
-        """
-        shards: dict[int, list[Tensor]] = {}
-        for name, parameter in self.module.named_parameters():
-            if parameter.grad is not None:
-                shards.setdefault(self._num_copies(name, parameter), []).append(local_shard(parameter.grad))
-        zero = torch.zeros((), dtype=self._dtype, device=self._device)
-        total = sum((squared_norm(tensors).to(zero.dtype) / copies for copies, tensors in shards.items()), zero)
-        total = total * factor
-        dist.all_reduce(total, group=self._axes.world)
-        return total
-
-    def _num_copies(self, name: str, parameter: Tensor) -> int:
-        """How many workers hold the same shard of a parameter."""
-        mesh = self._axes.mesh
-        copies = mesh.dp
-        for axis, degree in (("fsdp", mesh.fsdp), ("tp", mesh.tp)):
-            copies *= 1 if is_sharded(parameter, axis) else degree
-        return copies * (1 if self._pipeline is None else len(self._pipeline.shared_parameters.get(name, (0,))))
+        return self._spread.squared_norm().sqrt()
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        gathered: dict[Tensor, Tensor] = {}  # tied ones stay tied
-        found: dict[str, Tensor] = {}
-        place = self._axes.mesh.place(dist.get_rank(self._axes.world))
-        keeps = place["dp"] == place["fsdp"] == place["tp"] == 0
-        for name, tensor in tensors.items():
-            if tensor not in gathered:
-                all_of_it = full_tensor(tensor)
-                gathered[tensor] = all_of_it.cpu() if keeps else all_of_it.new_empty(0)
-            found[name] = gathered[tensor]
-        if self._axes.pp is not None:
-            stages = gather_objects(found, self._axes.pp)
-            found = {name: tensor for stage in stages or [] for name, tensor in stage.items()}
-        return found if dist.get_rank(self._axes.world) == 0 else {}
+        return self._spread.whole(tensors)
 
     # --- the rest of the contract ---
 

@@ -15,6 +15,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import (
+    _disable_dynamo,  # torch.compiler.disable loads the compiler, for seconds, where it is written
+)
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import ModelError
@@ -47,6 +50,7 @@ class ShardBatchNorm(_BatchNorm):
         if input.dim() < 2:
             raise ModelError(f"A batch norm layer needs at least 2 dimensions, batch and channels; got {input.dim()}.")
 
+    @_disable_dynamo  # which shards it sees is no part of a compiled graph's input
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         sizes = self.shards.current
@@ -168,6 +172,7 @@ class SyncBatchNorm(_BatchNorm):
         if input.dim() < 2:
             raise ModelError(f"A batch norm layer needs at least 2 dimensions, batch and channels; got {input.dim()}.")
 
+    @_disable_dynamo  # which shards it sees is no part of a compiled graph's input
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         if not self.training:

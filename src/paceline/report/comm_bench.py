@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.report.formats import listing, ratio_text, size_text, time_text
+from paceline.report.formats import listing, size_text, time_text
 from paceline.spec.comm_timing import CommCase, CommFit, CommTiming, CommTimings
 
 PAGE_FILE, MARKDOWN_FILE = "comm.html", "comm.md"
@@ -170,7 +170,27 @@ def verdict(timings: CommTimings) -> str:
         return f"{best.case} sums {where} in {time_text(best.timing.median_s)}."
     if best is base:
         return f"At {where} the backend's own all_reduce is the fastest exact sum."
-    return f"At {where} {best.case} is the fastest exact sum: {ratio_text(best.over_baseline)} the time of all_reduce."
+    speed = base.timing.median_s / best.timing.median_s
+    return f"At {where} {best.case} is the fastest exact sum: {speed:.2g} times as fast as all_reduce."
+
+
+def advice(timings: CommTimings) -> str:
+    """Which exact sum to use for messages of which size, in a sentence; empty where there was no choice."""
+    fastest = [(size, row.case) for size in sizes(timings) if (row := fastest_exact(at_size(timings, size)))]
+    if len({row.case for row in comm_rows(timings) if row.case.wire == "float32"}) < 2 or not fastest:
+        return ""
+    ranges: list[tuple[CommCase, list[int]]] = []
+    for size, case in fastest:
+        if not ranges or ranges[-1][0] != case:
+            ranges.append((case, []))
+        ranges[-1][1].append(size)
+    if len(ranges) == 1:
+        return f"Use {ranges[0][0]} for messages of every size measured."
+    said = [
+        f"{case} {'at' if held[0] == held[-1] else f'from {size_text(held[0])} to'} {size_text(held[-1])}"
+        for case, held in ranges
+    ]
+    return f"Use {listing(said)}."
 
 
 def largest_size(timings: CommTimings) -> int:

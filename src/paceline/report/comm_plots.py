@@ -5,7 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from paceline.report.comm_bench import BASELINE, CommRow, cases, comm_rows, largest_size, minimum_s, sizes
+from paceline.report.comm_bench import (
+    BASELINE,
+    CommRow,
+    at_size,
+    cases,
+    comm_rows,
+    fastest_exact,
+    largest_size,
+    minimum_s,
+    sizes,
+)
 from paceline.report.figure import (
     NUM_SERIES,
     SYMBOLS,
@@ -101,11 +111,16 @@ def _plot(
     rows, shown = comm_rows(timings), sizes(timings)
     values = [found for found in map(value, rows) if found is not None]
     ticks = log_ticks(min(values), max(values), most_decades=4)
-    data = [_line(case, [row for row in rows if row.case == case], value, say) for case in cases(timings)]
+    largest = largest_size(timings)
+    best = fastest_exact(at_size(timings, largest))
+    strong = {BASELINE} if best is None else {BASELINE, best.case}
+    data = [
+        _line(case, [row for row in rows if row.case == case], value, say, is_faint=case not in strong)
+        for case in cases(timings)
+    ]
     if limit:
         hover = [f"physical limit<br>{size_text(s)}: {say(least)}" for s, least in zip(shown, limit, strict=True)]
         data.append(dashed(shown, limit, "physical limit", hover=hover))
-    largest = largest_size(timings)
     told = [f"{row.case}: {say(value(row))}" for row in rows if row.size_bytes == largest]
     return Plot(
         key,
@@ -121,7 +136,8 @@ def _plot(
     )
 
 
-def _line(case: CommCase, rows: list[CommRow], value: Value, say: Say) -> Trace:
+def _line(case: CommCase, rows: list[CommRow], value: Value, say: Say, *, is_faint: bool) -> Trace:
+    """The line of a case; faint where it is neither the fastest exact sum nor the backend's own."""
     number = series(case) - 1
     symbol = SYMBOLS[number % len(SYMBOLS)] + ("-open" if case.order == "alternating" else "")
     return line(
@@ -130,6 +146,8 @@ def _line(case: CommCase, rows: list[CommRow], value: Value, say: Say) -> Trace:
         series_color(number),
         name=str(case),
         dash=dash(case),
+        width=1.5 if is_faint else 3,
+        opacity=0.4 if is_faint else 1,
         marker={"size": 7, "symbol": symbol},
         hover=[f"{case}<br>{size_text(row.size_bytes)}: {say(value(row))}" for row in rows],
     )

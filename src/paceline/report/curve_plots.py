@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -112,12 +112,30 @@ def _curves(study: Study, curves: list[list[_Point]], over_time: bool) -> list[T
     return data
 
 
-def _curves_caption(study: Study, over_time: bool = False) -> str:
+def _curves_caption(study: Study, curves: Sequence[Sequence[_Point]], over_time: bool = False) -> str:
     if study.same_weights and not over_time:
         return "The curves of all device counts lie on one another: they learn the same, bit for bit."
+    said = "One line per device count."
     if len(study.seeds) > 1:
-        return "Mean over seeds; the coloured area reaches from the lowest to the highest."
-    return "One line per device count."
+        said = "Mean over seeds; the coloured area reaches from the lowest to the highest."
+    if over_time or len(curves) < 2:
+        return said
+    return f"{said} {_difference(curves)}"
+
+
+def _difference(curves: Sequence[Sequence[_Point]]) -> str:
+    """How far apart the curves of all device counts are, by their means."""
+    by_epoch: dict[int, list[float]] = {}
+    for curve in curves:
+        for point in curve:
+            by_epoch.setdefault(point.epoch, []).append(point.mean)
+    gaps = {epoch: max(means) - min(means) for epoch, means in by_epoch.items() if len(means) > 1}
+    if not gaps:
+        return ""
+    if max(gaps.values()) == 0:
+        return "The curves are equal."
+    widest = max(gaps, key=lambda epoch: gaps[epoch])
+    return f"They differ by at most {gaps[widest]:.2g}, after epoch {widest}."
 
 
 def over_epochs(study: Study, key: str, title: str, unit: str, measure: Measure) -> Plot | None:
@@ -133,7 +151,7 @@ def over_epochs(study: Study, key: str, title: str, unit: str, measure: Measure)
     return Plot(
         key,
         title,
-        _curves_caption(study),
+        _curves_caption(study, curves).strip(),
         f"{title}. Last value: " + _last_values(study, curves),
         figure(_curves(study, curves, over_time=False), xaxis, yaxis, showlegend=True),
     )
@@ -147,7 +165,7 @@ def accuracy_over_time(study: Study) -> Plot | None:
     return Plot(
         "accuracy-time",
         "Accuracy over training time",
-        "How soon each device count gets there. " + _curves_caption(study, over_time=True),
+        "How soon each device count gets there. " + _curves_caption(study, curves, over_time=True),
         "Accuracy in percent over training time in seconds. Last value: " + _last_values(study, curves),
         figure(_curves(study, curves, over_time=True), xaxis, yaxis, showlegend=True),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.report.plan_plots import plan_plots
-from paceline.report.plan_table import columns, cost_text
+from paceline.report.plan_table import columns, cost_text, shown_rows
 from paceline.report.templates import render
 from paceline.spec.forecast import Forecast
 
@@ -16,6 +16,26 @@ def render_plan_page(forecast: Forecast) -> str:
         best=forecast.recommended,
         cost_text=cost_text,
         columns=columns(forecast),
-        has_objections=any(row.objection for row in forecast.rows),
+        shown=shown_rows(forecast),
+        objections=_objections(forecast),
         plots=plan_plots(forecast),
     )
+
+
+def _objections(forecast: Forecast) -> dict[str, str]:
+    """Why some counts cannot run the job: the sentence, and for which counts it holds."""
+    counts: dict[str, list[int]] = {}
+    for row in forecast.rows:
+        if row.objection:
+            counts.setdefault(row.objection, []).append(row.devices)
+    return {sentence: _ranges(found) for sentence, found in counts.items()}
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers as "3, 5 to 7"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if not runs or runs[-1][-1] != number - 1:
+            runs.append([])
+        runs[-1].append(number)
+    return ", ".join(f"{run[0]:,}" if len(run) == 1 else f"{run[0]:,} to {run[-1]:,}" for run in runs)

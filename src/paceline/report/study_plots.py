@@ -34,13 +34,14 @@ _LABEL = {"color": INK, "size": 13}
 
 def study_plots(study: Study) -> list[Plot]:
     """All plots that have data, in the order of the page."""
-    several = len(study.rows) > 1
+    # Of one or two device counts the table says all that these would show.
+    shows_trend = len(study.rows) > 2
     plots = [
-        _speedup(study) if several else None,
-        _efficiency(study) if several else None,
+        _speedup(study) if shows_trend else None,
+        _efficiency(study) if shows_trend else None,
         _accuracy(study) if study.has_accuracy else None,
         _train_time(study),
-        _throughput(study),
+        _throughput(study) if shows_trend else None,
         accuracy_over_time(study),
         _step_time(study) if any(row.step_time.total_s > 0 for row in study.rows) else None,
         over_epochs(study, "loss-epochs", "Training loss over epochs", "training loss", train_loss),
@@ -152,7 +153,7 @@ def _accuracy(study: Study) -> Plot:
             data += _accuracies(row, series_color(index), SYMBOLS[index % len(SYMBOLS)])
             labels.append(
                 {
-                    "x": str(row.devices),
+                    "x": index,  # "4" would be read as the fifth category
                     "y": 100 * (row.accuracy if row.accuracy_max is None else row.accuracy_max),
                     "yshift": 13,
                     "text": f"{100 * row.accuracy:.2f}" if len(study.rows) > 4 else formats.percent(row.accuracy, 2),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from importlib import resources
+from importlib.resources.abc import Traversable
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
@@ -16,11 +18,14 @@ def render(name: str, **values: object) -> str:
 
     What it names and is not given is an error, what it is given is escaped.
     """
-    # Late, because it takes longer to import than all of ours, and only this function needs it.
-    from plotly.offline import get_plotlyjs
-
     page = _environment().get_template(name)
-    return page.render(f=formats, style=_read("page.css"), plotly_js=get_plotlyjs(), template=TEMPLATE, **values)
+    plotly = base64.b64encode(_path("plotly-basic.min.js.gz").read_bytes()).decode()
+    return page.render(f=formats, style=_read("page.css"), plotly_gzip=plotly, template=TEMPLATE, **values)
+
+
+def render_part(name: str, **values: object) -> str:
+    """A part of a page, by itself."""
+    return _environment().get_template(name).render(f=formats, **values)
 
 
 def render_svg(name: str, **values: object) -> str:
@@ -38,7 +43,11 @@ def _environment() -> Environment:
 
 def _read(name: str) -> str:
     """A file of this package as text."""
-    return (resources.files("paceline.report") / name).read_text(encoding="utf-8")
+    return _path(name).read_text(encoding="utf-8")
+
+
+def _path(name: str) -> Traversable:
+    return resources.files("paceline.report") / name
 
 
 def _tie(text: str) -> str:

@@ -2,25 +2,90 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.data.order import EpochOrder
+from paceline.data import Loading
+from paceline.data.substreams import is_stream
 from paceline.errors import ModelError
-from paceline.object_collectives import broadcast_object
+from paceline.object_collectives import all_gather_objects
+from paceline.parallel import Engine
 from paceline.parallel.losses import Mean
-from paceline.train.metric_states import MergeTree, compute_metrics, metric_functions, update_trees
+from paceline.spec import Job, Mesh
+from paceline.train.agreement import check_same_order
+from paceline.train.metric_states import Merge, MergeTree, compute_metrics, metric_functions, update_trees
+from paceline.train.numerics import Precision
 from paceline.train.process_group import World
+from paceline.train.reading import DatasetReader, num_samples
+from paceline.train.seeding import seed_between_steps, seed_evaluation
+from paceline.train.stream_evaluation import StreamChunks
+from paceline.train.torch_settings import explaining_refusals
 
 Measure = Callable[[nn.Module, Any], Mapping[str, Any]]
 """measure(model, batch): for every metric one value per sample, of shape (samples in batch,), or a `Mean`; for one that
 is given to `evaluate` what its `update` takes."""
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Evaluates models between the steps of a run.
+
+    Training goes on as if nothing had happened: the modes of modules, their buffers and the generators are put back,
+    and where weights differ between workers, a model has its own again.
+    """
+
+    job: Job
+    mesh: Mesh
+    world: World
+    reader: DatasetReader
+    precision: Precision
+
+    def evaluate(
+        self,
+        loading: Loading,
+        measure: Measure,
+        metrics: Mapping[str, Any] | None,
+        model: nn.Module,
+        engine: Engine,
+        step: int,
+    ) -> dict[str, float]:
+        """Every metric over a data set, each sample counted exactly once on any number of workers. A collective.
+
+        Args:
+            loading: how the data set is read.
+            measure, metrics: as `Run.evaluate` takes them.
+            model: what `measure` is called with.
+            engine: trains it, or the model that it is an average of.
+            step: the number of updates made; what the model draws in evaluation depends on it.
+        """
+        kind: type[SetChunks | StreamChunks] = StreamChunks if is_stream(loading.dataset) else SetChunks
+        chunks = kind(loading, self.reader, self.job, self.mesh, self.world, in_step=not engine.holds_all)
+        buffers = engine.forward_buffers
+
+        def before_chunk(number: int) -> None:
+            seed_evaluation(self.job.seed, step, number, self.world.device)
+            buffers.begin_pass()
+
+        try:
+            with (
+                explaining_refusals(),
+                evaluation_mode(model),
+                engine.consensus(),
+                buffers.untouched(),
+                torch.no_grad(),
+                self.precision.autocast(),
+            ):
+                return evaluate(chunks, before_chunk, model, measure, self.world, metrics)
+        finally:
+            seed_between_steps(self.job.seed, step, self.world.device)
 
 
 @contextmanager
@@ -47,10 +112,54 @@ def own_chunks(num_chunks: int, rank: int, num_assignments: int, *, in_step: boo
     return [number % num_chunks for number in range(first, first + most if in_step else last)]
 
 
+class SetChunks:
+    """The chunks of a map-style set, in order."""
+
+    def __init__(
+        self, loading: Loading, reader: DatasetReader, job: Job, mesh: Mesh, world: World, *, in_step: bool
+    ) -> None:
+        """
+        Args:
+            in_step: whether all workers must compute equally many chunks, because each has collectives.
+        """
+        set_size = num_samples(loading.dataset, "evaluation")
+        self._chunks = loading.evaluation_order(set_size, job.eval_batch_size, job.seed)
+        check_same_order(self._chunks.digest(), None, world.group)
+        own = functools.partial(own_chunks, self._chunks.num_batches, mesh.share(world.rank), mesh.num_assignments)
+        self._computed = own(in_step=in_step)
+        # Workers that compute other parts of the model have the same chunks: the first of them gives the results.
+        self._given = own(in_step=False) if mesh.leads_assignment(world.rank) else []
+        self._contents = reader.read_chunks(loading, self._chunks, self._computed)
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        """The chunks that this worker computes, with their numbers."""
+        return zip(self._computed, self._contents, strict=True)
+
+    def size(self, number: int) -> int:
+        """The number of samples in a chunk."""
+        return len(self._chunks.batch(number))
+
+    @property
+    def num_samples(self) -> int:
+        return self._chunks.num_samples
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The chunks of all workers in the order in which they count."""
+        return range(self._chunks.num_batches)
+
+    def counts_here(self, number: int) -> bool:
+        """Whether this worker is the one that gives a chunk's results."""
+        return number in self._given
+
+    def tree(self, merge: Merge) -> MergeTree:
+        """Merges the states of this worker's chunks."""
+        return MergeTree(merge)
+
+
 def evaluate(
-    batches: Iterable[tuple[int, Any]],
-    chunks: EpochOrder,
-    given: Collection[int],
+    chunks: SetChunks | StreamChunks,
+    before_chunk: Callable[[int], None],
     model: nn.Module,
     measure: Measure,
     world: World,
@@ -63,28 +172,29 @@ def evaluate(
     assignment.
 
     Args:
-        batches: the chunks that this worker computes, with their numbers.
-        chunks: the samples of every chunk.
-        given: the numbers of the chunks whose rows this worker fills, in order; each belongs to one worker.
+        before_chunk: called with the number of a chunk before it is computed.
         metrics: by name, as `metric_states` takes them.
 
     Raises:
         ModelError: a metric that is neither one value per sample nor a `Mean`.
     """
     others = {name: metric_functions(name, metric) for name, metric in (metrics or {}).items()}
-    trees = {name: MergeTree(functions.merge) for name, functions in others.items()}
+    trees = {name: chunks.tree(functions.merge) for name, functions in others.items()}
     sums: dict[int, dict[str, list[float]]] = {}
-    for number, batch in batches:
+    for number, batch in chunks:
+        before_chunk(number)
         values = measure(model, batch)
-        if number in given and number not in sums:
+        if number not in sums and chunks.counts_here(number):
             update_trees(others, trees, number, values)
-        size = len(chunks.batch(number))
+        size = chunks.size(number)
         sums[number] = {name: _chunk_sums(name, one, size) for name, one in values.items() if name not in others}
     kinds = _agreed_kinds({name: len(numbers) for name, numbers in next(iter(sums.values()), {}).items()}, world)
-    table = torch.zeros(chunks.num_batches, sum(kinds.values()), dtype=torch.float64, device=world.device)
-    for number in given:
-        row = [_checked(name, sums[number].get(name, []), length) for name, length in kinds.items()]
-        table[number] = torch.tensor([one for numbers in row for one in numbers], dtype=torch.float64)
+    numbers = chunks.numbers
+    table = torch.zeros(len(numbers), sum(kinds.values()), dtype=torch.float64, device=world.device)
+    for place, number in enumerate(numbers):
+        if chunks.counts_here(number):
+            row = [_checked(name, sums[number].get(name, []), length) for name, length in kinds.items()]
+            table[place] = torch.tensor([one for sums_of_one in row for one in sums_of_one], dtype=torch.float64)
     if world.group is not None:
         dist.all_reduce(table, group=world.group)
     totals = iter([sum(column) for column in table.t().tolist()])
@@ -121,6 +231,6 @@ def _checked(name: str, sums: list[float], length: int) -> list[float]:
 
 
 def _agreed_kinds(kinds: dict[str, int], world: World) -> dict[str, int]:
-    """Rank 0's metrics, and how many sums each has; it always has a chunk, others may not."""
-    agreed: dict[str, int] = broadcast_object(kinds, world.group)
-    return agreed
+    """The metrics of the first worker that has a chunk, and how many sums each has."""
+    everyone: list[dict[str, int]] = all_gather_objects(kinds, world.group)
+    return next(filter(None, everyone), {})

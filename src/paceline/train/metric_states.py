@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.containers import to_device
 from paceline.errors import ModelError
 from paceline.object_collectives import broadcast_object, gather_objects
 from paceline.train.process_group import World
@@ -121,19 +122,22 @@ class MergeTree:
 
     def __init__(self, merge: Merge) -> None:
         self._merge = merge
-        self.blocks: list[tuple[int, int, Any]] = []
-        """First chunk, number of chunks, and their merged state."""
+        self._blocks: list[tuple[int, int, Any]] = []
 
     def push(self, start: int, size: int, state: Any) -> None:
         """Take the states of chunks that follow those before, merged."""
-        while self.blocks and self.blocks[-1][1] == size and self.blocks[-1][0] % (2 * size) == 0:
-            before, _, first = self.blocks.pop()
+        while self._blocks and self._blocks[-1][1] == size and self._blocks[-1][0] % (2 * size) == 0:
+            before, _, first = self._blocks.pop()
             start, size, state = before, 2 * size, self._merge(first, state)
-        self.blocks.append((start, size, state))
+        self._blocks.append((start, size, state))
+
+    def parts(self) -> list[tuple[int, int, Any]]:
+        """First chunk, number of chunks, and their merged state, to be pushed into the tree of all workers."""
+        return self._blocks
 
     def root(self) -> Any:
         """The state of all chunks."""
-        *rest, (_, _, state) = self.blocks
+        *rest, (_, _, state) = self._blocks
         for _, _, first in reversed(rest):
             state = self._merge(first, state)
         return state
@@ -150,7 +154,8 @@ def compute_metrics(
     results: dict[str, float] = {}
     problem: Exception | None = None
     for name, functions in metrics.items():
-        of_workers = gather_objects(trees[name].blocks, world.group)
+        # A worker's own states are where it computes, those of the others in host memory.
+        of_workers = gather_objects(to_device(trees[name].parts(), torch.device("cpu")), world.group)
         if of_workers is None or problem is not None:
             continue
         try:

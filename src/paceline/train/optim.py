@@ -25,6 +25,9 @@ _OURS: Mapping[str, tuple[str, ...]] = {"SGD": _OF_SGD, "Adam": _OF_ADAM, "AdamW
 
 _TOTALS = ("total_steps", "num_training_steps")
 """What schedulers call the number of steps of the whole run."""
+_FUSED_ON_SHARDS = (torch.optim.Adam, torch.optim.AdamW)
+_FUSED = (*_FUSED_ON_SHARDS, torch.optim.SGD)
+"""Optimizers that torch has fused kernels for on GPUs, exactly these and none made from them."""
 
 
 def build_optimizer(optim: OptimSpec, model: nn.Module) -> Optimizer:
@@ -76,6 +79,28 @@ def parameter_groups(optim: OptimSpec, model: nn.Module) -> list[dict[str, Any]]
             f"{', '.join(name for name, _ in list(model.named_parameters())[:3])}."
         )
     return list(found.values())
+
+
+def choose_kernels(optimizer: Optimizer, device: torch.device) -> None:
+    """Have an optimizer update by as few kernels as its parameters allow, where its user has chosen nothing.
+
+    On a GPU torch takes all parameters of a group together, which fails where some are shards and others whole, or
+    shards along other axes; and it takes its fused kernels only where it is told to. On a CPU it goes one by one.
+    """
+    if device.type == "cpu":
+        return
+    from torch.distributed.tensor import DTensor  # takes long to load
+
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is not None or group.get("fused") is not None:
+            continue
+        parameters = group["params"]
+        kinds = {one.device_mesh if isinstance(one, DTensor) else None for one in parameters}
+        is_fused = type(optimizer) in (_FUSED if kinds == {None} else _FUSED_ON_SHARDS)
+        if len(kinds) > 1:
+            group["foreach"] = False
+        elif is_fused and all(one.device.type == device.type and one.is_floating_point() for one in parameters):
+            group["fused"] = True
 
 
 def build_scheduler(spec: SchedulerSpec, optimizer: Optimizer, total_steps: int) -> LRScheduler:

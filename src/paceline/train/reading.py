@@ -19,6 +19,7 @@ from paceline.data.substreams import StreamPosition
 from paceline.errors import DataError
 from paceline.sharded_batch import ShardedBatch
 from paceline.spec import Job
+from paceline.train.prefetch import ahead
 
 
 class DatasetReader:
@@ -51,14 +52,23 @@ class DatasetReader:
                 yield ShardedBatch(tuple(contents), tuple(len(samples) for samples in request.shards))
 
     def read_stream(
-        self, loading: Loading, epoch: int, own: Sequence[int], position: StreamPosition
+        self,
+        loading: Loading,
+        epoch: int,
+        own: Sequence[int],
+        position: StreamPosition,
+        batch_size: int | None = None,
     ) -> Iterator[StreamStep]:
-        """This worker's substreams, step by step from `position` on; steps after the end are empty."""
+        """This worker's substreams, step by step from `position` on; steps after the end are empty.
+
+        Args:
+            batch_size: how many samples all workers read in a step; None: a global batch.
+        """
         job = self._job
         return read_stream(
             loading,
             own,
-            job.global_batch_size,
+            batch_size or job.global_batch_size,
             position,
             seed=job.seed,
             epoch=epoch,
@@ -78,10 +88,12 @@ class DatasetReader:
             if reader is None:  # it may hold the whole set on the device, so there is one for each set
                 reader = ArrayReader(dataset, self._device, self._dtype, job.channels_last, job.seed)
                 self._readers[dataset] = reader
-            return ([reader.read(epoch, np.concatenate(request.shards), train)] for request in requests)
-        return read_samples(
+            read = ([reader.read(epoch, np.concatenate(request.shards), train)] for request in requests)
+            return ahead(read, self._device)
+        samples = read_samples(
             loading, requests, seed=job.seed, epoch=epoch, device=self._device, dtype=self._dtype, train=train
         )
+        return ahead(samples, self._device)
 
 
 def num_samples(dataset: Any, purpose: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -11,13 +10,11 @@ from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from paceline import env
-from paceline.containers import to_device
 from paceline.data import Loading, is_loader
 from paceline.data.loading import Collate
 from paceline.data.substreams import is_stream
@@ -25,27 +22,26 @@ from paceline.errors import JobError
 from paceline.heartbeat import Heartbeat
 from paceline.noise import SmoothedNoise
 from paceline.object_collectives import broadcast_object
-from paceline.parallel import Engine, check_shards, parallelize
-from paceline.parallel.initial_weights import is_on_meta
+from paceline.parallel import Engine, check_shards
 from paceline.spec import Job, Mesh, Plan
-from paceline.train.agreement import check_same_order
 from paceline.train.averaging import averaged
 from paceline.train.data_progress import DataProgress
 from paceline.train.digest import weights_sha256
-from paceline.train.evaluate import Measure, evaluate, evaluation_mode, own_chunks
+from paceline.train.evaluate import Evaluator, Measure
 from paceline.train.memory_limit import memory_limit
 from paceline.train.noise_meter import NoiseMeter
-from paceline.train.numerics import LossFn, Precision, torch_settings
+from paceline.train.numerics import LossFn, Precision
+from paceline.train.preparation import prepare_model
 from paceline.train.process_group import abandon, join
-from paceline.train.reading import DatasetReader, num_samples
+from paceline.train.reading import DatasetReader
 from paceline.train.sample_batches import check_server_order, sample_batches
-from paceline.train.schedule import LearningRates
-from paceline.train.seeding import seed_between_steps, seed_evaluation, seed_generators
+from paceline.train.seeding import seed_between_steps, seed_generators
 from paceline.train.session import Kept, RunState, Session, Stateful
-from paceline.train.state import Names, Trained, rebind
+from paceline.train.state import Trained
 from paceline.train.step import Pending, Stepper
 from paceline.train.stream_batches import StreamBatches
 from paceline.train.timing import StepTimer
+from paceline.train.torch_settings import TorchSettings, has_tf32
 from paceline.train.trace import ParityTracer
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -80,10 +76,11 @@ class Run:
         self.mesh = plan.mesh or Mesh(dp=facts.world_size)
         check_shards(self.mesh.num_assignments, job.virtual_shards)
         self._at_close = ExitStack()
-        self._at_close.enter_context(torch_settings(job, plan))
         self.world = join(facts, plan)
+        settings = TorchSettings.of(job, plan, has_tf32=has_tf32(self.world.device))
+        self._at_close.enter_context(settings.applied())
         self.rank, self.world_size, self.device = facts.rank, facts.world_size, self.world.device
-        self.notes: list[str] = []
+        self.notes: list[str] = settings.notes(job)
         self.metrics: dict[str, float] = {}
         self.values: Mapping[str, Tensor] = {}
         self.say: Callable[[str], None] = lambda text: print(text, file=sys.stderr) if self.rank == 0 else None
@@ -100,6 +97,7 @@ class Run:
             self.mesh.num_assignments,
             plan.timeout_s,
         )
+        self._evaluator = Evaluator(job, self.mesh, self.world, self.reader, self.precision)
         self._noise = NoiseMeter(job, self.precision.scaler, self.device)
         self._kept = Kept()
         self._checkpoint_address = checkpoint_address
@@ -144,34 +142,22 @@ class Run:
             raise JobError("This run has a model already; a second one needs a paceline.init of its own.")
         if tensor_plan is not None:
             self.plan = dataclasses.replace(self.plan, tensor_plan=dict(tensor_plan))
-        job = self.job
-        rates = LearningRates(job, optimizer)
-        names = Names.of(optimizer, model)
-        if not is_on_meta(model) and self.mesh.is_plain:
-            model.to(self.device)
-        if job.precision == "float64":
-            model.double()
-        if job.channels_last and self.mesh.is_plain:  # torch shards parameters of the plain format only
-            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        model.train()
-        parallelized = parallelize(
+        prepared = prepare_model(
             model,
-            job,
+            optimizer,
+            self.job,
             self.plan,
-            self.device,
-            self.world.group,
+            self.world,
+            self.precision,
             find_unused_parameters=find_unused_parameters,
-            example=to_device(example, self.device, torch.float64 if job.precision == "float64" else None),
+            example=example,
         )
-        self._at_close.push(parallelized.background)
-        self.plan = dataclasses.replace(self.plan, algorithm=parallelized.algorithm)
-        self.notes += parallelized.notes
-        trained = Trained(optimizer, names, parallelized.engine, self.precision)
-        if job.compile:
-            trained.model.compile()
-        rebind(optimizer, names, trained.model)
+        trained = prepared.trained
+        self._at_close.push(prepared.background)
+        self.plan = dataclasses.replace(self.plan, algorithm=prepared.algorithm)
+        self.notes += prepared.notes
         session = self._open_session(trained)
-        self._prepared = Stepper(session, rates, self.mesh, self.reader, self.timer, self._tracer)
+        self._prepared = Stepper(session, prepared.rates, self.mesh, self.reader, self.timer, self._tracer)
         self._at_close.enter_context(memory_limit(env.memory_limit_bytes(), self.device, trained.model))
         return trained.engine.module, optimizer
 
@@ -351,7 +337,8 @@ class Run:
         A collective: every worker has to call it.
 
         Args:
-            dataset: map-style, visited in order; or a torch DataLoader over such a set, whose settings are taken over.
+            dataset: map-style, visited in order; or a stream; or a torch DataLoader over either, whose settings are
+                taken over.
             collate_fn: makes a batch of a list of samples; None: torch's default.
             num_workers: loader processes of each worker; None: as the job's data.loader_workers says.
             model: the model to evaluate, such as an `average`; None: the prepared one.
@@ -362,34 +349,8 @@ class Run:
                 compute). `measure` then returns under this name what `update` takes, {"f1": (predictions, targets)}.
         """
         loading = self._loading(dataset, "evaluation", collate_fn=collate_fn, num_workers=num_workers)
-        set_size = num_samples(loading.dataset, "evaluation")
-        chunks = loading.evaluation_order(set_size, self.job.eval_batch_size, self.job.seed)
-        check_same_order(chunks.digest(), None, self.world.group)
-        own = functools.partial(own_chunks, chunks.num_batches, self.mesh.share(self.rank), self.mesh.num_assignments)
-        computed = own(in_step=not self.engine.holds_all)
-        # Workers that compute other parts of the model have the same chunks: the first of them gives the results.
-        given = own(in_step=False) if self.mesh.leads_assignment(self.rank) else []
-        contents = self.reader.read_chunks(loading, chunks, computed)
-        buffers = self.engine.forward_buffers
-
-        def batches() -> Iterator[tuple[int, Any]]:
-            for number, content in zip(computed, contents, strict=True):
-                seed_evaluation(self.job.seed, self.steps, number, self.device)
-                buffers.begin_pass()
-                yield number, content
-
-        try:
-            with (
-                evaluation_mode(self.model if model is None else model),
-                self.consensus(),
-                buffers.untouched(),
-                torch.no_grad(),
-                self.precision.autocast(),
-            ):
-                results = evaluate(batches(), chunks, given, model or self.model, measure, self.world, metrics)
-        finally:
-            seed_between_steps(self.job.seed, self.steps, self.device)
-            self.timer.resume()
+        results = self._evaluator.evaluate(loading, measure, metrics, model or self.model, self.engine, self.steps)
+        self.timer.resume()
         self.metrics.clear()
         self.metrics.update(results)
         return results
@@ -433,7 +394,12 @@ class Run:
         if stepper is not None and error is None:
             stepper.session.finish()
         elif stepper is not None and isinstance(error, Exception | KeyboardInterrupt):
-            stepper.session.rescue(is_whole=stepper.is_whole)
+            peers = stepper.session.peers
+            lost = None if peers is None else peers.cause_of(error)
+            stepper.session.rescue(is_whole=stepper.is_whole and (peers is None or peers.is_whole))
+            if lost is not None:
+                self._at_close.__exit__(kind, error, trace)
+                raise lost from error
         self._at_close.__exit__(kind, error, trace)
 
     @property

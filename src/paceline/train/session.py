@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from paceline.checkpoint import Snapshot, open_storage
 from paceline.checkpoint.storage import held
 from paceline.errors import CheckpointError, JobError, shortened
 from paceline.heartbeat import Heartbeat
+from paceline.private_groups import private_group
 from paceline.run_lease import run_token
 from paceline.spec import Job, Plan
 from paceline.spec.codec import MAY_DIVERGE, from_mapping
@@ -26,6 +28,7 @@ from paceline.train.checkpoints import Checkpoints
 from paceline.train.data_progress import DataProgress
 from paceline.train.noise_meter import NoiseMeter
 from paceline.train.optim import ends_with_epochs
+from paceline.train.peer_watch import watch_peers
 from paceline.train.process_group import World, leave_at_once
 from paceline.train.resume import CheckpointReader, Found
 from paceline.train.state import Trained
@@ -175,7 +178,11 @@ class Session:
         """
         # A separate group in CPU memory, whatever the others use: it communicates in parallel to them.
         timeout = timedelta(seconds=plan.timeout_s)
-        group = None if world.group is None else dist.new_group(backend="gloo", timeout=timeout)
+        group = None
+        if world.group is not None:
+            with private_group():
+                group = dist.new_group(backend="gloo", timeout=timeout)
+        self.peers = watch_peers(world.group, world.device)
         self.state = state
         self._plan = plan
         self.world = world
@@ -273,6 +280,12 @@ class Session:
         if self._checkpoints is not None:
             self.state.progress.leave_epoch()
             self._checkpoints.run_ended(self.state.progress.steps)
+        if self.peers is not None:
+            self.peers.close()
+
+    def updating(self) -> AbstractContextManager[None]:
+        """Around an update of weights and optimizer; as `PeerWatch.update` where there is one."""
+        return contextlib.nullcontext() if self.peers is None else self.peers.update()
 
     def rescue(self, *, is_whole: bool) -> None:
         """After an error: save this worker's state, without the others, which may be gone.

@@ -27,6 +27,7 @@ from paceline.train.schedule import LearningRates, lr_factor
 from paceline.train.seeding import seed_between_steps, seed_shard
 from paceline.train.session import Session
 from paceline.train.timing import StepTimer
+from paceline.train.torch_settings import explaining_refusals
 from paceline.train.trace import ParityTracer
 
 
@@ -96,7 +97,8 @@ class Stepper:
         trained.optimizer.zero_grad(set_to_none=True)
 
         try:
-            result = engine.step(step_input, functools.partial(self._update, batch, content, step_input))
+            with explaining_refusals():
+                result = engine.step(step_input, functools.partial(self._update, batch, content, step_input))
         except (RuntimeError, MemoryError) as problem:
             if not is_out_of_memory(problem):
                 raise
@@ -163,11 +165,12 @@ class Stepper:
             clip_gradients(trained.model.parameters(), clip_norm, norm())
         idle = not batch.assignment.sizes or not self._counts_samples
         self._tracer.before_update(step, trained.model, engine.whole, loss, content, idle=idle)
-        if is_made and self._needs_closure:
-            trained.optimizer.step(closure_after(loss, functools.partial(self._gradients_again, step_input)))  # type: ignore[arg-type]
-        elif is_made:
-            scaler.step(trained.optimizer)
-            scaler.update()
+        with self.session.updating():
+            if is_made and self._needs_closure:
+                trained.optimizer.step(closure_after(loss, functools.partial(self._gradients_again, step_input)))  # type: ignore[arg-type]
+            elif is_made:
+                scaler.step(trained.optimizer)
+                scaler.update()
 
     def _gradients_again(self, step_input: StepInput) -> Tensor:
         """Compute the step's gradient at the weights as they are now; returns its loss."""

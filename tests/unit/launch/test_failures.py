@@ -40,7 +40,29 @@ def lost_peer(rank: int, time: float) -> Ending:
         ("RuntimeError", "[x.cc:537] Read error [127.0.0.1]:1: Connection reset by peer. This is typically"),
         ("RuntimeError", "[unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation to complete"),
         ("RuntimeError", "Wait timeout"),
-        ("DistBackendError", "NCCL error: remote process exited or there was a network error"),
+        (
+            "DistBackendError",
+            "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3384, remote process exited or "
+            "there was a network error, NCCL version 2.27.5\nncclRemoteError: A call failed possibly due to a network "
+            "error or a remote process exiting prematurely.",
+        ),
+        (
+            "DistBackendError",
+            "ncclSystemError: … Last error:\nsocketProgress: Connection closed by remote peer n1<571>",
+        ),
+        ("DistBackendError", "NCCL communicator was aborted on rank 0."),
+        (
+            "DistBackendError",
+            "[PG ID 0 PG GUID 0 Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9, "
+            "OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=60000) ran for 60008 milliseconds before timing out.",
+        ),
+        (
+            "DistBackendError",
+            "[1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key "
+            "'0', but store->get('0') got error: Connection reset by peer",
+        ),
+        ("DistStoreError", "wait timeout after 60000ms, keys: /default_pg/0//cuda//0"),
+        ("PeerLost", "Rank 2 ended while this worker was waiting for it."),
         ("DistNetworkError", "Failed to recv, got 0 bytes. Connection was likely closed."),
     ],
 )
@@ -56,6 +78,7 @@ def test_what_torch_says_of_a_lost_peer_is_a_consequence(type: str, message: str
         ("ConnectionResetError", "[Errno 104] Connection reset by peer"),  # a download's
         ("TimeoutError", "timed out waiting for the file"),
         ("DistBackendError", "NCCL error: invalid argument"),
+        ("DistBackendError", "ncclUnhandledCudaError: Call to CUDA function failed. Cuda failure 2 'out of memory'"),
     ],
 )
 def test_an_error_of_its_own_is_none(type: str, message: str) -> None:

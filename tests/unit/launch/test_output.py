@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.output import LONGEST_LINE_BYTES, LinePump, is_behind
+from paceline.launch.output import LONGEST_LINE_BYTES, LinePump, harmless, is_behind
 
 
 class Shown:
@@ -104,3 +104,8 @@ def test_a_file_is_never_behind(tmp_path: Path) -> None:
     with (tmp_path / "file").open("wb") as file:
         file.write(bytes(100_000))
         assert not is_behind(file.fileno())
+
+
+def test_escape_sequences_of_workers_do_not_reach_the_terminal() -> None:
+    line = b"\x1b]0;title\x07\x1b[31mred\x1b[0m \x1b[2J\ttab\x00 caf\xc3\xa9\r\n"
+    assert harmless(line) == b"\\x1b]0;title\\x07\x1b[31mred\x1b[0m \\x1b[2J\ttab\\x00 caf\xc3\xa9\r\n"

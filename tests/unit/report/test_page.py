@@ -121,7 +121,7 @@ def test_all_plots_people_expect(study: Study) -> None:
 
 def test_plots_without_data_are_left_out() -> None:
     bare = analyse([sample_record(accuracy=None, epochs=())], grow="none", tolerance=0.01)
-    assert keys(study_plots(bare)) == ["train-time", "throughput", "step-time"]
+    assert keys(study_plots(bare)) == ["train-time", "step-time"]
     unevaluated = analyse([sample_record(n, accuracy=None) for n in (1, 2)], grow="none", tolerance=0.01)
     assert "eval-loss-epochs" in keys(study_plots(unevaluated))
     assert not any("accuracy" in key for key in keys(study_plots(unevaluated)))
@@ -151,7 +151,7 @@ def test_a_device_count_has_one_colour_in_every_plot(study: Study) -> None:
 
 def test_every_colour_name_is_defined_for_light_and_dark() -> None:
     html = render_page(analyse(sample_study_records(tuple(range(1, 11)), (0, 1)), grow="none", tolerance=0.01))
-    used = set(re.findall(r"var\((--[a-z0-9-]+)\)", html[: html.index("plotly.js v")] + html[-200_000:]))
+    used = set(re.findall(r"var\((--[a-z0-9-]+)\)", html))
     style = html[html.index("<style>") : html.index("</style>")]
     light, dark = style.split("prefers-color-scheme: dark", 1)
     assert {f"--series-{index}" for index in range(1, NUM_SERIES + 1)} <= used

@@ -12,12 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from paceline.data import Loading
 from paceline.data.order import SequentialOrder
 from paceline.env import WorkerFacts
 from paceline.errors import ModelError
-from paceline.train.evaluate import Measure, evaluate, own_chunks
+from paceline.spec import Job, Mesh
+from paceline.train.evaluate import Measure, SetChunks, evaluate, own_chunks
 from paceline.train.metric_states import MergeTree, MetricFunctions, metric_functions, update_trees
 from paceline.train.process_group import World
+from paceline.train.reading import DatasetReader
 
 ALONE = World(WorkerFacts(), torch.device("cpu"), None)
 
@@ -38,10 +41,10 @@ def test_every_sample_belongs_to_one_chunk_and_every_chunk_to_one_worker(samples
 
 
 def run(values: Tensor, chunk_size: int, measure: Measure) -> dict[str, float]:
-    chunks = SequentialOrder(len(values), chunk_size)
-    numbers = range(chunks.num_batches)
-    batches = ((number, values[chunks.batch(number)]) for number in numbers)
-    return evaluate(batches, chunks, numbers, nn.Identity(), measure, ALONE)
+    job = Job(eval_batch_size=chunk_size)
+    reader = DatasetReader(job, torch.device("cpu"))
+    chunks = SetChunks(Loading(values), reader, job, Mesh(), ALONE, in_step=False)
+    return evaluate(chunks, lambda _number: None, nn.Identity(), measure, ALONE)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 7, 100])
@@ -91,7 +94,7 @@ def test_states_are_merged_in_one_tree_whoever_has_them(num_chunks: int, workers
         own = MergeTree(merge)
         for number in own_chunks(num_chunks, rank, workers, in_step=False):
             own.push(number, 1, f"{number},")
-        for block in own.blocks:
+        for block in own.parts():
             whole.push(*block)
     assert whole.root() == alone.root()
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from paceline.containers import open_container
+from paceline.containers import open_container, to_device
 from paceline.errors import ModelError
 
 
@@ -47,6 +47,11 @@ class ModelCall:
         if isinstance(example, Mapping):
             return cls((), dict(example))
         return cls(example if isinstance(example, tuple) else (example,))
+
+    def on(self, device: torch.device) -> ModelCall:
+        """The call with its tensors on `device`."""
+        args, kwargs = to_device((self.args, dict(self.kwargs)), device)
+        return ModelCall(args, kwargs)
 
 
 @dataclass(frozen=True)
@@ -142,6 +147,11 @@ class _CalledError(BaseException):
     def __init__(self, call: StageCall) -> None:
         super().__init__()
         self.call = call
+
+
+def place_of(model: nn.Module) -> torch.device:
+    """The device of a model's parameters; the meta device where they have no values yet."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def generator_state(device: torch.device) -> Tensor:

@@ -14,16 +14,22 @@ from torch.distributed.tensor import DTensor
 from paceline.errors import JobError, ModelError
 from paceline.object_collectives import broadcast_object
 from paceline.parallel.engine import statistics_dtype
-from paceline.parallel.pipeline.calls import Calls, MicroBatch, ModelCall, generator_state, set_generator_state
+from paceline.parallel.pipeline.calls import (
+    Calls,
+    MicroBatch,
+    ModelCall,
+    generator_state,
+    place_of,
+    set_generator_state,
+)
 from paceline.parallel.pipeline.check import check_stages
 from paceline.parallel.pipeline.cut import find_cut
 from paceline.parallel.pipeline.executor import Step
-from paceline.parallel.pipeline.message import TensorForm
 from paceline.parallel.pipeline.recorder import record
 from paceline.parallel.pipeline.recording import Recording, record_sequential
 from paceline.parallel.pipeline.schedules import Schedule, make_schedule
 from paceline.parallel.pipeline.stage import Stage, Stages, let_go, stages_of
-from paceline.parallel.pipeline.transfers import Arrival, Outbox, StageLinks
+from paceline.parallel.pipeline.transfers import Outbox, StageLinks
 from paceline.partition import StageLimits
 from paceline.spec import PipelineSpec
 
@@ -44,11 +50,11 @@ class Pipeline:
         timeout_s: float = 600.0,
         before_last_backward: Callable[[nn.Module], None] = lambda _stage: None,
     ) -> None:
-        """A collective of all workers of `group`, and of `agreement`.
+        """A collective of all workers of the run, each with its own `group`.
 
         Args:
-            model: the whole model, alike on all workers; it may be on the meta device. What is not in this worker's
-                stages is not kept.
+            model: the whole model, alike on all workers; it may be on the meta device, or in host memory where `device`
+                cannot hold all of it: it is cut where it is. What is not in this worker's stages is not kept.
             example: how the model is called, for a few samples; None: only for an nn.Sequential, whose layers then
                 count by their parameters.
             limits: what a stage should hold; where the user cuts, nothing limits it. Where no cut keeps them the
@@ -67,9 +73,11 @@ class Pipeline:
         self._before_last_backward = before_last_backward
         self._dtype = statistics_dtype(model)
         self._links = links = StageLinks(group, spec.stages_per_worker, device, timeout_s)
+        place = place_of(model)
+        example = None if example is None else example.on(place)
         recording = record_sequential(model) if example is None else record(model, example)
         self._calls = Calls(model, device)
-        cut = _agreed_cut(recording, spec, limits or StageLimits(), links, agreement or group)
+        cut = _agreed_cut(recording, spec, limits or StageLimits(), links.num_stages, agreement or group)
         self._draws = cut.draws
         self.cuts = tuple(recording.name(start) for start in cut.starts[1:])
         """The layers that begin a stage, all but the first's; such as `PipelineSpec.cuts` takes."""
@@ -80,8 +88,8 @@ class Pipeline:
         )
         everywhere = stages_of(recording, cut.starts)
         self._stages = {n: stage for n, stage in enumerate(everywhere) if links.owner(n) == links.rank}
-        if example is not None and not any(tensor.is_meta for tensor in model.parameters()):
-            check_stages(recording, everywhere, example, device)
+        if example is not None and place.type != "meta":
+            check_stages(recording, everywhere, example, place)
         self.shared_parameters = _shared_parameters(model, everywhere, links)
         """Parameters shared with other workers, and their ranks in the group; in the order of the model."""
         let_go(model, list(self._stages.values()))
@@ -142,8 +150,7 @@ class Pipeline:
     def _sum_shared_gradients(self) -> None:
         """Added in the order of ranks, so that they are the same everywhere."""
         named = dict(self.module.named_parameters(remove_duplicate=False))
-        outbox = Outbox()
-        under_way: list[tuple[Tensor, list[Tensor | Arrival]]] = []
+        shared: list[tuple[Tensor, Sequence[int]]] = []
         for name, ranks in self.shared_parameters.items():
             parameter = named[name]
             if not parameter.requires_grad:
@@ -151,20 +158,8 @@ class Pipeline:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             mine = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-            form = TensorForm.of(mine)
-            for rank in ranks:
-                if rank != self._links.rank:
-                    self._links.send([mine], [form], rank, outbox)
-            under_way.append(
-                (mine, [mine if rank == self._links.rank else self._links.receive([form], rank) for rank in ranks])
-            )
-        totals = [
-            (mine, torch.stack([part.wait()[0] if isinstance(part, Arrival) else part for part in parts]).sum(0))
-            for mine, parts in under_way
-        ]
-        outbox.wait()  # until then other workers read the buffer that is overwritten now
-        for mine, total in totals:
-            mine.copy_(total)
+            shared.append((mine, ranks))
+        self._links.sum_among(shared)
 
     @torch.no_grad()
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -208,13 +203,13 @@ class _Cut:
 
 
 def _agreed_cut(
-    recording: Recording, spec: PipelineSpec, limits: StageLimits, links: StageLinks, agreement: dist.ProcessGroup
+    recording: Recording, spec: PipelineSpec, limits: StageLimits, num_stages: int, agreement: dist.ProcessGroup
 ) -> _Cut:
     """The user's cut, or the one that is found by the first worker's times: layers take another time on each."""
     answer: Any = None
     if dist.get_rank(agreement) == 0:
         try:
-            answer = _cut(recording, spec, limits, links)
+            answer = _cut(recording, spec, limits, num_stages)
         except (ModelError, JobError) as problem:
             answer = {type(problem).__name__: str(problem)}
     answer = broadcast_object(answer, agreement, [_Cut])
@@ -224,12 +219,12 @@ def _agreed_cut(
     raise {"ModelError": ModelError, "JobError": JobError}[kind](sentence)
 
 
-def _cut(recording: Recording, spec: PipelineSpec, limits: StageLimits, links: StageLinks) -> _Cut:
+def _cut(recording: Recording, spec: PipelineSpec, limits: StageLimits, num_stages: int) -> _Cut:
     notes: tuple[str, ...] = ()
     if spec.cuts:
-        starts = recording.starts(spec.cuts, links.num_stages)
+        starts = recording.starts(spec.cuts, num_stages)
     else:
-        starts, notes = find_cut(recording, links.num_stages, limits, links.device)
+        starts, notes = find_cut(recording, num_stages, limits, place_of(recording.model))
     draws = recording.trained.draws or [True] * len(recording.layers)
     stops = [*starts[1:], len(recording.layers)]
     return _Cut(starts, tuple(any(draws[start:stop]) for start, stop in zip(starts, stops, strict=True)), notes)

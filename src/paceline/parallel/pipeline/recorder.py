@@ -22,9 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
-from paceline.containers import to_device
 from paceline.errors import ModelError, PacelineError
-from paceline.parallel.pipeline.calls import ModelCall, generator_state
+from paceline.parallel.pipeline.calls import ModelCall, generator_state, place_of
 from paceline.parallel.pipeline.recording import Flow, Layer, Recording, Slot
 from paceline.parallel.pipeline.watch import Watch, know_dataclasses, opened_modules, tensors_in
 
@@ -40,7 +39,7 @@ READS_VALUES = frozenset(
 
 
 def record(model: nn.Module, example: ModelCall) -> Recording:
-    """The layers of `model`, called as `example` says, for a few samples.
+    """The layers of `model`, called as `example` says, for a few samples, on the device where the model is.
 
     Raises:
         ModelError: the model cannot be called so, its forward pass decides between its layers by the values of what
@@ -48,9 +47,8 @@ def record(model: nn.Module, example: ModelCall) -> Recording:
     """
     opened = opened_modules(model)
     training = {module: module.training for module in model.modules()}
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    if device.type == "meta":
-        example = ModelCall(*to_device((example.args, dict(example.kwargs)), device))
+    device = place_of(model)
+    example = example.on(device)
     try:
         evaluated = _recorded(model.eval(), example, opened, device)
         trained = _recorded(model.train(), example, opened, device)

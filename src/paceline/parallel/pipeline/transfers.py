@@ -1,13 +1,13 @@
 """Sends and receives the messages between the workers of a pipeline: in strict order, with a form the first time.
 
 A message is sent without waiting and received in the order in which its sender's schedule sends, so it needs no
-address: all that Gloo and NCCL promise is that messages between two workers keep their order.
+address: all that Gloo promises is that messages between two workers keep their order. NCCL promises less, see
+`queues`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from paceline.errors import ModelError
 from paceline.object_collectives import broadcast_object
 from paceline.parallel.pipeline.message import MessageForm, TensorForm, from_bytes, to_bytes, what_can_be_sent
+from paceline.parallel.pipeline.queues import open_queues, queue_of
 
 
 class Outbox:
@@ -25,12 +26,12 @@ class Outbox:
     def __init__(self) -> None:
         self._under_way: list[tuple[Any, Tensor]] = []
 
-    def send(self, tensors: Sequence[Tensor], forms: Sequence[TensorForm], group: dist.ProcessGroup, to: int) -> None:
-        """Send without waiting."""
+    def send(self, tensors: Sequence[Tensor], forms: Sequence[TensorForm], group: dist.ProcessGroup, rank: int) -> None:
+        """Send without waiting to the worker of this rank in the run."""
         self._under_way = [(work, kept) for work, kept in self._under_way if not work.is_completed()]
         for tensor, form in zip(tensors, forms, strict=True):
             sent = form.in_memory_order(tensor.detach())
-            self._under_way.append((dist.isend(sent, group=group, group_dst=to), sent))
+            self._under_way.append((dist.isend(sent, dst=rank, group=group), sent))
 
     def wait(self) -> None:
         for work, _ in self._under_way:
@@ -41,20 +42,23 @@ class Outbox:
 class Arrival:
     """Tensors in flight to this worker."""
 
-    def __init__(
-        self, forms: Sequence[TensorForm], device: torch.device, group: dist.ProcessGroup, source: int
-    ) -> None:
-        self._tensors = [form.empty(device) for form in forms]
-        self._work = [
-            dist.irecv(form.in_memory_order(tensor), group=group, group_src=source)
-            for tensor, form in zip(self._tensors, forms, strict=True)
-        ]
+    def __init__(self, tensors: Sequence[Tensor], work: Sequence[dist.Work | None]) -> None:
+        self._tensors = tensors
+        self._work = work
+
+    @classmethod
+    def begin(cls, forms: Sequence[TensorForm], device: torch.device, group: dist.ProcessGroup, rank: int) -> Arrival:
+        """Receive from the worker of this rank in the run."""
+        tensors = [form.empty(device) for form in forms]
+        pairs = zip(tensors, forms, strict=True)
+        work = [dist.irecv(form.in_memory_order(tensor), src=rank, group=group) for tensor, form in pairs]
+        return cls(tensors, work)
 
     def wait(self) -> list[Tensor]:
         for work in self._work:
             assert work is not None
             work.wait()
-        return self._tensors
+        return list(self._tensors)
 
 
 class StageLinks:
@@ -63,19 +67,13 @@ class StageLinks:
     def __init__(
         self, group: dist.ProcessGroup, stages_per_worker: int, device: torch.device, timeout_s: float
     ) -> None:
-        """A collective of all workers of `group`."""
+        """A collective of all workers of the run, each with its own `group`."""
         self.rank, self.num_workers = dist.get_rank(group), dist.get_world_size(group)
         self.num_stages = self.num_workers * stages_per_worker
         self.device = device
         self.group = group
-        # Up and down the ranks by a channel each: NCCL would let two neighbours wait that both send by the same one.
-        self._down_group = group
-        if dist.get_backend(group) == "nccl":
-            self._down_group = dist.new_group(
-                dist.get_process_group_ranks(group),
-                timeout=timedelta(seconds=timeout_s),
-                use_local_synchronization=True,
-            )
+        self._ranks = dist.get_process_group_ranks(group)
+        self._queues = open_queues(group, stages_per_worker, timeout_s)
         self._forms: dict[tuple[int, Hashable], MessageForm] = {}
 
     def owner(self, stage: int) -> int:
@@ -91,10 +89,41 @@ class StageLinks:
         self._forms.clear()
 
     def send(self, tensors: Sequence[Tensor], forms: Sequence[TensorForm], to: int, outbox: Outbox) -> None:
-        outbox.send(tensors, forms, self._channel(self.rank, to), to)
+        outbox.send(tensors, forms, self._queue(self.rank, to), self._ranks[to])
 
     def receive(self, forms: Sequence[TensorForm], source: int) -> Arrival:
-        return Arrival(forms, self.device, self._channel(source, self.rank), source)
+        return Arrival.begin(forms, self.device, self._queue(source, self.rank), self._ranks[source])
+
+    def _queue(self, source: int, to: int) -> dist.ProcessGroup:
+        return self._queues.get(queue_of(source, to), self.group)
+
+    def sum_among(self, shared: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
+        """Add up tensors, each over the workers that have it, in the order of their ranks; a collective of these.
+
+        All messages are one batch. On a backend with queues its parts do not wait for each other; sent one by one,
+        workers that share three tensors in pairs would wait in a circle.
+
+        Args:
+            shared: this worker's tensors, with the ranks in the group of all workers that have each; in the same order
+                on all of these workers.
+        """
+        operations: list[dist.P2POp] = []
+        parts: list[list[Tensor]] = []
+        for mine, ranks in shared:
+            form = TensorForm.of(mine)
+            sent = form.in_memory_order(mine)
+            received = [mine if rank == self.rank else form.empty(self.device) for rank in ranks]
+            parts.append(received)
+            for rank, tensor in zip(ranks, received, strict=True):
+                if rank != self.rank:
+                    operations.append(dist.P2POp(dist.isend, sent, self._ranks[rank], self.group))
+                    into = form.in_memory_order(tensor)
+                    operations.append(dist.P2POp(dist.irecv, into, self._ranks[rank], self.group))
+        works = dist.batch_isend_irecv(operations) if operations else []
+        for work in works:
+            work.wait()
+        for (mine, _), received in zip(shared, parts, strict=True):
+            mine.copy_(torch.stack(received).sum(0))
 
     def send_values(self, stage: int, signature: Hashable, values: Sequence[Any], outbox: Outbox) -> MessageForm:
         """Send values to a stage, and before the first of their kind their form."""
@@ -145,6 +174,3 @@ class StageLinks:
         for tensor, described in zip(tensors, form.tensors, strict=True):
             dist.broadcast(described.in_memory_order(tensor.detach()), group_src=source, group=self.group)
         return form.filled(tensors)[0]
-
-    def _channel(self, source: int, to: int) -> dist.ProcessGroup:
-        return self.group if source < to else self._down_group

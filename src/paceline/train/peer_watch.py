@@ -1,0 +1,165 @@
+"""Notices that a worker is gone where the backend does not say so, and lets those that wait for it go on.
+
+NCCL's kernels wait on the GPU for messages of a process that has ended, and the program waits for the GPU. So every
+worker has a thread that waits for a message of each of its two neighbours in a ring, over Gloo. The message is the end
+of the run; a neighbour that ends without one closes its sockets. The thread then says so to its other neighbour, and
+aborts NCCL's communicators, which ends their kernels. What these leave in memory means nothing: no update may be made
+with it, and the state is whole only if the last update was done before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.errors import PeerLost
+from paceline.private_groups import private_group
+
+_END = -1
+"""The message of a worker at the end of its run; any other is the rank of a worker that is lost."""
+_RUN_S = 10 * 365 * 24 * 3600.0
+"""The maximum wait for the end of a run."""
+_UPDATE_S = 2.0
+"""How long a GPU may take to finish an update whose gradients have arrived."""
+_FAREWELL_S = 2.0
+
+
+class PeerWatch:
+    """One worker's watch over its neighbours, from its beginning to `close`."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, abort: Callable[[], None]) -> None:
+        """A collective of all workers of `group`.
+
+        Args:
+            group: all workers of the run, over Gloo; the watch alone uses it, and it waits for ever.
+            abort: ends what waits for a lost worker; called in another thread.
+        """
+        self._group = group
+        self._device = device
+        self._abort = abort
+        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._lock = threading.Lock()
+        self._noticing = threading.Lock()
+        self._is_over = threading.Event()
+        """Set when a loss has been noticed and nothing waits for the lost worker any more."""
+        self._lost: int | None = None
+        self._updated: torch.cuda.Event | None = None
+        self._is_whole = True
+        neighbours = dict.fromkeys([(self._rank + 1) % self._world_size, (self._rank - 1) % self._world_size])
+        self._sent: list[tuple[dist.Work | None, Tensor]] = []
+        self._threads = {
+            rank: threading.Thread(target=self._await, args=(rank,), name=f"paceline-watch-{rank}", daemon=True)
+            for rank in neighbours
+        }
+        for thread in self._threads.values():
+            thread.start()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no update was made with what an aborted collective has left."""
+        return self._is_whole
+
+    def cause_of(self, error: BaseException) -> PeerLost | None:
+        """The loss that led to an error of this worker; None where all workers are there.
+
+        Whatever is raised after a loss may come of what aborted collectives have left.
+        """
+        if isinstance(error, dist.DistError):  # NCCL may be told before the thread is
+            self._is_over.wait(_UPDATE_S)
+        if self._lost is None:
+            return None
+        self._is_over.wait(2 * _UPDATE_S)
+        return self._error(self._lost)
+
+    def _error(self, rank: int) -> PeerLost:
+        return PeerLost(f"Rank {rank} ended while this worker was waiting for it.", rank=rank)
+
+    @contextlib.contextmanager
+    def update(self) -> Iterator[None]:
+        """Around an update of weights and optimizer.
+
+        Raises:
+            PeerLost: a worker is gone, so that the gradients may mean nothing; no update is made.
+        """
+        with self._lock:
+            if self._lost is not None:
+                raise self._error(self._lost)
+            yield
+            if self._device.type == "cuda":
+                self._updated = torch.cuda.current_stream(self._device).record_event()
+
+    def close(self) -> None:
+        """Say that this worker's run is over, and wait a moment for the neighbours to say so."""
+        if self._lost is None:
+            for rank in self._threads:
+                self._send(_END, rank)
+        deadline = time.monotonic() + _FAREWELL_S
+        for thread in self._threads.values():
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
+
+    def _await(self, neighbour: int) -> None:
+        message = torch.zeros(1, dtype=torch.int64)
+        try:
+            work = dist.irecv(message, group=self._group, group_src=neighbour)
+            assert work is not None
+            work.wait(timedelta(seconds=_RUN_S))
+        except RuntimeError:  # the connection is closed
+            message.fill_(neighbour)
+        if int(message) != _END:
+            self._notice(int(message))
+
+    def _notice(self, rank: int) -> None:
+        with self._noticing:
+            if self._lost is not None:
+                return
+            with self._lock:  # an update that has begun is made; the next one sees that the worker is lost
+                self._lost = rank
+                updated = self._updated
+            for neighbour in self._threads:
+                if neighbour != rank:
+                    with contextlib.suppress(RuntimeError):
+                        self._send(rank, neighbour)
+            deadline = time.monotonic() + _UPDATE_S
+            while updated is not None and not updated.query() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            self._is_whole = updated is None or updated.query()
+            try:
+                self._abort()
+            finally:
+                self._is_over.set()
+
+    def _send(self, text: int, rank: int) -> None:
+        message = torch.tensor([text])
+        self._sent.append((dist.isend(message, group=self._group, group_dst=rank), message))
+
+
+def watch_peers(world: dist.ProcessGroup | None, device: torch.device) -> PeerWatch | None:
+    """Watch over the workers of a run whose backend lets them wait for a lost one; a collective. None: not needed."""
+    if world is None or dist.get_backend(world) != "nccl":
+        return None
+    with private_group():
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_RUN_S))
+    return PeerWatch(group, device, abort_communicators)
+
+
+def abort_communicators() -> None:
+    """Abort all NCCL communicators of this process, together: aborted one by one, one could wait for another."""
+    backends: list[Any] = []
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with contextlib.suppress(RuntimeError):  # it has none for GPUs
+            backend = group._get_backend(torch.device("cuda"))
+            if backend.name() == "nccl":
+                backends.append(backend)
+    if backends:
+        backends[0]._group_start()
+        for backend in backends:
+            backend.abort()
+        backends[0]._group_end()
