@@ -1,11 +1,10 @@
 """Forecasts of published scaling tables from their first rows, beside simpler laws.
 
-    python -m benchmarks.forecast_tables --data DIR [--rows] [--only FAMILY] [--json FILE]
+    python -m benchmarks.forecast_tables --data DIR [--by-family] [--rows] [--only FAMILY]
 
 DIR holds one CSV a table, as `paceline plan --fit` reads it, and index.json with the family of each table. A table is
-forecast from its first two rows, from its first three, and from its first and last row ("span"). No constant of the
-planner is fitted to the tables, so that each family is one that the planner has not seen; `--by-family` shows the
-families one by one, and the mean over families counts each of them once however many tables it has.
+forecast from its first two rows, from its first three, and from its first and last row ("span"). No program fits the
+planner's priors to the tables; `--by-family` shows the families one by one.
 """
 
 from __future__ import annotations
