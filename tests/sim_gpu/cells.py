@@ -62,6 +62,7 @@ def _data_parallel() -> list[Cell]:
         Cell("bitwise", {"parity": "bitwise"}),
         Cell("bitwise, batch norm", {"parity": "bitwise", **_RESNET}),
         Cell("batch norm of shards", _RESNET),
+        Cell("batch norm of the global batch", {"norm": "sync", **_RESNET}),
         Cell("channels last", {"channels_last": True, **_RESNET}),
         Cell("float64", {"precision": "float64"}),
         Cell("bfloat16", {"precision": "bfloat16"}, tolerance=2e-2),

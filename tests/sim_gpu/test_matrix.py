@@ -28,7 +28,7 @@ def _lenet(native: Any) -> Outcome:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("num_gpus", [1, 2])
+@pytest.mark.parametrize("num_gpus", [1, 2, 4])
 def test_every_way_to_train_gives_on_gpus_what_it_gives_on_cpus(simulated_gpu: Path, num_gpus: int) -> None:
     on_gpus = run_on_gpus(simulated_gpu, _cells, num_gpus, num_gpus, num_gpus=max(2, num_gpus), timeout_s=400)[0]
     on_cpus = run_ranks(run_cells, num_gpus, "cpu", num_gpus, timeout_s=400)[0]

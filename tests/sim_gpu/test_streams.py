@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.cuda import _sanitizer
 
+from tests.sim_gpu.cells import Cell
 from tests.sim_gpu.workers import run_on_gpus
 
 pytestmark = pytest.mark.sim_gpu
@@ -33,3 +34,19 @@ def _streams(native: Any) -> None:
     value.mul_(2)
     with pytest.raises(_sanitizer.CUDASanitizerErrors):
         add_one()
+
+
+@pytest.mark.slow
+def test_a_step_of_data_parallelism_orders_its_streams(simulated_gpu: Path) -> None:
+    """Buckets are summed on a stream of their own; without its waits the sanitizer stops the step."""
+    run_on_gpus(simulated_gpu, _data_parallel, 2)
+
+
+def _data_parallel(native: Any) -> None:
+    _sanitizer.enable_cuda_sanitizer()
+    cell = Cell("ring", plan={"algorithm": "ring"})
+    cell.train("cuda", max_steps=2)
+    stream: Any = torch.cuda.Stream
+    stream.wait_event = lambda self, event: None
+    with pytest.raises(_sanitizer.CUDASanitizerErrors):
+        cell.train("cuda", max_steps=2)

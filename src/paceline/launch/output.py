@@ -22,6 +22,9 @@ CHUNK_BYTES = 1 << 16
 LONGEST_LINE_BYTES = 1 << 16
 """A longer line is shown as several lines; the log has it unbroken."""
 
+_ERASE_REST = b"\x1b[K"
+"""Erases a terminal's line from the cursor on."""
+
 _CONTROLS = re.compile(rb"\x1b\[[0-9;]*[mK]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 """Colours of text and the erasing of a line, whole, or single control characters."""
 
@@ -31,7 +34,8 @@ Show = Callable[[int, bytes], None]
 
 def show_here(target_fd: int, lines: bytes) -> None:
     """Show lines on this process's own streams; a closed reader is ignored."""
-    rest = memoryview(lines)
+    # On a terminal, rank 0's progress line may stand there, with the cursor at its beginning.
+    rest = memoryview(_ERASE_REST + lines if os.isatty(target_fd) else lines)
     with contextlib.suppress(OSError):
         while rest:
             rest = rest[os.write(target_fd, rest) :]

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.containers import to_device
-from paceline.data import ArrayReader, ArraySet, Loading, SampleRequest, read_samples
+from paceline.data import ArrayReader, ArraySet, Loading, SampleRequest, is_loader, read_samples
 from paceline.data.order import EpochOrder
 from paceline.data.stream_reader import StreamStep, read_stream
 from paceline.data.substreams import StreamPosition
@@ -106,3 +106,10 @@ def num_samples(dataset: Any, purpose: str) -> int:
     if len(dataset) == 0:
         raise DataError(f"The {purpose} set is empty.")
     return len(dataset)
+
+
+def loading_of(job: Job, dataset: Any, purpose: str, **given: Any) -> Loading:
+    """How `dataset` is read, by what is given here, by the DataLoader that it is, or by the job."""
+    if given["num_workers"] is None and not is_loader(dataset):
+        given["num_workers"] = job.data.loader_workers
+    return Loading.of(dataset, job.global_batch_size, purpose, **given)

@@ -24,6 +24,8 @@ class Request(enum.IntEnum):
     """Begin no checkpoint: the previous one is still being written here."""
     FAILED = 3
     """Abandon the previous checkpoint: this worker could not write its shard."""
+    STOP = 4
+    """End the run as if its epochs were over."""
 
 
 @dataclass(frozen=True)
