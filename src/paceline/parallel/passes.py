@@ -8,6 +8,7 @@ step starts over, shard by shard.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -33,12 +34,17 @@ from paceline.parallel.norm import (
     replace_batch_norm,
     standing_in,
 )
+from paceline.parallel.novelty import Novelty
 
 Result = TypeVar("Result")
 
 
 class DrewTogetherError(Exception):
     """Shards that went through the model together drew random numbers, so the step has to start over."""
+
+
+class LooksNewError(Exception):
+    """The step has to start over, because what shards together showed for the first time was, or is to be, examined."""
 
 
 @dataclass
@@ -102,6 +108,7 @@ class Passes:
         self._one_by_one = one_by_one
         # Where batch norm mixes the shards of a pass, their losses differ from those of single shards.
         self._examines = may_split and not one_by_one and not has_other_norms(model)
+        self._novelties: defaultdict[str, Novelty] = defaultdict(Novelty)
         self._refusal = refusal
         self._is_concurrent = is_concurrent
         self._forward_context = forward_context
@@ -144,22 +151,53 @@ class Passes:
         """
         if not self._examines or step.loss_name in self.functions.couples:
             return ()
+        return self._examine(step, module, self._first_shards(step), in_step=in_step)
+
+    def find_coupling_again(
+        self, step: StepInput, module: nn.Module, suspect: ShardRange | None, *, in_step: bool = False
+    ) -> tuple[str, ...]:
+        """As `find_coupling`, in a later step, of shards that look new on this worker; a collective."""
+        return self._examine(step, module, suspect or self._first_shards(step), in_step=in_step)
+
+    def _first_shards(self, step: StepInput) -> ShardRange | None:
+        """Those of this worker that could go through the model together first."""
+        start, stop = step.assignment.own
+        return step.assignment.shard_range(start, self._most_samples) if start < stop else None
+
+    def _examine(self, step: StepInput, module: nn.Module, own: ShardRange | None, *, in_step: bool) -> tuple[str, ...]:
         assignment = step.assignment
-        firsts = [
-            replace(assignment, rank=rank).shard_range(start, self._most_samples)
-            for rank, (start, stop) in enumerate(assignment.shards_of_rank)
-            if start < stop
-        ]
-        most = max(len(shards.sizes) for shards in firsts)
+        most = 1
+        for rank in range(len(assignment.shards_of_rank)):
+            next_shard, stop = replace(assignment, rank=rank).own
+            while next_shard < stop:
+                shards = replace(assignment, rank=rank).shard_range(next_shard, self._most_samples)
+                most, next_shard = max(most, len(shards.sizes)), shards.stop_shard
         if most == 1:
             return ()
-        own = [shards for shards in firsts if shards.first_shard == assignment.own[0]] if assignment.sizes else []
         reason = ""
         if in_step:
-            reason = self._compare(step, module, own[0] if own else None, 1 + most)
-        elif own:
-            reason = self._compare_what_fits(step, module, own[0])
+            reason = self._compare(step, module, own, 1 + most)
+        elif own is not None:
+            reason = self._compare_what_fits(step, module, own)
         return self.functions.agree_on_coupling(step.loss_name, reason)
+
+    def looks_new(self, step: StepInput, shards: ShardRange, loss: ShardLoss) -> bool:
+        """Whether shards that went through the model together show what no step has shown before."""
+        if len(shards.sizes) == 1 or not self._examines:
+            return False
+        novelty = self._novelties[step.loss_name]
+        is_new = novelty.learn_graph(loss.mean)
+        return novelty.learn(step.batch.cut(shards.start, shards.stop)) or is_new
+
+    def _examine_what_looks_new(self, step: StepInput, module: nn.Module, shards: ShardRange) -> None:
+        """Raises `LooksNewError` if shards have to go one by one from now on. Other workers see by themselves whether
+        theirs have to."""
+        reason = self._compare_what_fits(step, module, shards)
+        if reason:
+            self.functions.couples[step.loss_name] = True
+            self.functions.found_late = "" if reason == DRAWS else reason
+            raise LooksNewError
+        self.norm.shards.current = shards.sizes  # backward may run layers again
 
     def _compare_what_fits(self, step: StepInput, module: nn.Module, shards: ShardRange) -> str:
         """Examine as many of these shards as memory has room for."""
@@ -203,6 +241,7 @@ class Passes:
             return ""
         if has_aux_loss:
             return AUX_LOSS
+        self._novelties[step.loss_name].learn(step.batch.cut(shards.start, shards.stop))
         with step.within():
             most = tolerance(self._model, self._device, found[0].mean.dtype)
         return describe_coupling(found[0], found[1 : 1 + len(shards.sizes)], most)
@@ -218,7 +257,7 @@ class Passes:
         """A forward pass over each range of this worker's shards; `backward` has to follow before the next one.
 
         Raises:
-            DrewTogetherError: caught by `starting_over`.
+            DrewTogetherError, LooksNewError: caught by `starting_over`.
         """
         next_shard, stop = step.assignment.own
         while next_shard < stop:
@@ -229,6 +268,8 @@ class Passes:
                 raise DrewTogetherError
             if self.randomness.is_drawn is None:
                 self.randomness.is_drawn = drew
+            if self.looks_new(step, shards, loss):
+                self._examine_what_looks_new(step, module, shards)
             yield shards, loss
             next_shard = shards.stop_shard
 
@@ -297,6 +338,10 @@ class Passes:
                 drew = True
             except DidNotFitError:
                 drew = False
+            except LooksNewError:
+                self._forget_attempt()
+                self.randomness.is_drawn = was_drawn
+                continue
             self._forget_attempt()
             if drew:
                 if self._refusal:

@@ -31,7 +31,7 @@ from paceline.train.peer_watch import watch_peers
 from paceline.train.process_group import World, leave_at_once
 from paceline.train.resume import CheckpointReader, Found
 from paceline.train.state import Trained
-from paceline.train.status_exchange import StatusExchange
+from paceline.train.status_exchange import Request, StatusExchange
 from paceline.train.stragglers import Stragglers
 
 
@@ -158,6 +158,13 @@ def _why_not_on(before: Job, job: Job) -> str:
     return " (its learning rates follow a schedule that ends with the epochs, so more would have changed them all)"
 
 
+_SPLIT_ELSEWHERE = (
+    "On another worker the loss of several virtual shards together is no longer the mean of their own losses, so every "
+    "shard goes through the model alone there, which gives the same result on any number of workers: see "
+    "paceline.Mean and shard_by_shard."
+)
+
+
 class Session:
     """The work of one worker between steps. Its methods are collectives except for `rescue`."""
 
@@ -184,6 +191,8 @@ class Session:
         self.world = world
         self.heartbeat = heartbeat
         self.say = say
+        self._is_split = False
+        """Whether some worker has found late that its shards must go through the model one by one."""
         self._notes = notes
         self._status_exchange = StatusExchange(group)
         self._stragglers = Stragglers(_worker_names(plan))
@@ -239,12 +248,23 @@ class Session:
         status = self._status_exchange.received()
         if self._checkpoints is not None:
             self._checkpoints.step_ended(step, status.requests)
+        if Request.SPLIT in status.requests and not self._is_split:
+            self._is_split = True
+            self.note(_SPLIT_ELSEWHERE)
         for note in self._stragglers.note(step, status.own_times_s):
             self.note(note)
         slower = self._plan.exclude_slower
         if slower is not None and self.world.rank in self._stragglers.lasting(slower):
             leave_at_once(EXCLUDED)  # the others notice, save a checkpoint, and are restarted without it
-        self._status_exchange.send(set() if self._checkpoints is None else self._checkpoints.requests(), own_time_s)
+        requests = set() if self._checkpoints is None else self._checkpoints.requests()
+        if self._is_split:
+            requests.add(Request.SPLIT)
+        self._status_exchange.send(requests, own_time_s)
+
+    def note_of_worker(self, sentence: str) -> None:
+        """Tell the user that shards of this worker go one by one, which other workers learn with its next status."""
+        self._is_split = True
+        self.note(sentence)
 
     def note(self, sentence: str) -> None:
         """Tell the user, and the run's report."""
