@@ -99,7 +99,7 @@ class _Named(TensorDataset):
         self._names = names
 
     def __getitem__(self, number: Any) -> Any:
-        return dict(zip(self._names, super().__getitem__(number), strict=True))
+        return {name: tensor[number] for name, tensor in zip(self._names, self.tensors, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -112,11 +112,8 @@ class _Result:
 def _train(name: str, strategy: str, values: dict[str, Any]) -> _Result:
     world_size = worker_facts().world_size
     loss_of, names = LOSSES[name]
-    job = Job.from_mapping(
-        {"global_batch_size": BATCH, "virtual_shards": 4, "precision": "float64"}
-        | {"optim": {"clip_norm": 1.0}}
-        | values
-    )
+    settings = {"global_batch_size": BATCH, "virtual_shards": 4, "precision": "float64", "optim": {"clip_norm": 1.0}}
+    job = Job.from_mapping(settings | values)
     plan = Plan(
         world_size=world_size,
         algorithm="all_reduce",
@@ -160,8 +157,7 @@ def test_what_begins_later_is_noticed_in_that_step(
             expected = shard_by_shard[number % len(LOSSES)]
             np.testing.assert_allclose(result.losses, expected.losses, rtol=1e-12, err_msg=str(place))
             for name, value in result.weights.items():
-                np.testing.assert_allclose(
-                    value, expected.weights[name], rtol=1e-12, atol=1e-13, err_msg=f"{place} {name}"
-                )
+                wanted = expected.weights[name]
+                np.testing.assert_allclose(value, wanted, rtol=1e-12, atol=1e-13, err_msg=f"{place} {name}")
             found = [note for note in result.notes if "goes through the model alone" in note]
             assert len(found) == 1 or rank, (place, result.notes)

@@ -1,8 +1,8 @@
 """What the shards that go through the model together show for the first time: then their loss is examined again.
 
-Whether a loss couples samples is found out in its first step. Padding may come later, a mask may hide its first token, a
-term may be added after a warm-up: such a thing shows in the values of the batch, or in the operations that the loss is
-computed by, in the very step in which it begins.
+Whether a loss couples samples is found out in its first step. Padding may come later, a mask may hide its first token,
+a term may be added after a warm-up: such a thing shows in the values of the batch, or in the operations that the loss
+is computed by, in the very step in which it begins.
 """
 
 from __future__ import annotations
@@ -82,10 +82,9 @@ class Novelty:
 
 def _is_looked_at(tensor: Tensor) -> bool:
     """Whether padding or masks may be seen in it: numbers of tokens or classes, masks, weights; no images."""
-    is_plain = (
-        tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_complex() and tensor.numel() > 0
-    )
-    return is_plain and (tensor.ndim <= 2 or not tensor.is_floating_point())
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_complex():
+        return False
+    return tensor.numel() > 0 and (tensor.ndim <= 2 or not tensor.is_floating_point())
 
 
 def _facts(tensor: Tensor) -> Iterator[tuple[str, float]]:
