@@ -107,7 +107,10 @@ class Source:
         if result.returncode:
             return {"exit_code": result.returncode, "stderr": self.plain(result.stderr).splitlines()}
         summary = json.loads(result.stdout)
-        metrics = [json.loads(line) for line in (folder / out / "metrics.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (folder / out / "metrics.jsonl").read_text().splitlines()]
+        metrics = [line for line in lines if "samples_per_s" not in line]  # those hold times alone
+        for line in metrics:
+            line.pop("time", None)
         return {**{key: summary[key] for key in ("weights_sha256", "accuracy", "loss")}, "metrics": metrics}
 
     def plain(self, text: str) -> str:

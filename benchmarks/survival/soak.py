@@ -2,7 +2,7 @@
 
     python -m benchmarks.survival.soak [--minutes 30] [--workers 3] [--every 20,40] [--seed 0] [--out DIR]
 
-Every so many seconds a worker, or all of them, is killed or stopped, while the launcher brings the run back by itself.
+Every so many seconds something happens to the run (`strikes.py`), while the launcher brings it back by itself.
 When the time is over it is asked to end, and started once more for its last steps. The weights then have to be those of
 a run of as many steps that nobody disturbed, bit for bit; the launcher may not keep a process, a file handle or memory
 for a fault, nor may anything stay in shared memory or in the temporary folder. The exit code says whether all that
@@ -30,7 +30,8 @@ from paceline.checkpoint.load import list_checkpoints, newest_good
 from paceline.checkpoint.storage import open_storage
 from paceline.spec import RunRecord
 
-from .runs import OneNode, Worker, find_workers, train_for, wait_for_end
+from .runs import OneNode, find_workers, train_for, wait_for_end
+from .strikes import STRIKES, Struck
 
 LAST_STEPS = 20
 """Of the run that is started once more when the faults are over."""
@@ -48,12 +49,14 @@ class Footprint:
     num_shared: int
     """Segments of shared memory on this machine that are ours."""
     num_temporary: int
+    num_zombies: int
 
     @classmethod
     def of(cls, pid: int) -> Footprint:
         status = Path(f"/proc/{pid}/status").read_text()
         memory_kb = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
-        return cls(len(list(Path(f"/proc/{pid}/fd").iterdir())), memory_kb / 1024, *_left_behind())
+        files = list(Path(f"/proc/{pid}/fd").iterdir())
+        return cls(len(files), memory_kb / 1024, *_left_behind(), len(_zombies_of(pid)))
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,12 @@ class Soaked:
         """Whether the run was struck, learned what it should have, and left nothing; a line that happens to be open
         while the launcher talks to a worker is no leak."""
         first, last = self.footprints[0], self.footprints[-1]
-        has_grown = last.num_files > first.num_files + 2 or last.memory_mb > 1.5 * first.memory_mb
+        has_grown = (
+            last.num_files > first.num_files + 2
+            or last.memory_mb > 1.5 * first.memory_mb
+            or last.num_temporary > first.num_temporary + 2
+            or last.num_zombies > 2
+        )
         return self.weights_equal and not (self.num_processes_left or self.num_left_behind > 0 or has_grown)
 
     def __str__(self) -> str:
@@ -126,9 +134,12 @@ def soak(out: Path, duration_s: float, num_workers: int, seed: int, fault_s: tup
             raise ChildProcessError(f"The launcher has ended with {launcher.poll()}; see {folder / 'launcher.log'}.")
         time.sleep(0.2)
         workers = find_workers(folder)
-        if time.monotonic() >= next_fault and max((worker.step for worker in workers), default=-1) > 0:
+        step = max((worker.step for worker in workers), default=-1)
+        if time.monotonic() >= next_fault and step > 0:
             footprints.append(Footprint.of(launcher.pid))
-            faults.append(_strike(workers, chance))
+            way = chance.choice(list(STRIKES))
+            STRIKES[way](Struck(launcher.pid, workers, chance))
+            faults.append(f"{way} at step {step}")
             print(f"{faults[-1]}; {footprints[-1]}", file=sys.stderr, flush=True)
             next_fault = time.monotonic() + chance.uniform(*fault_s)
     os.kill(launcher.pid, signal.SIGTERM)
@@ -155,18 +166,19 @@ def _left_behind() -> tuple[int, int]:
     """Segments of shared memory, and temporary folders."""
     return (
         len(list(Path("/dev/shm").glob("paceline*"))),
-        len(list(Path(tempfile.gettempdir()).glob("paceline-heartbeat-*"))),
+        len(list(Path(tempfile.gettempdir()).glob("paceline-*"))),
     )
 
 
-def _strike(workers: list[Worker], chance: random.Random) -> str:
-    way = chance.choice(["kill one", "kill one", "kill all", "stop one"])
-    struck = workers if way == "kill all" else [chance.choice(workers)]
-    number = signal.SIGSTOP if way == "stop one" else signal.SIGKILL
-    for worker in struck:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(worker.pid, number)
-    return f"{way} at step {max(worker.step for worker in workers)}"
+def _zombies_of(pid: int) -> list[int]:
+    """Children of a process that have ended and were not waited for."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent = status.read_text().rpartition(")")[2].split()[:2]
+            if state == "Z" and int(parent) == pid:
+                found.append(int(status.parent.name))
+    return found
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from paceline.workflows.topo import topo
     from paceline.workflows.train import train
     from paceline.workflows.verify import verify
+    from paceline.workflows.watch import watch
     from paceline.workflows.where import Elastic, Where
 
 __version__ = "0.2.0"
@@ -70,6 +71,7 @@ __all__ = [
     "topo",
     "train",
     "verify",
+    "watch",
 ]
 
 _MODULES = {
@@ -84,7 +86,20 @@ _MODULES = {
     "dry_run_mesh": "paceline.workflows.mesh_dry_run",
     **{
         name: f"paceline.workflows.{name}"
-        for name in ("doctor", "launch", "memory", "new", "plan", "probe", "report", "scale", "topo", "train", "verify")
+        for name in (
+            "doctor",
+            "launch",
+            "memory",
+            "new",
+            "plan",
+            "probe",
+            "report",
+            "scale",
+            "topo",
+            "train",
+            "verify",
+            "watch",
+        )
     },
 }
 """The module that each public name comes from; it is loaded when the name is first used, since torch takes seconds."""

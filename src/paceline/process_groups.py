@@ -12,6 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from paceline.private_groups import private_group
+
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
     """Where a tensor has to be for the backend of `group` to send it: host memory wherever the backend can."""
@@ -53,6 +55,7 @@ def open_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup | No
         opened = dist.split_group(split_ranks=list(groups.values()), timeout=timeout)
     else:
         # Everybody takes part in the making of every group, in one order.
-        made = [dist.new_group(members, timeout=timeout) for members in groups.values() if len(members) > 1]
+        with private_group():
+            made = [dist.new_group(members, timeout=timeout) for members in groups.values() if len(members) > 1]
         opened = next((one for one in made if isinstance(one, dist.ProcessGroup)), None)
     return opened if len(own) > 1 else None

@@ -93,16 +93,20 @@ def hold_folder(folder: Path, token: str = "", say: Callable[[str], None] = prin
                 path.unlink()
 
 
-def temporary_folder(prefix: str) -> tempfile.TemporaryDirectory[str]:
-    """A temporary folder of this process; those of processes that were killed before they could remove theirs go."""
-    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+def temporary_folder(prefix: str, parent: str | None = None) -> tempfile.TemporaryDirectory[str]:
+    """A temporary folder of this process; those of processes that were killed before they could remove theirs go.
+
+    Args:
+        parent: where; None: where temporary files belong.
+    """
+    for path in Path(parent or tempfile.gettempdir()).glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             status = path.lstat()
             is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
             holder = _read(path / LEASE_FILE) if is_ours else None
             if holder is not None and holder.is_gone:
                 shutil.rmtree(path, ignore_errors=True)
-    folder = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
+    folder = tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
     with contextlib.suppress(OSError):  # a full disk is no reason not to start
         own_lease("temporary").save(Path(folder.name) / LEASE_FILE, 0o600)
     return folder

@@ -76,7 +76,10 @@ class Browser:
         self.cdp("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def open(self, page: Path) -> None:
-        self._call("POST", f"{self._session}/url", {"url": page.resolve().as_uri()})
+        self.visit(page.resolve().as_uri())
+
+    def visit(self, address: str) -> None:
+        self._call("POST", f"{self._session}/url", {"url": address})
 
     def run(self, script: str) -> Any:
         """What the body of a function `script` returns; a promise is waited for."""

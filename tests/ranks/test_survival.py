@@ -1,4 +1,4 @@
-"""A short soak: a run that is struck again and again ends with the weights of one that nobody disturbed."""
+"""Runs that are struck again and again, or cannot write, end with the weights of one that nobody disturbed."""
 
 from __future__ import annotations
 
@@ -19,3 +19,13 @@ def test_a_short_soak(tmp_path: Path) -> None:
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=380)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "weights equal: True" in ended.stdout and "left: 0 processes" in ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_writes_that_fail(tmp_path: Path) -> None:
+    """A part of what `python -m benchmarks.survival.write_faults` tries."""
+    command = [sys.executable, "-m", "benchmarks.survival.write_faults", "--every", "11", "--out", str(tmp_path)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert " 0 of them left what should not be" in ended.stdout

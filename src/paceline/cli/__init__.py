@@ -27,6 +27,7 @@ from paceline.cli import (
     topo,
     train,
     verify,
+    watch,
 )
 from paceline.errors import PacelineError, WorkerFailed, shown
 from paceline.workflows.agent import agent
@@ -45,7 +46,7 @@ class PipelineOrder(TyperGroup):
     """The pipeline's order, in which the library would put commands that have commands of their own last."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        last = ("checkpoint", "export", "report", "doctor", "new", "jobs", "models", "data")
+        last = ("checkpoint", "export", "watch", "report", "doctor", "new", "jobs", "models", "data")
         return sorted(super().list_commands(ctx), key=lambda name: last.index(name) + 1 if name in last else 0)
 
 
@@ -70,6 +71,7 @@ app.add_typer(submit.app, name="submit")
 app.add_typer(bench.app, name="bench")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("export")(checkpoint.export)
+app.command("watch")(watch.watch)
 app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)
 app.command("new")(new.new)

@@ -24,6 +24,7 @@ from paceline.launch.forking import ForkServer
 from paceline.launch.remote_team import RemoteTeam, arrange_rendezvous
 from paceline.launch.supervise import Outcome, Supervisor
 from paceline.launch.team import GRACE_S, HANG_TIMEOUT_S, LaunchOptions, LocalTeam, Output, Team
+from paceline.launch.workers_file import WorkersFile
 from paceline.regular_files import make_run_folder
 from paceline.run_lease import temporary_folder
 
@@ -126,6 +127,7 @@ def run_once(
             hang_timeout_s=options.hang_timeout_s,
             is_elastic=options.is_elastic,
             could_grow=could_grow,
+            publish=WorkersFile(options.run_dir).write,
         )
         supervisor.wait()
         at_end.close()

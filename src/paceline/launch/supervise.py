@@ -25,6 +25,10 @@ SETTLE_S = 0.5
 checkpoint; workers that still wait then would wait for ever."""
 
 
+StatesByNode = Sequence[tuple[str, Sequence[WorkerState]]]
+"""(hostname, states of its workers); "" is the node of the launcher where no other takes part."""
+
+
 @dataclass(frozen=True)
 class NodeLoss:
     """A node whose agent no longer answers; its workers are lost with it."""
@@ -76,6 +80,7 @@ class Supervisor:
         save_s: float | None = None,
         is_elastic: bool = False,
         could_grow: Callable[[], bool] = lambda: False,
+        publish: Callable[[StatesByNode], object] = lambda _states: None,
     ) -> None:
         """Watch workers that have been started.
 
@@ -85,6 +90,7 @@ class Supervisor:
             is_elastic: the run will restart after a failure, so that no worker is asked to end. A worker that does not
             end by itself within a moment, and is not saving a checkpoint, is killed.
             could_grow: whether there is a reason to start again with more workers.
+            publish: receives the states of all workers every time they are checked.
         """
         self._teams = teams
         self._events = events
@@ -92,6 +98,7 @@ class Supervisor:
         self._save_s = grace_s if save_s is None else save_s
         self._is_elastic = is_elastic
         self._could_grow = could_grow
+        self._publish = publish
         self._outcome = Outcome()
         self._interval_s = interval_s(hang_timeout_s)
         # Heartbeat, agent and launcher each see a state up to one interval late, but a hang must be reported within
@@ -175,9 +182,11 @@ class Supervisor:
         for number, team in enumerate(self._teams):
             if number not in self._lost:
                 team.prepare_standby()
+        by_node = self._states_by_node()
+        self._publish(by_node)
         if self._is_stopping or self._deadline is not None:
             return
-        states = self._all_states()
+        states = _by_rank(by_node)
         for state in states:
             self._note_training(state.trained_s)
         hang = find_hang(states, self._bound_s)
@@ -192,8 +201,11 @@ class Supervisor:
             self._ask_to_end(self._save_s)
 
     def _all_states(self) -> list[WorkerState]:
+        return _by_rank(self._states_by_node())
+
+    def _states_by_node(self) -> StatesByNode:
         teams = [team for number, team in enumerate(self._teams) if number not in self._lost]
-        return sorted((state for team in teams for state in team.states()), key=lambda state: state.rank)
+        return [(team.hostname, team.states()) for team in teams]
 
     def _note_exit(self, number: int, rank: int) -> None:
         team = self._teams[number]
@@ -268,3 +280,7 @@ class Supervisor:
         self._deadline = None
         for team in self._teams:
             team.kill()
+
+
+def _by_rank(states: StatesByNode) -> list[WorkerState]:
+    return sorted((state for _, found in states for state in found), key=lambda state: state.rank)

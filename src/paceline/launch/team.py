@@ -204,7 +204,8 @@ class LocalTeam:
 
     def _state(self, rank: int, pid: int) -> WorkerState:
         now = time.monotonic()
-        if _is_stopped(pid):
+        process = _read_process(pid)
+        if process is not None and process.is_stopped:
             self._stopped_since.setdefault(rank, now)
         else:
             self._stopped_since.pop(rank, None)
@@ -226,6 +227,8 @@ class LocalTeam:
             trained_s=vitals.trained_s,
             is_saving=vitals.is_saving,
             output_blocked_s=None if rank not in self._blocked_at else now - self._blocked_at[rank],
+            memory_bytes=None if process is None else process.memory_bytes,
+            processor_s=None if process is None else process.processor_s,
         )
 
     def _awaits_reader(self, rank: int) -> bool:
@@ -377,12 +380,25 @@ def _reap_group(group: int) -> None:
             pass
 
 
-def _is_stopped(pid: int) -> bool:
-    """Whether a process is stopped by SIGSTOP or a debugger; known on Linux only."""
+@dataclass(frozen=True)
+class _Process:
+    """What the kernel says of a process."""
+
+    is_stopped: bool
+    """By SIGSTOP or a debugger."""
+    memory_bytes: int
+    processor_s: float
+
+
+def _read_process(pid: int) -> _Process | None:
+    """None where there is no such process, or no Linux."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        # proc(5): behind the name come state, 10 fields, utime and stime in ticks, 8 fields, resident pages.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return False
+        return None
+    ticks = int(fields[11]) + int(fields[12])
+    return _Process(fields[0] in "Tt", int(fields[21]) * os.sysconf("SC_PAGE_SIZE"), ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def _size(path: Path) -> int:

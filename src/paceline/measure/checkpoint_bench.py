@@ -23,6 +23,7 @@ from paceline.errors import CheckpointError
 from paceline.measure.program import Report, run_program, unreported
 from paceline.measure.stopwatch import Stopwatch, seconds_of
 from paceline.measure.workers import join_workers
+from paceline.private_groups import private_group
 from paceline.spec import CheckpointSpec
 from paceline.spec.checkpoint_timing import CheckpointRequest, CheckpointTimings
 from paceline.spec.comm_timing import TIMINGS_FILE
@@ -110,7 +111,10 @@ def bench_checkpoints(request: CheckpointRequest, report: Report = unreported) -
     """Join the other workers and time checkpoints, of which none is left; None on all workers but the first."""
     world = join_workers(request.device_kind, request.timeout_s)
     timeout = timedelta(seconds=request.timeout_s)
-    group = None if world.group is None else dist.new_group(backend="gloo", timeout=timeout)
+    group = None
+    if world.group is not None:
+        with private_group():
+            group = dist.new_group(backend="gloo", timeout=timeout)
     try:
         timings = time_saves(request, world.device, group, report)
     except BaseException:

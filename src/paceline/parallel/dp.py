@@ -25,6 +25,8 @@ from paceline.parallel.losses import Layout, StepLoss
 from paceline.parallel.micro_batch import DidNotFitError, MicroBatchLimit, free_memory, is_out_of_memory, nothing_of
 from paceline.parallel.norm import ShardBatchNorm, SyncBatchNorm, has_other_norms, replace_batch_norm, unknown_buffers
 from paceline.parallel.passes import Passes
+from paceline.private_groups import private_group
+from paceline.process_groups import open_group
 from paceline.spec import Job, Plan
 
 _SYNC_REFUSAL = (
@@ -69,6 +71,7 @@ class DataParallel(Engine):
         self._watched: set[Tensor] = set()
         self._has_stepped = False
         self._trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        self._of_uses = _group_of_uses(group, plan) if find_unused_parameters else None
         self._ddp = None if aggregator is None else self._wrap(aggregator, find_unused_parameters)
         self.module = self._model if self._ddp is None else self._ddp
         self.functions = LossFunctions(group)
@@ -89,14 +92,7 @@ class DataParallel(Engine):
         self.forward_buffers = self._passes.buffers
 
     def _wrap(self, aggregator: Aggregator, find_unused_parameters: bool) -> DistributedDataParallel:
-        group = aggregator.links.group
-        if find_unused_parameters:
-            # DDP then sums, in backward, which parameters were used: a collective that would mix with the scheduler's.
-            group = dist.new_group(
-                dist.get_process_group_ranks(group),
-                timeout=timedelta(seconds=self._plan.timeout_s),
-                use_local_synchronization=True,
-            )
+        group = aggregator.links.group if self._of_uses is None else self._of_uses
         names: dict[Tensor, str] = {parameter: name for name, parameter in self._model.named_parameters()}
         self._hook_state = HookState(aggregator, names, on_last_bucket=self._on_last_bucket)
         ddp = DistributedDataParallel.__new__(DistributedDataParallel)
@@ -360,13 +356,27 @@ class _Sums:
     """On a single worker: the squared norm of the gradient of its first pass, and the number of samples in it."""
 
 
+def _group_of_uses(group: dist.ProcessGroup | None, plan: Plan) -> dist.ProcessGroup | None:
+    """A group in which DDP sums, in backward, which parameters were used: with the scheduler's sums it would mix.
+
+    A collective of all workers of the run; None for one that has no others in `group`.
+    """
+    if dist.group.WORLD is None:
+        return None
+    ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+    return open_group(ranks, plan.timeout_s)
+
+
 def _with_norm(model: nn.Module, job: Job, plan: Plan, group: dist.ProcessGroup | None) -> nn.Module:
     if job.norm == "shard":
         return replace_batch_norm(model, ShardBatchNorm)
     if job.norm == "sync":
         model = replace_batch_norm(model, SyncBatchNorm)
         # A group of its own: its collectives interleave with the buckets' in backward.
-        own = None if group is None else dist.new_group(timeout=timedelta(seconds=plan.timeout_s))
+        own = None
+        if group is not None:
+            with private_group():
+                own = dist.new_group(timeout=timedelta(seconds=plan.timeout_s))
         for layer in model.modules():
             if isinstance(layer, SyncBatchNorm):
                 layer.group = own

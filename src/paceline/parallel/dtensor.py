@@ -11,13 +11,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from paceline.private_groups import private_group
 from paceline.spec import Mesh
 from paceline.spec.mesh import AXES
 
 
 def device_mesh_of(mesh: Mesh, device_kind: str) -> DeviceMesh:
     """All workers as a torch `DeviceMesh` with an axis of each name; a collective."""
-    return init_device_mesh(device_kind, tuple(mesh.degree(axis) for axis in AXES), mesh_dim_names=AXES)
+    degrees = tuple(mesh.degree(axis) for axis in AXES)
+    with private_group():
+        return init_device_mesh(device_kind, degrees, mesh_dim_names=AXES)
 
 
 def local_shard(tensor: Tensor) -> Tensor:

@@ -23,6 +23,11 @@ def render(name: str, **values: object) -> str:
     return page.render(f=formats, style=_read("page.css"), plotly_gzip=plotly, template=TEMPLATE, **values)
 
 
+def render_part(name: str, **values: object) -> str:
+    """A part of a page, by itself."""
+    return _environment().get_template(name).render(f=formats, **values)
+
+
 def render_svg(name: str, **values: object) -> str:
     """The drawing of that template, in the same way."""
     return _environment().get_template(name).render(**values) + "\n"

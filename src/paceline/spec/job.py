@@ -224,6 +224,8 @@ class Job(JsonValue):
     """What stays equal when the number of workers changes: results up to rounding, or every bit."""
     precision: Precision = "float32"
     """The precision of forward passes: bfloat16 and float16 are mixed precision with float32 weights."""
+    tf32: bool | None = None
+    """Whether GPUs that have it compute float32 products in TF32, to 10 bits of mantissa; None: in numeric parity."""
     micro_batch_size: int | Literal["auto"] | None = at_least(1, None)
     """Most samples in one forward pass of a worker, a whole number of virtual shards; "auto": as many as memory has
     room for; None: the worker's whole share of the batch. It never changes what is learned."""

@@ -27,6 +27,7 @@ from paceline.train.process_group import World
 from paceline.train.reading import DatasetReader, num_samples
 from paceline.train.seeding import seed_between_steps, seed_evaluation
 from paceline.train.stream_evaluation import StreamChunks
+from paceline.train.torch_settings import explaining_refusals
 
 Measure = Callable[[nn.Module, Any], Mapping[str, Any]]
 """measure(model, batch): for every metric one value per sample, of shape (samples in batch,), or a `Mean`; for one that
@@ -75,6 +76,7 @@ class Evaluator:
 
         try:
             with (
+                explaining_refusals(),
                 evaluation_mode(model),
                 engine.consensus(),
                 buffers.untouched(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -77,6 +78,8 @@ class Journal:
         self._epoch_start = (0, 0.0)
         self._samples_read = 0
         self._samples_logged = 0
+        self._timed_s, self._samples_timed = 0.0, 0
+        """Training time and samples when times were last logged."""
         self._epochs: list[EpochRecord] = []
         self._has_warned = False
         self._wall_s = 0.0
@@ -109,6 +112,7 @@ class Journal:
         self._samples_read = self._run.samples_seen
         self._run.timer.train_s = saved.train_s
         self._wall_s = saved.wall_s
+        self._timed_s, self._samples_timed = saved.train_s, saved.samples_logged
 
     def step(self, epoch: int, loss: torch.Tensor) -> None:
         run = self._run
@@ -138,7 +142,21 @@ class Journal:
                 self._epoch_values[name] = self._epoch_values.get(name, 0.0) + value * num_samples
             for sink in self._sinks:
                 sink.log(step, named | {"loss": loss, "samples_seen": self._samples_logged})
+        self._log_times(len(self._unread))
         self._unread.clear()
+
+    def _log_times(self, num_steps: int) -> None:
+        """Log how fast the latest steps were, and where their time went."""
+        train_s = self._run.timer.train_s - self._timed_s
+        samples = self._samples_logged - self._samples_timed
+        self._timed_s, self._samples_timed = self._run.timer.train_s, self._samples_logged
+        if not self._sinks or train_s <= 0:
+            return
+        step_time = self._run.timer.recent(num_steps)
+        values = {"time": time.time(), "samples_per_s": samples / train_s}
+        values |= {f"step_{part}": seconds for part, seconds in dataclasses.asdict(step_time).items()}
+        for sink in self._sinks:
+            sink.log(self._run.steps, values)
 
     def epoch(self, epoch: int, metrics: dict[str, float]) -> None:
         self._read_losses()
@@ -155,7 +173,7 @@ class Journal:
         self._epochs = [record for record in self._epochs if record.epoch != epoch]
         epoch_s = run.timer.train_s - train_s
         self._epochs.append(EpochRecord(epoch, mean_loss, lr, epoch_s, metrics, noise_scale, step_values))
-        values = {"epoch": epoch + 1, "train_loss": mean_loss, "lr": lr}
+        values = {"time": time.time(), "epoch": epoch + 1, "train_loss": mean_loss, "lr": lr}
         values |= {f"train_{name}": value for name, value in step_values.items()}
         if noise_scale is not None:
             values["noise_scale"] = noise_scale

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from paceline import env
 from paceline.errors import LaunchError
 from paceline.heartbeat import RENDEZVOUS, Heartbeat
+from paceline.private_groups import StrangerError, private_group, refuse_connections
 from paceline.spec import Plan
 from paceline.train.allocator import give_back_freed_memory, keep_freed_memory
 
 GLOO_THREAD = "pt_gloo_runloop"
+_MOST_ATTEMPTS = 3
 _REST_S = 2.0
 """The maximum wait for Gloo's threads at the end of a process."""
 
@@ -72,32 +76,75 @@ def join(facts: env.WorkerFacts, plan: Plan) -> World:
     timeout = timedelta(seconds=plan.timeout_s)
     heartbeat = Heartbeat(env.heartbeat_path())
     heartbeat.enter("paceline", RENDEZVOUS)
-    store = _store(facts, timeout)
-    dist.init_process_group(
+    connect = functools.partial(
+        dist.init_process_group,
         plan.backend,
-        init_method=facts.init_method if store is None else None,
-        store=store,
         rank=facts.rank,
         world_size=facts.world_size,
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
+    store = _store(facts, timeout, may_close=plan.backend == "gloo")
+    if store is None:
+        connect(init_method=facts.init_method)
+    else:
+        _connect_among_us(connect, store, facts)
     heartbeat.leave("paceline")
     atexit.register(leave)
     return World(facts, device, dist.group.WORLD)
 
 
-def _store(facts: env.WorkerFacts, timeout: timedelta) -> Store | None:
-    """The store of a run on several nodes, whose port the launcher bound before workers started; None: torch's own.
+def _connect_among_us(connect: Callable[..., None], store: Store, facts: env.WorkerFacts) -> None:
+    """Make the group of all workers, again on other ports if a process of another user connected meanwhile.
+
+    Raises:
+        StrangerError: it happened each time.
+    """
+    for attempt in range(_MOST_ATTEMPTS):
+        here = PrefixStore(f"attempt{attempt}", store)
+        # Ports open at the same time, and so for milliseconds: a worker may come much later than another.
+        _agree(here, "came", facts, "yes")
+        problem: StrangerError | None = None
+        try:
+            with private_group():
+                connect(store=here)
+        except StrangerError as stranger:
+            problem = stranger
+        if _agree(here, "connected", facts, str(problem or "")) == {""}:
+            return
+        dist.destroy_process_group()
+    raise problem or StrangerError("A process of another user connects to the workers on another node.")
+
+
+def _agree(store: Store, question: str, facts: env.WorkerFacts, answer: str) -> set[str]:
+    """The answers of all workers."""
+    store.set(f"{question}{facts.rank}", answer or "-")
+    answers = (bytes(store.get(f"{question}{rank}")).decode() for rank in range(facts.world_size))
+    return {"" if one == "-" else one for one in answers}
+
+
+def _store(facts: env.WorkerFacts, timeout: timedelta, *, may_close: bool) -> Store | None:
+    """The store of a run that our launcher started; None: torch's own.
+
+    On one node it is a file. On several, its port was bound by the launcher before workers started.
 
     Torch would have rank 0 bind a port that was merely free a moment ago, and listen on every interface.
+
+    Args:
+        may_close: whether nobody connects any more once every worker has; NCCL's watchdogs do.
     """
-    if facts.started_by != "paceline" or not facts.init_method.startswith("tcp://"):
+    if facts.started_by != "paceline":
         return None
     address = urlsplit(facts.init_method)
+    if address.scheme == "file":
+        file = FileStore(unquote(address.path), facts.world_size)
+        file.set_timeout(timeout)
+        return file
+    if address.scheme != "tcp":
+        return None
     assert address.hostname is not None and address.port is not None
     descriptor = env.store_fd() if facts.rank == 0 else None
-    return TCPStore(
+    store = TCPStore(
         address.hostname,
         address.port,
         facts.world_size,
@@ -105,6 +152,9 @@ def _store(facts: env.WorkerFacts, timeout: timedelta) -> Store | None:
         timeout=timeout,
         master_listen_fd=descriptor,
     )
+    if descriptor is not None and may_close:
+        refuse_connections(descriptor)  # the store has waited for all workers
+    return store
 
 
 def leave() -> None:

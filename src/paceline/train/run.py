@@ -30,7 +30,7 @@ from paceline.train.digest import weights_sha256
 from paceline.train.evaluate import Evaluator, Measure
 from paceline.train.memory_limit import memory_limit
 from paceline.train.noise_meter import NoiseMeter
-from paceline.train.numerics import LossFn, Precision, torch_settings
+from paceline.train.numerics import LossFn, Precision
 from paceline.train.preparation import prepare_model
 from paceline.train.process_group import abandon, join
 from paceline.train.reading import DatasetReader
@@ -41,6 +41,7 @@ from paceline.train.state import Trained
 from paceline.train.step import Pending, Stepper
 from paceline.train.stream_batches import StreamBatches
 from paceline.train.timing import StepTimer
+from paceline.train.torch_settings import TorchSettings, has_tf32
 from paceline.train.trace import ParityTracer
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -75,10 +76,11 @@ class Run:
         self.mesh = plan.mesh or Mesh(dp=facts.world_size)
         check_shards(self.mesh.num_assignments, job.virtual_shards)
         self._at_close = ExitStack()
-        self._at_close.enter_context(torch_settings(job, plan))
         self.world = join(facts, plan)
+        settings = TorchSettings.of(job, plan, has_tf32=has_tf32(self.world.device))
+        self._at_close.enter_context(settings.applied())
         self.rank, self.world_size, self.device = facts.rank, facts.world_size, self.world.device
-        self.notes: list[str] = []
+        self.notes: list[str] = settings.notes(job)
         self.metrics: dict[str, float] = {}
         self.values: Mapping[str, Tensor] = {}
         self.say: Callable[[str], None] = lambda text: print(text, file=sys.stderr) if self.rank == 0 else None

@@ -18,6 +18,7 @@ from paceline.checkpoint import Snapshot, open_storage
 from paceline.checkpoint.storage import held
 from paceline.errors import CheckpointError, JobError, shortened
 from paceline.heartbeat import Heartbeat
+from paceline.private_groups import private_group
 from paceline.run_lease import run_token
 from paceline.spec import Job, Plan
 from paceline.spec.codec import MAY_DIVERGE, from_mapping
@@ -184,7 +185,10 @@ class Session:
         """
         # A separate group in CPU memory, whatever the others use: it communicates in parallel to them.
         timeout = timedelta(seconds=plan.timeout_s)
-        group = None if world.group is None else dist.new_group(backend="gloo", timeout=timeout)
+        group = None
+        if world.group is not None:
+            with private_group():
+                group = dist.new_group(backend="gloo", timeout=timeout)
         self.peers = watch_peers(world.group, world.device)
         self.state = state
         self._plan = plan

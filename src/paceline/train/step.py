@@ -27,6 +27,7 @@ from paceline.train.schedule import LearningRates, lr_factor
 from paceline.train.seeding import seed_between_steps, seed_shard
 from paceline.train.session import Session
 from paceline.train.timing import StepTimer
+from paceline.train.torch_settings import explaining_refusals
 from paceline.train.trace import ParityTracer
 
 
@@ -96,7 +97,8 @@ class Stepper:
         trained.optimizer.zero_grad(set_to_none=True)
 
         try:
-            result = engine.step(step_input, functools.partial(self._update, batch, content, step_input))
+            with explaining_refusals():
+                result = engine.step(step_input, functools.partial(self._update, batch, content, step_input))
         except (RuntimeError, MemoryError) as problem:
             if not is_out_of_memory(problem):
                 raise

@@ -20,6 +20,7 @@ from paceline.data.substreams import check_stream, is_split
 from paceline.errors import DataError
 from paceline.object_collectives import all_gather_objects
 from paceline.parallel.assignment import Assignment, shards_of_rank
+from paceline.private_groups import private_group
 from paceline.sharded_batch import ShardedBatch
 from paceline.spec import Job
 from paceline.train.agreement import check_same_order
@@ -65,7 +66,8 @@ class StreamBatches:
         samples_per_epoch = _epoch_length(job, stream, samples_per_epoch)
         if self._world.group is not None and self._group is None:
             # A group of its own, in CPU memory: sizes travel while others communicate.
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
+            with private_group():
+                self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
         progress.gather = lambda value: all_gather_objects(value, self._group)
         digest = _digest(stream, job)
         position = progress.enter_stream(epoch, digest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
+from collections.abc import Collection
 
 import torch
 
@@ -65,15 +66,23 @@ class StepTimer:
         """Seconds of the last known step without waiting for other workers; 0 before any."""
         return self._read[-1].total_s - self._read[-1].exposed_comm_s if self._read else 0.0
 
+    def recent(self, num_steps: int) -> StepTime:
+        """The median of each component over the last steps known; on a GPU, the latest two are not yet."""
+        return _median(list(self._read)[-num_steps:])
+
     def median(self) -> StepTime:
         """The median of each component; these medians need not add up to the median total exactly."""
         while self._unread:
             self._read_oldest()
-        if not self._read:
-            return StepTime()
-        return StepTime(
-            *(
-                statistics.median(getattr(step, component) for step in self._read)
-                for component in ("total_s", "data_s", "compute_s", "exposed_comm_s")
-            )
+        return _median(self._read)
+
+
+def _median(steps: Collection[StepTime]) -> StepTime:
+    if not steps:
+        return StepTime()
+    return StepTime(
+        *(
+            statistics.median(getattr(step, component) for step in steps)
+            for component in ("total_s", "data_s", "compute_s", "exposed_comm_s")
         )
+    )

@@ -14,7 +14,7 @@ from paceline.cli import main
 HEAVY = ("torch", "numpy", "plotly", "jinja2", "pandas", "pyarrow", "PIL")
 COMMANDS = [
     *("topo", "probe", "plan", "memory", "launch", "train", "scale", "verify", "submit", "bench"),
-    *("checkpoint", "export", "report", "doctor", "new", "jobs", "models", "data"),
+    *("checkpoint", "export", "watch", "report", "doctor", "new", "jobs", "models", "data"),
 ]
 
 MISTAKE = ("train", "digits-lenett")

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from paceline.comm.parameter_server_async.ledger import Ledger, ShardSum
-from paceline.comm.parameter_server_async.messages import Task
+from paceline.comm.parameter_server_async.messages import ParameterRange, Task
 from paceline.comm.parameter_server_async.node import NodeWorkers, ShardResult
 from paceline.comm.parameter_server_async.server import ParameterSlice, ranges_in, spans
+from paceline.comm.parameter_server_async.worker import ParameterServerAsync
 from paceline.comm.tree_exact import Block, TreeSum, aligned_blocks, finish_tree
 
 
@@ -280,3 +281,14 @@ def test_one_worker_is_a_node_of_its_own() -> None:
     result = node.add(3, ShardResult(torch.ones(2), torch.tensor([True]), torch.zeros(1)))
     assert result is not None
     assert result.blocks == ((3, 1),)
+
+
+def test_optimizer_state_of_a_parameter_in_channels_last_comes_back() -> None:
+    parameter = nn.Parameter(torch.randn(6, 1, 5, 5).to(memory_format=torch.channels_last))
+    optimizer = SGD([parameter], lr=0.1, momentum=0.9)
+    worker = object.__new__(ParameterServerAsync)
+    worker._parameters, worker._optimizer = [parameter], optimizer
+    values = torch.arange(150.0)
+    for start, stop in ((0, 70), (70, 150)):
+        worker._put_back(ParameterRange(0, start, stop), {"momentum_buffer": values[start:stop]})
+    assert torch.equal(optimizer.state[parameter]["momentum_buffer"].flatten(), values)

@@ -35,6 +35,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "checkpoint prune": paceline.checkpoint.prune,
     "checkpoint export": paceline.checkpoint.export,
     "export": paceline.checkpoint.export,
+    "watch": paceline.watch,
     "report": paceline.report,
     "doctor": paceline.doctor,
     "memory": paceline.memory,
@@ -48,7 +49,15 @@ OTHERS = (paceline.dry_run_mesh, paceline.fit_step_times, paceline.suggest_measu
 
 SHOWN = {"as_json", "_list", "show_all", "strict", "help"}
 """What a command prints, or which exit code it has; no matter for a function."""
-IN_PYTHON = {"model", "say", "on_failure", "on_each", "arguments", *(group.__name__.lower() for group in GROUPS)}
+IN_PYTHON = {
+    "model",
+    "say",
+    "on_failure",
+    "on_each",
+    "arguments",
+    "announce",
+    *(group.__name__.lower() for group in GROUPS),
+}
 """What a command line cannot give, or gives as options of its own."""
 RENAMED = {"device_memory": "device_bytes", "time_limit": "time_limit_s", "memory": "memory_bytes"}
 """A text with a unit on the command line, a number in Python."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hmac
 import secrets
 import select
-import shutil
 import socket
 import tempfile
 import threading
@@ -19,7 +18,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -31,6 +29,7 @@ from paceline.comm.links import node_identity
 from paceline.errors import PeerLost
 from paceline.network_addresses import addresses
 from paceline.plain_messages import MAX_TEXT_BYTES, decode, empty_tensors, encode, memory
+from paceline.run_lease import temporary_folder
 
 _SECRET_BYTES = 32
 _HANDSHAKE_S = 5.0
@@ -67,7 +66,7 @@ class Peers:
         number = store.add(f"paceline/peers/{rank}", 1)  # equal on all ranks: they connect together
         self._store = PrefixStore(f"peers{number}", store)
         self._secret = self._agreed_secret(is_first=rank == ranks[0])
-        self._folder: Path | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._listening = self._open(ranks)
         self._connections: dict[tuple[int, int], socket.socket] = {}
         """To a rank, from a thread of this worker."""
@@ -87,8 +86,8 @@ class Peers:
         nodes = {bytes(self._store.get(f"node{rank}")) for rank in ranks}
         if len(nodes) == 1:
             # In /tmp whatever TMPDIR says: the kernel takes no address of more than 107 bytes.
-            self._folder = Path(tempfile.mkdtemp(prefix="paceline-peers-", dir="/tmp"))  # with mode 0700
-            address = str(self._folder / "socket")
+            self._folder = temporary_folder("paceline-peers-", "/tmp")  # with mode 0700
+            address = f"{self._folder.name}/socket"
             listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listening.bind(address)
             listening.listen(4096)
@@ -126,7 +125,7 @@ class Peers:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.cleanup()
 
     def _connection_to(self, rank: int) -> socket.socket:
         key = rank, threading.get_ident()

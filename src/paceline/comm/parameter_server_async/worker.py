@@ -214,7 +214,7 @@ class ParameterServerAsync:
             if is_element_wise(name, value, like):
                 if piece.start == 0:
                     whole[name] = torch.empty_like(parameter, dtype=value.dtype)
-                flat = whole[name].flatten()
+                flat = whole[name].flatten().clone()  # it may be the same memory in another order of dimensions
                 flat[piece.start : piece.stop] = value
                 whole[name].copy_(flat.view(parameter.shape))
             else:

@@ -1,0 +1,132 @@
+"""The plots of the live page: one line a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.report import formats
+from paceline.report.figure import (
+    SURFACE,
+    SYMBOLS,
+    Plot,
+    Trace,
+    axis,
+    figure,
+    fill_the_grid,
+    line,
+    series_color,
+)
+from paceline.report.live_run import LiveRun
+
+_MOST_POINTS = 1500
+"""Of a line; more are not seen on a screen, and slow the page down."""
+_PARTS = (("compute", "compute_s"), ("data", "data_s"), ("exposed communication", "exposed_comm_s"))
+_COLOURS = {"compute": "compute", "data": "data", "exposed communication": "comm"}
+
+
+def live_plots(runs: Sequence[LiveRun]) -> list[Plot]:
+    """The same plots for any runs, so that the page need not grow while they train."""
+    metrics = list(dict.fromkeys(name for run in runs for _, found in run.evaluations for name in found))
+    metric = "accuracy" if "accuracy" in metrics or not metrics else metrics[0]
+    return fill_the_grid(
+        [
+            _curves(
+                runs,
+                ("loss", "Training loss", "loss of the global batch"),
+                [_thinned(run.steps, run.losses) for run in runs],
+            ),
+            _curves(
+                runs,
+                ("evaluation", f"Evaluation: {metric}", metric),
+                [
+                    (
+                        [step for step, found in run.evaluations if metric in found],
+                        [found[metric] for _, found in run.evaluations if metric in found],
+                    )
+                    for run in runs
+                ],
+                has_markers=True,
+            ),
+            _curves(
+                runs,
+                ("throughput", "Throughput", "samples/s"),
+                [_thinned(run.timed_steps, run.samples_per_s) for run in runs],
+                from_zero=True,
+            ),
+            _step_time(runs),
+        ]
+    )
+
+
+def _thinned(steps: Sequence[int], values: Sequence[float | None]) -> tuple[list[int], list[float | None]]:
+    stride = -(-len(steps) // _MOST_POINTS) or 1
+    # From the end, so that the last value is always there.
+    return list(steps[::-1][::stride][::-1]), list(values[::-1][::stride][::-1])
+
+
+def _curves(
+    runs: Sequence[LiveRun],
+    names: tuple[str, str, str],
+    curves: Sequence[tuple[Sequence[int], Sequence[float | None]]],
+    *,
+    has_markers: bool = False,
+    from_zero: bool = False,
+) -> Plot:
+    """One line a run. `names`: key, title, what the vertical axis shows."""
+    key, title, quantity = names
+    data: list[Trace] = [
+        line(
+            steps,
+            values,
+            series_color(index),
+            name=run.name,
+            marker={"size": 7, "symbol": SYMBOLS[index % len(SYMBOLS)]} if has_markers else None,
+            hover=f"{run.name}: %{{y:.4~g}} at step %{{x:,}}",
+        )
+        for index, (run, (steps, values)) in enumerate(zip(runs, curves, strict=True))
+    ]
+    last = [
+        f"{run.name}: {values[-1]:.4g}"
+        for run, (_, values) in zip(runs, curves, strict=True)
+        if values and values[-1] is not None
+    ]
+    yaxis = axis(quantity, **({"rangemode": "tozero"} if from_zero else {}))
+    return Plot(
+        key,
+        title,
+        "One line a run." if len(runs) > 1 else "",
+        f"{title}. Last value: {'; '.join(last) or 'none yet'}.",
+        figure(data, axis("step"), yaxis, showlegend=len(runs) > 1),
+    )
+
+
+def _step_time(runs: Sequence[LiveRun]) -> Plot:
+    """Stacked bars: where the time of the latest steps went."""
+    times = [(run.name, run.step_time) for run in runs if run.step_time is not None]
+    data: list[Trace] = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": name,
+            "y": [run for run, _ in times],
+            "x": [1e3 * getattr(step, part) for _, step in times],
+            "marker": {"color": f"var(--part-{_COLOURS[name]})", "line": {"color": SURFACE, "width": 1.5}},
+            "hovertemplate": "%{y}, " + name + ": %{x:.2f} ms<extra></extra>",
+        }
+        for name, part in _PARTS
+    ]
+    said = [f"{run}: {formats.duration(step.total_s)}" for run, step in times]
+    return Plot(
+        "step-time",
+        "Where each step's time goes",
+        "The latest steps, on rank 0.",
+        f"Time of a step. {'; '.join(said) or 'None was timed yet'}.",
+        figure(
+            data,
+            axis("step (ms)", showgrid=True),
+            axis("", type="category", autorange="reversed", showgrid=False),
+            barmode="stack",
+            showlegend=True,
+            legend={"traceorder": "normal"},
+        ),
+    )

@@ -1,0 +1,51 @@
+"""`RunStatus`: what the workers of a run that trains now were doing a moment ago."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.errors import PacelineError
+from paceline.regular_files import read_json
+from paceline.spec.codec import NOT_NEGATIVE, from_mapping
+
+STATUS_FILE = "workers.json"
+"""The file name of `RunStatus` in a run folder."""
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """One worker."""
+
+    rank: int = field(metadata=NOT_NEGATIVE)
+    node: str
+    """Its hostname; empty: the launcher's own."""
+    pid: int = field(metadata=NOT_NEGATIVE)
+    step: int | None
+    """Optimizer updates done; None for a program without a `Run`."""
+    doing: str
+    """What it was doing, as a phrase."""
+    is_waiting: bool
+    """Whether it was inside a collective."""
+    memory_bytes: int | None = None
+    """Memory of the process that lies in RAM."""
+    processor_s: float | None = None
+    """Processor time that the process has used so far."""
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """All workers, at one time."""
+
+    time: float = field(metadata=NOT_NEGATIVE)
+    """Seconds since the epoch."""
+    workers: tuple[WorkerStatus, ...]
+    """By rank."""
+
+    @classmethod
+    def load(cls, path: Path) -> RunStatus | None:
+        """The status in a file; None where there is none that can be read."""
+        try:
+            return from_mapping(cls, read_json(path))
+        except (OSError, ValueError, PacelineError):
+            return None
