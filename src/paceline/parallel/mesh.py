@@ -290,7 +290,8 @@ class MeshParallel(Engine):
             if number < len(own):
                 loss, drew = passes.compute_loss(step, self.module, own[number])
                 self._has_drawn |= drew
-                if passes.looks_new(step, own[number], loss):
+                is_new = passes.shows_new_values(step, own[number])
+                if passes.shows_new_operations(step, own[number], loss) or is_new:
                     self._suspect = own[number]
                 passed.add(loss)
                 passes.backward(step, loss)

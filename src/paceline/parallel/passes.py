@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -44,7 +45,11 @@ class DrewTogetherError(Exception):
 
 
 class LooksNewError(Exception):
-    """The step has to start over, because what shards together showed for the first time was, or is to be, examined."""
+    """The step has to start over, because shards that went through the model together are to be examined first."""
+
+    def __init__(self, examine: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self.examine = examine
 
 
 @dataclass
@@ -181,23 +186,24 @@ class Passes:
             reason = self._compare_what_fits(step, module, own)
         return self.functions.agree_on_coupling(step.loss_name, reason)
 
-    def looks_new(self, step: StepInput, shards: ShardRange, loss: ShardLoss) -> bool:
-        """Whether shards that went through the model together show what no step has shown before."""
+    def shows_new_values(self, step: StepInput, shards: ShardRange) -> bool:
+        """Whether samples that are to go through the model together show what no step has shown before."""
         if len(shards.sizes) == 1 or not self._examines:
             return False
-        novelty = self._novelties[step.loss_name]
-        is_new = novelty.learn_graph(loss.mean)
-        return novelty.learn(step.batch.cut(shards.start, shards.stop)) or is_new
+        return self._novelties[step.loss_name].learn(step.batch.cut(shards.start, shards.stop))
 
-    def _examine_what_looks_new(self, step: StepInput, module: nn.Module, shards: ShardRange) -> None:
-        """Raises `LooksNewError` if shards have to go one by one from now on. Other workers see by themselves whether
-        theirs have to."""
+    def shows_new_operations(self, step: StepInput, shards: ShardRange, loss: ShardLoss) -> bool:
+        """Whether the loss of shards that went through the model together was computed as in no step before."""
+        return len(shards.sizes) > 1 and self._examines and self._novelties[step.loss_name].learn_graph(loss.mean)
+
+    def _couples_now(self, step: StepInput, module: nn.Module, shards: ShardRange) -> bool:
+        """Examine shards that look new; whether shards have to go one by one from now on. Other workers see by
+        themselves whether theirs have to."""
         reason = self._compare_what_fits(step, module, shards)
         if reason:
             self.functions.couples[step.loss_name] = True
             self.functions.found_late = "" if reason == DRAWS else reason
-            raise LooksNewError
-        self.norm.shards.current = shards.sizes  # backward may run layers again
+        return bool(reason)
 
     def _compare_what_fits(self, step: StepInput, module: nn.Module, shards: ShardRange) -> str:
         """Examine as many of these shards as memory has room for."""
@@ -262,14 +268,16 @@ class Passes:
         next_shard, stop = step.assignment.own
         while next_shard < stop:
             shards = self._next_range(step, next_shard)
+            if self.shows_new_values(step, shards) and self._couples_now(step, module, shards):
+                continue  # with the first of them alone
             is_wrong_if_drawn = self._must_not_draw(shards)
             loss, drew = self.compute_loss(step, module, shards)
             if drew and is_wrong_if_drawn:
                 raise DrewTogetherError
             if self.randomness.is_drawn is None:
                 self.randomness.is_drawn = drew
-            if self.looks_new(step, shards, loss):
-                self._examine_what_looks_new(step, module, shards)
+            if self.shows_new_operations(step, shards, loss):
+                raise LooksNewError(partial(self._couples_now, step, module, shards))
             yield shards, loss
             next_shard = shards.stop_shard
 
@@ -332,18 +340,20 @@ class Passes:
         was_drawn = self.randomness.is_drawn
         self.buffers.begin_step()
         while True:
+            examine = None
             try:
                 return attempt()
             except DrewTogetherError:
                 drew = True
             except DidNotFitError:
                 drew = False
-            except LooksNewError:
-                self._forget_attempt()
-                self.randomness.is_drawn = was_drawn
-                continue
+            except LooksNewError as problem:
+                drew, examine = False, problem.examine
             self._forget_attempt()
-            if drew:
+            if examine is not None:
+                self.randomness.is_drawn = was_drawn
+                examine()
+            elif drew:
                 if self._refusal:
                     raise ModelError(self._refusal)
                 self.randomness.is_drawn = True
