@@ -16,6 +16,7 @@ from paceline.parallel.initial_weights import is_on_meta
 from paceline.spec import AlgorithmName, Job, Mesh, Plan
 from paceline.train.compilation import check_can_be_compiled, draws_as_uncompiled, without_compiler
 from paceline.train.numerics import Precision
+from paceline.train.optim import choose_kernels
 from paceline.train.process_group import World
 from paceline.train.schedule import LearningRates
 from paceline.train.state import Names, Trained, rebind
@@ -79,4 +80,5 @@ def prepare_model(
         compile_again(trained.model)
         parallelized.background.enter_context(draws_as_uncompiled())
     rebind(optimizer, names, trained.model)
+    choose_kernels(optimizer, world.device)
     return Prepared(trained, rates, parallelized.algorithm, parallelized.notes, parallelized.background)

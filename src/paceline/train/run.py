@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
@@ -15,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from paceline import env
-from paceline.data import Loading, is_loader
+from paceline.data import Loading
 from paceline.data.loading import Collate
 from paceline.data.substreams import is_stream
 from paceline.errors import JobError
@@ -27,18 +25,21 @@ from paceline.spec import Job, Mesh, Plan
 from paceline.train.averaging import averaged
 from paceline.train.data_progress import DataProgress
 from paceline.train.digest import weights_sha256
+from paceline.train.end_table import end_rows
 from paceline.train.evaluate import Evaluator, Measure
 from paceline.train.memory_limit import memory_limit
 from paceline.train.noise_meter import NoiseMeter
 from paceline.train.numerics import LossFn, Precision
 from paceline.train.preparation import prepare_model
 from paceline.train.process_group import abandon, join
-from paceline.train.reading import DatasetReader
+from paceline.train.progress import Progress
+from paceline.train.reading import DatasetReader, loading_of
 from paceline.train.sample_batches import check_server_order, sample_batches
 from paceline.train.seeding import seed_between_steps, seed_generators
 from paceline.train.session import Kept, RunState, Session, Stateful
 from paceline.train.state import Trained
 from paceline.train.step import Pending, Stepper
+from paceline.train.stopping import Stopping
 from paceline.train.stream_batches import StreamBatches
 from paceline.train.timing import StepTimer
 from paceline.train.torch_settings import TorchSettings, has_tf32
@@ -58,7 +59,7 @@ class Run:
         values: what the loss function returned besides the loss of the last `step`, by name: detached scalars, the same
             on every worker. Reading one waits for the device.
         say: receives messages for the user during the run, on rank 0; may be replaced.
-        timer: where the time of each step goes.
+        timer, display, stopping: where each step's time goes; how far the run is, on rank 0; whether it ends early.
     """
 
     def __init__(
@@ -70,6 +71,8 @@ class Run:
         checkpoint_address: str | None = None,
         *,
         force: bool = False,
+        max_minutes: float | None = None,
+        display: Progress | None = None,
     ) -> None:
         self.job = job
         self.plan = plan
@@ -83,25 +86,20 @@ class Run:
         self.notes: list[str] = settings.notes(job)
         self.metrics: dict[str, float] = {}
         self.values: Mapping[str, Tensor] = {}
-        self.say: Callable[[str], None] = lambda text: print(text, file=sys.stderr) if self.rank == 0 else None
+        self.display = display or Progress(None)
+        self._at_close.callback(self.display.close)
+        self.say: Callable[[str], None] = self.display.say
         self.timer = StepTimer()
         self.reader = DatasetReader(job, self.device)
         self.precision = Precision(job, self.device)
-        self._progress = DataProgress(job, self.mesh.share(facts.rank), self.mesh.num_assignments, max_steps)
-        self._streams = StreamBatches(
-            job,
-            self._progress,
-            self.reader,
-            self.world,
-            self.mesh.share(facts.rank),
-            self.mesh.num_assignments,
-            plan.timeout_s,
-        )
+        share = self.mesh.share(facts.rank), self.mesh.num_assignments
+        self._progress = DataProgress(job, *share, max_steps)
+        self.stopping = Stopping(self.world, self._progress, env.launched_at(), max_minutes)
+        self._streams = StreamBatches(job, self._progress, self.reader, self.world, *share, plan.timeout_s)
         self._evaluator = Evaluator(job, self.mesh, self.world, self.reader, self.precision)
         self._noise = NoiseMeter(job, self.precision.scaler, self.device)
         self._kept = Kept()
-        self._checkpoint_address = checkpoint_address
-        self._force = force
+        self._resume_from: dict[str, Any] = {"checkpoint_address": checkpoint_address, "force": force}
         self._prepared: Stepper | None = None
         self._averages: list[AveragedModel] = []
         self._pending: Pending | None = None
@@ -163,14 +161,11 @@ class Run:
 
     def _open_session(self, trained: Trained) -> Session:
         """What runs beside the steps, gone on from a checkpoint if there is one."""
-
-        def say(sentence: str) -> None:
-            self.say(sentence)  # whatever it is then
-
         state = RunState(self.job, self._progress, self._noise, trained, self._kept, self.metrics)
-        session = Session(state, self.plan, self.world, self._heartbeat, say, self.notes)
+        say = lambda text: self.say(text)  # noqa: E731 - whatever that is then
+        session = Session(state, self.plan, self.world, self._heartbeat, say, self.notes, self.stopping)
         self._at_close.callback(session.close)
-        if session.resume(self._checkpoint_address, force=self._force):
+        if session.resume(**self._resume_from):
             seed_between_steps(self.job.seed, self.steps, self.device)
         return session
 
@@ -236,7 +231,8 @@ class Run:
         Raises:
             DataError: what the data set, the loader or the sampler says cannot be done.
         """
-        loading = self._loading(
+        loading = loading_of(
+            self.job,
             dataset,
             "training",
             collate_fn=collate_fn,
@@ -247,12 +243,6 @@ class Run:
         )
         for number in self.epochs() if epoch is None else [epoch]:
             yield from self._epoch_batches(loading, number, samples_per_epoch)
-
-    def _loading(self, dataset: Any, purpose: str, **given: Any) -> Loading:
-        """How `dataset` is read, by what is given here, by the DataLoader that it is, or by the job."""
-        if given["num_workers"] is None and not is_loader(dataset):
-            given["num_workers"] = self.job.data.loader_workers
-        return Loading.of(dataset, self.job.global_batch_size, purpose, **given)
 
     def _epoch_batches(self, loading: Loading, epoch: int, samples_per_epoch: int | None) -> Iterator[Any]:
         self._finish_step()
@@ -268,7 +258,7 @@ class Run:
                 loading, epoch, self.job, progress, self.reader, self.world, reads_assignment=reads_assignment
             )
         if self.steps and progress.at_epoch_start:
-            self._stepper.session.epoch_ended()
+            self.stepper.session.epoch_ended()
         self.timer.resume()
         self.timer.data_asked()
         for batch, content in batches:
@@ -277,6 +267,8 @@ class Run:
             yield content
             self._check_stepped()
             self._finish_step()
+            if self.stopping.is_over:
+                return
             self.timer.data_asked()
 
     def _finish_step(self) -> None:
@@ -306,8 +298,9 @@ class Run:
         pending, self._pending = self._pending, None
         if pending is None:
             raise JobError("run.step needs a batch that run.batches just yielded; each is used once.")
-        result = self._stepper.step(pending, batch, loss_fn)
+        result = self.stepper.step(pending, batch, loss_fn)
         self.values = result.values
+        self.display.step(self._progress, result.loss)
         self._note_micro_batch()
         for average in self._averages:
             average.update_parameters(self.model)
@@ -334,8 +327,6 @@ class Run:
     ) -> dict[str, float]:
         """Every metric over `dataset`, each sample counted exactly once on any number of workers.
 
-        A collective: every worker has to call it.
-
         Args:
             dataset: map-style, visited in order; or a stream; or a torch DataLoader over either, whose settings are
                 taken over.
@@ -348,7 +339,7 @@ class Run:
             metrics: those that are no means, by name: a torchmetrics metric, or three functions (update, merge,
                 compute). `measure` then returns under this name what `update` takes, {"f1": (predictions, targets)}.
         """
-        loading = self._loading(dataset, "evaluation", collate_fn=collate_fn, num_workers=num_workers)
+        loading = loading_of(self.job, dataset, "evaluation", collate_fn=collate_fn, num_workers=num_workers)
         results = self._evaluator.evaluate(loading, measure, metrics, model or self.model, self.engine, self.steps)
         self.timer.resume()
         self.metrics.clear()
@@ -393,6 +384,7 @@ class Run:
             abandon()
         if stepper is not None and error is None:
             stepper.session.finish()
+            self.display.end(end_rows(self, self._progress, stepper.session.newest_checkpoint))
         elif stepper is not None and isinstance(error, Exception | KeyboardInterrupt):
             peers = stepper.session.peers
             lost = None if peers is None else peers.cause_of(error)
@@ -403,7 +395,8 @@ class Run:
         self._at_close.__exit__(kind, error, trace)
 
     @property
-    def _stepper(self) -> Stepper:
+    def stepper(self) -> Stepper:
+        """What makes the steps of the prepared model."""
         if self._prepared is None:
             raise JobError("Call run.prepare(model, optimizer) first.")
         return self._prepared
@@ -411,17 +404,26 @@ class Run:
     @property
     def engine(self) -> Engine:
         """What the prepared model is trained by."""
-        return self._stepper.trained.engine
+        return self.stepper.trained.engine
 
     @property
     def model(self) -> nn.Module:
         """The prepared model itself, under whatever spreads it."""
-        return self._stepper.trained.model
+        return self.stepper.trained.model
 
     @property
     def optimizer(self) -> Optimizer:
         """The prepared optimizer."""
-        return self._stepper.trained.optimizer
+        return self.stepper.trained.optimizer
+
+    def stop(self, reason: str) -> None:
+        """Ask for the end of the run: `batches` ends on all workers, one step later than this. No collective."""
+        self.stopping.ask(reason)
+
+    def save(self) -> None:
+        """Save a checkpoint of the run as it is now. A collective."""
+        self._finish_step()
+        self.stepper.session.save()
 
     @property
     def steps(self) -> int:
@@ -445,5 +447,4 @@ class Run:
     @property
     def noise_scale(self) -> float | None:
         """The gradient noise scale in samples; None where it was not measured or no signal shows in the noise yet."""
-        mean = self.noise.mean
-        return None if mean is None or not math.isfinite(mean.samples) else mean.samples
+        return self._noise.scale()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -32,10 +32,12 @@ from paceline.train.peer_watch import watch_peers
 from paceline.train.process_group import World, leave_at_once
 from paceline.train.resume import CheckpointReader, Found
 from paceline.train.state import Trained
-from paceline.train.status_exchange import Request, StatusExchange
+from paceline.train.status_exchange import Request, Status, StatusExchange
+from paceline.train.stopping import Stopping
 from paceline.train.stragglers import Stragglers
 
 
+@runtime_checkable
 class Stateful(Protocol):
     """Anything that a checkpoint can keep."""
 
@@ -177,11 +179,13 @@ class Session:
         heartbeat: Heartbeat,
         say: Callable[[str], None],
         notes: list[str],
+        stopping: Stopping,
     ) -> None:
         """
         Args:
             say: receives messages for the user, on rank 0.
             notes: receives notes for the run's report.
+            stopping: whether the run ends early.
         """
         # A separate group in CPU memory, whatever the others use: it communicates in parallel to them.
         timeout = timedelta(seconds=plan.timeout_s)
@@ -198,6 +202,9 @@ class Session:
         self._is_split = False
         """Whether some worker has found late that its shards must go through the model one by one."""
         self._notes = notes
+        self._stopping = stopping
+        self.was_saved: Callable[[int], None] = lambda _step: None
+        """Receives the step of each complete checkpoint, on all workers after the same step; may be replaced."""
         self._status_exchange = StatusExchange(group)
         self._stragglers = Stragglers(_worker_names(plan))
         self._group = group
@@ -228,7 +235,14 @@ class Session:
             step = state.progress.steps
             self.heartbeat.step(step)
             self._notes.append(f"resumed at step {step} from {found.name} in {checkpoint_address}")
-        self._checkpoints = Checkpoints(storage, state.job.checkpoint, self._group, state.snapshot, self.say, step)
+
+        def was_saved(step: int) -> None:
+            self.was_saved(step)  # whatever it is then
+
+        spec = state.job.kept_checkpoints
+        # The launcher waits for a worker that says it will save.
+        told = self.say, step, was_saved, self.heartbeat.save
+        self._checkpoints = Checkpoints(storage, spec, self._group, state.snapshot, *told)
         return found is not None
 
     def roll_back(self) -> str | None:
@@ -249,21 +263,32 @@ class Session:
             own_time_s: the time of this worker's last known step without waiting for others.
         """
         step = self.state.progress.steps
-        status = self._status_exchange.received()
-        if self._checkpoints is not None:
-            self._checkpoints.step_ended(step, status.requests)
-        if Request.SPLIT in status.requests and not self._is_split:
-            self._is_split = True
-            self.note(_SPLIT_ELSEWHERE)
+        status = self._received()
         for note in self._stragglers.note(step, status.own_times_s):
             self.note(note)
         slower = self._plan.exclude_slower
         if slower is not None and self.world.rank in self._stragglers.lasting(slower):
             leave_at_once(EXCLUDED)  # the others notice, save a checkpoint, and are restarted without it
+        self._status_exchange.send(self._requests(), own_time_s)
+
+    def _requests(self) -> set[Request]:
+        """This worker's requests, for the others."""
         requests = set() if self._checkpoints is None else self._checkpoints.requests()
         if self._is_split:
             requests.add(Request.SPLIT)
-        self._status_exchange.send(requests, own_time_s)
+        return requests | {Request.STOP} if self._stopping.is_wanted() else requests
+
+    def _received(self) -> Status:
+        """The status of all workers, of which it is done what they request."""
+        status = self._status_exchange.received()
+        if self._checkpoints is not None:
+            self._checkpoints.step_ended(self.state.progress.steps, status.requests)
+        if Request.STOP in status.requests:
+            self._stopping.agree()
+        if Request.SPLIT in status.requests and not self._is_split:
+            self._is_split = True
+            self.note(_SPLIT_ELSEWHERE)
+        return status
 
     def note_of_worker(self, sentence: str) -> None:
         """Tell the user that shards of this worker go one by one, which other workers learn with its next status."""
@@ -277,13 +302,12 @@ class Session:
 
     def at_rest(self) -> None:
         """Called when all workers rest between updates by servers: exchange status at once, and save if due."""
-        if self._checkpoints is not None:
-            self._status_exchange.send(self._checkpoints.requests(), 0.0)
-            self._checkpoints.step_ended(self.state.progress.steps, self._status_exchange.received().requests)
+        self._status_exchange.send(self._requests(), 0.0)
+        self._received()
 
-    def wants_save(self) -> bool:
-        """Whether this worker requests a checkpoint, and could write it now. No collective."""
-        return self._checkpoints is not None and self._checkpoints.wants_save
+    def wants_rest(self) -> bool:
+        """Whether this worker requests a checkpoint, and could write it now, or the end. No collective."""
+        return self._stopping.is_wanted() or (self._checkpoints is not None and self._checkpoints.wants_save)
 
     def next_save(self) -> float:
         """The number of the next step that is saved in any case; infinite if none is. No collective."""
@@ -293,6 +317,17 @@ class Session:
         """Note that an epoch has ended: the run is saved at the next opportunity."""
         if self._checkpoints is not None:
             self._checkpoints.epoch_ended()
+
+    def save(self) -> None:
+        """Save the state as it is now, unless that is done. A collective."""
+        if self._checkpoints is not None:
+            self._checkpoints.save(self.state.progress.steps)
+
+    @property
+    def newest_checkpoint(self) -> str | None:
+        """The address of the newest checkpoint; None: there is none."""
+        newest = None if self._checkpoints is None else self._checkpoints.newest
+        return None if newest is None else newest[1]
 
     def finish(self) -> None:
         """At the end of training: save any unsaved state."""

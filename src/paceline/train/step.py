@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -139,6 +141,13 @@ class Stepper:
             if self.trained.engine.is_synchronised:
                 self.session.step_ended(self._timer.own_s)
 
+    @contextlib.contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Inside, the run can be saved as it is: nothing of the last step is half done."""
+        before, self._is_finished = self._is_finished, True
+        yield
+        self._is_finished = before
+
     def _input(self, index: int, assignment: Assignment, num_samples: int, content: Any, loss_fn: LossFn) -> StepInput:
         """The step input for an assignment of the global batch with this number, counted over the whole run."""
         precision, seed = self.trained.precision, self._state.job.seed
@@ -229,7 +238,7 @@ class Stepper:
             read=read,
             at_base_rates=self._rates.at_base,
             stop=int(min(progress.steps + batch.num_left, self.session.next_save())),
-            wants_rest=self.session.wants_save,
+            wants_rest=self.session.wants_rest,
             at_rest=self.session.at_rest,
         )
 

@@ -51,6 +51,7 @@ SHOWN = {"as_json", "_list", "show_all", "strict", "help"}
 """What a command prints, or which exit code it has; no matter for a function."""
 IN_PYTHON = {
     "model",
+    "callbacks",
     "say",
     "on_failure",
     "on_each",
