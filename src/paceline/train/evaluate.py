@@ -180,14 +180,15 @@ def evaluate(
     """
     others = {name: metric_functions(name, metric) for name, metric in (metrics or {}).items()}
     trees = {name: chunks.tree(functions.merge) for name, functions in others.items()}
-    sums: dict[int, dict[str, list[float]]] = {}
+    pending: dict[int, dict[str, list[Any]]] = {}
     for number, batch in chunks:
         before_chunk(number)
         values = measure(model, batch)
-        if number not in sums and chunks.counts_here(number):
+        if number not in pending and chunks.counts_here(number):
             update_trees(others, trees, number, values)
         size = chunks.size(number)
-        sums[number] = {name: _chunk_sums(name, one, size) for name, one in values.items() if name not in others}
+        pending[number] = {name: _chunk_sums(name, one, size) for name, one in values.items() if name not in others}
+    sums = _read(pending)
     kinds = _agreed_kinds({name: len(numbers) for name, numbers in next(iter(sums.values()), {}).items()}, world)
     numbers = chunks.numbers
     table = torch.zeros(len(numbers), sum(kinds.values()), dtype=torch.float64, device=world.device)
@@ -205,20 +206,42 @@ def evaluate(
     return results | (compute_metrics(others, trees, world) if others else {})
 
 
-def _chunk_sums(name: str, value: Any, num_samples: int) -> list[float]:
-    """The sum over samples; of a `Mean` [value times weight, weight]."""
+def _chunk_sums(name: str, value: Any, num_samples: int) -> list[Any]:
+    """The sum over samples; of a `Mean` [value times weight, weight]. What a GPU has is not waited for."""
     if isinstance(value, Mean):
-        weight = float(value.weight)
-        if not weight >= 0:
-            raise ModelError(f"The weight of the metric '{name}' is {weight:g}; it should be 0 or more.")
-        return [float(value.value) * weight if weight else 0.0, weight]
+        mean, weight = (torch.as_tensor(one, dtype=torch.float64).detach() for one in (value.value, value.weight))
+        device = weight.device if weight.is_cuda else mean.device
+        mean, weight = mean.to(device).reshape(()), weight.to(device).reshape(())
+        return [torch.where(weight == 0, 0.0, mean * weight), weight]
     if not isinstance(value, Tensor) or value.shape != (num_samples,):
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ModelError(
             f"The metric '{name}' should be one value per sample, shape ({num_samples},), or a paceline.Mean, but is "
             f"{got}."
         )
-    return [float(value.detach().to("cpu", torch.float64).sum())]
+    return [value.detach().to(torch.float64).sum()]
+
+
+def _read(pending: Mapping[int, Mapping[str, Sequence[Tensor]]]) -> dict[int, dict[str, list[float]]]:
+    """The sums of all chunks as numbers; waits once for each device.
+
+    Raises:
+        ModelError: a weight that is negative, or no number.
+    """
+    tensors = [one for of_chunk in pending.values() for sums in of_chunk.values() for one in sums]
+    values: dict[int, float] = {}
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        there = [tensor for tensor in tensors if tensor.device == device]
+        values |= dict(zip(map(id, there), torch.stack(there).tolist(), strict=True))
+    found = {
+        number: {name: [values[id(one)] for one in sums] for name, sums in of_chunk.items()}
+        for number, of_chunk in pending.items()
+    }
+    for of_chunk in found.values():
+        for name, sums in of_chunk.items():
+            if len(sums) == 2 and not sums[1] >= 0:
+                raise ModelError(f"The weight of the metric '{name}' is {sums[1]:g}; it should be 0 or more.")
+    return found
 
 
 def _checked(name: str, sums: list[float], length: int) -> list[float]:
