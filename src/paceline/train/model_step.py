@@ -120,6 +120,8 @@ class ModelStepper:
 
         for note in result.notes:
             self.session.note(note)
+        for note in result.own_notes:
+            self.session.note_of_worker(note)
         self._tracer.after_update(trained.model, engine.whole, result.notes)
         moving = engine.forward_buffers.newly_moving()
         if moving:
