@@ -165,7 +165,7 @@ class DataParallel(Engine):
         known, changed = sums.summed.split([len(sums.summed) - num_buffers, num_buffers])
         self._passes.norm.apply(known[length:-1])
         self.forward_buffers.combine(changed, self._sum_moves, lambda values: broadcast(values, self._group))
-        result = StepLoss.of(known, sums.layout, notes)
+        result = replace(StepLoss.of(known, sums.layout, notes), own_notes=self.functions.take_found_late())
         rescale_gradients(self._model.parameters(), result.rescale)
         self.communication = self._last_gradient, self._clock.mark()
         own_weight = sums.own[1] if sums.layout.is_weighted else None

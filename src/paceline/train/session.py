@@ -161,6 +161,13 @@ def _why_not_on(before: Job, job: Job) -> str:
     return " (its learning rates follow a schedule that ends with the epochs, so more would have changed them all)"
 
 
+_SPLIT_ELSEWHERE = (
+    "On another worker the loss of several virtual shards together is no longer the mean of their own losses, so every "
+    "shard goes through the model alone there, which gives the same result on any number of workers: see "
+    "paceline.Mean and shard_by_shard."
+)
+
+
 class Session:
     """The work of one worker between steps. Its methods are collectives except for `rescue`."""
 
@@ -192,6 +199,8 @@ class Session:
         self.world = world
         self.heartbeat = heartbeat
         self.say = say
+        self._is_split = False
+        """Whether some worker has found late that its shards must go through the model one by one."""
         self._notes = notes
         self._stopping = stopping
         self.was_saved: Callable[[int], None] = lambda _step: None
@@ -265,6 +274,8 @@ class Session:
     def _requests(self) -> set[Request]:
         """This worker's requests, for the others."""
         requests = set() if self._checkpoints is None else self._checkpoints.requests()
+        if self._is_split:
+            requests.add(Request.SPLIT)
         return requests | {Request.STOP} if self._stopping.is_wanted() else requests
 
     def _received(self) -> Status:
@@ -274,7 +285,15 @@ class Session:
             self._checkpoints.step_ended(self.state.progress.steps, status.requests)
         if Request.STOP in status.requests:
             self._stopping.agree()
+        if Request.SPLIT in status.requests and not self._is_split:
+            self._is_split = True
+            self.note(_SPLIT_ELSEWHERE)
         return status
+
+    def note_of_worker(self, sentence: str) -> None:
+        """Tell the user that shards of this worker go one by one, which other workers learn with its next status."""
+        self._is_split = True
+        self.note(sentence)
 
     def note(self, sentence: str) -> None:
         """Tell the user, and the run's report."""

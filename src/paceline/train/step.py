@@ -108,6 +108,8 @@ class Stepper:
 
         for note in result.notes:
             self.session.note(note)
+        for note in result.own_notes:
+            self.session.note_of_worker(note)
         self._tracer.after_update(trained.model, engine.whole, result.notes)
         progress.trained_on(batch)
         self.session.heartbeat.step(progress.steps)
