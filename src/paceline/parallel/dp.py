@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -72,8 +71,10 @@ class DataParallel(Engine):
         self._has_stepped = False
         self._trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         self._of_uses = _group_of_uses(group, plan) if find_unused_parameters else None
+        # It arranges and sends buckets. Its forward pass is never called: the loss function gets the model itself, so
+        # that attributes and other methods than `forward` are there, and right, on any number of workers.
         self._ddp = None if aggregator is None else self._wrap(aggregator, find_unused_parameters)
-        self.module = self._model if self._ddp is None else self._ddp
+        self.module = self._model
         self.functions = LossFunctions(group)
         self._is_sync = any(isinstance(layer, SyncBatchNorm) for layer in self._model.modules())
         self.randomness: Randomness = Randomness()
@@ -86,8 +87,6 @@ class DataParallel(Engine):
             one_by_one=job.shard_by_shard,
             may_split=not has_other_norms(self._model),
             refusal=_SYNC_REFUSAL if self._is_sync else "",
-            # A pass may have to be repeated: `_aggregate_next` selects the backward pass that aggregates.
-            forward_context=nullcontext if self._ddp is None else self._ddp.no_sync,
         )
         self.forward_buffers = self._passes.buffers
 
@@ -151,6 +150,8 @@ class DataParallel(Engine):
         if has_other_norms(self._model):
             self.sync_buffers()
         notes = self._passes.find_coupling(step, self.module)
+        if self._ddp is not None:
+            self._ddp.reducer._rebuild_buckets()  # a collective after the first backward pass, then nothing
         if step.assignment.sizes or self.micro_batch.is_automatic:
             sums = self._passes.starting_over(lambda: self._attempt(step), step.assignment)
         else:
@@ -165,7 +166,7 @@ class DataParallel(Engine):
         known, changed = sums.summed.split([len(sums.summed) - num_buffers, num_buffers])
         self._passes.norm.apply(known[length:-1])
         self.forward_buffers.combine(changed, self._sum_moves, lambda values: broadcast(values, self._group))
-        result = StepLoss.of(known, sums.layout, notes)
+        result = replace(StepLoss.of(known, sums.layout, notes), own_notes=self.functions.take_found_late())
         rescale_gradients(self._model.parameters(), result.rescale)
         self.communication = self._last_gradient, self._clock.mark()
         own_weight = sums.own[1] if sums.layout.is_weighted else None
@@ -219,7 +220,6 @@ class DataParallel(Engine):
         self._hook_state.idle = True
         try:
             if self._arrived is None:  # the last backward pass had not begun
-                self._ddp.reducer._rebuild_buckets()  # a collective that comes with a step's first forward pass
                 self._start_sum(step, None)
                 self._aggregate_next(self._zero_loss())
             missing = [parameter for parameter in self._trained if parameter not in self._in_buckets]
@@ -291,7 +291,7 @@ class DataParallel(Engine):
         self._worker_norms.begin(step.assignment, step.take_norms if is_sum else None)
 
     def _aggregate_next(self, loss: Tensor) -> None:
-        """Let DistributedDataParallel aggregate in the next backward pass, as a forward pass outside `no_sync` does."""
+        """Let DistributedDataParallel aggregate in the next backward pass, as its own forward pass would."""
         self._in_buckets.clear()
         if self._ddp is not None:
             self._ddp.reducer.prepare_for_backward([loss] if self._ddp.find_unused_parameters else [])

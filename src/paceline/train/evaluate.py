@@ -17,7 +17,7 @@ from paceline.data import Loading
 from paceline.data.substreams import is_stream
 from paceline.errors import ModelError
 from paceline.object_collectives import all_gather_objects
-from paceline.parallel import Engine
+from paceline.parallel import Companions, Engine
 from paceline.parallel.losses import Mean
 from paceline.spec import Job, Mesh
 from paceline.train.agreement import check_same_order
@@ -54,6 +54,7 @@ class Evaluator:
         measure: Measure,
         metrics: Mapping[str, Any] | None,
         model: nn.Module,
+        prepared: Companions,
         engine: Engine,
         step: int,
     ) -> dict[str, float]:
@@ -63,23 +64,23 @@ class Evaluator:
             loading: how the data set is read.
             measure, metrics: as `Run.evaluate` takes them.
             model: what `measure` is called with.
-            engine: trains it, or the model that it is an average of.
+            prepared: all models of the run, which `measure` may call.
+            engine: trains one of them; they all are spread alike.
             step: the number of updates made; what the model draws in evaluation depends on it.
         """
         kind: type[SetChunks | StreamChunks] = StreamChunks if is_stream(loading.dataset) else SetChunks
         chunks = kind(loading, self.reader, self.job, self.mesh, self.world, in_step=not engine.holds_all)
-        buffers = engine.forward_buffers
 
         def before_chunk(number: int) -> None:
             seed_evaluation(self.job.seed, step, number, self.world.device)
-            buffers.begin_pass()
+            prepared.begin_pass()
 
         try:
             with (
                 explaining_refusals(),
-                evaluation_mode(model),
+                evaluation_mode(model, *(one.model for one in prepared.models)),
                 engine.consensus(),
-                buffers.untouched(),
+                prepared.untouched(),
                 torch.no_grad(),
                 self.precision.autocast(),
             ):
@@ -89,10 +90,11 @@ class Evaluator:
 
 
 @contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """A context in which `model` is in evaluation mode; restores each module's mode, as some may be frozen."""
-    was_training = [module for module in model.modules() if module.training]
-    model.eval()
+def evaluation_mode(*models: nn.Module) -> Iterator[None]:
+    """A context in which models are in evaluation mode; restores each module's mode, as some may be frozen."""
+    was_training = [module for model in models for module in model.modules() if module.training]
+    for model in models:
+        model.eval()
     try:
         yield
     finally:

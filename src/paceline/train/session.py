@@ -31,10 +31,10 @@ from paceline.train.optim import ends_with_epochs
 from paceline.train.peer_watch import watch_peers
 from paceline.train.process_group import World, leave_at_once
 from paceline.train.resume import CheckpointReader, Found
-from paceline.train.state import Trained
 from paceline.train.status_exchange import Request, Status, StatusExchange
 from paceline.train.stopping import Stopping
 from paceline.train.stragglers import Stragglers
+from paceline.train.trained_models import TrainedModels
 
 
 @runtime_checkable
@@ -51,19 +51,22 @@ class Kept:
 
     def __init__(self) -> None:
         self._things: dict[str, Stateful] = {}
+        self.moves_between_steps = False
+        """Whether the script changes any of them itself."""
         self._restored: dict[str, Any] = {}
         """States from a checkpoint that have not been claimed yet."""
         self._after_restoring: Callable[[], None] = lambda: None
 
-    def add(self, name: str, thing: Stateful) -> None:
+    def add(self, name: str, thing: Stateful, *, in_step: bool = False) -> None:
+        """
+        Args:
+            in_step: whether it moves in `Run.step` alone, not in what the script does between two steps.
+        """
         self._things[name] = thing
+        self.moves_between_steps |= not in_step
         if name in self._restored:
             thing.load_state_dict(self._restored.pop(name))
             self._after_restoring()
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._things
 
     def state_dict(self) -> dict[str, Any]:
         return {name: thing.state_dict() for name, thing in self._things.items()}
@@ -104,7 +107,7 @@ class RunState:
     job: Job
     progress: DataProgress
     noise: NoiseMeter
-    trained: Trained
+    models: TrainedModels
     kept: Kept = field(default_factory=Kept)
     metrics: dict[str, float] = field(default_factory=dict)
     """The metrics of the last evaluation; changed in place."""
@@ -116,17 +119,27 @@ class RunState:
             collective: whether all workers call this together; else None, too, where this worker holds only a shard
                 of the model.
         """
-        engine = self.trained.engine
-        if not (engine.sync_buffers() if collective else engine.holds_all and not engine.weights_diverge):
+        engines = [trained.engine for trained in self.models.by_name.values()]
+        if collective:
+            is_synchronised = [engine.sync_buffers() for engine in engines]  # collectives of every one of them
+            is_possible = all(is_synchronised)
+        else:
+            is_possible = all(engine.holds_all and not engine.weights_diverge for engine in engines)
+        if not is_possible:
             return None
-        shared, own = self.trained.take()
+        shared, own = self.models.take()
         shared |= {
             "progress": self.progress.state_dict(collective=collective),
             "noise": self.noise.state_dict(),
             "metrics": self.metrics,
             "kept": self.kept.state_dict(),
         }
-        return Snapshot(self.progress.steps, self.job.to_mapping(), shared, own, is_part=not engine.holds_all)
+        return Snapshot(self.progress.steps, self.job.to_mapping(), shared, own, is_part=not self.holds_all)
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether every worker holds all models and their optimizers."""
+        return all(trained.engine.holds_all for trained in self.models.by_name.values())
 
     def restore(self, found: Found, *, force: bool) -> None:
         """Resume from a checkpoint. Raises `JobError` if it is of another job, unless `force` is set."""
@@ -135,23 +148,39 @@ class RunState:
             self._restore(shared, found.own, force=force)
 
     def _restore(self, shared: dict[str, Any], own: dict[str, Any], *, force: bool) -> None:
-        # Converted to a job: keys of a later release get their defaults.
-        before = Job.from_mapping(shared["job"])
-        changes = differences(before.to_mapping(), self.job.to_mapping())
-        if self.job.epochs > before.epochs and not ends_with_epochs(before):
-            changes = [change for change in changes if not change.startswith("epochs was ")]  # it goes on
+        before, changes = self._changes(shared)
         if changes and not force:
             raise JobError(
                 f"The checkpoint to resume is of another job: {'; '.join(changes)}{_why_not_on(before, self.job)}. "
                 "Set it back, choose another "
                 "folder, or resume nevertheless with --force (paceline.init(force=True))."
             )
-        self.trained.put(shared, own, hyper=not changes)
+        self.models.put(shared, own, hyper=not changes)
         self.progress.load_state_dict(shared["progress"], check_order=not force)
         self.noise.load_state_dict(shared["noise"])
         self.metrics.update(from_mapping(_SavedMetrics, {"metrics": shared["metrics"]}).metrics)
         # A new scheduler writes its first learning rate into the optimizer, and loading its state leaves it there.
-        self.kept.load_state_dict(shared["kept"], (lambda: None) if changes else self.trained.hyperparameters())
+        self.kept.load_state_dict(shared["kept"], (lambda: None) if changes else self.models.hyperparameters())
+
+    def restore_model(self, name: str, found: Found, *, force: bool) -> None:
+        """Give a model that was prepared after the others its state; with `force` it begins anew if there is none.
+
+        Raises:
+            CheckpointError: the checkpoint has no such model.
+        """
+        if force and name not in found.shared.get("models", {}):
+            return
+        with _as_saved(found.name):
+            self.models.put_one(name, found.shared, found.own, hyper=not self._changes(found.shared)[1])
+
+    def _changes(self, shared: dict[str, Any]) -> tuple[Job, list[str]]:
+        """The job that a checkpoint is of, and how it differs from this one in what decides the result."""
+        # Converted to a job: keys of a later release get their defaults.
+        before = Job.from_mapping(shared["job"])
+        changes = differences(before.to_mapping(), self.job.to_mapping())
+        if self.job.epochs > before.epochs and not ends_with_epochs(before):
+            changes = [change for change in changes if not change.startswith("epochs was ")]  # it goes on
+        return before, changes
 
 
 def _why_not_on(before: Job, job: Job) -> str:
@@ -159,6 +188,13 @@ def _why_not_on(before: Job, job: Job) -> str:
     if job.epochs <= before.epochs or not ends_with_epochs(before):
         return ""
     return " (its learning rates follow a schedule that ends with the epochs, so more would have changed them all)"
+
+
+_SPLIT_ELSEWHERE = (
+    "On another worker the loss of several virtual shards together is no longer the mean of their own losses, so every "
+    "shard goes through the model alone there, which gives the same result on any number of workers: see "
+    "paceline.Mean and shard_by_shard."
+)
 
 
 class Session:
@@ -192,6 +228,8 @@ class Session:
         self.world = world
         self.heartbeat = heartbeat
         self.say = say
+        self._is_split = False
+        """Whether some worker has found late that its shards must go through the model one by one."""
         self._notes = notes
         self._stopping = stopping
         self.was_saved: Callable[[int], None] = lambda _step: None
@@ -201,6 +239,8 @@ class Session:
         self._group = group
         self._reader: CheckpointReader | None = None
         self._checkpoints: Checkpoints | None = None
+        self._resumed: tuple[dict[str, Any], bool] | None = None
+        """Until the first batch: what the checkpoint says of its models, and whether one of another job may be used."""
         self._held = contextlib.ExitStack()
         """What keeps other runs away from the checkpoints."""
 
@@ -213,16 +253,18 @@ class Session:
         """
         if checkpoint_address is None:
             return False
-        state, trained = self.state, self.state.trained
+        state = self.state
         storage = open_storage(checkpoint_address)
         if self.world.rank == 0:
             self._held.enter_context(held(storage, run_token(env.run_dir()) or env.scheduler_run(), self.say))
-        wanted = None if trained.engine.holds_all else trained.own_shards
+        wanted = None if state.holds_all else state.models.own_shards
         self._reader = CheckpointReader(storage, self._group, self.say, wanted)
         found = self._reader.newest()
         step = None
         if found is not None:
             state.restore(found, force=force)
+            known = {"models": list(found.shared.get("models", ())), "frozen": dict(found.shared.get("frozen", {}))}
+            self._resumed = known, force
             step = state.progress.steps
             self.heartbeat.step(step)
             self._notes.append(f"resumed at step {step} from {found.name} in {checkpoint_address}")
@@ -236,6 +278,26 @@ class Session:
         self._checkpoints = Checkpoints(storage, spec, self._group, state.snapshot, *told)
         return found is not None
 
+    def add(self, name: str) -> bool:
+        """Give a model that was prepared after the first its state; whether the run was resumed."""
+        if self._resumed is None or self._reader is None:
+            return False
+        if name in self.state.models.by_name:
+            found = self._reader.newest()  # the shards of this model were not read before
+            assert found is not None
+            self.state.restore_model(name, found, force=self._resumed[1])
+        return True
+
+    def begin(self) -> None:
+        """Before the first batch: all models are known.
+
+        Raises:
+            CheckpointError: the checkpoint that was resumed is of a run with other models.
+        """
+        if self._resumed is not None and not self._resumed[1]:
+            self.state.models.check_complete(self._resumed[0])
+        self._resumed = None
+
     def roll_back(self) -> str | None:
         """Put weights and optimizer back to the newest good checkpoint; its name, None if there is none."""
         if self._reader is None or self._checkpoints is None:
@@ -244,7 +306,7 @@ class Session:
         found = self._reader.newest()
         if found is None:
             return None
-        self.state.trained.put(found.shared, found.own, hyper=True)
+        self.state.models.put(found.shared, found.own, hyper=True)
         return found.name
 
     def step_ended(self, own_time_s: float) -> None:
@@ -265,6 +327,8 @@ class Session:
     def _requests(self) -> set[Request]:
         """This worker's requests, for the others."""
         requests = set() if self._checkpoints is None else self._checkpoints.requests()
+        if self._is_split:
+            requests.add(Request.SPLIT)
         return requests | {Request.STOP} if self._stopping.is_wanted() else requests
 
     def _received(self) -> Status:
@@ -274,7 +338,15 @@ class Session:
             self._checkpoints.step_ended(self.state.progress.steps, status.requests)
         if Request.STOP in status.requests:
             self._stopping.agree()
+        if Request.SPLIT in status.requests and not self._is_split:
+            self._is_split = True
+            self.note(_SPLIT_ELSEWHERE)
         return status
+
+    def note_of_worker(self, sentence: str) -> None:
+        """Tell the user that shards of this worker go one by one, which other workers learn with its next status."""
+        self._is_split = True
+        self.note(sentence)
 
     def note(self, sentence: str) -> None:
         """Tell the user, and the run's report."""

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint import Loaded, Stored
 from paceline.errors import CheckpointError, ModelError, shown
-from paceline.parallel import Engine, unwrapped
+from paceline.parallel import Engine
 from paceline.parallel.dtensor import local_shard, shard_like, shard_slice
 from paceline.train.numerics import Precision
 
@@ -38,8 +38,8 @@ class Trained:
 
     @property
     def model(self) -> nn.Module:
-        """The user's model itself, under whatever spreads it."""
-        return unwrapped(self.engine.module)
+        """The model itself; on a worker that holds a stage, that stage."""
+        return self.engine.module
 
     def take(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """`shared` and `own` of this worker; their tensors are views of the live state."""

@@ -63,7 +63,7 @@ IN_PYTHON = {
 RENAMED = {"device_memory": "device_bytes", "time_limit": "time_limit_s", "memory": "memory_bytes"}
 """A text with a unit on the command line, a number in Python."""
 OF_OTHER_FUNCTIONS = {
-    "plan": {"fit", "predict", "suggest", "budget", "dry_run_mesh", "sequence_parallel"},
+    "plan": {"fit", "predict", "suggest", "budget", "max_nodes", "max_devices", "dry_run_mesh", "sequence_parallel"},
     "train": {"dry_run"},
     "launch": {"dry_run"},
 }
