@@ -6,7 +6,7 @@ READY := .venv/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 FAST := not slow and not browser and not hosts
 
-.PHONY: demo check test test-fast fuzz docs bench bench-hosts clean
+.PHONY: demo check test test-fast fuzz docs bench bench-hosts gpu clean
 
 demo: $(PACKAGE)
 	$(BIN)/paceline scale digits-lenet --devices 1,2 --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -44,6 +44,10 @@ bench: $(READY)
 # Two nodes of two workers with links of 200 Mbit/s on this machine; needs root and takes some 8 minutes.
 bench-hosts: $(READY)
 	$(BIN)/python -m benchmarks.hosts --out runs/bench-hosts-$$(date +%Y%m%d-%H%M%S)
+
+# What this machine's GPUs do, or simulated ones where there are none, on one page.
+gpu: $(READY)
+	$(BIN)/python -m benchmarks.gpu --out runs/gpu-$$(date +%Y%m%d-%H%M%S) $(if $(DATA),--data $(DATA))
 
 # torch first and by itself: nothing else may choose its build.
 $(PACKAGE): pyproject.toml constraints.txt

@@ -1,6 +1,6 @@
 """Every write of a run fails once: what is left, what is said, and whether the run ends with the right bits after all.
 
-    python -m benchmarks.survival.write_faults [--kinds full,denied,killed,torn] [--every 1] [--out DIR]
+    python -m benchmarks.survival.write_faults [--kinds full,denied,killed,torn] [--only PATH] [--every 1]
 
 A small job trains in one process (`--launcher debug`), with a layer below Paceline's files that counts every change
 of the run folder: files that are opened, written, flushed, renamed, linked, removed, folders that are made and
@@ -180,13 +180,15 @@ class Left:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--only", default="", help="only points whose paths contain this")
     parser.add_argument("--every", type=int, default=1, help="only every so manieth pair of a point and a kind")
     parser.add_argument("--out", type=Path, default=None, help="folder of the runs; a temporary one")
     arguments = parser.parse_args()
     out = (arguments.out or Path(tempfile.mkdtemp(prefix="paceline-writes-"))).resolve()
     points, digest = undisturbed(out / "undisturbed")
     kinds = arguments.kinds.split(",")
-    pairs = [(point, kind) for point in points for kind in kinds if kind != "torn" or point[0] == "write"]
+    wanted = [point for point in points if arguments.only in point[1]]
+    pairs = [(point, kind) for point in wanted for kind in kinds if kind != "torn" or point[0] == "write"]
     print(f"{len(points)} points, {len(pairs)} faults, {len(pairs[:: arguments.every])} of them here", flush=True)
     print("| point | fault | run | what it said | good checkpoint | after going on |\n|---|---|---|---|---|---|")
     problems = num_fired = 0
@@ -202,7 +204,7 @@ def main() -> None:
 def undisturbed(folder: Path) -> tuple[list[Point], str]:
     """Every point of a run in a new folder, and the fingerprint of its weights."""
     points: list[Point] = []
-    exit_code, said = _train(folder, lambda point: _append(folder, point))
+    exit_code, said = train(folder, lambda point: _append(folder, point))
     if exit_code:
         raise SystemExit(f"The undisturbed run ends with {exit_code}: {said}")
     for line in _log_of(folder).read_text().splitlines():
@@ -225,22 +227,26 @@ def fail_once(folder: Path, point: Point, kind: str, digest: str) -> Left:
             raise Torn
         _die()
 
-    exit_code, said = _train(folder, on_point)
+    exit_code, said = train(folder, on_point)
     log = _log_of(folder)
     fired = log.exists()
     had = int(log.read_text()) if fired else -1
     found, _ = newest_good(open_storage(folder / "checkpoints"))
     record = folder / "record.json"
-    resumed, said_then = (0, "") if exit_code == 0 and record.exists() else _train(folder, lambda _point: None)
+    resumed, said_then = (0, "") if exit_code == 0 and record.exists() else train(folder, lambda _point: None)
     equal = record.exists() and RunRecord.load(record).weights_sha256 == digest
     good = -1 if found is None else found.manifest.step
     return Left(point, kind, fired, exit_code, said + (said_then if resumed else ""), had, good, resumed, equal)
 
 
-def _train(folder: Path, on_point: Callable[[Point], None]) -> tuple[int, str]:
-    """Train the job in a fork of this process; its exit code, negative for a signal, and what it said."""
+def train(folder: Path, on_point: Callable[[Point], None], said_in: Path | None = None) -> tuple[int, str]:
+    """Train the job in a fork of this process; its exit code, negative for a signal, and what it said.
+
+    Args:
+        said_in: the file for its output; None: one beside the folder.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    said = folder.with_suffix(".said")
+    said = said_in or folder.with_suffix(".said")
     pid = os.fork()
     if pid == 0:
         descriptor = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -73,7 +73,7 @@ def loss_fn(model, letters):  # type: ignore[no-untyped-def]
 with tempfile.TemporaryDirectory() as folder, paceline.init(global_batch_size=16, epochs=4, seed=0) as run:
     corpus = Corpus(write_corpus(Path(folder)))  # files of your own: the same on every worker
     model = CharacterModel()
-    model, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=2e-2))  # type: ignore[assignment]
+    model, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=2e-2))
     for letters in run.batches(corpus, samples_per_epoch=NUM_FILES * LINES_PER_FILE):
         loss = run.step(letters, loss_fn)
     if run.rank == 0:

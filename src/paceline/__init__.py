@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from paceline.report import Study
     from paceline.spec import Cluster, Job, Plan, RunRecord
     from paceline.spec.forecast import Forecast
-    from paceline.train import Run, init
+    from paceline.train import Callback, Run, init
     from paceline.workflows import bench, catalog, checkpoint, submit
     from paceline.workflows.doctor import doctor
     from paceline.workflows.launch import launch
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 __all__ = [
+    "Callback",
     "Cluster",
     "Elastic",
     "Forecast",
@@ -76,7 +77,7 @@ __all__ = [
 
 _MODULES = {
     **dict.fromkeys(("Cluster", "Job", "Plan", "RunRecord"), "paceline.spec"),
-    **dict.fromkeys(("Run", "init"), "paceline.train"),
+    **dict.fromkeys(("Callback", "Run", "init"), "paceline.train"),
     **dict.fromkeys(("Elastic", "Where"), "paceline.workflows.where"),
     **dict.fromkeys(("fit_step_times", "suggest_measurements"), "paceline.workflows.step_times"),
     "Forecast": "paceline.spec.forecast",

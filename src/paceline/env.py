@@ -12,7 +12,8 @@ import shutil
 import sys
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -440,9 +441,17 @@ def prepare_nccl(*, launcher_ends_hangs: bool) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
-def deterministic_cuda() -> None:
-    """Make cuBLAS deterministic; it reads the variable when its first handle is made."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+@contextmanager
+def deterministic_cuda() -> Iterator[None]:
+    """Inside, cuBLAS is deterministic: it reads the variable when its first handle is made. A user's value stays."""
+    name = "CUBLAS_WORKSPACE_CONFIG"
+    is_ours = name not in os.environ
+    os.environ.setdefault(name, ":4096:8")
+    try:
+        yield
+    finally:
+        if is_ours:
+            os.environ.pop(name, None)
 
 
 def visible_gpus() -> list[str] | None:

@@ -63,7 +63,7 @@ def test_train_ends_with_one_line_of_json_and_nothing_else(trained: Any) -> None
 
 def test_train_speaks_to_a_person_unless_told_not_to(trained: Any) -> None:
     assert trained[1][1].stderr == ""
-    assert "digits-lenet on 2 workers  epoch 1/15  train loss" in trained[2][1].stderr
+    assert "epoch 1/15  train loss" in trained[2][1].stderr
     assert "\x1b" not in trained[2][1].stderr
 
 

@@ -293,3 +293,32 @@ def test_no_descriptor_or_thread_is_left_open(stage: Stage) -> None:
     deadline = time.monotonic() + 5
     while resources() != before:  # the last waiting thread may be on its way out
         assert time.monotonic() < deadline, (before, resources())
+
+
+def test_what_a_worker_started_in_a_session_of_its_own_ends_with_the_run(stage: Stage) -> None:
+    stage.run(
+        """
+        child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        tell(f"{RANK}-child.pid", str(child.pid))
+        """,
+        world_size=2,
+    )
+    assert len(list(stage.folder.glob("*-child.pid"))) == 2
+    stage.assert_nobody_left()
+
+
+def test_an_exit_handler_that_never_returns_is_told(stage: Stage) -> None:
+    script = """
+        import atexit
+        from paceline.launch import exit_watch
+
+        exit_watch.PATIENCE_S = 0.5
+
+        def upload_for_ever():
+            threading.Event().wait()
+
+        if RANK == 1:
+            atexit.register(upload_for_ever)
+        """
+    with pytest.raises(PacelineError, match=r"exit handlers \(atexit\) has not returned within 0.5 s"):
+        stage.run(script, world_size=2)

@@ -52,6 +52,8 @@ def install_nccl(native: Any) -> None:
         options=property(lambda self: Options()),
         comm_split_count=lambda self: 0,
         perform_nocolor_split=lambda self, device: None,
+        _group_start=lambda self: None,
+        _group_end=lambda self: None,
     )
 
 
@@ -69,6 +71,8 @@ def _communicator(native: Any, store: Any, rank: int, size: int, options: Any) -
 
 
 def _split(native: Any, store: Any, ranks: list[int], options: Any) -> Any:
-    """The communicator of `ranks` of another one, on one of them."""
+    """The communicator of `ranks` of another one; None: this worker is not one of them."""
+    if dist.get_rank() not in ranks:
+        return None
     rank = ranks.index(dist.get_rank())
     return _communicator(native, store, rank, len(ranks), options)

@@ -25,7 +25,7 @@ from paceline.report.parity import load_trace
 from paceline.spec import Cluster, Job, Plan, load_job
 from paceline.train.metrics import json_lines
 from paceline.workflows.run_folder import write_run
-from paceline.workflows.step_times import read_observations
+from paceline.workflows.step_time_files import read_observations
 from tests.sample_records import sample_job
 
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {

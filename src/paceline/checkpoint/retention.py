@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from paceline.checkpoint.load import list_checkpoints, read_manifest, verify_che
 from paceline.checkpoint.manifest import MANIFEST_FILE
 from paceline.checkpoint.storage import Storage
 from paceline.errors import PacelineError
+from paceline.spec.evaluation import smaller_is_better
 from paceline.spec.job import CheckpointSpec
 
 
@@ -36,12 +38,22 @@ def wanted(known: Sequence[KnownCheckpoint], spec: CheckpointSpec) -> set[str]:
         for one in known:
             spans.setdefault(int(one.saved_at_s // (spec.keep_every_hours * 3600)), one.name)
         keep |= set(spans.values())
-    if spec.keep_best is not None:
-        sign = -1.0 if "loss" in spec.keep_best else 1.0
-        scored = [(sign * one.metrics[spec.keep_best], one.name) for one in known if spec.keep_best in one.metrics]
-        if scored:
-            keep.add(max(scored)[1])
-    return keep
+    best = best_of(known, spec)
+    return keep if best is None else keep | {best}
+
+
+def best_of(known: Sequence[KnownCheckpoint], spec: CheckpointSpec) -> str | None:
+    """The name of the best by `keep_best`, of equals the oldest: later ones have other weights, not evaluated yet.
+
+    Args:
+        known: oldest first.
+    """
+    if spec.keep_best is None:
+        return None
+    sign = -1.0 if smaller_is_better(spec.keep_best, spec.best_mode) else 1.0
+    scored = [(sign * one.metrics.get(spec.keep_best, math.nan), one.name) for one in known]
+    finite = [one for one in scored if math.isfinite(one[0])]
+    return max(finite, key=lambda one: one[0])[1] if finite else None
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,8 @@ class Pruning:
 
     stay: tuple[str, ...]
     """Checkpoints that were verified and are good."""
+    best: str | None
+    """The one of them that is kept because it is the best."""
     go: tuple[str, ...]
     damaged: dict[str, str]
     """What is wrong with those that can be no substitute for others; they are left as they are."""
@@ -89,6 +103,7 @@ def sort_out(storage: Storage, spec: CheckpointSpec, trusted: Collection[str] = 
         known = [one for one in known if one.name not in damaged]
     return Pruning(
         stay=tuple(one.name for one in known if one.name in keep),
+        best=best_of(known, spec),
         go=tuple(one.name for one in known if one.name not in keep),
         damaged=dict(sorted(damaged.items())),
     )

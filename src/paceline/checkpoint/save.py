@@ -37,6 +37,9 @@ from paceline.spec.job import CheckpointSpec
 LATEST_FILE = "latest"
 """Names the newest checkpoint, for people and scripts; nothing here relies on it."""
 
+BEST_FILE = "best"
+"""Names the best checkpoint by `keep_best`, likewise."""
+
 _LOOK_S = 0.01
 """The interval at which rank 0 looks for receipts."""
 
@@ -310,7 +313,10 @@ class Saver:
             for rank in range(1, self._world_size):
                 self._storage.remove(f"{writing.folder}/{_receipt_name(rank)}")
             self._storage.write(LATEST_FILE, [f"{writing.folder}\n".encode()])
-            self._good = prune(self._storage, self._spec, self._good).stay
+            pruning = prune(self._storage, self._spec, self._good)
+            self._good = pruning.stay
+            if pruning.best is not None:
+                self._storage.write(BEST_FILE, [f"{pruning.best}\n".encode()])
         except (OSError, PacelineError) as problem:
             self._say(
                 f"The checkpoint of step {writing.step} is complete, but older ones in {self._storage.address} could "

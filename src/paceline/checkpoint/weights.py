@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save, save_file
 from torch import Tensor
 
 from paceline.checkpoint.storage import Storage
 from paceline.regular_files import run_file_mode
 
+_OS_ERROR = re.compile(r"os error (\d+)")
+
 
 def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Write a model's state_dict; the file is complete or absent. Tied tensors are stored once."""
+    """Write a model's state_dict; the file is complete or absent. Tied tensors are stored once.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     unfinished = path.with_name(path.name + ".part")
     tensors, metadata = _stored(weights)
     with contextlib.suppress(FileNotFoundError):
         unfinished.unlink()  # whatever it is, it is not to be written into
-    save_file(tensors, unfinished, metadata)
-    unfinished.chmod(run_file_mode())
-    unfinished.rename(path)
+    try:
+        save_file(tensors, unfinished, metadata)
+        unfinished.chmod(run_file_mode())
+        unfinished.rename(path)
+    except BaseException as problem:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        if isinstance(problem, SafetensorError):  # its way of telling a full disk
+            number = _OS_ERROR.search(str(problem))
+            raise OSError(int(number[1]) if number else errno.EIO, str(problem), str(path)) from None
+        raise
 
 
 def export_weights(weights: Mapping[str, Tensor], storage: Storage, name: str) -> None:

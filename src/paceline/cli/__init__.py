@@ -29,7 +29,7 @@ from paceline.cli import (
     verify,
     watch,
 )
-from paceline.errors import PacelineError, WorkerFailed, shown
+from paceline.errors import PacelineError, WorkerFailed, printable, shown
 from paceline.workflows.agent import agent
 
 INTERRUPTED = 130
@@ -101,7 +101,7 @@ def main() -> None:
         sys.exit(1)
     except PacelineError as error:
         if isinstance(error, WorkerFailed) and error.details:
-            print(error.details.rstrip(), file=sys.stderr)
+            print(printable(error.details.rstrip()), file=sys.stderr)
         print(f"paceline: {error}", file=sys.stderr)
         if isinstance(error, WorkerFailed) and error.report:
             print(f"The report: {error.report}", file=sys.stderr)

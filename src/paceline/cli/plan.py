@@ -62,6 +62,12 @@ def plan(
         Path | None, typer.Option(metavar="OBS.csv", help="Instead: say which placements to measure next.")
     ] = None,
     budget: Annotated[int, typer.Option(min=1, metavar="K", help="How many to suggest, with --suggest.")] = 1,
+    max_nodes: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Nodes to measure on, with --suggest.")
+    ] = None,
+    max_devices: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Devices to measure on, with --suggest.")
+    ] = None,
     trace: Annotated[
         bool, typer.Option("--trace", help="Trace the model, so that pipelines and tensor groups are weighed too.")
     ] = False,
@@ -77,8 +83,14 @@ def plan(
     if sequence_parallel and (dry_run_mesh is None or parse_mesh(dry_run_mesh, num_named(dry_run_mesh)).tp == 1):
         raise JobError("--sequence-parallel needs --dry-run-mesh with an axis tp, such as 'dp2 x tp2'.")
     if fit is not None or predict is not None or suggest is not None:
-        _step_times(job, fit, predict, suggest, budget, as_json=as_json)
+        _refuse_beside_step_times(job, fit, predict, suggest)
+        if suggest is not None:
+            suggest_next(suggest, budget, as_json, max_nodes, max_devices)
+        elif fit is not None and predict is not None:
+            fit_and_predict(fit, predict, as_json, efficiency_floor, price, out)
         return
+    if max_nodes is not None or max_devices is not None:
+        raise JobError("--max-nodes and --max-devices limit what --suggest may name; give --suggest OBS.csv.")
     if job is None:
         raise JobError("Name the job to plan for, such as paceline plan job.toml; or give --fit, or --suggest.")
     if dry_run_mesh is not None:
@@ -103,21 +115,16 @@ def plan(
     _show(planned, out, as_json=as_json)
 
 
-def _step_times(
-    job: str | None, fit: Path | None, predict: Path | None, suggest: Path | None, budget: int, *, as_json: bool
-) -> None:
-    """Forecast from measured step times, without a job or a cluster."""
+def _refuse_beside_step_times(job: str | None, fit: Path | None, predict: Path | None, suggest: Path | None) -> None:
+    """Forecasts from measured step times need no job and no cluster."""
     if job is not None:
         raise JobError(f"--fit and --suggest work on measured step times alone; leave {job} out.")
     if suggest is not None:
         if fit is not None or predict is not None:
             raise JobError("--suggest stands alone; ask for --fit and --predict in a second call.")
-        suggest_next(suggest, budget, as_json)
     elif fit is None or predict is None:
         given, missing = ("--predict", "--fit OBS.csv") if fit is None else ("--fit", "--predict Q.csv")
         raise JobError(f"{given} needs {missing} beside it.")
-    else:
-        fit_and_predict(fit, predict, as_json)
 
 
 def _show(planned: PlannedJob, out: Path, *, as_json: bool) -> None:

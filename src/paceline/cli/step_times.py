@@ -7,62 +7,108 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.console import print_table
-from paceline.workflows.step_times import fit_step_times, suggest_measurements
+from paceline.workflows.step_times import PAGE_FILE, FittedSteps, fit_step_times, suggest_measurements
 
 if TYPE_CHECKING:
     from paceline.plan.model import Layout, StepForecast
     from paceline.plan.step_constants import Placement
+    from paceline.spec.forecast import ForecastRow
 
 
-def fit_and_predict(obs: Path, queries: Path, as_json: bool) -> None:
-    """Fit the rows of `obs`, forecast those of `queries`, and print both with the constants."""
-    fitted = fit_step_times(obs, queries)
-    forecasts = list(zip(fitted.placements, fitted.forecasts, strict=True))
+def fit_and_predict(
+    obs: Path,
+    queries: Path,
+    as_json: bool,
+    efficiency_floor: float = 0.5,
+    price: float | None = None,
+    out: Path | None = None,
+) -> None:
+    """Fit the rows of `obs`, forecast those of `queries`, and print what follows and how sure it is."""
+    fitted = fit_step_times(obs, queries, efficiency_floor=efficiency_floor, price=price, out=out)
     if as_json:
-        contradictions = [
-            {
-                "line": one.line,
-                "step_time_s": one.step_time_s,
-                "forecast_s": one.forecast_s,
-                "sentence": one.sentence,
-            }
-            for one in fitted.contradictions
-        ]
-        answer = {
-            "predictions": [{**_placement(one), **_forecast(forecast)} for one, forecast in forecasts],
-            "constants": fitted.constants,
-            "uncertain_by_factor": fitted.uncertain_by_factor,
-            "gradient_bytes": fitted.calibration.gradient_bytes,
-            "error": fitted.calibration.error,
-            "contradictions": contradictions,
-        }
-        print(json.dumps(answer))
+        print(json.dumps(_answer(fitted)))
         return
-    rows = [
-        [
+    rows_of = {} if fitted.forecast is None else {_key(row): row for row in fitted.forecast.rows}
+    rows = []
+    for one, forecast in zip(fitted.placements, fitted.forecasts, strict=True):
+        samples = one.micro_batch_size * one.num_passes * one.layout.num_workers
+        compared = rows_of.get((one.layout.num_workers, one.layout.num_nodes, samples))
+        cells = [
             _where(one.layout),
-            str(one.micro_batch_size),
+            f"{one.num_passes} x {one.micro_batch_size}" if one.num_passes > 1 else str(one.micro_batch_size),
             f"{forecast.total_s:.4g} s",
             f"{forecast.low_s:.4g} … {forecast.high_s:.4g} s",
-            f"{one.micro_batch_size * one.layout.num_workers / forecast.total_s:.4g}",
+            f"{samples / forecast.total_s:.4g}",
+            "" if compared is None else f"{compared.speedup:.3g}x",
+            "" if compared is None else f"{100 * compared.efficiency:.0f} %",
             forecast.bound_by,
         ]
-        for one, forecast in forecasts
+        if compared is not None and compared.cost_per_million_samples is not None:
+            cells.append(f"{compared.cost_per_million_samples:.4g}")
+        rows.append(cells)
+    head = [
+        "nodes x devices",
+        "micro-batch",
+        "step",
+        "90 % interval",
+        "samples/s",
+        "speed-up",
+        "efficiency",
+        "bound by",
     ]
-    print_table(["nodes x devices", "micro-batch", "step", "90 % interval", "samples/s", "bound by"], rows)
-    factors = fitted.uncertain_by_factor
-    constants = [[name, f"{value:.3g}", f"{factors[name]:.2f}"] for name, value in fitted.constants.items()]
-    print_table(["constant", "fitted", "uncertain by a factor of"], constants, left=["constant"])
+    print_table([*head, *(["cost / million samples"] if price is not None else [])], rows)
+    if fitted.forecast is not None:
+        print(f"{fitted.forecast.verdict} {fitted.forecast.reason}")
+    print_table(
+        ["what the rows tell", "usual", "90 % interval"],
+        [list(row) for row in fitted.learnt],
+        left=["what the rows tell"],
+    )
     print(f"The rows differ from the fit by {100 * fitted.calibration.error:.1f} % (standard deviation).")
-    for contradiction in fitted.contradictions:
-        print(contradiction.sentence)
+    for sentence in (*(one.sentence for one in fitted.contradictions), *fitted.warnings):
+        print(sentence)
+    if out is not None and fitted.forecast is not None:
+        print(out / PAGE_FILE)
 
 
-def suggest_next(obs: Path, budget: int, as_json: bool) -> None:
+def _key(row: ForecastRow) -> tuple[int, int, int]:
+    return row.devices, row.nodes, row.global_batch_size
+
+
+def _answer(fitted: FittedSteps) -> dict[str, Any]:
+    """The answer as JSON has it."""
+    rows_of = {} if fitted.forecast is None else {_key(row): row for row in fitted.forecast.rows}
+    predictions = []
+    for one, forecast in zip(fitted.placements, fitted.forecasts, strict=True):
+        samples = one.micro_batch_size * one.num_passes * one.layout.num_workers
+        row = rows_of.get((one.layout.num_workers, one.layout.num_nodes, samples))
+        names = ("speedup", "efficiency", "cost_per_million_samples")
+        compared = {} if row is None else {name: getattr(row, name) for name in names}
+        predictions.append({**_placement(one), **_forecast(forecast), **compared})
+    return {
+        "predictions": predictions,
+        "constants": fitted.constants,
+        "uncertain_by_factor": fitted.uncertain_by_factor,
+        "gradient_bytes": fitted.calibration.gradient_bytes,
+        "error": fitted.calibration.error,
+        "contradictions": [vars(one) for one in fitted.contradictions],
+        "warnings": list(fitted.warnings),
+        "recommended_devices": None if fitted.forecast is None else fitted.forecast.recommended_devices,
+        "verdict": None if fitted.forecast is None else fitted.forecast.verdict,
+        "reason": None if fitted.forecast is None else fitted.forecast.reason,
+    }
+
+
+def suggest_next(
+    obs: Path, budget: int, as_json: bool, max_nodes: int | None = None, max_devices: int | None = None
+) -> None:
     """Print which placements to measure next, in order."""
-    suggestions = suggest_measurements(obs, budget)
+    suggestions = suggest_measurements(obs, budget, max_nodes=max_nodes, max_devices=max_devices)
     if as_json:
-        rows = [{**_placement(one.placement), "expected_error": one.expected_error} for one in suggestions]
+        rows = [
+            {**_placement(one.placement), "expected_error": one.expected_error, "device_seconds": one.device_seconds}
+            for one in suggestions
+        ]
         print(json.dumps({"suggestions": rows}))
         return
     cells = [
@@ -70,11 +116,12 @@ def suggest_next(obs: Path, budget: int, as_json: bool) -> None:
             str(number),
             _where(one.placement.layout),
             str(one.placement.micro_batch_size),
+            f"{one.device_seconds / 60:.3g} min",
             f"{100 * one.expected_error:.0f} %",
         ]
         for number, one in enumerate(suggestions, 1)
     ]
-    print_table(["measure", "nodes x devices", "micro-batch", "then forecasts are off by about"], cells)
+    print_table(["measure", "nodes x devices", "micro-batch", "device time", "then forecasts are off by about"], cells)
 
 
 def _placement(placement: Placement) -> dict[str, Any]:
@@ -86,6 +133,7 @@ def _placement(placement: Placement) -> dict[str, Any]:
         "devices_on_node": _devices_on_node(placement.layout),
         "micro_batch_size": placement.micro_batch_size,
         "algorithm": placement.algorithm,
+        **({} if placement.num_passes == 1 else {"grad_accum_steps": placement.num_passes}),
         **({} if placement.gradient_bytes is None else {"gradient_bytes": placement.gradient_bytes}),
         **({} if placement.link_bytes_per_s is None else {"link_bytes_per_s": placement.link_bytes_per_s}),
     }
@@ -101,8 +149,8 @@ def _devices_on_node(layout: Layout) -> str:
 
 
 def _where(layout: Layout) -> str:
-    """ "16 x 4" for many equal nodes, else "2+4"."""
+    """ "16 x 4" for equal nodes, else "2+4"."""
     counts = set(layout.workers_per_node)
-    if len(counts) == 1 and layout.num_nodes > 1:
+    if len(counts) == 1:
         return f"{layout.num_nodes} x {counts.pop()}"
     return _devices_on_node(layout)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,6 +50,12 @@ def train(
     workers: Workers = None,
     data: DataDir = None,
     max_steps: MaxSteps = None,
+    max_minutes: Annotated[
+        float | None,
+        typer.Option(
+            metavar="MINUTES", help="Save and end after this time since the launch; the same command goes on."
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="The run's folder, where a run that was begun goes on (default: a new one under runs/)."),
@@ -79,6 +87,7 @@ def train(
     options: dict[str, Any] = {
         "workers": workers,
         "max_steps": max_steps,
+        "max_minutes": max_minutes,
         "force": force,
         "threads": threads,
         "micro_batch_size": micro_batch_size,
@@ -99,7 +108,13 @@ def train(
         print(workflow.train_commands(resolved, out=out, **options))
         return
     run_dir = new_run_dir(out, resolved.name, may_be_finished=True)
-    record = workflow.train(resolved, out=run_dir, **options)
+    try:
+        record = workflow.train(resolved, out=run_dir, **options)
+    except (KeyboardInterrupt, SystemExit):
+        _say_how_to_go_on(run_dir, is_named=out is not None)
+        raise
+    if not record.is_complete:
+        _say_how_to_go_on(run_dir, is_named=out is not None)
     if as_json:
         print(json.dumps(record.summary()))
         return
@@ -111,3 +126,14 @@ def train(
         f"{record.plan.device_kind}, {record.steps} steps in {record.train_s:.1f} s ({record.wall_s:.1f} s in all)\n"
         f"weights_sha256 {record.weights_sha256}\n{run_dir}/record.json"
     )
+
+
+def _say_how_to_go_on(run_dir: Path, *, is_named: bool) -> None:
+    """Say which command goes on with a run that was interrupted.
+
+    Args:
+        is_named: whether the command names the run's folder.
+    """
+    if (run_dir / "checkpoints" / "latest").exists():
+        command = shlex.join(["paceline", *sys.argv[1:], *([] if is_named else ["--out", str(run_dir)])])
+        to_stderr(f"To go on: {command}")

@@ -1,7 +1,11 @@
-"""One thread that issues all collectives of a group, in the order in which they were submitted.
+"""Issues all collectives of a group, in the order in which they were submitted.
 
 A backend pairs the calls of different workers by their order. Issued from callbacks or from several threads the order
 is left to chance, and workers wait for each other for ever; issued from one queue it is the order of the program.
+
+Collectives of host memory keep the thread that calls them busy, so they have one of their own. Those of GPUs are only
+enqueued, on a stream of their own, by the thread that submits them: so all communicators of a worker are called in the
+order of the program, the same one on every worker; a GPU may have no room for the kernels of all of them at once.
 """
 
 from __future__ import annotations
@@ -36,6 +40,11 @@ class _Task:
     is_checked: bool
 
 
+def blocks_caller(device: torch.device) -> bool:
+    """Whether a collective of tensors on `device` keeps the thread that calls it busy until it is over."""
+    return device.type != "cuda"
+
+
 class Scheduler:
     """Runs what is submitted, one after the other, while the submitting thread goes on.
 
@@ -53,9 +62,11 @@ class Scheduler:
         self._step = 0
         self._sequence = 0
         self._heartbeat = Heartbeat(env.heartbeat_path())
-        # A daemon: a collective that waits for a dead peer must not keep this process alive.
-        self._thread = threading.Thread(target=self._run, name="paceline-communication", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if blocks_caller(device):
+            # A daemon: a collective that waits for a dead peer must not keep this process alive.
+            self._thread = threading.Thread(target=self._run, name="paceline-communication", daemon=True)
+            self._thread.start()
 
     def begin_step(self) -> None:
         """What is submitted from now on belongs to the next training step."""
@@ -64,7 +75,7 @@ class Scheduler:
     def submit(
         self, operation: str, name: str, values: Tensor, work: Callable[[], None]
     ) -> torch.futures.Future[Tensor]:
-        """Have `work` change `values` in place on the communication thread.
+        """Have `work` change `values` in place, on the communication thread or stream.
 
         Args:
             operation, name: what is done to what, for the comparison across workers.
@@ -78,11 +89,16 @@ class Scheduler:
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self._device] if on_cuda else None)
         ready = torch.cuda.current_stream(self._device).record_event() if on_cuda else None
         is_checked = self._check_always or self._step <= CHECKED_STEPS
-        self._tasks.put(_Task(call, values, work, done, ready, is_checked))
+        task = _Task(call, values, work, done, ready, is_checked)
+        if self._thread is None:
+            with self._on_stream():
+                self._finish(task)
+        else:
+            self._tasks.put(task)
         return done
 
     def raise_error(self) -> None:
-        """Raise what went wrong on the communication thread, if anything did. The group is of no use after that."""
+        """Raise what went wrong in what was submitted, if anything did. The group is of no use after that."""
         if self._error is not None:
             raise self._error
 
@@ -91,18 +107,21 @@ class Scheduler:
 
         It is waited for at all because an interpreter that ends under a running thread may abort the process.
         """
-        self._tasks.put(None)
-        self._thread.join(timeout=CLOSE_S)
+        if self._thread is not None:
+            self._tasks.put(None)
+            self._thread.join(timeout=CLOSE_S)
 
     def _run(self) -> None:
-        with self._on_stream():
-            while (task := self._tasks.get()) is not None:
-                if self._error is None:
-                    try:
-                        self._do(task)
-                    except BaseException as error:
-                        self._error = error
-                task.done.set_result(task.values)
+        while (task := self._tasks.get()) is not None:
+            self._finish(task)
+
+    def _finish(self, task: _Task) -> None:
+        if self._error is None:
+            try:
+                self._do(task)
+            except BaseException as error:
+                self._error = error
+        task.done.set_result(task.values)
 
     def _do(self, task: _Task) -> None:
         if self._stream is not None and task.ready is not None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +19,12 @@ def file_lock(path: Path) -> Iterator[None]:
         OSError: the file cannot be made, or its file system knows no locks.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    # A named pipe is opened for writing alone only when somebody reads from it.
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Is no file", str(path))
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(descriptor)

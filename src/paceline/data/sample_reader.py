@@ -134,6 +134,8 @@ class _ShardReader:
             ]
         except CARRIED_ERRORS as error:
             return error
+        except StopIteration as error:  # a loader would take it for its own end, and the epoch would end with it
+            raise RuntimeError("a data set's __getitem__, or a collate function, raised StopIteration") from error
 
     def _sample(self, index: int) -> Any:
         seed_global_generators(counter_random.key(self._seed, random_streams.SAMPLE, self._epoch, index))

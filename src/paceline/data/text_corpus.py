@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from paceline.data.array_set import ArraySet
 from paceline.data.source_options import read_options
 from paceline.errors import DataError
+from paceline.regular_files import open_regular
 from paceline.spec import DataSpec
 from paceline.spec.codec import at_least
 
@@ -37,19 +39,20 @@ def load_text(spec: DataSpec) -> tuple[ArraySet, ArraySet]:
     """
     options = read_options(TextOptions, spec)
     path = Path(spec.dir or ".").expanduser() / Path(options.file).expanduser()
-    if not path.is_file():
-        raise DataError(f"data.options.file: there is no file {path}; name a text file.")
-    num_bytes = path.stat().st_size
+    try:
+        with open_regular(path) as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            tokens = np.memmap(file, np.uint8, mode="r") if num_bytes else np.empty(0, np.uint8)
+    except FileNotFoundError:
+        raise DataError(f"data.options.file: there is no file {path}; name a text file.") from None
+    except OSError as error:
+        raise DataError(f"data.options.file: {path} cannot be read ({error.strerror}); name a text file.") from None
     cut = num_bytes * 9 // 10
     if min(cut, num_bytes - cut) <= options.context:
         raise DataError(
             f"{path} has {num_bytes} bytes; data.options.context = {options.context} needs at least "
             f"{10 * options.context + 1}, since the last tenth is for testing."
         )
-    try:
-        tokens = np.memmap(path, np.uint8, mode="r")
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}).") from None
     return _windows(tokens[:cut], options.context), _windows(tokens[cut:], options.context)
 
 

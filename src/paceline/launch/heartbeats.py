@@ -19,10 +19,12 @@ def start_heartbeats(path: Path) -> None:
     """Write heartbeats until the program ends."""
     heartbeat, ended = Heartbeat(path), threading.Event()
 
+    began_at = BeganAt()
+
     def run() -> None:
         while not ended.wait(INTERVAL_S):
             heartbeat.beat()
-            _show_collective(heartbeat)
+            _show_collective(heartbeat, began_at)
 
     thread = threading.Thread(target=run, name="paceline-heartbeat", daemon=True)
     thread.start()
@@ -36,7 +38,36 @@ def start_heartbeats(path: Path) -> None:
     atexit.register(stop)
 
 
-def _show_collective(heartbeat: Heartbeat) -> None:
+class BeganAt:
+    """When the first unfinished collective began, on the monotonic clock, whatever happens to the clock on the wall.
+
+    Torch's recorder knows only the time on the wall, which may jump by years.
+    """
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._began_at = 0.0
+        self._looked_at = time.monotonic()
+
+    def of(self, key: object, created_s: float) -> float:
+        """
+        Args:
+            key: identifies the collective.
+            created_s: when it began, in seconds since the epoch.
+        """
+        now = time.monotonic()
+        if key != self._key:  # it was not the first unfinished one at the last look
+            self._key = key
+            self._began_at = min(now, max(self._looked_at, now - (time.time() - created_s)))
+        self._looked_at = now
+        return self._began_at
+
+    def nothing(self) -> None:
+        """There is no unfinished collective."""
+        self._key, self._looked_at = None, time.monotonic()
+
+
+def _show_collective(heartbeat: Heartbeat, began_at: BeganAt) -> None:
     """The last collectives in torch's flight recorder. It does not record point-to-point messages on Gloo."""
     torch_distributed = sys.modules.get("torch.distributed")
     if torch_distributed is None or not getattr(torch_distributed, "is_initialized", bool)():
@@ -48,9 +79,12 @@ def _show_collective(heartbeat: Heartbeat) -> None:
     entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
     unfinished = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
     if unfinished:
-        waited_s = time.time() - unfinished[0]["time_created_ns"] / 1e9
-        heartbeat.enter("torch", describe(unfinished[0]), since=time.monotonic() - max(0.0, waited_s))
-    elif entries:
+        first = unfinished[0]
+        since = began_at.of((first["record_id"], first["time_created_ns"]), first["time_created_ns"] / 1e9)
+        heartbeat.enter("torch", describe(first), since=since)
+        return
+    began_at.nothing()
+    if entries:
         heartbeat.enter("torch", describe(entries[-1]))
         heartbeat.leave("torch")
 

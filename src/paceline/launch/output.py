@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import selectors
 import struct
 import termios
@@ -21,13 +22,20 @@ CHUNK_BYTES = 1 << 16
 LONGEST_LINE_BYTES = 1 << 16
 """A longer line is shown as several lines; the log has it unbroken."""
 
+_ERASE_REST = b"\x1b[K"
+"""Erases a terminal's line from the cursor on."""
+
+_CONTROLS = re.compile(rb"\x1b\[[0-9;]*[mK]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+"""Colours of text and the erasing of a line, whole, or single control characters."""
+
 Show = Callable[[int, bytes], None]
 """Shows whole lines on standard output (1) or standard error (2)."""
 
 
 def show_here(target_fd: int, lines: bytes) -> None:
     """Show lines on this process's own streams; a closed reader is ignored."""
-    rest = memoryview(lines)
+    # On a terminal, rank 0's progress line may stand there, with the cursor at its beginning.
+    rest = memoryview(_ERASE_REST + lines if os.isatty(target_fd) else lines)
     with contextlib.suppress(OSError):
         while rest:
             rest = rest[os.write(target_fd, rest) :]
@@ -141,4 +149,12 @@ class LinePump:
 
     def _show(self, stream: _Stream, lines: list[bytes]) -> None:
         if stream.prefix is not None and lines:
-            self._show_lines(stream.target_fd, b"".join(stream.prefix + line for line in lines))
+            self._show_lines(stream.target_fd, b"".join(stream.prefix + harmless(line) for line in lines))
+
+
+def harmless(line: bytes) -> bytes:
+    """A line whose control characters are written in words (ESC as \\x1b), but for colours, tabs and ends of lines.
+
+    Escape sequences could move to other workers' lines, change the title, or have the terminal type an answer.
+    """
+    return _CONTROLS.sub(lambda found: found.group() if len(found.group()) > 1 else b"\\x%02x" % found.group()[0], line)

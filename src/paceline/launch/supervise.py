@@ -100,6 +100,8 @@ class Supervisor:
         self._could_grow = could_grow
         self._publish = publish
         self._outcome = Outcome()
+        self._stopped_at = float("inf")
+        """As in the outcome, but on the monotonic clock."""
         self._interval_s = interval_s(hang_timeout_s)
         # Heartbeat, agent and launcher each see a state up to one interval late, but a hang must be reported within
         # its bound.
@@ -155,7 +157,7 @@ class Supervisor:
 
     @property
     def _has_time_to_save(self) -> bool:
-        return time.time() < self._outcome.stopped_at + self._save_s
+        return time.monotonic() < self._stopped_at + self._save_s
 
     def _seconds_left(self) -> float:
         due = self._next_look if self._deadline is None else min(self._next_look, self._deadline)
@@ -263,20 +265,26 @@ class Supervisor:
         if not self._is_elastic:
             self._ask_to_end(self._grace_s)
             return
-        self._note(stopped_at=time.time())
+        self._note_stop()
         self._deadline = time.monotonic() + self._settle_s
         for team in self._teams:
             if ranks := [rank for rank in team.running if rank in hanging]:
                 team.kill(ranks)
 
+    def _note_stop(self) -> None:
+        """The first time counts."""
+        if not self._is_stopping:
+            self._note(stopped_at=time.time())
+            self._stopped_at = time.monotonic()
+
     def _ask_to_end(self, grace_s: float) -> None:
-        self._note(stopped_at=min(self._outcome.stopped_at, time.time()))
+        self._note_stop()
         self._deadline = time.monotonic() + grace_s
         for team in self._teams:
             team.ask_to_end()
 
     def _kill(self) -> None:
-        self._note(stopped_at=min(self._outcome.stopped_at, time.time()))
+        self._note_stop()
         self._deadline = None
         for team in self._teams:
             team.kill()

@@ -287,7 +287,17 @@ class LocalTeam:
             self._pump.close()
         os.close(self._lifeline_read)
         os.close(self._lifeline_write)
+        self._kill_descendants()
         self._heartbeats.cleanup()
+
+    def _kill_descendants(self) -> None:
+        """Kill what workers started in sessions of its own: it has the variables of its worker, unless it was forked
+        by one that was forked itself."""
+        mark = f"{env.HEARTBEAT}={self._heartbeats.name}/".encode()
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+                if any(one.startswith(mark) for one in (process / "environ").read_bytes().split(b"\0")):
+                    os.kill(int(process.name), signal.SIGKILL)
 
     def _heartbeat(self, rank: int) -> Path:
         return Path(self._heartbeats.name) / f"rank{rank}"

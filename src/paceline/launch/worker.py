@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import os
 import runpy
 import select
@@ -30,6 +31,7 @@ from typing import NoReturn
 
 from paceline import env
 from paceline.errors import LaunchError, PacelineError, shortened
+from paceline.launch.exit_watch import watch_exit_handlers
 from paceline.launch.failures import Failure, failure_path, spare_failure_path, stack_path
 from paceline.launch.heartbeats import start_heartbeats
 from paceline.launch.torch_store import serve_store_when_called
@@ -66,10 +68,12 @@ def main(program: Sequence[str]) -> None:
         serve_store_when_called(descriptor)
     try:
         run_program(program)
+        watch_exit_handlers(functools.partial(_give_up, rank, run_dir))
     except Terminated:
         leave(128 + signal.SIGTERM)
     except SystemExit as end:
         _note_exit(end.code, rank, run_dir)
+        watch_exit_handlers(functools.partial(_give_up, rank, run_dir))
         raise
     except KeyboardInterrupt:
         leave(128 + signal.SIGINT)
@@ -171,6 +175,14 @@ def _note_exit(code: object, rank: int, run_dir: Path | None) -> None:
     exit_code = (code & 0xFF) if isinstance(code, int) else int(code is not None)
     if exit_code:
         _leave_note(Failure(rank, os.getpid(), time.time(), SystemExit.__name__, str(exit_code), ""), rank, run_dir)
+
+
+def _give_up(rank: int, run_dir: Path | None, sentence: str) -> None:
+    """End this process, whose exit handlers do not return."""
+    note = Failure(rank, os.getpid(), time.time(), LaunchError.__name__, sentence, "", is_user_error=True)
+    if not _leave_note(note, rank, run_dir):
+        print(sentence, file=sys.stderr)
+    leave(LaunchError.exit_code)
 
 
 def leave(exit_code: int) -> NoReturn:

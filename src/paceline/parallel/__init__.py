@@ -5,8 +5,9 @@ from __future__ import annotations
 from paceline.parallel.assignment import Assignment, check_shards
 from paceline.parallel.bitwise import BitwiseDataParallel
 from paceline.parallel.clock import Clock, Mark
+from paceline.parallel.companions import Companion, Companions
 from paceline.parallel.dp import DataParallel
-from paceline.parallel.engine import AnyShard, Engine, StepInput, unwrapped
+from paceline.parallel.engine import AnyShard, Engine, StepInput
 from paceline.parallel.local_sgd import LocalSGD
 from paceline.parallel.parallelize import Parallelized, parallelize
 
@@ -15,6 +16,8 @@ __all__ = [
     "Assignment",
     "BitwiseDataParallel",
     "Clock",
+    "Companion",
+    "Companions",
     "DataParallel",
     "Engine",
     "LocalSGD",
@@ -23,5 +26,4 @@ __all__ = [
     "StepInput",
     "check_shards",
     "parallelize",
-    "unwrapped",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -26,6 +25,7 @@ from paceline.parallel.micro_batch import DidNotFitError, MicroBatchLimit, free_
 from paceline.parallel.norm import ShardBatchNorm, SyncBatchNorm, has_other_norms, replace_batch_norm, unknown_buffers
 from paceline.parallel.passes import Passes
 from paceline.private_groups import private_group
+from paceline.process_groups import open_group
 from paceline.spec import Job, Plan
 
 _SYNC_REFUSAL = (
@@ -70,8 +70,11 @@ class DataParallel(Engine):
         self._watched: set[Tensor] = set()
         self._has_stepped = False
         self._trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        self._of_uses = _group_of_uses(group, plan) if find_unused_parameters else None
+        # It arranges and sends buckets. Its forward pass is never called: the loss function gets the model itself, so
+        # that attributes and other methods than `forward` are there, and right, on any number of workers.
         self._ddp = None if aggregator is None else self._wrap(aggregator, find_unused_parameters)
-        self.module = self._model if self._ddp is None else self._ddp
+        self.module = self._model
         self.functions = LossFunctions(group)
         self._is_sync = any(isinstance(layer, SyncBatchNorm) for layer in self._model.modules())
         self.randomness: Randomness = Randomness()
@@ -84,21 +87,11 @@ class DataParallel(Engine):
             one_by_one=job.shard_by_shard,
             may_split=not has_other_norms(self._model),
             refusal=_SYNC_REFUSAL if self._is_sync else "",
-            # A pass may have to be repeated: `_aggregate_next` selects the backward pass that aggregates.
-            forward_context=nullcontext if self._ddp is None else self._ddp.no_sync,
         )
         self.forward_buffers = self._passes.buffers
 
     def _wrap(self, aggregator: Aggregator, find_unused_parameters: bool) -> DistributedDataParallel:
-        group = aggregator.links.group
-        if find_unused_parameters:
-            # DDP then sums, in backward, which parameters were used: a collective that would mix with the scheduler's.
-            with private_group():
-                group = dist.new_group(
-                    dist.get_process_group_ranks(group),
-                    timeout=timedelta(seconds=self._plan.timeout_s),
-                    use_local_synchronization=True,
-                )
+        group = aggregator.links.group if self._of_uses is None else self._of_uses
         names: dict[Tensor, str] = {parameter: name for name, parameter in self._model.named_parameters()}
         self._hook_state = HookState(aggregator, names, on_last_bucket=self._on_last_bucket)
         ddp = DistributedDataParallel.__new__(DistributedDataParallel)
@@ -157,6 +150,8 @@ class DataParallel(Engine):
         if has_other_norms(self._model):
             self.sync_buffers()
         notes = self._passes.find_coupling(step, self.module)
+        if self._ddp is not None:
+            self._ddp.reducer._rebuild_buckets()  # a collective after the first backward pass, then nothing
         if step.assignment.sizes or self.micro_batch.is_automatic:
             sums = self._passes.starting_over(lambda: self._attempt(step), step.assignment)
         else:
@@ -171,7 +166,7 @@ class DataParallel(Engine):
         known, changed = sums.summed.split([len(sums.summed) - num_buffers, num_buffers])
         self._passes.norm.apply(known[length:-1])
         self.forward_buffers.combine(changed, self._sum_moves, lambda values: broadcast(values, self._group))
-        result = StepLoss.of(known, sums.layout, notes)
+        result = replace(StepLoss.of(known, sums.layout, notes), own_notes=self.functions.take_found_late())
         rescale_gradients(self._model.parameters(), result.rescale)
         self.communication = self._last_gradient, self._clock.mark()
         own_weight = sums.own[1] if sums.layout.is_weighted else None
@@ -225,7 +220,6 @@ class DataParallel(Engine):
         self._hook_state.idle = True
         try:
             if self._arrived is None:  # the last backward pass had not begun
-                self._ddp.reducer._rebuild_buckets()  # a collective that comes with a step's first forward pass
                 self._start_sum(step, None)
                 self._aggregate_next(self._zero_loss())
             missing = [parameter for parameter in self._trained if parameter not in self._in_buckets]
@@ -297,7 +291,7 @@ class DataParallel(Engine):
         self._worker_norms.begin(step.assignment, step.take_norms if is_sum else None)
 
     def _aggregate_next(self, loss: Tensor) -> None:
-        """Let DistributedDataParallel aggregate in the next backward pass, as a forward pass outside `no_sync` does."""
+        """Let DistributedDataParallel aggregate in the next backward pass, as its own forward pass would."""
         self._in_buckets.clear()
         if self._ddp is not None:
             self._ddp.reducer.prepare_for_backward([loss] if self._ddp.find_unused_parameters else [])
@@ -360,6 +354,17 @@ class _Sums:
     layout: Layout
     first: tuple[Tensor, int] | None = None
     """On a single worker: the squared norm of the gradient of its first pass, and the number of samples in it."""
+
+
+def _group_of_uses(group: dist.ProcessGroup | None, plan: Plan) -> dist.ProcessGroup | None:
+    """A group in which DDP sums, in backward, which parameters were used: with the scheduler's sums it would mix.
+
+    A collective of all workers of the run; None for one that has no others in `group`.
+    """
+    if dist.group.WORLD is None:
+        return None
+    ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+    return open_group(ranks, plan.timeout_s)
 
 
 def _with_norm(model: nn.Module, job: Job, plan: Plan, group: dist.ProcessGroup | None) -> nn.Module:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from paceline.parallel.assignment import Assignment
 from paceline.parallel.buckets import buckets
 from paceline.parallel.clock import Mark
+from paceline.parallel.companions import ALONE, Companions
 from paceline.parallel.forward_buffers import ForwardBuffers
 from paceline.parallel.gradient_norms import TakeNorms
 from paceline.parallel.loss_functions import LossFunctions
@@ -43,6 +44,8 @@ class StepInput:
     """Called with the norms of the step's gradients if the engine knows them, in this step or the next."""
     loss_name: str = "loss"
     """Names the loss function: what is learned about it in its first step holds for all steps with this name."""
+    companions: Companions = ALONE
+    """The other models that the loss function may call."""
     any_shard: AnyShard | None = None
     """Input for an engine that does not compute this worker's own assignment."""
 
@@ -218,8 +221,3 @@ def statistics_dtype(model: nn.Module) -> torch.dtype:
     """The dtype in which losses and norm statistics are added: float64 for float64 models, else float32."""
     is_double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
     return torch.float64 if is_double else torch.float32
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The user's model itself, without the wrapper of DistributedDataParallel."""
-    return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module

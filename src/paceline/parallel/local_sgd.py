@@ -85,8 +85,7 @@ class LocalSGD(Engine):
         self.module = self._every_step.module
         self.forward_buffers = self._every_step.forward_buffers
         self.micro_batch = self._every_step.micro_batch
-        ddp = self.module
-        self._model = ddp.module if isinstance(ddp, nn.parallel.DistributedDataParallel) else ddp
+        self._model = self.module
         is_local_sgd = self._spec.method == "local_sgd"
         self._outer_lr = 1.0 if is_local_sgd else self._spec.outer_lr
         self._outer_momentum = 0.0 if is_local_sgd else self._spec.outer_momentum

@@ -25,6 +25,8 @@ class LossFunctions:
         self._agreed: dict[str, Layout] = {}
         self.couples: dict[str, bool] = {}
         """Whether shards have to go through the model one by one; saved with checkpoints."""
+        self.found_late = ""
+        """A sentence for the user about a loss that was found to couple samples after its first step."""
 
     def has_returned(self, name: str, layout: Layout) -> None:
         """Note what a loss function returned on this worker.
@@ -69,6 +71,11 @@ class LossFunctions:
         reasons = [one for one in all_gather_objects(reason, self._group) if one]
         self.couples[name] = bool(reasons)
         return tuple(one for one in reasons if one != DRAWS)[:1]
+
+    def take_found_late(self) -> tuple[str, ...]:
+        """What was found in this step on this worker alone, if anything."""
+        sentence, self.found_late = self.found_late, ""
+        return (sentence,) if sentence else ()
 
 
 def _differ(one: Layout, other: Layout) -> ModelError:

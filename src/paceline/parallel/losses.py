@@ -101,6 +101,8 @@ class StepLoss:
     """The factor from the sum of weighted shards to the gradient of `loss`; None: 1."""
     notes: tuple[str, ...] = ()
     """Sentences for the user about what was found out in this step."""
+    own_notes: tuple[str, ...] = ()
+    """The same, about this worker's samples alone: other workers do not know."""
 
     @classmethod
     def of(cls, sums: Tensor, layout: Layout, notes: Sequence[str] = ()) -> StepLoss:

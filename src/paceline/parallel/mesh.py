@@ -28,7 +28,7 @@ from paceline.parallel.loss_functions import LossFunctions
 from paceline.parallel.losses import Layout, StepLoss, ignore_unless, read_loss, watching_outputs
 from paceline.parallel.micro_batch import MicroBatchLimit
 from paceline.parallel.norm import ShardBatchNorm, replace_batch_norm, standing_in, unknown_buffers
-from paceline.parallel.passes import DrewTogetherError, Passed, Passes
+from paceline.parallel.passes import DrewTogetherError, LooksNewError, Passed, Passes
 from paceline.parallel.pipeline import MicroBatch, ModelCall, Pipeline
 from paceline.parallel.replica_sums import ReplicaSums
 from paceline.parallel.spread_model import SpreadModel
@@ -87,6 +87,8 @@ class MeshParallel(Engine):
         self._passes.like = torch.zeros((), dtype=self._dtype, device=device)
         self.forward_buffers = self._passes.buffers
         self._has_drawn = False
+        self._suspect: ShardRange | None = None
+        """Shards that look new in this step."""
         now = self._clock.mark()
         self.communication = now, now
         self._aggregator: Aggregator | None = None
@@ -115,17 +117,33 @@ class MeshParallel(Engine):
     def gradients(self, step: StepInput) -> StepLoss:
         if self._aggregator is not None:
             self._aggregator.scheduler.begin_step()
+        step = replace(step, loss_of=self._spread.checked(step.loss_of))
         notes = self._passes.find_coupling(step, self.module, in_step=True)
-        return self._passes.starting_over(lambda: self._train(step, notes), step.assignment)
+        looks_new = False
+
+        def attempt() -> StepLoss:
+            nonlocal looks_new
+            more: tuple[str, ...] = ()
+            if looks_new:
+                more = self._passes.find_coupling_again(step, self.module, self._suspect, in_step=True)
+            try:
+                return self._train(step, [*notes, *more])
+            except LooksNewError:
+                looks_new = True
+                raise
+
+        return self._passes.starting_over(attempt, step.assignment)
 
     def _train(self, step: StepInput, notes: Sequence[str]) -> StepLoss:
         """Compute and aggregate the gradient; returns the loss.
 
         Raises:
             DrewTogetherError: on all workers, if the model of any of them has begun to draw random numbers.
+            LooksNewError: on all workers, if the shards of any of them are to be examined again.
         """
         assignment = step.assignment
         self._has_drawn = False
+        self._suspect = None
         if self._replica_sums is not None:
             self._replica_sums.begin_step()
         passed = self._compute(step) if self._pipeline is None else self._piped(self._pipeline, step)
@@ -158,7 +176,8 @@ class MeshParallel(Engine):
         losses = zero.new_zeros(layout.length) if passed.losses is None else passed.losses
         uses = torch.tensor([float(self._has_gradient(p)) for p in trained], dtype=losses.dtype, device=self._device)
         changed_in_pipeline = None if self._pipeline is None else self.forward_buffers.changed_now()
-        draws = losses.new_tensor([float(self._has_drawn), float(changed_in_pipeline is not None)])
+        found = (self._has_drawn, changed_in_pipeline is not None, self._suspect is not None)
+        draws = losses.new_tensor([float(one) for one in found])
         changed = self.forward_buffers.changed(losses)
         weights = self._weights_to_add(step.assignment, losses, passed) if layout.is_weighted else zero.new_zeros(0)
         statistics = torch.cat([zero.new_zeros(0), *self._passes.norm.collect(losses)])
@@ -173,13 +192,17 @@ class MeshParallel(Engine):
             dist.all_reduce(known, group=self._axes.pp)
             losses, weights, poison, draws = torch.split(known, [layout.length, len(weights), 1, len(draws)])
             statistics = statistics + poison
-        somebody_draws, somebody_changes = (draws > 0).tolist()
+        somebody_draws, somebody_changes, somebody_suspects = (draws > 0).tolist()
         if somebody_changes:
             raise refused_in_pipeline(changed_in_pipeline or "of another stage")
         if self._must_start_over(somebody_draws):
             if self._replica_sums is not None:
                 self._replica_sums.finish()  # other replicas may have begun more sums than this one
             raise DrewTogetherError
+        if somebody_suspects:
+            if self._replica_sums is not None:
+                self._replica_sums.finish()
+            raise LooksNewError
         self._passes.norm.apply(statistics)
         self.forward_buffers.combine(changed, self._sum_moves, lambda values: broadcast(values, self._axes.data))
         if trained:
@@ -268,6 +291,9 @@ class MeshParallel(Engine):
             if number < len(own):
                 loss, drew = passes.compute_loss(step, self.module, own[number])
                 self._has_drawn |= drew
+                is_new = passes.shows_new_values(step, own[number])
+                if passes.shows_new_operations(step, own[number], loss) or is_new:
+                    self._suspect = own[number]
                 passed.add(loss)
                 passes.backward(step, loss)
             else:

@@ -93,7 +93,9 @@ class NormStatistics:
 
     def __init__(self, model: nn.Module) -> None:
         self.layers = [m for m in model.modules() if isinstance(m, ShardBatchNorm) and m.track_running_stats]
-        self.shards = ShardSizes()
+        known = {id(m.shards): m.shards for m in model.modules() if isinstance(m, ShardBatchNorm)}
+        # Whoever looks at the same model, to train it or to call it from another's loss, sets the same sizes.
+        self.shards = next(iter(known.values())) if len(known) == 1 else ShardSizes()
         for layer in model.modules():
             if isinstance(layer, ShardBatchNorm):
                 layer.shards = self.shards

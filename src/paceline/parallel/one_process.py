@@ -153,7 +153,7 @@ class OneProcessDataParallel(Engine):
         known, changed = summed.split([len(summed) - num_buffers, num_buffers])
         busy[0].passes.norm.apply(known[layout.length :])
         self.forward_buffers.combine(changed, functools.partial(_sum_moves, busy), lambda _values: None)
-        result = StepLoss.of(known, layout, notes)
+        result = StepLoss.of(known, layout, [*notes, *self.functions.take_found_late()])
         rescale_gradients(self.module.parameters(), result.rescale)
         self.communication = last_gradient, self._clock.mark()
         if step.take_norms is not None and len(busy) > 1:

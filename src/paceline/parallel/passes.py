@@ -8,9 +8,11 @@ step starts over, shard by shard.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -33,12 +35,21 @@ from paceline.parallel.norm import (
     replace_batch_norm,
     standing_in,
 )
+from paceline.parallel.novelty import Novelty
 
 Result = TypeVar("Result")
 
 
 class DrewTogetherError(Exception):
     """Shards that went through the model together drew random numbers, so the step has to start over."""
+
+
+class LooksNewError(Exception):
+    """The step has to start over, because shards that went through the model together are to be examined first."""
+
+    def __init__(self, examine: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self.examine = examine
 
 
 @dataclass
@@ -74,7 +85,6 @@ class Passes:
         is_concurrent: bool = False,
         randomness: Randomness | None = None,
         functions: LossFunctions | None = None,
-        forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         """
         Args:
@@ -85,7 +95,6 @@ class Passes:
             refusal: the error message for a model that draws random numbers, if the engine cannot train one.
             is_concurrent: whether other devices use the same generators at the same time, until numbers are drawn.
             randomness, functions: shared by the devices of a worker.
-            forward_context: what every forward pass runs in.
         """
         self.norm = NormStatistics(model)
         self.buffers = ForwardBuffers(model)
@@ -102,9 +111,9 @@ class Passes:
         self._one_by_one = one_by_one
         # Where batch norm mixes the shards of a pass, their losses differ from those of single shards.
         self._examines = may_split and not one_by_one and not has_other_norms(model)
+        self._novelties: defaultdict[str, Novelty] = defaultdict(Novelty)
         self._refusal = refusal
         self._is_concurrent = is_concurrent
-        self._forward_context = forward_context
 
     # --- which shards go together ---
 
@@ -144,22 +153,54 @@ class Passes:
         """
         if not self._examines or step.loss_name in self.functions.couples:
             return ()
+        return self._examine(step, module, self._first_shards(step), in_step=in_step)
+
+    def find_coupling_again(
+        self, step: StepInput, module: nn.Module, suspect: ShardRange | None, *, in_step: bool = False
+    ) -> tuple[str, ...]:
+        """As `find_coupling`, in a later step, of shards that look new on this worker; a collective."""
+        return self._examine(step, module, suspect or self._first_shards(step), in_step=in_step)
+
+    def _first_shards(self, step: StepInput) -> ShardRange | None:
+        """Those of this worker that could go through the model together first."""
+        start, stop = step.assignment.own
+        return step.assignment.shard_range(start, self._most_samples) if start < stop else None
+
+    def _examine(self, step: StepInput, module: nn.Module, own: ShardRange | None, *, in_step: bool) -> tuple[str, ...]:
         assignment = step.assignment
-        firsts = [
-            replace(assignment, rank=rank).shard_range(start, self._most_samples)
-            for rank, (start, stop) in enumerate(assignment.shards_of_rank)
-            if start < stop
-        ]
-        most = max(len(shards.sizes) for shards in firsts)
+        most = 1
+        for rank in range(len(assignment.shards_of_rank)):
+            next_shard, stop = replace(assignment, rank=rank).own
+            while next_shard < stop:
+                shards = replace(assignment, rank=rank).shard_range(next_shard, self._most_samples)
+                most, next_shard = max(most, len(shards.sizes)), shards.stop_shard
         if most == 1:
             return ()
-        own = [shards for shards in firsts if shards.first_shard == assignment.own[0]] if assignment.sizes else []
         reason = ""
         if in_step:
-            reason = self._compare(step, module, own[0] if own else None, 1 + most)
-        elif own:
-            reason = self._compare_what_fits(step, module, own[0])
+            reason = self._compare(step, module, own, 1 + most)
+        elif own is not None:
+            reason = self._compare_what_fits(step, module, own)
         return self.functions.agree_on_coupling(step.loss_name, reason)
+
+    def shows_new_values(self, step: StepInput, shards: ShardRange) -> bool:
+        """Whether samples that are to go through the model together show what no step has shown before."""
+        if len(shards.sizes) == 1 or not self._examines:
+            return False
+        return self._novelties[step.loss_name].learn(step.batch.cut(shards.start, shards.stop))
+
+    def shows_new_operations(self, step: StepInput, shards: ShardRange, loss: ShardLoss) -> bool:
+        """Whether the loss of shards that went through the model together was computed as in no step before."""
+        return len(shards.sizes) > 1 and self._examines and self._novelties[step.loss_name].learn_graph(loss.mean)
+
+    def _couples_now(self, step: StepInput, module: nn.Module, shards: ShardRange) -> bool:
+        """Examine shards that look new; whether shards have to go one by one from now on. Other workers see by
+        themselves whether theirs have to."""
+        reason = self._compare_what_fits(step, module, shards)
+        if reason:
+            self.functions.couples[step.loss_name] = True
+            self.functions.found_late = "" if reason == DRAWS else reason
+        return bool(reason)
 
     def _compare_what_fits(self, step: StepInput, module: nn.Module, shards: ShardRange) -> str:
         """Examine as many of these shards as memory has room for."""
@@ -184,17 +225,17 @@ class Passes:
             passes = [shards, *(step.assignment.shard_range(shard, 1) for shard in firsts)]
         passes += [passes[-1]] * (num_passes - len(passes))
         for one in passes:
-            with self.buffers.untouched(), leaving_no_trace(self._model, self._device), self.norm.backward():
+            with self._leaving_no_trace(step):
                 if one is None:
-                    with self._forward_context(), standing_in(self._model):
+                    with standing_in(self._model), step.companions.standing_in():
                         step.loss_of(module, step.batch.cut(0, 1))
                     continue
                 self.enter(step, one)
                 before = generator_states(self._device)
-                with self._forward_context(), watching_outputs(module) as outputs:
+                with watching_outputs(module) as outputs:
                     found.append(self.read(step, module, one))
                 draws |= not equal_states(before, generator_states(self._device))
-                draws |= self.buffers.changed_now() is not None
+                draws |= self.buffers.changed_now() is not None or step.companions.have_changed()
                 has_aux_loss |= returns_aux_loss(outputs)
         self.norm.shards.current = None
         if draws:
@@ -203,9 +244,20 @@ class Passes:
             return ""
         if has_aux_loss:
             return AUX_LOSS
+        self._novelties[step.loss_name].learn(step.batch.cut(shards.start, shards.stop))
         with step.within():
             most = tolerance(self._model, self._device, found[0].mean.dtype)
         return describe_coupling(found[0], found[1 : 1 + len(shards.sizes)], most)
+
+    @contextmanager
+    def _leaving_no_trace(self, step: StepInput) -> Iterator[None]:
+        with (
+            self.buffers.untouched(),
+            leaving_no_trace(self._model, self._device),
+            self.norm.backward(),
+            step.companions.backward(),
+        ):
+            yield
 
     def _must_not_draw(self, shards: ShardRange) -> bool:
         if self._refusal or self.randomness.is_drawn is not False:
@@ -218,17 +270,21 @@ class Passes:
         """A forward pass over each range of this worker's shards; `backward` has to follow before the next one.
 
         Raises:
-            DrewTogetherError: caught by `starting_over`.
+            DrewTogetherError, LooksNewError: caught by `starting_over`.
         """
         next_shard, stop = step.assignment.own
         while next_shard < stop:
             shards = self._next_range(step, next_shard)
+            if self.shows_new_values(step, shards) and self._couples_now(step, module, shards):
+                continue  # with the first of them alone
             is_wrong_if_drawn = self._must_not_draw(shards)
             loss, drew = self.compute_loss(step, module, shards)
             if drew and is_wrong_if_drawn:
                 raise DrewTogetherError
             if self.randomness.is_drawn is None:
                 self.randomness.is_drawn = drew
+            if self.shows_new_operations(step, shards, loss):
+                raise LooksNewError(partial(self._couples_now, step, module, shards))
             yield shards, loss
             next_shard = shards.stop_shard
 
@@ -239,9 +295,8 @@ class Passes:
         self.buffers.begin_pass()
         is_watched = self.randomness.is_drawn is None or self._must_not_draw(shards)
         before = generator_states(self._device) if is_watched else None
-        with self._forward_context():
-            loss = self.read(step, module, shards)
-        changed = self.buffers.end_forward(shards) and not self._refusal
+        loss = self.read(step, module, shards)
+        changed = (self.buffers.end_forward(shards) | step.companions.have_changed()) and not self._refusal
         return loss, before is not None and (changed or not equal_states(before, generator_states(self._device)))
 
     def read(self, step: StepInput, module: nn.Module, shards: ShardRange) -> ShardLoss:
@@ -260,12 +315,13 @@ class Passes:
         """Set which shards are in the model, and seed the generators for them if numbers may be drawn."""
         self.num_shards_in_pass = len(shards.sizes)
         self.norm.shards.all, self.norm.shards.current = step.assignment.shard_sizes, shards.sizes
+        step.companions.enter(step.assignment.shard_sizes, shards.sizes)
         if not self._must_not_draw(shards):
             step.seed_shard(shards.first_shard)
 
     def backward(self, step: StepInput, loss: ShardLoss) -> None:
         """Add the gradient of some shards' loss, times their weight, to `.grad`."""
-        with self.norm.backward():
+        with self.norm.backward(), step.companions.backward():
             step.scale(loss.weighted).backward()
         self.norm.shards.current = None
 
@@ -276,8 +332,8 @@ class Passes:
         Its backward pass belongs inside.
         """
         self.num_shards_in_pass = 1
-        with standing_in(self._model):
-            with self._forward_context(), watching_outputs(module) as outputs:
+        with standing_in(self._model), step.companions.standing_in():
+            with watching_outputs(module) as outputs:
                 loss = read_loss(step.loss_of(module, step.batch.cut(0, 1)), 0.0, 1, self.like).mean
             ignore_unless(False, outputs)
             yield step.scale(loss * 0.0)
@@ -291,14 +347,20 @@ class Passes:
         was_drawn = self.randomness.is_drawn
         self.buffers.begin_step()
         while True:
+            examine = None
             try:
                 return attempt()
             except DrewTogetherError:
                 drew = True
             except DidNotFitError:
                 drew = False
+            except LooksNewError as problem:
+                drew, examine = False, problem.examine
             self._forget_attempt()
-            if drew:
+            if examine is not None:
+                self.randomness.is_drawn = was_drawn
+                examine()
+            elif drew:
                 if self._refusal:
                     raise ModelError(self._refusal)
                 self.randomness.is_drawn = True
@@ -340,6 +402,7 @@ class ShardByShard:
             self.buffers.untouched(),
             leaving_no_trace(self.module, self._passes.like.device),
             standing_in(self.module),
+            step.companions.standing_in(),
         ):
             layout = read_loss(step.loss_of(self.module, step.batch.cut(0, 1)), 0.0, 1, self._passes.like).layout
         self.functions.has_returned(step.loss_name, layout)

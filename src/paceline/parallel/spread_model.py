@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from paceline.errors import ModelError
 from paceline.object_collectives import gather_objects
 from paceline.parallel.axes import Axes
 from paceline.parallel.dtensor import full_tensor, is_sharded, local_shard
@@ -19,11 +20,15 @@ from paceline.parallel.engine import statistics_dtype
 from paceline.parallel.forward_buffers import looking_at, refused_in_pipeline
 from paceline.parallel.gradient_norms import squared_norm
 from paceline.parallel.initial_weights import initial_weights
+from paceline.parallel.micro_batch import is_out_of_memory
 from paceline.parallel.pipeline import ModelCall, Pipeline, stage_limits
 from paceline.parallel.sharded import recompute, shard, sharded_modules
 from paceline.parallel.tensor import declared_plan, tensor_parallel
 from paceline.partition import StageLimits
 from paceline.spec import Job, Mesh, Plan
+
+LossOf = Callable[[nn.Module, Any], Any]
+"""The loss of a batch, as `StepInput` has it."""
 
 
 def _limits(job: Job, plan: Plan, mesh: Mesh, device: torch.device, example: ModelCall | None) -> StageLimits:
@@ -103,6 +108,8 @@ class SpreadModel:
             self.pipeline.forget_example()
         self.module = model
         weights(model, device)
+        self._was_called = False
+        model.register_forward_pre_hook(self._before_forward)
         model.register_forward_hook(self._after_evaluation)
 
     def _shard(self, stage: nn.Module) -> None:
@@ -119,6 +126,36 @@ class SpreadModel:
         if mesh.fsdp > 1:
             shard(stage, device_mesh["fsdp"], mesh.zero_stage, cpu_offload=plan.cpu_offload, may_skip=self._may_skip)
         _place(stage, self._device, plan)
+
+    def _before_forward(self, _module: nn.Module, _arguments: Any) -> None:
+        self._was_called = True
+
+    def checked(self, loss_of: LossOf) -> LossOf:
+        """A loss function that may reach layers whose parameters are shards only through the model's forward pass.
+
+        Raises:
+            ModelError: when called, where it has not called the model.
+        """
+        if self._axes.mesh.fsdp == 1 or self.pipeline is not None:  # stages gather their own
+            return loss_of
+
+        def checked_loss(model: nn.Module, batch: Any) -> Any:
+            self._was_called = False
+            problem: RuntimeError | None = None
+            try:
+                loss = loss_of(model, batch)
+            except RuntimeError as error:
+                if self._was_called or is_out_of_memory(error):
+                    raise
+                problem = error
+            if not self._was_called:
+                raise ModelError(
+                    "The loss function used layers of the model without calling the model, whose forward pass gathers "
+                    "their shards under fsdp; call model(...), or self(...) in a method of it, or use the strategy dp."
+                ) from problem
+            return loss
+
+        return checked_loss
 
     def _after_evaluation(self, module: nn.Module, _arguments: Any, _output: Any) -> None:
         # No backward pass follows that would free the gathered parameters, and what comes next reads the shards.

@@ -7,6 +7,8 @@ are sent together share the link but not the waiting: latencies overlap, what th
 
 K below is the time that one full copy of the vector takes on the slowest link that is used, n the number of workers.
 Adding up is not priced: it is many times faster than a link.
+
+The times of a network may be arrays, a value for each of many networks at once; then the cost is one too.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
 
 from paceline.errors import JobError
 from paceline.plan.model import AlphaBeta, Layout, Network
@@ -82,7 +87,7 @@ def all_reduce(size_bytes: float, layout: Layout, network: Network, num_servers:
     inside_s = ring(size_bytes, Layout((max(layout.workers_per_node),)), network)
     hop_s = network.between.alpha_s + network.per_message_s
     trees_s = 2 * math.ceil(math.log2(layout.num_nodes)) * hop_s + 2 * size_bytes * network.between.beta_s_per_byte
-    return min(ring_s, inside_s + trees_s)
+    return _shorter(ring_s, inside_s + trees_s)
 
 
 def parameter_server(size_bytes: float, layout: Layout, network: Network, num_servers: int = 1) -> float:
@@ -133,7 +138,7 @@ def hierarchical(size_bytes: float, layout: Layout, network: Network, num_server
     wire_s = 2 * _gather_s(chunk_bytes, leaders, leaders, network)
     # Several chunks are on the link at a time, so that only one of them waits for its answer with nothing on the link.
     busy_s = wire_s - 2 * network.between.alpha_s
-    return max(num_chunks * inside_s + wire_s, num_chunks * busy_s + 2 * network.between.alpha_s + inside_s)
+    return _longer(num_chunks * inside_s + wire_s, num_chunks * busy_s + 2 * network.between.alpha_s + inside_s)
 
 
 def tree_exact(size_bytes: float, layout: Layout, network: Network, num_servers: int = 1) -> float:  # noqa: ARG001
@@ -184,6 +189,18 @@ COSTS: dict[AlgorithmName, Cost] = {
 _TWO_LEVEL = ("hierarchical", "parameter_server_two_level")
 
 
+def _longer(one: Any, other: Any) -> float:
+    """The larger of two times, element by element where they are arrays."""
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        return max(one, other)
+    longer: float = np.maximum(one, other)
+    return longer
+
+
+def _shorter(one: float, other: float) -> float:
+    return -_longer(-one, -other)
+
+
 def _start_s(level: AlphaBeta, network: Network) -> float:
     return level.alpha_s + network.per_message_s
 
@@ -194,7 +211,7 @@ def _hop_s(size_bytes: float, layout: Layout, network: Network) -> float:
     if max(layout.workers_per_node) > 1:
         slowest_s = network.inside.alpha_s + size_bytes * network.inside.beta_s_per_byte
     if layout.num_nodes > 1:
-        slowest_s = max(slowest_s, network.between.alpha_s + size_bytes * network.between.beta_s_per_byte)
+        slowest_s = _longer(slowest_s, network.between.alpha_s + size_bytes * network.between.beta_s_per_byte)
     return slowest_s + network.per_message_s
 
 
@@ -202,7 +219,7 @@ def _round_s(size_bytes: float, num_crossing: int, stays: bool, network: Network
     """Each worker exchanges one message; the busiest node's link carries `num_crossing` of them in each direction."""
     across_s = network.between.alpha_s + num_crossing * size_bytes * network.between.beta_s_per_byte
     inside_s = network.inside.alpha_s + size_bytes * network.inside.beta_s_per_byte
-    return max(across_s if num_crossing else 0.0, inside_s if stays else 0.0) + network.per_message_s
+    return _longer(across_s if num_crossing else 0.0, inside_s if stays else 0.0) + network.per_message_s
 
 
 def _gather_s(size_bytes: float, workers: Sequence[int], servers: Sequence[int], network: Network) -> float:
@@ -229,7 +246,7 @@ def _gather_s(size_bytes: float, workers: Sequence[int], servers: Sequence[int],
         num_messages = max(num_messages, num_workers - 1 if own_servers else sent)
     across_s = network.between.alpha_s + crossing * part_bytes * network.between.beta_s_per_byte if crossing else 0.0
     inside_s = network.inside.alpha_s + inside * part_bytes * network.inside.beta_s_per_byte if inside else 0.0
-    return max(across_s, inside_s) + num_messages * network.per_message_s
+    return _longer(across_s, inside_s) + num_messages * network.per_message_s
 
 
 def _servers_per_node(layout: Layout, num_servers: int) -> tuple[int, ...]:

@@ -1,13 +1,14 @@
-"""The constants of the step's model, what hardware usually has, and the steps that a set of constants makes.
+"""The constants of the step's model, what hardware usually has, and the steps that constants make.
 
-step = overlapped(slowest(compute), sum of gradients)        see step_time and collectives
+step = (passes - 1) * pass + overlapped(slowest(last pass), sum of gradients) + update        see step_time, collectives
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,14 @@ from numpy.typing import NDArray
 from paceline.errors import JobError
 from paceline.plan.collectives import COSTS
 from paceline.plan.model import AlphaBeta, Layout, Network
-from paceline.plan.step_time import compute_s, expected_maximum, neighbours_factor, overlapped_s, slowest_s
+from paceline.plan.step_time import (
+    compute_s,
+    expected_maximum,
+    neighbours_factor,
+    overlapped_s,
+    slowest_s,
+    smooth_max,
+)
 from paceline.spec import AlgorithmName
 
 Array = NDArray[np.float64]
@@ -23,8 +31,10 @@ Array = NDArray[np.float64]
 UNKNOWN_GRADIENT_BYTES = 100e6
 """Stands in where no row tells: the constants of the links are then right for this size, and forecasts for any."""
 
-TINY_STEP = 1e-5
-"""In the logarithm of a constant, for a slope."""
+_RDMA_BYTES_PER_S = 5e9
+"""40 Gbit/s and more of a datasheet are InfiniBand, RoCE or their like."""
+_HOST_SHARPNESS = 8.0
+"""How abruptly the host becomes the limit of a node."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +43,14 @@ class Placement:
 
     layout: Layout
     micro_batch_size: int
+    """Samples of one pass of one worker."""
     algorithm: AlgorithmName = "all_reduce"
     gradient_bytes: float | None = None
     """None: as in the other rows."""
     link_bytes_per_s: float | None = None
     """The datasheet's figure of a node's link to the others; None: as in the other rows."""
+    num_passes: int = 1
+    """Passes of a worker in a step, which accumulate gradients and then sum them once."""
 
 
 @dataclass(frozen=True)
@@ -49,34 +62,50 @@ class Observation:
     sync_time_s: float | None = None
     """The time that a worker waited for gradients; the rest of the step is an average worker's compute time."""
 
+    @property
+    def num_samples(self) -> int:
+        """Of one worker."""
+        return self.placement.micro_batch_size * self.placement.num_passes
+
 
 @dataclass(frozen=True)
 class Constants:
-    """What is fitted; all of it positive."""
+    """What is fitted; all of it positive: a number each, or an array [num_samples, 1] of many possible values."""
 
-    fixed_s: float
-    """Seconds of a micro-batch, however small."""
-    per_sample_s: float
-    floor_s: float
-    """Launching the kernels of a micro-batch."""
-    inside_alpha_s: float
-    """Latency of messages inside a node: the sum over the buckets in which a step's gradients travel."""
-    inside_beta_s_per_byte: float
-    between_alpha_s: float
-    between_beta_s_per_byte: float
-    """Seconds a byte takes between the nodes of three or more."""
-    pair_slowdown: float
-    """Two nodes alone have one path between them, whose flows a cloud caps: each byte takes 1 + this as long."""
-    growth_slowdown: float
-    """Each doubling of the nodes beyond two makes a byte take longer by this part: they share switches."""
-    overlap_beyond_sum: float
-    """The exponent of the overlap, less 1: 0 is none."""
-    tail_fraction: float
-    """The fraction of communication that is never hidden."""
-    straggler_spread: float
-    """Standard deviation over mean of one worker's computing time."""
-    neighbour_slowdown: float
+    per_sample_s: Any
+    fixed_s: Any
+    """Seconds of a pass beside its samples."""
+    floor_s: Any
+    """Launching the kernels of a pass: no pass is shorter."""
+    host_s_per_sample: Any
+    """Seconds that a node's host needs for a sample of any of its devices: loading, host memory."""
+    joint_slowdown: Any
+    """Slowdown of computing as soon as there are several workers, as a fraction of compute time: gradients are copied
+    into buckets and back, and sums take processors from computing."""
+    neighbour_slowdown: Any
     """Slowdown of workers by others on the same node, as a fraction of their compute time."""
+    network_slowdown: Any
+    """Slowdown of computing as soon as there are several nodes, as a fraction of compute time."""
+    straggler_spread: Any
+    """Standard deviation over mean of one worker's computing time."""
+    inside_alpha_s: Any
+    """Latency of messages inside a node: the sum over the buckets in which a step's gradients travel."""
+    inside_beta_s_per_byte: Any
+    shared_beta_s_per_byte: Any
+    """What each device of a node adds to the time of a byte inside it: a bus, a root or a memory that they share."""
+    between_alpha_s: Any
+    between_beta_s_per_byte: Any
+    """Seconds a byte takes between the nodes of three or more."""
+    pair_slowdown: Any
+    """Two nodes alone have one path between them, whose flows a cloud caps: each byte takes 1 + this as long."""
+    growth_slowdown: Any
+    """Each doubling of the nodes beyond two makes a byte take longer by this part: they share switches."""
+    several_nodes_s: Any
+    """Seconds that a step of several nodes takes longer, whatever they send."""
+    overlap_beyond_sum: Any
+    """The exponent of the overlap, less 1: 0 is none."""
+    tail_fraction: Any
+    """The fraction of communication that is never hidden."""
 
     def network(self, layout: Layout, link_ratio: float = 1.0) -> Network:
         """The links as this layout sees them.
@@ -84,57 +113,88 @@ class Constants:
         Args:
             link_ratio: how many times slower the link between nodes is than the one the constants are for.
         """
-        nodes = layout.num_nodes
+        nodes, on_node = layout.num_nodes, max(layout.workers_per_node)
         slowdown = 1 + self.pair_slowdown if nodes == 2 else 1 + self.growth_slowdown * math.log2(max(nodes, 2) / 2)
+        inside = self.inside_beta_s_per_byte + on_node * self.shared_beta_s_per_byte
         return Network(
-            inside=AlphaBeta(self.inside_alpha_s, self.inside_beta_s_per_byte),
+            inside=AlphaBeta(self.inside_alpha_s, inside),
             between=AlphaBeta(self.between_alpha_s, self.between_beta_s_per_byte * slowdown * link_ratio),
         )
+
+    @classmethod
+    def at(cls, priors: Mapping[str, Prior], coordinates: Array) -> Constants:
+        """The constants at points of the priors.
+
+        Args:
+            coordinates: [num_samples, at least num_constants]: deviations from the medians, in standard deviations.
+        """
+        values: dict[str, Array] = {}
+        for place, (name, prior) in enumerate(priors.items()):
+            value = prior.median * np.exp(prior.deviation * coordinates[:, place : place + 1])
+            for other in prior.times[:1]:
+                value = value * sum((values[one] for one in prior.times[1:]), values[other])
+            values[name] = value + prior.least
+        return cls(**values)
 
 
 @dataclass(frozen=True)
 class Prior:
-    """What a constant is before anything is measured: most likely within a factor of e^deviation of the median."""
+    """What a constant is before anything is measured: `least`, and beyond it most likely within a factor of
+    e^deviation of the median."""
 
     median: float
     deviation: float
+    least: float = 0.0
+    times: tuple[str, ...] = ()
+    """Earlier constants; the value is that many times their sum."""
 
 
 CONSTANT_NAMES: tuple[str, ...] = tuple(field.name for field in fields(Constants))
-_OF_LINKS = frozenset(name for name in CONSTANT_NAMES if name.startswith(("inside", "between", "pair", "growth")))
-"""The constants that decide what a sum costs; the others leave it as it is."""
 
 
 def priors_of(
-    step_s: float, micro_batch_size: int, gradient_bytes: float | None, link: float | None
+    step_s: float, micro_batch_size: int, gradient_bytes: float | None, link: float | None, num_passes: int = 1
 ) -> dict[str, Prior]:
     """What hardware usually has, around a single step that took `step_s`.
 
-    Without the size of gradients, links are known only by how long they take compared to computing: between nodes a
-    hundredth to four times as long, inside a node a hundredth to as long.
+    Whatever is no computing has an absolute scale: launching the kernels of a pass and the optimizer takes
+    milliseconds, and sums of gradients take tens of them, also where many passes make a step of minutes. A short step
+    has less of it.
+    Without the size of gradients, links are known only by how long a sum takes.
     """
-    if gradient_bytes is None:
-        inside = Prior(0.05 * step_s / UNKNOWN_GRADIENT_BYTES, 1.5)
-        between = Prior(0.2 * step_s / UNKNOWN_GRADIENT_BYTES, 2.0)
-    else:
-        inside = Prior(1 / 10e9, 1.5)  # PCIe 3.0 x16; NVLink has ten times as much, shared memory of CPUs a tenth
-        between = Prior(1 / 1.25e9, 1.5)  # 10 Gbit/s
-    if link is not None:
-        between = Prior(1 / link, 0.5)
+    pass_s = step_s / num_passes
+    sum_s = min(0.04 * step_s, 0.015)
+    vector_bytes = gradient_bytes or UNKNOWN_GRADIENT_BYTES
+    inside = Prior(sum_s / vector_bytes, 1.5)
+    shared = Prior(min(0.05 * sum_s, 0.00075) / vector_bytes, 2.3)
+    if gradient_bytes is not None:
+        # PCIe 3.0 x16 has 10 GB/s, which devices may share; NVLink has ten times as much, memory of CPUs a tenth.
+        inside, shared = Prior(1 / 20e9, 1.5), Prior(0.05 / 20e9, 2.3)
+    # A network is a few times slower than the links inside a node.
+    between = Prior(3.0, 1.2, times=("inside_beta_s_per_byte", "shared_beta_s_per_byte"))
+    if link is not None:  # a datasheet's rate is a bound, of which collectives reach two thirds or much less
+        between = Prior(0.5 / link, 1.0, least=1 / link)
+    # Networks are of two kinds: RDMA as on InfiniBand, and sockets as in most clouds, which cap each flow.
+    is_rdma = link is not None and link >= _RDMA_BYTES_PER_S
     return {
-        "fixed_s": Prior(0.15 * step_s, 1.5),
-        "per_sample_s": Prior(0.85 * step_s / micro_batch_size, 1.5),
-        "floor_s": Prior(0.1 * step_s, 1.0),
-        "inside_alpha_s": Prior(1e-4, 1.5),  # ten buckets at 10 us
+        "per_sample_s": Prior(0.9 * pass_s / micro_batch_size, 0.3),
+        "fixed_s": Prior(min(0.05 * pass_s, 0.005), 1.0),
+        "floor_s": Prior(min(0.05 * pass_s, 0.01), 1.0),
+        "host_s_per_sample": Prior(0.01 * pass_s / micro_batch_size, 2.0),
+        "joint_slowdown": Prior(0.005, 1.6),
+        "neighbour_slowdown": Prior(0.01, 1.5),
+        "network_slowdown": Prior(0.006, 1.2) if is_rdma else Prior(0.0175, 1.6),
+        "straggler_spread": Prior(0.01, 1.5),
+        "inside_alpha_s": Prior(min(0.005 * step_s, 5e-5), 1.2),  # ten buckets at 5 us
         "inside_beta_s_per_byte": inside,
-        "between_alpha_s": Prior(5e-4, 1.5),  # ten buckets at 50 us
+        "shared_beta_s_per_byte": shared,
+        "between_alpha_s": Prior(min(0.02 * step_s, 1e-4 if is_rdma else 3e-4), 1.2),  # ten buckets at 10 or 30 us
         "between_beta_s_per_byte": between,
-        "pair_slowdown": Prior(0.3, 0.7),
+        "pair_slowdown": Prior(0.03, 1.0) if is_rdma else Prior(0.1, 1.2),
         "growth_slowdown": Prior(0.05, 1.0),
-        "overlap_beyond_sum": Prior(5.0, 0.5),
-        "tail_fraction": Prior(0.03, 1.0),
-        "straggler_spread": Prior(0.02, 1.5),
-        "neighbour_slowdown": Prior(0.03, 1.5),
+        "several_nodes_s": Prior(min(0.005 * step_s, 0.002) if is_rdma else min(0.02 * step_s, 0.02), 1.5),
+        "overlap_beyond_sum": Prior(6.0, 0.6),
+        "tail_fraction": Prior(0.06, 0.8),
     }
 
 
@@ -147,10 +207,12 @@ def usual_sizes(placements: Sequence[Placement]) -> tuple[float | None, float | 
 
 @dataclass(frozen=True)
 class StepParts:
-    """Seconds of many steps: an array [num_steps] for each part of a step."""
+    """Seconds of many steps: an array [num_samples, num_steps] for each part of a step."""
 
     compute_s: Array
+    """What a worker computes by itself."""
     slowest_s: Array
+    """Until the slowest worker has computed, and the host of its node has fed it."""
     communication_s: Array
     total_s: Array
 
@@ -160,7 +222,10 @@ class StepArrays:
     """Placements as arrays; what a sum costs is asked once for those that share everything it depends on."""
 
     micro_batch_sizes: Array
+    num_passes: Array
     num_on_fullest: Array
+    has_nodes: Array
+    """1 where there are several nodes, else 0."""
     expected_maxima: Array
     sums: tuple[tuple[Layout, AlgorithmName, float, float], ...]
     """Layout, algorithm, bytes, link ratio of each distinct sum."""
@@ -183,48 +248,38 @@ class StepArrays:
         for _, algorithm, _, _ in sums:
             if algorithm not in COSTS:
                 raise JobError(f"The algorithm {algorithm} has no price; known are {', '.join(COSTS)}.")
+        layouts = [placement.layout for placement in placements]
         return cls(
             micro_batch_sizes=np.array([placement.micro_batch_size for placement in placements], float),
-            num_on_fullest=np.array([max(placement.layout.workers_per_node) for placement in placements], float),
-            expected_maxima=np.array([expected_maximum(placement.layout.num_workers) for placement in placements]),
+            num_passes=np.array([placement.num_passes for placement in placements], float),
+            num_on_fullest=np.array([max(layout.workers_per_node) for layout in layouts], float),
+            has_nodes=np.array([layout.num_nodes > 1 for layout in layouts], float),
+            expected_maxima=np.array([expected_maximum(layout.num_workers) for layout in layouts]),
             sums=sums,
             sum_of=np.array([place_of[key] for key in keys], dtype=np.intp),
         )
 
     def communication_s(self, constants: Constants) -> Array:
+        """[num_samples, num_steps]."""
+        shape = np.shape(constants.per_sample_s) or (1, 1)
         sums = [
-            COSTS[algorithm](size_bytes, layout, constants.network(layout, link_ratio), 1)
+            np.broadcast_to(COSTS[algorithm](size_bytes, layout, constants.network(layout, link_ratio), 1), shape)
             for layout, algorithm, size_bytes, link_ratio in self.sums
         ]
-        return np.array(sums)[self.sum_of]
+        return np.concatenate(sums, axis=1)[:, self.sum_of]
 
-    def parts(self, constants: Constants, communication: Array) -> StepParts:
-        compute = compute_s(
-            self.micro_batch_sizes, constants.fixed_s, constants.per_sample_s, constants.floor_s
-        ) * neighbours_factor(constants.neighbour_slowdown, self.num_on_fullest)
-        slowest = slowest_s(compute, constants.straggler_spread, self.expected_maxima)
-        tail = min(constants.tail_fraction, 1.0)
-        total = overlapped_s(slowest, communication, 1 + constants.overlap_beyond_sum, tail)
-        return StepParts(compute, slowest, communication, total)
-
-
-def logs_of(constants: Constants) -> Array:
-    return np.log([getattr(constants, name) for name in CONSTANT_NAMES])
-
-
-def constants_of(logs: Array) -> Constants:
-    return Constants(*map(float, np.exp(logs)))
-
-
-def slopes(steps: StepArrays, logs: Array, widths: Array) -> tuple[Array, Array]:
-    """d log(step) and d log(compute) over d log(constant), by differences; a row a step, a column a constant."""
-    constants = constants_of(logs)
-    communication = steps.communication_s(constants)
-    parts = steps.parts(constants, communication)
-    of_total, of_compute = [], []
-    for name, log, width in zip(CONSTANT_NAMES, logs, widths, strict=True):
-        moved = replace(constants, **{name: math.exp(log + width)})
-        there = steps.parts(moved, steps.communication_s(moved) if name in _OF_LINKS else communication)
-        of_total.append(np.log(there.total_s / parts.total_s) / width)
-        of_compute.append(np.log(there.compute_s / parts.compute_s) / width)
-    return np.stack(of_total, axis=1), np.stack(of_compute, axis=1)
+    def parts(self, constants: Constants) -> StepParts:
+        communication = self.communication_s(constants)
+        sizes, on_node = self.micro_batch_sizes, self.num_on_fullest
+        pass_s = compute_s(sizes, constants.fixed_s, constants.per_sample_s, constants.floor_s) * neighbours_factor(
+            constants.neighbour_slowdown, on_node
+        )
+        slowest = slowest_s(pass_s, constants.straggler_spread, self.expected_maxima)
+        shared = constants.joint_slowdown * (self.expected_maxima > 0) + constants.network_slowdown * self.has_nodes
+        slowest = slowest * (1 + shared)
+        host_s = np.where(on_node > 1, constants.host_s_per_sample * sizes * on_node, 0.0)
+        slowest = smooth_max(slowest, host_s, _HOST_SHARPNESS)
+        tail = np.minimum(constants.tail_fraction, 1.0)
+        last = overlapped_s(slowest, communication, 1 + constants.overlap_beyond_sum, tail)
+        total = (self.num_passes - 1) * slowest + last + constants.several_nodes_s * self.has_nodes
+        return StepParts(self.num_passes * pass_s, self.num_passes * slowest, communication, total)

@@ -31,7 +31,7 @@ def compute_s(micro_batch_size: Any, fixed_s: float, per_sample_s: float, floor_
 
 def smooth_max(one: Any, other: Any, exponent: float) -> Any:
     """(one^e + other^e)^(1/e): the sum for e = 1, the maximum for e -> infinity (Qiao et al. 2021, "Pollux", 3.2)."""
-    if math.isinf(exponent):
+    if np.ndim(exponent) == 0 and math.isinf(exponent):
         return np.maximum(one, other)
     top = np.maximum(np.maximum(one, other), 1e-300)  # divided out, so that no power overflows
     return top * ((one / top) ** exponent + (other / top) ** exponent) ** (1 / exponent)

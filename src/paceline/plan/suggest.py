@@ -1,24 +1,28 @@
-"""What to measure next: the placements that make forecasts over the user's range surer by most.
+"""What to measure next: the placements that make forecasts over the user's range surer by most for what they cost.
 
-To first order the logarithm of a forecast is linear in the logarithms of the constants, so their covariance C after a
-further measurement, and with it the variance of all forecasts, is known before the measurement is made. Placements
-are taken one by one, each the one that lowers the mean variance over the range by most (I-optimal design, greedily:
-Atkinson, Donev and Tobias 2007, "Optimum Experimental Designs").
+The samples of the calibration say how the logarithms of all forecasts vary together. Taking them as jointly normal, the
+covariance of all forecasts after a further measurement is known before it is made (I-optimal design, greedily:
+Atkinson, Donev and Tobias 2007, "Optimum Experimental Designs"). Placements are taken one by one, each the one that
+lowers the mean variance over the range by most for a device-second.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.plan.calibrate import fit, sensitivities, uninformed
+from paceline.plan.calibrate import fit, log_steps, predict, uninformed
 from paceline.plan.step_constants import Observation, Placement
 
 _LEAST_ERROR = 0.05
 """Steps of one placement vary by this part from day to day, however well the few rows at hand agree."""
+_STEPS_TO_MEASURE, _START_S = 100, 60.0
+"""A row is the median of so many steps, after workers have started."""
+_COST_POWER = 0.5
+"""A placement may cost four times as many device-seconds if it helps twice as much: the cheapest rows help least, and
+whoever measures waits for a row, not only for its devices."""
 
 
 @dataclass(frozen=True)
@@ -27,41 +31,47 @@ class Suggestion:
 
     placement: Placement
     expected_error: float
-    """Mean relative standard deviation of forecasts over the range once it and all before it are measured."""
+    """What forecasts over the range will be off by, once it and all before it are measured: as a part, the median over
+    the range of the usual error."""
+    device_seconds: float
+    """What measuring it costs."""
 
 
-def suggest(observations: Sequence[Observation], candidates: Sequence[Placement], budget: int) -> list[Suggestion]:
+def suggest(
+    observations: Sequence[Observation],
+    candidates: Sequence[Placement],
+    budget: int,
+    *,
+    max_nodes: int | None = None,
+    max_devices: int | None = None,
+) -> list[Suggestion]:
     """Up to `budget` of the candidates, in the order in which to measure them; the candidates are the user's range too.
 
-    Two nodes never stand for many: where clouds cap each flow, a pair of nodes is slower than any link of three. So as
-    long as nothing on three nodes or more is measured or suggested, and the range has some, none on two is suggested.
     Where nothing is measured yet, the first is the smallest: it costs least, and all others are judged by it.
+
+    Args:
+        max_nodes, max_devices: what there is to measure on; larger candidates are only forecast.
     """
     if not candidates:
         return []
     calibration = fit(observations) if observations else uninformed(candidates)
-    slopes = sensitivities(calibration, candidates)
-    covariance = calibration.covariance
+    covariance = np.atleast_2d(np.cov(log_steps(calibration, candidates).T))
     error = max(calibration.error, _LEAST_ERROR)
-    range_moments = slopes.T @ slopes / len(slopes)
+    step_s = np.array([forecast.total_s for forecast in predict(calibration, candidates)])
+    num_devices = np.array([candidate.layout.num_workers for candidate in candidates])
+    costs = num_devices * (_START_S + _STEPS_TO_MEASURE * step_s)
     num_nodes = np.array([candidate.layout.num_nodes for candidate in candidates])
-    is_left = np.ones(len(candidates), bool)
-    knows_many = any(observation.placement.layout.num_nodes > 2 for observation in observations)
+    is_left = (num_nodes <= (max_nodes or np.inf)) & (num_devices <= (max_devices or np.inf))
     suggestions: list[Suggestion] = []
     first = [] if observations else _smallest(candidates)
     while len(suggestions) < budget and is_left.any():
-        spread = slopes @ covariance
-        variances = (spread * slopes).sum(axis=1)
-        gains = ((spread @ range_moments) * spread).sum(axis=1) / (error**2 + variances)
-        allowed = is_left.copy()
-        if not knows_many and (num_nodes > 2).any():
-            allowed &= num_nodes != 2
-        best = first.pop(0) if first else int(np.argmax(np.where(allowed, gains, -np.inf)))
-        covariance = covariance - np.outer(spread[best], spread[best]) / (error**2 + variances[best])
+        variances = covariance.diagonal()
+        gains = np.square(covariance).mean(axis=0) / (error**2 + variances) / costs**_COST_POWER
+        best = first.pop(0) if first else int(np.argmax(np.where(is_left, gains, -np.inf)))
+        covariance = covariance - np.outer(covariance[best], covariance[best]) / (error**2 + variances[best])
         is_left[best] = False
-        knows_many = knows_many or bool(num_nodes[best] > 2)
-        mean_variance = float(np.trace(range_moments @ covariance))
-        suggestions.append(Suggestion(candidates[best], math.sqrt(max(mean_variance, 0.0))))
+        left = np.sqrt(np.maximum(covariance.diagonal(), 0.0) + calibration.error**2)
+        suggestions.append(Suggestion(candidates[best], float(np.median(left)), float(costs[best])))
     return suggestions
 
 

@@ -16,29 +16,34 @@ from paceline.spec.cluster import (
     Peripheral,
     SumTiming,
 )
+from paceline.spec.evaluation import EarlyStoppingSpec, EvaluationRecord
 from paceline.spec.job import (
     AggregationSpec,
+    CallbackSpec,
     CheckpointSpec,
     DataSpec,
     Job,
     ModelSpec,
-    OptimSpec,
     load_job,
 )
 from paceline.spec.mesh import Mesh
 from paceline.spec.mesh_name import check_mesh, parse_mesh
+from paceline.spec.optim import OptimSpec
 from paceline.spec.plan import NodePlacement, PipelineSpec, Plan
 from paceline.spec.record import EpochRecord, RunRecord, StepTime
 
 __all__ = [
     "AggregationSpec",
     "AlgorithmName",
+    "CallbackSpec",
     "CheckpointSpec",
     "Cluster",
     "DataSpec",
     "Device",
     "DeviceKind",
+    "EarlyStoppingSpec",
     "EpochRecord",
+    "EvaluationRecord",
     "ForecastCheck",
     "Job",
     "JobTiming",

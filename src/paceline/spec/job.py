@@ -12,7 +12,9 @@ from typing import Any, Literal
 from paceline.errors import JobError, shortened, shown
 from paceline.regular_files import read_text
 from paceline.spec.codec import PLAIN, JsonValue, above, at_least, between
+from paceline.spec.evaluation import EarlyStoppingSpec, Mode
 from paceline.spec.micro_batch import MicroBatchSize, parse_micro_batch
+from paceline.spec.optim import OptimSpec
 
 Parity = Literal["numeric", "bitwise"]
 Precision = Literal["float32", "bfloat16", "float16", "float64"]
@@ -69,87 +71,6 @@ class DataSpec:
 
 
 @dataclass(frozen=True)
-class SchedulerSpec:
-    """A learning-rate scheduler of torch, transformers or one's own, beside the schedule in samples."""
-
-    name: str | None = None
-    """An import path, such as "torch.optim.lr_scheduler:OneCycleLR", called with the optimizer and `options`."""
-    every: Literal["step", "epoch"] = "step"
-    """After what it moves."""
-    options: dict[str, Any] = field(default_factory=dict, metadata=PLAIN)
-    """Its keyword arguments; `total_steps` or `num_training_steps`, where it has it, is the run's number of them."""
-
-
-@dataclass(frozen=True)
-class OptimSpec:
-    """Optimizer, learning-rate schedule, and the rule that scales the rate with the global batch."""
-
-    name: str = "sgd"
-    """A class of torch.optim, such as "sgd", "adamw" or "rmsprop", or an import path "package.module:Optimizer"."""
-    lr: float = above(0, 0.1)
-    """The learning rate, for `base_batch_size` samples a step."""
-    momentum: float = between(0, 1, 0.9)
-    """Momentum of "sgd"."""
-    nesterov: bool = False
-    """Whether the momentum of "sgd" is Nesterov's."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Decay rates of the two running means of "adam" and "adamw"."""
-    eps: float = above(0, 1e-8)
-    """The number that "adam" and "adamw" add to the denominator."""
-    weight_decay: float = at_least(0, 0.0)
-    """Weight decay, as the optimizer defines it."""
-    decay_norms_and_biases: bool = True
-    """Whether parameters of fewer than two dimensions, which are those of norm layers and biases, decay too."""
-    options: dict[str, Any] = field(default_factory=dict, metadata=PLAIN)
-    """Further keyword arguments for the optimizer."""
-    groups: dict[str, dict[str, Any]] = field(default_factory=dict, metadata=PLAIN)
-    """Other options for some parameters, by a pattern of their names: "head.*" = { lr = 0.01 }; the first counts."""
-    scheduler: SchedulerSpec = field(default_factory=SchedulerSpec)
-    """A scheduler that sets the rate by itself; needs schedule = "constant" and no warm-up."""
-    schedule: Literal["constant", "cosine", "step"] = "constant"
-    """How the learning rate changes after the warm-up, counted in samples: not at all, along a cosine to 0, in
-    steps."""
-    step_epochs: tuple[float, ...] = above(0, ())
-    """Epochs at which the step schedule multiplies the rate by `step_factor`."""
-    step_factor: float = above(0, 0.1)
-    """What each step of the step schedule multiplies the rate by."""
-    warmup_epochs: float = at_least(0, 0.0)
-    """Epochs in which the rate rises linearly to its full value."""
-    base_batch_size: int | None = at_least(1, None)
-    """The global batch size for which `lr` was chosen; None: this job's own."""
-    lr_scaling: Literal["linear", "sqrt", "none"] = "linear"
-    """How the rate follows a global batch other than `base_batch_size`: in proportion, by the square root, or not."""
-    label_smoothing: float = between(0, 1, 0.0)
-    """The share of a target that is spread evenly over all classes."""
-    clip_norm: float | None = above(0, None)
-    """The largest norm of the whole gradient; None: not clipped."""
-
-    def __post_init__(self) -> None:
-        if self.nesterov and self.momentum == 0:
-            raise JobError("optim.nesterov = True needs optim.momentum greater than 0.")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise JobError(f"optim.betas = {list(self.betas)} should both lie in [0, 1).")
-        if self.scheduler.name is not None and (
-            self.schedule != "constant" or self.warmup_epochs or self.base_batch_size
-        ):
-            raise JobError(
-                "optim.scheduler sets the learning rate by itself; leave out optim.schedule, optim.warmup_epochs and "
-                "optim.base_batch_size."
-            )
-        if self.schedule == "step" and not self.step_epochs:
-            raise JobError("optim.schedule = 'step' needs optim.step_epochs, such as [15, 25].")
-        if list(self.step_epochs) != sorted(self.step_epochs):
-            raise JobError(f"optim.step_epochs = {shown(list(self.step_epochs))} should be in ascending order.")
-
-    @property
-    def state_copies(self) -> int:
-        """How many values the optimizer keeps per parameter."""
-        if self.name.lower() == "sgd":
-            return int(self.momentum > 0)
-        return 1 if self.name.lower() in ("adagrad", "rprop", "rmsprop", "asgd") else 2
-
-
-@dataclass(frozen=True)
 class AggregationSpec:
     """How workers aggregate their gradients, and how often.
 
@@ -203,7 +124,21 @@ class CheckpointSpec:
     keep_every_hours: float | None = above(0, None)
     """Also keep the first checkpoint of every period of this many hours."""
     keep_best: str | None = None
-    """Also keep the best checkpoint by this metric of `evaluate`, such as "accuracy"; the smallest for a loss."""
+    """Also keep the best checkpoint by this metric of `evaluate`, such as "accuracy"; early stopping keeps the best by
+    its own metric where this is left out."""
+    best_mode: Mode = "auto"
+    """Whether the best by `keep_best` is the smallest ("min") or the largest ("max"); "auto": the smallest where the
+    metric's name says loss, error or perplexity."""
+
+
+@dataclass(frozen=True)
+class CallbackSpec:
+    """What happens beside the training, at the events of its loop."""
+
+    name: str
+    """An import path "package.module:Class" of a subclass of `paceline.Callback`."""
+    options: dict[str, Any] = field(default_factory=dict, metadata=PLAIN)
+    """Keyword arguments for its constructor."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +159,8 @@ class Job(JsonValue):
     """What stays equal when the number of workers changes: results up to rounding, or every bit."""
     precision: Precision = "float32"
     """The precision of forward passes: bfloat16 and float16 are mixed precision with float32 weights."""
+    tf32: bool | None = None
+    """Whether GPUs that have it compute float32 products in TF32, to 10 bits of mantissa; None: in numeric parity."""
     micro_batch_size: int | Literal["auto"] | None = at_least(1, None)
     """Most samples in one forward pass of a worker, a whole number of virtual shards; "auto": as many as memory has
     room for; None: the worker's whole share of the batch. It never changes what is learned."""
@@ -243,13 +180,22 @@ class Job(JsonValue):
     checkpoint (without repeating data); end the run; or do not check."""
     eval_every_epochs: int = at_least(1, 1)
     """Epochs between two evaluations; the last epoch is always evaluated."""
+    eval_every_steps: int | None = at_least(1, None)
+    """Steps between two evaluations, beside those at the ends of epochs; None: only those."""
     eval_batch_size: int = between(1, MOST_SAMPLES, 256)
     """Samples that go through the model together in an evaluation."""
+    average_decay: float | None = between(0, 1, None)
+    """The decay of an exponential moving average of the weights, such as 0.999, which is then what is evaluated, and
+    saved in model.safetensors; None: the weights themselves are."""
+    callbacks: tuple[CallbackSpec, ...] = ()
+    """What happens beside the training: a list of { name = "package.module:Class", options = {} }, subclasses of
+    `paceline.Callback`."""
     model: ModelSpec = field(default_factory=ModelSpec)
     data: DataSpec = field(default_factory=DataSpec)
     optim: OptimSpec = field(default_factory=OptimSpec)
     aggregation: AggregationSpec = field(default_factory=AggregationSpec)
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
+    early_stopping: EarlyStoppingSpec = field(default_factory=EarlyStoppingSpec)
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.name) <= MOST_NAME_CHARACTERS or not self.name.isprintable():
@@ -296,11 +242,31 @@ class Job(JsonValue):
                 "aggregation.method = 'parameter_server_async' computes virtual shards and updates slices of the "
                 "parameters: it needs norm = 'shard', no optim.clip_norm, and a precision other than 'float16'."
             )
+        if self.average_decay == 1:
+            raise JobError("average_decay = 1.0 would keep the first weights for ever; it should be below 1.")
+        if self.average_decay is not None and self.aggregation.method != "every_step":
+            raise JobError(
+                f"average_decay needs aggregation.method = 'every_step'; with {self.aggregation.method!r} workers do "
+                "not hold the same weights after every step."
+            )
+        if self.eval_every_steps is not None and self.aggregation.method == "parameter_server_async":
+            raise JobError(
+                "eval_every_steps needs another aggregation.method than 'parameter_server_async', whose workers do not "
+                "rest between steps; use eval_every_epochs."
+            )
         if self.parity == "bitwise" and self.aggregation.method != "every_step":
             raise JobError(
                 f"parity = 'bitwise' needs aggregation.method = 'every_step'; with {self.aggregation.method!r} the "
                 "result depends on the number of workers."
             )
+
+    @property
+    def kept_checkpoints(self) -> CheckpointSpec:
+        """`checkpoint`, where the best by early stopping's metric is kept if no other best is named."""
+        stopping = self.early_stopping
+        if stopping.metric is None or self.checkpoint.keep_best is not None:
+            return self.checkpoint
+        return dataclasses.replace(self.checkpoint, keep_best=stopping.metric, best_mode=stopping.mode)
 
     @property
     def shard_size(self) -> int:
@@ -355,7 +321,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str = 
         old, new = before.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping) and key != "options":
             found += differences(old, new, path)
-        elif old != new and path not in _LEARNS_THE_SAME and not path.startswith("checkpoint."):
+        elif old != new and path not in _LEARNS_THE_SAME and not path.startswith(_LEARN_THE_SAME):
             found.append(f"{path} was {old!r} and is {new!r}")
     return found
 
@@ -364,9 +330,11 @@ _MOST_PARTS = 20
 """Of the key in a setting."""
 
 _LEARNS_THE_SAME = (
-    *("name", "micro_batch_size", "measure_noise", "eval_every_epochs", "eval_batch_size"),
+    *("name", "micro_batch_size", "measure_noise", "eval_every_epochs", "eval_every_steps", "eval_batch_size"),
     *("data.dir", "data.loader_workers"),
 )
+_LEARN_THE_SAME = ("checkpoint.", "early_stopping.")
+"""Tables of which no key affects results."""
 
 
 def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

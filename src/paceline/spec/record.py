@@ -11,6 +11,7 @@ from typing import Any
 from paceline.errors import JobError, PacelineError
 from paceline.regular_files import read_json
 from paceline.spec.codec import MAY_DIVERGE, NOT_NEGATIVE, JsonValue, at_least
+from paceline.spec.evaluation import EvaluationRecord
 from paceline.spec.job import Job
 from paceline.spec.plan import Plan
 
@@ -69,6 +70,14 @@ class RunRecord(JsonValue):
     notes: tuple[str, ...] = ()
     """Notes on the result: scaled learning rate, warnings."""
     environment: dict[str, str] = field(default_factory=dict)
+    evaluations: tuple[EvaluationRecord, ...] = ()
+    """Every evaluation, in the order of its steps."""
+    best: EvaluationRecord | None = None
+    """The best evaluation by the metric of early stopping, or of `checkpoint.keep_best`; None: neither is set."""
+    stopped: str | None = None
+    """Why the run ended before its epochs were over; None: it did not, or `max_steps` ended it."""
+    is_complete: bool = True
+    """Whether the run is over; not if a limit of time ended it, and the same command goes on."""
 
     @property
     def world_size(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from paceline.train.callbacks import Callback
 from paceline.train.initialize import init
 from paceline.train.run import Run
 
-__all__ = ["Run", "init"]
+__all__ = ["Callback", "Run", "init"]

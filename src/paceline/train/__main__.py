@@ -27,9 +27,9 @@ def main() -> None:
     plan = Plan.from_mapping(parse_json(arguments.plan)) if arguments.plan else Plan.load(run_dir / "plan.json")
     limit = run_dir / "limit.json"
     is_limited = arguments.job is None and limit.exists()
-    max_steps = Limit.load(limit).max_steps if is_limited else None
+    limits = Limit.load(limit) if is_limited else Limit()
     output = RunOutput(run_dir, None if arguments.quiet else sys.stderr, arguments.track)
-    train(job, plan, output, max_steps, force=arguments.force)
+    train(job, plan, output, limits.max_steps, max_minutes=limits.max_minutes, force=arguments.force)
 
 
 if __name__ == "__main__":

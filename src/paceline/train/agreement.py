@@ -1,10 +1,13 @@
-"""What all workers must have alike, compared before they train on it."""
+"""What all workers must have alike, compared before they train on it, or go on with it."""
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
-from paceline.errors import DataError
+from paceline.errors import DataError, DivergenceError
 from paceline.object_collectives import all_gather_objects
 
 
@@ -27,3 +30,33 @@ def check_same_order(digest: str, epoch: int | None, group: dist.ProcessGroup | 
             f"In {where} {ranks} would read other samples than rank 0, or in another order; build the data set and the "
             "sampler alike on all workers, and draw from torch's, NumPy's or random's global generator only."
         )
+
+
+def check_same_state(run_state: tuple[list[float], list[float]], group: dist.ProcessGroup | None) -> None:
+    """A collective after what may have changed weights or learning rates on one worker only.
+
+    Args:
+        run_state: what `fingerprint` returns.
+
+    Raises:
+        DivergenceError: on all workers, if these differ.
+    """
+    weights, rates = run_state
+    states = all_gather_objects([repr(weights), repr(rates)], group)
+    for rank, state in enumerate(states):
+        for what, mine, theirs in zip(("weights", "learning rates"), states[0], state, strict=True):
+            if mine != theirs:
+                raise DivergenceError(
+                    f"Worker {rank} has other {what} than rank 0: something, such as a callback, changed them on some "
+                    "workers only; do the same on every worker."
+                )
+
+
+def fingerprint(model: nn.Module, optimizer: Optimizer, *, holds_all: bool) -> tuple[list[float], list[float]]:
+    """Sums of the weights, where workers hold all of them, and the learning rates: alike where workers are."""
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    parameters = [parameter.detach() for parameter in model.parameters()] if holds_all else []
+    if not parameters:
+        return [], rates
+    sums = [torch.stack([one.double().sum(), one.double().square().sum()]) for one in parameters]
+    return torch.stack(sums).flatten().tolist(), rates

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.checkpoint import Saver, Snapshot
+from paceline.checkpoint.load import folder_name
 from paceline.checkpoint.storage import Storage
 from paceline.spec.job import CheckpointSpec
 from paceline.train.status_exchange import Request
@@ -32,6 +33,8 @@ class Checkpoints:
         take: Callable[[bool], Snapshot | None],
         say: Callable[[str], None],
         saved_step: int | None,
+        was_saved: Callable[[int], None] = lambda _step: None,
+        will_save: Callable[[], None] = lambda: None,
     ) -> None:
         """A collective of all workers of `group`, which uses CPU memory; None: there is one worker.
 
@@ -40,16 +43,25 @@ class Checkpoints:
                 argument is true.
             say: receives messages for the user, on rank 0.
             saved_step: the step that the run was resumed from.
+            was_saved: receives the step of each checkpoint that is complete, on all workers after the same step.
+            will_save: called in a signal handler when this worker was asked to save and to end.
         """
         self._spec = spec
         self._take = take
         self._keeps_clock = group is None or dist.get_rank(group) == 0
         self._requests: set[Request] = set()
         self._is_due = False
+        self._interrupted = False
+        """Whether Ctrl-C was pressed."""
+        self._say = say
+        self._address = storage.address
         self._saved_at = time.monotonic()
         self._handlers: dict[int, Any] = {}
         self._saver = Saver(storage, spec, group, say)
         self._saver.last_step = saved_step
+        self._was_saved, self._will_save = was_saved, will_save
+        self._in_writing: int | None = None
+        """The step of a checkpoint that is not known to be complete."""
         self._handle_signals()
 
     def step_ended(self, step: int, received: Set[Request]) -> None:
@@ -60,14 +72,21 @@ class Checkpoints:
 
         Raises:
             SystemExit: some worker got SIGTERM, and all is saved.
+            KeyboardInterrupt: this one got SIGINT, and all is saved.
         """
         if Request.FAILED in received:
             self._saver.give_up()
+            self._in_writing = None
+        if Request.BUSY not in received:
+            self._report_saved()
         self._is_due |= Request.SAVE in received or Request.LEAVE in received or step == self.next_save(step - 1)
         if self._is_due and Request.BUSY not in received:
             self._save()
         if Request.LEAVE in received and not self._is_due:
             self.wait()
+            self._say(_left(step, self.newest))
+            if self._interrupted:
+                raise KeyboardInterrupt
             raise SystemExit(128 + signal.SIGTERM)
 
     def next_save(self, step: int) -> float:
@@ -79,12 +98,28 @@ class Checkpoints:
         """Note that an epoch has ended: the run is saved at the next opportunity."""
         self._is_due |= self._spec.every_epoch
 
+    def save(self, step: int) -> None:
+        """Save the state of this step, unless that is done. A collective."""
+        if self._saver.last_step != step:
+            self.wait()
+            self._is_due = True
+            self._save()
+
     def run_ended(self, step: int) -> None:
         """Save any unsaved state, and wait until it is written. A collective."""
+        self.save(step)
         self.wait()
-        if self._saver.last_step != step:
-            self._save()
-        self.wait()
+
+    @property
+    def newest(self) -> tuple[int, str] | None:
+        """Step and address of the newest checkpoint that was begun; None: there is none, or it could not be written."""
+        step = self._saver.last_step
+        return None if step is None or self._saver.failed else (step, f"{self._address}/{folder_name(step)}")
+
+    def _report_saved(self) -> None:
+        step, self._in_writing = self._in_writing, None
+        if step is not None:
+            self._was_saved(step)
 
     def rescue(self, *, is_whole: bool) -> None:
         """After an error: save this worker's state, without the others, which may be gone, if it is the whole state.
@@ -122,6 +157,7 @@ class Checkpoints:
         self._saved_at = time.monotonic()
         if snapshot.step != self._saver.last_step:
             self._saver.begin(snapshot)
+            self._in_writing = snapshot.step
 
     @property
     def wants_save(self) -> bool:
@@ -142,7 +178,7 @@ class Checkpoints:
         return requests
 
     def _handle_signals(self) -> None:
-        """SIGUSR1: save. SIGTERM: save and exit; a second SIGTERM exits at once, by the previous handler."""
+        """SIGUSR1: save. SIGTERM and Ctrl-C: save and exit; a second one exits at once, by the previous handler."""
         if threading.current_thread() is not threading.main_thread():
             return
 
@@ -151,7 +187,23 @@ class Checkpoints:
 
         def leave(number: int, _frame: FrameType | None) -> None:
             self._requests.add(Request.LEAVE)
+            self._will_save()
+            self._interrupted |= number == signal.SIGINT
             signal.signal(number, self._handlers[number])
 
-        for number, handler in ((signal.SIGUSR1, save), (signal.SIGTERM, leave)):
+        # Where Ctrl-C is ignored, as in the background of a shell, it stays so.
+        heeds_interrupt = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        endings = [signal.SIGTERM, *([signal.SIGINT] if heeds_interrupt else [])]
+        for number, handler in ((signal.SIGUSR1, save), *((ending, leave) for ending in endings)):
             self._handlers[number] = signal.signal(number, handler)
+
+
+def _left(step: int, newest: tuple[int, str] | None) -> str:
+    """What is left of a run that was interrupted after this step."""
+    if newest is None:
+        return f"Interrupted after step {step}; nothing is saved."
+    saved, place = newest
+    return (
+        f"Interrupted after step {step}; step {saved} is saved in\n{place}\n"
+        "The same command with the same folder goes on from there."
+    )

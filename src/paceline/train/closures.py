@@ -3,34 +3,79 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.errors import JobError
 from paceline.parallel import Engine
 from paceline.spec import Job
+from paceline.train.joint_optimizer import JointOptimizer
 
 
-def needs_closure(optimizer: Optimizer, engine: Engine, job: Job) -> bool:
-    """Whether `optimizer.step` must be given a closure: it has such a parameter without a default.
+def takes_closure(optimizer: Optimizer, engine: Engine, job: Job) -> bool:
+    """Whether `optimizer.step` is given a closure: it has such a parameter without a default; or with one, and is none
+    of torch's own, which then compute the gradient once.
 
     Raises:
-        JobError: it must, and this run cannot compute a step's gradient again.
+        JobError: it must be given one, and this run cannot compute a step's gradient again.
     """
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is None or closure.default is not inspect.Parameter.empty:
+    if isinstance(optimizer, JointOptimizer):
+        for one in optimizer.optimizers:
+            if _must_have(one):
+                raise JobError(
+                    f"{type(one).__name__} computes the gradient several times in a step, so it has to be its model's "
+                    "only optimizer."
+                )
         return False
-    if not engine.holds_all or job.aggregation.method != "every_step" or job.precision == "float16":
+    is_possible = engine.holds_all and job.aggregation.method == "every_step" and job.precision != "float16"
+    if _must_have(optimizer) and not is_possible:
         raise JobError(
             f"{type(optimizer).__name__} computes the gradient several times in a step, which needs the strategy dp, "
             "aggregation.method = 'every_step' and a precision other than 'float16'; choose these or another optimizer."
         )
-    return True
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+    return _must_have(optimizer) or (is_possible and not is_torchs and _closure(optimizer) is not None)
 
 
-def closure_after(loss: Tensor, again: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """A closure whose first call returns `loss`, whose gradient is there already, and each later one `again()`."""
-    known = [loss]
-    return lambda: known.pop() if known else again()
+def _closure(optimizer: Optimizer) -> inspect.Parameter | None:
+    return inspect.signature(type(optimizer).step).parameters.get("closure")
+
+
+def _must_have(optimizer: Optimizer) -> bool:
+    closure = _closure(optimizer)
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def closure_after(
+    loss: Tensor, parameters: Iterable[nn.Parameter], again: Callable[[], Tensor]
+) -> Callable[[], Tensor]:
+    """A closure that computes a step's gradient again and returns its loss; not at its first call where the one that is
+    there already is still right: weights and gradients are those of `loss`."""
+    held = list(parameters)
+    before = [_mark(parameter) for parameter in held]
+    is_first = True
+
+    def closure() -> Tensor:
+        nonlocal is_first
+        is_known = is_first and [_mark(parameter) for parameter in held] == before
+        is_first = False
+        if is_known:
+            return loss
+        with torch.enable_grad():
+            return again()
+
+    return closure
+
+
+def _mark(parameter: nn.Parameter) -> tuple[int, int, int | None, int | None]:
+    """What changes when the values of a parameter or its gradient do."""
+    gradient = parameter.grad
+    return (
+        parameter.data_ptr(),
+        parameter._version,
+        None if gradient is None else id(gradient),
+        None if gradient is None else gradient._version,
+    )

@@ -98,6 +98,23 @@ class DataProgress:
         """Whether no batch of an epoch is left: it had ended before the run resumed, or all steps have been made."""
         return (self._is_resumed and epoch < self._epoch) or self.steps_left == 0
 
+    @property
+    def epoch(self) -> int:
+        """The epoch that the last batch belongs to."""
+        return self._epoch
+
+    @property
+    def num_epochs(self) -> int:
+        return self._job.epochs
+
+    @property
+    def last_step(self) -> int | None:
+        """The number of the run's last step, if all epochs are as long as this one; None: not known, of a stream."""
+        if self._orders is None:
+            return self._max_steps
+        steps = self._job.epochs * self._order_of(self._epoch).num_batches
+        return steps if self._max_steps is None else min(steps, self._max_steps)
+
     def enter(self, epoch: int, orders: Orders, set_size: int, *, one_by_one: bool = False) -> range:
         """The numbers of the remaining batches of an epoch that is not over; `batch` makes them.
 
@@ -218,6 +235,10 @@ class DataProgress:
         if batch.position is not None:
             self._position = batch.position
 
+    def end_here(self) -> None:
+        """Make no more updates."""
+        self._max_steps = self.steps
+
     def end_stream(self) -> None:
         """Note that all batches of the epoch have been trained on."""
         self._has_ended = True
@@ -227,12 +248,23 @@ class DataProgress:
         """Whether no batch of the current epoch has been trained on."""
         return self._next == 0
 
+    @property
+    def _is_epoch_complete(self) -> bool:
+        """Whether all batches of the current epoch have been trained on."""
+        if self._orders is not None:
+            return self._next == self._order_of(self._epoch).num_batches
+        return self._has_ended
+
+    @property
+    def epochs_done(self) -> int | None:
+        """How many epochs have been trained on; None in the middle of one."""
+        if self._is_epoch_complete:
+            return self._epoch + 1
+        return self._epoch if self._next == 0 else None
+
     def leave_epoch(self) -> None:
         """Note that the epoch is complete, including its evaluation, if all its batches have been trained on."""
-        is_complete = self._has_ended
-        if self._orders is not None:
-            is_complete = self._next == self._order_of(self._epoch).num_batches
-        if is_complete:
+        if self._is_epoch_complete:
             self._epoch, self._next, self._position, self._has_ended = self._epoch + 1, 0, None, False
 
     def state_dict(self, *, collective: bool = False) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from paceline.data import Loading
 from paceline.data.substreams import is_stream
 from paceline.errors import ModelError
 from paceline.object_collectives import all_gather_objects
-from paceline.parallel import Engine
+from paceline.parallel import Companions, Engine
 from paceline.parallel.losses import Mean
 from paceline.spec import Job, Mesh
 from paceline.train.agreement import check_same_order
@@ -27,6 +27,7 @@ from paceline.train.process_group import World
 from paceline.train.reading import DatasetReader, num_samples
 from paceline.train.seeding import seed_between_steps, seed_evaluation
 from paceline.train.stream_evaluation import StreamChunks
+from paceline.train.torch_settings import explaining_refusals
 
 Measure = Callable[[nn.Module, Any], Mapping[str, Any]]
 """measure(model, batch): for every metric one value per sample, of shape (samples in batch,), or a `Mean`; for one that
@@ -53,6 +54,7 @@ class Evaluator:
         measure: Measure,
         metrics: Mapping[str, Any] | None,
         model: nn.Module,
+        prepared: Companions,
         engine: Engine,
         step: int,
     ) -> dict[str, float]:
@@ -62,22 +64,23 @@ class Evaluator:
             loading: how the data set is read.
             measure, metrics: as `Run.evaluate` takes them.
             model: what `measure` is called with.
-            engine: trains it, or the model that it is an average of.
+            prepared: all models of the run, which `measure` may call.
+            engine: trains one of them; they all are spread alike.
             step: the number of updates made; what the model draws in evaluation depends on it.
         """
         kind: type[SetChunks | StreamChunks] = StreamChunks if is_stream(loading.dataset) else SetChunks
         chunks = kind(loading, self.reader, self.job, self.mesh, self.world, in_step=not engine.holds_all)
-        buffers = engine.forward_buffers
 
         def before_chunk(number: int) -> None:
             seed_evaluation(self.job.seed, step, number, self.world.device)
-            buffers.begin_pass()
+            prepared.begin_pass()
 
         try:
             with (
-                evaluation_mode(model),
+                explaining_refusals(),
+                evaluation_mode(model, *(one.model for one in prepared.models)),
                 engine.consensus(),
-                buffers.untouched(),
+                prepared.untouched(),
                 torch.no_grad(),
                 self.precision.autocast(),
             ):
@@ -87,10 +90,11 @@ class Evaluator:
 
 
 @contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """A context in which `model` is in evaluation mode; restores each module's mode, as some may be frozen."""
-    was_training = [module for module in model.modules() if module.training]
-    model.eval()
+def evaluation_mode(*models: nn.Module) -> Iterator[None]:
+    """A context in which models are in evaluation mode; restores each module's mode, as some may be frozen."""
+    was_training = [module for model in models for module in model.modules() if module.training]
+    for model in models:
+        model.eval()
     try:
         yield
     finally:
@@ -178,14 +182,15 @@ def evaluate(
     """
     others = {name: metric_functions(name, metric) for name, metric in (metrics or {}).items()}
     trees = {name: chunks.tree(functions.merge) for name, functions in others.items()}
-    sums: dict[int, dict[str, list[float]]] = {}
+    pending: dict[int, dict[str, list[Any]]] = {}
     for number, batch in chunks:
         before_chunk(number)
         values = measure(model, batch)
-        if number not in sums and chunks.counts_here(number):
+        if number not in pending and chunks.counts_here(number):
             update_trees(others, trees, number, values)
         size = chunks.size(number)
-        sums[number] = {name: _chunk_sums(name, one, size) for name, one in values.items() if name not in others}
+        pending[number] = {name: _chunk_sums(name, one, size) for name, one in values.items() if name not in others}
+    sums = _read(pending)
     kinds = _agreed_kinds({name: len(numbers) for name, numbers in next(iter(sums.values()), {}).items()}, world)
     numbers = chunks.numbers
     table = torch.zeros(len(numbers), sum(kinds.values()), dtype=torch.float64, device=world.device)
@@ -203,20 +208,42 @@ def evaluate(
     return results | (compute_metrics(others, trees, world) if others else {})
 
 
-def _chunk_sums(name: str, value: Any, num_samples: int) -> list[float]:
-    """The sum over samples; of a `Mean` [value times weight, weight]."""
+def _chunk_sums(name: str, value: Any, num_samples: int) -> list[Any]:
+    """The sum over samples; of a `Mean` [value times weight, weight]. What a GPU has is not waited for."""
     if isinstance(value, Mean):
-        weight = float(value.weight)
-        if not weight >= 0:
-            raise ModelError(f"The weight of the metric '{name}' is {weight:g}; it should be 0 or more.")
-        return [float(value.value) * weight if weight else 0.0, weight]
+        mean, weight = (torch.as_tensor(one, dtype=torch.float64).detach() for one in (value.value, value.weight))
+        device = weight.device if weight.is_cuda else mean.device
+        mean, weight = mean.to(device).reshape(()), weight.to(device).reshape(())
+        return [torch.where(weight == 0, 0.0, mean * weight), weight]
     if not isinstance(value, Tensor) or value.shape != (num_samples,):
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ModelError(
             f"The metric '{name}' should be one value per sample, shape ({num_samples},), or a paceline.Mean, but is "
             f"{got}."
         )
-    return [float(value.detach().to("cpu", torch.float64).sum())]
+    return [value.detach().to(torch.float64).sum()]
+
+
+def _read(pending: Mapping[int, Mapping[str, Sequence[Tensor]]]) -> dict[int, dict[str, list[float]]]:
+    """The sums of all chunks as numbers; waits once for each device.
+
+    Raises:
+        ModelError: a weight that is negative, or no number.
+    """
+    tensors = [one for of_chunk in pending.values() for sums in of_chunk.values() for one in sums]
+    values: dict[int, float] = {}
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        there = [tensor for tensor in tensors if tensor.device == device]
+        values |= dict(zip(map(id, there), torch.stack(there).tolist(), strict=True))
+    found = {
+        number: {name: [values[id(one)] for one in sums] for name, sums in of_chunk.items()}
+        for number, of_chunk in pending.items()
+    }
+    for of_chunk in found.values():
+        for name, sums in of_chunk.items():
+            if len(sums) == 2 and not sums[1] >= 0:
+                raise ModelError(f"The weight of the metric '{name}' is {sums[1]:g}; it should be 0 or more.")
+    return found
 
 
 def _checked(name: str, sums: list[float], length: int) -> list[float]:

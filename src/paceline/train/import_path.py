@@ -1,8 +1,10 @@
-"""What an import path "package.module:name" in a job names."""
+"""What an import path "package.module:name" in a job names, and the options it takes."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import inspect
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -36,3 +38,40 @@ def imported(path: str, key: str) -> Callable[..., Any]:
     if not callable(found):
         raise JobError(f"{key} = {path!r} should name a function or class, not a {type(found).__name__}.")
     return found  # type: ignore[no-any-return]
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function or class has a parameter of this name."""
+    return any(parameter.name == name for parameter in _parameters(function) or ())
+
+
+def checked_options(
+    function: Callable[..., Any], options: dict[str, Any], who: str, where: str, num_given: int = 0
+) -> dict[str, Any]:
+    """`options` if `function` takes them all besides its first `num_given` arguments, and needs no others.
+
+    Raises:
+        JobError: one that it does not have, of which the nearest that it has is named, or one that is missing.
+    """
+    parameters = _parameters(function)
+    if parameters is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return options
+    own = {one.name: one for one in parameters[num_given:] if one.kind is not one.VAR_POSITIONAL}
+    for name in options:
+        if name not in own:
+            near = difflib.get_close_matches(name, own, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise JobError(f"{where}: {who} has no option {name!r}: {hint}It has {', '.join(own) or 'none'}.")
+    if not num_given:
+        for name, parameter in own.items():
+            if parameter.default is parameter.empty and name not in options:
+                raise JobError(f"{where}: {who} needs the option {name!r}.")
+    return options
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """Those of a function or class; None where it is written in C and does not show them."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except ValueError:
+        return None

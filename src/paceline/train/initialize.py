@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -13,6 +14,8 @@ from paceline.errors import JobError
 from paceline.spec import Job, Plan, parse_mesh
 from paceline.spec.mesh_name import check_strategy
 from paceline.spec.micro_batch import MicroBatchSize, parse_micro_batch
+from paceline.spec.plan import Limit
+from paceline.train.progress import Progress
 from paceline.train.run import Run
 
 
@@ -23,8 +26,10 @@ def init(
     plan: Plan | None = None,
     strategy: str | None = None,
     max_steps: int | None = None,
+    max_minutes: float | None = None,
     checkpoint_dir: str | Path | None = None,
     force: bool = False,
+    progress: bool | TextIO = True,
     **values: Any,
 ) -> Run:
     """Join the other workers of this run; their number is set by the launcher of this script.
@@ -36,8 +41,11 @@ def init(
             mesh such as "fsdp2 x tp2"; None: as `paceline launch --strategy` says, else "dp". It has no effect on one
             worker alone.
         max_steps: end `Run.batches` after this many steps, whatever the epochs say.
+        max_minutes: end `Run.batches`, and save, after this time since the launch; the same command goes on.
         checkpoint_dir: where checkpoints go if the job does not say; None: there are none.
         force: resume even a checkpoint of another job.
+        progress: whether rank 0 shows how far the run is, on standard error: one line that stays in its place in a
+            terminal, else a line now and then; or the stream for it.
         values: any key of a job over that, `global_batch_size=256, optim={"clip_norm": 1.0}`. The schedule in
             `optim` acts as a factor on the learning rates of the optimizer that `prepare` is given.
 
@@ -57,7 +65,21 @@ def init(
             "start as many, or leave the plan's mesh out."
         )
     address = job.checkpoint.dir or checkpoint_dir
-    return Run(job, plan, facts, min(limits, default=None), None if address is None else str(address), force=force)
+    return Run(
+        job,
+        plan,
+        facts,
+        min(limits, default=None),
+        None if address is None else str(address),
+        force=force,
+        max_minutes=Limit.from_mapping({"max_minutes": max_minutes}).max_minutes,
+        display=_display(progress) if facts.rank == 0 else None,
+    )
+
+
+def _display(progress: bool | TextIO) -> Progress:
+    stream = sys.stderr if isinstance(progress, bool) else progress
+    return Progress(stream, is_shown=progress is not False)
 
 
 def _micro_batch_size(job: Job, plan: Plan) -> MicroBatchSize | None:

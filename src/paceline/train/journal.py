@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+from torch.optim.swa_utils import AveragedModel
 
 from paceline import env
 from paceline.spec import EpochRecord, RunRecord
 from paceline.spec.codec import MAY_DIVERGE, NOT_NEGATIVE, from_mapping, to_mapping
 from paceline.train.batch_warning import batch_warning
+from paceline.train.callbacks import Callback
+from paceline.train.digest import weights_sha256
+from paceline.train.early_stopping import best_evaluation
+from paceline.train.end_table import number_of, samples_per_s, shown_metrics
 from paceline.train.environment import describe_environment
 from paceline.train.metrics import Sink, open_sinks
-from paceline.train.progress import Progress
 from paceline.train.run import Run
 from paceline.train.schedule import describe_scaling
+from paceline.train.training import Training
 
 # Reading a loss makes the CPU wait for the GPU, so losses are read and logged this many steps at a time.
 _LOG_STEPS = 50
@@ -55,20 +60,20 @@ class _Saved:
     epoch_values: dict[str, float] = field(default_factory=dict, metadata=MAY_DIVERGE)
 
 
-class Journal:
+class Journal(Callback):
     """Records every step and epoch; on rank 0 it also prints and logs them."""
 
-    def __init__(self, run: Run, output: RunOutput, total_steps: int) -> None:
+    def __init__(self, run: Run, output: RunOutput) -> None:
         speaks = run.rank == 0
         self._run = run
-        label = f"{run.job.name} on {run.world_size} worker{'s' if run.world_size > 1 else ''}"
-        self._progress = Progress(output.progress if speaks else None, total_steps, label)
-        run.say = say = self._progress.say
-        self._sinks: list[Sink] = open_sinks(output.run_dir, output.trackers, run.steps, say) if speaks else []
+        if output.progress is None:
+            run.say = lambda _sentence: None
+        self._sinks: list[Sink] = open_sinks(output.run_dir, output.trackers, run.steps, run.say) if speaks else []
         scaling = describe_scaling(run.job)
         self._notes = [] if scaling is None else [scaling]
+        run.say(f"{run.job.name} on {number_of(run.world_size, 'worker')}")
         for note in (*run.notes, *self._notes):
-            self._progress.say(note)
+            run.say(note)
         self._launched_at = env.launched_at()
         self._first_step_s = 0.0
         self._unread: list[tuple[tuple[str, ...], torch.Tensor]] = []
@@ -114,7 +119,7 @@ class Journal:
         self._wall_s = saved.wall_s
         self._timed_s, self._samples_timed = saved.train_s, saved.samples_logged
 
-    def step(self, epoch: int, loss: torch.Tensor) -> None:
+    def step_made(self, training: Training, loss: torch.Tensor) -> None:  # noqa: ARG002 - an event's arguments
         run = self._run
         if not self._first_step_s:
             float(loss)  # on a GPU the step is over when its loss can be read
@@ -123,7 +128,6 @@ class Journal:
         self._samples_read = run.samples_seen
         numbers = [loss, loss.new_full((), num_samples), *run.values.values()]
         self._unread.append((tuple(run.values), torch.stack([number.double() for number in numbers])))
-        self._progress.step(run.steps, epoch, loss, num_samples)
         if len(self._unread) == _LOG_STEPS:
             self._read_losses()
 
@@ -158,9 +162,19 @@ class Journal:
         for sink in self._sinks:
             sink.log(self._run.steps, values)
 
-    def epoch(self, epoch: int, metrics: dict[str, float]) -> None:
+    def evaluated(self, training: Training, metrics: Mapping[str, float]) -> None:
+        if training.is_between_epochs:
+            return  # `epoch_ended` says it
         self._read_losses()
-        run = self._run
+        for sink in self._sinks:
+            sink.log(self._run.steps, {f"test_{name}": value for name, value in metrics.items()})
+        self._run.say(f"step {self._run.steps}  {shown_metrics(metrics)}")
+
+    def epoch_ended(self, training: Training) -> None:
+        self._read_losses()
+        run, epoch, metrics = self._run, training.epoch, training.metrics
+        if run.samples_seen == self._epoch_start[0]:
+            return  # the epoch's end was recorded before
         samples, train_s = self._epoch_start
         self._epoch_start = (run.samples_seen, run.timer.train_s)
         lr = float(run.optimizer.param_groups[0]["lr"])
@@ -179,9 +193,9 @@ class Journal:
             values["noise_scale"] = noise_scale
         for sink in self._sinks:
             sink.log(run.steps, values | {f"test_{name}": value for name, value in metrics.items()})
-        tested = "".join(f"  {name} {_metric(name, value)}" for name, value in metrics.items())
         noise = "" if noise_scale is None else f"  noise scale {noise_scale:,.0f}"
-        self._progress.say(f"epoch {epoch + 1}/{run.job.epochs}  train loss {mean_loss:.4f}{tested}{noise}")
+        tested = f"  {shown_metrics(metrics)}" if metrics else ""
+        run.say(f"epoch {epoch + 1}/{run.job.epochs}  train loss {mean_loss:.4f}{tested}{noise}")
         self._warn_about_batch(noise_scale)
 
     def _warn_about_batch(self, noise_scale: float | None) -> None:
@@ -193,20 +207,25 @@ class Journal:
         if warning is not None:
             self._has_warned = True
             self._notes.append(warning)
-            self._progress.say(warning)
+            run.say(warning)
 
-    def record(self) -> RunRecord:
-        run = self._run
+    def record(self, training: Training, average: AveragedModel | None) -> RunRecord:
+        """What happened. A collective.
+
+        Args:
+            average: the average of the weights, if that is what is saved.
+        """
+        run, kept = self._run, self._run.job.kept_checkpoints
         for sink in self._sinks:
             sink.close()
-        self._progress.close()
+        evaluations = tuple(training.evaluations)
+        best = None if kept.keep_best is None else best_evaluation(evaluations, kept.keep_best, kept.best_mode)
+        if best is not None:
+            run.display.rows["best"] = f"{shown_metrics(best.metrics)} at step {best.step}"
         step_time = run.timer.median()
-        evaluated = [e.metrics for e in self._epochs if e.metrics]
-        last = evaluated[-1] if evaluated else {}
-        samples_per_s = run.samples_seen / run.timer.train_s
-        # Where workers synchronise every few steps, the median step is one without a synchronisation.
-        if step_time.total_s and run.job.aggregation.method == "every_step":
-            samples_per_s = min(run.job.global_batch_size, run.samples_seen) / step_time.total_s
+        # A checkpoint of an earlier release has the evaluations of epochs alone.
+        evaluated = [*(epoch.metrics for epoch in self._epochs), *(one.metrics for one in evaluations)]
+        last = next((metrics for metrics in reversed(evaluated) if metrics), {})
         return RunRecord(
             job=run.job,
             plan=run.plan,
@@ -218,14 +237,14 @@ class Journal:
             train_s=run.timer.train_s,
             wall_s=self._wall_s + self._since_launch_s(),
             time_to_first_step_s=self._first_step_s,
-            samples_per_s=samples_per_s,
+            samples_per_s=samples_per_s(run),
             step_time=step_time,
-            weights_sha256=run.weights_sha256(),
+            weights_sha256=run.weights_sha256() if average is None else weights_sha256(average.module.state_dict()),
             epochs=tuple(self._epochs),
             notes=(*run.notes, *self._notes),
             environment=describe_environment(run.world),
+            evaluations=evaluations,
+            best=best,
+            stopped=run.stopping.reason,
+            is_complete=not run.stopping.is_out_of_time,
         )
-
-
-def _metric(name: str, value: float) -> str:
-    return f"{value:.2%}" if name == "accuracy" else f"{value:.4f}"

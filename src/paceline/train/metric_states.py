@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.containers import to_device
 from paceline.errors import ModelError
 from paceline.object_collectives import broadcast_object, gather_objects
 from paceline.train.process_group import World
@@ -153,7 +154,8 @@ def compute_metrics(
     results: dict[str, float] = {}
     problem: Exception | None = None
     for name, functions in metrics.items():
-        of_workers = gather_objects(trees[name].parts(), world.group)
+        # A worker's own states are where it computes, those of the others in host memory.
+        of_workers = gather_objects(to_device(trees[name].parts(), torch.device("cpu")), world.group)
         if of_workers is None or problem is not None:
             continue
         try:

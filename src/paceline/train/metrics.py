@@ -14,6 +14,8 @@ from typing import Any
 from paceline.errors import JobError
 from paceline.regular_files import create, parse_json, read_bytes, run_file_mode
 
+_MOST_UNWRITTEN = 10_000
+
 
 @dataclass(frozen=True)
 class Sink:
@@ -29,30 +31,49 @@ def json_lines(run_dir: Path, first_step: int, say: Callable[[str], None] = prin
     It continues after `first_step`: later lines of an earlier process are removed, because these steps are repeated.
     """
     path = run_dir / "metrics.jsonl"
-    before = _lines_until(path, first_step)
-    draft = path.with_name(path.name + ".tmp")
-    file = io.TextIOWrapper(io.BufferedWriter(create(draft, run_file_mode())), encoding="utf-8")
-    file.writelines(before)
-    file.flush()
-    draft.replace(path)  # it stays open as long as the run is
-
+    file: io.TextIOWrapper | None = None
+    unwritten: list[str] = []
+    """Lines for a file that could not be begun yet."""
     has_told = False
 
-    def log(step: int, values: dict[str, float]) -> None:
-        nonlocal has_told
+    def write(line: str) -> None:
+        nonlocal file, has_told
         try:
-            file.write(json.dumps({"step": step, **values}) + "\n")
+            if file is None:
+                file = _begin_lines(path, first_step, "".join(unwritten))
+                unwritten.clear()
+            file.write(line)
             file.flush()
         except OSError as problem:  # what could not be written is tried again with the next line
+            if file is None and len(unwritten) < _MOST_UNWRITTEN:
+                unwritten.append(line)
             if not has_told:
                 say(f"{path} cannot be written to ({problem.strerror}); training goes on.")
             has_told = True
 
     def close() -> None:
         with contextlib.suppress(OSError):  # that was told
-            file.close()
+            if file is not None:
+                file.close()
 
-    return Sink(log, close)
+    write("")
+    return Sink(lambda step, values: write(json.dumps({"step": step, **values}) + "\n"), close)
+
+
+def _begin_lines(path: Path, first_step: int, text: str) -> io.TextIOWrapper:
+    """The file, open for writing behind its lines until a step and behind `text`. Raises `OSError`."""
+    before = _lines_until(path, first_step)
+    draft = path.with_name(path.name + ".tmp")
+    file = io.TextIOWrapper(io.BufferedWriter(create(draft, run_file_mode())), encoding="utf-8")
+    try:
+        file.writelines([*before, text])
+        file.flush()
+        draft.replace(path)  # it stays open as long as the run is
+    except OSError:
+        with contextlib.suppress(OSError):
+            file.close()
+        raise
+    return file
 
 
 def _tensorboard(run_dir: Path) -> Sink:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -57,6 +58,11 @@ class NoiseMeter:
                 self._smoothed = self._smoothed.after(one)
             self._unread.clear()
         return self._smoothed
+
+    def scale(self) -> float | None:
+        """The noise scale in samples; None where it was not measured or no signal shows in the noise yet."""
+        mean = self.read().mean
+        return None if mean is None or not math.isfinite(mean.samples) else mean.samples
 
     def state_dict(self) -> dict[str, Any]:
         return to_mapping(self.read())

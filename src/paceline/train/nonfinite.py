@@ -13,6 +13,7 @@ from paceline.errors import ModelError
 from paceline.object_collectives import all_gather_objects
 from paceline.parallel.dtensor import local_shard
 from paceline.train.session import Session
+from paceline.train.state import Trained
 
 MOST_IN_A_ROW = 10
 """The run ends after this many consecutive steps without an update."""
@@ -25,16 +26,17 @@ _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 class NonFiniteGuard:
     """Looks at the loss and gradients of every step before they become an update."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, trained: Trained) -> None:
         self._session = session
-        self._trained = session.state.trained
+        self._trained = trained
         self._reaction = session.state.job.nonfinite
         self._num_in_a_row = 0
 
-    def allows_update(self, loss: Tensor, norm: Callable[[], Tensor], samples: NDArray[Any]) -> bool:
+    def allows_update(self, step: int, loss: Tensor, norm: Callable[[], Tensor], samples: NDArray[Any]) -> bool:
         """Whether to make an update; the same answer on all workers that aggregate every step.
 
         Args:
+            step: the number of global batches trained on before.
             norm: returns the norm of the whole model's gradient; called if workers hold shards. Then a collective.
             samples: the numbers of the samples in the step's batch.
 
@@ -45,7 +47,7 @@ class NonFiniteGuard:
             self._num_in_a_row = 0
             return True
         self._num_in_a_row += 1
-        wrong = _describe(self._session.state.progress.steps, loss, self._culprits(), samples)
+        wrong = _describe(step, loss, self._culprits(), samples)
         if self._reaction == "stop":
             raise ModelError(f"{wrong}. The run ends, as nonfinite = 'stop' says; lower optim.lr or look at the data.")
         if self._num_in_a_row == MOST_IN_A_ROW:

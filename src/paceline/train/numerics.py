@@ -1,19 +1,18 @@
-"""How a run computes: the precision of its forward passes, and torch's settings for the whole process."""
+"""How a run computes: the precision of its forward passes."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline import env
 from paceline.parallel.losses import Loss
-from paceline.spec import Job, Plan
+from paceline.spec import Job
 
 LossFn = Callable[[nn.Module, Any], Loss]
 """The loss of a batch, from the prepared model and the batch: the mean over its samples, or a `Mean`."""
@@ -53,23 +52,3 @@ def loss_name(loss_fn: LossFn) -> str:
     if code is None:
         return f"{type(function).__module__}.{type(function).__qualname__}"
     return f"{function.__module__}.{function.__qualname__}:{code.co_firstlineno}"
-
-
-@contextmanager
-def torch_settings(job: Job, plan: Plan) -> Iterator[None]:
-    """A context with the torch settings that a run needs in the whole process."""
-    threads = torch.get_num_threads()
-    # Not use_deterministic_algorithms, which loads torch's whole compiler: seconds at the end of every run.
-    determinism = torch.get_deterministic_debug_mode()
-    benchmark = torch.backends.cudnn.benchmark
-    torch.set_num_threads(plan.threads_per_worker)
-    if job.parity == "bitwise":
-        env.deterministic_cuda()
-        torch.backends.cudnn.benchmark = False
-        torch.set_deterministic_debug_mode("warn")
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        torch.backends.cudnn.benchmark = benchmark
-        torch.set_deterministic_debug_mode(determinism)

@@ -13,6 +13,9 @@ from paceline.errors import ModelError
 from paceline.spec import OptimSpec
 from paceline.train.evaluate import Measure
 
+METRICS = ("accuracy", "loss")
+"""What `accuracy_and_loss` measures."""
+
 
 def training_loss(optim: OptimSpec) -> Callable[[nn.Module, Any], Tensor]:
     """Mean cross-entropy over samples; over their tokens too for logits of shape (batch, tokens, classes)."""

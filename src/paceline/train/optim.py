@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,8 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.errors import JobError
 from paceline.spec import Job, OptimSpec
-from paceline.spec.job import SchedulerSpec
-from paceline.train.import_path import imported
+from paceline.spec.optim import SchedulerSpec
+from paceline.train.import_path import checked_options, imported, takes
 
 _OF_SGD = ("momentum", "nesterov")
 _OF_ADAM = ("betas", "eps")
@@ -25,6 +24,9 @@ _OURS: Mapping[str, tuple[str, ...]] = {"SGD": _OF_SGD, "Adam": _OF_ADAM, "AdamW
 
 _TOTALS = ("total_steps", "num_training_steps")
 """What schedulers call the number of steps of the whole run."""
+_FUSED_ON_SHARDS = (torch.optim.Adam, torch.optim.AdamW)
+_FUSED = (*_FUSED_ON_SHARDS, torch.optim.SGD)
+"""Optimizers that torch has fused kernels for on GPUs, exactly these and none made from them."""
 
 
 def build_optimizer(optim: OptimSpec, model: nn.Module) -> Optimizer:
@@ -35,13 +37,14 @@ def build_optimizer(optim: OptimSpec, model: nn.Module) -> Optimizer:
     """
     kind = _optimizer_class(optim.name)
     given = {key: getattr(optim, key) for key in ("lr", *_OURS.get(getattr(kind, "__name__", ""), ()))}
-    if optim.weight_decay or _takes(kind, "weight_decay"):
+    if optim.weight_decay or takes(kind, "weight_decay"):
         given["weight_decay"] = optim.weight_decay
     given |= optim.options
-    options = _checked(kind, given, f"the optimizer {optim.name!r}", "optim.options")
+    options = checked_options(kind, given, f"the optimizer {optim.name!r}", "optim.options", num_given=1)
     groups = parameter_groups(optim, model)
     for group in groups:
-        _checked(kind, {key: value for key, value in group.items() if key != "params"}, optim.name, "optim.groups")
+        others = {key: value for key, value in group.items() if key != "params"}
+        checked_options(kind, others, optim.name, "optim.groups", num_given=1)
     is_one = len(groups) == 1 and len(groups[0]) == 1
     made = kind(groups[0]["params"] if is_one else groups, **options)
     if not isinstance(made, Optimizer):
@@ -78,6 +81,28 @@ def parameter_groups(optim: OptimSpec, model: nn.Module) -> list[dict[str, Any]]
     return list(found.values())
 
 
+def choose_kernels(optimizer: Optimizer, device: torch.device) -> None:
+    """Have an optimizer update by as few kernels as its parameters allow, where its user has chosen nothing.
+
+    On a GPU torch takes all parameters of a group together, which fails where some are shards and others whole, or
+    shards along other axes; and it takes its fused kernels only where it is told to. On a CPU it goes one by one.
+    """
+    if device.type == "cpu":
+        return
+    from torch.distributed.tensor import DTensor  # takes long to load
+
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is not None or group.get("fused") is not None:
+            continue
+        parameters = group["params"]
+        kinds = {one.device_mesh if isinstance(one, DTensor) else None for one in parameters}
+        is_fused = type(optimizer) in (_FUSED if kinds == {None} else _FUSED_ON_SHARDS)
+        if len(kinds) > 1:
+            group["foreach"] = False
+        elif is_fused and all(one.device.type == device.type and one.is_floating_point() for one in parameters):
+            group["fused"] = True
+
+
 def build_scheduler(spec: SchedulerSpec, optimizer: Optimizer, total_steps: int) -> LRScheduler:
     """The scheduler of a job.
 
@@ -88,9 +113,9 @@ def build_scheduler(spec: SchedulerSpec, optimizer: Optimizer, total_steps: int)
     make = imported(spec.name, "optim.scheduler.name")
     options = dict(spec.options)
     for name in _TOTALS:
-        if _takes(make, name):
+        if takes(make, name):
             options.setdefault(name, total_steps)
-    options = _checked(make, options, f"the scheduler {spec.name!r}", "optim.scheduler.options")
+    options = checked_options(make, options, f"the scheduler {spec.name!r}", "optim.scheduler.options", num_given=1)
     scheduler: LRScheduler = make(optimizer, **options)
     if not (hasattr(scheduler, "step") and hasattr(scheduler, "state_dict")):
         raise JobError(f"optim.scheduler.name = {spec.name!r} made a {type(scheduler).__name__}, not a scheduler.")
@@ -105,7 +130,7 @@ def ends_with_epochs(job: Job) -> bool:
     if spec.name is None:
         return job.optim.schedule == "cosine"
     make = imported(spec.name, "optim.scheduler.name")
-    return any(_takes(make, name) and name not in spec.options for name in _TOTALS)
+    return any(takes(make, name) and name not in spec.options for name in _TOTALS)
 
 
 def _optimizer_class(name: str) -> Callable[..., Any]:
@@ -124,29 +149,3 @@ def _optimizer_class(name: str) -> Callable[..., Any]:
             "import path 'package.module:Optimizer'."
         )
     return known[name.lower()]
-
-
-def _takes(function: Callable[..., Any], name: str) -> bool:
-    return any(parameter.name == name for parameter in _parameters(function))
-
-
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Those of a function or class; none where it is written in C and does not show them."""
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except ValueError:
-        return []
-
-
-def _checked(function: Callable[..., Any], options: dict[str, Any], who: str, where: str) -> dict[str, Any]:
-    """`options` if `function` takes them all. Raises `JobError` for one that it does not have."""
-    parameters = _parameters(function)
-    if not parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return options
-    names = [parameter.name for parameter in parameters][1:]
-    for name in options:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise JobError(f"{where}: {who} has no option {name!r}: {hint}It has {', '.join(names)}.")
-    return options

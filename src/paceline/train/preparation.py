@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -9,15 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.containers import to_device
-from paceline.parallel import parallelize
+from paceline.errors import JobError, ModelError
+from paceline.parallel import Companion, parallelize
+from paceline.parallel.engine import broadcast
 from paceline.parallel.initial_weights import is_on_meta
+from paceline.parallel.norm import ShardBatchNorm, replace_batch_norm
 from paceline.spec import AlgorithmName, Job, Mesh, Plan
 from paceline.train.compilation import check_can_be_compiled, draws_as_uncompiled, without_compiler
+from paceline.train.joint_optimizer import JointOptimizer
 from paceline.train.numerics import Precision
+from paceline.train.optim import choose_kernels
 from paceline.train.process_group import World
-from paceline.train.schedule import LearningRates
+from paceline.train.schedule import LearningRates, counts_epochs
 from paceline.train.state import Names, Trained, rebind
 
 
@@ -31,13 +38,16 @@ class Prepared:
     """The plan's algorithm, or the choice of "auto"."""
     notes: tuple[str, ...]
     """Notes for the run's log and report."""
+    schedulers: tuple[Any, ...]
+    """Learning-rate schedulers, moved after each update."""
     background: ExitStack
     """What runs in the background; left with the error that ends the run, if one does."""
 
 
 def prepare_model(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
+    scheduler: Any,
     job: Job,
     plan: Plan,
     world: World,
@@ -52,6 +62,8 @@ def prepare_model(
         JobError: a strategy that this job cannot be trained with.
         ModelError: an optimizer that is not this model's.
     """
+    schedulers = _checked_schedulers(scheduler, optimizer, job)
+    optimizer = optimizer if isinstance(optimizer, Optimizer) else JointOptimizer(optimizer)
     is_plain = (plan.mesh or Mesh()).is_plain
     model, compile_again = without_compiler(model, job)
     if compile_again is not None:
@@ -79,4 +91,74 @@ def prepare_model(
         compile_again(trained.model)
         parallelized.background.enter_context(draws_as_uncompiled())
     rebind(optimizer, names, trained.model)
-    return Prepared(trained, rates, parallelized.algorithm, parallelized.notes, parallelized.background)
+    choose_kernels(optimizer, world.device)
+    return Prepared(trained, rates, parallelized.algorithm, parallelized.notes, schedulers, parallelized.background)
+
+
+def freeze(model: nn.Module, job: Job, plan: Plan, world: World) -> Companion:
+    """Make `model` one that is called and not trained: on this worker's device, in evaluation mode, without gradients,
+    with rank 0's weights. A collective."""
+    _check_may_freeze(job, plan)
+    if is_on_meta(model):
+        raise ModelError("A frozen model has to have its weights when it is given to run.prepare; load them before.")
+    model.to(world.device)
+    if job.precision == "float64":
+        model.double()
+    model.requires_grad_(False).eval()
+    broadcast([*model.parameters(), *model.buffers()], world.group)
+    if job.norm == "shard":
+        model = replace_batch_norm(model, ShardBatchNorm)
+    return Companion.of(model)
+
+
+def check_several(job: Job, plan: Plan) -> None:
+    """Raise `JobError` where a run can train one model only."""
+    mesh = plan.mesh or Mesh()
+    why = ""
+    if plan.devices_in_process > 1:
+        why = "with several devices in one process every device has a copy of the trained model only"
+    elif job.aggregation.method != "every_step":
+        why = f"with aggregation.method = {job.aggregation.method!r} workers do not make every step together"
+    elif mesh.pp > 1:
+        why = f"with the strategy {mesh} the loss is computed by the worker of the last stage alone"
+    elif job.norm == "sync":
+        why = "norm = 'sync' takes the shards of a worker through a model together"
+    if why:
+        raise JobError(
+            f"This run cannot have several models: {why}; choose the strategies dp, fsdp or tp, aggregation.method = "
+            "'every_step' and norm = 'shard', or a run for each model."
+        )
+
+
+def _check_may_freeze(job: Job, plan: Plan) -> None:
+    """Raise `JobError` where a run cannot have a frozen model beside the one that it trains."""
+    is_asynchronous = job.aggregation.method == "parameter_server_async"
+    if plan.devices_in_process > 1 or is_asynchronous:
+        what = "aggregation.method = 'parameter_server_async'" if is_asynchronous else "several devices in one process"
+        raise JobError(
+            f"A frozen model cannot be called by several threads at once, as {what} would; choose another strategy."
+        )
+
+
+def _checked_schedulers(scheduler: Any, optimizer: Optimizer | Sequence[Optimizer], job: Job) -> tuple[Any, ...]:
+    """The schedulers given to `Run.prepare`.
+
+    Raises:
+        JobError: one cannot be moved by the run.
+    """
+    given = () if scheduler is None else tuple(scheduler) if isinstance(scheduler, list | tuple) else (scheduler,)
+    known = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    for one in given:
+        name = type(one).__name__
+        if isinstance(one, ReduceLROnPlateau):
+            raise JobError(f"{name} moves by a metric: give it to run.keep and call its step after run.evaluate.")
+        if not hasattr(one, "step") or not hasattr(one, "state_dict"):
+            raise JobError(f"run.prepare got {name} as scheduler; give it one of torch or transformers, or a list.")
+        if not any(getattr(one, "optimizer", None) is other for other in known):
+            raise JobError(f"The {name} given to run.prepare belongs to another optimizer; build it from this one.")
+        if counts_epochs(job):
+            raise JobError(
+                f"The job's optim.schedule or warmup_epochs sets the learning rate in every step, and so does {name}; "
+                "choose one of them."
+            )
+    return given

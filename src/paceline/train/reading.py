@@ -12,13 +12,14 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.containers import to_device
-from paceline.data import ArrayReader, ArraySet, Loading, SampleRequest, read_samples
+from paceline.data import ArrayReader, ArraySet, Loading, SampleRequest, is_loader, read_samples
 from paceline.data.order import EpochOrder
 from paceline.data.stream_reader import StreamStep, read_stream
 from paceline.data.substreams import StreamPosition
 from paceline.errors import DataError
 from paceline.sharded_batch import ShardedBatch
 from paceline.spec import Job
+from paceline.train.prefetch import ahead
 
 
 class DatasetReader:
@@ -87,10 +88,12 @@ class DatasetReader:
             if reader is None:  # it may hold the whole set on the device, so there is one for each set
                 reader = ArrayReader(dataset, self._device, self._dtype, job.channels_last, job.seed)
                 self._readers[dataset] = reader
-            return ([reader.read(epoch, np.concatenate(request.shards), train)] for request in requests)
-        return read_samples(
+            read = ([reader.read(epoch, np.concatenate(request.shards), train)] for request in requests)
+            return ahead(read, self._device)
+        samples = read_samples(
             loading, requests, seed=job.seed, epoch=epoch, device=self._device, dtype=self._dtype, train=train
         )
+        return ahead(samples, self._device)
 
 
 def num_samples(dataset: Any, purpose: str) -> int:
@@ -103,3 +106,10 @@ def num_samples(dataset: Any, purpose: str) -> int:
     if len(dataset) == 0:
         raise DataError(f"The {purpose} set is empty.")
     return len(dataset)
+
+
+def loading_of(job: Job, dataset: Any, purpose: str, **given: Any) -> Loading:
+    """How `dataset` is read, by what is given here, by the DataLoader that it is, or by the job."""
+    if given["num_workers"] is None and not is_loader(dataset):
+        given["num_workers"] = job.data.loader_workers
+    return Loading.of(dataset, job.global_batch_size, purpose, **given)

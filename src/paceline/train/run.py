@@ -3,50 +3,53 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, overload
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from paceline import env
-from paceline.data import Loading, is_loader
+from paceline.data import Loading
 from paceline.data.loading import Collate
 from paceline.data.substreams import is_stream
 from paceline.errors import JobError
 from paceline.heartbeat import Heartbeat
-from paceline.noise import SmoothedNoise
-from paceline.object_collectives import broadcast_object
-from paceline.parallel import Engine, check_shards
+from paceline.parallel import Companion, Engine, check_shards
 from paceline.spec import Job, Mesh, Plan
 from paceline.train.averaging import averaged
 from paceline.train.data_progress import DataProgress
 from paceline.train.digest import weights_sha256
+from paceline.train.end_table import end_rows
 from paceline.train.evaluate import Evaluator, Measure
 from paceline.train.memory_limit import memory_limit
+from paceline.train.model_step import Pending
 from paceline.train.noise_meter import NoiseMeter
-from paceline.train.numerics import LossFn, Precision, torch_settings
-from paceline.train.preparation import prepare_model
+from paceline.train.numerics import LossFn, Precision
+from paceline.train.preparation import Prepared, check_several, freeze, prepare_model
 from paceline.train.process_group import abandon, join
-from paceline.train.reading import DatasetReader
+from paceline.train.progress import Progress
+from paceline.train.reading import DatasetReader, loading_of
+from paceline.train.run_view import RunView
 from paceline.train.sample_batches import check_server_order, sample_batches
 from paceline.train.seeding import seed_between_steps, seed_generators
 from paceline.train.session import Kept, RunState, Session, Stateful
 from paceline.train.state import Trained
-from paceline.train.step import Pending, Stepper
+from paceline.train.step import Stepper
+from paceline.train.stopping import Stopping
 from paceline.train.stream_batches import StreamBatches
 from paceline.train.timing import StepTimer
+from paceline.train.torch_settings import TorchSettings, has_tf32
 from paceline.train.trace import ParityTracer
 
-OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+OptimizerT = TypeVar("OptimizerT", bound="Optimizer | Sequence[Optimizer]")
 
 
-class Run:
+class Run(RunView):
     """One worker's hold on a run: prepare, batches, step, evaluate. Use it as a context manager.
 
     Attributes:
@@ -57,7 +60,7 @@ class Run:
         values: what the loss function returned besides the loss of the last `step`, by name: detached scalars, the same
             on every worker. Reading one waits for the device.
         say: receives messages for the user during the run, on rank 0; may be replaced.
-        timer: where the time of each step goes.
+        timer, display, stopping: where each step's time goes; how far the run is, on rank 0; whether it ends early.
     """
 
     def __init__(
@@ -69,39 +72,37 @@ class Run:
         checkpoint_address: str | None = None,
         *,
         force: bool = False,
+        max_minutes: float | None = None,
+        display: Progress | None = None,
     ) -> None:
         self.job = job
         self.plan = plan
         self.mesh = plan.mesh or Mesh(dp=facts.world_size)
         check_shards(self.mesh.num_assignments, job.virtual_shards)
         self._at_close = ExitStack()
-        self._at_close.enter_context(torch_settings(job, plan))
-        self.world = join(facts, plan)
-        self.rank, self.world_size, self.device = facts.rank, facts.world_size, self.world.device
-        self.notes: list[str] = []
+        world = join(facts, plan)
+        settings = TorchSettings.of(job, plan, has_tf32=has_tf32(world.device))
+        self._at_close.enter_context(settings.applied())
+        share, num_assignments = self.mesh.share(facts.rank), self.mesh.num_assignments
+        self.reader, self.precision = DatasetReader(job, world.device), Precision(job, world.device)
+        progress = DataProgress(job, share, num_assignments, max_steps)
+        super().__init__(world, facts.world_size, progress, NoiseMeter(job, self.precision.scaler, world.device))
+        self.notes: list[str] = settings.notes(job)
         self.metrics: dict[str, float] = {}
         self.values: Mapping[str, Tensor] = {}
-        self.say: Callable[[str], None] = lambda text: print(text, file=sys.stderr) if self.rank == 0 else None
+        self.display = display or Progress(None)
+        self._at_close.callback(self.display.close)
+        self.say: Callable[[str], None] = self.display.say
         self.timer = StepTimer()
-        self.reader = DatasetReader(job, self.device)
-        self.precision = Precision(job, self.device)
-        self._progress = DataProgress(job, self.mesh.share(facts.rank), self.mesh.num_assignments, max_steps)
-        self._streams = StreamBatches(
-            job,
-            self._progress,
-            self.reader,
-            self.world,
-            self.mesh.share(facts.rank),
-            self.mesh.num_assignments,
-            plan.timeout_s,
-        )
+        self.stopping = Stopping(world, progress, env.launched_at(), max_minutes)
+        self._streams = StreamBatches(job, progress, self.reader, world, share, num_assignments, plan.timeout_s)
         self._evaluator = Evaluator(job, self.mesh, self.world, self.reader, self.precision)
-        self._noise = NoiseMeter(job, self.precision.scaler, self.device)
         self._kept = Kept()
-        self._checkpoint_address = checkpoint_address
-        self._force = force
+        self._resume_from: dict[str, Any] = {"checkpoint_address": checkpoint_address, "force": force}
         self._prepared: Stepper | None = None
-        self._averages: list[AveragedModel] = []
+        self._frozen: dict[str, Companion] = {}
+        self._has_read_batches = False
+        self._averages: list[tuple[AveragedModel, Trained]] = []
         self._pending: Pending | None = None
         self._heartbeat = Heartbeat(env.heartbeat_path())
         self._heartbeat.step(0)
@@ -109,23 +110,38 @@ class Run:
         self._at_close.callback(self._tracer.close)
         seed_generators(job.seed, self.device)
 
-    def prepare(
+    @overload
+    def prepare(self, model: ModuleT, optimizer: None = None, *, name: str | None = None) -> ModuleT: ...
+
+    @overload
+    def prepare(self, model: ModuleT, optimizer: OptimizerT, **options: Any) -> tuple[ModuleT, OptimizerT]: ...
+
+    def prepare(  # type: ignore[misc]  # the options of the second form are named here
         self,
         model: nn.Module,
-        optimizer: OptimizerT,
+        optimizer: Any = None,
         *,
+        name: str | None = None,
+        scheduler: Any = None,
         find_unused_parameters: bool = False,
         example: Any = None,
         tensor_plan: Mapping[str, str] | None = None,
-    ) -> tuple[nn.Module, OptimizerT]:
+    ) -> Any:
         """Place `model` on this worker's device and tie it to its copies on the other workers.
+
+        Call it once for each model, before the first batch; then `step` needs the model that it trains.
 
         Args:
             model: built alike on every worker (`init` seeds torch, NumPy and random); rank 0's weights win. It may be
                 on the meta device (`with torch.device("meta")`): then every layer draws its weights here by its own
                 `reset_parameters()`, and no worker ever holds more than its shard.
             optimizer: over the parameters of `model`. They stay the same objects where every worker holds the
-                whole model; else the optimizer is given their shards in their place.
+                whole model; else the optimizer is given their shards in their place. Or a list of optimizers of
+                distinct parameters. None: the model is frozen, in evaluation mode, the same whole model on every
+                worker; checkpoints keep a fingerprint of its weights only.
+            name: what checkpoints and messages call the model; None: "model", then "model 2" and so on.
+            scheduler: a learning-rate scheduler of torch or transformers over the optimizer, or a list of them: moved
+                after each update, and kept with checkpoints.
             find_unused_parameters: set it if some parameters get no gradient in some steps.
             example: what `model` is called with for a few samples: a tensor, a tuple of positional arguments, or a
                 mapping of keyword arguments, such as a batch of a tokenizer. A pipeline needs it, to cut the model into
@@ -134,41 +150,73 @@ class Run:
                 "blocks.*.down": "rowwise"}; None: the plan's, the model's own `_tp_plan`, or what is found.
 
         Returns:
-            The model to call and the optimizer.
+            The model to call and the optimizer; of a frozen model the model alone.
         """
-        if self._prepared is not None:
-            raise JobError("This run has a model already; a second one needs a paceline.init of its own.")
+        number = len(self._models.by_name) + len(self._models.frozen) + 1
+        name = name or ("model" if number == 1 else f"model {number}")
+        if self._has_read_batches:
+            raise JobError("This run has read batches already; call run.prepare for every model before run.batches.")
+        self._models.check_new(name, model)
+        if optimizer is None:
+            return self._freeze(name, model)
+        if self._models.by_name:
+            check_several(self.job, self.plan)
+        plan = self.plan
         if tensor_plan is not None:
-            self.plan = dataclasses.replace(self.plan, tensor_plan=dict(tensor_plan))
+            plan = dataclasses.replace(plan, tensor_plan=dict(tensor_plan))
         prepared = prepare_model(
             model,
             optimizer,
+            scheduler,
             self.job,
-            self.plan,
+            plan,
             self.world,
-            self.precision,
+            Precision(self.job, self.device) if self._models.by_name else self.precision,
             find_unused_parameters=find_unused_parameters,
             example=example,
         )
-        trained = prepared.trained
         self._at_close.push(prepared.background)
-        self.plan = dataclasses.replace(self.plan, algorithm=prepared.algorithm)
         self.notes += prepared.notes
-        session = self._open_session(trained)
-        self._prepared = Stepper(session, prepared.rates, self.mesh, self.reader, self.timer, self._tracer)
-        self._at_close.enter_context(memory_limit(env.memory_limit_bytes(), self.device, trained.model))
-        return trained.engine.module, optimizer
+        self._add(name, prepared, plan)
+        return prepared.trained.engine.module, optimizer
 
-    def _open_session(self, trained: Trained) -> Session:
+    def _add(self, name: str, prepared: Prepared, plan: Plan) -> None:
+        """Train a prepared model from now on, gone on from a checkpoint if there is one."""
+        trained = prepared.trained
+        self._models.add(name, trained)
+        if self._prepared is None:
+            self.plan = dataclasses.replace(plan, algorithm=prepared.algorithm)
+            self._prepared = Stepper(self._open_session(), self.timer)
+            self._at_close.enter_context(memory_limit(env.memory_limit_bytes(), self.device, trained.model))
+        elif self._prepared.session.add(name):
+            seed_between_steps(self.job.seed, self.steps, self.device)
+        stepper = self.stepper
+        for number, scheduler in enumerate(prepared.schedulers):
+            self._kept.add(f"scheduler {number} of {name}", scheduler, in_step=True)
+        for frozen, companion in self._frozen.items():
+            stepper.add_companion(frozen, companion)
+        stepper.add(name, prepared, self.mesh, self.reader, self._tracer)
+
+    def _freeze(self, name: str, model: nn.Module) -> nn.Module:
+        companion = freeze(model, self.job, self.plan, self.world)
+        digest = (
+            None if self._resume_from["checkpoint_address"] is None else weights_sha256(companion.model.state_dict())
+        )
+        self._models.add_frozen(name, companion.model, digest)
+        self._frozen[name] = companion
+        if self._prepared is not None:
+            self._prepared.add_companion(name, companion)
+            if self._prepared.session.add(name):
+                seed_between_steps(self.job.seed, self.steps, self.device)
+        return companion.model
+
+    def _open_session(self) -> Session:
         """What runs beside the steps, gone on from a checkpoint if there is one."""
-
-        def say(sentence: str) -> None:
-            self.say(sentence)  # whatever it is then
-
-        state = RunState(self.job, self._progress, self._noise, trained, self._kept, self.metrics)
-        session = Session(state, self.plan, self.world, self._heartbeat, say, self.notes)
+        state = RunState(self.job, self._progress, self._noise, self._models, self._kept, self.metrics)
+        say = lambda text: self.say(text)  # noqa: E731 - whatever that is then
+        session = Session(state, self.plan, self.world, self._heartbeat, say, self.notes, self.stopping)
         self._at_close.callback(session.close)
-        if session.resume(self._checkpoint_address, force=self._force):
+        if session.resume(**self._resume_from):
             seed_between_steps(self.job.seed, self.steps, self.device)
         return session
 
@@ -184,19 +232,19 @@ class Run:
         """
         self._kept.add(name, thing)
 
-    def average(self, decay: float = 0.999) -> AveragedModel:
+    def average(self, decay: float = 0.999, model: nn.Module | None = None) -> AveragedModel:
         """An exponential moving average of the weights, moved after every step and kept with checkpoints.
 
         Call it after `prepare`; give it to `evaluate(..., model=average)`, and save its `module.state_dict()`.
-        """
-        average = averaged(self.model, self.engine, decay)
-        self.keep(f"average {len(self._averages)}", average)
-        self._averages.append(average)
-        return average
 
-    def epochs(self) -> range:
-        """The numbers of the epochs that are not over: all of the job's, or those left of a run that was resumed."""
-        return self._progress.epochs()
+        Args:
+            model: which of several models that are trained; None: the first.
+        """
+        trained = self._models.of(self.model if model is None else model)
+        average = averaged(trained.model, trained.engine, decay)
+        self._kept.add(f"average {len(self._averages)}", average, in_step=True)
+        self._averages.append((average, trained))
+        return average
 
     def batches(
         self,
@@ -234,7 +282,8 @@ class Run:
         Raises:
             DataError: what the data set, the loader or the sampler says cannot be done.
         """
-        loading = self._loading(
+        loading = loading_of(
+            self.job,
             dataset,
             "training",
             collate_fn=collate_fn,
@@ -246,14 +295,9 @@ class Run:
         for number in self.epochs() if epoch is None else [epoch]:
             yield from self._epoch_batches(loading, number, samples_per_epoch)
 
-    def _loading(self, dataset: Any, purpose: str, **given: Any) -> Loading:
-        """How `dataset` is read, by what is given here, by the DataLoader that it is, or by the job."""
-        if given["num_workers"] is None and not is_loader(dataset):
-            given["num_workers"] = self.job.data.loader_workers
-        return Loading.of(dataset, self.job.global_batch_size, purpose, **given)
-
     def _epoch_batches(self, loading: Loading, epoch: int, samples_per_epoch: int | None) -> Iterator[Any]:
-        self._finish_step()
+        self.stepper.begin_epoch()
+        self._pending, self._has_read_batches = None, True
         progress = self._progress
         if progress.is_over(epoch):
             return
@@ -266,27 +310,28 @@ class Run:
                 loading, epoch, self.job, progress, self.reader, self.world, reads_assignment=reads_assignment
             )
         if self.steps and progress.at_epoch_start:
-            self._stepper.session.epoch_ended()
+            self.stepper.session.epoch_ended()
         self.timer.resume()
         self.timer.data_asked()
         for batch, content in batches:
             self.timer.data_arrived()
-            self._pending = Pending(batch, content, loading)
+            self._pending = Pending(batch, content, loading, progress.steps, progress.samples_seen)
             yield content
-            self._check_stepped()
-            self._finish_step()
+            if not self._pending.num_steps:
+                raise JobError("Every batch from run.batches needs its run.step before the next one is taken.")
+            self._pending = None
+            self.stepper.finish_step()
+            if self.stopping.is_over:
+                return
             self.timer.data_asked()
 
-    def _finish_step(self) -> None:
-        if self._prepared is not None:
-            self._prepared.finish_step()
-
-    def _check_stepped(self) -> None:
-        if self._pending is not None:
-            raise JobError("Every batch from run.batches needs its run.step before the next one is taken.")
-
-    def step(self, batch: Any, loss_fn: LossFn) -> Tensor:
+    def step(
+        self, batch: Any, loss_fn: LossFn, *, model: nn.Module | None = None, optimizer: Optimizer | None = None
+    ) -> Tensor:
         """Forward, backward, aggregate, clip, update.
+
+        With `model` or `optimizer` a batch may have several steps: of several models, or of one. A step changes the
+        model that it trains alone; others that the loss function calls compute as they are, see `parallel.companions`.
 
         Args:
             batch: what `batches` just yielded.
@@ -294,6 +339,8 @@ class Run:
                 Or `paceline.Mean(loss, weight=number of tokens)`, the mean over another number of units; the step's
                 loss is then the mean over all units of the global batch. Or a pair of either and a dict of further
                 numbers, each a mean over the samples or a `Mean`: see `values`.
+            model: the model to train, as `prepare` returned it; None: the only one.
+            optimizer: of a list given to `prepare`, the one that makes the update; None: all of them.
 
         Returns:
             The loss of the global batch, the same on every worker; a detached scalar. Workers that synchronise
@@ -301,20 +348,28 @@ class Run:
             mean over the samples of this worker, or of its node where that synchronises every step, and NaN where there
             are none.
         """
-        pending, self._pending = self._pending, None
-        if pending is None:
-            raise JobError("run.step needs a batch that run.batches just yielded; each is used once.")
-        result = self._stepper.step(pending, batch, loss_fn)
+        pending = self._pending
+        if pending is None or (pending.num_steps and model is None and optimizer is None):
+            raise JobError(
+                "run.step needs a batch that run.batches just yielded; each is used once, except by steps that say "
+                "which model they train: run.step(batch, loss_fn, model=…)."
+            )
+        result, trained = self.stepper.step(pending, batch, loss_fn, model, optimizer)
         self.values = result.values
-        self._note_micro_batch()
-        for average in self._averages:
-            average.update_parameters(self.model)
+        if pending.num_steps == 1:
+            self.display.step(self._progress, result.loss)
+        self._note_micro_batch(trained.engine)
+        for average, averaged_model in self._averages:
+            if averaged_model is trained:
+                average.update_parameters(trained.model)
         return result.loss
 
-    def _note_micro_batch(self) -> None:
+    def _note_micro_batch(self, engine: Engine) -> None:
         """Say it, and keep it with the plan, if memory had no room for the micro-batch so far."""
-        found = self.engine.micro_batch
-        if found is not None and found.is_automatic and found.size not in (None, self.plan.micro_batch_size):
+        found, known = engine.micro_batch, self.plan.micro_batch_size
+        if found is None or not found.is_automatic or found.size is None:
+            return
+        if not isinstance(known, int) or found.size < known:
             self.plan = dataclasses.replace(self.plan, micro_batch_size=found.size)
             note = f"micro_batch_size = {found.size} from step {self.steps} on: memory has no room for more"
             self.notes.append(note)
@@ -332,49 +387,26 @@ class Run:
     ) -> dict[str, float]:
         """Every metric over `dataset`, each sample counted exactly once on any number of workers.
 
-        A collective: every worker has to call it.
-
         Args:
             dataset: map-style, visited in order; or a stream; or a torch DataLoader over either, whose settings are
                 taken over.
             collate_fn: makes a batch of a list of samples; None: torch's default.
             num_workers: loader processes of each worker; None: as the job's data.loader_workers says.
-            model: the model to evaluate, such as an `average`; None: the prepared one.
+            model: the model to evaluate, one of those that were prepared or an `average`; None: the first one.
             measure: called as measure(model, batch) in evaluation mode without gradients; returns one value per
                 sample for every metric, {"accuracy": correct, "loss": losses}, each of shape (samples in batch,), or
                 `paceline.Mean(loss, weight=number of tokens)`; the result is the mean over all samples, or tokens.
             metrics: those that are no means, by name: a torchmetrics metric, or three functions (update, merge,
                 compute). `measure` then returns under this name what `update` takes, {"f1": (predictions, targets)}.
         """
-        loading = self._loading(dataset, "evaluation", collate_fn=collate_fn, num_workers=num_workers)
-        results = self._evaluator.evaluate(loading, measure, metrics, model or self.model, self.engine, self.steps)
+        loading = loading_of(self.job, dataset, "evaluation", collate_fn=collate_fn, num_workers=num_workers)
+        results = self._evaluator.evaluate(
+            loading, measure, metrics, model or self.model, self.stepper.companions, self.engine, self.steps
+        )
         self.timer.resume()
         self.metrics.clear()
         self.metrics.update(results)
         return results
-
-    def consensus(self) -> AbstractContextManager[None]:
-        """Inside, the model holds what all workers agree on, the same on every one: the mean of their weights where
-        they synchronise only every few steps. Training then continues unchanged. `evaluate` enters it by itself.
-
-        A collective: every worker has to enter it.
-        """
-        return self.engine.consensus()
-
-    def whole_state(self) -> dict[str, Tensor]:
-        """The whole model's state_dict. A collective; where the model is spread, rank 0 alone gets it."""
-        return self.engine.whole(self.model.state_dict(keep_vars=True))
-
-    def weights_sha256(self) -> str:
-        """A fingerprint of the weights: equal exactly when every bit is. A collective where the model is spread.
-
-        It is that of this worker's own copy where it holds the whole model.
-        """
-        state = self.whole_state()
-        if self.engine.holds_all:
-            return weights_sha256(state)
-        digest: str = broadcast_object(weights_sha256(state) if self.rank == 0 else None, self.world.group)
-        return digest
 
     def close(self) -> None:
         """End the run: files are closed and torch's settings are again what they were before it."""
@@ -391,6 +423,7 @@ class Run:
             abandon()
         if stepper is not None and error is None:
             stepper.session.finish()
+            self.display.end(end_rows(self, self._progress, stepper.session.newest_checkpoint))
         elif stepper is not None and isinstance(error, Exception | KeyboardInterrupt):
             peers = stepper.session.peers
             lost = None if peers is None else peers.cause_of(error)
@@ -401,47 +434,17 @@ class Run:
         self._at_close.__exit__(kind, error, trace)
 
     @property
-    def _stepper(self) -> Stepper:
+    def stepper(self) -> Stepper:
+        """What makes the steps of the prepared model."""
         if self._prepared is None:
             raise JobError("Call run.prepare(model, optimizer) first.")
         return self._prepared
 
-    @property
-    def engine(self) -> Engine:
-        """What the prepared model is trained by."""
-        return self._stepper.trained.engine
+    def stop(self, reason: str) -> None:
+        """Ask for the end of the run: `batches` ends on all workers, one step later than this. No collective."""
+        self.stopping.ask(reason)
 
-    @property
-    def model(self) -> nn.Module:
-        """The prepared model itself, under whatever spreads it."""
-        return self._stepper.trained.model
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The prepared optimizer."""
-        return self._stepper.trained.optimizer
-
-    @property
-    def steps(self) -> int:
-        """Optimizer updates made."""
-        return self._progress.steps
-
-    @property
-    def samples_seen(self) -> int:
-        """Samples of all workers that updates have been made by."""
-        return self._progress.samples_seen
-
-    def total_steps(self, num_samples: int) -> int:
-        """Optimizer updates of the whole run on a training set of `num_samples`."""
-        return self._progress.total_steps(num_samples)
-
-    @property
-    def noise(self) -> SmoothedNoise:
-        """What is known of gradient noise by now. On a GPU, reading it waits for the steps before."""
-        return self._noise.read()
-
-    @property
-    def noise_scale(self) -> float | None:
-        """The gradient noise scale in samples; None where it was not measured or no signal shows in the noise yet."""
-        mean = self.noise.mean
-        return None if mean is None or not math.isfinite(mean.samples) else mean.samples
+    def save(self) -> None:
+        """Save a checkpoint of the run as it is now, when all steps of a batch are made. A collective."""
+        self.stepper.finish_step()
+        self.stepper.session.save()

@@ -20,14 +20,25 @@ def seed_generators(seed: int, device: torch.device) -> None:
         torch.cuda.manual_seed(seed)
 
 
-def seed_shard(seed: int, step: int, shard: int, device: torch.device) -> None:
-    """Before a virtual shard of a step is computed: its dropout masks are its own."""
-    seed_generators(key(seed, random_streams.FORWARD, step, shard), device)
+def seed_shard(seed: int, step: int, shard: int, device: torch.device, nth: int = 0) -> None:
+    """Before a virtual shard of a step is computed: its dropout masks are its own.
+
+    Args:
+        step: the number of the global batch.
+        nth: the number of the step among those on this batch.
+    """
+    own = key(seed, random_streams.LATER_STEP, nth, step) if nth else seed
+    seed_generators(key(own, random_streams.FORWARD, step, shard), device)
 
 
-def seed_between_steps(seed: int, step: int, device: torch.device) -> None:
-    """After a step: what a script draws then must not depend on the shards that this worker has computed."""
-    seed_generators(key(seed, random_streams.BETWEEN_STEPS, 0, step), device)
+def seed_between_steps(seed: int, step: int, device: torch.device, nth: int = 0) -> None:
+    """After a step: what a script draws then must not depend on the shards that this worker has computed.
+
+    Args:
+        step: the number of global batches trained on.
+        nth: how many steps have been made on the last of them, if there may be more; 0: it is done.
+    """
+    seed_generators(key(seed, random_streams.BETWEEN_STEPS, nth, step), device)
 
 
 def seed_evaluation(seed: int, step: int, chunk: int, device: torch.device) -> None:

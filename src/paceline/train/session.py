@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -31,11 +31,13 @@ from paceline.train.optim import ends_with_epochs
 from paceline.train.peer_watch import watch_peers
 from paceline.train.process_group import World, leave_at_once
 from paceline.train.resume import CheckpointReader, Found
-from paceline.train.state import Trained
-from paceline.train.status_exchange import StatusExchange
+from paceline.train.status_exchange import Request, Status, StatusExchange
+from paceline.train.stopping import Stopping
 from paceline.train.stragglers import Stragglers
+from paceline.train.trained_models import TrainedModels
 
 
+@runtime_checkable
 class Stateful(Protocol):
     """Anything that a checkpoint can keep."""
 
@@ -49,19 +51,22 @@ class Kept:
 
     def __init__(self) -> None:
         self._things: dict[str, Stateful] = {}
+        self.moves_between_steps = False
+        """Whether the script changes any of them itself."""
         self._restored: dict[str, Any] = {}
         """States from a checkpoint that have not been claimed yet."""
         self._after_restoring: Callable[[], None] = lambda: None
 
-    def add(self, name: str, thing: Stateful) -> None:
+    def add(self, name: str, thing: Stateful, *, in_step: bool = False) -> None:
+        """
+        Args:
+            in_step: whether it moves in `Run.step` alone, not in what the script does between two steps.
+        """
         self._things[name] = thing
+        self.moves_between_steps |= not in_step
         if name in self._restored:
             thing.load_state_dict(self._restored.pop(name))
             self._after_restoring()
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._things
 
     def state_dict(self) -> dict[str, Any]:
         return {name: thing.state_dict() for name, thing in self._things.items()}
@@ -102,7 +107,7 @@ class RunState:
     job: Job
     progress: DataProgress
     noise: NoiseMeter
-    trained: Trained
+    models: TrainedModels
     kept: Kept = field(default_factory=Kept)
     metrics: dict[str, float] = field(default_factory=dict)
     """The metrics of the last evaluation; changed in place."""
@@ -114,17 +119,27 @@ class RunState:
             collective: whether all workers call this together; else None, too, where this worker holds only a shard
                 of the model.
         """
-        engine = self.trained.engine
-        if not (engine.sync_buffers() if collective else engine.holds_all and not engine.weights_diverge):
+        engines = [trained.engine for trained in self.models.by_name.values()]
+        if collective:
+            is_synchronised = [engine.sync_buffers() for engine in engines]  # collectives of every one of them
+            is_possible = all(is_synchronised)
+        else:
+            is_possible = all(engine.holds_all and not engine.weights_diverge for engine in engines)
+        if not is_possible:
             return None
-        shared, own = self.trained.take()
+        shared, own = self.models.take()
         shared |= {
             "progress": self.progress.state_dict(collective=collective),
             "noise": self.noise.state_dict(),
             "metrics": self.metrics,
             "kept": self.kept.state_dict(),
         }
-        return Snapshot(self.progress.steps, self.job.to_mapping(), shared, own, is_part=not engine.holds_all)
+        return Snapshot(self.progress.steps, self.job.to_mapping(), shared, own, is_part=not self.holds_all)
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether every worker holds all models and their optimizers."""
+        return all(trained.engine.holds_all for trained in self.models.by_name.values())
 
     def restore(self, found: Found, *, force: bool) -> None:
         """Resume from a checkpoint. Raises `JobError` if it is of another job, unless `force` is set."""
@@ -133,23 +148,39 @@ class RunState:
             self._restore(shared, found.own, force=force)
 
     def _restore(self, shared: dict[str, Any], own: dict[str, Any], *, force: bool) -> None:
-        # Converted to a job: keys of a later release get their defaults.
-        before = Job.from_mapping(shared["job"])
-        changes = differences(before.to_mapping(), self.job.to_mapping())
-        if self.job.epochs > before.epochs and not ends_with_epochs(before):
-            changes = [change for change in changes if not change.startswith("epochs was ")]  # it goes on
+        before, changes = self._changes(shared)
         if changes and not force:
             raise JobError(
                 f"The checkpoint to resume is of another job: {'; '.join(changes)}{_why_not_on(before, self.job)}. "
                 "Set it back, choose another "
                 "folder, or resume nevertheless with --force (paceline.init(force=True))."
             )
-        self.trained.put(shared, own, hyper=not changes)
+        self.models.put(shared, own, hyper=not changes)
         self.progress.load_state_dict(shared["progress"], check_order=not force)
         self.noise.load_state_dict(shared["noise"])
         self.metrics.update(from_mapping(_SavedMetrics, {"metrics": shared["metrics"]}).metrics)
         # A new scheduler writes its first learning rate into the optimizer, and loading its state leaves it there.
-        self.kept.load_state_dict(shared["kept"], (lambda: None) if changes else self.trained.hyperparameters())
+        self.kept.load_state_dict(shared["kept"], (lambda: None) if changes else self.models.hyperparameters())
+
+    def restore_model(self, name: str, found: Found, *, force: bool) -> None:
+        """Give a model that was prepared after the others its state; with `force` it begins anew if there is none.
+
+        Raises:
+            CheckpointError: the checkpoint has no such model.
+        """
+        if force and name not in found.shared.get("models", {}):
+            return
+        with _as_saved(found.name):
+            self.models.put_one(name, found.shared, found.own, hyper=not self._changes(found.shared)[1])
+
+    def _changes(self, shared: dict[str, Any]) -> tuple[Job, list[str]]:
+        """The job that a checkpoint is of, and how it differs from this one in what decides the result."""
+        # Converted to a job: keys of a later release get their defaults.
+        before = Job.from_mapping(shared["job"])
+        changes = differences(before.to_mapping(), self.job.to_mapping())
+        if self.job.epochs > before.epochs and not ends_with_epochs(before):
+            changes = [change for change in changes if not change.startswith("epochs was ")]  # it goes on
+        return before, changes
 
 
 def _why_not_on(before: Job, job: Job) -> str:
@@ -157,6 +188,13 @@ def _why_not_on(before: Job, job: Job) -> str:
     if job.epochs <= before.epochs or not ends_with_epochs(before):
         return ""
     return " (its learning rates follow a schedule that ends with the epochs, so more would have changed them all)"
+
+
+_SPLIT_ELSEWHERE = (
+    "On another worker the loss of several virtual shards together is no longer the mean of their own losses, so every "
+    "shard goes through the model alone there, which gives the same result on any number of workers: see "
+    "paceline.Mean and shard_by_shard."
+)
 
 
 class Session:
@@ -170,11 +208,13 @@ class Session:
         heartbeat: Heartbeat,
         say: Callable[[str], None],
         notes: list[str],
+        stopping: Stopping,
     ) -> None:
         """
         Args:
             say: receives messages for the user, on rank 0.
             notes: receives notes for the run's report.
+            stopping: whether the run ends early.
         """
         # A separate group in CPU memory, whatever the others use: it communicates in parallel to them.
         timeout = timedelta(seconds=plan.timeout_s)
@@ -188,12 +228,19 @@ class Session:
         self.world = world
         self.heartbeat = heartbeat
         self.say = say
+        self._is_split = False
+        """Whether some worker has found late that its shards must go through the model one by one."""
         self._notes = notes
+        self._stopping = stopping
+        self.was_saved: Callable[[int], None] = lambda _step: None
+        """Receives the step of each complete checkpoint, on all workers after the same step; may be replaced."""
         self._status_exchange = StatusExchange(group)
         self._stragglers = Stragglers(_worker_names(plan))
         self._group = group
         self._reader: CheckpointReader | None = None
         self._checkpoints: Checkpoints | None = None
+        self._resumed: tuple[dict[str, Any], bool] | None = None
+        """Until the first batch: what the checkpoint says of its models, and whether one of another job may be used."""
         self._held = contextlib.ExitStack()
         """What keeps other runs away from the checkpoints."""
 
@@ -206,21 +253,50 @@ class Session:
         """
         if checkpoint_address is None:
             return False
-        state, trained = self.state, self.state.trained
+        state = self.state
         storage = open_storage(checkpoint_address)
         if self.world.rank == 0:
             self._held.enter_context(held(storage, run_token(env.run_dir()) or env.scheduler_run(), self.say))
-        wanted = None if trained.engine.holds_all else trained.own_shards
+        wanted = None if state.holds_all else state.models.own_shards
         self._reader = CheckpointReader(storage, self._group, self.say, wanted)
         found = self._reader.newest()
         step = None
         if found is not None:
             state.restore(found, force=force)
+            known = {"models": list(found.shared.get("models", ())), "frozen": dict(found.shared.get("frozen", {}))}
+            self._resumed = known, force
             step = state.progress.steps
             self.heartbeat.step(step)
             self._notes.append(f"resumed at step {step} from {found.name} in {checkpoint_address}")
-        self._checkpoints = Checkpoints(storage, state.job.checkpoint, self._group, state.snapshot, self.say, step)
+
+        def was_saved(step: int) -> None:
+            self.was_saved(step)  # whatever it is then
+
+        spec = state.job.kept_checkpoints
+        # The launcher waits for a worker that says it will save.
+        told = self.say, step, was_saved, self.heartbeat.save
+        self._checkpoints = Checkpoints(storage, spec, self._group, state.snapshot, *told)
         return found is not None
+
+    def add(self, name: str) -> bool:
+        """Give a model that was prepared after the first its state; whether the run was resumed."""
+        if self._resumed is None or self._reader is None:
+            return False
+        if name in self.state.models.by_name:
+            found = self._reader.newest()  # the shards of this model were not read before
+            assert found is not None
+            self.state.restore_model(name, found, force=self._resumed[1])
+        return True
+
+    def begin(self) -> None:
+        """Before the first batch: all models are known.
+
+        Raises:
+            CheckpointError: the checkpoint that was resumed is of a run with other models.
+        """
+        if self._resumed is not None and not self._resumed[1]:
+            self.state.models.check_complete(self._resumed[0])
+        self._resumed = None
 
     def roll_back(self) -> str | None:
         """Put weights and optimizer back to the newest good checkpoint; its name, None if there is none."""
@@ -230,7 +306,7 @@ class Session:
         found = self._reader.newest()
         if found is None:
             return None
-        self.state.trained.put(found.shared, found.own, hyper=True)
+        self.state.models.put(found.shared, found.own, hyper=True)
         return found.name
 
     def step_ended(self, own_time_s: float) -> None:
@@ -240,15 +316,37 @@ class Session:
             own_time_s: the time of this worker's last known step without waiting for others.
         """
         step = self.state.progress.steps
-        status = self._status_exchange.received()
-        if self._checkpoints is not None:
-            self._checkpoints.step_ended(step, status.requests)
+        status = self._received()
         for note in self._stragglers.note(step, status.own_times_s):
             self.note(note)
         slower = self._plan.exclude_slower
         if slower is not None and self.world.rank in self._stragglers.lasting(slower):
             leave_at_once(EXCLUDED)  # the others notice, save a checkpoint, and are restarted without it
-        self._status_exchange.send(set() if self._checkpoints is None else self._checkpoints.requests(), own_time_s)
+        self._status_exchange.send(self._requests(), own_time_s)
+
+    def _requests(self) -> set[Request]:
+        """This worker's requests, for the others."""
+        requests = set() if self._checkpoints is None else self._checkpoints.requests()
+        if self._is_split:
+            requests.add(Request.SPLIT)
+        return requests | {Request.STOP} if self._stopping.is_wanted() else requests
+
+    def _received(self) -> Status:
+        """The status of all workers, of which it is done what they request."""
+        status = self._status_exchange.received()
+        if self._checkpoints is not None:
+            self._checkpoints.step_ended(self.state.progress.steps, status.requests)
+        if Request.STOP in status.requests:
+            self._stopping.agree()
+        if Request.SPLIT in status.requests and not self._is_split:
+            self._is_split = True
+            self.note(_SPLIT_ELSEWHERE)
+        return status
+
+    def note_of_worker(self, sentence: str) -> None:
+        """Tell the user that shards of this worker go one by one, which other workers learn with its next status."""
+        self._is_split = True
+        self.note(sentence)
 
     def note(self, sentence: str) -> None:
         """Tell the user, and the run's report."""
@@ -257,13 +355,12 @@ class Session:
 
     def at_rest(self) -> None:
         """Called when all workers rest between updates by servers: exchange status at once, and save if due."""
-        if self._checkpoints is not None:
-            self._status_exchange.send(self._checkpoints.requests(), 0.0)
-            self._checkpoints.step_ended(self.state.progress.steps, self._status_exchange.received().requests)
+        self._status_exchange.send(self._requests(), 0.0)
+        self._received()
 
-    def wants_save(self) -> bool:
-        """Whether this worker requests a checkpoint, and could write it now. No collective."""
-        return self._checkpoints is not None and self._checkpoints.wants_save
+    def wants_rest(self) -> bool:
+        """Whether this worker requests a checkpoint, and could write it now, or the end. No collective."""
+        return self._stopping.is_wanted() or (self._checkpoints is not None and self._checkpoints.wants_save)
 
     def next_save(self) -> float:
         """The number of the next step that is saved in any case; infinite if none is. No collective."""
@@ -273,6 +370,17 @@ class Session:
         """Note that an epoch has ended: the run is saved at the next opportunity."""
         if self._checkpoints is not None:
             self._checkpoints.epoch_ended()
+
+    def save(self) -> None:
+        """Save the state as it is now, unless that is done. A collective."""
+        if self._checkpoints is not None:
+            self._checkpoints.save(self.state.progress.steps)
+
+    @property
+    def newest_checkpoint(self) -> str | None:
+        """The address of the newest checkpoint; None: there is none."""
+        newest = None if self._checkpoints is None else self._checkpoints.newest
+        return None if newest is None else newest[1]
 
     def finish(self) -> None:
         """At the end of training: save any unsaved state."""

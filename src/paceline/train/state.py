@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint import Loaded, Stored
 from paceline.errors import CheckpointError, ModelError, shown
-from paceline.parallel import Engine, unwrapped
+from paceline.parallel import Engine
 from paceline.parallel.dtensor import local_shard, shard_like, shard_slice
 from paceline.train.numerics import Precision
 
@@ -38,8 +38,8 @@ class Trained:
 
     @property
     def model(self) -> nn.Module:
-        """The user's model itself, under whatever spreads it."""
-        return unwrapped(self.engine.module)
+        """The model itself; on a worker that holds a stage, that stage."""
+        return self.engine.module
 
     def take(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """`shared` and `own` of this worker; their tensors are views of the live state."""
@@ -145,6 +145,9 @@ def rebind(optimizer: Optimizer, names: Names, model: nn.Module) -> None:
         raise ModelError("The optimizer has been used before run.prepare; give it a new one, or the strategy dp.")
     for group, parameters in zip(optimizer.param_groups, held, strict=True):
         group["params"] = parameters
+        if len({isinstance(parameter, DTensor) for parameter in parameters}) > 1:
+            # On GPUs torch updates a group's parameters in one call, which takes no mixture of DTensors and others.
+            group.update({way: False for way in ("foreach", "fused") if way in group})
 
 
 def optimizer_state(optimizer: Optimizer, names: Names, model: nn.Module) -> dict[str, Any]:
@@ -153,6 +156,10 @@ def optimizer_state(optimizer: Optimizer, names: Names, model: nn.Module) -> dic
     plain = optimizer.state_dict()
     groups = [group | {"params": list(own)} for group, own in zip(plain["param_groups"], names.groups, strict=True)]
     return {"state": {held[number]: state for number, state in plain["state"].items()}, "groups": groups}
+
+
+_OF_THIS_RUN = ("params", "foreach", "fused", "capturable", "differentiable")
+"""What of an optimizer's groups says how this run computes, not what it learns: another device has other kernels."""
 
 
 def load_optimizer_state(
@@ -174,7 +181,7 @@ def load_optimizer_state(
     groups = []
     for own, kept in zip(fresh["param_groups"], state["groups"], strict=True):
         _check_alike(own, kept)
-        groups.append((own | kept if hyper else own) | {"params": own["params"]})
+        groups.append((own | kept if hyper else own) | {key: own[key] for key in _OF_THIS_RUN if key in own})
     by_number = {
         numbers[name]: {key: _state_like(parameters[numbers[name]], value) for key, value in entries.items()}
         for name, entries in state["state"].items()

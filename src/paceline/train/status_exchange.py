@@ -24,6 +24,10 @@ class Request(enum.IntEnum):
     """Begin no checkpoint: the previous one is still being written here."""
     FAILED = 3
     """Abandon the previous checkpoint: this worker could not write its shard."""
+    STOP = 4
+    """End the run as if its epochs were over."""
+    SPLIT = 5
+    """Tell the user: from this worker's last step on, its shards go through the model one by one."""
 
 
 @dataclass(frozen=True)

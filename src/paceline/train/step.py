@@ -1,235 +1,147 @@
-"""One training step, from a batch to an update."""
+"""The steps that a run makes on its batches: whose turn it is, and when all that belongs to a batch is done."""
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass, replace
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import nn
+from torch.optim import Optimizer
 
-from paceline.containers import tensors
-from paceline.data import Loading, SampleRequest
-from paceline.errors import JobError, ModelError
-from paceline.parallel import AnyShard, Assignment, StepInput
-from paceline.parallel.assignment import shard_sizes
-from paceline.parallel.dtensor import clip_gradients
+from paceline.errors import JobError
+from paceline.parallel import Companion, Companions
 from paceline.parallel.losses import StepLoss
-from paceline.parallel.micro_batch import is_out_of_memory
-from paceline.samples import Readings, Samples
 from paceline.spec import Mesh
-from paceline.train.closures import closure_after, needs_closure
-from paceline.train.data_progress import Batch
-from paceline.train.nonfinite import NonFiniteGuard
-from paceline.train.numerics import LossFn, loss_name
+from paceline.train.joint_optimizer import JointOptimizer
+from paceline.train.model_step import ModelStepper, Pending
+from paceline.train.numerics import LossFn
+from paceline.train.preparation import Prepared
 from paceline.train.reading import DatasetReader
-from paceline.train.schedule import LearningRates, lr_factor
-from paceline.train.seeding import seed_between_steps, seed_shard
+from paceline.train.seeding import seed_between_steps
 from paceline.train.session import Session
+from paceline.train.state import Trained
 from paceline.train.timing import StepTimer
 from paceline.train.trace import ParityTracer
 
 
-@dataclass(frozen=True)
-class Pending:
-    """A batch that was read and is to be trained on."""
-
-    batch: Batch
-    content: Any
-    """This worker's samples of it."""
-    loading: Loading
-
-
 class Stepper:
-    """Makes the steps of a run whose model is prepared."""
+    """Makes the steps of a run: one for each batch, or several where the script names the model of each.
 
-    def __init__(
-        self,
-        session: Session,
-        rates: LearningRates,
-        mesh: Mesh,
-        reader: DatasetReader,
-        timer: StepTimer,
-        tracer: ParityTracer,
-    ) -> None:
+    Progress counts batches: the first step on one counts it as trained on, the run is saved when the script asks for
+    the next one, and a failure in between leaves the checkpoint before.
+    """
+
+    def __init__(self, session: Session, timer: StepTimer) -> None:
         self.session = session
-        self.trained = session.state.trained
         self._state = session.state
         self._device = session.world.device
-        self._rates = rates
-        # Workers that compute other layers of a model have the same samples: one of them counts them.
-        self._counts_samples = mesh.leads_assignment(session.world.rank)
-        self._reader = reader
         self._timer = timer
-        self._tracer = tracer
-        self._guard = NonFiniteGuard(session)
-        self._needs_closure = needs_closure(self.trained.optimizer, self.trained.engine, session.state.job)
-        self._readings: Readings = {}
+        self._steppers: dict[str, ModelStepper] = {}
+        self._companions: dict[str, Companion] = {}
         self._is_finished = True
-        """Whether the script has done what belongs to the last step."""
+        """Whether the script has done what belongs to the last batch."""
+        self._may_go_on = False
+        """Whether the script may make more steps on the last batch."""
         self._is_consistent = True
-        """Whether weights, optimizer, buffers and progress all belong to the same step."""
+        """Whether weights, optimizers, buffers and progress all belong to the same step."""
+
+    def add(self, name: str, prepared: Prepared, mesh: Mesh, reader: DatasetReader, tracer: ParityTracer) -> None:
+        """Have a model trained."""
+        trained = prepared.trained
+        self._steppers[name] = ModelStepper(prepared, self.session, mesh, reader, tracer, self._begin_change)
+        self.add_companion(name, Companion.of(trained.model, trained.engine.forward_buffers))
+
+    def add_companion(self, name: str, companion: Companion) -> None:
+        """Let loss functions call a model."""
+        self._companions[name] = companion
+
+    def _begin_change(self) -> None:
+        """Note that something of the run begins to change."""
+        self._is_consistent = False
+
+    @property
+    def companions(self) -> Companions:
+        """All models that are trained or called."""
+        return Companions(list(self._companions.values()))
 
     @property
     def is_whole(self) -> bool:
-        """Whether the run could be saved as it is: all of its state, the script's own included, is of one step."""
-        return self._is_consistent and (self._is_finished or self._state.kept.is_empty)
+        """Whether the run could be saved as it is: all of its state, the script's own included, is of one batch."""
+        may_miss_some = self._may_go_on or self._state.kept.moves_between_steps
+        return self._is_consistent and (self._is_finished or not may_miss_some)
 
-    def step(self, pending: Pending, content: Any, loss_fn: LossFn) -> StepLoss:
-        """Train on a batch; returns its loss.
+    def trained_by(self, model: nn.Module | None, optimizer: Optimizer | None) -> tuple[str, Optimizer]:
+        """The name of the model that a step trains, and the optimizer that updates it.
+
+        Raises:
+            JobError: it is none of this run's, or there are several and none is named.
+        """
+        found = [
+            (name, chosen)
+            for name, stepper in self._steppers.items()
+            if model in (None, stepper.trained.model) and (chosen := _chosen(stepper.trained, optimizer)) is not None
+        ]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            names = ", ".join(self._steppers)
+            raise JobError(f"This run trains several models ({names}); say which: run.step(batch, loss_fn, model=…).")
+        what = "model" if optimizer is None else "optimizer"
+        raise JobError(f"run.step was given a {what} that run.prepare has not returned; give it one of those.")
+
+    def step(
+        self, pending: Pending, content: Any, loss_fn: LossFn, model: nn.Module | None, optimizer: Optimizer | None
+    ) -> tuple[StepLoss, Trained]:
+        """Train one of the models on a batch; returns its loss, and what was trained.
 
         Args:
             content: `pending.content` as the script passed it to `step`.
         """
-        progress, trained, batch = self._state.progress, self.trained, pending.batch
-        engine = trained.engine
-        self._is_consistent = not engine.changes_buffers
-        if engine.reads_assignment:
-            num_samples = sum(batch.assignment.sizes) or 1  # a stand-in
-            step_input = self._input(progress.steps, batch.assignment, num_samples, content, loss_fn)
-            step_input = replace(step_input, take_norms=self._state.noise.for_step(progress.steps, batch.assignment))
-        else:
-            # A stand-in that shows what the loss function returns; workers read the shards they compute.
-            step_input = self._input(progress.steps, batch.assignment, 1, pending.content, loss_fn)
-            step_input = replace(step_input, any_shard=self._any_shard(pending, content, loss_fn))
-        self._rates.set(progress.samples_seen, batch.samples_per_epoch)
-        trained.optimizer.zero_grad(set_to_none=True)
-
-        try:
-            result = engine.step(step_input, functools.partial(self._update, batch, content, step_input))
-        except (RuntimeError, MemoryError) as problem:
-            if not is_out_of_memory(problem):
-                raise
-            raise ModelError(self._out_of_memory(problem)) from problem
-
-        for note in result.notes:
-            self.session.note(note)
-        self._tracer.after_update(trained.model, engine.whole, result.notes)
-        progress.trained_on(batch)
+        name, chosen = self.trained_by(model, optimizer)
+        stepper, progress = self._steppers[name], self._state.progress
+        companions = Companions([one for other, one in self._companions.items() if other != name])
+        result = stepper.step(pending, content, loss_fn, companions, chosen)
+        pending.num_steps += 1
+        if pending.num_steps == 1:
+            progress.trained_on(pending.batch)
         self.session.heartbeat.step(progress.steps)
-        seed_between_steps(self._state.job.seed, progress.steps, self._device)
-        self._timer.step_ended(engine.communication)
-        moving = engine.forward_buffers.newly_moving()
-        if moving:
-            names = ", ".join(moving[:3]) + (f" and {len(moving) - 3} more" if len(moving) > 3 else "")
-            self.session.note(f"Forward passes change buffers ({names}): {engine.buffers_rule}.")
+        self._may_go_on = model is not None or optimizer is not None
+        seed = self._state.job.seed
+        seed_between_steps(seed, progress.steps, self._device, pending.num_steps if self._may_go_on else 0)
+        self._timer.step_ended(stepper.trained.engine.communication)
         self._is_consistent, self._is_finished = True, False
-        return result
+        return result, stepper.trained
 
-    def _out_of_memory(self, problem: BaseException) -> str:
-        job, found = self._state.job, self.trained.engine.micro_batch
-        smaller = f"set micro_batch_size = 'auto' or to {job.shard_size}, or raise virtual_shards"
-        if found is None or found.is_automatic or found.size == job.shard_size:
-            smaller = f"raise virtual_shards: one shard of {job.shard_size} samples goes through the model at a time"
-        words = str(problem).split(". ")[0].strip() or type(problem).__name__
-        return f"Memory ran out in step {self._state.progress.steps + 1} ({words}); {smaller}."
+    def begin_epoch(self) -> None:
+        """Before the first batch of an epoch: all models of the run are known."""
+        self.finish_step()
+        self.session.begin()
 
     def finish_step(self) -> None:
-        """Exchange status and save if due, once the script has done what belongs to the last step. A collective.
+        """Exchange status and save if due, once the script has done what belongs to the last batch. A collective.
 
         A learning-rate scheduler or an average of weights moves after `Run.step`: saved inside of it, they would be
         one step behind the weights.
         """
         if not self._is_finished:
             self._is_finished = True
-            if self.trained.engine.is_synchronised:
+            if self._may_go_on:  # what a script draws from now on is what it draws after a resume
+                seed_between_steps(self._state.job.seed, self._state.progress.steps, self._device)
+            if all(stepper.trained.engine.is_synchronised for stepper in self._steppers.values()):
                 self.session.step_ended(self._timer.own_s)
 
-    def _input(self, index: int, assignment: Assignment, num_samples: int, content: Any, loss_fn: LossFn) -> StepInput:
-        """The step input for an assignment of the global batch with this number, counted over the whole run."""
-        precision, seed = self.trained.precision, self._state.job.seed
-        return StepInput(
-            assignment=assignment,
-            batch=Samples.of(content, num_samples, self._readings),
-            loss_of=precision.of(loss_fn),
-            seed_shard=lambda shard: seed_shard(seed, index, shard, self._device),
-            scale=precision.scaler.scale,
-            within=precision.autocast,
-            loss_name=loss_name(loss_fn),
-        )
-
-    def _update(self, batch: Batch, content: Any, step_input: StepInput, loss: Tensor) -> None:
-        """Make an update by the gradients that are in `.grad`, unless they are not finite."""
-        trained, step, clip_norm = self.trained, self._state.progress.steps, self._state.job.optim.clip_norm
-        engine, scaler = trained.engine, trained.precision.scaler
-        # A worker that is alone between two synchronisations may have no sample, hence no gradient and no update. One
-        # that holds only a stage of the model may have no parameter, and continues with the others.
-        has_gradient = not engine.holds_all or any(p.grad is not None for p in trained.model.parameters())
-        norm = functools.cache(engine.gradient_norm)  # computed at most once per step
-        is_made = has_gradient and self._guard.allows_update(loss, norm, batch.samples)
-        self._is_consistent = False
-        if is_made and clip_norm is not None:
-            scaler.unscale_(trained.optimizer)
-            clip_gradients(trained.model.parameters(), clip_norm, norm())
-        idle = not batch.assignment.sizes or not self._counts_samples
-        self._tracer.before_update(step, trained.model, engine.whole, loss, content, idle=idle)
-        with self.session.updating():
-            if is_made and self._needs_closure:
-                trained.optimizer.step(closure_after(loss, functools.partial(self._gradients_again, step_input)))  # type: ignore[arg-type]
-            elif is_made:
-                scaler.step(trained.optimizer)
-                scaler.update()
-
-    def _gradients_again(self, step_input: StepInput) -> Tensor:
-        """Compute the step's gradient at the weights as they are now; returns its loss."""
-        trained, clip_norm = self.trained, self._state.job.optim.clip_norm
-        trained.optimizer.zero_grad(set_to_none=True)
-        loss = trained.engine.gradients(replace(step_input, take_norms=None)).loss
-        if clip_norm is not None:
-            clip_gradients(trained.model.parameters(), clip_norm, trained.engine.gradient_norm())
-        return loss
-
-    def _any_shard(self, pending: Pending, content: Any, loss_fn: LossFn) -> AnyShard:
-        """The input for asynchronous servers, whose workers read the shards they compute.
-
-        Raises:
-            JobError: the run's updates so far are not those by the batches before this one.
-            ModelError: the script changed the batch, which is not used.
-        """
-        job, progress, batch = self._state.job, self._state.progress, pending.batch
-        if batch.index != progress.steps:
-            raise JobError(
-                f"This run has made {progress.steps} updates, but {batch.index} global batches of "
-                f"{job.global_batch_size} come before this one, and asynchronous servers count batches by updates; "
-                "train on every batch of every epoch once, with one global_batch_size, or begin in another folder."
-            )
-        if _tensors(content) != _tensors(pending.content):
-            raise ModelError(
-                "With aggregation.method = 'parameter_server_async' workers read the shards they compute themselves, "
-                "so what the script changed in a batch before run.step would be lost; do it in the loss function."
-            )
-
-        def sizes(index: int) -> tuple[int, ...]:
-            return shard_sizes(len(progress.samples(index)), job.virtual_shards)
-
-        def read(index: int, shard: int) -> StepInput:
-            assignment = Assignment(sizes(index), ((shard, shard + 1),), rank=0)
-            samples = progress.samples(index)[slice(*assignment.span)]
-            epoch, number = progress.place(index)
-            (shard_content,) = self._reader.read_shards(
-                pending.loading, epoch, [SampleRequest((samples,), number, shard)]
-            )
-            # Servers know of no loss scale.
-            step_input = self._input(index, assignment, len(samples), shard_content, loss_fn)
-            return replace(step_input, scale=lambda loss: loss)
-
-        def factor(index: int) -> float:
-            epoch, number = progress.place(index)
-            seen = epoch * batch.samples_per_epoch + min(number * job.global_batch_size, batch.samples_per_epoch)
-            return lr_factor(job, seen, batch.samples_per_epoch)
-
-        return AnyShard(
-            batch=batch.index,
-            num_shards=lambda index: len(sizes(index)),
-            lr_factor=factor,
-            read=read,
-            at_base_rates=self._rates.at_base,
-            stop=int(min(progress.steps + batch.num_left, self.session.next_save())),
-            wants_rest=self.session.wants_save,
-            at_rest=self.session.at_rest,
-        )
+    @contextlib.contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Inside, the run can be saved as it is: nothing of the last step is half done."""
+        before, self._is_finished = self._is_finished, True
+        yield
+        self._is_finished = before
 
 
-def _tensors(content: Any) -> list[int]:
-    """Which tensors a batch consists of."""
-    return [id(tensor) for tensor in tensors(content)]
+def _chosen(trained: Trained, optimizer: Optimizer | None) -> Optimizer | None:
+    """The optimizer of a step: the model's own, or one of several in it; None if it is neither."""
+    whole = trained.optimizer
+    if optimizer in (None, whole):
+        return whole
+    return optimizer if isinstance(whole, JointOptimizer) and optimizer in whole.optimizers else None

@@ -52,6 +52,7 @@ class StepTimer:
         self._steps += 1
         if self._steps > _WARMUP_STEPS:
             self._unread.append((total_s, self._data_s, communication))
+        self._data_s = 0.0  # a second step on the same batch waits for none
         # Marks on a GPU's time line are read two steps late, when they are surely past: reading never stalls it.
         while len(self._unread) > 2:
             self._read_oldest()

@@ -148,7 +148,7 @@ def _values(kind: Any) -> str:
         return " or ".join(_values(one) for one in arguments if one is not type(None))
     if origin is tuple:
         return f"list of: {_values(arguments[0])}"
-    return "table" if origin is dict else _KIND_WORDS[kind]
+    return "table" if origin is dict or dataclasses.is_dataclass(kind) else _KIND_WORDS[kind]
 
 
 def _bounds(metadata: Mapping[str, Any]) -> str:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import JobError, shortened, shown
-from paceline.spec import Job, load_job
+from paceline.spec import CallbackSpec, Job, load_job
 from paceline.spec.job import MOST_SAMPLES, TRACKER_NAMES
 
 Say = Callable[[str], None]
@@ -105,6 +106,24 @@ def resolve_job(
     return changed.with_values(data=import_path(data, "data"))
 
 
+def with_callbacks(
+    job: Job, callbacks: Sequence[CallbackSpec | type | str | tuple[type | str, Mapping[str, Any]]]
+) -> Job:
+    """`job` with further callbacks; see `workflows.train.train`.
+
+    Raises:
+        JobError: a class that workers cannot import, or something else.
+    """
+    specs = list(job.callbacks)
+    for one in callbacks:
+        if isinstance(one, CallbackSpec):
+            specs.append(one)
+            continue
+        named, options = one if isinstance(one, tuple) and len(one) == 2 else (one, {})
+        specs.append(CallbackSpec(named if isinstance(named, str) else import_path(named, "callbacks"), dict(options)))
+    return dataclasses.replace(job, callbacks=tuple(specs)).with_values()
+
+
 def _named(job: str) -> Job:
     names = recipe_names()
     if job in names:
@@ -128,7 +147,8 @@ def import_folders(job: Job) -> list[Path]:
     """Where this process found the modules that the job names, such as beside the running script; not those that are
     installed, which workers find by themselves."""
     folders = []
-    for path in (job.model.name, job.data.name, job.optim.name):
+    named = [job.model.name, job.data.name, job.optim.name, job.optim.scheduler.name or ""]
+    for path in [*named, *(callback.name for callback in job.callbacks)]:
         module = sys.modules.get(path.partition(":")[0].partition(".")[0]) if ":" in path else None
         if module is not None and (file := getattr(module, "__file__", None)):
             folder = Path(file).resolve().parents[1 if hasattr(module, "__path__") else 0]

@@ -73,7 +73,9 @@ def finished_run(run_dir: Path, job: Job, max_steps: int | None, *, force: bool)
             f"{run_dir} already holds a finished run of another job ({'; '.join(changes)}); choose another --out or "
             "remove the folder."
         )
-    if not changes and (job.epochs, max_steps) == (record.job.epochs, limit):
+    before = record.job
+    same = (job.epochs, max_steps, job.early_stopping) == (before.epochs, limit, before.early_stopping)
+    if not changes and same and record.is_complete:
         return record
     file.rename(run_dir / f"record-{record.steps}-steps.json")
     return None
@@ -93,13 +95,14 @@ def write_run(
     run_dir: Path,
     *,
     max_steps: int | None = None,
+    max_minutes: float | None = None,
     quiet: bool = False,
     trackers: Sequence[str] = (),
     force: bool = False,
 ) -> list[str]:
     """Write job, plan and limit into the run folder; return the program that trains them, as python's arguments."""
     make_folder(run_dir)
-    values = {JOB_FILE: job, PLAN_FILE: plan, LIMIT_FILE: Limit(max_steps)}
+    values = {JOB_FILE: job, PLAN_FILE: plan, LIMIT_FILE: Limit(max_steps, max_minutes)}
     try:
         for name, value in values.items():
             value.save(run_dir / name, run_file_mode())

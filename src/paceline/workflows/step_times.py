@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import csv
-import dataclasses
-import io
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from paceline.errors import JobError, shortened
+from paceline.errors import JobError, PacelineError
 from paceline.plan.model import Layout, StepForecast
-from paceline.regular_files import read_text
-from paceline.spec.algorithm import algorithm_names
-from paceline.spec.job import MOST_WORKERS
+from paceline.workflows.jobs import check_amounts, check_counts
+from paceline.workflows.step_time_files import read_observations, read_placements
 
 if TYPE_CHECKING:
     from paceline.plan.calibrate import Calibration
-    from paceline.plan.step_constants import Observation, Placement
+    from paceline.plan.step_constants import Placement
     from paceline.plan.suggest import Suggestion
-
-T = TypeVar("T")
+    from paceline.spec.forecast import Forecast
 
 _MOST_NODES = 16
 """In the range that is assumed where the file names none."""
-_TINY = 1e-12
+
+PAGE_FILE = "plan.html"
 
 
 @dataclass(frozen=True)
@@ -48,63 +43,128 @@ class FittedSteps:
     forecasts: tuple[StepForecast, ...]
     calibration: Calibration
     contradictions: tuple[ContradictingRow, ...]
+    forecast: Forecast | None
+    """With speed-up, efficiency, cost, the recommendation and why; None: no placement was asked for."""
+    learnt: tuple[tuple[str, str, str], ...]
+    """What the rows tell of this job, in words: what, the usual value, and from where to where it may be."""
+    warnings: tuple[str, ...]
+    """A sentence for each thing that looks wrong or that nobody measured."""
 
     @property
     def constants(self) -> dict[str, float]:
-        return dataclasses.asdict(self.calibration.constants)
+        return self.calibration.medians()
 
     @property
     def uncertain_by_factor(self) -> dict[str, float]:
         """The uncertainty of each constant as a factor (one standard deviation)."""
-        return {name: math.exp(self.calibration.relative_deviation(name)) for name in self.constants}
+        return {name: math.exp(deviation) for name, deviation in self.calibration.deviations().items()}
+
+    def page(self) -> str:
+        """The HTML page: the table, with plots of the forecasts and their uncertainty."""
+        from paceline.report.plan_page import render_plan_page
+
+        if self.forecast is None:
+            raise JobError("There is no page, because no placement was asked for; name one in the file of queries.")
+        return render_plan_page(self.forecast)
 
 
-def fit_step_times(observations: Path | str, queries: Path | str) -> FittedSteps:
+def fit_step_times(
+    observations: Path | str,
+    queries: Path | str,
+    *,
+    efficiency_floor: float = 0.5,
+    price: float | None = None,
+    out: Path | str | None = None,
+) -> FittedSteps:
     """Fit the step times in one CSV file and forecast the placements in another.
 
     Example: `paceline.fit_step_times("obs.csv", "q.csv").forecasts[0].total_s`.
 
     Args:
         observations: columns num_nodes, devices_per_node (or devices_on_node, "2+4"), micro_batch_size, step_time_s;
-            if known also sync_time_s, algorithm, gradient_bytes, link_bytes_per_s.
+            if known also grad_accum_steps or global_batch_size, sync_time_s, algorithm, gradient_bytes,
+            link_bytes_per_s. Commas, semicolons or tabs divide them; their order is free, others are ignored.
         queries: the same without times.
+        efficiency_floor: least scaling efficiency worth recommending, in [0, 1].
+        price: price of one device for an hour.
+        out: the folder for plan.html; None: nothing is written.
 
     Raises:
         JobError: a file cannot be read, or has an invalid value; the message names line and column.
+        PacelineError: the page cannot be written.
     """
-    from paceline.plan.calibrate import fit, predict
+    from paceline.plan.calibrate import predict
+    from paceline.plan.contradictions import fit_without_mistakes
+    from paceline.plan.measured_forecast import forecast_of_steps
+    from paceline.plan.step_words import assumed_in_words, learnt_in_words, unit_in_words
 
+    check_amounts(efficiency_floor=efficiency_floor, price=price)
     measured, _ = read_observations(Path(observations))
     if not measured:
         raise JobError(f"{observations} has no row with a step_time_s; measure one device and two devices at least.")
-    wanted = tuple(row.placement for row in _read(Path(queries)))
-    calibration = fit([observation for _, observation in measured])
+    wanted = tuple(read_placements(Path(queries)))
+    calibration, found = fit_without_mistakes([observation for _, observation in measured])
     contradictions = []
-    for one in calibration.outliers:
+    for one in found:
         line = measured[one.row][0]
         sentence = one.sentence(f"{observations}, line {line},")
         contradictions.append(ContradictingRow(line, one.measured_s, one.forecast_s, sentence))
-    return FittedSteps(wanted, tuple(predict(calibration, wanted)), calibration, tuple(contradictions))
+    left_out = {one.row for one in found if one.is_left_out}
+    kept = [observation for row, (_, observation) in enumerate(measured) if row not in left_out]
+    unit = unit_in_words(kept)
+    fitted = FittedSteps(
+        placements=wanted,
+        forecasts=tuple(predict(calibration, wanted)),
+        calibration=calibration,
+        contradictions=tuple(contradictions),
+        forecast=forecast_of_steps(
+            Path(observations).stem,
+            calibration,
+            kept,
+            wanted,
+            efficiency_floor=efficiency_floor,
+            price_per_device_hour=price,
+        )
+        if wanted
+        else None,
+        learnt=tuple(learnt_in_words(calibration, kept)),
+        warnings=(*((unit,) if unit else ()), *assumed_in_words(kept, wanted)),
+    )
+    if out is not None and fitted.forecast is not None:
+        _write_page(fitted.page(), Path(out))
+    return fitted
 
 
-def suggest_measurements(observations: Path | str, budget: int = 1) -> tuple[Suggestion, ...]:
+def _write_page(page: str, out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / PAGE_FILE).write_text(page, encoding="utf-8", newline="\n")
+    except OSError as problem:
+        raise PacelineError(f"The page cannot be written into '{out}': {problem.strerror}.") from None
+
+
+def suggest_measurements(
+    observations: Path | str, budget: int = 1, *, max_nodes: int | None = None, max_devices: int | None = None
+) -> tuple[Suggestion, ...]:
     """Which placements to measure next, in order, so that forecasts over the user's range get surer by most.
 
     Rows without a step_time_s are the range to choose from; without such rows it is up to 16 nodes with as many devices
     as were seen on one, at the micro-batches that were seen, or the one and smaller ones, which fit too.
-    Example: `paceline.suggest_measurements("obs.csv", budget=3)`.
+    Example: `paceline.suggest_measurements("obs.csv", budget=3, max_nodes=2)`.
 
     Args:
         observations: as for `fit_step_times`.
         budget: how many, at least 1.
+        max_nodes, max_devices: what there is to measure on; forecasts are wanted for the whole range nevertheless.
 
     Raises:
-        JobError: the file cannot be read, has an invalid value or no rows.
+        JobError: the file cannot be read, has an invalid value or no rows, or nothing is within the limits.
     """
     from paceline.plan.suggest import suggest
 
     if budget < 1:
         raise JobError(f"--budget {budget} leaves nothing to suggest; use at least 1.")
+    check_counts(max_nodes=max_nodes, max_devices=max_devices)
     measured, unmeasured = read_observations(Path(observations))
     known = [observation for _, observation in measured]
     candidates = unmeasured or _assumed_range([observation.placement for observation in known])
@@ -112,7 +172,10 @@ def suggest_measurements(observations: Path | str, budget: int = 1) -> tuple[Sug
         raise JobError(
             f"{observations} has no rows; write down what could be measured, a row each, with an empty step_time_s."
         )
-    return tuple(suggest(known, candidates, budget))
+    suggestions = suggest(known, candidates, budget, max_nodes=max_nodes, max_devices=max_devices)
+    if not suggestions:
+        raise JobError("No placement is within --max-nodes and --max-devices that is not measured yet; allow more.")
+    return tuple(suggestions)
 
 
 def _assumed_range(measured: Sequence[Placement]) -> list[Placement]:
@@ -127,122 +190,3 @@ def _assumed_range(measured: Sequence[Placement]) -> list[Placement]:
     candidates = [Placement(layout, size) for layout in layouts for size in sizes]
     known = set(measured)
     return [candidate for candidate in candidates if candidate not in known]
-
-
-def read_observations(path: Path) -> tuple[list[tuple[int, Observation]], list[Placement]]:
-    """The measured rows of a file, each with its line, and the placements of rows without a time."""
-    from paceline.plan.step_constants import Observation
-
-    rows = _read(path)
-    measured = [
-        (row.line, Observation(row.placement, row.step_time_s, row.sync_time_s))
-        for row in rows
-        if row.step_time_s is not None
-    ]
-    return measured, [row.placement for row in rows if row.step_time_s is None]
-
-
-@dataclass(frozen=True)
-class _Row:
-    line: int
-    placement: Placement
-    step_time_s: float | None
-    sync_time_s: float | None
-
-
-def _read(path: Path) -> list[_Row]:
-    """The rows of a file of placements; empty lines are skipped, columns of other names are ignored.
-
-    Raises:
-        JobError: the file cannot be read, a column is missing, or a value is invalid; names line and column.
-    """
-    try:
-        text = io.StringIO(read_text(path, encoding="utf-8-sig"), newline="")
-        reader = csv.DictReader(text, skipinitialspace=True, restval="")
-        columns = [name.strip() for name in reader.fieldnames or []]
-        reader.fieldnames = columns
-        lines = [_Line(path, reader.line_num, {name: cells[name].strip() for name in columns}) for cells in reader]
-    except (OSError, ValueError, csv.Error) as problem:
-        raise JobError(f"{path} cannot be read as a table of comma-separated values: {problem}.") from None
-    has_layout = "devices_on_node" in columns or {"num_nodes", "devices_per_node"} <= set(columns)
-    if not has_layout or "micro_batch_size" not in columns:
-        raise JobError(
-            f"{path} needs the columns num_nodes, devices_per_node (or devices_on_node) and micro_batch_size; "
-            f"its first line has {shortened(', '.join(columns)) or 'none'}."
-        )
-    return [line.row() for line in lines if any(line.cells.values())]
-
-
-@dataclass(frozen=True)
-class _Line:
-    """One line of a file; cells by the names of their columns, empty where there is none."""
-
-    path: Path
-    line: int
-    cells: Mapping[str, str]
-
-    def row(self) -> _Row:
-        from paceline.plan.step_constants import Placement
-
-        step_time_s = self._number("step_time_s", float, _TINY, "time above zero, in seconds")
-        sync_time_s = self._number("sync_time_s", float, 0, "time, in seconds")
-        if step_time_s is not None and sync_time_s is not None and sync_time_s > step_time_s:
-            raise self._mistake("sync_time_s", f"{sync_time_s:g} s is longer than the step of {step_time_s:g} s")
-        algorithm, known = self.cells.get("algorithm") or "all_reduce", algorithm_names()
-        if algorithm not in known:
-            raise self._mistake("algorithm", f"{algorithm} is not known; there are {', '.join(known)}")
-        placement = Placement(
-            self._layout(),
-            self._count("micro_batch_size"),
-            algorithm,
-            self._number("gradient_bytes", float, 1, "number of bytes"),
-            self._number("link_bytes_per_s", float, 1, "number of bytes a second"),
-        )
-        return _Row(self.line, placement, step_time_s, sync_time_s)
-
-    def _layout(self) -> Layout:
-        """The layout from devices_on_node ("2+4") if it is given, else num_nodes nodes of devices_per_node."""
-        listed = self.cells.get("devices_on_node", "")
-        if not listed:
-            devices, nodes = self._count("devices_per_node"), self._count("num_nodes")
-            if devices * nodes > MOST_WORKERS:
-                raise self._mistake("num_nodes", f"{devices} x {nodes} devices are more than {MOST_WORKERS}")
-            return Layout((devices,) * nodes)
-        counts = [count.strip() for count in listed.split("+")]
-        if not all(re.fullmatch("0*[1-9][0-9]{0,5}", count) for count in counts):
-            raise self._mistake("devices_on_node", f"{listed} should be the devices of each node, such as 2+4")
-        if self.cells.get("num_nodes") and self._count("num_nodes") != len(counts):
-            said = f"{listed} names {len(counts)} nodes, but num_nodes says {self._count('num_nodes')}"
-            raise self._mistake("devices_on_node", said)
-        return Layout(tuple(map(int, counts)))
-
-    def _count(self, column: str) -> int:
-        count = self._number(column, _whole, 1, "whole number from 1 on")
-        if count is None:
-            raise self._mistake(column, "is empty")
-        return count
-
-    def _number(self, column: str, kind: Callable[[str], T], least: float, meaning: str) -> T | None:
-        """The value of a column, None where it is empty."""
-        text = self.cells.get(column, "")
-        if not text:
-            return None
-        try:
-            value = kind(text)
-            ok = math.isfinite(value) and value >= least  # type: ignore[arg-type, operator]
-        except ValueError:
-            ok = False
-        if not ok:
-            raise self._mistake(column, f"{text} is no {meaning}")
-        return value
-
-    def _mistake(self, column: str, what: str) -> JobError:
-        return JobError(f"{self.path}, line {self.line}, {column}: {shortened(what, 200)}.")
-
-
-def _whole(text: str) -> int:
-    """ "4" and "4.0", which spreadsheets make of it."""
-    value = float(text)
-    if not value.is_integer():
-        raise ValueError(text)
-    return int(value)

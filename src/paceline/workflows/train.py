@@ -5,18 +5,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline import env
-from paceline.spec import AlgorithmName, Cluster, Job, Plan, RunRecord
+from paceline.spec import AlgorithmName, CallbackSpec, Cluster, Job, Plan, RunRecord
 from paceline.spec.micro_batch import MicroBatchSize
+from paceline.spec.plan import Limit
 from paceline.workflows.allocation import Allocation, allocation_on_paper, open_allocation
 from paceline.workflows.dry_run import dry_run
 from paceline.workflows.forecasts import CLUSTER_FILE, feed_back, with_forecasts
-from paceline.workflows.jobs import Say, check_counts, check_trackers, import_folders, resolve_job, silent
+from paceline.workflows.jobs import (
+    Say,
+    check_counts,
+    check_trackers,
+    import_folders,
+    resolve_job,
+    silent,
+    with_callbacks,
+)
 from paceline.workflows.run_folder import finished_record, finished_run, new_run_dir, training_program, write_run
 from paceline.workflows.strategy import PLAIN, Strategy
 from paceline.workflows.where import HERE, RIGID, Elastic, Where
@@ -29,6 +38,8 @@ def train(
     model: str | Callable[..., Any] | None = None,
     data: str | Path | Callable[..., Any] | None = None,
     max_steps: int | None = None,
+    max_minutes: float | None = None,
+    callbacks: Sequence[CallbackSpec | type | str | tuple[type | str, Mapping[str, Any]]] = (),
     out: Path | str | None = None,
     force: bool = False,
     settings: Sequence[str] = (),
@@ -56,6 +67,9 @@ def train(
         model: a model by name, or a function or class in a module, which builds one; None: the job's.
         data: the directory of the job's data set, or a function in a module that builds (train_set, test_set).
         max_steps: end after this many optimizer updates.
+        max_minutes: save and end after this time since the launch; the same call with the same `out` goes on.
+        callbacks: what happens beside the training, after the job's own: subclasses of `paceline.Callback` in a module,
+            or import paths of some, or pairs of either and options.
         out: the run's folder; None: a new one under runs/. A run in it that was interrupted is resumed, one that is
             finished gives its record again, or goes on where more epochs or steps are asked for.
         force: go on from a checkpoint of another job.
@@ -80,8 +94,9 @@ def train(
         WorkerFailed: a worker failed; says which rank, and why.
     """
     check_counts(max_steps=max_steps)
+    Limit.from_mapping({"max_minutes": max_minutes})
     check_trackers(track)
-    resolved = resolve_job(job, settings, data, model)
+    resolved = with_callbacks(resolve_job(job, settings, data, model), callbacks)
     spread = _Spread(
         resolved,
         workers=workers,
@@ -102,7 +117,14 @@ def train(
         say(f"{run_dir} holds this run, finished; this is its result")
         return finished
     program_for = functools.partial(
-        _write_run, resolved, run_dir, max_steps=max_steps, quiet=quiet, trackers=track, force=force
+        _write_run,
+        resolved,
+        run_dir,
+        max_steps=max_steps,
+        max_minutes=max_minutes,
+        quiet=quiet,
+        trackers=track,
+        force=force,
     )
     with open_allocation(where, run_dir) as allocation:
         started = time.monotonic()
@@ -179,6 +201,7 @@ def train_commands(
     data: str | Path | None = None,
     settings: Sequence[str] = (),
     max_steps: int | None = None,
+    max_minutes: float | None = None,
     out: Path | None = None,
     force: bool = False,
     track: Sequence[str] = (),
@@ -189,6 +212,7 @@ def train_commands(
 ) -> str:
     """The commands that `train` would start, with the same arguments; starts nothing and opens no connection."""
     check_counts(max_steps=max_steps)  # a file in the run folder says it to the workers
+    Limit.from_mapping({"max_minutes": max_minutes})
     check_trackers(track)
     resolved = resolve_job(job, settings, data)
     options = _Spread(resolved, plan=None if plan is None else Plan.load(plan), **spread)

@@ -67,7 +67,7 @@ struct Operation {
   OpType type;
   std::string name;
   std::vector<Operand> inputs, outputs;
-  // Begins, and returns what waits for the end: all operations of a group begin before any is waited for.
+  // Begins, and returns what waits for the end.
   std::function<std::function<void()>(Operation&)> begin;
   int peer = -1;
 };
@@ -88,9 +88,13 @@ class NcclWork final : public c10d::Work {
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
   }
 
+  // All of a group begin before any is waited for; what is received is acknowledged before acknowledgements are awaited.
   void run() {
-    std::vector<std::function<void()>> ends;
-    for (auto& operation : operations_) ends.push_back(operation.begin(operation));
+    std::deque<std::function<void()>> ends;
+    for (auto& operation : operations_) {
+      auto end = operation.begin(operation);
+      operation.type == OpType::RECV ? ends.push_front(end) : ends.push_back(end);
+    }
     for (auto& end : ends) end();
   }
 
@@ -127,6 +131,12 @@ class NcclWork final : public c10d::Work {
     if (error_) std::rethrow_exception(error_);
     write_results();
     return true;
+  }
+
+  // A synchronisation of the device says nothing of what has failed.
+  void finish_with_device() {
+    await();
+    if (!error_) write_results();
   }
 
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
@@ -198,7 +208,7 @@ inline void finish_all_work() {
     all.swap(in_flight);
   }
   for (auto& one : all)
-    if (auto work = one.lock()) work->wait(::kNoTimeout);
+    if (auto work = one.lock()) work->finish_with_device();
 }
 
 // ------------------------------------------------------------------------------------------- order of communicators
@@ -590,7 +600,8 @@ class SimulatedNccl final : public c10d::Backend {
       } catch (const BrokenRule&) {
         error = std::current_exception();
       } catch (...) {
-        error = time_out(*queue, *work);
+        fail_all(*queue, time_out(*queue, *work));
+        return;
       }
       {
         std::lock_guard<std::mutex> hold(queue->lock);
@@ -602,20 +613,30 @@ class SimulatedNccl final : public c10d::Backend {
   }
 
   // Gloo has noticed that a peer is gone or late. NCCL would not: the work hangs until the watchdog ends it.
-  std::exception_ptr time_out(Queue& queue, NcclWork& work) {
+  std::string time_out(Queue& queue, NcclWork& work) {
     std::unique_lock<std::mutex> hold(queue.lock);
     queue.changed.wait_until(hold, work.deadline(), [&] { return !queue.stopped.empty(); });
-    const auto text = queue.stopped.empty()
-        ? c10::str(
-              "[Rank ", rank_, "] Watchdog caught collective operation timeout: WorkNCCL(OpType=", work.name(),
-              ", Timeout(ms)=", settings_.timeout.count(), ") ran for longer than its timeout.")
-        : queue.stopped;
-    if (queue.stopped.empty() && settings_.aborts_process) {
+    if (!queue.stopped.empty()) return queue.stopped;
+    const auto text = c10::str(
+        "[Rank ", rank_, "] Watchdog caught collective operation timeout: WorkNCCL(OpType=", work.name(),
+        ", Timeout(ms)=", settings_.timeout.count(), ") ran for longer than its timeout.");
+    if (settings_.aborts_process) {
       std::fprintf(stderr, "%s To avoid data inconsistency, we are taking the entire process down.\n", text.c_str());
       std::abort();
     }
-    if (queue.stopped.empty()) queue.stopped = text;
-    return std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, __LINE__}, text));
+    return text;
+  }
+
+  static void fail_all(Queue& queue, const std::string& why) {
+    std::vector<WorkPtr> pending;
+    {
+      std::lock_guard<std::mutex> hold(queue.lock);
+      if (queue.stopped.empty()) queue.stopped = why;
+      pending = std::exchange(queue.launched, {});
+    }
+    queue.changed.notify_all();
+    auto error = std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, __LINE__}, why));
+    for (auto& work : pending) work->finish(error);
   }
 
   void stop(const std::string& why) {
@@ -624,17 +645,7 @@ class SimulatedNccl final : public c10d::Backend {
       std::lock_guard<std::mutex> hold(queues_lock_);
       queues = queues_;
     }
-    for (auto& [peer, queue] : queues) {
-      std::vector<WorkPtr> pending;
-      {
-        std::lock_guard<std::mutex> hold(queue->lock);
-        if (queue->stopped.empty()) queue->stopped = why;
-        pending = std::exchange(queue->launched, {});
-      }
-      queue->changed.notify_all();
-      auto error = std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, __LINE__}, why));
-      for (auto& work : pending) work->finish(error);
-    }
+    for (auto& [peer, queue] : queues) fail_all(*queue, why);
   }
 
   c10::intrusive_ptr<c10d::Backend> gloo_;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.checkpoint import newest_good
 from paceline.checkpoint.load import folder_name, list_checkpoints
-from paceline.checkpoint.retention import KnownCheckpoint, prune, sort_out, wanted
+from paceline.checkpoint.retention import KnownCheckpoint, best_of, prune, sort_out, wanted
 from paceline.errors import CheckpointError
 from paceline.spec.job import CheckpointSpec
 from tests.unit.checkpoint.memory import Memory, write_checkpoint, write_manifest
@@ -129,3 +130,12 @@ def test_nothing_good_nothing_removed() -> None:
         CheckpointError, match="None of the 4 checkpoints in memory can be used; the newest, step-00000003"
     ):
         newest_good(storage)
+
+
+def test_the_best_of_equals_is_the_oldest_and_no_number_is_none() -> None:
+    values = [math.nan, 0.5, 0.7, 0.7, math.inf]
+    known = [KnownCheckpoint(f"step-{number}", float(number), {"f1": value}) for number, value in enumerate(values)]
+    assert best_of(known, CheckpointSpec(keep_best="f1")) == "step-2"
+    assert best_of(known, CheckpointSpec(keep_best="f1", best_mode="min")) == "step-1"
+    assert best_of(known[:1], CheckpointSpec(keep_best="f1")) is None
+    assert best_of(known, CheckpointSpec(keep_best="other")) is None

@@ -72,8 +72,8 @@ def said() -> Said:
 def test_saves_and_prunes(tmp_path: Path, said: Said, address: str) -> None:
     storage = open_storage(address.format(tmp_path))
     _save(_saver(storage, said, keep_last=2, keep_best="accuracy"), 1, 2, 3)
-    assert storage.names() == ["latest", "step-00000002", "step-00000003"]
-    assert storage.read("latest") == b"step-00000003\n"
+    assert storage.names() == ["best", "latest", "step-00000002", "step-00000003"]
+    assert storage.read("latest") == storage.read("best") == b"step-00000003\n"
     assert storage.names("step-00000003") == ["manifest.json", "worker-00000.safetensors"]
     found, _ = newest_good(storage)
     assert found is not None and found.manifest.job == {"name": "test"} and found.manifest.metrics == {"accuracy": 0.03}

@@ -141,7 +141,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_calibration_needs_neither_job_nor_cluster(calls: list[Any]) -> None:
     ask("--fit", "o.csv", "--predict", "q.csv", "--json")
     ask("--suggest", "o.csv", "--budget", "3")
-    assert calls == [("fit", Path("o.csv"), Path("q.csv"), True), ("suggest", Path("o.csv"), 3, False)]
+    assert calls == [
+        ("fit", Path("o.csv"), Path("q.csv"), True, 0.5, None, Path()),
+        ("suggest", Path("o.csv"), 3, False, None, None),
+    ]
 
 
 def test_4096_devices_in_two_seconds(folder: Path) -> None:

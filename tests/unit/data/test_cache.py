@@ -74,6 +74,18 @@ def test_a_damaged_entry_is_rebuilt(source: Path, data_dir: Path, length: int) -
     assert decode.calls == 2
 
 
+@pytest.mark.parametrize("place", ["array", "lock"])
+def test_a_named_pipe_in_the_cache_keeps_nobody_waiting(source: Path, data_dir: Path, place: str) -> None:
+    decoded("set", [source], lambda: {"numbers": np.arange(3)})
+    (entry,) = (data_dir / "decoded").glob("set-*")
+    pipe = entry / "numbers.npy" if place == "array" else entry.with_name(f".{entry.name}.lock")
+    pipe.unlink()
+    os.mkfifo(pipe)
+    if place == "lock":
+        (entry / "numbers.npy").unlink()
+    assert decoded("set", [source], lambda: {"numbers": np.arange(3)})["numbers"].tolist() == [0, 1, 2]
+
+
 def test_an_unwritable_cache_decodes_in_memory(source: Path, data_dir: Path) -> None:
     data_dir.write_text("a file where the directory would be")
     decode = Decoder()

@@ -226,6 +226,16 @@ def test_an_exit_in_a_data_set_keeps_its_code(num_workers: int) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_sample_that_raises_stop_iteration_does_not_end_the_epoch(num_workers: int) -> None:
+    class Stops(Dice):
+        def __getitem__(self, index: int) -> Any:
+            return next(iter([]))
+
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        stream([[0], [1]], num_workers, Stops())
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_data_error_stays_one_sentence(num_workers: int) -> None:
     with pytest.raises(DataError) as caught:
         stream([[0], [0, 1]], num_workers, Damaged())

@@ -416,6 +416,9 @@ def test_text_mistakes(files: Path) -> None:
         arrays("text", options={"file": str(files / "short.txt")})
     (files / "short.txt").write_bytes(b"x" * 1281)
     assert len(arrays("text", options={"file": str(files / "short.txt")})[1]) == 1
+    os.mkfifo(files / "pipe")
+    with pytest.raises(DataError, match=r"pipe cannot be read \(Is a named pipe, not a file\)"):
+        arrays("text", options={"file": str(files / "pipe")})
     with pytest.raises(DataError, match="no file"):
         arrays("text", options={"file": str(files / "none.txt")})
     with pytest.raises(JobError, match=r"data\.options\.file"):

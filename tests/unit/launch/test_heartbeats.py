@@ -6,12 +6,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from paceline.heartbeat import read_vitals
-from paceline.launch.heartbeats import describe
+from paceline.launch.heartbeats import BeganAt, describe
 
 
 def entry(**changes: Any) -> dict[str, Any]:
@@ -101,3 +102,21 @@ def test_a_program_beats_while_its_main_thread_waits_and_ends_well(tmp_path: Pat
         finally:
             process.kill()
     assert read_vitals(path).step is None
+
+
+@pytest.mark.parametrize("jump_s", [-1e9, 0.0, 1e9])
+def test_a_clock_that_jumps_makes_no_collective_old(jump_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = {"wall": 1e9, "monotonic": 100.0}
+    clocks = SimpleNamespace(time=lambda: clock["wall"], monotonic=lambda: clock["monotonic"])
+    monkeypatch.setattr(sys.modules[BeganAt.__module__], "time", clocks)
+    began_at = BeganAt()
+    created_s = clock["wall"] + 0.5
+    for second in range(1, 5):
+        clock["monotonic"] = 100.0 + second
+        clock["wall"] = 1e9 + second + jump_s
+        found = began_at.of("all_reduce 1", created_s)
+        assert 100.0 <= found <= 101.0
+        assert jump_s or found == 100.5
+    began_at.nothing()
+    clock["monotonic"] += 1
+    assert began_at.of("all_reduce 2", created_s) >= 104.0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.output import LONGEST_LINE_BYTES, LinePump, is_behind
+from paceline.launch.output import LONGEST_LINE_BYTES, LinePump, harmless, is_behind, show_here
 
 
 class Shown:
@@ -104,3 +104,24 @@ def test_a_file_is_never_behind(tmp_path: Path) -> None:
     with (tmp_path / "file").open("wb") as file:
         file.write(bytes(100_000))
         assert not is_behind(file.fileno())
+
+
+def test_on_a_terminal_lines_take_the_place_of_the_progress_line() -> None:
+    """Rank 0 draws it on the same terminal, and leaves the cursor at its beginning."""
+    reader, terminal = os.openpty()
+    try:
+        os.write(terminal, b"\r\x1b[2Kstep 3/100\r")
+        show_here(terminal, b"[rank 1] hello\n")
+        written = b"\r\x1b[2Kstep 3/100\r\x1b[K[rank 1] hello\r\n"
+        shown = b""
+        while len(shown) < len(written):
+            shown += os.read(reader, 1000)
+        assert shown == written
+    finally:
+        os.close(reader)
+        os.close(terminal)
+
+
+def test_escape_sequences_of_workers_do_not_reach_the_terminal() -> None:
+    line = b"\x1b]0;title\x07\x1b[31mred\x1b[0m \x1b[2J\ttab\x00 caf\xc3\xa9\r\n"
+    assert harmless(line) == b"\\x1b]0;title\\x07\x1b[31mred\x1b[0m \\x1b[2J\ttab\\x00 caf\xc3\xa9\r\n"

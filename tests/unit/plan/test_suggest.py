@@ -17,19 +17,22 @@ RANGE = [
 
 
 @given(st.integers(1, 40), st.permutations(RANGE))
-@settings(max_examples=15, deadline=None)
-def test_two_nodes_never_stand_for_many(budget: int, candidates: list[Placement]) -> None:
+@settings(max_examples=10, deadline=None)
+def test_each_is_suggested_once_and_the_smallest_first(budget: int, candidates: list[Placement]) -> None:
     suggested = [suggestion.placement for suggestion in suggest([], candidates, budget)]
     assert len(suggested) == len(set(suggested)) == min(budget, len(RANGE))
     assert suggested[0].layout.num_workers == 1
-    nodes = [placement.layout.num_nodes for placement in suggested]
-    if 2 in nodes:
-        assert max(nodes[: nodes.index(2)]) > 2
 
 
-def test_a_range_of_two_nodes_is_measured_on_two_nodes() -> None:
-    candidates = [placement for placement in RANGE if placement.layout.num_nodes < 3]
-    assert any(one.placement.layout.num_nodes == 2 for one in suggest([], candidates, 4))
+def test_a_cheap_row_is_preferred_to_the_largest() -> None:
+    """Of one micro-batch on 1 to 64 nodes of eight, where all that is unknown is the network."""
+    known = [
+        Observation(Placement(Layout((count,)), 64), seconds) for count, seconds in ((1, 0.3), (4, 0.31), (8, 0.32))
+    ]
+    candidates = [Placement(Layout((8,) * nodes), 64) for nodes in (2, 4, 8, 16, 32, 64)]
+    (first,) = suggest(known, candidates, 1)
+    assert first.placement.layout.num_nodes < 16
+    assert first.device_seconds > 8 * first.placement.layout.num_nodes * 60
 
 
 def test_each_measurement_is_expected_to_help() -> None:
@@ -56,12 +59,3 @@ def test_suggested_rows_beat_as_many_on_one_node() -> None:
 
 def test_nothing_to_choose_from() -> None:
     assert suggest([], [], 3) == []
-
-
-def test_two_nodes_may_come_first_once_three_are_known() -> None:
-    one = Observation(Placement(Layout((1,)), 64), 0.1)
-    many = Observation(Placement(Layout((1, 1, 1)), 64), 0.2)
-    pairs = [placement for placement in RANGE if placement.layout.num_nodes == 2]
-    candidates = [*pairs, Placement(Layout((1, 1, 1)), 64)]
-    assert suggest([one], candidates, 1)[0].placement.layout.num_nodes == 3
-    assert suggest([one, many], candidates, 1)[0].placement.layout.num_nodes == 2

@@ -16,6 +16,7 @@ from paceline.data import Loading
 from paceline.data.order import SequentialOrder
 from paceline.env import WorkerFacts
 from paceline.errors import ModelError
+from paceline.parallel.losses import Mean
 from paceline.spec import Job, Mesh
 from paceline.train.evaluate import Measure, SetChunks, evaluate, own_chunks
 from paceline.train.metric_states import MergeTree, MetricFunctions, metric_functions, update_trees
@@ -56,6 +57,32 @@ def test_the_mean_over_samples_whatever_the_chunks(chunk_size: int, dtype: torch
         return {"value": model(batch), "one": torch.ones(len(batch))}
 
     assert run(values, chunk_size, measure) == {"value": pytest.approx(float(values.double().mean())), "one": 1.0}
+
+
+def test_no_chunk_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[tuple[int, ...]] = []
+    tolist = Tensor.tolist
+
+    def counting(tensor: Tensor) -> Any:
+        reads.append(tuple(tensor.shape))
+        return tolist(tensor)
+
+    def measure(_model: nn.Module, batch: Any) -> dict[str, Any]:
+        return {"v": batch, "per token": Mean(batch.mean(), weight=batch.sum())}
+
+    values = torch.arange(1.0, 11.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(Tensor, "tolist", counting)
+        patched.setattr(Tensor, "__float__", lambda _tensor: pytest.fail("the program waits for the device"))
+        found = run(values, 2, measure)
+    expected = sum(float(pair.mean() * pair.sum()) for pair in values.split(2)) / float(values.sum())
+    assert found == {"v": 5.5, "per token": pytest.approx(expected)}
+    assert reads == [(15,), (5, 3)] or reads == [(15,), (3, 5)], "the sums of five chunks, and the table of all workers"
+
+
+def test_means_given_as_numbers_keep_their_precision() -> None:
+    third = 1 / 3
+    assert run(torch.zeros(4), 2, lambda _model, _batch: {"v": Mean(third, weight=1)})["v"] == third
 
 
 def test_sums_are_float64() -> None:

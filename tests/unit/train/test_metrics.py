@@ -11,7 +11,7 @@ import pytest
 
 from paceline.errors import JobError
 from paceline.spec.job import TRACKER_NAMES
-from paceline.train.metrics import TRACKERS, open_sinks
+from paceline.train.metrics import TRACKERS, json_lines, open_sinks
 
 
 def test_json_lines_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
@@ -60,3 +60,18 @@ def test_a_tracker_that_is_not_installed_says_how(name: str, tmp_path: Path, mon
 
 def test_the_command_line_knows_the_trackers() -> None:
     assert set(TRACKERS) == set(TRACKER_NAMES)
+
+
+def test_a_file_that_cannot_be_begun_is_begun_later(tmp_path: Path) -> None:
+    said: list[str] = []
+    place = tmp_path / "run"
+    place.write_text("a file in the place of the folder")
+    sink = json_lines(place, 0, said.append)
+    sink.log(1, {"loss": 2.0})
+    place.unlink()
+    place.mkdir()
+    sink.log(2, {"loss": 1.0})
+    sink.close()
+    lines = (place / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    assert len(said) == 1 and "cannot be written to" in said[0]

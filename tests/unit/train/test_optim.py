@@ -10,7 +10,7 @@ from torch import nn
 
 from paceline.errors import JobError
 from paceline.spec import Job
-from paceline.spec.job import OptimSpec
+from paceline.spec.optim import OptimSpec
 from paceline.train.optim import build_optimizer, build_scheduler, parameter_groups
 
 

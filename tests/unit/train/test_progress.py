@@ -1,8 +1,10 @@
-"""What a person sees: a live line on a terminal, plain lines now and then in a pipe, nothing elsewhere."""
+"""What a person sees: a line that stays in its place on a terminal, plain lines now and then in a pipe."""
 
 from __future__ import annotations
 
 import io
+import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -24,6 +26,23 @@ class Unreadable(torch.Tensor):
         raise AssertionError("the loss was read although no line was due")
 
 
+@dataclass
+class Place:
+    """Where a run of 64 samples a step and 10 steps an epoch is."""
+
+    steps: int
+    last_step: int | None = 100
+    num_epochs: int = 10
+
+    @property
+    def samples_seen(self) -> int:
+        return 64 * self.steps
+
+    @property
+    def epoch(self) -> int:
+        return (self.steps - 1) // 10
+
+
 UNREADABLE = torch.tensor(0.0).as_subclass(Unreadable)
 LOSS = torch.tensor(0.5)
 
@@ -32,74 +51,118 @@ LOSS = torch.tensor(0.5)
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
     fake = FakeTime()
     monkeypatch.setattr(progress, "time", fake)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     return fake
 
 
-def test_a_terminal_shows_one_line_that_stays_in_its_place(clock: FakeTime, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.mark.usefixtures("wide")
+def test_a_terminal_shows_one_line_that_stays_in_its_place(clock: FakeTime) -> None:
     screen = Terminal()
-    progress = Progress(screen, total_steps=100, label="digits on 2 workers")
-    progress.step(1, 0, UNREADABLE, 64)
+    shown = Progress(screen)
+    shown.step(Place(1), UNREADABLE)
     assert screen.getvalue() == ""
     clock.pass_by(2.0)
-    progress.step(2, 0, LOSS, 64)
-    # 128 samples in 2 s, and 98 steps to go at 1 s a step.
-    expected = "digits on 2 workers  epoch 1  step 2/100  loss 0.5000  64 samples/s  1:38 left"
-    assert screen.getvalue() == f"\r\x1b[2K{expected}"
-    progress.step(3, 0, UNREADABLE, 64)
-    progress.say("epoch 1/5  train loss 0.4")
-    assert screen.getvalue().endswith("\r\x1b[2Kdigits on 2 workers  epoch 1/5  train loss 0.4\n")
+    shown.step(Place(3), LOSS)
+    # 128 samples in 2 s, and 97 steps to go at 1 s a step.
+    assert screen.getvalue() == "\r\x1b[2Kstep 3/100  epoch 1/10  loss 0.5000  64 samples/s  1:37 left\r"
+    shown.step(Place(4), UNREADABLE)
+    shown.say("epoch 1/10  train loss 0.4")
+    assert screen.getvalue().endswith("\r\x1b[2Kepoch 1/10  train loss 0.4\n")
     clock.pass_by(7200.0)
-    progress.step(4, 1, LOSS, 64)
-    assert "epoch 2  step 4/100" in screen.getvalue()
-    # 96 steps to go at 7202 s / 4 a step.
-    assert screen.getvalue().endswith("  48:00:48 left")
-    progress.close()
+    shown.step(Place(11), LOSS)
+    # 89 steps to go at 7202 s / 10 a step.
+    assert screen.getvalue().endswith("\r\x1b[2Kstep 11/100  epoch 2/10  loss 0.5000  0.089 samples/s  17:48:18 left\r")
+    shown.close()
     assert screen.getvalue().endswith("\r\x1b[2K")
 
 
-def test_a_narrow_terminal_is_not_overflowed(clock: FakeTime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "30")
+@pytest.mark.usefixtures("wide")
+def test_what_a_script_prints_takes_the_place_of_the_line(clock: FakeTime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Standard output and error are the same terminal."""
     screen = Terminal()
-    progress = Progress(screen, 100, "a label of some length")
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", screen)
+    shown = Progress(screen)
+    shown.step(Place(1), LOSS)
     clock.pass_by(1.0)
-    progress.step(1, 0, LOSS, 64)
-    assert len(screen.getvalue().removeprefix("\r\x1b[2K")) == 29
+    shown.step(Place(2), LOSS)
+    print("hello")
+    print("there", file=sys.stderr)
+    clock.pass_by(1.0)
+    shown.step(Place(3), LOSS)
+    shown.close()
+    lines = (f"\r\x1b[2Kstep {n}/100  epoch 1/10  loss 0.5000  64 samples/s  1:{40 - n} left\r" for n in (2, 3))
+    assert screen.getvalue() == "\r\x1b[2Khello\nthere\n".join(lines) + "\r\x1b[2K"
+    assert sys.stdout is screen
+    assert sys.stderr is screen
+
+
+def test_a_narrow_terminal_gets_whole_parts_only(clock: FakeTime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    screen = Terminal()
+    shown = Progress(screen)
+    shown.step(Place(1), LOSS)
+    clock.pass_by(1.0)
+    shown.step(Place(2), LOSS)
+    assert screen.getvalue() == "\r\x1b[2Kstep 2/100  epoch 1/10  loss 0.5000\r"
 
 
 def test_a_pipe_gets_whole_lines_and_few(clock: FakeTime) -> None:
     pipe = io.StringIO()
-    progress = Progress(pipe, 1000, "digits")
-    for step in range(1, 61):
-        clock.pass_by(0.5)  # 30 s in all
-        progress.step(step, 0, LOSS, 64)
-    progress.say("done")
-    progress.close()
-    lines = pipe.getvalue().splitlines()
-    assert pipe.getvalue().endswith("\n")
-    assert "\x1b" not in pipe.getvalue()
-    assert "\r" not in pipe.getvalue()
-    assert [line.split("  ")[2] for line in lines[:-1]] == ["step 20/1000", "step 40/1000", "step 60/1000"]
-    assert lines[-1] == "digits  done"
+    shown = Progress(pipe)
+    for step in range(1, 402):
+        shown.step(Place(step, last_step=500, num_epochs=50), LOSS)
+        clock.pass_by(0.5)  # 200 s in all
+    shown.say("done")
+    shown.close()
+    # Every 10 s in the first minute, every 60 s later.
+    assert pipe.getvalue().splitlines() == [
+        "step 21/500  epoch 3/50  loss 0.5000  128 samples/s  4:00 left",
+        "step 41/500  epoch 5/50  loss 0.5000  128 samples/s  3:50 left",
+        "step 61/500  epoch 7/50  loss 0.5000  128 samples/s  3:40 left",
+        "step 81/500  epoch 9/50  loss 0.5000  128 samples/s  3:30 left",
+        "step 101/500  epoch 11/50  loss 0.5000  128 samples/s  3:20 left",
+        "step 121/500  epoch 13/50  loss 0.5000  128 samples/s  3:10 left",
+        "step 241/500  epoch 25/50  loss 0.5000  128 samples/s  2:10 left",
+        "step 361/500  epoch 37/50  loss 0.5000  128 samples/s  1:10 left",
+        "done",
+    ]
 
 
-@pytest.mark.parametrize(
-    ("seconds_a_step", "left"),
-    [(0.2, "0:01 left"), (10.0, "1:30 left"), (400.0, "1:00:00 left"), (410.0, "1:01:30 left")],
-)
-def test_time_left(clock: FakeTime, seconds_a_step: float, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    screen = Terminal()
-    total = {0.2: 6}.get(seconds_a_step, 10)
-    progress = Progress(screen, total, "digits")
-    clock.pass_by(seconds_a_step)
-    progress.step(1, 0, LOSS, 64)
-    assert screen.getvalue().endswith(f"  {left}")
+def test_a_stream_has_no_last_step_and_a_gpu_shows_its_memory(clock: FakeTime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
+    pipe = io.StringIO()
+    shown = Progress(pipe)
+    shown.step(Place(1, last_step=None), UNREADABLE)
+    clock.pass_by(10.0)
+    shown.step(Place(11, last_step=None), LOSS)
+    assert pipe.getvalue() == "step 11  epoch 2/10  loss 0.5000  64 samples/s  GPU 3.0 GiB\n"
+    clock.pass_by(10.0)
+    shown.step(Place(1_234_567, last_step=123_456_789, num_epochs=100_000), LOSS)
+    assert all(len(line) <= 80 for line in pipe.getvalue().splitlines())
 
 
-def test_without_a_stream_nothing_is_read_or_said(clock: FakeTime) -> None:
-    progress = Progress(None, 10, "digits")
-    clock.pass_by(100.0)
-    progress.step(1, 0, UNREADABLE, 64)
-    progress.say("nothing")
-    progress.close()
+def test_a_run_that_was_resumed_counts_its_own_steps(clock: FakeTime) -> None:
+    pipe = io.StringIO()
+    shown = Progress(pipe)
+    shown.step(Place(50), UNREADABLE)
+    clock.pass_by(10.0)
+    shown.step(Place(60), LOSS)
+    assert pipe.getvalue() == "step 60/100  epoch 6/10  loss 0.5000  64 samples/s  0:40 left\n"
+
+
+def test_silenced_it_still_gives_messages_and_elsewhere_nothing(clock: FakeTime) -> None:
+    pipe = io.StringIO()
+    for shown in (Progress(pipe, is_shown=False), Progress(None)):
+        shown.step(Place(1), UNREADABLE)
+        clock.pass_by(100.0)
+        shown.step(Place(2), UNREADABLE)
+        shown.say("a message")
+        shown.close()
+    assert pipe.getvalue() == "a message\n"

@@ -51,6 +51,7 @@ SHOWN = {"as_json", "_list", "show_all", "strict", "help"}
 """What a command prints, or which exit code it has; no matter for a function."""
 IN_PYTHON = {
     "model",
+    "callbacks",
     "say",
     "on_failure",
     "on_each",
@@ -62,7 +63,7 @@ IN_PYTHON = {
 RENAMED = {"device_memory": "device_bytes", "time_limit": "time_limit_s", "memory": "memory_bytes"}
 """A text with a unit on the command line, a number in Python."""
 OF_OTHER_FUNCTIONS = {
-    "plan": {"fit", "predict", "suggest", "budget", "dry_run_mesh", "sequence_parallel"},
+    "plan": {"fit", "predict", "suggest", "budget", "max_nodes", "max_devices", "dry_run_mesh", "sequence_parallel"},
     "train": {"dry_run"},
     "launch": {"dry_run"},
 }

@@ -9,6 +9,7 @@ import pytest
 
 from paceline.cli.step_times import fit_and_predict, suggest_next
 from paceline.errors import JobError
+from paceline.workflows.step_times import fit_step_times, suggest_measurements
 
 STUDY = "num_nodes,devices_per_node,micro_batch_size,step_time_s\n1,1,64,0.0723\n1,2,64,0.0804\n"
 QUESTIONS = "num_nodes,devices_per_node,devices_on_node,micro_batch_size\n1,3,,64\n,,2+4,64\n2,4,,128\n"
@@ -48,7 +49,7 @@ def test_two_rows_are_enough_for_a_forecast(study: Path, questions: Path, capsys
 def test_people_get_a_table(study: Path, questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit_and_predict(study, questions, as_json=False)
     shown = capsys.readouterr().out
-    for word in ("2+4", "2 x 4", "bound by", "straggler_spread", "standard deviation"):
+    for word in ("2+4", "2 x 4", "1 x 3", "bound by", "a sample on one device", "standard deviation", "efficiency"):
         assert word in shown
 
 
@@ -73,8 +74,8 @@ def test_suggestions_are_rows_without_a_time(tmp_path: Path, capsys: pytest.Capt
     )
     suggest_next(obs, 2, as_json=True)
     first, second = json.loads(capsys.readouterr().out)["suggestions"]
-    assert first["num_nodes"] in (3, 4)
-    assert second["expected_error"] < first["expected_error"]
+    assert first["num_nodes"] in (2, 3, 4)
+    assert second["expected_error"] <= first["expected_error"]
     suggest_next(obs, 3, as_json=False)
     assert "4 x 2" in capsys.readouterr().out
 
@@ -135,3 +136,66 @@ def test_what_spreadsheets_write_is_read(tmp_path: Path, capsys: pytest.CaptureF
     obs.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
     fit_and_predict(obs, obs, as_json=True)
     assert len(json.loads(capsys.readouterr().out)["predictions"]) == 2
+
+
+def test_one_row_alone_and_nodes_that_nobody_measured_are_said(
+    tmp_path: Path, questions: Path, study: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = written(tmp_path / "one.csv", "".join(STUDY.splitlines(keepends=True)[:2]))
+    fit_and_predict(alone, questions, as_json=True)
+    answer = json.loads(capsys.readouterr().out)
+    assert any("One row alone" in sentence for sentence in answer["warnings"])
+    assert all(one["high_s"] > 1.2 * one["low_s"] for one in answer["predictions"])
+    fit_and_predict(study, questions, as_json=False)
+    shown = capsys.readouterr().out
+    assert "Nobody measured two nodes" in shown and "One row alone" not in shown
+
+
+def test_semicolons_decimal_commas_any_order_and_more_columns(
+    tmp_path: Path, study: Path, questions: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "step_time_s;note;micro_batch_size;num_nodes;devices_per_node\n0,0723;first;64;1;1\n0,0804;;64;1;2\n"
+    for one in (study, written(tmp_path / "semicolons.csv", text)):
+        fit_and_predict(one, questions, as_json=True)
+    first, second = capsys.readouterr().out.splitlines()
+    assert json.loads(first)["predictions"] == json.loads(second)["predictions"]
+
+
+def test_times_in_milliseconds_are_suspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head = "num_nodes,devices_per_node,micro_batch_size,step_time_s\n"
+    questions = written(tmp_path / "q.csv", head.replace(",step_time_s", "") + "1,4,64\n")
+    fit_and_predict(written(tmp_path / "ms.csv", head + "1,1,64,72.3\n1,2,64,80.4\n"), questions, as_json=True)
+    assert "divide step_time_s by 1000" in json.loads(capsys.readouterr().out)["warnings"][0]
+    one_wrong = written(tmp_path / "one.csv", head + "1,1,64,0.310\n1,2,64,331\n1,4,64,0.352\n")
+    fit_and_predict(one_wrong, questions, as_json=True)
+    answer = json.loads(capsys.readouterr().out)
+    (found,) = answer["contradictions"]
+    assert found["line"] == 3 and "looks like milliseconds" in found["sentence"]
+    assert answer["predictions"][0]["step_time_s"] == pytest.approx(0.352, rel=0.1)
+
+
+def test_accumulation_is_a_column(tmp_path: Path, questions: Path) -> None:
+    head = "num_nodes,devices_per_node,micro_batch_size,step_time_s,"
+    by_steps = written(tmp_path / "a.csv", head + "grad_accum_steps\n1,8,64,6.4,64\n2,8,64,3.3,32\n")
+    by_batch = written(tmp_path / "b.csv", head + "global_batch_size\n1,8,64,6.4,32768\n2,8,64,3.3,32768\n")
+    one, other = (fit_step_times(path, questions) for path in (by_steps, by_batch))
+    assert one.forecasts == other.forecasts
+    odd = written(tmp_path / "odd.csv", head + "global_batch_size\n1,8,64,6.4,1000\n")
+    with pytest.raises(JobError, match="line 2, global_batch_size: 1000 is no multiple of the 512 samples"):
+        fit_step_times(odd, questions)
+
+
+def test_a_page_with_recommendation_and_cost(tmp_path: Path, study: Path, questions: Path) -> None:
+    fitted = fit_step_times(study, questions, price=2.0, out=tmp_path / "page")
+    assert fitted.forecast is not None
+    assert "plan.html" in [path.name for path in (tmp_path / "page").iterdir()]
+    assert all(row.cost_per_million_samples for row in fitted.forecast.rows)
+    slow = written(tmp_path / "slow.csv", STUDY.replace("1,2,64,0.0804", "1,2,64,0.3"))
+    pair = written(tmp_path / "pair.csv", "num_nodes,devices_per_node,micro_batch_size\n1,2,64\n")
+    refused = fit_step_times(slow, pair).forecast
+    assert refused is not None and refused.verdict.startswith("Stay with 1 device")
+
+
+def test_suggestions_stay_within_what_there_is(study: Path) -> None:
+    for one in suggest_measurements(study, 4, max_nodes=2, max_devices=3):
+        assert one.placement.layout.num_nodes <= 2 and one.placement.layout.num_workers <= 3

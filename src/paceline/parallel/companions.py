@@ -1,0 +1,111 @@
+"""The other models of a run, which a loss function may call beside the one that a step trains.
+
+A step changes the model that it trains and no other. The others compute with the weights and buffers that they have:
+gradients flow through them and not into them, their batch norm layers normalise every virtual shard by itself and move
+no running statistics, and a buffer that a forward pass of theirs changes is put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+
+from paceline.parallel.forward_buffers import ForwardBuffers
+from paceline.parallel.norm import NormStatistics, standing_in
+
+
+@dataclass(frozen=True)
+class Companion:
+    """A model that computes in the steps of others."""
+
+    model: nn.Module
+    norm: NormStatistics
+    buffers: ForwardBuffers
+
+    @classmethod
+    def of(cls, model: nn.Module, buffers: ForwardBuffers | None = None) -> Companion:
+        """
+        Args:
+            model: its batch norm layers are those of `parallel.norm`.
+            buffers: those of the engine that trains the model in steps of its own.
+        """
+        return cls(model, NormStatistics(model), buffers or ForwardBuffers(model))
+
+
+@dataclass(frozen=True)
+class Companions:
+    """The companions of one step."""
+
+    models: Sequence[Companion] = ()
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Inside, a step trains another model: nothing that its passes do to these outlasts it."""
+        trained = [p for one in self.models for p in one.model.parameters() if p.requires_grad]
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        for one in self.models:
+            one.buffers.begin_step()
+        try:
+            yield
+        finally:
+            for one in self.models:
+                one.buffers.start_over()
+                one.norm.reset()
+            for parameter in trained:
+                parameter.requires_grad_(True)
+                parameter.grad = None  # of a graph that began before the step
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Inside, passes change no buffer for good."""
+        with ExitStack() as stack:
+            for one in self.models:
+                stack.enter_context(one.buffers.untouched())
+            yield
+
+    def enter(self, all_sizes: tuple[int, ...], current: tuple[int, ...]) -> None:
+        """Set which virtual shards are in the models; every pass begins with the buffers of the step.
+
+        Args:
+            all_sizes: the samples in each shard of the global batch.
+            current: those in each shard of this pass.
+        """
+        for one in self.models:
+            one.norm.shards.all, one.norm.shards.current = all_sizes, current
+        self.begin_pass()
+
+    def begin_pass(self) -> None:
+        """Give the models the buffers of the step."""
+        for one in self.models:
+            one.buffers.begin_pass()
+
+    def have_changed(self) -> bool:
+        """Whether the last forward pass changed any of their buffers."""
+        return any(one.buffers.changed_now() is not None for one in self.models)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Inside, gradients are computed: layers that run again (activation checkpointing) count nothing."""
+        with ExitStack() as stack:
+            for one in self.models:
+                stack.enter_context(one.norm.backward())
+            yield
+        for one in self.models:
+            one.norm.shards.current = None
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """Inside, a stand-in sample goes through the models."""
+        with ExitStack() as stack:
+            for one in self.models:
+                stack.enter_context(standing_in(one.model))
+                one.buffers.begin_pass()
+            yield
+
+
+ALONE = Companions()
+"""Of a step whose loss function calls one model only."""

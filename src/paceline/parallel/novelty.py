@@ -1,0 +1,140 @@
+"""What the shards that go through the model together show for the first time: then their loss is examined again.
+
+Whether a loss couples samples is found out in its first step. Padding may come later, a mask may hide its first token,
+a term may be added after a warm-up: such a thing shows in the values of the batch, or in the operations that the loss
+is computed by, in the very step in which it begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.containers import tensors
+
+_MOST_NODES = 24
+"""Of the graph of operations, from the loss downwards."""
+_MOST_LOOKS = 64
+"""After so many new things, random values are taken to be what is new."""
+
+Facts = dict[tuple[int, str], float]
+"""By the number of a tensor in a batch and the name of the fact: what may only grow before it is news."""
+
+
+class Novelty:
+    """What one loss function's passes have shown so far on this worker."""
+
+    def __init__(self) -> None:
+        self._known: Facts = {}
+        self._graphs: set[tuple[str, ...]] = set()
+        self._num_looks = 0
+        self._on_its_way: tuple[torch.cuda.Event, list[tuple[int, str]], Tensor] | None = None
+
+    def learn(self, content: Any) -> bool:
+        """Whether some value of a batch is unlike all before. On a GPU, what is told is that of the batch before: to
+        read it now would make the CPU wait for the device."""
+        found = False
+        for number, tensor in enumerate(tensors(content)):
+            if tensor.is_cuda:
+                return self._learn_later(content)
+            for name, value in _facts(tensor):
+                found |= self._is_more((number, name), value)
+        return found and self._may_look()
+
+    def learn_graph(self, loss: Tensor) -> bool:
+        """Whether the loss was computed by other operations than all before; the first are nothing new."""
+        graph = _operations(loss)
+        if graph in self._graphs:
+            return False
+        self._graphs.add(graph)
+        return len(self._graphs) > 1 and self._may_look()
+
+    def _may_look(self) -> bool:
+        self._num_looks += 1
+        return self._num_looks <= _MOST_LOOKS
+
+    def _is_more(self, key: tuple[int, str], value: float) -> bool:
+        if value <= self._known.get(key, -np.inf):
+            return False
+        self._known[key] = value
+        return True
+
+    def _learn_later(self, content: Any) -> bool:
+        found = False
+        if self._on_its_way is not None:
+            arrived, keys, values = self._on_its_way
+            arrived.synchronize()  # it was sent before the last step's passes
+            for key, value in zip(keys, values.tolist(), strict=True):
+                found |= self._is_more(key, value)
+        facts = [((number, name), value) for number, one in enumerate(tensors(content)) for name, value in _lazy(one)]
+        self._on_its_way = None
+        if facts:
+            values = torch.stack([value.double() for _, value in facts]).to("cpu", non_blocking=True)
+            sent = torch.cuda.Event()
+            sent.record()
+            self._on_its_way = sent, [key for key, _ in facts], values
+        return found and self._may_look()
+
+
+def _is_looked_at(tensor: Tensor) -> bool:
+    """Whether padding or masks may be seen in it: numbers of tokens or classes, masks, weights; no images."""
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_complex():
+        return False
+    return tensor.numel() > 0 and (tensor.ndim <= 2 or not tensor.is_floating_point())
+
+
+def _facts(tensor: Tensor) -> Iterator[tuple[str, float]]:
+    """By NumPy, whose functions cost a few microseconds."""
+    if not _is_looked_at(tensor) or tensor.dtype == torch.bfloat16:
+        return
+    values = tensor.detach().numpy()
+    if tensor.is_floating_point():
+        yield "has zeros", float((values == 0).any())
+        yield "has values that are no numbers", float(np.isnan(values.min()))
+        return
+    yield "smallest", -float(values.min())
+    yield "largest", float(values.max())
+    if values.ndim > 1 and values.shape[-1] > 1:
+        yield "ends in a repetition", float((values[..., -1] == values[..., -2]).any())
+
+
+def _lazy(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """As `_facts`, computed on the tensor's device."""
+    if not _is_looked_at(tensor):
+        return
+    values = tensor.detach()
+    if tensor.is_floating_point():
+        yield "has zeros", (values == 0).any()
+        yield "has values that are no numbers", values.isnan().any()
+        return
+    yield "smallest", -values.amin().double()
+    yield "largest", values.amax()
+    if values.ndim > 1 and values.shape[-1] > 1:
+        yield "ends in a repetition", (values[..., -1] == values[..., -2]).any()
+
+
+def _operations(loss: Tensor) -> tuple[str, ...]:
+    """The operations next to the loss; a product with zero, which a warm-up may end, is one of its own."""
+    found: list[str] = []
+    left = [loss.grad_fn]
+    seen = set()
+    while left and len(found) < _MOST_NODES:
+        node: Any = left.pop(0)
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = str(node.name())
+        if name == "MulBackward0" and _is_zero(node._saved_other):
+            name += " by zero"
+        found.append(name)
+        left += [following for following, _ in node.next_functions]
+    return tuple(found)
+
+
+def _is_zero(factor: Any) -> bool:
+    is_number = isinstance(factor, Tensor) and factor.ndim == 0 and not factor.is_cuda
+    return is_number and not factor.requires_grad and not float(factor)

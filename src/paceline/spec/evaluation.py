@@ -1,0 +1,43 @@
+"""What is made of a run's evaluations: which one is the best, and when there is no use in going on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from paceline.spec.codec import MAY_DIVERGE, NOT_NEGATIVE, at_least
+
+Mode = Literal["auto", "min", "max"]
+"""Whether smaller or larger values of a metric are better; "auto": smaller ones of a loss or an error."""
+
+
+@dataclass(frozen=True)
+class EarlyStoppingSpec:
+    """When a run ends because its evaluations do not get better any more."""
+
+    metric: str | None = None
+    """The metric of evaluations that has to get better, "accuracy" or "loss", or the run ends; None: it never does."""
+    patience: int = at_least(1, 5)
+    """How many evaluations in a row may be no better before the run ends."""
+    min_change: float = at_least(0, 0.0)
+    """By how much the metric has to be better than the best before to count."""
+    mode: Mode = "auto"
+    """Whether smaller ("min") or larger values ("max") are better; "auto": smaller ones where the metric's name says
+    loss, error or perplexity."""
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """One evaluation of a run."""
+
+    step: int = field(metadata=NOT_NEGATIVE)
+    """After how many steps."""
+    epoch: int = field(metadata=NOT_NEGATIVE)
+    metrics: dict[str, float] = field(metadata=MAY_DIVERGE)
+    is_scheduled: bool = True
+    """Whether `eval_every_steps` or `eval_every_epochs` asked for it; else it was made because the run ended."""
+
+
+def smaller_is_better(metric: str, mode: Mode) -> bool:
+    """Whether the best value of a metric is its smallest."""
+    return mode == "min" or (mode == "auto" and any(word in metric for word in ("loss", "error", "perplexity")))

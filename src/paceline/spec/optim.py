@@ -1,0 +1,90 @@
+"""The keys of a job that say how weights are updated: its tables `optim` and `optim.scheduler`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from paceline.errors import JobError, shown
+from paceline.spec.codec import PLAIN, above, at_least, between
+
+
+@dataclass(frozen=True)
+class SchedulerSpec:
+    """A learning-rate scheduler of torch, transformers or one's own, beside the schedule in samples."""
+
+    name: str | None = None
+    """An import path, such as "torch.optim.lr_scheduler:OneCycleLR", called with the optimizer and `options`."""
+    every: Literal["step", "epoch"] = "step"
+    """After what it moves."""
+    options: dict[str, Any] = field(default_factory=dict, metadata=PLAIN)
+    """Its keyword arguments; `total_steps` or `num_training_steps`, where it has it, is the run's number of them."""
+
+
+@dataclass(frozen=True)
+class OptimSpec:
+    """Optimizer, learning-rate schedule, and the rule that scales the rate with the global batch."""
+
+    name: str = "sgd"
+    """A class of torch.optim, such as "sgd", "adamw" or "rmsprop", or an import path "package.module:Optimizer"."""
+    lr: float = above(0, 0.1)
+    """The learning rate, for `base_batch_size` samples a step."""
+    momentum: float = between(0, 1, 0.9)
+    """Momentum of "sgd"."""
+    nesterov: bool = False
+    """Whether the momentum of "sgd" is Nesterov's."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of the two running means of "adam" and "adamw"."""
+    eps: float = above(0, 1e-8)
+    """The number that "adam" and "adamw" add to the denominator."""
+    weight_decay: float = at_least(0, 0.0)
+    """Weight decay, as the optimizer defines it."""
+    decay_norms_and_biases: bool = True
+    """Whether parameters of fewer than two dimensions, which are those of norm layers and biases, decay too."""
+    options: dict[str, Any] = field(default_factory=dict, metadata=PLAIN)
+    """Further keyword arguments for the optimizer."""
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict, metadata=PLAIN)
+    """Other options for some parameters, by a pattern of their names: "head.*" = { lr = 0.01 }; the first counts."""
+    scheduler: SchedulerSpec = field(default_factory=SchedulerSpec)
+    """A scheduler that sets the rate by itself; needs schedule = "constant" and no warm-up."""
+    schedule: Literal["constant", "cosine", "step"] = "constant"
+    """How the learning rate changes after the warm-up, counted in samples: not at all, along a cosine to 0, in
+    steps."""
+    step_epochs: tuple[float, ...] = above(0, ())
+    """Epochs at which the step schedule multiplies the rate by `step_factor`."""
+    step_factor: float = above(0, 0.1)
+    """What each step of the step schedule multiplies the rate by."""
+    warmup_epochs: float = at_least(0, 0.0)
+    """Epochs in which the rate rises linearly to its full value."""
+    base_batch_size: int | None = at_least(1, None)
+    """The global batch size for which `lr` was chosen; None: this job's own."""
+    lr_scaling: Literal["linear", "sqrt", "none"] = "linear"
+    """How the rate follows a global batch other than `base_batch_size`: in proportion, by the square root, or not."""
+    label_smoothing: float = between(0, 1, 0.0)
+    """The share of a target that is spread evenly over all classes."""
+    clip_norm: float | None = above(0, None)
+    """The largest norm of the whole gradient; None: not clipped."""
+
+    def __post_init__(self) -> None:
+        if self.nesterov and self.momentum == 0:
+            raise JobError("optim.nesterov = True needs optim.momentum greater than 0.")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise JobError(f"optim.betas = {list(self.betas)} should both lie in [0, 1).")
+        if self.scheduler.name is not None and (
+            self.schedule != "constant" or self.warmup_epochs or self.base_batch_size
+        ):
+            raise JobError(
+                "optim.scheduler sets the learning rate by itself; leave out optim.schedule, optim.warmup_epochs and "
+                "optim.base_batch_size."
+            )
+        if self.schedule == "step" and not self.step_epochs:
+            raise JobError("optim.schedule = 'step' needs optim.step_epochs, such as [15, 25].")
+        if list(self.step_epochs) != sorted(self.step_epochs):
+            raise JobError(f"optim.step_epochs = {shown(list(self.step_epochs))} should be in ascending order.")
+
+    @property
+    def state_copies(self) -> int:
+        """How many values the optimizer keeps per parameter."""
+        if self.name.lower() == "sgd":
+            return int(self.momentum > 0)
+        return 1 if self.name.lower() in ("adagrad", "rprop", "rmsprop", "asgd") else 2

@@ -1,0 +1,83 @@
+"""Which evaluation of a run was the best, and when there is no use in going on.
+
+Both are functions of the evaluations so far, which are the same on all workers and kept with every checkpoint: so a run
+ends at the same step on any number of workers, and however often it was interrupted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from paceline.errors import JobError
+from paceline.spec import Job
+from paceline.spec.evaluation import EarlyStoppingSpec, EvaluationRecord, Mode, smaller_is_better
+from paceline.train.callbacks import Callback
+from paceline.train.training import Training
+
+
+def best_evaluation(
+    evaluations: Sequence[EvaluationRecord], metric: str, mode: Mode = "auto", min_change: float = 0.0
+) -> EvaluationRecord | None:
+    """The evaluation with the best value of `metric`; None if no value is finite.
+
+    Of equals it is the first; a later one has to be better by more than `min_change`.
+    """
+    sign = -1.0 if smaller_is_better(metric, mode) else 1.0
+    best: EvaluationRecord | None = None
+    for evaluation in evaluations:
+        value = sign * evaluation.metrics[metric]
+        if math.isfinite(value) and (best is None or value > sign * best.metrics[metric] + min_change):
+            best = evaluation
+    return best
+
+
+def why_to_stop(evaluations: Sequence[EvaluationRecord], spec: EarlyStoppingSpec) -> str | None:
+    """Why a run with these evaluations ends; None: it goes on.
+
+    Evaluations that were made only because a run ended do not count: had it not ended there, they would not exist.
+    """
+    if spec.metric is None:
+        return None
+    counted = [evaluation for evaluation in evaluations if evaluation.is_scheduled]
+    best = best_evaluation(counted, spec.metric, spec.mode, spec.min_change)
+    num_since = len(counted) if best is None else len(counted) - 1 - counted.index(best)
+    if num_since < spec.patience:
+        return None
+    times = "1 evaluation" if num_since == 1 else f"{num_since} evaluations"
+    if best is None:
+        return f"{spec.metric} was not finite in {times}"
+    return f"{spec.metric} has not improved for {times}; best {best.metrics[spec.metric]:.6g} at step {best.step}"
+
+
+class EarlyStopping(Callback):
+    """Ends the run when its evaluations do not get better any more, and has the best checkpoint saved."""
+
+    def __init__(self, job: Job, metrics: Sequence[str]) -> None:
+        """
+        Args:
+            metrics: those that evaluations have.
+
+        Raises:
+            JobError: evaluations have no such metric.
+        """
+        self._spec, kept = job.early_stopping, job.kept_checkpoints
+        self._metric, self._mode = kept.keep_best, kept.best_mode
+        for key, metric in (("early_stopping.metric", self._spec.metric), ("checkpoint.keep_best", self._metric)):
+            if metric is not None and metric not in metrics:
+                raise JobError(f"{key} = {metric!r} is no metric of an evaluation; those are {', '.join(metrics)}.")
+
+    def run_began(self, training: Training) -> None:
+        self._stop(training)
+
+    def evaluated(self, training: Training, metrics: object) -> None:  # noqa: ARG002 - `training` has all of them
+        self._stop(training)
+        if self._metric is not None:
+            best = best_evaluation(training.evaluations, self._metric, self._mode)
+            if best is not None and best.step == training.run.steps:
+                training.save()
+
+    def _stop(self, training: Training) -> None:
+        reason = why_to_stop(training.evaluations, self._spec)
+        if reason is not None:
+            training.run.stop(reason)

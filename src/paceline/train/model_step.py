@@ -1,0 +1,257 @@
+"""One training step of one model, from a batch to an update."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from paceline.containers import tensors
+from paceline.data import Loading, SampleRequest
+from paceline.errors import JobError, ModelError
+from paceline.parallel import AnyShard, Assignment, Companions, StepInput
+from paceline.parallel.assignment import shard_sizes
+from paceline.parallel.dtensor import clip_gradients
+from paceline.parallel.losses import StepLoss
+from paceline.parallel.micro_batch import is_out_of_memory
+from paceline.samples import Readings, Samples
+from paceline.spec import Mesh
+from paceline.train.closures import closure_after, takes_closure
+from paceline.train.data_progress import Batch
+from paceline.train.nonfinite import NonFiniteGuard
+from paceline.train.numerics import LossFn, loss_name
+from paceline.train.preparation import Prepared
+from paceline.train.reading import DatasetReader
+from paceline.train.schedule import lr_factor
+from paceline.train.seeding import seed_shard
+from paceline.train.session import Session
+from paceline.train.torch_settings import explaining_refusals
+from paceline.train.trace import ParityTracer
+
+
+@dataclass
+class Pending:
+    """A batch that was read and is to be trained on."""
+
+    batch: Batch
+    content: Any
+    """This worker's samples of it."""
+    loading: Loading
+    index: int
+    """The number of batches trained on before it, over the whole run."""
+    samples_seen: int
+    """The samples of all workers in these."""
+    num_steps: int = 0
+    """The steps made on it so far."""
+
+
+class ModelStepper:
+    """Makes the steps of one prepared model."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        session: Session,
+        mesh: Mesh,
+        reader: DatasetReader,
+        tracer: ParityTracer,
+        begin_change: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            begin_change: called when a step begins to change the model, its optimizer or its buffers.
+        """
+        self.session = session
+        self.trained = prepared.trained
+        self._state = session.state
+        self._device = session.world.device
+        self._rates = prepared.rates
+        self._schedulers = prepared.schedulers
+        # Workers that compute other layers of a model have the same samples: one of them counts them.
+        self._counts_samples = mesh.leads_assignment(session.world.rank)
+        self._reader = reader
+        self._tracer = tracer
+        self._begin_change = begin_change
+        self._guard = NonFiniteGuard(session, self.trained)
+        self._takes_closure = takes_closure(self.trained.optimizer, self.trained.engine, session.state.job)
+        self._readings: Readings = {}
+
+    def step(
+        self, pending: Pending, content: Any, loss_fn: LossFn, companions: Companions, optimizer: Optimizer
+    ) -> StepLoss:
+        """Train on a batch; returns its loss.
+
+        Args:
+            content: `pending.content` as the script passed it to `step`.
+            companions: the other models that the loss function may call.
+            optimizer: that makes the update: the model's, or one of several.
+        """
+        trained, batch = self.trained, pending.batch
+        engine = trained.engine
+        if engine.changes_buffers:
+            self._begin_change()
+        if engine.reads_assignment:
+            num_samples = sum(batch.assignment.sizes) or 1  # a stand-in
+            step_input = self._input(pending, pending.index, batch.assignment, num_samples, content, loss_fn)
+            if trained is self._state.models.first and not pending.num_steps:
+                take_norms = self._state.noise.for_step(pending.index, batch.assignment)
+                step_input = replace(step_input, take_norms=take_norms)
+        else:
+            # A stand-in that shows what the loss function returns; workers read the shards they compute.
+            step_input = self._input(pending, pending.index, batch.assignment, 1, pending.content, loss_fn)
+            step_input = replace(step_input, any_shard=self._any_shard(pending, content, loss_fn))
+        step_input = replace(step_input, companions=companions)
+        self._rates.set(pending.samples_seen, batch.samples_per_epoch)
+        trained.optimizer.zero_grad(set_to_none=True)
+
+        try:
+            with companions.unchanged(), explaining_refusals():
+                result = engine.step(
+                    step_input, functools.partial(self._update, pending, content, step_input, optimizer)
+                )
+        except (RuntimeError, MemoryError) as problem:
+            if not is_out_of_memory(problem):
+                raise
+            raise ModelError(self._out_of_memory(pending, problem)) from problem
+
+        for note in result.notes:
+            self.session.note(note)
+        for note in result.own_notes:
+            self.session.note_of_worker(note)
+        self._tracer.after_update(trained.model, engine.whole, result.notes)
+        moving = engine.forward_buffers.newly_moving()
+        if moving:
+            names = ", ".join(moving[:3]) + (f" and {len(moving) - 3} more" if len(moving) > 3 else "")
+            self.session.note(f"Forward passes change buffers ({names}): {engine.buffers_rule}.")
+        return result
+
+    def _out_of_memory(self, pending: Pending, problem: BaseException) -> str:
+        job, found = self._state.job, self.trained.engine.micro_batch
+        smaller = f"set micro_batch_size = 'auto' or to {job.shard_size}, or raise virtual_shards"
+        if found is None or found.is_automatic or found.size == job.shard_size:
+            smaller = f"raise virtual_shards: one shard of {job.shard_size} samples goes through the model at a time"
+        words = str(problem).split(". ")[0].strip() or type(problem).__name__
+        return f"Memory ran out in step {pending.index + 1} ({words}); {smaller}."
+
+    def _input(
+        self, pending: Pending, index: int, assignment: Assignment, num_samples: int, content: Any, loss_fn: LossFn
+    ) -> StepInput:
+        """The step input for an assignment of the global batch with this number, counted over the whole run."""
+        precision, seed, nth = self.trained.precision, self._state.job.seed, pending.num_steps
+        return StepInput(
+            assignment=assignment,
+            batch=Samples.of(content, num_samples, self._readings),
+            loss_of=precision.of(loss_fn),
+            seed_shard=lambda shard: seed_shard(seed, index, shard, self._device, nth),
+            scale=precision.scaler.scale,
+            within=precision.autocast,
+            loss_name=loss_name(loss_fn),
+        )
+
+    def _update(
+        self, pending: Pending, content: Any, step_input: StepInput, optimizer: Optimizer, loss: Tensor
+    ) -> None:
+        """Make an update by the gradients that are in `.grad`, unless they are not finite."""
+        trained, batch, clip_norm = self.trained, pending.batch, self._state.job.optim.clip_norm
+        engine, scaler = trained.engine, trained.precision.scaler
+        if optimizer is not trained.optimizer:
+            self._forget_others(optimizer)
+        # A worker that is alone between two synchronisations may have no sample, hence no gradient and no update. One
+        # that holds only a stage of the model may have no parameter, and continues with the others.
+        has_gradient = not engine.holds_all or any(p.grad is not None for p in trained.model.parameters())
+        norm = functools.cache(engine.gradient_norm)  # computed at most once per step
+        is_made = has_gradient and self._guard.allows_update(pending.index, loss, norm, batch.samples)
+        self._begin_change()
+        if is_made and clip_norm is not None:
+            scaler.unscale_(optimizer)
+            clip_gradients(trained.model.parameters(), clip_norm, norm())
+        idle = not batch.assignment.sizes or not self._counts_samples
+        self._tracer.before_update(pending.index, trained.model, engine.whole, loss, content, idle=idle)
+        if not is_made:
+            return
+        with self.session.updating():
+            if self._takes_closure:
+                again = functools.partial(self._gradients_again, step_input)
+                closure = closure_after(loss, trained.model.parameters(), again)
+                optimizer.step(closure)  # type: ignore[arg-type]
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+        for scheduler in self._schedulers:
+            if scheduler.optimizer is optimizer or optimizer is trained.optimizer:
+                scheduler.step()
+
+    def _forget_others(self, optimizer: Optimizer) -> None:
+        """Leave gradients only where `optimizer`, one of several, updates."""
+        mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for parameter in self.trained.model.parameters():
+            if id(parameter) not in mine:
+                parameter.grad = None
+
+    def _gradients_again(self, step_input: StepInput) -> Tensor:
+        """Compute the step's gradient at the weights as they are now; returns its loss."""
+        trained, clip_norm = self.trained, self._state.job.optim.clip_norm
+        trained.optimizer.zero_grad(set_to_none=True)
+        loss = trained.engine.gradients(replace(step_input, take_norms=None)).loss
+        if clip_norm is not None:
+            clip_gradients(trained.model.parameters(), clip_norm, trained.engine.gradient_norm())
+        return loss
+
+    def _any_shard(self, pending: Pending, content: Any, loss_fn: LossFn) -> AnyShard:
+        """The input for asynchronous servers, whose workers read the shards they compute.
+
+        Raises:
+            JobError: the run's updates so far are not those by the batches before this one.
+            ModelError: the script changed the batch, which is not used.
+        """
+        job, progress, batch = self._state.job, self._state.progress, pending.batch
+        if batch.index != progress.steps:
+            raise JobError(
+                f"This run has made {progress.steps} updates, but {batch.index} global batches of "
+                f"{job.global_batch_size} come before this one, and asynchronous servers count batches by updates; "
+                "train on every batch of every epoch once, with one global_batch_size, or begin in another folder."
+            )
+        if _tensors(content) != _tensors(pending.content):
+            raise ModelError(
+                "With aggregation.method = 'parameter_server_async' workers read the shards they compute themselves, "
+                "so what the script changed in a batch before run.step would be lost; do it in the loss function."
+            )
+
+        def sizes(index: int) -> tuple[int, ...]:
+            return shard_sizes(len(progress.samples(index)), job.virtual_shards)
+
+        def read(index: int, shard: int) -> StepInput:
+            assignment = Assignment(sizes(index), ((shard, shard + 1),), rank=0)
+            samples = progress.samples(index)[slice(*assignment.span)]
+            epoch, number = progress.place(index)
+            (shard_content,) = self._reader.read_shards(
+                pending.loading, epoch, [SampleRequest((samples,), number, shard)]
+            )
+            # Servers know of no loss scale.
+            step_input = self._input(pending, index, assignment, len(samples), shard_content, loss_fn)
+            return replace(step_input, scale=lambda loss: loss)
+
+        def factor(index: int) -> float:
+            epoch, number = progress.place(index)
+            seen = epoch * batch.samples_per_epoch + min(number * job.global_batch_size, batch.samples_per_epoch)
+            return lr_factor(job, seen, batch.samples_per_epoch)
+
+        return AnyShard(
+            batch=batch.index,
+            num_shards=lambda index: len(sizes(index)),
+            lr_factor=factor,
+            read=read,
+            at_base_rates=self._rates.at_base,
+            stop=int(min(progress.steps + batch.num_left, self.session.next_save())),
+            wants_rest=self.session.wants_rest,
+            at_rest=self.session.at_rest,
+        )
+
+
+def _tensors(content: Any) -> list[int]:
+    """Which tensors a batch consists of."""
+    return [id(tensor) for tensor in tensors(content)]

@@ -1,0 +1,114 @@
+"""What a run shows of itself: its models, how far it is, what it has measured."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.errors import JobError
+from paceline.noise import SmoothedNoise
+from paceline.object_collectives import broadcast_object
+from paceline.parallel import Engine
+from paceline.train.data_progress import DataProgress
+from paceline.train.digest import weights_sha256
+from paceline.train.noise_meter import NoiseMeter
+from paceline.train.process_group import World
+from paceline.train.state import Trained
+from paceline.train.trained_models import TrainedModels
+
+
+class RunView:
+    """The part of `Run` that changes nothing.
+
+    Attributes:
+        rank, world_size, device: of this worker.
+    """
+
+    def __init__(self, world: World, world_size: int, progress: DataProgress, noise: NoiseMeter) -> None:
+        self.world = world
+        self.rank, self.world_size, self.device = world.rank, world_size, world.device
+        self._progress = progress
+        self._noise = noise
+        self._models = TrainedModels()
+
+    def epochs(self) -> range:
+        """The numbers of the epochs that are not over: all of the job's, or those left of a run that was resumed."""
+        return self._progress.epochs()
+
+    def consensus(self) -> AbstractContextManager[None]:
+        """Inside, the model holds what all workers agree on, the same on every one: the mean of their weights where
+        they synchronise only every few steps. Training then continues unchanged. `evaluate` enters it by itself.
+
+        A collective: every worker has to enter it.
+        """
+        return self.engine.consensus()
+
+    def whole_state(self, model: nn.Module | None = None) -> dict[str, Tensor]:
+        """The whole model's state_dict. A collective; where the model is spread, rank 0 alone gets it.
+
+        Args:
+            model: which of several models that are trained; None: the first.
+        """
+        trained = self._models.of(self.model if model is None else model)
+        return trained.engine.whole(trained.model.state_dict(keep_vars=True))
+
+    def weights_sha256(self, model: nn.Module | None = None) -> str:
+        """A fingerprint of the weights: equal exactly when every bit is. A collective where the model is spread.
+
+        It is that of this worker's own copy where it holds the whole model.
+
+        Args:
+            model: which of several models that are trained; None: the first.
+        """
+        state = self.whole_state(model)
+        if self.engine.holds_all:
+            return weights_sha256(state)
+        digest: str = broadcast_object(weights_sha256(state) if self.rank == 0 else None, self.world.group)
+        return digest
+
+    @property
+    def _first(self) -> Trained:
+        if not self._models.by_name:
+            raise JobError("Call run.prepare(model, optimizer) first.")
+        return self._models.first
+
+    @property
+    def engine(self) -> Engine:
+        """What the prepared model, the first if there are several, is trained by."""
+        return self._first.engine
+
+    @property
+    def model(self) -> nn.Module:
+        """The prepared model, the first if there are several."""
+        return self._first.model
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The prepared optimizer, of the first model if there are several."""
+        return self._first.optimizer
+
+    @property
+    def steps(self) -> int:
+        """Optimizer updates made."""
+        return self._progress.steps
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples of all workers that updates have been made by."""
+        return self._progress.samples_seen
+
+    def total_steps(self, num_samples: int) -> int:
+        """Optimizer updates of the whole run on a training set of `num_samples`."""
+        return self._progress.total_steps(num_samples)
+
+    @property
+    def noise(self) -> SmoothedNoise:
+        """What is known of gradient noise by now. On a GPU, reading it waits for the steps before."""
+        return self._noise.read()
+
+    @property
+    def noise_scale(self) -> float | None:
+        """The gradient noise scale in samples; None where it was not measured or no signal shows in the noise yet."""
+        return self._noise.scale()

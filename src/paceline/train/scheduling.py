@@ -1,0 +1,32 @@
+"""The scheduler that a job names, moved after each step or each epoch and kept with the run."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from paceline.train.callbacks import Callback
+from paceline.train.optim import build_scheduler
+from paceline.train.run import Run
+from paceline.train.training import Training
+
+
+class Scheduling(Callback):
+    """Moves the scheduler of a job, if it has one."""
+
+    def __init__(self, run: Run, steps_per_epoch: int) -> None:
+        self._steps_per_epoch = steps_per_epoch
+        self._spec = spec = run.job.optim.scheduler
+        if spec.name is not None:
+            # Of the whole job: max_steps ends a run early and leaves its schedule alone, as that in samples.
+            times = run.job.epochs * (1 if spec.every == "epoch" else steps_per_epoch)
+            self._scheduler = build_scheduler(spec, run.optimizer, times)
+            run.keep("scheduler", self._scheduler)
+
+    def step_made(self, training: Training, loss: Tensor) -> None:  # noqa: ARG002 - an event's arguments
+        if self._spec.name is not None and self._spec.every == "step":
+            self._scheduler.step()
+
+    def epoch_ended(self, training: Training) -> None:
+        is_complete = training.run.steps % self._steps_per_epoch == 0
+        if self._spec.name is not None and self._spec.every == "epoch" and is_complete:
+            self._scheduler.step()

@@ -1,0 +1,144 @@
+"""The models of a run, by name, as a checkpoint holds them.
+
+The first is kept as the model of a run that has one only; the others beside it, under "models". Frozen models are not
+kept: the script builds them again, and a fingerprint of their weights tells whether they are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from paceline.errors import CheckpointError, ModelError
+from paceline.train.state import Trained
+
+_OWN = ("sums", "means")
+
+
+class TrainedModels:
+    """What a run has learned in all of its models."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Trained] = {}
+        self.frozen: dict[str, str | None] = {}
+        """The fingerprint of the weights of each frozen model; None where it is not needed."""
+        self._holders: dict[int, str] = {}
+        """The name of the model that holds a parameter."""
+
+    @property
+    def first(self) -> Trained:
+        return next(iter(self.by_name.values()))
+
+    def check_new(self, name: str, model: nn.Module) -> None:
+        """
+        Raises:
+            ModelError: there is a model of this name, or another one holds the same parameters.
+        """
+        if name in self.by_name or name in self.frozen:
+            raise ModelError(f"This run has a model called '{name}' already; call run.prepare with another name.")
+        for parameter_name, parameter in model.named_parameters():
+            if id(parameter) in self._holders:
+                raise ModelError(
+                    f"The parameter '{parameter_name}' belongs to the model '{self._holders[id(parameter)]}' already, "
+                    "and each model of a run needs parameters of its own; prepare the whole as one model, with a list "
+                    "of optimizers."
+                )
+
+    def add(self, name: str, trained: Trained) -> None:
+        self.by_name[name] = trained
+        self._hold(name, trained.model)
+
+    def add_frozen(self, name: str, model: nn.Module, sha256: str | None) -> None:
+        self.frozen[name] = sha256
+        self._hold(name, model)
+
+    def _hold(self, name: str, model: nn.Module) -> None:
+        self._holders.update((id(parameter), name) for parameter in model.parameters())
+
+    def of(self, model: nn.Module) -> Trained:
+        """
+        Raises:
+            ModelError: it is none of those that are trained.
+        """
+        for trained in self.by_name.values():
+            if trained.model is model:
+                return trained
+        raise ModelError("The model is none that run.prepare returned with an optimizer; give one of those.")
+
+    # --- checkpoints ---
+
+    def take(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """As `Trained.take`, of all models."""
+        shared, own = self.first.take()
+        others = {name: trained.take() for name, trained in list(self.by_name.items())[1:]}
+        if others:
+            shared = shared | {"models": {name: taken for name, (taken, _) in others.items()}}
+        for kind in _OWN:
+            of_others = {name: taken[kind] for name, (_, taken) in others.items() if taken.get(kind)}
+            if of_others:
+                own = own | {kind: own.get(kind, {}) | {"models": of_others}}
+        if self.frozen:
+            shared = shared | {"frozen": dict(self.frozen)}
+        return shared, own
+
+    def put(self, shared: Mapping[str, Any], own: Mapping[str, Any], *, hyper: bool) -> None:
+        """As `Trained.put`, of all models."""
+        for name in self.by_name:
+            self.put_one(name, shared, own, hyper=hyper)
+
+    def put_one(self, name: str, shared: Mapping[str, Any], own: Mapping[str, Any], *, hyper: bool) -> None:
+        """As `Trained.put`, of the model with this name.
+
+        Raises:
+            CheckpointError: it is of another model or optimizer, or the checkpoint has no such model.
+        """
+        trained = self.by_name[name]
+        if trained is self.first:
+            mine = {kind: {key: one for key, one in own.get(kind, {}).items() if key != "models"} for kind in own}
+            trained.put(dict(shared), mine, hyper=hyper)
+            return
+        kept = shared.get("models", {})
+        if name not in kept:
+            raise CheckpointError(
+                f"The checkpoint holds no model '{name}'; resume with the models that it was saved with, or begin in "
+                "another folder."
+            )
+        of_others = {kind: own[kind]["models"][name] for kind in own if name in own[kind].get("models", {})}
+        trained.put(kept[name], of_others, hyper=hyper)
+
+    def own_shards(self, shared: dict[str, Any]) -> dict[str, Any]:
+        """As `Trained.own_shards`, of the models that are known by now."""
+        kept = shared.get("models", {})
+        mine = {name: self.by_name[name].own_shards(kept[name]) for name in kept if name in self.by_name}
+        found = self.first.own_shards(shared)
+        return found | ({"models": mine} if kept else {})
+
+    def check_complete(self, shared: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            CheckpointError: the run that was saved had other models.
+        """
+        missing = [name for name in (*shared["models"], *shared["frozen"]) if name not in {*self.by_name, *self.frozen}]
+        if missing:
+            raise CheckpointError(
+                f"The checkpoint to resume has a model '{missing[0]}', which this run has not prepared; prepare the "
+                "same models before the first batch, or begin in another folder."
+            )
+        for name, digest in shared["frozen"].items():
+            if digest is not None and self.frozen.get(name) not in (None, digest):
+                raise CheckpointError(
+                    f"The frozen model '{name}' has other weights than when this run was saved; load the same ones, or "
+                    "begin in another folder."
+                )
+
+    def hyperparameters(self) -> Callable[[], None]:
+        """A function that puts the optimizers' learning rates and the like back to what they are now."""
+        of_models = [trained.hyperparameters() for trained in self.by_name.values()]
+
+        def put_back() -> None:
+            for one in of_models:
+                one()
+
+        return put_back

@@ -1,0 +1,163 @@
+"""Losses that begin to couple samples in the middle of a run: noticed in that very step, on any number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.env import worker_facts
+from paceline.spec import Job, Plan, parse_mesh
+from tests.ranks.harness import run_ranks
+
+WORDS, NUM_SAMPLES, BATCH = 17, 48, 8
+IGNORED = -100
+BEGINS = 4
+"""The step before which nothing shows."""
+
+LossOf = Callable[[nn.Module, Any, int], Tensor]
+
+
+def _texts() -> tuple[Tensor, Tensor]:
+    draw = np.random.default_rng(3)
+    tokens = draw.integers(1, WORDS, (NUM_SAMPLES, 6))
+    lengths = np.full(NUM_SAMPLES, 6)
+    lengths[BATCH * BEGINS + 5 :] = draw.integers(1, 7, NUM_SAMPLES - BATCH * BEGINS - 5)  # in the last shards first
+    is_padding = np.arange(6) >= lengths[:, None]
+    tokens[is_padding] = 0
+    return torch.from_numpy(tokens), torch.from_numpy(is_padding)
+
+
+def _mean(model: nn.Module, tokens: Tensor, labels: Tensor, ignored: int = IGNORED) -> Tensor:
+    """What users write: a mean over valid tokens that is returned as if it were one over samples."""
+    return F.cross_entropy(model(tokens).transpose(1, 2), labels, ignore_index=ignored)
+
+
+def _by_labels(model: nn.Module, batch: Any, _step: int) -> Tensor:
+    return _mean(model, batch["tokens"], batch["labels"])
+
+
+def _by_mask(model: nn.Module, batch: Any, _step: int) -> Tensor:
+    return _mean(model, batch["tokens"], batch["tokens"].masked_fill(batch["mask"] == 0, IGNORED))
+
+
+def _by_token(model: nn.Module, batch: Any, _step: int) -> Tensor:
+    return _mean(model, batch["tokens"], batch["tokens"], ignored=0)
+
+
+def _by_weights(model: nn.Module, batch: Any, _step: int) -> Tensor:
+    losses = F.cross_entropy(model(batch["tokens"]).transpose(1, 2), batch["tokens"], reduction="none")
+    mean: Tensor = (losses * batch["weights"]).sum() / batch["weights"].sum()
+    return mean
+
+
+def _spread(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """A mean over samples, and a term that is none."""
+    outputs = model(batch["tokens"]).mean((1, 2))
+    return outputs.square().mean(), outputs.var(correction=0)
+
+
+def _with_a_term_later(model: nn.Module, batch: Any, step: int) -> Tensor:
+    mean, spread = _spread(model, batch)
+    return mean if step < BEGINS else mean + spread
+
+
+def _with_a_rate_that_rises(model: nn.Module, batch: Any, step: int) -> Tensor:
+    mean, spread = _spread(model, batch)
+    return mean + (0.0 if step < BEGINS else 0.5) * spread
+
+
+LOSSES: dict[str, tuple[LossOf, tuple[str, ...]]] = {
+    "labels": (_by_labels, ("tokens", "labels")),
+    "mask": (_by_mask, ("tokens", "mask")),
+    "token": (_by_token, ("tokens",)),
+    "weights": (_by_weights, ("tokens", "weights")),
+    "term": (_with_a_term_later, ("tokens",)),
+    "rate": (_with_a_rate_that_rises, ("tokens",)),
+}
+
+
+class _Named(TensorDataset):
+    def __init__(self, names: tuple[str, ...]) -> None:
+        tokens, is_padding = _texts()
+        found = {
+            "tokens": torch.where(is_padding, 3, tokens) if "weights" in names or "mask" in names else tokens,
+            "labels": tokens.masked_fill(is_padding, IGNORED),
+            "mask": (~is_padding).long(),
+            "weights": (~is_padding).double(),
+        }
+        super().__init__(*(found[name] for name in names))
+        self._names = names
+
+    def __getitem__(self, number: Any) -> Any:
+        return {name: tensor[number] for name, tensor in zip(self._names, self.tensors, strict=True)}
+
+
+@dataclass(frozen=True)
+class _Result:
+    losses: list[float]
+    weights: dict[str, NDArray[Any]]
+    notes: list[str]
+
+
+def _train(name: str, strategy: str, values: dict[str, Any]) -> _Result:
+    world_size = worker_facts().world_size
+    loss_of, names = LOSSES[name]
+    settings = {"global_batch_size": BATCH, "virtual_shards": 4, "precision": "float64", "optim": {"clip_norm": 1.0}}
+    job = Job.from_mapping(settings | values)
+    plan = Plan(
+        world_size=world_size,
+        algorithm="all_reduce",
+        timeout_s=120,
+        mesh=parse_mesh(strategy, world_size, 1) if world_size > 1 else None,
+        devices_in_process=2 if strategy == "dp_one_process" else 1,
+    )
+    with paceline.init(job, plan=plan) as run:
+        run.say = lambda _sentence: None
+        model = nn.Sequential(nn.Embedding(WORDS, 8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, WORDS))
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+
+        def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+            return loss_of(model, batch, run.steps)
+
+        batches = run.batches(_Named(names), sampler=lambda _seed, _epoch: range(NUM_SAMPLES))
+        losses = [float(run.step(batch, loss_fn)) for batch in batches]
+        weights = {key: value.detach().numpy().copy() for key, value in run.whole_state().items()}
+        return _Result(losses, weights, run.notes)
+
+
+def _train_all(strategies: tuple[str, ...], values: dict[str, Any]) -> list[_Result]:
+    return [_train(name, strategy, values) for strategy in strategies for name in LOSSES]
+
+
+@pytest.fixture(scope="module")
+def shard_by_shard() -> list[_Result]:
+    results: list[_Result] = run_ranks(_train_all, 1, ("dp",), {"shard_by_shard": True}, timeout_s=120)[0]
+    return results
+
+
+@pytest.mark.parametrize(
+    ("world_size", "strategies"), [(1, ("dp", "dp_one_process")), (2, ("dp", "fsdp", "zero1")), (3, ("dp", "fsdp"))]
+)
+def test_what_begins_later_is_noticed_in_that_step(
+    shard_by_shard: list[_Result], world_size: int, strategies: tuple[str, ...]
+) -> None:
+    for rank, results in enumerate(run_ranks(_train_all, world_size, strategies, {}, timeout_s=200)):
+        places = [(strategy, name) for strategy in strategies for name in LOSSES]
+        for number, (place, result) in enumerate(zip(places, results, strict=True)):
+            expected = shard_by_shard[number % len(LOSSES)]
+            np.testing.assert_allclose(result.losses, expected.losses, rtol=1e-12, err_msg=str(place))
+            for name, value in result.weights.items():
+                wanted = expected.weights[name]
+                np.testing.assert_allclose(value, wanted, rtol=1e-12, atol=1e-13, err_msg=f"{place} {name}")
+            found = [note for note in result.notes if "goes through the model alone" in note]
+            assert len(found) == 1 or rank, (place, result.notes)

@@ -1,0 +1,101 @@
+"""The matrix: every way to train, as a short run of a small model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from paceline.spec import Job, PipelineSpec, parse_mesh
+from paceline.spec.algorithm import algorithm_names
+from tests.ranks.training import Outcome, images, train
+
+_LENET: dict[str, Any] = {"model": {"name": "lenet"}}
+_RESNET: dict[str, Any] = {"model": {"name": "resnet20"}}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way to train."""
+
+    name: str
+    job: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
+    tolerance: float = 1e-5
+    """The largest relative difference of weights between simulated GPUs and CPUs."""
+
+    def train(self, device_kind: str, **where: Any) -> Outcome:
+        """One epoch of three steps, with evaluation."""
+        values = {"global_batch_size": 16, "virtual_shards": 4, "epochs": 1, "optim": {"lr": 0.01, "momentum": 0.9}}
+        job = Job.from_mapping(values | _LENET | self.job)
+        shape = (1, 28, 28) if job.model.name == "lenet" else (3, 8, 8)
+        plan = {"timeout_s": 120, "device_kind": device_kind, **self.plan}
+        return train(job, images(48, shape), images(19, shape), **plan, **where)
+
+
+def cells(num_workers: int) -> list[Cell]:
+    """Those that `num_workers` can run."""
+    found = [*_data_parallel(), *_other_kinds()]
+    if num_workers == 1:
+        return [*found, Cell("one process, two devices", plan={"devices_in_process": 2})]
+    found += [Cell(name, plan={"algorithm": name}) for name in algorithm_names() if name != "tree_exact"]
+    found += [
+        Cell(f"wire {wire}", {"aggregation": {"wire": wire}}, tolerance=1e-3)
+        for wire in ("bfloat16", "float16", "int8", "powersgd", "topk", "randomk")
+    ]
+    found += [_meshed(name, num_workers) for name in ("fsdp", "hsdp", "tp", "pp")]
+    found += [
+        _meshed("pp", num_workers, pipeline=PipelineSpec(schedule=schedule))
+        for schedule in ("gpipe", "interleaved", "zero_bubble")
+    ]
+    if num_workers == 4:
+        found += [
+            _meshed(mesh, num_workers)
+            for mesh in ("fsdp2 x tp2", "dp2 x pp2", "dp2 x tp2", "pp2 x tp2", "fsdp2 x pp2", "dp2 x fsdp2")
+        ]
+    return found
+
+
+def _data_parallel() -> list[Cell]:
+    return [
+        Cell("bitwise", {"parity": "bitwise"}),
+        Cell("bitwise, batch norm", {"parity": "bitwise", **_RESNET}),
+        Cell("batch norm of shards", _RESNET),
+        Cell("batch norm of the global batch", {"norm": "sync", **_RESNET}),
+        Cell("channels last", {"channels_last": True, **_RESNET}),
+        Cell("float64", {"precision": "float64"}),
+        Cell("bfloat16", {"precision": "bfloat16"}, tolerance=2e-2),
+        Cell("float16", {"precision": "float16"}, tolerance=2e-2),
+        Cell("micro-batches", plan={"micro_batch_size": 2}),
+    ]
+
+
+def _other_kinds() -> list[Cell]:
+    def aggregation(method: str, tolerance: float = 1e-5) -> Cell:
+        return Cell(method, {"aggregation": {"method": method}}, tolerance=tolerance)
+
+    return [
+        Cell("noise scale", {"measure_noise": True}),
+        aggregation("local_sgd"),
+        aggregation("diloco"),
+        aggregation("parameter_server_async", tolerance=1.0),  # updates come in the order of time
+    ]
+
+
+def _meshed(mesh: str, num_workers: int, **plan: Any) -> Cell:
+    schedule = f" {plan['pipeline'].schedule}" if plan else ""
+    return Cell(f"{mesh}{schedule}", plan={"mesh": parse_mesh(mesh, num_workers, 1), **plan})
+
+
+def run_cells(device_kind: str, num_workers: int) -> dict[str, Outcome]:
+    """The outcome of every cell, on whatever workers run this."""
+    torch.manual_seed(0)
+    return {cell.name: _run(cell, device_kind) for cell in cells(num_workers)}
+
+
+def _run(cell: Cell, device_kind: str) -> Outcome:
+    try:
+        return cell.train(device_kind)
+    except Exception as error:
+        raise AssertionError(f"The cell '{cell.name}' failed on {device_kind}.") from error

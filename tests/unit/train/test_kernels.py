@@ -1,0 +1,81 @@
+"""By which of torch's kernels an optimizer updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from paceline.train.optim import choose_kernels
+from paceline.train.state import Names, load_optimizer_state, optimizer_state
+
+ELSEWHERE = torch.device("meta")
+
+
+def parameters(device: str = "meta") -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(3, device=device)), nn.Parameter(torch.zeros(2, device=device))]
+
+
+@pytest.fixture
+def shards() -> Iterator[list[nn.Parameter]]:
+    """Along two axes of a mesh."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    yield [
+        nn.Parameter(DTensor.from_local(torch.zeros(3, device="meta"), mesh[axis], [Replicate()], run_check=False))
+        for axis in ("a", "b")
+    ]
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (torch.optim.SGD, {"fused": True, "foreach": None}),
+        (torch.optim.AdamW, {"fused": True, "foreach": None}),
+        (torch.optim.RMSprop, {"foreach": None}),
+        (lambda p: torch.optim.SGD(p, foreach=True), {"fused": None, "foreach": True}),
+        (lambda p: torch.optim.Adam(p, fused=False), {"fused": False}),
+    ],
+)
+def test_fused_where_torch_has_it_and_nobody_chose(make: Any, expected: dict[str, Any]) -> None:
+    optimizer = make(parameters())
+    choose_kernels(optimizer, ELSEWHERE)
+    (group,) = optimizer.param_groups
+    assert {key: group[key] for key in expected} == expected
+
+
+def test_nothing_changes_on_a_cpu_or_for_what_stays_there() -> None:
+    for device in (torch.device("cpu"), ELSEWHERE):
+        optimizer = torch.optim.AdamW(parameters("cpu"))
+        choose_kernels(optimizer, device)
+        assert optimizer.param_groups[0]["fused"] is None
+
+
+def test_shards_and_whole_parameters_are_not_taken_together(shards: list[nn.Parameter]) -> None:
+    for mixed in ([*parameters(), shards[0]], shards):
+        optimizer = torch.optim.SGD(mixed)
+        choose_kernels(optimizer, ELSEWHERE)
+        assert optimizer.param_groups[0]["foreach"] is False
+    alike = torch.optim.SGD(shards[:1])
+    choose_kernels(alike, ELSEWHERE)
+    assert (alike.param_groups[0]["foreach"], alike.param_groups[0]["fused"]) == (None, None)
+
+
+def test_a_checkpoint_of_another_device_does_not_choose_kernels() -> None:
+    model = nn.Linear(2, 1)
+    there, here = torch.optim.AdamW(model.parameters(), fused=True), torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    there.step()
+    names = Names.of(here, model)
+    kept = optimizer_state(there, names, model)
+    kept["groups"][0]["lr"] = 0.25
+    load_optimizer_state(here, names, model, kept, hyper=True)
+    assert here.param_groups[0]["fused"] is None and here.param_groups[0]["lr"] == 0.25
