@@ -282,7 +282,7 @@ def test_mistakes_in_a_script_are_one_sentence() -> None:
         net = _Convolution()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         run.prepare(net, optimizer)
-        with pytest.raises(JobError, match="has a model already"):
+        with pytest.raises(ModelError, match="belongs to the model 'model' already"):
             run.prepare(net, optimizer)
         loader = torch.utils.data.DataLoader(TensorDataset(torch.zeros(4)))
         with pytest.raises(DataError, match="batch_size=1 and the job global_batch_size=6"):

@@ -124,7 +124,7 @@ def test_it_is_as_nice_as_a_new_process(tmp_path: Path) -> None:
 TRAINS = """
 import torch, paceline
 from torch import nn
-with paceline.init(global_batch_size=8, epochs=2) as run:
+with paceline.init(global_batch_size=8, epochs=2, progress=False) as run:
     model, _ = run.prepare(model := nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 3)),
                            torch.optim.Adam(model.parameters()))
     samples = torch.utils.data.TensorDataset(torch.randn(40, 6), torch.arange(40) % 3)

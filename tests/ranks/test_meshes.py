@@ -321,7 +321,8 @@ def test_parameters_that_are_unused_tied_or_frozen() -> None:
         2, [("skips", "fsdp"), ("skips", "tp"), ("tied", "fsdp"), ("tied", "pp"), ("never", "pp")]
     )
     assert spread[0]["num_passes"] == [3 + 2, *[2] * 5]
-    assert spread[2]["num_passes"] == [3 + 2, *[1] * 5]
+    # The second batch has a token beyond those of the first: the loss is examined once more.
+    assert spread[2]["num_passes"] == [3 + 2, 3 + 2, *[1] * 4]
 
 
 @pytest.mark.slow
