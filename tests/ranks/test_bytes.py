@@ -33,8 +33,8 @@ BATCH, SHARDS = 16, 8
 SHARD = BATCH // SHARDS
 CONTEXT, WIDTH, VOCABULARY = 8, 16, 33
 A_FEW_BYTES = 36
-"""Loss, whether norm layers may move, whether shards look new, whether somebody wants to stop: no axis's own, but of all
-workers or stages."""
+"""Loss, whether norm layers may move, whether shards look new, whether somebody wants to stop: no axis's own, but
+of all workers or stages."""
 CHECKED_STEPS = 3
 """In the first ones workers also compare what they are going to send."""
 

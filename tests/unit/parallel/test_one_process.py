@@ -145,7 +145,7 @@ def test_a_device_splits_its_samples_into_micro_batches() -> None:
     assert sizes[:3] == [4, 2, 2]  # do samples couple? Two shards together and one by one
     assert sizes[3:7] == [3, 2, 4, 2]  # shards of 3 and 2, and of 2, 2 and 2
     # The second step; and the other device has examined its own shards, which looked new to it.
-    assert sorted(sizes[7:]) == sorted([2, 2, 3, 4] + [4, 2, 2])
+    assert sorted(sizes[7:]) == sorted([2, 2, 3, 4, *(4, 2, 2)])
 
 
 def test_gradient_norms_are_those_of_the_devices_parts() -> None:
