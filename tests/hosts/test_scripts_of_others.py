@@ -1,40 +1,97 @@
-"""Scripts of other libraries, unchanged, over plain SSH: on two nodes they learn what they learn on one."""
+"""Scripts of other libraries, unchanged, by each launcher: on two nodes they learn what they learn on one."""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.hosts.cluster import Cluster
+from tests.hosts.ray_cluster import RAY_VARIABLES, ray_on, why_not_ray
+from tests.hosts.slurm import slurm_on, why_not_slurm
 from tests.hosts.sshd import ssh_between, why_not_ssh
 from tests.hosts.stdio import commands_on, wait_until
 
-pytestmark = [
-    pytest.mark.hosts,
-    pytest.mark.slow,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(bool(why_not_ssh()), reason=why_not_ssh() or ""),
-]
+pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(400)]
 
+LIBRARIES = ("with_accelerate.py", "with_fabric.py", "with_lightning.py", "with_trainer.py")
+VARIABLES = {"PACELINE_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 SCRIPTS = Path(__file__).parents[1] / "plain_scripts"
 TIMEOUT_S = 180.0
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = tmp_path_factory.mktemp("ssh")
-    with Cluster(num_nodes=2, rate_bits_per_s=1e9) as cluster, ssh_between(cluster.nodes, folder):
+def cluster() -> Iterator[Cluster]:
+    with Cluster(num_nodes=2, rate_bits_per_s=1e9) as cluster:
         yield cluster
 
 
-def weights_of(cluster: Cluster, cwd: Path, script: str, *where: str) -> str:
+@pytest.fixture(scope="module")
+def alone(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each script prints of its weights after two workers of one node."""
+    folder = tmp_path_factory.mktemp("alone")
+    return {script: _weights_of(cluster, folder, script, "-n", "2") for script in LIBRARIES}
+
+
+@pytest.mark.skipif(bool(why_not_ssh()), reason=why_not_ssh() or "")
+def test_over_ssh(cluster: Cluster, alone: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "ssh").mkdir()
+    with ssh_between(cluster.nodes, tmp_path / "ssh"):
+        found = {s: _weights_of(cluster, tmp_path, s, "--hosts", "node0:1,node1:1") for s in LIBRARIES}
+    assert found == alone
+
+
+@pytest.mark.skipif(bool(why_not_ssh()), reason=why_not_ssh() or "")
+@pytest.mark.parametrize(
+    ("script", "fault", "cause", "words"),
+    [
+        ("with_accelerate.py", "raise", "exception", "ValueError: sample 17 is damaged"),
+        ("with_fabric.py", "kill", "signal", "killed by SIGKILL"),
+        ("with_lightning.py", "hang", "hung", "in read_from_a_disk_that_hangs"),
+        ("with_trainer.py", "raise", "exception", "ValueError: sample 17 is damaged"),
+    ],
+)
+def test_what_happens_on_another_node_is_named(
+    cluster: Cluster, tmp_path: Path, script: str, fault: str, cause: str, words: str
+) -> None:
+    (tmp_path / "ssh").mkdir()
+    with ssh_between(cluster.nodes, tmp_path / "ssh"):
+        where = ("--hosts", "node0:1,node1:1", "--hang-timeout", "15", "--out", str(tmp_path / "run"))
+        launch = [sys.executable, "-m", "paceline", "launch", *where, str(SCRIPTS / script), fault]
+        program = cluster.nodes[0].exec(launch, env=VARIABLES, cwd=tmp_path)
+        assert program.wait(TIMEOUT_S) != 0, program.stdout + program.stderr
+    report: dict[str, Any] = json.loads((tmp_path / "run" / "failure.json").read_text())
+    assert (report["cause"], report["ranks"], report["hostname"]) == (cause, [1], "node1"), report
+    assert words in report["sentence"] + report["evidence"]
+
+
+@pytest.mark.skipif(bool(why_not_slurm()), reason=why_not_slurm() or "")
+def test_in_an_allocation_of_slurm(cluster: Cluster, alone: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "slurm").mkdir()
+    salloc = ("salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1")
+    with slurm_on(cluster.nodes, tmp_path / "slurm", cpus_per_node=2):
+        found = {s: _weights_of(cluster, tmp_path, s, "--launcher", "slurm", within=salloc) for s in LIBRARIES}
+    assert found == alone
+
+
+@pytest.mark.skipif(bool(why_not_ray()), reason=why_not_ray() or "")
+def test_on_a_ray_cluster(cluster: Cluster, alone: dict[str, str], tmp_path: Path) -> None:
+    inside = ("env", *(f"{name}={value}" for name, value in RAY_VARIABLES.items()))
+    with ray_on(cluster.nodes):
+        where = ("--launcher", "ray", "-n", "2")
+        found = {s: _weights_of(cluster, tmp_path, s, *where, within=inside) for s in LIBRARIES}
+    assert found == alone
+
+
+def _weights_of(cluster: Cluster, cwd: Path, script: str, *where: str, within: Sequence[str] = ()) -> str:
     """What the script prints of its weights, launched on the first node; nobody of it is left anywhere."""
     # How a kernel splits its sums among threads may change their last bits.
-    command = [sys.executable, "-m", "paceline", "launch", "--threads", "1", *where, str(SCRIPTS / script)]
-    program = cluster.nodes[0].exec(command, env={"HF_HUB_OFFLINE": "1"}, cwd=cwd)
+    launch = [sys.executable, "-m", "paceline", "launch", "--threads", "1", *where, str(SCRIPTS / script)]
+    program = cluster.nodes[0].exec([*within, *launch], env=VARIABLES, cwd=cwd)
     assert program.wait(TIMEOUT_S) == 0, program.stdout + program.stderr
     for node in cluster.nodes:
         wait_until(
@@ -44,9 +101,3 @@ def weights_of(cluster: Cluster, cwd: Path, script: str, *where: str) -> str:
         )
     (line,) = [line for line in program.stdout.splitlines() if line.startswith("weights ")]
     return line
-
-
-@pytest.mark.parametrize("script", ["with_accelerate.py", "with_fabric.py", "with_lightning.py", "with_trainer.py"])
-def test_on_two_nodes_they_learn_what_they_learn_on_one(cluster: Cluster, tmp_path: Path, script: str) -> None:
-    expected = weights_of(cluster, tmp_path, script, "-n", "2")
-    assert weights_of(cluster, tmp_path, script, "--hosts", "node0:1,node1:1") == expected
