@@ -84,18 +84,19 @@ def parameter_groups(optim: OptimSpec, model: nn.Module) -> list[dict[str, Any]]
 def choose_kernels(optimizer: Optimizer, device: torch.device) -> None:
     """Have an optimizer update by as few kernels as its parameters allow, where its user has chosen nothing.
 
-    On a GPU torch takes all parameters of a group together, which fails where some are shards and others whole, or
-    shards along other axes; and it takes its fused kernels only where it is told to. On a CPU it goes one by one.
+    On a GPU torch takes all parameters of a group together, which fails where some are shards and others whole,
+    whatever its user chose, or shards along other axes; and it takes its fused kernels only where it is told to. On a
+    CPU it goes one by one.
     """
-    if device.type == "cpu":
-        return
     from torch.distributed.tensor import DTensor  # takes long to load
 
     for group in optimizer.param_groups:
-        if group.get("foreach", False) is not None or group.get("fused") is not None:
-            continue
         parameters = group["params"]
         kinds = {one.device_mesh if isinstance(one, DTensor) else None for one in parameters}
+        if None in kinds and len(kinds) > 1:
+            group.update({way: False for way in ("foreach", "fused") if way in group})
+        if device.type == "cpu" or group.get("foreach", False) is not None or group.get("fused") is not None:
+            continue
         is_fused = type(optimizer) in (_FUSED if kinds == {None} else _FUSED_ON_SHARDS)
         if len(kinds) > 1:
             group["foreach"] = False

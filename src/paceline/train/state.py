@@ -145,9 +145,6 @@ def rebind(optimizer: Optimizer, names: Names, model: nn.Module) -> None:
         raise ModelError("The optimizer has been used before run.prepare; give it a new one, or the strategy dp.")
     for group, parameters in zip(optimizer.param_groups, held, strict=True):
         group["params"] = parameters
-        if len({isinstance(parameter, DTensor) for parameter in parameters}) > 1:
-            # On GPUs torch updates a group's parameters in one call, which takes no mixture of DTensors and others.
-            group.update({way: False for way in ("foreach", "fused") if way in group})
 
 
 def optimizer_state(optimizer: Optimizer, names: Names, model: nn.Module) -> dict[str, Any]:

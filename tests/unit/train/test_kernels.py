@@ -69,6 +69,13 @@ def test_shards_and_whole_parameters_are_not_taken_together(shards: list[nn.Para
     assert (alike.param_groups[0]["foreach"], alike.param_groups[0]["fused"]) == (None, None)
 
 
+def test_what_torch_refuses_for_such_a_mixture_is_off_whatever_was_chosen(shards: list[nn.Parameter]) -> None:
+    for device in (torch.device("cpu"), ELSEWHERE):
+        optimizer = torch.optim.SGD([*parameters(), shards[0]], foreach=True)
+        choose_kernels(optimizer, device)
+        assert (optimizer.param_groups[0]["foreach"], optimizer.param_groups[0]["fused"]) == (False, False)
+
+
 def test_a_checkpoint_of_another_device_does_not_choose_kernels() -> None:
     model = nn.Linear(2, 1)
     there, here = torch.optim.AdamW(model.parameters(), fused=True), torch.optim.AdamW(model.parameters())
