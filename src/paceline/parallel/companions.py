@@ -108,4 +108,4 @@ class Companions:
 
 
 ALONE = Companions()
-"""Of a step whose loss function calls one model only."""
+"""The companions of a step whose loss function calls one model only: none."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.containers import tensors
 
 _MOST_NODES = 24
-"""Of the graph of operations, from the loss downwards."""
+"""So many operations of the graph are looked at, from the loss downwards."""
 _MOST_LOOKS = 64
 """After so many new things, random values are taken to be what is new."""
 

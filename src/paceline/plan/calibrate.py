@@ -50,7 +50,7 @@ _NUM_SAMPLES, _NUM_MOVES = 2000, 10
 _NUM_SAMPLES_OF_MANY, _NUM_MOVES_OF_MANY = 400, 30
 """For more rows, whose posterior is narrow and far from the priors: fewer samples that move more."""
 _MOST_ROWS = 48
-"""Of more rows so many are sampled, and the best constants for all of them are found from there."""
+"""From more rows so many are sampled, and the best constants for all of them are found from there."""
 
 
 @dataclass(frozen=True)

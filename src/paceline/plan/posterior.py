@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 _WANTED_ACCEPTANCE = 0.25
-"""Of random-walk moves in many dimensions (Roberts, Gelman and Gilks 1997)."""
+"""The share of random-walk moves that should be accepted in many dimensions (Roberts, Gelman and Gilks 1997)."""
 _SEED = 20260701
 
 

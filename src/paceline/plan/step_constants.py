@@ -64,7 +64,7 @@ class Observation:
 
     @property
     def num_samples(self) -> int:
-        """Of one worker."""
+        """The samples that one worker computes in a step."""
         return self.placement.micro_batch_size * self.placement.num_passes
 
 

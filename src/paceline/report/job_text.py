@@ -1,4 +1,4 @@
-"""A job as TOML that `load_job` reads back to the same job."""
+"""A job as text: as TOML that `load_job` reads back to the same job, and key by key."""
 
 from __future__ import annotations
 
@@ -19,6 +19,17 @@ def job_toml(job: Job) -> str:
             lines += ["", f"[{name}]"]
             lines += [f"{_key(key)} = {_value(item)}" for key, item in table.items() if not _is_unset(item)]
     return "\n".join(lines) + "\n"
+
+
+def flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"optim": {"lr": 1}} as {"optim.lr": 1}."""
+    found: dict[str, Any] = {}
+    for key, value in mapping.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
 
 
 def _is_unset(item: Any) -> bool:

@@ -19,9 +19,13 @@ from paceline.report.figure import (
 from paceline.report.live_run import LiveRun
 
 _MOST_POINTS = 1500
-"""Of a line; more are not seen on a screen, and slow the page down."""
-_PARTS = (("compute", "compute_s"), ("data", "data_s"), ("exposed communication", "exposed_comm_s"))
-_COLOURS = {"compute": "compute", "data": "data", "exposed communication": "comm"}
+"""On a line; more are not seen on a screen, and slow the page down."""
+_PARTS = (
+    ("compute", "compute", "compute_s"),
+    ("data", "data", "data_s"),
+    ("exposed communication", "comm", "exposed_comm_s"),
+)
+"""(name, colour of the style sheet, attribute of `StepTime`)."""
 
 
 def live_plots(runs: Sequence[LiveRun]) -> list[Plot]:
@@ -110,10 +114,10 @@ def _step_time(runs: Sequence[LiveRun]) -> Plot:
             "name": name,
             "y": [run for run, _ in times],
             "x": [1e3 * getattr(step, part) for _, step in times],
-            "marker": {"color": f"var(--part-{_COLOURS[name]})", "line": {"color": SURFACE, "width": 1.5}},
+            "marker": {"color": f"var(--part-{token})", "line": {"color": SURFACE, "width": 1.5}},
             "hovertemplate": "%{y}, " + name + ": %{x:.2f} ms<extra></extra>",
         }
-        for name, part in _PARTS
+        for name, token, part in _PARTS
     ]
     said = [f"{run}: {formats.duration(step.total_s)}" for run, step in times]
     return Plot(

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from paceline.errors import PacelineError
 from paceline.regular_files import open_regular, parse_json, read_json
+from paceline.report.job_text import flat
 from paceline.spec.record import RECORD_FILE, StepTime
 from paceline.spec.run_status import STATUS_FILE, RunStatus, WorkerStatus
 
@@ -37,10 +38,10 @@ class LiveRun:
     """Key to value, as texts; keys of tables with a dot."""
     steps: tuple[int, ...] = ()
     losses: tuple[float | None, ...] = ()
-    """Of each of `steps`; None where it is not finite."""
+    """The loss of each of `steps`; None where it is not finite."""
     timed_steps: tuple[int, ...] = ()
     samples_per_s: tuple[float, ...] = ()
-    """Of each of `timed_steps`: the mean since the one before."""
+    """The throughput at each of `timed_steps`: the mean since the one before."""
     step_time: StepTime | None = None
     """Where the time of the latest steps went, on rank 0."""
     evaluations: tuple[tuple[int, Mapping[str, float]], ...] = ()
@@ -75,31 +76,28 @@ class RunFollower:
 
     def read(self) -> LiveRun:
         """The run now."""
-        lines = self._metrics.read()
+        metrics = self._metrics.read()
         status = RunStatus.load(self._folder / STATUS_FILE)
         self._note_use(status)
         self._status = status
         record, failure = _mapping(self._folder / RECORD_FILE), _mapping(self._folder / FAILURE_FILE)
-        losses = [line for line in lines if "loss" in line]
-        timed = [line for line in lines if "samples_per_s" in line]
-        evaluations = [(line["step"], _tested(line)) for line in lines if _tested(line)]
         last_s = status.time if status is not None else _modified_s(self._folder / METRICS_FILE)
         silent_s = max(0.0, time.time() - last_s)
-        state, sentence = _state(record, failure, bool(losses), silent_s)
+        state, sentence = _state(record, failure, bool(metrics.losses), silent_s)
         return LiveRun(
             name=self._folder.resolve().name,
             state=state,
             sentence=sentence,
-            job=_flat(_mapping(self._folder / "job.json")),
-            steps=tuple(line["step"] for line in losses),
-            losses=tuple(_finite(line["loss"]) for line in losses),
-            timed_steps=tuple(line["step"] for line in timed),
-            samples_per_s=tuple(float(line["samples_per_s"]) for line in timed),
-            step_time=_step_time(timed[-1]) if timed else None,
-            evaluations=tuple(evaluations),
+            job={key: _text(value) for key, value in flat(_mapping(self._folder / "job.json")).items()},
+            steps=tuple(metrics.steps),
+            losses=tuple(metrics.losses),
+            timed_steps=tuple(metrics.timed_steps),
+            samples_per_s=tuple(metrics.samples_per_s),
+            step_time=metrics.step_time,
+            evaluations=tuple(metrics.evaluations),
             workers=status.workers if status is not None and state in ("starting", "training") else (),
             processor_use=dict(self._processor_use),
-            events=tuple(sorted(self._events(record, failure, lines), reverse=True)[:_MOST_EVENTS]),
+            events=tuple(sorted(self._events(record, failure, metrics), reverse=True)[:_MOST_EVENTS]),
         )
 
     def _note_use(self, status: RunStatus | None) -> None:
@@ -113,7 +111,7 @@ class RunFollower:
                 self._processor_use[worker.rank] = (worker.processor_s - earlier) / (status.time - before.time)
 
     def _events(
-        self, record: Mapping[str, Any], failure: Mapping[str, Any], lines: list[dict[str, Any]]
+        self, record: Mapping[str, Any], failure: Mapping[str, Any], metrics: _Metrics
     ) -> Iterator[tuple[float, str]]:
         if started_s := _modified_s(self._folder / "job.json"):
             yield started_s, "The job was written; workers start."
@@ -122,33 +120,59 @@ class RunFollower:
         for earlier in self._folder.glob("failure-*.json"):
             if found := _mapping(earlier):
                 yield _number(found.get("noticed_at")), f"{found.get('sentence')} The run was started again."
-        for line in lines:
-            if "epoch" in line and "time" in line:
-                yield _number(line["time"]), f"Epoch {line['epoch']} ended: train loss {line.get('train_loss'):.4g}."
+        yield from metrics.epochs
         if failure:
             yield _number(failure.get("noticed_at")), str(failure.get("sentence"))
         if record:
             yield _modified_s(self._folder / RECORD_FILE), "The run has finished."
 
 
+@dataclass
+class _Metrics:
+    """The lines of metrics.jsonl so far, by what they tell."""
+
+    steps: list[int] = field(default_factory=list)
+    losses: list[float | None] = field(default_factory=list)
+    timed_steps: list[int] = field(default_factory=list)
+    samples_per_s: list[float] = field(default_factory=list)
+    step_time: StepTime | None = None
+    evaluations: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
+    epochs: list[tuple[float, str]] = field(default_factory=list)
+    """(seconds since the epoch, sentence) of every epoch that has ended."""
+
+    def add(self, step: int, line: Mapping[str, Any]) -> None:
+        if "loss" in line:
+            self.steps.append(step)
+            self.losses.append(_finite(line["loss"]))
+        if "samples_per_s" in line:
+            self.timed_steps.append(step)
+            self.samples_per_s.append(float(line["samples_per_s"]))
+            self.step_time = _step_time(line)
+        if tested := _tested(line):
+            self.evaluations.append((step, tested))
+        if "epoch" in line and "time" in line:
+            sentence = f"Epoch {line['epoch']} ended: train loss {line.get('train_loss'):.4g}."
+            self.epochs.append((_number(line["time"]), sentence))
+
+
 class _MetricsReader:
-    """All lines of metrics.jsonl, of which only new ones are read; a file in its place is read from its beginning."""
+    """Reads what is new in metrics.jsonl; a file in its place is read from its beginning."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._inode, self._read_bytes = 0, 0
-        self._lines: list[dict[str, Any]] = []
+        self._metrics = _Metrics()
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> _Metrics:
         try:
             found = self._path.stat()
             if found.st_ino != self._inode or found.st_size < self._read_bytes:
-                self._inode, self._read_bytes, self._lines = found.st_ino, 0, []
+                self._inode, self._read_bytes, self._metrics = found.st_ino, 0, _Metrics()
             with open_regular(self._path) as file:
                 file.seek(self._read_bytes)
                 new = file.read()
         except (OSError, PacelineError):
-            return self._lines
+            return self._metrics
         whole = new[: new.rfind(b"\n") + 1]  # the last line may be half written
         self._read_bytes += len(whole)
         for text in whole.splitlines():
@@ -157,8 +181,8 @@ class _MetricsReader:
             except ValueError:
                 continue
             if isinstance(line, dict) and isinstance(line.get("step"), int):
-                self._lines.append(line)
-        return self._lines
+                self._metrics.add(line["step"], line)
+        return self._metrics
 
 
 def _state(
@@ -197,14 +221,8 @@ def _mapping(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for key, value in mapping.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value)
-    return flat
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _modified_s(path: Path) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.report import formats
+from paceline.report.job_text import flat
 from paceline.spec.forecast import Grow
 from paceline.spec.job import Job
 from paceline.spec.record import RunRecord, StepTime
@@ -202,7 +203,7 @@ def _check_one_job(records: Sequence[RunRecord], grow: Grow) -> None:
     """All runs have one job, but for its name, its seed, where its data lie and what `grow` lets grow."""
 
     def identity(record: RunRecord) -> dict[str, Any]:
-        plain = _flat(record.job.to_mapping())
+        plain = flat(record.job.to_mapping())
         free = {"name", "seed", "data.dir"}
         if grow == "batch":
             free |= {"global_batch_size", "virtual_shards", "optim.base_batch_size"}
@@ -221,17 +222,6 @@ def _check_one_job(records: Sequence[RunRecord], grow: Grow) -> None:
                     f"{formats.devices(first.world_size)} (seed {first.job.seed}) and {found.get(key)!r} on "
                     f"{formats.devices(record.world_size)} (seed {record.job.seed}){hint}."
                 )
-
-
-def _flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"optim": {"lr": 1}} as {"optim.lr": 1}."""
-    flat: dict[str, Any] = {}
-    for key, value in mapping.items():
-        if isinstance(value, Mapping):
-            flat.update(_flat(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _row(runs: tuple[RunRecord, ...], base: tuple[RunRecord, ...]) -> StudyRow:

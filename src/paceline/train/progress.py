@@ -21,7 +21,7 @@ _PLAIN_COLUMNS = 80
 _CLEAR = "\r\x1b[2K"
 
 
-class Position(Protocol):
+class StepPosition(Protocol):
     """Where a run is."""
 
     @property
@@ -57,7 +57,7 @@ class Progress:
         """Whether the line that stays in its place is on the terminal."""
         self._redirected = contextlib.ExitStack()
 
-    def step(self, position: Position, loss: Tensor) -> None:
+    def step(self, position: StepPosition, loss: Tensor) -> None:
         """One step is done. Its loss, which on a GPU takes waiting for, is read only when a line is due."""
         if not self.is_shown:
             return
@@ -74,7 +74,7 @@ class Progress:
             return _LIVE_S
         return _PLAIN_S if elapsed_s <= 60 else _LATER_S
 
-    def _line(self, position: Position, loss: Tensor, now: float) -> str:
+    def _line(self, position: StepPosition, loss: Tensor, now: float) -> str:
         assert self._begun is not None
         begun_at, first_step, first_samples = self._begun
         elapsed_s = now - begun_at
