@@ -10,12 +10,30 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch._dynamo", "pytest", "paceline.train.loop", "tests.ranks.training"])
+
+
+def join_world(timeout_s: float) -> Any:
+    """In a worker: the group of all of them, over Gloo."""
+    import torch.distributed as dist
+
+    from paceline import env
+
+    facts = env.worker_facts()
+    dist.init_process_group(
+        "gloo",
+        init_method=facts.init_method,
+        rank=facts.rank,
+        world_size=facts.world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    return dist.group.WORLD
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:

@@ -6,7 +6,6 @@ Each caller runs over groups that refuse tensors in host memory, as NCCL does.
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -29,7 +28,7 @@ from paceline.process_groups import device_of, open_group
 from paceline.train.agreement import check_same_order
 from paceline.train.metric_states import MergeTree, compute_metrics, metric_functions
 from tests.ranks.device_only import GPU, OnGpu, gpu_only
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import join_world, run_ranks
 
 WORLD_SIZE = 3
 
@@ -126,16 +125,7 @@ CALLERS: tuple[tuple[Callable[[dist.ProcessGroup], Any], list[Any] | None], ...]
 
 
 def call_all() -> dict[str, Any]:
-    facts = env.worker_facts()
-    dist.init_process_group(
-        "gloo",
-        init_method=facts.init_method,
-        rank=facts.rank,
-        world_size=facts.world_size,
-        timeout=timedelta(seconds=60),
-    )
-    world = dist.group.WORLD
-    assert world is not None
+    world = join_world(60)
     found = {}
     with gpu_only():
         assert device_of(world) == GPU

@@ -13,25 +13,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline import env
 from paceline.errors import PeerLost
 from paceline.train.peer_watch import PeerWatch
 from tests.ranks import harness
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import join_world, run_ranks
 
 LOST = 2
 GENEROUS_S = 60.0
 
 
 def _join() -> dist.ProcessGroup:
-    facts = env.worker_facts()
-    dist.init_process_group(
-        "gloo",
-        init_method=facts.init_method,
-        rank=facts.rank,
-        world_size=facts.world_size,
-        timeout=timedelta(seconds=GENEROUS_S),
-    )
+    join_world(GENEROUS_S)
     group = dist.new_group(backend="gloo", timeout=timedelta(days=3000))
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -8,7 +8,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline import env
 from paceline.models import MODELS
 from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm
 from paceline.parallel.pipeline import MicroBatch, ModelCall, Pipeline
 from paceline.partition import StageLimits
 from paceline.spec import PipelineSpec
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import join_world, run_ranks
 
 ROOT = Path(__file__).parents[2]
 Batch = tuple[Tensor, Tensor]
@@ -121,17 +119,9 @@ def alone(name: str, dtype: torch.dtype) -> Iterator[tuple[nn.Module, float]]:
 
 @contextlib.contextmanager
 def joined() -> Iterator[dist.ProcessGroup]:
-    facts = env.worker_facts()
-    dist.init_process_group(
-        "gloo",
-        init_method=facts.init_method,
-        rank=facts.rank,
-        world_size=facts.world_size,
-        timeout=timedelta(seconds=30),
-    )
+    world = join_world(30)
     try:
-        assert dist.group.WORLD is not None
-        yield dist.group.WORLD
+        yield world
     finally:
         dist.destroy_process_group()
 
