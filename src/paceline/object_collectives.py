@@ -62,17 +62,14 @@ def all_gather_objects(value: Any, group: dist.ProcessGroup | None, classes: Ite
     return [decode(one, [], classes) for one in received]
 
 
-def gather_objects(
-    value: Any, group: dist.ProcessGroup | None, classes: Iterable[type] = (), destination: int = 0
-) -> list[Any] | None:
-    """The value of every rank, by rank, on rank `destination` of `group`; None on the others. A collective."""
+def gather_objects(value: Any, group: dist.ProcessGroup | None, classes: Iterable[type] = ()) -> list[Any] | None:
+    """The value of every rank, by rank, on rank 0 of `group`; None on the others. A collective."""
     if group is None:
         return [value]
-    if dist.get_rank(group) != destination:
-        send_object(value, group, destination)
+    if dist.get_rank(group) != 0:
+        send_object(value, group, 0)
         return None
-    ranks = range(dist.get_world_size(group))
-    return [value if rank == destination else recv_object(group, rank, classes) for rank in ranks]
+    return [value, *(recv_object(group, rank, classes) for rank in range(1, dist.get_world_size(group)))]
 
 
 def scatter_objects(values: Sequence[Any], group: dist.ProcessGroup | None, classes: Iterable[type] = ()) -> Any:

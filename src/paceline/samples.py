@@ -8,6 +8,7 @@ divided, and is refused by its place in the batch, before anything is computed.
 from __future__ import annotations
 
 import enum
+import functools
 import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ class _Part:
     """The value for the samples start … stop - 1."""
     is_divided: bool
     """Whether something in it belongs to single samples."""
+    interleaved: Callable[[int, int, int], Any] | None = None
+    """The same, with so many equal parts of these samples taking turns; None: that cannot be had."""
 
 
 class Samples:
@@ -69,6 +72,16 @@ class Samples:
         """The content for the samples start … stop - 1: views of the same tensors, in containers of the same types."""
         return self._root.cut(self._first + start, self._first + stop)
 
+    @property
+    def can_interleave(self) -> bool:
+        """Whether there is an `interleaved` content."""
+        return self._root.interleaved is not None
+
+    def interleaved(self, start: int, stop: int, num_parts: int) -> Any:
+        """As `cut`, with so many equal parts taking turns: the first sample of each part, then the second of each."""
+        assert self._root.interleaved is not None
+        return self._root.interleaved(self._first + start, self._first + stop, num_parts)
+
     def beyond(self, start: int) -> Samples:
         """The samples from `start` on."""
         return Samples(self._root, self._first + start)
@@ -83,7 +96,7 @@ class _Reader:
 
     def read(self, value: Any, place: str) -> _Part:
         if isinstance(value, _SHARED):
-            return _Part(lambda _start, _stop: value, is_divided=False)
+            return _shared(value)
         if isinstance(value, Tensor | np.ndarray | PackedSequence):
             return self._rows(value, place)
         container = open_container(value)
@@ -95,7 +108,7 @@ class _Reader:
 
     def _rows(self, value: Any, place: str) -> _Part:
         if not isinstance(value, PackedSequence) and value.ndim == 0:
-            return _Part(lambda _start, _stop: value, is_divided=False)
+            return _shared(value)
         cut, num_rows = _cut_of(value)
         if cut is None:
             raise self._refused(place, value, f"whose layout {value.layout} cannot be cut exactly")
@@ -107,16 +120,28 @@ class _Reader:
                 f"{self._num_samples} samples; each tensor in it needs one row for every sample that run.batches "
                 "yielded, in their order."
             )
-        return _Part(lambda start, stop: cut(value, start, stop), is_divided=True)
+        is_plain = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
+        return _Part(
+            lambda start, stop: cut(value, start, stop),
+            is_divided=True,
+            interleaved=functools.partial(_interleaved_rows, value) if is_plain else None,
+        )
 
     def _fields(self, value: Any, container: Container, place: str) -> _Part:
         """Each value of a container is cut by itself."""
         parts = [self.read(one, place + where) for one, where in zip(container.values, container.places, strict=True)]
         if not any(part.is_divided for part in parts):
-            return _Part(lambda _start, _stop: value, is_divided=False)
+            return _shared(value)
         if type(value) not in (dict, list, tuple):
             self._check_made(value, container, place)
-        return _Part(lambda start, stop: container.make([part.cut(start, stop) for part in parts]), is_divided=True)
+        interleaved = [part.interleaved for part in parts if part.interleaved is not None]
+        return _Part(
+            lambda start, stop: container.make([part.cut(start, stop) for part in parts]),
+            is_divided=True,
+            interleaved=(lambda *places: container.make([of(*places) for of in interleaved]))
+            if len(interleaved) == len(parts)
+            else None,
+        )
 
     def _check_made(self, value: Any, container: Container, place: str) -> None:
         """Raises ModelError if a container of this type with other values cannot be made."""
@@ -181,6 +206,16 @@ def _kind(value: Any) -> tuple[Any, ...]:
     if container is None:
         return ("value", type(value))
     return ("record", type(value), container.places) if container.is_named else ("list", type(value))
+
+
+def _shared(value: Any) -> _Part:
+    """A value that belongs to all samples."""
+    return _Part(lambda _start, _stop: value, is_divided=False, interleaved=lambda *_places: value)
+
+
+def _interleaved_rows(rows: Tensor, start: int, stop: int, num_parts: int) -> Tensor:
+    some = rows if stop - start == len(rows) else rows[start:stop]
+    return torch.stack(some.split((stop - start) // num_parts), dim=1).flatten(0, 1)
 
 
 Cut = Callable[[Any, int, int], Any]

@@ -185,7 +185,7 @@ def read_header(content: bytes | bytearray, file: DataFile) -> dict[str, Positio
         if end != file.num_bytes:
             raise ValueError("its tensors do not fill it")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as problem:
-        raise CheckpointError(f"{file.name} is no safetensors file: {problem}") from None
+        raise CheckpointError(f"{file.name} is not a safetensors file: {problem}") from None
     return places
 
 
@@ -193,7 +193,7 @@ def _position(entry: Any, header_end: int) -> Position:
     shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
     place = Position(DTYPES[entry["dtype"]], shape, header_end + start)
     if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
-        raise ValueError("a shape or an offset is no whole number")
+        raise ValueError("a shape or an offset is not a whole number")
     if math.prod(shape) * place.dtype.itemsize != end - start or not is_possible(shape):
         raise ValueError("a shape does not fit the numbers that are there")
     if place.start % place.dtype.itemsize:

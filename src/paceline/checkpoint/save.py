@@ -305,7 +305,7 @@ class Saver:
                 raise OSError(f"worker {rank} says: {receipt.problem}")
             writing.moved_at_s = time.monotonic()
             return receipt
-        raise OSError(f"there is no receipt of worker {rank}")
+        raise OSError(f"nothing was heard from worker {rank}")
 
     def _tidy(self, writing: _Writing) -> None:
         """Clean up after a complete checkpoint; a failure here must not undo it."""

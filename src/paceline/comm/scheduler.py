@@ -61,7 +61,7 @@ class Scheduler:
         self._error: BaseException | None = None
         self._step = 0
         self._sequence = 0
-        self._heartbeat = Heartbeat(env.heartbeat_path())
+        self._heartbeat = Heartbeat(env.path(env.HEARTBEAT))
         self._thread: threading.Thread | None = None
         if blocks_caller(device):
             # A daemon: a collective that waits for a dead peer must not keep this process alive.

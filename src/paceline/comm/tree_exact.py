@@ -49,13 +49,18 @@ class TreeSum:
         self._next = first_leaf
         self._stack: list[tuple[Block, Tensor]] = []
 
-    def push(self, leaf: Tensor) -> None:
+    def push(self, leaf: Tensor) -> list[Tensor]:
+        """Returns the leaves in which no sum is kept any more."""
         block, total = (self._next, 1), leaf
         self._next += 1
+        free = []
         while self._stack and _are_siblings(self._stack[-1][0], block):
             (start, size), left = self._stack.pop()
-            block, total = (start, 2 * size), left.add_(total)
+            left.add_(total)
+            free.append(total)
+            block, total = (start, 2 * size), left
         self._stack.append((block, total))
+        return free
 
     @property
     def blocks(self) -> list[Block]:
@@ -105,24 +110,23 @@ def tree_all_reduce(
     rank, world_size = dist.get_rank(group), len(runs)
     length = like.numel()
     chunk = -(-length // world_size)
-    outgoing = like.new_zeros((world_size, len(partials), chunk))
-    for number, partial in enumerate(partials):
-        padded = torch.nn.functional.pad(partial, (0, world_size * chunk - length))
-        outgoing[:, number] = padded.view(world_size, chunk)
+    padded = [torch.nn.functional.pad(one, (0, world_size * chunk - length)) for one in partials]
+    parts = [one.view(world_size, chunk) for one in padded]
+    outgoing = parts[0] if len(parts) == 1 else torch.cat([like.new_empty((world_size, 0)), *parts], dim=1)
     counts = [len(blocks) for blocks in blocks_of]
     incoming = like.new_empty((sum(counts), chunk))
     dist.all_to_all_single(
         incoming.view(-1),
-        outgoing.view(-1),
+        outgoing.reshape(-1),
         output_split_sizes=[count * chunk for count in counts],
         input_split_sizes=[counts[rank] * chunk] * world_size,
         group=group,
     )
     tiles = [block for blocks in blocks_of for block in blocks]
     mine = finish_tree(dict(zip(tiles, incoming, strict=True)), num_leaves)
-    gathered = [like.new_empty(chunk) for _ in range(world_size)]
-    dist.all_gather(gathered, mine.contiguous(), group=group)
-    return torch.cat(gathered)[:length]
+    gathered = like.new_empty((world_size, chunk))
+    dist.all_gather(list(gathered.unbind()), mine.contiguous(), group=group)
+    return gathered.view(-1)[:length]
 
 
 def tree_exact(values: Tensor, links: Links) -> None:

@@ -64,18 +64,22 @@ def load(spec: DataSpec | str) -> tuple[MapDataset, MapDataset]:
         JobError: options that the data set does not take.
     """
     spec = DataSpec(spec) if isinstance(spec, str) else spec
-    if ":" in spec.name:
-        train, test = _from_import_path(spec)
-    elif spec.name in SOURCES:
-        train, test = SOURCES[spec.name](spec)
-    else:
-        near = difflib.get_close_matches(spec.name, SOURCES, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise DataError(
-            f"There is no data set {spec.name!r}: {hint}The names are {', '.join(SOURCES)}; your own is "
-            "given by its import path, 'package.module:build'."
-        )
+    train, test = source(spec.name)(spec)
     return _augmented(_limited(train, spec.train_limit), spec), _limited(test, spec.test_limit)
+
+
+def source(name: str) -> Callable[[DataSpec], tuple[MapDataset, MapDataset]]:
+    """What loads the data set of a name or an import path. Raises `DataError` for a name that is none."""
+    if ":" in name:
+        return _from_import_path
+    if name in SOURCES:
+        return SOURCES[name]
+    near = difflib.get_close_matches(name, SOURCES, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise DataError(
+        f"There is no data set {name!r}: {hint}The names are {', '.join(SOURCES)}; your own is given by its import "
+        "path, 'package.module:build'."
+    )
 
 
 def _augmented(train: MapDataset, spec: DataSpec) -> MapDataset:
@@ -111,7 +115,7 @@ def _from_import_path(spec: DataSpec) -> tuple[MapDataset, MapDataset]:
             "on PYTHONPATH."
         ) from None
     except (ValueError, TypeError):
-        raise DataError(f"data.name = {spec.name!r} is no import path; write 'package.module:build'.") from None
+        raise DataError(f"data.name = {spec.name!r} is not an import path; write 'package.module:build'.") from None
     build = getattr(module, attribute, None)
     if not callable(build):
         raise DataError(
@@ -129,7 +133,7 @@ def _from_import_path(spec: DataSpec) -> tuple[MapDataset, MapDataset]:
     for dataset in pair:
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise DataError(
-                f"{spec.name} returned a {type(dataset).__name__}, which is no map-style data set; it needs "
+                f"{spec.name} returned a {type(dataset).__name__}, which is not a map-style data set; it needs "
                 "__len__ and __getitem__."
             )
         if len(dataset) == 0:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.data.array_set import ArraySet
-from paceline.data.augment import augment
+from paceline.data.augment import augment, on_device
 
 
 class ArrayReader:
@@ -60,16 +60,10 @@ class ArrayReader:
 
     def _gather(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         if self._resident is not None:
-            rows = torch.from_numpy(indices).pin_memory().to(self._device, non_blocking=True)
+            rows = on_device(indices, self._device)
             return self._resident[0].index_select(0, rows), self._resident[1].index_select(0, rows)
-        inputs = torch.from_numpy(self._inputs.take(indices, axis=0))
-        targets = torch.from_numpy(self._targets.take(indices, axis=0))
-        if self._device.type == "cpu":
-            return inputs, targets
-        return (
-            inputs.pin_memory().to(self._device, non_blocking=True),
-            targets.pin_memory().to(self._device, non_blocking=True),
-        )
+        inputs, targets = self._inputs.take(indices, axis=0), self._targets.take(indices, axis=0)
+        return on_device(inputs, self._device), on_device(targets, self._device)
 
     def _normalise(self, images: Tensor) -> Tensor:
         assert self._affine is not None

@@ -151,12 +151,12 @@ def _read_archive(archive: Path, form: _Batches) -> dict[str, tuple[str, bytes]]
                 if content is not None:
                     files[name] = (f"{name} in {archive}", content.read())
     except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{archive} is no whole tar.gz file ({error}); get the file anew.") from None
+        raise DataError(f"{archive} is not a complete tar.gz file ({error}); download the file again.") from None
     except OSError as error:
         raise DataError(f"{archive} cannot be read ({error.strerror or error}).") from None
     missing = [name for name in wanted if name not in files]
     if missing:
-        raise DataError(f"{archive} does not contain {', '.join(missing)}; get the file anew.")
+        raise DataError(f"{archive} does not contain {', '.join(missing)}; download the file again.")
     return files
 
 
@@ -164,8 +164,8 @@ def _parse_binary(kind: _Cifar, raw: bytes, where: str) -> _Split:
     record_bytes = kind.labels_per_record + _IMAGE_BYTES
     if not raw or len(raw) % record_bytes:
         raise DataError(
-            f"{where} is truncated or damaged: its {len(raw)} bytes are no whole number of records of "
-            f"{record_bytes}; get the file anew."
+            f"{where} is truncated or damaged: its {len(raw)} bytes are not a whole number of records of "
+            f"{record_bytes}; download the file again."
         )
     records = np.frombuffer(raw, np.uint8).reshape(-1, record_bytes)
     images = records[:, kind.labels_per_record :].reshape(-1, 3, 32, 32)
@@ -179,9 +179,11 @@ def _parse_pickle(kind: _Cifar, raw: bytes, where: str) -> _Split:
         images = data.pixels().reshape(-1, 3, 32, 32)
         numbers = np.asarray(labels, np.int64).reshape(-1)
     except pickle.UnpicklingError as error:
-        raise DataError(f"{where} is no CIFAR batch: {error}; get the file anew.") from None
+        raise DataError(f"{where} is not a CIFAR batch: {error}; download the file again.") from None
     except Exception as error:  # damaged bytes can make a pickle fail in any way at all
-        raise DataError(f"{where} is truncated or damaged ({type(error).__name__}: {error}); get it anew.") from None
+        raise DataError(
+            f"{where} is truncated or damaged ({type(error).__name__}: {error}); download it again."
+        ) from None
     return images, checked_labels(numbers, len(images), kind.num_classes, where)
 
 
@@ -270,7 +272,7 @@ def _read_parquet_file(kind: _Cifar, path: Path) -> _Split:
         table = parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise DataError(f"{path} is no whole parquet file ({reason}); get the file anew.") from None
+        raise DataError(f"{path} is not a complete parquet file ({reason}); download the file again.") from None
     image_column = _column(table.column_names, ("img", "image"), path)
     wanted = ("fine_label",) if kind.num_classes == 100 else ("label",)
     label_column = _column(table.column_names, wanted, path)
@@ -301,7 +303,9 @@ def _decoded_images(column: Any, path: Path) -> Iterator[NDArray[np.uint8]]:
                 with Image.open(io.BytesIO(encoded)) as image:
                     pixels = np.asarray(image.convert("RGB"))
             except (OSError, TypeError, ValueError, SyntaxError) as error:
-                raise DataError(f"{path} has no readable image in row {row} ({error}); get the file anew.") from None
+                raise DataError(
+                    f"{path} has no readable image in row {row} ({error}); download the file again."
+                ) from None
             if pixels.shape != (32, 32, 3):
                 raise DataError(
                     f"{path} has an image of {pixels.shape[1]} x {pixels.shape[0]} in row {row}, not 32 x 32."

@@ -57,7 +57,7 @@ class FolderImages:
         return dataclasses.replace(self, files=self.files[:limit], labels=self.labels[:limit])
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """Raises: DataError: the file is no readable image."""
+        """Raises: DataError: the file is not a readable image."""
         from PIL import Image
 
         path = self.files[index]
@@ -65,7 +65,7 @@ class FolderImages:
             with open_regular(path) as file, Image.open(file) as picture:
                 image = picture.convert("RGB")
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise DataError(f"{path} is no readable image ({error}); mend or remove it.") from None
+            raise DataError(f"{path} is not a readable image ({error}); repair or remove it.") from None
         crop = self.augment is not None and self.augment.crop_padding is not None
         box = _random_box(image.size) if crop else _middle_box(image.size)
         resized = image.resize((self.image_size, self.image_size), Image.Resampling.BILINEAR, box=box)

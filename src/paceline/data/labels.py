@@ -17,7 +17,7 @@ def checked_labels(labels: NDArray[Any], num_images: int, num_classes: int, wher
         DataError: their number is not `num_images`, or one lies outside 0 … num_classes - 1; names `where`.
     """
     if len(labels) != num_images:
-        raise DataError(f"{where} has {len(labels)} labels for {num_images} images; get the file anew.")
+        raise DataError(f"{where} has {len(labels)} labels for {num_images} images; download the file again.")
     outside = (labels < 0) | (labels >= num_classes)
     if outside.any():
         first = int(outside.argmax())

@@ -73,7 +73,7 @@ class Loading:
         if purpose == "training" and loader.batch_size not in (None, global_batch_size):
             raise DataError(
                 f"The DataLoader has batch_size={loader.batch_size} and the job global_batch_size={global_batch_size}; "
-                "give both the number of samples that all workers train on in one step."
+                "set both to the number of samples that all workers together train on in one step."
             )
         if loader.batch_size is None:
             sampler: Any = loader.batch_sampler

@@ -92,15 +92,15 @@ def read_idx(path: Path, num_dims: int) -> NDArray[np.uint8]:
     # Magic number: two zeros, 8 for unsigned bytes, the number of dimensions.
     if raw[:4] != bytes((0, 0, 8, num_dims)):
         raise DataError(
-            f"{path} is no idx file of unsigned bytes in {num_dims} dimension{'s' * (num_dims > 1)}: it "
-            f"begins with {raw[:4].hex(' ') or 'nothing'}; get the file anew."
+            f"{path} is not an idx file of unsigned bytes in {num_dims} dimension{'s' * (num_dims > 1)}: it "
+            f"begins with {raw[:4].hex(' ') or 'nothing'}; download the file again."
         )
     shape = struct.unpack(f">{num_dims}I", raw[4:header_bytes]) if len(raw) >= header_bytes else (0,)
     if len(raw) - header_bytes != math.prod(shape) or 0 in shape:
         raise DataError(
             f"{path} is {'truncated' if len(raw) - header_bytes < math.prod(shape) else 'damaged'}: it holds "
             f"{max(0, len(raw) - header_bytes)} bytes of data where its header says "
-            f"{' x '.join(map(str, shape))}; get the file anew."
+            f"{' x '.join(map(str, shape))}; download the file again."
         )
     return np.frombuffer(raw, np.uint8, offset=header_bytes).reshape(shape)
 
@@ -110,6 +110,6 @@ def _read(path: Path) -> bytes:
         raw = read_bytes(path)
         return gzip.decompress(raw) if path.suffix == ".gz" else raw
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path} is no whole gzip file ({error}); get the file anew.") from None
+        raise DataError(f"{path} is not a complete gzip file ({error}); download the file again.") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}).") from None

@@ -62,7 +62,7 @@ class ShuffledOrder:
         return block[start - first : stop - first]
 
     def digest(self) -> str:
-        """Of what determines the order, instead of millions of numbers."""
+        """A digest of what determines the order, instead of millions of numbers."""
         seed, _, epoch = self._key
         return digest_of(f"shuffled: {self._set_size} samples, {self.num_samples} of them, seed {seed}, epoch {epoch}")
 

@@ -59,23 +59,26 @@ def read_samples(
     Raises:
         DataError, SystemExit: as the data set raised them for a sample, in loader processes too.
     """
-    settings = dict[str, Any](num_workers=loading.num_workers)
-    if loading.num_workers > 0:
-        settings |= {
-            "worker_init_fn": loading.worker_init_fn,
-            "prefetch_factor": loading.prefetch_factor,
-            "timeout": loading.timeout,
-            "multiprocessing_context": loading.multiprocessing_context,
-        }
     loader = DataLoader(
         cast(Any, _ShardReader(loading.dataset, loading.collate_fn, seed, epoch, train)),
         batch_sampler=cast(Any, requests),
-        collate_fn=_as_it_is,
-        pin_memory=device.type == "cuda" if loading.pin_memory is None else loading.pin_memory,
-        generator=torch.Generator(),  # or the loader would draw from the caller's
-        **settings,
+        **loader_settings(loading, loading.num_workers, device),
     )
     return (to_device(contents, device, dtype) for contents in loaded(loader))
+
+
+def loader_settings(loading: Loading, num_processes: int, device: torch.device) -> dict[str, Any]:
+    """What every DataLoader of ours is given; what it reads comes out as it is."""
+    settings = {
+        "num_workers": num_processes,
+        "collate_fn": _as_it_is,
+        "pin_memory": device.type == "cuda" if loading.pin_memory is None else loading.pin_memory,
+        "generator": torch.Generator(),  # or the loader would draw from the caller's
+    }
+    if num_processes:
+        for name in ("worker_init_fn", "prefetch_factor", "timeout", "multiprocessing_context"):
+            settings[name] = getattr(loading, name)
+    return settings
 
 
 def loaded(loader: DataLoader[Any]) -> Iterator[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,6 @@ from paceline.data import counter_random, random_streams
 from paceline.data.generators import global_generators_kept, seed_global_generators
 from paceline.data.order import ListedOrder
 from paceline.errors import DataError
-
-OrderFunction = Callable[[int, int], Iterable[Any]]
-"""order(seed, epoch): the numbers of an epoch's samples, or lists of them, a list for each global batch."""
 
 _INNER = ("sampler", "batch_sampler")
 """Where samplers keep those that they draw from."""

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from paceline.containers import to_device
+from paceline.containers import map_tensors, to_device
 from paceline.data import random_streams
 from paceline.data.generators import global_generators_kept, seed_global_generators
 from paceline.data.loading import Loading
-from paceline.data.sample_reader import CARRIED_ERRORS, collated, loaded, shard_key
+from paceline.data.sample_reader import CARRIED_ERRORS, collated, loaded, loader_settings, shard_key
 from paceline.data.substreams import StreamPosition, Substreams
 
 
@@ -32,7 +33,7 @@ class StreamStep:
     states: dict[str, Any]
     """The stream's own states after this step, by substream, where it has exact ones."""
     fingerprint: int
-    """Of the samples of all workers so far, where this worker reads them all; else 0."""
+    """The fingerprint of all workers' samples so far, where this worker reads them all; else 0."""
 
 
 def read_stream(
@@ -55,22 +56,11 @@ def read_stream(
         DataError, SystemExit: as the stream raised them.
     """
     num_processes = min(loading.num_workers, len(own))
-    settings = dict[str, Any](num_workers=num_processes)
-    if num_processes:
-        settings |= {
-            "worker_init_fn": loading.worker_init_fn,
-            "prefetch_factor": loading.prefetch_factor,
-            "timeout": loading.timeout,
-            "multiprocessing_context": loading.multiprocessing_context,
-        }
-    loader = DataLoader(
-        _Steps(loading, own, global_batch_size, position, seed, epoch),
-        batch_size=None,
-        collate_fn=_as_it_is,
-        pin_memory=device.type == "cuda" if loading.pin_memory is None else loading.pin_memory,
-        generator=torch.Generator(),
-        **settings,
-    )
+    settings = loader_settings(loading, num_processes, device)
+    is_pinned = settings["pin_memory"] and torch.cuda.is_available()  # a DataLoader too does not without
+    settings["pin_memory"] = is_pinned and loading.collate_fn is not None  # what is collated here is pinned here
+    steps = _Steps(loading, own, global_batch_size, position, seed, epoch)
+    loader = DataLoader(steps, batch_size=None, **settings)
     items = loaded(loader)
     while True:
         of_processes = list(itertools.islice(items, max(1, num_processes)))  # one after the other, in turn
@@ -83,40 +73,33 @@ def read_stream(
         contents = [content for number in own for size, content in [read[number]] if size]
         if loading.collate_fn is None:
             contents = [collated([sample for samples in contents for sample in samples])]
+            contents = map_tensors(contents, Tensor.pin_memory) if is_pinned else contents
         yield StreamStep(sizes, to_device(contents, device, dtype), states, of_processes[0][2])
 
 
+@dataclass
 class _Steps(IterableDataset[Any]):
     """The part of every step that one loader process reads."""
 
-    def __init__(
-        self,
-        loading: Loading,
-        own: Sequence[int],
-        global_batch_size: int,
-        position: StreamPosition,
-        seed: int,
-        epoch: int,
-    ) -> None:
-        self._loading = loading
-        self._own = own
-        self._global_batch_size = global_batch_size
-        self._position = position
-        self._seed = seed
-        self._epoch = epoch
+    loading: Loading
+    own: Sequence[int]
+    global_batch_size: int
+    position: StreamPosition
+    seed: int
+    epoch: int
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
-        own = self._own
+        own = self.own
         if worker is not None:
             own = own[worker.id :: worker.num_workers]
             # A stream that splits itself among loader processes would leave samples out, since substreams are split.
             torch.utils.data._utils.worker._worker_info = None
         try:
             substreams = Substreams(
-                self._loading.dataset, own, self._global_batch_size, self._seed, self._epoch, self._position
+                self.loading.dataset, own, self.global_batch_size, self.seed, self.epoch, self.position
             )
-            for step in itertools.count(self._position.step):
+            for step in itertools.count(self.position.step):
                 samples = substreams.read(step)
                 parts = {number: (len(some), self._content(step, number, some)) for number, some in samples.items()}
                 yield parts, substreams.states(), substreams.fingerprint()
@@ -124,10 +107,10 @@ class _Steps(IterableDataset[Any]):
             yield error
 
     def _content(self, step: int, number: int, samples: list[Any]) -> Any:
-        collate_fn = self._loading.collate_fn
+        collate_fn = self.loading.collate_fn
         if collate_fn is None or not samples:
             return samples
-        seed_global_generators(shard_key(self._seed, random_streams.COLLATE, self._epoch, step, number))
+        seed_global_generators(shard_key(self.seed, random_streams.COLLATE, self.epoch, step, number))
         return collate_fn(samples)
 
 
@@ -140,7 +123,3 @@ def stand_in(loading: Loading) -> Any:
         raise sample
     ((size, content),) = sample[0].values()
     return None if not size else content if loading.collate_fn is not None else collated(content)
-
-
-def _as_it_is(item: Any) -> Any:
-    return item

@@ -119,7 +119,7 @@ class Substreams:
         return {name: state for name, state in states.items() if state is not None}
 
     def fingerprint(self) -> int:
-        """Of all samples read so far, whoever's they are; 0 for a set that is split by its own shards."""
+        """The fingerprint of all workers' samples so far; 0 for a set that is split by its own shards."""
         return 0 if self._is_split else self._sources[_WHOLE].fingerprint
 
 

@@ -124,7 +124,7 @@ def _samples(address: str) -> Iterator[dict[str, Any]]:
     except FileNotFoundError:
         raise DataError(f"There is no tar file {address}.") from None
     except (tarfile.TarError, EOFError, OSError) as problem:
-        raise DataError(f"{address} cannot be read as a tar file ({problem}); mend or remove it.") from None
+        raise DataError(f"{address} cannot be read as a tar file ({problem}); repair or remove it.") from None
     if sample:
         yield sample
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from paceline.errors import JobError, ModelError
 from paceline.models.alexnet import alexnet
+from paceline.models.cifarnet import cifarnet
 from paceline.models.efficientnet import VARIANTS, efficientnet
 from paceline.models.gpt import GPT
 from paceline.models.lenet import lenet
@@ -29,6 +30,7 @@ MODELS: Final[Mapping[str, Callable[..., nn.Module]]] = {
     "mlp": mlp,
     "lenet": lenet,
     "alexnet": alexnet,
+    "cifarnet": cifarnet,
     "resnet18": resnet18,
     "resnet20": resnet20,
     "resnet50": resnet50,
@@ -53,8 +55,8 @@ def build(spec: ModelSpec | str, **data_facts: Any) -> nn.Module:
             user's own constructor raises passes through untouched.
     """
     spec = ModelSpec(spec) if isinstance(spec, str) else spec
-    constructor = _constructor(spec.name)
-    model = constructor(**_arguments(constructor, spec, data_facts))
+    build_model = constructor(spec.name)
+    model = build_model(**_arguments(build_model, spec, data_facts))
     if not isinstance(model, nn.Module):
         raise ModelError(
             f"model.name = '{spec.name}' should return a torch.nn.Module, but it returned "
@@ -63,7 +65,8 @@ def build(spec: ModelSpec | str, **data_facts: Any) -> nn.Module:
     return model
 
 
-def _constructor(name: str) -> Callable[..., Any]:
+def constructor(name: str) -> Callable[..., Any]:
+    """What builds the model of a name or an import path. Raises `ModelError` if there is nothing."""
     if ":" in name:
         return _imported(name)
     if name not in MODELS:
@@ -79,7 +82,7 @@ def _constructor(name: str) -> Callable[..., Any]:
 def _imported(path: str) -> Callable[..., Any]:
     module_name, _, attribute = path.partition(":")
     if not attribute or not all(part.isidentifier() for part in f"{module_name}.{attribute}".split(".")):
-        raise ModelError(f"model.name = '{path}' is no import path; write it as 'package.module:build'.")
+        raise ModelError(f"model.name = '{path}' is not an import path; write it as 'package.module:build'.")
     try:
         module = importlib.import_module(module_name)
     except ImportError as problem:

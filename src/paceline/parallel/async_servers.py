@@ -17,7 +17,7 @@ from paceline.errors import JobError
 from paceline.parallel.clock import Clock
 from paceline.parallel.engine import AnyShard, Engine, StepInput, Update, broadcast
 from paceline.parallel.loss_functions import LossFunctions
-from paceline.parallel.losses import Layout, StepLoss
+from paceline.parallel.losses import LossLayout, StepLoss
 from paceline.parallel.passes import ShardByShard
 from paceline.spec import AggregationSpec, Job, Plan
 
@@ -34,7 +34,7 @@ class AsyncServers(Engine):
 
     reads_assignment = False
     is_synchronised = False  # status is exchanged in `AnyShard.at_rest`
-    changes_buffers = True
+    changes_state = True
     buffers_rule = "each worker's are its own, and become the first worker's when all workers rest"
 
     def __init__(self, model: nn.Module, job: Job, plan: Plan, device: torch.device, group: dist.ProcessGroup) -> None:
@@ -51,7 +51,7 @@ class AsyncServers(Engine):
         """The number of updates until the next rest; None: this worker rests."""
         self._any_shard: AnyShard | None = None
         """The timing of the last step."""
-        self._layout: Layout | None = None
+        self._layout: LossLayout | None = None
         """Which numbers the loss function returns; the same in all steps."""
         self._has_optimizer_state = False
         now = Clock(device).mark()

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,20 +17,63 @@ from paceline.parallel.clock import Clock
 from paceline.parallel.engine import Engine, StepInput, broadcast
 from paceline.parallel.gradient_norms import GradientNorms, mean_of_squares, squared_norm
 from paceline.parallel.loss_functions import LossFunctions
-from paceline.parallel.losses import Layout, StepLoss
+from paceline.parallel.losses import LossLayout, ShardLoss, StepLoss
 from paceline.parallel.passes import ShardByShard
+
+
+@dataclass(frozen=True)
+class _Vector:
+    """What a shard contributes to a step, or a sum of such, as one flat vector and its parts.
+
+    A parameter's gradient has its shape, and its order in memory, as an optimizer's kernels want it.
+    """
+
+    values: Tensor
+    gradients: Sequence[Tensor]
+    flat: Tensor
+    """All gradients."""
+    statistics: Tensor
+    users: Tensor
+    """For each parameter the number of shards in which it has a gradient at all."""
+    small_sqr: Tensor
+    """The squared norm of a shard's gradient times its weight; 0 if it is not needed."""
+    changed: Tensor
+    """For each buffer the number of shards that changed it."""
+
+    @classmethod
+    def of(cls, values: Tensor, parameters: Sequence[Tensor], lengths: Sequence[int]) -> Self:
+        """
+        Args:
+            lengths: those of the parts after `gradients`.
+        """
+        gradients, start = [], values.storage_offset()
+        for parameter in parameters:
+            gradients.append(
+                values.as_strided(parameter.shape, _dense_strides(parameter.shape, parameter.stride()), start)
+            )
+            start += parameter.numel()
+        return cls(values, gradients, *values.split(lengths))
+
+
+@functools.lru_cache(maxsize=1024)
+def _dense_strides(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of a tensor without gaps whose dimensions lie in memory in the order that these strides give."""
+    return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
 
 
 class BitwiseDataParallel(Engine):
     """The engine whose results are equal bit for bit on any number of workers.
 
-    Each virtual shard becomes one flat vector: its statistics, for each parameter whether it has a gradient at all,
-    the gradients, their squared norm (0 if it is not needed), and for each buffer whether it was changed. The vector of
-    a shard does not depend on the worker that computes it, and `comm.tree_exact` adds the vectors in an order that does
-    not depend on it either.
+    Each virtual shard becomes one flat vector, `_Vector`, which does not depend on the worker that computes it, and
+    `comm.tree_exact` adds the vectors in an order that does not depend on it either.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        """
+        Args:
+            model: with equal weights on all workers.
+            group: the workers that divide the virtual shards among them; None: this one alone.
+        """
         self.functions = LossFunctions(group)
         self._shards = ShardByShard(model, device, self.functions)
         self.module = self._shards.module
@@ -36,7 +84,8 @@ class BitwiseDataParallel(Engine):
         self.forward_buffers = self._shards.buffers
         now = self._clock.mark()
         self.communication = now, now
-        broadcast([*self.module.parameters(), *self.module.buffers()], group)
+        self._all_used = torch.ones(0)
+        """What a shard in which every parameter has a gradient says of its users."""
 
     def sync_buffers(self) -> bool:
         broadcast(self.module.buffers(), self._group)
@@ -47,65 +96,118 @@ class BitwiseDataParallel(Engine):
         first, stop = assignment.own
         self.forward_buffers.begin_step()
         # A user may have frozen some since the last step, or unfrozen them.
-        self._parameters = self._shards.parameters = [p for p in self.module.parameters() if p.requires_grad]
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        self._parameters = self._shards.parameters = parameters
         tree = TreeSum(first)
-        used = [False] * len(self._parameters)
+        vectors: dict[Tensor, _Vector] = {}
+        free: list[_Vector] = []
+        used = [False] * len(parameters)
         for shard in range(first, stop):
-            tree.push(self._leaf(step, shard))
-            used = [before or p.grad is not None for before, p in zip(used, self._parameters, strict=True)]
+            loss, statistics = self._shards.compute(step, shard)
+            gradients = self._take_gradients()
+            vector = free.pop() if free else self._new_vector(loss.layout)
+            self._fill(vector, loss, statistics, gradients, wants_norm=step.take_norms is not None)
+            vectors[vector.values] = vector
+            free += [vectors[one] for one in tree.push(vector.values)]
+            used = [before or gradient is not None for before, gradient in zip(used, gradients, strict=True)]
+        self._accompany(step)
+        free.clear()  # memory for the sum over workers
+        vectors = {partial: vectors[partial] for partial in tree.partials}
         last_gradient = self._clock.mark()
         layout = self.functions.layout(step.loss_name)
         lengths = self._lengths(layout)
         empty = torch.empty(sum(lengths), dtype=self._shards.dtype, device=self._device)
-        total = tree_all_reduce(tree.partials, assignment.shards_of_rank, empty, self._group)
+        values = tree_all_reduce(tree.partials, assignment.shards_of_rank, empty, self._group)
         self.communication = last_gradient, self._clock.mark()
 
-        statistics, users, flat, small_sqr, changed = total.split(lengths)
-        result = self._shards.apply(statistics, layout)
+        total = vectors.get(values) or _Vector.of(values, parameters, lengths)
+        # A copy: a script may keep the loss, and a view would keep all gradients in memory.
+        result = self._shards.apply(total.statistics.clone(), layout)
         self.forward_buffers.combine(
-            changed,
+            total.changed,
             lambda numbers: self._sum_moves(assignment, numbers),
             lambda values: broadcast(values, self._group),
         )
         if not all(used):  # other workers may have used a parameter that no shard here used
-            used = users.gt(0).tolist()
+            used = total.users.gt(0).tolist()
         if result.rescale is not None:
-            flat.mul_(result.rescale)
-            small_sqr.mul_(result.rescale)
-        grads = flat.split([p.numel() for p in self._parameters])
-        for parameter, grad, is_used in zip(self._parameters, grads, used, strict=True):
-            # None, as in plain torch, if no worker used it: an optimizer decays even parameters with gradient zero.
-            parameter.grad = torch.empty_like(parameter).copy_(grad.view(parameter.shape)) if is_used else None
+            total.flat.mul_(result.rescale)
+            total.small_sqr.mul_(result.rescale)
+        # None, as in plain torch, if no worker used it: an optimizer decays even parameters with gradient zero.
+        self._keep(
+            [
+                gradient.to(parameter.dtype) if is_used else None
+                for parameter, gradient, is_used in zip(parameters, total.gradients, used, strict=True)
+            ]
+        )
         if step.take_norms is not None and len(assignment.shard_sizes) > 1:
             num_samples = assignment.global_size
             small_batch = num_samples / len(assignment.shard_sizes)
-            step.take_norms(GradientNorms(small_sqr.view(()), small_batch, squared_norm([flat]), num_samples))
+            small_sqr = total.small_sqr.view(()).clone()  # may be kept until the next step
+            step.take_norms(GradientNorms(small_sqr, small_batch, squared_norm([total.flat]), num_samples))
         return result
 
-    def _lengths(self, layout: Layout) -> list[int]:
-        """Of the parts of a shard's vector."""
-        num_gradients = sum(p.numel() for p in self._parameters)
-        lengths = [self._shards.num_statistics(layout), len(self._parameters), num_gradients, 1]
-        return [*lengths, len(self.forward_buffers)]
+    def _take_gradients(self) -> list[Tensor | None]:
+        """The gradient of each parameter from the shard that was just computed."""
+        return [parameter.grad for parameter in self._parameters]
 
-    def _leaf(self, step: StepInput, shard: int) -> Tensor:
-        loss, statistics = self._shards.compute(step, shard)
-        gradients = (p.new_zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in self._parameters)
-        leaf = torch.cat(
-            [
-                statistics,
-                statistics.new_tensor([p.grad is not None for p in self._parameters]),
-                *(gradient.to(statistics.dtype) for gradient in gradients),
-                statistics.new_zeros(1),
-                self.forward_buffers.changed(statistics),
-            ]
-        )
-        if step.take_norms is not None:
-            # The leaf is the shard's gradient times its weight, so this is its squared norm times its weight.
-            _, _, gradient, squared, _ = leaf.split(self._lengths(loss.layout))
-            weight, whole = loss.weight, squared_norm([gradient])
-            squared.copy_(mean_of_squares(whole, weight) if isinstance(weight, Tensor) else whole / weight)
-        return leaf
+    def _accompany(self, step: StepInput) -> None:
+        """Take part in what other workers do together in passes beyond this worker's own."""
+
+    def _keep(self, gradients: Sequence[Tensor | None]) -> None:
+        """Leave what this worker needs of the global batch's gradients in `.grad`."""
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    def _lengths(self, layout: LossLayout) -> list[int]:
+        """Lengths of the parts of a vector."""
+        num_gradients = sum(p.numel() for p in self._parameters)
+        num_statistics = self._shards.num_statistics(layout)
+        return [num_gradients, num_statistics, len(self._parameters), 1, len(self.forward_buffers)]
+
+    def _new_vector(self, layout: LossLayout) -> _Vector:
+        """For a shard, and for others when the sum has no more need of it."""
+        lengths = self._lengths(layout)
+        empty = torch.empty(sum(lengths), dtype=self._shards.dtype, device=self._device)
+        return _Vector.of(empty, self._parameters, lengths)
+
+    def _fill(
+        self,
+        vector: _Vector,
+        loss: ShardLoss,
+        statistics: Tensor,
+        gradients: Sequence[Tensor | None],
+        *,
+        wants_norm: bool,
+    ) -> None:
+        """Write what a shard contributes."""
+        usage = [gradient is not None for gradient in gradients]
+        vector.small_sqr.zero_()
+        places = [vector.statistics, vector.users]
+        written = [statistics, self._users(usage)]
+        if len(vector.changed):
+            places.append(vector.changed)
+            written.append(self.forward_buffers.changed(statistics))
+        if not all(usage):
+            vector.flat.zero_()
+        for gradient, place in zip(gradients, vector.gradients, strict=True):
+            if gradient is not None:
+                places.append(place)
+                written.append(gradient)
+        torch._foreach_copy_(places, written)
+        if wants_norm:
+            # The vector holds the shard's gradient times its weight, so this is its squared norm times its weight.
+            weight, whole = loss.weight, squared_norm([vector.flat])
+            vector.small_sqr.copy_(mean_of_squares(whole, weight) if isinstance(weight, Tensor) else whole / weight)
+
+    def _users(self, usage: Sequence[bool]) -> Tensor:
+        """For each parameter whether a shard used it, as a number."""
+        if not all(usage):  # there may be as many patterns as shards, so none is kept
+            here = torch.tensor(usage, dtype=self._shards.dtype, pin_memory=self._device.type == "cuda")
+            return here.to(self._device, non_blocking=True)
+        if len(self._all_used) != len(usage):
+            self._all_used = torch.ones(len(usage), dtype=self._shards.dtype, device=self._device)
+        return self._all_used
 
     def _sum_moves(self, assignment: Assignment, numbers: list[int]) -> Tensor:
         """What the shards moved buffers by, added in the tree that their gradients are added in."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from paceline.parallel.forward_buffers import ForwardBuffers
-from paceline.parallel.norm import NormStatistics, standing_in
+from paceline.parallel.norm import NormStatistics, PassShards, standing_in
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,15 @@ class Companions:
                 stack.enter_context(one.buffers.untouched())
             yield
 
-    def enter(self, all_sizes: tuple[int, ...], current: tuple[int, ...]) -> None:
-        """Set which virtual shards are in the models; every pass begins with the buffers of the step.
+    @property
+    def have_norms(self) -> bool:
+        """Whether there are batch norm layers in them."""
+        return any(one.norm.exist for one in self.models)
 
-        Args:
-            all_sizes: the samples in each shard of the global batch.
-            current: those in each shard of this pass.
-        """
+    def enter(self, shards: PassShards) -> None:
+        """Set which virtual shards are in the models; every pass begins with the buffers of the step."""
         for one in self.models:
-            one.norm.shards.all, one.norm.shards.current = all_sizes, current
+            one.norm.current.shards, one.norm.current.is_noted = shards, False
         self.begin_pass()
 
     def begin_pass(self) -> None:
@@ -95,7 +95,7 @@ class Companions:
                 stack.enter_context(one.norm.backward())
             yield
         for one in self.models:
-            one.norm.shards.current = None
+            one.norm.current.shards = None
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:

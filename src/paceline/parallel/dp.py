@@ -20,10 +20,11 @@ from paceline.parallel.dtensor import rescale_gradients
 from paceline.parallel.engine import Engine, Randomness, StepInput, broadcast, statistics_dtype
 from paceline.parallel.gradient_norms import GradientNorms, WorkerNorms, squared_norm
 from paceline.parallel.loss_functions import LossFunctions
-from paceline.parallel.losses import Layout, StepLoss
+from paceline.parallel.losses import LossLayout, StepLoss
 from paceline.parallel.micro_batch import DidNotFitError, MicroBatchLimit, free_memory, is_out_of_memory, nothing_of
-from paceline.parallel.norm import ShardBatchNorm, SyncBatchNorm, has_other_norms, replace_batch_norm, unknown_buffers
+from paceline.parallel.norm import ShardBatchNorm, has_other_norms, replace_batch_norm, unknown_buffers
 from paceline.parallel.passes import Passes
+from paceline.parallel.sync_norm import SyncBatchNorm
 from paceline.private_groups import private_group
 from paceline.process_groups import open_group
 from paceline.spec import Job, Plan
@@ -162,15 +163,16 @@ class DataParallel(Engine):
             self._last_gradient = self._clock.mark()
         elif not self._hook_called:
             raise ModelError(self._why_nothing_was_aggregated())
-        length, num_buffers = sums.layout.length, len(self.forward_buffers)
-        known, changed = sums.summed.split([len(sums.summed) - num_buffers, num_buffers])
-        self._passes.norm.apply(known[length:-1])
+        losses, statistics, small_sqr, changed = sums.summed.split(
+            [sums.layout.length, self._passes.norm.length, 1, len(self.forward_buffers)]
+        )
+        self._passes.norm.apply(statistics)
         self.forward_buffers.combine(changed, self._sum_moves, lambda values: broadcast(values, self._group))
-        result = replace(StepLoss.of(known, sums.layout, notes), own_notes=self.functions.take_found_late())
+        result = replace(StepLoss.of(losses, sums.layout, notes), own_notes=self.functions.take_found_late())
         rescale_gradients(self._model.parameters(), result.rescale)
         self.communication = self._last_gradient, self._clock.mark()
         own_weight = sums.own[1] if sums.layout.is_weighted else None
-        self._worker_norms.end(known[-1], own_weight, result.rescale)
+        self._worker_norms.end(small_sqr, own_weight, result.rescale)
         if sums.first is not None and step.take_norms is not None:
             step.take_norms(GradientNorms(*sums.first, self._squared_norm(), step.assignment.global_size))
         self._has_stepped = True
@@ -335,6 +337,11 @@ class DataParallel(Engine):
         broadcast(unknown_buffers(self._model), self._group)
         return True
 
+    @property
+    def changes_state(self) -> bool:
+        """What a compressor owes moves with every bucket, before all have arrived."""
+        return self._aggregator is not None and self._aggregator.compressor is not None
+
     def own_state(self) -> dict[str, Any]:
         return compressor_state(self._aggregator)
 
@@ -351,7 +358,7 @@ class _Sums:
     """[losses, norm statistics, gradient norm, which buffers were changed]; of all workers once it has arrived."""
     own: Tensor
     """The losses of this worker."""
-    layout: Layout
+    layout: LossLayout
     first: tuple[Tensor, int] | None = None
     """On a single worker: the squared norm of the gradient of its first pass, and the number of samples in it."""
 

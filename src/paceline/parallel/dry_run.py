@@ -25,7 +25,7 @@ from paceline.errors import JobError
 from paceline.parallel.dtensor import device_mesh_of, local_bytes, local_shard
 from paceline.parallel.initial_weights import allocate
 from paceline.parallel.pipeline.calls import ModelCall, generator_state
-from paceline.parallel.pipeline.layer_costs import backward, measure_layers, tensor_bytes
+from paceline.parallel.pipeline.layer_costs import backward, counting_kept, measure_layers, tensor_bytes
 from paceline.parallel.pipeline.recorder import record
 from paceline.parallel.pipeline.recording import Recording
 from paceline.parallel.pipeline.stage import Stage, stages_of
@@ -79,6 +79,8 @@ class DryRun:
     """Number of values that the optimizer keeps per parameter."""
     tensor_plan: TensorPlan
     """How the layers of all stages are sharded along tp."""
+    is_bitwise: bool = False
+    """Whether gradients are added in the tree of bitwise parity: a worker holds all of them, in its partial sums."""
 
     @property
     def memory(self) -> tuple[DeviceMemory, ...]:
@@ -87,10 +89,12 @@ class DryRun:
         The few layers that ZeRO stage 3 gathers at a time are not included."""
         keeps_gathered = self.mesh.fsdp > 1 and self.mesh.zero_stage < 3
         keeps_gradients = self.mesh.fsdp > 1 and self.mesh.zero_stage == 1  # whole, until the last backward pass
+        # The gradients of a shard, and a sum for each power of two of those before it.
+        num_vectors = 1 + self.num_micro_batches.bit_length() if self.is_bitwise else int(keeps_gradients)
         return tuple(
             DeviceMemory(
                 parameter_bytes=stage.parameter_bytes,
-                gradient_bytes=stage.whole_parameter_bytes if keeps_gradients else stage.gradient_bytes,
+                gradient_bytes=num_vectors * stage.whole_parameter_bytes or stage.gradient_bytes,
                 optimizer_bytes=stage.gradient_bytes * self.optimizer_copies,
                 activation_bytes=stage.activation_bytes
                 * micro_batches_in_flight(self.mesh.pp, place, self.num_micro_batches),
@@ -140,6 +144,7 @@ def dry_run(
     sequence_parallel: bool = False,
     cuts: Sequence[str] = (),
     tensor_plan: Mapping[str, str] | None = None,
+    is_bitwise: bool = False,
 ) -> DryRun:
     """Try `mesh` with a model on the meta device; the model is consumed.
 
@@ -147,6 +152,7 @@ def dry_run(
         arguments: the model's arguments for one micro-batch, on the meta device.
         recomputes, sequence_parallel, tensor_plan: as in a `Plan`.
         cuts: as in a `PipelineSpec`.
+        is_bitwise: whether the job has `parity = "bitwise"`.
 
     Raises:
         JobError: this process trains already.
@@ -174,7 +180,7 @@ def dry_run(
                 recompute(stage)
             facts, message = _try_stage(stage, recording, costs, run, message, num_others, device_mesh, mesh, arguments)
             found.append(facts)
-    return DryRun(mesh, num_micro_batches, tuple(found), optimizer_copies, TensorPlan(mesh.tp, styles))
+    return DryRun(mesh, num_micro_batches, tuple(found), optimizer_copies, TensorPlan(mesh.tp, styles), is_bitwise)
 
 
 def _record_on_meta(model: nn.Module, arguments: Sequence[Any]) -> tuple[Recording, list[LayerCost]]:
@@ -230,9 +236,13 @@ def trace_model(model: nn.Module, arguments: Sequence[Any], num_samples: int) ->
                 all_reduce_bytes=sent_bytes / len(own) if own else 0.0,
             )
         )
+    # What one layer keeps as its output and the next one as its input counts once in the whole model.
+    with counting_kept([*model.parameters(), *model.buffers()]) as kept_bytes:
+        output = model(*arguments)
+    del output
     return ModelCost(
         num_parameters=sum(round(layer.parameter_bytes / itemsize) for layer in layers),
-        activations=Activations(sum(layer.activation_bytes for layer in layers)),
+        activations=Activations(kept_bytes() / num_samples),
         layers=tuple(layers),
     )
 

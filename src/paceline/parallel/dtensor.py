@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import cast
 
 import torch
@@ -80,7 +80,7 @@ def is_sharded(tensor: Tensor, axis: str) -> bool:
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scale the gradients down so that the norm of the whole model's gradient, now `norm`, is at most `max_norm`."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as in torch's clip_grad_norm_
-    for (device, dtype), gradients in _alike(parameters).items():
+    for (device, dtype), gradients in alike(_gradients(parameters)).items():
         torch._foreach_mul_(gradients, factor.to(device, dtype))  # on a GPU one kernel for many
 
 
@@ -88,15 +88,18 @@ def rescale_gradients(parameters: Iterable[Tensor], factor: Tensor | None) -> No
     """Multiply all gradients by a scalar, on their devices; None: leave them."""
     if factor is None:
         return
-    for (device, _), gradients in _alike(parameters).items():
+    for (device, _), gradients in alike(_gradients(parameters)).items():
         torch._foreach_mul_(gradients, factor.to(device))  # rounded once, not to a low precision before
 
 
-def _alike(parameters: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """This worker's shards of all gradients, by device and dtype."""
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            mine = local_shard(parameter.grad)
-            alike.setdefault((mine.device, mine.dtype), []).append(mine)
-    return alike
+def alike(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """Tensors by device and dtype, as one call for many takes them."""
+    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return found
+
+
+def _gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+    """This worker's shards of all gradients."""
+    return (local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None)

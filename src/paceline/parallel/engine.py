@@ -161,9 +161,10 @@ class Engine:
         return False
 
     @property
-    def changes_buffers(self) -> bool:
-        """Whether a forward pass may change buffers, so that a step which fails half-way leaves a mixture."""
-        return self.forward_buffers.exist
+    def changes_state(self) -> bool:
+        """Whether a step changes more than buffers before its update, so that one which fails half-way leaves a
+        mixture."""
+        return False
 
     def sync_buffers(self) -> bool:
         """Broadcast rank 0's buffers where they differ; returns whether all weights are equal now. A

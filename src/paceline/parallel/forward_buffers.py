@@ -137,11 +137,6 @@ class ForwardBuffers:
         """The number of those that are combined over shards."""
         return len(self._combined)
 
-    @property
-    def exist(self) -> bool:
-        """Whether there are any, those of batch norm layers too."""
-        return bool(self._all)
-
     # --- the passes of a step ---
 
     def begin_step(self) -> None:
@@ -186,8 +181,10 @@ class ForwardBuffers:
 
     def changed(self, like: Tensor) -> Tensor:
         """For every buffer 1 if passes of this step changed it on this worker, else 0; to be added up over workers."""
-        numbers = {number for one in self._passes for number in (*one.moves, *one.values)}
-        return like.new_tensor([float(number in numbers) for number in range(len(self._combined))])
+        changed = like.new_zeros(len(self._combined))
+        for number in sorted({number for one in self._passes for number in (*one.moves, *one.values)}):
+            changed[number] = 1.0
+        return changed
 
     # --- the end of a step ---
 

@@ -53,6 +53,7 @@ class WorkerNorms:
             zero: a scalar of the dtype and on the device in which the norms are added.
         """
         self._zero = zero
+        self._nothing = zero.view(1)
         self._assignment: Assignment | None = None
         self._take: TakeNorms | None = None
         self._own_sqr = zero
@@ -65,19 +66,19 @@ class WorkerNorms:
         self._assignment = assignment
         # A single worker shows no noise.
         self._take = take if _num_busy_workers(assignment) > 1 else None
-        self._own_sqr = torch.zeros_like(self._zero)
+        self._own_sqr = self._zero
         self._buckets = []
 
     def bucket_filled(self, values: Tensor) -> None:
         """Called with this worker's gradients times its weight, before they are replaced by their sum."""
         if self._take is not None:
-            self._own_sqr += squared_norm([values])
+            self._own_sqr = self._own_sqr + squared_norm([values])
             self._buckets.append(values)
 
     @property
     def to_be_summed(self) -> Tensor:
         """The number to add over all workers before this step ends, whether or not norms are wanted."""
-        return (self._zero if self._last is None else self._last[0].small_sqr).view(1)
+        return self._nothing if self._last is None else self._last[0].small_sqr.view(1)
 
     def end(self, small_sqr: Tensor, weight: Tensor | None = None, rescale: Tensor | None = None) -> None:
         """Report the last step's norms, which this sum completes, and keep those of the current step.
@@ -88,7 +89,7 @@ class WorkerNorms:
         """
         if self._last is not None:
             norms, take = self._last
-            take(replace(norms, small_sqr=small_sqr))
+            take(replace(norms, small_sqr=small_sqr.view(())))
         self._last = None
         if self._take is not None and self._assignment is not None:
             assignment = self._assignment

@@ -36,6 +36,18 @@ def initial_weights(model: nn.Module, group: dist.ProcessGroup | None) -> Fill:
     return lambda _mine, _device: None
 
 
+_ALIGNMENT_BYTES = 64
+"""Where torch lets host memory begin."""
+
+
+def align(model: nn.Module) -> None:
+    """Let all parameters begin where torch's own do, since the last bits of a product depend on where its factors
+    begin: parameters that were read from a file may lie anywhere, and gathered ones do not."""
+    for parameter in model.parameters():
+        if not parameter.is_meta and parameter.data_ptr() % _ALIGNMENT_BYTES:
+            parameter.data = parameter.data.clone()
+
+
 def _draw(shapes: nn.Module, mine: nn.Module, device: torch.device) -> None:
     """Raises `ModelError` for a layer that cannot draw its own weights."""
     allocate(mine, device)

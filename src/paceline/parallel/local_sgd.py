@@ -199,7 +199,7 @@ class LocalSGD(Engine):
                     tensor.copy_(own)
 
     weights_diverge = True
-    changes_buffers = True
+    changes_state = True
 
     @property
     def is_synchronised(self) -> bool:

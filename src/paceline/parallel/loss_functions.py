@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from paceline.errors import ModelError
 from paceline.object_collectives import all_gather_objects
-from paceline.parallel.losses import Layout
+from paceline.parallel.losses import LossLayout
 
 DRAWS = "draws random numbers"
 """In place of a sentence: shards that draw random numbers or change buffers go through the model alone anyway."""
@@ -21,14 +21,14 @@ class LossFunctions:
             group: the workers that train together; None: this one alone.
         """
         self._group = group
-        self._own: dict[str, Layout] = {}
-        self._agreed: dict[str, Layout] = {}
+        self._own: dict[str, LossLayout] = {}
+        self._agreed: dict[str, LossLayout] = {}
         self.couples: dict[str, bool] = {}
         """Whether shards have to go through the model one by one; saved with checkpoints."""
         self.found_late = ""
         """A sentence for the user about a loss that was found to couple samples after its first step."""
 
-    def has_returned(self, name: str, layout: Layout) -> None:
+    def has_returned(self, name: str, layout: LossLayout) -> None:
         """Note what a loss function returned on this worker.
 
         Raises:
@@ -42,20 +42,20 @@ class LossFunctions:
         """Whether a loss function may return a `Mean`."""
         return name not in self._own or self._own[name].is_weighted
 
-    def layout(self, name: str) -> Layout:
+    def layout(self, name: str) -> LossLayout:
         """The layout of a loss function that has been called on this or another worker; a collective in its first step.
 
         Raises:
             ModelError: the workers' shards returned different numbers.
         """
         if name not in self._agreed:
-            everyone = all_gather_objects(self._own.get(name), self._group, (Layout,))
+            everyone = all_gather_objects(self._own.get(name), self._group, (LossLayout,))
             layouts = [one for one in everyone if one is not None]
             for one in layouts[1:]:
                 if one != layouts[0]:
                     raise _differ(layouts[0], one)
             if not layouts:  # every worker ran out of memory first: the step starts over
-                return Layout()
+                return LossLayout()
             self._agreed[name] = layouts[0]
         return self._agreed[name]
 
@@ -78,7 +78,7 @@ class LossFunctions:
         return (sentence,) if sentence else ()
 
 
-def _differ(one: Layout, other: Layout) -> ModelError:
+def _differ(one: LossLayout, other: LossLayout) -> ModelError:
     return ModelError(
         f"The loss function returned {one.describe()} for some samples, and {other.describe()} for others; it should "
         "return the same names in every step, with weight 0 (paceline.Mean) where there is nothing to count."

@@ -53,7 +53,7 @@ _RETURNS = (
 
 
 @dataclass(frozen=True)
-class Layout:
+class LossLayout:
     """Which numbers a loss function returns; the same for all virtual shards."""
 
     is_weighted: bool = False
@@ -76,7 +76,7 @@ class Layout:
 class ShardLoss:
     """The loss of some virtual shards that went through the model together."""
 
-    layout: Layout
+    layout: LossLayout
     mean: Tensor
     """Can be differentiated."""
     weight: float | Tensor
@@ -88,7 +88,7 @@ class ShardLoss:
     @property
     def weighted(self) -> Tensor:
         """The loss times its weight: the sum of this over all shards is differentiated."""
-        return self.mean * self.weight
+        return _times(self.mean, self.weight)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class StepLoss:
     """The same, about this worker's samples alone: other workers do not know."""
 
     @classmethod
-    def of(cls, sums: Tensor, layout: Layout, notes: Sequence[str] = ()) -> StepLoss:
+    def of(cls, sums: Tensor, layout: LossLayout, notes: Sequence[str] = ()) -> StepLoss:
         """From the sums over all shards of the global batch, of `layout.length` numbers."""
         loss, rescale, place = sums[0], None, 1
         if layout.is_weighted:
@@ -142,14 +142,20 @@ def read_loss(returned: Any, fraction: float, num_in_batch: int, like: Tensor) -
         sums = _counted(mean.detach(), total, like)
     else:
         weight = fraction
-        sums = [(mean.detach() * fraction).to(like.dtype).view(1)]
+        sums = [_times(mean.detach(), fraction).to(like.dtype).view(1)]
     kinds = []
     for name, value in sorted(values.items()):
         own = value.weight if isinstance(value, Mean) else None
         number = _number(value.value if isinstance(value, Mean) else value, name, like)
         kinds.append((str(name), own is not None))
         sums += [number * fraction] if own is None else _counted(number, _weight(own, name, like) / num_in_batch, like)
-    return ShardLoss(Layout(is_weighted, tuple(kinds)), mean, weight, sums[0] if len(sums) == 1 else torch.cat(sums))
+    return ShardLoss(
+        LossLayout(is_weighted, tuple(kinds)), mean, weight, sums[0] if len(sums) == 1 else torch.cat(sums)
+    )
+
+
+def _times(mean: Tensor, weight: float | Tensor) -> Tensor:
+    return mean if isinstance(weight, float) and weight == 1 else mean * weight
 
 
 def check_loss(loss: Any) -> Tensor:
@@ -159,7 +165,7 @@ def check_loss(loss: Any) -> Tensor:
         raise ModelError(f"The loss function returned {shape}; {_RETURNS}.")
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise ModelError("The loss does not depend on any trainable parameter of the prepared model.")
-    return loss.view(())
+    return loss.view(()) if loss.dim() else loss
 
 
 def _number(value: Any, name: str, like: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from paceline.parallel.engine import Engine, Randomness, StepInput, broadcast, s
 from paceline.parallel.forward_buffers import refused_in_pipeline
 from paceline.parallel.gradient_norms import GradientNorms, PartWeights, mean_of_squares
 from paceline.parallel.loss_functions import LossFunctions
-from paceline.parallel.losses import Layout, StepLoss, ignore_unless, read_loss, watching_outputs
+from paceline.parallel.losses import LossLayout, StepLoss, ignore_unless, read_loss, watching_outputs
 from paceline.parallel.micro_batch import MicroBatchLimit
 from paceline.parallel.norm import ShardBatchNorm, replace_batch_norm, standing_in, unknown_buffers
 from paceline.parallel.passes import DrewTogetherError, LooksNewError, Passed, Passes
@@ -147,7 +147,7 @@ class MeshParallel(Engine):
         if self._replica_sums is not None:
             self._replica_sums.begin_step()
         passed = self._compute(step) if self._pipeline is None else self._piped(self._pipeline, step)
-        self._passes.norm.shards.current = None
+        self._passes.norm.end_pass()
         layout = self.functions.layout(step.loss_name)
         sums, weights = self._sum_what_is_known(step, layout, passed)
         result = StepLoss.of(sums, layout, notes)
@@ -169,15 +169,14 @@ class MeshParallel(Engine):
         self.communication = last_gradient, self._clock.mark()
         return result
 
-    def _sum_what_is_known(self, step: StepInput, layout: Layout, passed: Passed) -> tuple[Tensor, PartWeights]:
+    def _sum_what_is_known(self, step: StepInput, layout: LossLayout, passed: Passed) -> tuple[Tensor, PartWeights]:
         """The sums over workers that a step needs besides its gradients, in one message; returns those of the loss."""
         trained = [p for p in self.module.parameters() if p.requires_grad] if self._gradients_may_differ else []
         zero = torch.zeros((), dtype=self._dtype, device=self._device)
         losses = zero.new_zeros(layout.length) if passed.losses is None else passed.losses
-        uses = torch.tensor([float(self._has_gradient(p)) for p in trained], dtype=losses.dtype, device=self._device)
+        uses = self._sent([self._has_gradient(p) for p in trained])
         changed_in_pipeline = None if self._pipeline is None else self.forward_buffers.changed_now()
-        found = (self._has_drawn, changed_in_pipeline is not None, self._suspect is not None)
-        draws = losses.new_tensor([float(one) for one in found])
+        draws = self._sent([self._has_drawn, changed_in_pipeline is not None, self._suspect is not None])
         changed = self.forward_buffers.changed(losses)
         weights = self._weights_to_add(step.assignment, losses, passed) if layout.is_weighted else zero.new_zeros(0)
         statistics = torch.cat([zero.new_zeros(0), *self._passes.norm.collect(losses)])
@@ -192,7 +191,10 @@ class MeshParallel(Engine):
             dist.all_reduce(known, group=self._axes.pp)
             losses, weights, poison, draws = torch.split(known, [layout.length, len(weights), 1, len(draws)])
             statistics = statistics + poison
-        somebody_draws, somebody_changes, somebody_suspects = (draws > 0).tolist()
+        if trained and self._axes.mesh.tp > 1:
+            dist.all_reduce(uses, group=self._axes.device_mesh.get_group("tp"))
+        told = (torch.cat([draws, uses]) > 0).tolist()  # the host waits for the device, once
+        somebody_draws, somebody_changes, somebody_suspects = told[: len(draws)]
         if somebody_changes:
             raise refused_in_pipeline(changed_in_pipeline or "of another stage")
         if self._must_start_over(somebody_draws):
@@ -205,8 +207,7 @@ class MeshParallel(Engine):
             raise LooksNewError
         self._passes.norm.apply(statistics)
         self.forward_buffers.combine(changed, self._sum_moves, lambda values: broadcast(values, self._axes.data))
-        if trained:
-            self._agree_on_gradients(trained, uses)
+        _agree_on_gradients(trained, told[len(draws) :])
         if layout.is_weighted:
             return losses, PartWeights(weights[:-1], weights[-1])
         return losses, self._weights_of_samples(step.assignment, passed)
@@ -230,21 +231,16 @@ class MeshParallel(Engine):
             dist.all_reduce(total, group=self._axes.data)
         return total
 
+    def _sent(self, facts: Sequence[bool]) -> Tensor:
+        """Facts that the host knows as numbers on the device, for which neither waits."""
+        here = torch.tensor(facts, dtype=self._dtype, pin_memory=self._device.type == "cuda")
+        return here.to(self._device, non_blocking=True)
+
     def _has_gradient(self, parameter: Tensor) -> bool:
         if parameter.grad is None:
             return False
         # Where a parameter may be unused, it was added up all the same, as zeros.
         return not self._may_skip or bool(local_shard(parameter.grad).any())
-
-    def _agree_on_gradients(self, trained: Sequence[Tensor], uses: Tensor) -> None:
-        """A parameter that any worker used gets a gradient on all workers; one that no worker used gets none."""
-        if self._axes.mesh.tp > 1:
-            dist.all_reduce(uses, group=self._axes.device_mesh.get_group("tp"))
-        for parameter, num_uses in zip(trained, uses.tolist(), strict=True):
-            if not num_uses:
-                parameter.grad = None
-            elif parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
 
     @property
     def _gradients_may_differ(self) -> bool:
@@ -289,9 +285,10 @@ class MeshParallel(Engine):
             if number == num_passes - 1:
                 self._before_last_backward(self.module)
             if number < len(own):
-                loss, drew = passes.compute_loss(step, self.module, own[number])
+                samples = passes.samples(step, own[number])
+                is_new = passes.shows_new_values(step, own[number], samples)
+                loss, drew = passes.compute_loss(step, self.module, own[number], samples)
                 self._has_drawn |= drew
-                is_new = passes.shows_new_values(step, own[number])
                 if passes.shows_new_operations(step, own[number], loss) or is_new:
                     self._suspect = own[number]
                 passed.add(loss)
@@ -332,12 +329,12 @@ class MeshParallel(Engine):
         @contextmanager
         def backward() -> Iterator[None]:
             # Layers may run again, and other shards were here meanwhile.
-            self._passes.norm.shards.current = shards.sizes
+            self._passes.norm.current.shards = self._passes.pass_shards(step, shards)
             with self._passes.norm.backward():
                 yield
 
         def loss_of(model: nn.Module) -> Tensor:
-            loss = self._passes.read(step, model, shards)
+            loss = self._passes.read(step, model, shards, self._passes.samples(step, shards))
             passed.add(loss)
             return loss.weighted
 
@@ -385,3 +382,12 @@ class MeshParallel(Engine):
         super().load_state(shared, own)
         if self._pipeline is not None and self.randomness.is_drawn:
             self._pipeline.carry_generators()
+
+
+def _agree_on_gradients(trained: Sequence[Tensor], are_used: Sequence[bool]) -> None:
+    """A parameter that any worker used gets a gradient on all workers; one that no worker used gets none."""
+    for parameter, is_used in zip(trained, are_used, strict=True):
+        if not is_used:
+            parameter.grad = None
+        elif parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)

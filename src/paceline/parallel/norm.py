@@ -2,49 +2,84 @@
 
 `ShardBatchNorm` normalises each virtual shard by its own statistics (ghost batch norm: Hoffer, Hubara, Soudry,
 "Train longer, generalize better", 2017) even when several shards go through the model together, and moves its
-running statistics once per step, by the mean over all shards of the global batch. `SyncBatchNorm` uses the
-statistics of the whole global batch, on CPU too.
+running statistics once per step, by the mean over all shards of the global batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import (
     _disable_dynamo,  # torch.compiler.disable loads the compiler, for seconds, where it is written
 )
+from torch._prims_common import suggest_memory_format
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import ModelError
+from paceline.parallel.repeated import RepeatedParameter, RepeatedParameters, shard_by_shard
+from paceline.parallel.sync_norm import SyncBatchNorm
 
 
-class ShardSizes:
-    """Which virtual shards are in the model right now; one value shared by all norm layers of a model."""
+@dataclass(frozen=True)
+class PassShards:
+    """The virtual shards that go through the model together."""
+
+    sizes: tuple[int, ...]
+    """Samples in each of them."""
+    all_sizes: tuple[int, ...]
+    """Samples in each shard of the whole global batch."""
+    are_interleaved: bool = False
+    """Whether they, equal in size, take turns: the first sample of each, then the second of each."""
+
+    def weights(self, values_per_sample: int) -> list[float]:
+        """The part of the global batch that each of them is.
+
+        A shard with one value a channel has no variance: it says nothing, and its weight is 0.
+        """
+        total = sum(size for size in self.all_sizes if size * values_per_sample > 1)
+        return [size / total if size * values_per_sample > 1 else 0.0 for size in self.sizes]
+
+
+class CurrentPass:
+    """What is in the model right now; one value shared by all norm layers of a model."""
 
     def __init__(self) -> None:
-        self.current: tuple[int, ...] | None = None
-        """Samples in each shard of this forward pass; None outside of a training step."""
-        self.all: tuple[int, ...] = ()
-        """Samples in each shard of the whole global batch."""
+        self.shards: PassShards | None = None
+        """None outside of a training step."""
+        self.is_noted = True
+        """Whether the pass trains the model, so that its statistics count."""
         self.in_backward = False
         """Set while gradients are computed: activation checkpointing runs layers again, which says nothing new."""
+        self.repeated: Mapping[Tensor, RepeatedParameter] = {}
+        """Parameters of the layers, repeated for these shards."""
+
+
+@dataclass
+class _Seen:
+    """What a layer sees in a pass: statistics of each shard, the weighted mean over the layer's calls."""
+
+    mean: Tensor
+    """Means, and below variances, of shape (shards * channels,); zero where nothing was seen."""
+    var: Tensor
+    weights: list[float]
+    """For each shard the sum over the calls."""
 
 
 class ShardBatchNorm(_BatchNorm):
-    """Normalises every virtual shard by itself; holds the step's weighted statistics until they are collected."""
+    """Normalises every virtual shard by itself; notes the statistics of passes that train the model."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.shards = ShardSizes()
-        self.batch_mean: Tensor | None = None
-        self.batch_var: Tensor | None = None
-        self.batch_weight: Tensor | None = None
-        """The part of the global batch behind them; more than all of it in a layer that is called several times."""
+        self.current = CurrentPass()
+        self.seen: _Seen | None = None
+        """None where nothing is to be noted."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -53,100 +88,231 @@ class ShardBatchNorm(_BatchNorm):
     @_disable_dynamo  # which shards it sees is no part of a compiled graph's input
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
-        sizes = self.shards.current
-        if not self.training or sizes is None:
+        shards = self.current.shards
+        if not self.training or shards is None:
             return super().forward(input)
+        sizes = shards.sizes
         rows, remainder = divmod(input.shape[0], sum(sizes))
         if remainder:
             raise ModelError(
                 f"A batch norm layer got {input.shape[0]} rows for {sum(sizes)} samples; it cannot tell which row "
                 "belongs to which virtual shard: use norm = 'local' for this model."
             )
-        outputs = [
-            self._normalise(shard, size)
-            for shard, size in zip(input.split([s * rows for s in sizes]), sizes, strict=True)
-        ]
+        seen = self.seen
+        if self.current.in_backward and self.current.is_noted and self.track_running_stats:
+            # The call is the same again, and says nothing new. Autograd wants it to keep as many tensors.
+            mean, var = torch.zeros(
+                (2, len(sizes) * self.num_features), dtype=_dtype_of(self), device=input.device
+            ).unbind()
+            seen = _Seen(mean, var, [0.0] * len(sizes))
+        weights = shards.weights(rows * math.prod(input.shape[2:])) if seen is not None else [0.0] * len(sizes)
+        if shards.are_interleaved:
+            return self._normalise_interleaved(input, sizes, rows, seen, weights[0])
+        pieces = [input] if len(sizes) == 1 else input.split([size * rows for size in sizes])
+        outputs = [self._normalise(piece, 1, number, seen, weights[number]) for number, piece in enumerate(pieces)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _normalise(self, shard: Tensor, size: int) -> Tensor:
-        # With momentum 1 the fused kernel leaves the batch's own statistics in the running buffers given to it.
-        dtype = torch.float64 if shard.dtype == torch.float64 else torch.float32
-        mean = torch.zeros(self.num_features, dtype=dtype, device=shard.device)
-        var = torch.zeros_like(mean)
-        output = torch.batch_norm(
-            shard, self.weight, self.bias, mean, var, True, 1.0, self.eps, torch.backends.cudnn.enabled
-        )
-        values_per_sample = shard.shape[0] // size * shard[0, 0].numel()
-        if self.track_running_stats and size * values_per_sample > 1 and not self.shards.in_backward:
-            # A shard with one value a channel has no variance: it says nothing, here and in the total weight.
-            weight = size / sum(s for s in self.shards.all if s * values_per_sample > 1)
-            mean, var = mean * weight, var * weight
-            total = mean.new_full((1,), weight)
-            self.batch_mean = mean if self.batch_mean is None else self.batch_mean + mean
-            self.batch_var = var if self.batch_var is None else self.batch_var + var
-            self.batch_weight = total if self.batch_weight is None else self.batch_weight + total
-        return output
+    def _normalise_interleaved(
+        self, input: Tensor, sizes: tuple[int, ...], rows: int, seen: _Seen | None, seen_weight: float
+    ) -> Tensor:
+        """All shards by one kernel, to which every channel of every shard is a channel of its own."""
+        num_shards, num_samples = len(sizes), sizes[0]
+        shape = (num_samples * rows, num_shards * self.num_features, *input.shape[2:])
+        if rows == 1:  # no value has to move, unless channels are last in memory
+            output = self._normalise(input.reshape(shape), num_shards, 0, seen, seen_weight).reshape(input.shape)
+        else:
+            apart = input.unflatten(0, (num_samples, num_shards, rows)).transpose(1, 2)
+            output = self._normalise(apart.reshape(shape), num_shards, 0, seen, seen_weight)
+            output = output.view(apart.shape).transpose(1, 2).reshape(input.shape)
+        return output.contiguous(memory_format=suggest_memory_format(input))
+
+    def _normalise(self, values: Tensor, count: int, first: int, seen: _Seen | None, seen_weight: float) -> Tensor:
+        """Normalise values of shape (rows, count * channels, ...): those of the pass's shards from `first` on.
+
+        Args:
+            seen_weight: of each of these shards in this call.
+        """
+        weight: Tensor | None = self.weight
+        bias: Tensor | None = self.bias
+        if count > 1 and weight is not None and bias is not None:
+            weight, bias = (self._repeated(one, count) for one in (weight, bias))
+        mean = var = None
+        factor = 0.0
+        if seen is not None and seen_weight:
+            for shard in range(first, first + count):
+                seen.weights[shard] += seen_weight
+            # With this momentum the fused kernel leaves the mean over the calls in the running buffers given to it.
+            factor = seen_weight / seen.weights[first]
+            width, start = values.shape[1], first * self.num_features
+            mean, var = (one if len(one) == width else one[start : start + width] for one in (seen.mean, seen.var))
+        return torch.batch_norm(values, weight, bias, mean, var, True, factor, self.eps, torch.backends.cudnn.enabled)
+
+    def _repeated(self, parameter: Tensor, count: int) -> Tensor:
+        known = self.current.repeated.get(parameter)
+        # Sharded parameters, and what a loss function puts in their place, are known only now. A layer that runs again
+        # in backward may do so in a graph of its own, which must not reach into that of the others.
+        if known is None or not known.is_of(parameter) or self.current.in_backward:
+            return parameter.repeat(count)
+        return known.values
+
+
+def _dtype_of(layer: ShardBatchNorm) -> torch.dtype:
+    """The dtype of the statistics that are noted of a layer, which may itself compute in a lower precision."""
+    return torch.float64 if cast(Tensor, layer.running_mean).dtype == torch.float64 else torch.float32
 
 
 class NormStatistics:
-    """The batch statistics of all `ShardBatchNorm` layers of a model, as one flat vector that workers can add."""
+    """The batch statistics of all `ShardBatchNorm` layers of a model, as one flat vector that workers can add.
+
+    It holds mean and variance of one layer after the other, times their weight, and then the weights of all layers: the
+    part of the global batch that was seen, which is more than all of it in a layer that is called several times.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self.layers = [m for m in model.modules() if isinstance(m, ShardBatchNorm) and m.track_running_stats]
-        known = {id(m.shards): m.shards for m in model.modules() if isinstance(m, ShardBatchNorm)}
-        # Whoever looks at the same model, to train it or to call it from another's loss, sets the same sizes.
-        self.shards = next(iter(known.values())) if len(known) == 1 else ShardSizes()
-        for layer in model.modules():
-            if isinstance(layer, ShardBatchNorm):
-                layer.shards = self.shards
-        # One more number a layer: the weight of all that was added.
-        self.length = sum(2 * layer.num_features + 1 for layer in self.layers)
+        every = [m for m in model.modules() if isinstance(m, ShardBatchNorm)]
+        self.exist = bool(every)
+        # Those of one dtype are neighbours: their statistics are one tensor in a pass.
+        self.layers = sorted(
+            (layer for layer in every if layer.track_running_stats), key=lambda one: str(_dtype_of(one))
+        )
+        known = {id(layer.current): layer.current for layer in every}
+        # Whoever looks at the same model, to train it or to call it from another's loss, sets the same value.
+        self.current = next(iter(known.values())) if len(known) == 1 else CurrentPass()
+        for layer in every:
+            layer.current = self.current
+        self._parameters = RepeatedParameters(every)
+        self._widths = [layer.num_features for layer in self.layers for _ in range(2)]
+        self._num_values = sum(self._widths)
+        self.length = self._num_values + len(self.layers)
+        self._pass: tuple[list[Tensor], int] | None = None
+        """The statistics of the current pass, a tensor for each dtype, and the number of its shards."""
+        self._sums: Tensor | None = None
+        """Those of the step's passes before it."""
+        self._constants: dict[tuple[str, int], tuple[Any, Tensor]] = {}
+        """What was made of Python's numbers for so many shards, and of which: a GPU would have to wait for it in every
+        step."""
+
+    def begin_pass(self, shards: PassShards) -> None:
+        """Begin a pass that trains the model on these shards."""
+        self.current.shards, self.current.is_noted = shards, True
+        self.current.repeated = self._parameters.repeated(len(shards.sizes)) if shards.are_interleaved else {}
+        if not self.layers:
+            return
+        self._end_pass()
+        num_shards = len(shards.sizes)
+        parts: list[Tensor] = []
+        for dtype, same in groupby(self.layers, _dtype_of):
+            layers = list(same)
+            device = cast(Tensor, layers[0].running_mean).device
+            widths = [num_shards * layer.num_features for layer in layers for _ in range(2)]
+            values = torch.zeros(sum(widths), dtype=dtype, device=device)
+            pieces = values.split(widths)
+            for layer, mean, var in zip(layers, pieces[::2], pieces[1::2], strict=True):
+                layer.seen = _Seen(mean, var, [0.0] * num_shards)
+            parts.append(values)
+        self._pass = parts, num_shards
+
+    def _end_pass(self) -> None:
+        """Add what was seen in the current pass, if there is one, to the sums of the step."""
+        if self._pass is None:
+            return
+        parts, num_shards = self._pass
+        values = parts[0] if len(parts) == 1 else torch.cat(parts)  # of the wider dtype
+        weights = [[0.0] * num_shards if layer.seen is None else layer.seen.weights for layer in self.layers]
+        factors = self._constant(("factors", num_shards), weights, lambda: self._of_values(_float64(weights).T), values)
+        whole = self._constant(("weights", num_shards), weights, lambda: _float64(weights).sum(1), values)
+        if num_shards == 1:
+            values = values * factors.view(-1)
+        else:
+            order = self._constant(
+                ("order", num_shards), None, lambda: shard_by_shard(self._widths, num_shards), values
+            )
+            values = (values[order] * factors).sum(0)
+        sums = torch.cat([values, whole])
+        self._sums = sums if self._sums is None else self._sums + sums
+        self._pass = None
+
+    def _of_values(self, of_layers: Tensor) -> Tensor:
+        """Repeat the number of each layer, in the last dimension, for its channels' means and variances."""
+        return of_layers.repeat_interleave(torch.tensor(self._widths[::2]) * 2, dim=-1)
+
+    def _constant(self, key: tuple[str, int], source: Any, make: Callable[[], Tensor], like: Tensor) -> Tensor:
+        """The tensor that was made of the same `source` before, or a new one; a floating one of the dtype of `like`.
+
+        Args:
+            key: what it is, and for how many shards.
+        """
+        if key not in self._constants or self._constants[key][0] != source:
+            made = make()
+            moved = made.to(like.device, like.dtype if made.is_floating_point() else made.dtype)
+            self._constants[key] = source, moved
+        return self._constants[key][1]
 
     def collect(self, like: Tensor) -> Iterator[Tensor]:
-        """The statistics since the last call: slices of a vector of `length` elements, of the dtype of `like`."""
-        for layer in self.layers:
-            if layer.batch_mean is None or layer.batch_var is None or layer.batch_weight is None:
-                yield like.new_zeros(2 * layer.num_features + 1)
-            else:
-                yield layer.batch_mean.to(like.dtype)
-                yield layer.batch_var.to(like.dtype)
-                yield layer.batch_weight.to(like.dtype)
-            layer.batch_mean = layer.batch_var = layer.batch_weight = None
+        """The statistics since the last call: a vector of `length` elements, of the dtype of `like`."""
+        self._end_pass()
+        if self.layers:
+            yield like.new_zeros(self.length) if self._sums is None else self._sums.to(like.dtype)
+        self._forget()
+
+    @contextmanager
+    def forgotten_after_error(self) -> Iterator[None]:
+        """Inside, an error leaves no shards in the model and nothing that the next step would count."""
+        try:
+            yield
+        except BaseException:
+            self.reset()
+            raise
 
     def reset(self) -> None:
         """Forget what was seen since the last `collect`."""
-        self.shards.current = None
+        self.end_pass()
+        self._forget()
+
+    def end_pass(self) -> None:
+        """No shard is in the model any more."""
+        self.current.shards = None
+        self.current.repeated = {}
+
+    def _forget(self) -> None:
+        self._pass = self._sums = None
         for layer in self.layers:
-            layer.batch_mean = layer.batch_var = layer.batch_weight = None
+            layer.seen = None
 
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Inside, gradients are computed: layers that run again (activation checkpointing) count nothing."""
-        self.shards.in_backward = True
+        self.current.in_backward = True
         try:
             yield
         finally:
-            self.shards.in_backward = False
+            self.current.in_backward = False
 
     @torch.no_grad()
     def apply(self, total: Tensor) -> None:
         """Move the running statistics by the sum over all workers of what they collected, if all of it is finite."""
-        is_finite = torch.isfinite(total).all()
-        start = 0
-        for layer in self.layers:
-            width = layer.num_features
-            mean, var, weight = total[start : start + 2 * width + 1].split([width, width, 1])
-            start += 2 * width + 1
-            # Tensor arithmetic instead of an `if`: reading the weight would make the CPU wait for the device.
-            seen = ((weight > 0) & is_finite).to(mean.dtype)
-            weight = weight + (1 - seen)
-            count = cast(Tensor, layer.num_batches_tracked)
-            count += seen.view(()).to(count.dtype)
-            factor = seen * layer.momentum if layer.momentum is not None else seen / count.clamp(min=1)
-            for running, batch in ((layer.running_mean, mean), (layer.running_var, var)):
-                running = cast(Tensor, running)
-                target = torch.where(is_finite, (batch / weight).to(running.dtype), running)
-                running.lerp_(target, factor.to(running.dtype))
+        if not self.layers:
+            return
+        values, weights = total.split([self._num_values, len(self.layers)])
+        # Tensor arithmetic instead of an `if`: reading a number would make the CPU wait for the device.
+        weights = weights + total.sum() * 0  # NaN, which is not above 0, if anything is not finite
+        counts = [cast(Tensor, layer.num_batches_tracked) for layer in self.layers]
+        torch._foreach_add_(counts, (weights > 0).to(counts[0].dtype).unbind())
+        momenta = [math.nan if layer.momentum is None else layer.momentum for layer in self.layers]
+        factors = self._constant(("momenta", 1), momenta, lambda: self._of_values(_float64(momenta)), total)
+        of_layer = self._constant(("layers", 1), None, lambda: self._of_values(torch.arange(len(self.layers))), total)
+        if any(layer.momentum is None for layer in self.layers):
+            means = torch.stack(counts).clamp(min=1).to(total.dtype).reciprocal()
+            factors = torch.where(factors.isnan(), means[of_layer], factors)
+        weights = weights[of_layer]
+        running = [cast(Tensor, one) for layer in self.layers for one in (layer.running_mean, layer.running_var)]
+        before = torch.cat(running).to(total.dtype)
+        after = torch.where(weights > 0, before.lerp(values / weights, factors), before)
+        torch._foreach_copy_(running, after.split(self._widths))
+
+
+def _float64(numbers: Sequence[Any]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
 def has_other_norms(model: nn.Module) -> bool:
@@ -159,128 +325,6 @@ def unknown_buffers(model: nn.Module) -> list[Tensor]:
     layers = [layer for layer in model.modules() if isinstance(layer, ShardBatchNorm | SyncBatchNorm)]
     known = {id(buffer) for layer in layers for buffer in layer._buffers.values()}
     return [buffer for buffer in model.buffers() if id(buffer) not in known]
-
-
-class SyncBatchNorm(_BatchNorm):
-    """Batch norm over the global batch: every worker contributes as many values as it has, even none."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.group: dist.ProcessGroup | None = None
-        self.idle = False
-        """Set where this worker's batch is a stand-in that must not be counted."""
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ModelError(f"A batch norm layer needs at least 2 dimensions, batch and channels; got {input.dim()}.")
-
-    @_disable_dynamo  # which shards it sees is no part of a compiled graph's input
-    def forward(self, input: Tensor) -> Tensor:
-        self._check_input_dim(input)
-        if not self.training:
-            return super().forward(input)
-        mean, var, count = _global_statistics(input.detach(), self.group, counted=not self.idle)
-        if self.track_running_stats and count > 1:
-            self._track(mean, var * (count / (count - 1)))
-        output: Tensor = _SyncNormalise.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, mean, var, count, self.eps, self.group, self.idle
-        )
-        return output
-
-    @torch.no_grad()
-    def _track(self, mean: Tensor, unbiased_var: Tensor) -> None:
-        tracked = cast(Tensor, self.num_batches_tracked)
-        tracked += 1
-        factor = 1.0 / float(tracked) if self.momentum is None else self.momentum
-        cast(Tensor, self.running_mean).lerp_(mean, factor)
-        cast(Tensor, self.running_var).lerp_(unbiased_var, factor)
-
-
-def _channelwise(vector: Tensor, like: Tensor) -> Tensor:
-    return vector.view(1, -1, *([1] * (like.dim() - 2)))
-
-
-def _global_statistics(
-    input: Tensor, group: dist.ProcessGroup | None, *, counted: bool
-) -> tuple[Tensor, Tensor, float]:
-    """Mean and biased variance per channel over all workers, and the number of values behind them.
-
-    Worker statistics are merged pairwise-free by the parallel formula of Chan, Golub and LeVeque (1983), which does
-    not cancel as sum-of-squares does.
-    """
-    values = input if input.dtype == torch.float64 else input.float()
-    dims = [d for d in range(input.dim()) if d != 1]
-    var, mean = torch.var_mean(values, dim=dims, correction=0)
-    count = torch.full(
-        (1,), float(input.numel() // input.shape[1] if counted else 0), dtype=mean.dtype, device=mean.device
-    )
-    mine = torch.cat([count, mean, var])
-    if not counted:  # zero times a stand-in's overflow would be NaN on all workers
-        mine.zero_()
-    if group is None:
-        everyone = mine.unsqueeze(0)
-    else:
-        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, mine, group=group)
-        everyone = torch.stack(parts)
-    counts, means, variances = everyone.split([1, input.shape[1], input.shape[1]], dim=1)
-    total = counts.sum()
-    global_mean = (counts * means).sum(0) / total
-    global_var = (counts * (variances + (means - global_mean) ** 2)).sum(0) / total
-    return global_mean, global_var, float(total)
-
-
-class _SyncNormalise(torch.autograd.Function):
-    """y = (x - mean) / sqrt(var + eps) * weight + bias, whose gradient sees that mean and var came from everyone.
-
-    dx = weight / std * (dy - mean(dy) - x_hat mean(dy x_hat)), both means over the global batch
-    (Ioffe and Szegedy, "Batch normalization", 2015, section 3).
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        var: Tensor,
-        count: float,
-        eps: float,
-        group: dist.ProcessGroup | None,
-        idle: bool,
-    ) -> Tensor:
-        inv_std = (var + eps).rsqrt()
-        ctx.save_for_backward(input, weight, mean, inv_std)
-        ctx.count, ctx.group, ctx.has_bias, ctx.idle = count, group, bias is not None, idle
-        return torch.batch_norm(input, weight, bias, mean, var, False, 0.0, eps, False)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, mean, inv_std = ctx.saved_tensors
-        dims = [d for d in range(input.dim()) if d != 1]
-        grad = grad_output.to(mean.dtype)
-        x_hat = (input.to(mean.dtype) - _channelwise(mean, input)) * _channelwise(inv_std, input)
-        grad_bias = grad.sum(dims)
-        grad_weight = (grad * x_hat).sum(dims)
-        sums = torch.stack([grad_bias, grad_weight])
-        if ctx.idle:
-            sums.zero_()
-        if ctx.group is not None:
-            dist.all_reduce(sums, group=ctx.group)
-        mean_grad, mean_grad_x_hat = sums / ctx.count
-        scale = inv_std if weight is None else inv_std * weight.to(mean.dtype)
-        grad_input = _channelwise(scale, input) * (
-            grad - _channelwise(mean_grad, input) - x_hat * _channelwise(mean_grad_x_hat, input)
-        )
-        if ctx.idle:  # a stand-in had no part in the statistics, so their gradient is none of its own
-            grad_input.zero_()
-        return (
-            grad_input.to(input.dtype),
-            None if weight is None else grad_weight.to(weight.dtype),
-            grad_bias.to(mean.dtype) if ctx.has_bias else None,
-            *(None,) * 6,
-        )
 
 
 def replace_batch_norm(model: nn.Module, kind: type[ShardBatchNorm] | type[SyncBatchNorm]) -> nn.Module:

@@ -91,7 +91,7 @@ def _facts(tensor: Tensor) -> Iterator[tuple[str, float]]:
     """By NumPy, whose functions cost a few microseconds."""
     if not _is_looked_at(tensor) or tensor.dtype == torch.bfloat16:
         return
-    values = tensor.detach().numpy()
+    values = (tensor.detach() if tensor.requires_grad else tensor).numpy()
     if tensor.is_floating_point():
         yield "has zeros", float((values == 0).any())
         yield "has values that are no numbers", float(np.isnan(values.min()))

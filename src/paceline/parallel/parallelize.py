@@ -16,7 +16,7 @@ from paceline.parallel.async_servers import AsyncServers, describe_asynchrony
 from paceline.parallel.bitwise import BitwiseDataParallel
 from paceline.parallel.dp import DataParallel
 from paceline.parallel.engine import Engine
-from paceline.parallel.initial_weights import initial_weights, is_on_meta
+from paceline.parallel.initial_weights import align, initial_weights, is_on_meta
 from paceline.parallel.local_sgd import LocalSGD, aggregator_inside_node, describe_outer_steps
 from paceline.parallel.micro_batch import check_automatic
 from paceline.parallel.one_process import OneProcessDataParallel, describe_one_process, devices_of_process
@@ -58,16 +58,21 @@ def parallelize(
     if plan.mesh is not None and not plan.mesh.is_plain and group is not None:
         # Torch's parts for it take long to load, and most runs need none of them.
         from paceline.parallel.axes import open_axes
+        from paceline.parallel.bitwise_sharded import BitwiseSharded
         from paceline.parallel.mesh import MeshParallel
         from paceline.parallel.pipeline import ModelCall
 
         check_mesh(job, plan.mesh)
         axes = open_axes(plan.mesh, device, group)
+        if job.parity == "bitwise":
+            sharded = BitwiseSharded(model, job, plan, device, axes, may_skip=find_unused_parameters)
+            return Parallelized(sharded, plan.algorithm, tuple(sharded.notes), contextlib.ExitStack())
         call = None if example is None else ModelCall.of(example)
         meshed = MeshParallel(model, job, plan, device, axes, call, may_skip=find_unused_parameters)
         return Parallelized(meshed, meshed.algorithm, tuple(meshed.notes), _closing(meshed.close))
-    if is_on_meta(model):
+    if is_on_meta(model) or job.parity == "bitwise":
         initial_weights(model, group)(model, device)
+        align(model)
     if plan.devices_in_process > 1:
         one = OneProcessDataParallel(model, job, plan, devices_of_process(plan, device))
         return Parallelized(one, plan.algorithm, (describe_one_process(plan.devices_in_process),), _closing(one.close))

@@ -24,12 +24,13 @@ from paceline.parallel.assignment import Assignment, ShardRange
 from paceline.parallel.coupling import AUX_LOSS, describe_coupling, leaving_no_trace, returns_aux_loss, tolerance
 from paceline.parallel.engine import Randomness, StepInput, statistics_dtype
 from paceline.parallel.forward_buffers import ForwardBuffers
-from paceline.parallel.generators import equal_states, generator_states
+from paceline.parallel.generators import generator_states
 from paceline.parallel.loss_functions import DRAWS, LossFunctions
-from paceline.parallel.losses import Layout, ShardLoss, StepLoss, counts, ignore_unless, read_loss, watching_outputs
+from paceline.parallel.losses import LossLayout, ShardLoss, StepLoss, counts, ignore_unless, read_loss, watching_outputs
 from paceline.parallel.micro_batch import DidNotFitError, MicroBatchLimit, free_memory, is_out_of_memory
 from paceline.parallel.norm import (
     NormStatistics,
+    PassShards,
     ShardBatchNorm,
     has_other_norms,
     replace_batch_norm,
@@ -101,7 +102,7 @@ class Passes:
         self.randomness = randomness or Randomness()
         self.functions = functions or LossFunctions(None)
         self.like = torch.zeros((), dtype=statistics_dtype(model), device=device)
-        """Of the dtype and on the device in which losses are added."""
+        """A tensor of the dtype, and on the device, in which losses are added."""
         self._model = model
         self._device = device
         self._micro_batch = micro_batch
@@ -183,11 +184,11 @@ class Passes:
             reason = self._compare_what_fits(step, module, own)
         return self.functions.agree_on_coupling(step.loss_name, reason)
 
-    def shows_new_values(self, step: StepInput, shards: ShardRange) -> bool:
+    def shows_new_values(self, step: StepInput, shards: ShardRange, samples: Any) -> bool:
         """Whether samples that are to go through the model together show what no step has shown before."""
         if len(shards.sizes) == 1 or not self._examines:
             return False
-        return self._novelties[step.loss_name].learn(step.batch.cut(shards.start, shards.stop))
+        return self._novelties[step.loss_name].learn(samples)
 
     def shows_new_operations(self, step: StepInput, shards: ShardRange, loss: ShardLoss) -> bool:
         """Whether the loss of shards that went through the model together was computed as in no step before."""
@@ -233,18 +234,18 @@ class Passes:
                 self.enter(step, one)
                 before = generator_states(self._device)
                 with watching_outputs(module) as outputs:
-                    found.append(self.read(step, module, one))
-                draws |= not equal_states(before, generator_states(self._device))
+                    found.append(self.read(step, module, one, self.samples(step, one)))
+                draws |= before != generator_states(self._device)
                 draws |= self.buffers.changed_now() is not None or step.companions.have_changed()
                 has_aux_loss |= returns_aux_loss(outputs)
-        self.norm.shards.current = None
+        self.norm.end_pass()
         if draws:
             return DRAWS
         if shards is None or len(shards.sizes) == 1:
             return ""
         if has_aux_loss:
             return AUX_LOSS
-        self._novelties[step.loss_name].learn(step.batch.cut(shards.start, shards.stop))
+        self._novelties[step.loss_name].learn(self.samples(step, shards))
         with step.within():
             most = tolerance(self._model, self._device, found[0].mean.dtype)
         return describe_coupling(found[0], found[1 : 1 + len(shards.sizes)], most)
@@ -254,6 +255,7 @@ class Passes:
         with (
             self.buffers.untouched(),
             leaving_no_trace(self._model, self._device),
+            self.norm.forgotten_after_error(),
             self.norm.backward(),
             step.companions.backward(),
         ):
@@ -275,10 +277,11 @@ class Passes:
         next_shard, stop = step.assignment.own
         while next_shard < stop:
             shards = self._next_range(step, next_shard)
-            if self.shows_new_values(step, shards) and self._couples_now(step, module, shards):
+            samples = self.samples(step, shards)
+            if self.shows_new_values(step, shards, samples) and self._couples_now(step, module, shards):
                 continue  # with the first of them alone
             is_wrong_if_drawn = self._must_not_draw(shards)
-            loss, drew = self.compute_loss(step, module, shards)
+            loss, drew = self.compute_loss(step, module, shards, samples)
             if drew and is_wrong_if_drawn:
                 raise DrewTogetherError
             if self.randomness.is_drawn is None:
@@ -288,20 +291,35 @@ class Passes:
             yield shards, loss
             next_shard = shards.stop_shard
 
-    def compute_loss(self, step: StepInput, module: nn.Module, shards: ShardRange) -> tuple[ShardLoss, bool]:
-        """The loss of some shards, and whether they must go one by one, if that was not known before: they drew random
-        numbers, or changed buffers."""
+    def compute_loss(
+        self, step: StepInput, module: nn.Module, shards: ShardRange, samples: Any
+    ) -> tuple[ShardLoss, bool]:
+        """The loss of some shards' samples, and whether they must go one by one, if that was not known before: they
+        drew random numbers, or changed buffers."""
         self.enter(step, shards)
         self.buffers.begin_pass()
         is_watched = self.randomness.is_drawn is None or self._must_not_draw(shards)
         before = generator_states(self._device) if is_watched else None
-        loss = self.read(step, module, shards)
+        loss = self.read(step, module, shards, samples)
         changed = (self.buffers.end_forward(shards) | step.companions.have_changed()) and not self._refusal
-        return loss, before is not None and (changed or not equal_states(before, generator_states(self._device)))
+        return loss, before is not None and (changed or before != generator_states(self._device))
 
-    def read(self, step: StepInput, module: nn.Module, shards: ShardRange) -> ShardLoss:
-        """Call the loss function with some shards, and see what it returned."""
-        samples = step.batch.cut(shards.start, shards.stop)
+    def samples(self, step: StepInput, shards: ShardRange) -> Any:
+        """The content of the batch for some shards; where batch norm layers gain by it, they take turns in it."""
+        if self.pass_shards(step, shards).are_interleaved:
+            return step.batch.interleaved(shards.start, shards.stop, len(shards.sizes))
+        return step.batch.cut(shards.start, shards.stop)
+
+    def pass_shards(self, step: StepInput, shards: ShardRange) -> PassShards:
+        """These shards as norm layers see them."""
+        are_equal = len(shards.sizes) > 1 and len(set(shards.sizes)) == 1
+        have_norms = self.norm.exist or step.companions.have_norms
+        return PassShards(
+            shards.sizes, step.assignment.shard_sizes, are_equal and have_norms and step.batch.can_interleave
+        )
+
+    def read(self, step: StepInput, module: nn.Module, shards: ShardRange, samples: Any) -> ShardLoss:
+        """Call the loss function with some shards' samples, and see what it returned."""
         watch = self.functions.may_be_weighted(step.loss_name)
         with watching_outputs(module) if watch else nullcontext() as outputs:
             returned = step.loss_of(module, samples)
@@ -314,8 +332,9 @@ class Passes:
     def enter(self, step: StepInput, shards: ShardRange) -> None:
         """Set which shards are in the model, and seed the generators for them if numbers may be drawn."""
         self.num_shards_in_pass = len(shards.sizes)
-        self.norm.shards.all, self.norm.shards.current = step.assignment.shard_sizes, shards.sizes
-        step.companions.enter(step.assignment.shard_sizes, shards.sizes)
+        now = self.pass_shards(step, shards)
+        self.norm.begin_pass(now)
+        step.companions.enter(now)
         if not self._must_not_draw(shards):
             step.seed_shard(shards.first_shard)
 
@@ -323,7 +342,7 @@ class Passes:
         """Add the gradient of some shards' loss, times their weight, to `.grad`."""
         with self.norm.backward(), step.companions.backward():
             step.scale(loss.weighted).backward()
-        self.norm.shards.current = None
+        self.norm.end_pass()
 
     @contextmanager
     def stand_in(self, step: StepInput, module: nn.Module) -> Iterator[Tensor]:
@@ -349,7 +368,8 @@ class Passes:
         while True:
             examine = None
             try:
-                return attempt()
+                with self.norm.forgotten_after_error():
+                    return attempt()
             except DrewTogetherError:
                 drew = True
             except DidNotFitError:
@@ -393,10 +413,10 @@ class ShardByShard:
         self._passes.randomness.is_drawn = True
         self.buffers = self._passes.buffers
 
-    def num_statistics(self, layout: Layout) -> int:
+    def num_statistics(self, layout: LossLayout) -> int:
         return layout.length + self._passes.norm.length
 
-    def layout_of_stand_in(self, step: StepInput) -> Layout:
+    def layout_of_stand_in(self, step: StepInput) -> LossLayout:
         """Which numbers the loss function returns, by a sample that leaves no trace."""
         with (
             self.buffers.untouched(),
@@ -410,20 +430,22 @@ class ShardByShard:
 
     def compute(self, step: StepInput, shard: int) -> tuple[ShardLoss, Tensor]:
         """Leave the gradient of the weighted loss in `.grad` (None where there is none); return loss and statistics."""
-
-        def loss_of(model: nn.Module, batch: Any) -> Any:
-            # Copies, because a product's last bits depend on where in memory its factors begin, and a shard lies
-            # elsewhere in the batch of another worker.
-            return step.loss_of(model, copied(batch))
-
         for parameter in self.parameters:
             parameter.grad = None
         shards = step.assignment.shard_range(shard, max_samples=1)
-        loss, _ = self._passes.compute_loss(replace(step, loss_of=loss_of), self.module, shards)
-        self._passes.backward(step, loss)
-        return loss, torch.cat([loss.sums, *self._passes.norm.collect(loss.sums)])
+        # Copies, because a product's last bits depend on where in memory its factors begin, and a shard lies elsewhere
+        # in the batch of another worker.
+        with self._passes.norm.forgotten_after_error():
+            loss, _ = self._passes.compute_loss(step, self.module, shards, copied(self._passes.samples(step, shards)))
+            self._passes.backward(step, loss)
+            return loss, torch.cat([loss.sums, *self._passes.norm.collect(loss.sums)])
 
-    def apply(self, statistics: Tensor, layout: Layout) -> StepLoss:
+    def stand_in(self, step: StepInput) -> None:
+        """Go through the model with a sample that counts for nothing, because other workers wait for it there."""
+        with self._passes.stand_in(step, self.module) as loss:
+            loss.backward()
+
+    def apply(self, statistics: Tensor, layout: LossLayout) -> StepLoss:
         """Move the running statistics by the sum over a batch's shards; return its loss."""
         self._passes.norm.apply(statistics[layout.length :])
         return StepLoss.of(statistics, layout)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.regular_files import make_run_folder, parse_json
 from paceline.spec import Job, Plan
-from paceline.spec.plan import Limit
+from paceline.spec.plan import RunLimit
 from paceline.train.loop import RunOutput, train
 
 
@@ -27,7 +27,7 @@ def main() -> None:
     plan = Plan.from_mapping(parse_json(arguments.plan)) if arguments.plan else Plan.load(run_dir / "plan.json")
     limit = run_dir / "limit.json"
     is_limited = arguments.job is None and limit.exists()
-    limits = Limit.load(limit) if is_limited else Limit()
+    limits = RunLimit.load(limit) if is_limited else RunLimit()
     output = RunOutput(run_dir, None if arguments.quiet else sys.stderr, arguments.track)
     train(job, plan, output, limits.max_steps, max_minutes=limits.max_minutes, force=arguments.force)
 

@@ -31,7 +31,8 @@ def without_compiler(model: nn.Module, job: Job) -> tuple[nn.Module, Compile | N
 
         return wrapped, as_before
     if job.compile:
-        return model, lambda plain: plain.compile()
+        mode = job.compile if isinstance(job.compile, str) else None
+        return model, lambda plain: plain.compile(mode=mode)
     is_compiled = any(_is_compiled(module) for module in model.modules())
     return model, (lambda _plain: None) if is_compiled else None  # in place, and stays so
 

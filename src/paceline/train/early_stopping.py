@@ -65,7 +65,7 @@ class EarlyStopping(Callback):
         self._metric, self._mode = kept.keep_best, kept.best_mode
         for key, metric in (("early_stopping.metric", self._spec.metric), ("checkpoint.keep_best", self._metric)):
             if metric is not None and metric not in metrics:
-                raise JobError(f"{key} = {metric!r} is no metric of an evaluation; those are {', '.join(metrics)}.")
+                raise JobError(f"{key} = {metric!r} is not a metric of the evaluation; there are {', '.join(metrics)}.")
 
     def run_began(self, training: Training) -> None:
         self._stop(training)

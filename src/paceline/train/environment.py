@@ -30,7 +30,7 @@ def describe_environment(world: World) -> dict[str, str]:
         facts["GPU"] = torch.cuda.get_device_name(world.device)
         facts["CUDA"] = str(torch.version.cuda)
         facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    if image := env.container():
+    if image := env.text(env.CONTAINER):
         facts["container"] = image
     commit = _git_commit()
     if commit:

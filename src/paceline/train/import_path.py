@@ -19,11 +19,11 @@ def imported(path: str, key: str) -> Callable[..., Any]:
         key: the key of the job that names it, for the error.
 
     Raises:
-        JobError: it is no import path, or there is no such module or name.
+        JobError: it is not an import path, or there is no such module or name.
     """
     module_name, _, attribute = path.partition(":")
     if not attribute or not all(part.isidentifier() for part in f"{module_name}.{attribute}".split(".")):
-        raise JobError(f"{key} = {path!r} is no import path; write it as 'package.module:name'.")
+        raise JobError(f"{key} = {path!r} is not an import path; write it as 'package.module:name'.")
     try:
         found = operator.attrgetter(attribute)(importlib.import_module(module_name))
     except ModuleNotFoundError as problem:

@@ -14,7 +14,7 @@ from paceline.errors import JobError
 from paceline.spec import Job, Plan, parse_mesh
 from paceline.spec.mesh_name import check_strategy
 from paceline.spec.micro_batch import MicroBatchSize, parse_micro_batch
-from paceline.spec.plan import Limit
+from paceline.spec.plan import RunLimit
 from paceline.train.progress import Progress
 from paceline.train.run import Run
 
@@ -55,9 +55,9 @@ def init(
     """
     job = (job or Job()).with_values(**values)  # a Job made in Python is checked here too
     facts = env.worker_facts()
-    check_strategy(strategy or env.strategy() or "dp")
-    plan = plan or _default_plan(job, facts, strategy or env.strategy() or "dp")
-    limits = [limit for limit in (max_steps, env.max_steps()) if limit is not None]
+    check_strategy(strategy or env.text(env.STRATEGY) or "dp")
+    plan = plan or _default_plan(job, facts, strategy or env.text(env.STRATEGY) or "dp")
+    limits = [limit for limit in (max_steps, env.number(env.MAX_STEPS)) if limit is not None]
     plan = dataclasses.replace(plan, world_size=facts.world_size, micro_batch_size=_micro_batch_size(job, plan))
     if plan.mesh is not None and plan.mesh.num_workers != facts.world_size:
         raise JobError(
@@ -72,7 +72,7 @@ def init(
         min(limits, default=None),
         None if address is None else str(address),
         force=force,
-        max_minutes=Limit.from_mapping({"max_minutes": max_minutes}).max_minutes,
+        max_minutes=RunLimit.from_mapping({"max_minutes": max_minutes}).max_minutes,
         display=_display(progress) if facts.rank == 0 else None,
     )
 
@@ -86,8 +86,8 @@ def _micro_batch_size(job: Job, plan: Plan) -> MicroBatchSize | None:
     """As the plan says, else the job, else `paceline launch --micro-batch`."""
     if plan.micro_batch_size is not None:
         return plan.micro_batch_size
-    of_launch = env.micro_batch()
-    size = parse_micro_batch(of_launch) if of_launch is not None else None
+    of_launch = env.text(env.MICRO_BATCH)
+    size = parse_micro_batch(of_launch) if of_launch else None
     job.check_micro_batch(size)
     return job.micro_batch_size or size
 
@@ -103,5 +103,5 @@ def _default_plan(job: Job, facts: env.WorkerFacts, strategy: str) -> Plan:
         threads_per_worker=1 if job.parity == "bitwise" else threads,
         algorithm="tree_exact" if job.parity == "bitwise" else "auto",
         mesh=parse_mesh(strategy, facts.world_size, num_nodes) if facts.world_size > 1 else None,
-        debug_comm=env.debug_comm(),
+        debug_comm=bool(env.text(env.DEBUG_COMM)),
     )

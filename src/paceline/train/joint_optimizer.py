@@ -43,7 +43,7 @@ class JointOptimizer(Optimizer):
             ModelError: a closure, which would be called by several.
         """
         if closure is not None:
-            raise ModelError("Several optimizers of one model make their updates without a closure.")
+            raise ModelError("A model with several optimizers cannot be trained with a closure; give it one optimizer.")
         for one in self.optimizers:
             one.step()
 

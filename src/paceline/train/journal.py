@@ -77,7 +77,7 @@ class Journal(Callback):
         self._launched_at = env.launched_at()
         self._first_step_s = 0.0
         self._unread: list[tuple[tuple[str, ...], torch.Tensor]] = []
-        """Of each step: the names of its values, and [loss, samples, values]."""
+        """For each step: the names of its values, and [loss, samples, values]."""
         self._epoch_loss = 0.0
         self._epoch_values: dict[str, float] = {}
         self._epoch_start = (0, 0.0)

@@ -37,7 +37,7 @@ class MetricFunctions:
 
 
 def metric_functions(name: str, metric: Any) -> MetricFunctions:
-    """Of a torchmetrics metric, or of three functions.
+    """The functions of a torchmetrics metric, or the three that were given.
 
     Raises:
         ModelError: it is neither, or its states cannot be merged.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +21,10 @@ from paceline.parallel.losses import StepLoss
 from paceline.parallel.micro_batch import is_out_of_memory
 from paceline.samples import Readings, Samples
 from paceline.spec import Mesh
+from paceline.train.buffer_copies import BufferCopies
 from paceline.train.closures import closure_after, takes_closure
 from paceline.train.data_progress import Batch
+from paceline.train.device_skip import left_out_where, skips_on_device, tell_scaler
 from paceline.train.nonfinite import NonFiniteGuard
 from paceline.train.numerics import LossFn, loss_name
 from paceline.train.preparation import Prepared
@@ -63,7 +66,7 @@ class ModelStepper:
     ) -> None:
         """
         Args:
-            begin_change: called when a step begins to change the model, its optimizer or its buffers.
+            begin_change: called when a step begins to change what is not restored after an error.
         """
         self.session = session
         self.trained = prepared.trained
@@ -76,7 +79,8 @@ class ModelStepper:
         self._reader = reader
         self._tracer = tracer
         self._begin_change = begin_change
-        self._guard = NonFiniteGuard(session, self.trained)
+        self._buffers = BufferCopies(prepared.trained.model)
+        self._guard = NonFiniteGuard(session, self.trained, begin_change)
         self._takes_closure = takes_closure(self.trained.optimizer, self.trained.engine, session.state.job)
         self._readings: Readings = {}
 
@@ -92,8 +96,9 @@ class ModelStepper:
         """
         trained, batch = self.trained, pending.batch
         engine = trained.engine
-        if engine.changes_buffers:
+        if engine.changes_state:
             self._begin_change()
+        self._buffers.remember()
         if engine.reads_assignment:
             num_samples = sum(batch.assignment.sizes) or 1  # a stand-in
             step_input = self._input(pending, pending.index, batch.assignment, num_samples, content, loss_fn)
@@ -113,7 +118,8 @@ class ModelStepper:
                 result = engine.step(
                     step_input, functools.partial(self._update, pending, content, step_input, optimizer)
                 )
-        except (RuntimeError, MemoryError) as problem:
+        except BaseException as problem:
+            self._restore_buffers()
             if not is_out_of_memory(problem):
                 raise
             raise ModelError(self._out_of_memory(pending, problem)) from problem
@@ -128,6 +134,13 @@ class ModelStepper:
             names = ", ".join(moving[:3]) + (f" and {len(moving) - 3} more" if len(moving) > 3 else "")
             self.session.note(f"Forward passes change buffers ({names}): {engine.buffers_rule}.")
         return result
+
+    def _restore_buffers(self) -> None:
+        """After an error: the run is whole if it came before the update."""
+        try:
+            self._buffers.restore(self.trained.engine.forward_buffers)
+        except RuntimeError:  # the device is of no more use
+            self._begin_change()
 
     def _out_of_memory(self, pending: Pending, problem: BaseException) -> str:
         job, found = self._state.job, self.trained.engine.micro_batch
@@ -164,26 +177,48 @@ class ModelStepper:
         # that holds only a stage of the model may have no parameter, and continues with the others.
         has_gradient = not engine.holds_all or any(p.grad is not None for p in trained.model.parameters())
         norm = functools.cache(engine.gradient_norm)  # computed at most once per step
-        is_made = has_gradient and self._guard.allows_update(pending.index, loss, norm, batch.samples)
-        self._begin_change()
+        self._guard.catch_up()
+        left_out: AbstractContextManager[None] = nullcontext()
+        is_made = has_gradient
+        if not has_gradient:
+            self.session.check_peers()
+        elif self._knows_late(optimizer):
+            left_out = left_out_where(optimizer, self._guard.judge_on_device(pending.index, loss, batch.samples))
+        else:
+            is_made = self._guard.allows_update(pending.index, loss, norm, batch.samples)
         if is_made and clip_norm is not None:
             scaler.unscale_(optimizer)
             clip_gradients(trained.model.parameters(), clip_norm, norm())
+            if not engine.holds_all and not self._guard.needs_norm:
+                self.session.check_peers()  # the norm was a sum of all workers' too
+        self._begin_change()
         idle = not batch.assignment.sizes or not self._counts_samples
         self._tracer.before_update(pending.index, trained.model, engine.whole, loss, content, idle=idle)
         if not is_made:
             return
-        with self.session.updating():
-            if self._takes_closure:
-                again = functools.partial(self._gradients_again, step_input)
-                closure = closure_after(loss, trained.model.parameters(), again)
-                optimizer.step(closure)  # type: ignore[arg-type]
-            else:
+        if self._takes_closure:
+            again = functools.partial(self._gradients_again, step_input)
+            closure = closure_after(loss, trained.model.parameters(), again)
+            optimizer.step(closure)  # type: ignore[arg-type]
+        else:
+            if scaler.is_enabled():
+                tell_scaler(optimizer)
+            with left_out:
                 scaler.step(optimizer)
-                scaler.update()
+            scaler.update()
         for scheduler in self._schedulers:
             if scheduler.optimizer is optimizer or optimizer is trained.optimizer:
                 scheduler.step()
+
+    def _knows_late(self, optimizer: Optimizer) -> bool:
+        """Whether the device alone decides on this update; the host learns it a step later. Schedulers of the script
+        move only after an update that was made."""
+        is_possible = self._device.type == "cuda" and self._guard.may_be_late and not self._takes_closure
+        return is_possible and not self._schedulers and skips_on_device(optimizer)
+
+    def catch_up(self) -> None:
+        """Have the last step's verdict known to the host, and said."""
+        self._guard.catch_up()
 
     def _forget_others(self, optimizer: Optimizer) -> None:
         """Leave gradients only where `optimizer`, one of several, updates."""

@@ -1,8 +1,14 @@
-"""Detects and reports a non-finite loss or gradient before it reaches the weights."""
+"""The verdict on a step: whether its loss and gradients are finite, before they reach the weights.
+
+The host knows it before the update, for which it waits for the device; or the device alone knows it then, and the host
+reads it when the next step's gradients are under way. Late is a verdict only while all is well: after a step without an
+update every verdict is known at once until one is good again, so that a run ends in the same step either way.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +17,7 @@ from torch import Tensor
 
 from paceline.errors import ModelError
 from paceline.object_collectives import all_gather_objects
-from paceline.parallel.dtensor import local_shard
+from paceline.parallel.dtensor import alike, local_shard
 from paceline.train.session import Session
 from paceline.train.state import Trained
 
@@ -23,14 +29,54 @@ _SHOWN_SAMPLES = 8
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
+@dataclass(frozen=True)
+class _OnItsWay:
+    """What the host is to learn of a step whose update the device has made or left out."""
+
+    step: int
+    samples: NDArray[Any]
+    names: list[str]
+    """Of the parameters that have a gradient."""
+    found: Tensor
+    """The loss and the norms of these gradients, in host memory once they have arrived."""
+    arrived: torch.cuda.Event
+
+
 class NonFiniteGuard:
     """Looks at the loss and gradients of every step before they become an update."""
 
-    def __init__(self, session: Session, trained: Trained) -> None:
+    def __init__(self, session: Session, trained: Trained, begin_change: Callable[[], None]) -> None:
+        """
+        Args:
+            begin_change: called before anything is changed that is not restored after an error.
+        """
         self._session = session
         self._trained = trained
+        self._begin_change = begin_change
         self._reaction = session.state.job.nonfinite
         self._num_in_a_row = 0
+        self._late: _OnItsWay | None = None
+
+    @property
+    def may_be_late(self) -> bool:
+        """Whether the next verdict may be known to the device alone.
+
+        Not where a step that is left out changes more than is said about it, nor where workers hold shards of a
+        gradient, or the host waits anyway until no worker is lost.
+        """
+        return (
+            self._reaction == "skip"
+            and not self._num_in_a_row
+            and not self._trained.precision.scaler.is_enabled()
+            and self._trained.engine.holds_all
+            and self._session.peers is None
+        )
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether `allows_update` asks for the norm of the whole model's gradient."""
+        looks = self._reaction != "ignore" and not self._trained.precision.scaler.is_enabled()
+        return looks and not self._trained.engine.holds_all
 
     def allows_update(self, step: int, loss: Tensor, norm: Callable[[], Tensor], samples: NDArray[Any]) -> bool:
         """Whether to make an update; the same answer on all workers that aggregate every step.
@@ -42,8 +88,12 @@ class NonFiniteGuard:
 
         Raises:
             ModelError: the run is to end because of this step.
+            PeerLost: a worker is gone, so that the gradients may mean nothing.
         """
-        if self._reaction == "ignore" or is_finite(loss, self._looked_at(norm)):
+        is_ignored = self._reaction == "ignore"
+        is_good = is_ignored or not bool(is_bad(torch.stack([loss.detach(), *self._looked_at(norm)])))
+        self._session.check_peers(has_waited=not is_ignored)
+        if is_good:
             self._num_in_a_row = 0
             return True
         self._num_in_a_row += 1
@@ -55,19 +105,42 @@ class NonFiniteGuard:
         if self._reaction == "skip":
             self._session.say(f"{wrong}. The step is skipped.")
             return False
-        checkpoint = self._session.roll_back()
+        checkpoint = self._session.roll_back(self._begin_change)
         if checkpoint is None:
             raise ModelError(f"{wrong}. There is no checkpoint yet to go back to; lower optim.lr or look at the data.")
         self._session.say(f"{wrong}. Weights and optimizer are again those of {checkpoint}; the data goes on.")
         return False
 
+    def judge_on_device(self, step: int, loss: Tensor, samples: NDArray[Any]) -> Tensor:
+        """1 where the update is to be left out, else 0: a float32 scalar on the device. The host learns it in
+        `catch_up`, where `may_be_late`."""
+        gradients = {name: p.grad for name, p in self._trained.model.named_parameters() if p.grad is not None}
+        found = torch.stack([loss.detach(), *_norms(list(gradients.values()))])
+        in_host_memory = found.to("cpu", non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        self._late = _OnItsWay(step, samples, list(gradients), in_host_memory, arrived)
+        return is_bad(found).float()
+
+    def catch_up(self) -> None:
+        """Learn the verdict on the last step if it is not known yet, and say so if it had no update."""
+        late, self._late = self._late, None
+        if late is None:
+            return
+        late.arrived.synchronize()  # of a step whose work is followed by that of the next
+        if is_bad(late.found):
+            self._num_in_a_row += 1
+            loss, *norms = late.found
+            culprits = [name for name, norm in zip(late.names, norms, strict=True) if not norm.isfinite()]
+            self._session.say(f"{_describe(late.step, loss, culprits, late.samples)}. The step is skipped.")
+
     def _looked_at(self, norm: Callable[[], Tensor]) -> list[Tensor]:
-        """Tensors that are finite exactly when the whole model's gradient is."""
+        """Scalars that are finite exactly when the whole model's gradient is."""
         if self._trained.precision.scaler.is_enabled():
             return []  # it skips a step that overflows under its loss scale, and scales less
         if not self._trained.engine.holds_all:
             return [norm()]
-        return [parameter.grad for parameter in self._trained.model.parameters() if parameter.grad is not None]
+        return _norms([parameter.grad for parameter in self._trained.model.parameters() if parameter.grad is not None])
 
     def _culprits(self) -> list[str]:
         """The parameters whose gradients are not finite. A collective where the model is spread."""
@@ -82,14 +155,22 @@ class NonFiniteGuard:
         return [name for name in self._trained.names.first if name in found]  # in the model's order
 
 
-def is_finite(loss: Tensor, gradients: Sequence[Tensor]) -> bool:
-    """Whether the loss and every gradient are finite; one pass over them, for which the CPU waits for the GPU.
+def is_bad(found: Tensor) -> Tensor:
+    """Whether a loss or a norm of a vector of them is not finite: a scalar, one pass over the gradients before it.
 
-    Everything is added: infinity and NaN survive that, and it is the fastest look at every number there is. A gradient
-    whose sum overflows its own dtype counts as infinite.
+    A gradient whose norm overflows float32, or its own dtype if that is wider, counts as infinite.
     """
-    sums = [loss.detach().double().view(()), *(gradient.sum(dtype=_WIDE.get(gradient.dtype)) for gradient in gradients)]
-    return bool(torch.isfinite(torch.stack([one.double() for one in sums]).sum()))
+    return found.sum() * 0 != 0  # infinity times 0 is NaN
+
+
+def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The norm of each, in their order."""
+    dense = [one.coalesce().values() if one.is_sparse else one for one in gradients]
+    norms: dict[int, Tensor] = {}
+    for (_, dtype), tensors in alike(dense).items():
+        found = torch._foreach_norm(tensors, dtype=_WIDE.get(dtype))
+        norms.update(zip(map(id, tensors), found, strict=True))
+    return [norms[id(one)] for one in dense]
 
 
 def _describe(step: int, loss: Tensor, culprits: Sequence[str], samples: NDArray[Any]) -> str:

@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.errors import JobError
-from paceline.spec import Job, OptimSpec
+from paceline.spec import Job, Mesh, OptimSpec
 from paceline.spec.optim import SchedulerSpec
 from paceline.train.import_path import checked_options, imported, takes
+from paceline.train.joint_optimizer import JointOptimizer
 
 _OF_SGD = ("momentum", "nesterov")
 _OF_ADAM = ("betas", "eps")
@@ -27,6 +28,18 @@ _TOTALS = ("total_steps", "num_training_steps")
 _FUSED_ON_SHARDS = (torch.optim.Adam, torch.optim.AdamW)
 _FUSED = (*_FUSED_ON_SHARDS, torch.optim.SGD)
 """Optimizers that torch has fused kernels for on GPUs, exactly these and none made from them."""
+_BY_ELEMENT = (
+    *_FUSED,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+)
+"""Optimizers that update each number by its own gradient alone, exactly these."""
 
 
 def build_optimizer(optim: OptimSpec, model: nn.Module) -> Optimizer:
@@ -35,7 +48,7 @@ def build_optimizer(optim: OptimSpec, model: nn.Module) -> Optimizer:
     Raises:
         JobError: there is no such optimizer, or it has no such option, or a pattern fits no parameter.
     """
-    kind = _optimizer_class(optim.name)
+    kind = optimizer_class(optim.name)
     given = {key: getattr(optim, key) for key in ("lr", *_OURS.get(getattr(kind, "__name__", ""), ()))}
     if optim.weight_decay or takes(kind, "weight_decay"):
         given["weight_decay"] = optim.weight_decay
@@ -81,12 +94,15 @@ def parameter_groups(optim: OptimSpec, model: nn.Module) -> list[dict[str, Any]]
     return list(found.values())
 
 
-def choose_kernels(optimizer: Optimizer, device: torch.device) -> None:
+def choose_kernels(optimizer: Optimizer, device: torch.device, *, alike_on_shards: bool = False) -> None:
     """Have an optimizer update by as few kernels as its parameters allow, where its user has chosen nothing.
 
     On a GPU torch takes all parameters of a group together, which fails where some are shards and others whole,
     whatever its user chose, or shards along other axes; and it takes its fused kernels only where it is told to. On a
     CPU it goes one by one.
+
+    Args:
+        alike_on_shards: whether whole parameters are updated by the kernels that shards are, which give the same bits.
     """
     from torch.distributed.tensor import DTensor  # takes long to load
 
@@ -97,11 +113,30 @@ def choose_kernels(optimizer: Optimizer, device: torch.device) -> None:
             group.update({way: False for way in ("foreach", "fused") if way in group})
         if device.type == "cpu" or group.get("foreach", False) is not None or group.get("fused") is not None:
             continue
-        is_fused = type(optimizer) in (_FUSED if kinds == {None} else _FUSED_ON_SHARDS)
+        is_fused = type(optimizer) in (_FUSED if kinds == {None} and not alike_on_shards else _FUSED_ON_SHARDS)
         if len(kinds) > 1:
             group["foreach"] = False
         elif is_fused and all(one.device.type == device.type and one.is_floating_point() for one in parameters):
             group["fused"] = True
+
+
+def check_updates_by_element(optimizer: Optimizer, mesh: Mesh, device: torch.device) -> None:
+    """Raise `JobError` for an optimizer that may give a shard other bits than that slice of a whole parameter."""
+    for one in optimizer.optimizers if isinstance(optimizer, JointOptimizer) else [optimizer]:
+        name = type(one).__name__
+        parameters = [parameter for group in one.param_groups for parameter in group["params"]]
+        why = ""
+        if type(one) not in _BY_ELEMENT:
+            why = f"{name} is not known to do so; use one of {', '.join(kind.__name__ for kind in _BY_ELEMENT)}"
+        elif device.type == "cpu" and any(group.get("fused") for group in one.param_groups):
+            why = "torch's fused kernels for CPUs round the last elements of a tensor in another way; leave fused out"
+        elif device.type != "cpu" and any(parameter.dim() == 0 for parameter in parameters):
+            why = "parameters without dimensions are updated by other kernels than shards; give them the shape (1,)"
+        if why:
+            raise JobError(
+                f"parity = 'bitwise' with {mesh} needs an optimizer that gives every element of a shard the bits that "
+                f"it has in a whole parameter, and {why}, or use the strategy dp."
+            )
 
 
 def build_scheduler(spec: SchedulerSpec, optimizer: Optimizer, total_steps: int) -> LRScheduler:
@@ -129,12 +164,13 @@ def ends_with_epochs(job: Job) -> bool:
     """Whether the learning rates of a job depend on how many epochs it has."""
     spec = job.optim.scheduler
     if spec.name is None:
-        return job.optim.schedule == "cosine"
+        return job.optim.schedule in ("cosine", "linear")
     make = imported(spec.name, "optim.scheduler.name")
     return any(takes(make, name) and name not in spec.options for name in _TOTALS)
 
 
-def _optimizer_class(name: str) -> Callable[..., Any]:
+def optimizer_class(name: str) -> Callable[..., Any]:
+    """The optimizer of a name or an import path. Raises `JobError` if there is none."""
     if ":" in name:
         return imported(name, "optim.name")
     known = {

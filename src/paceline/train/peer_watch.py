@@ -3,8 +3,8 @@
 NCCL's kernels wait on the GPU for messages of a process that has ended, and the program waits for the GPU. So every
 worker has a thread that waits for a message of each of its two neighbours in a ring, over Gloo. The message is the end
 of the run; a neighbour that ends without one closes its sockets. The thread then says so to its other neighbour, and
-aborts NCCL's communicators, which ends their kernels. What these leave in memory means nothing: no update may be made
-with it, and the state is whole only if the last update was done before.
+aborts NCCL's communicators, which ends their kernels. What these leave in memory means nothing, so no update may stand
+behind them in the GPU's queue: a worker makes one only once its gradients have arrived.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -27,8 +27,8 @@ _END = -1
 """The message of a worker at the end of its run; any other is the rank of a worker that is lost."""
 _RUN_S = 10 * 365 * 24 * 3600.0
 """The maximum wait for the end of a run."""
-_UPDATE_S = 2.0
-"""How long a GPU may take to finish an update whose gradients have arrived."""
+_NOTICE_S = 2.0
+"""The maximum wait for the loss behind an error of NCCL's, and for its abort."""
 _FAREWELL_S = 2.0
 
 
@@ -46,13 +46,10 @@ class PeerWatch:
         self._device = device
         self._abort = abort
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._lock = threading.Lock()
         self._noticing = threading.Lock()
         self._is_over = threading.Event()
         """Set when a loss has been noticed and nothing waits for the lost worker any more."""
         self._lost: int | None = None
-        self._updated: torch.cuda.Event | None = None
-        self._is_whole = True
         neighbours = dict.fromkeys([(self._rank + 1) % self._world_size, (self._rank - 1) % self._world_size])
         self._sent: list[tuple[dist.Work | None, Tensor]] = []
         self._threads = {
@@ -62,39 +59,34 @@ class PeerWatch:
         for thread in self._threads.values():
             thread.start()
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether no update was made with what an aborted collective has left."""
-        return self._is_whole
-
     def cause_of(self, error: BaseException) -> PeerLost | None:
         """The loss that led to an error of this worker; None where all workers are there.
 
         Whatever is raised after a loss may come of what aborted collectives have left.
         """
         if isinstance(error, dist.DistError):  # NCCL may be told before the thread is
-            self._is_over.wait(_UPDATE_S)
+            self._is_over.wait(_NOTICE_S)
         if self._lost is None:
             return None
-        self._is_over.wait(2 * _UPDATE_S)
+        self._is_over.wait(_NOTICE_S)
         return self._error(self._lost)
 
     def _error(self, rank: int) -> PeerLost:
         return PeerLost(f"Rank {rank} ended while this worker was waiting for it.", rank=rank)
 
-    @contextlib.contextmanager
-    def update(self) -> Iterator[None]:
-        """Around an update of weights and optimizer.
+    def check(self, *, has_waited: bool = False) -> None:
+        """Wait for all that this worker's device has been given: sums of all workers' gradients among it.
+
+        Args:
+            has_waited: whether the host has just done so, by reading what came of these sums.
 
         Raises:
-            PeerLost: a worker is gone, so that the gradients may mean nothing; no update is made.
+            PeerLost: a worker is gone, so that the sums may mean nothing.
         """
-        with self._lock:
-            if self._lost is not None:
-                raise self._error(self._lost)
-            yield
-            if self._device.type == "cuda":
-                self._updated = torch.cuda.current_stream(self._device).record_event()
+        if self._device.type == "cuda" and not has_waited:
+            torch.cuda.current_stream(self._device).synchronize()
+        if self._lost is not None:  # set before anything is aborted
+            raise self._error(self._lost)
 
     def close(self) -> None:
         """Say that this worker's run is over, and wait a moment for the neighbours to say so."""
@@ -120,17 +112,11 @@ class PeerWatch:
         with self._noticing:
             if self._lost is not None:
                 return
-            with self._lock:  # an update that has begun is made; the next one sees that the worker is lost
-                self._lost = rank
-                updated = self._updated
+            self._lost = rank
             for neighbour in self._threads:
                 if neighbour != rank:
                     with contextlib.suppress(RuntimeError):
                         self._send(rank, neighbour)
-            deadline = time.monotonic() + _UPDATE_S
-            while updated is not None and not updated.query() and time.monotonic() < deadline:
-                time.sleep(0.01)
-            self._is_whole = updated is None or updated.query()
             try:
                 self._abort()
             finally:
@@ -156,6 +142,7 @@ def abort_communicators() -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         with contextlib.suppress(RuntimeError):  # it has none for GPUs
             backend = group._get_backend(torch.device("cuda"))
+            backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
             if backend.name() == "nccl":
                 backends.append(backend)
     if backends:

@@ -22,7 +22,7 @@ from paceline.spec import AlgorithmName, Job, Mesh, Plan
 from paceline.train.compilation import check_can_be_compiled, draws_as_uncompiled, without_compiler
 from paceline.train.joint_optimizer import JointOptimizer
 from paceline.train.numerics import Precision
-from paceline.train.optim import choose_kernels
+from paceline.train.optim import check_updates_by_element, choose_kernels
 from paceline.train.process_group import World
 from paceline.train.schedule import LearningRates, counts_epochs
 from paceline.train.state import Names, Trained, rebind
@@ -91,7 +91,9 @@ def prepare_model(
         compile_again(trained.model)
         parallelized.background.enter_context(draws_as_uncompiled())
     rebind(optimizer, names, trained.model)
-    choose_kernels(optimizer, world.device)
+    choose_kernels(optimizer, world.device, alike_on_shards=job.parity == "bitwise")
+    if job.parity == "bitwise" and not trained.engine.holds_all:
+        check_updates_by_element(optimizer, plan.mesh or Mesh(), world.device)
     return Prepared(trained, rates, parallelized.algorithm, parallelized.notes, schedulers, parallelized.background)
 
 
@@ -100,7 +102,7 @@ def freeze(model: nn.Module, job: Job, plan: Plan, world: World) -> Companion:
     with rank 0's weights. A collective."""
     _check_may_freeze(job, plan)
     if is_on_meta(model):
-        raise ModelError("A frozen model has to have its weights when it is given to run.prepare; load them before.")
+        raise ModelError("A frozen model must have its weights before run.prepare; load them first.")
     model.to(world.device)
     if job.precision == "float64":
         model.double()
@@ -151,7 +153,7 @@ def _checked_schedulers(scheduler: Any, optimizer: Optimizer | Sequence[Optimize
     for one in given:
         name = type(one).__name__
         if isinstance(one, ReduceLROnPlateau):
-            raise JobError(f"{name} moves by a metric: give it to run.keep and call its step after run.evaluate.")
+            raise JobError(f"{name} needs a metric: give it to run.keep, and call its step after run.evaluate.")
         if not hasattr(one, "step") or not hasattr(one, "state_dict"):
             raise JobError(f"run.prepare got {name} as scheduler; give it one of torch or transformers, or a list.")
         if not any(getattr(one, "optimizer", None) is other for other in known):

@@ -74,7 +74,7 @@ def join(facts: env.WorkerFacts, plan: Plan) -> World:
     if facts.world_size == 1:
         return World(facts, device, None)
     timeout = timedelta(seconds=plan.timeout_s)
-    heartbeat = Heartbeat(env.heartbeat_path())
+    heartbeat = Heartbeat(env.path(env.HEARTBEAT))
     heartbeat.enter("paceline", RENDEZVOUS)
     connect = functools.partial(
         dist.init_process_group,
@@ -143,7 +143,7 @@ def _store(facts: env.WorkerFacts, timeout: timedelta, *, may_close: bool) -> St
     if address.scheme != "tcp":
         return None
     assert address.hostname is not None and address.port is not None
-    descriptor = env.store_fd() if facts.rank == 0 else None
+    descriptor = env.number(env.STORE_FD) if facts.rank == 0 else None
     store = TCPStore(
         address.hostname,
         address.port,

@@ -65,7 +65,7 @@ class DatasetReader:
             batch_size: how many samples all workers read in a step; None: a global batch.
         """
         job = self._job
-        return read_stream(
+        steps = read_stream(
             loading,
             own,
             batch_size or job.global_batch_size,
@@ -75,6 +75,7 @@ class DatasetReader:
             device=self._device,
             dtype=self._dtype,
         )
+        return ahead(steps, self._device)
 
     def on_device(self, content: Any) -> Any:
         return to_device(content, self._device, self._dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
@@ -42,7 +42,7 @@ from paceline.train.step import Stepper
 from paceline.train.stopping import Stopping
 from paceline.train.stream_batches import StreamBatches
 from paceline.train.timing import StepTimer
-from paceline.train.torch_settings import TorchSettings, has_tf32
+from paceline.train.torch_settings import TorchSettings, decide_precision, has_tf32
 from paceline.train.trace import ParityTracer
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -75,19 +75,20 @@ class Run(RunView):
         max_minutes: float | None = None,
         display: Progress | None = None,
     ) -> None:
-        self.job = job
         self.plan = plan
         self.mesh = plan.mesh or Mesh(dp=facts.world_size)
         check_shards(self.mesh.num_assignments, job.virtual_shards)
         self._at_close = ExitStack()
         world = join(facts, plan)
+        job, notes = decide_precision(job, world)
+        self.job = job
         settings = TorchSettings.of(job, plan, has_tf32=has_tf32(world.device))
         self._at_close.enter_context(settings.applied())
         share, num_assignments = self.mesh.share(facts.rank), self.mesh.num_assignments
         self.reader, self.precision = DatasetReader(job, world.device), Precision(job, world.device)
         progress = DataProgress(job, share, num_assignments, max_steps)
         super().__init__(world, facts.world_size, progress, NoiseMeter(job, self.precision.scaler, world.device))
-        self.notes: list[str] = settings.notes(job)
+        self.notes: list[str] = notes + settings.notes(job)
         self.metrics: dict[str, float] = {}
         self.values: Mapping[str, Tensor] = {}
         self.display = display or Progress(None)
@@ -104,7 +105,7 @@ class Run(RunView):
         self._has_read_batches = False
         self._averages: list[tuple[AveragedModel, Trained]] = []
         self._pending: Pending | None = None
-        self._heartbeat = Heartbeat(env.heartbeat_path())
+        self._heartbeat = Heartbeat(env.path(env.HEARTBEAT))
         self._heartbeat.step(0)
         self._tracer = ParityTracer.from_environment(self.world, job)
         self._at_close.callback(self._tracer.close)
@@ -422,12 +423,15 @@ class Run(RunView):
         if error is not None:
             abandon()
         if stepper is not None and error is None:
+            stepper.catch_up()
             stepper.session.finish()
             self.display.end(end_rows(self, self._progress, stepper.session.newest_checkpoint))
         elif stepper is not None and isinstance(error, Exception | KeyboardInterrupt):
+            with suppress(RuntimeError):  # of a device that is of no more use
+                stepper.catch_up()
             peers = stepper.session.peers
             lost = None if peers is None else peers.cause_of(error)
-            stepper.session.rescue(is_whole=stepper.is_whole and (peers is None or peers.is_whole))
+            stepper.session.rescue(is_whole=stepper.is_whole)
             if lost is not None:
                 self._at_close.__exit__(kind, error, trace)
                 raise lost from error

@@ -77,6 +77,8 @@ def lr_factor(job: Job, samples_seen: int, samples_per_epoch: int) -> float:
 def _decay(optim: OptimSpec, epochs: float, progress: float) -> float:
     if optim.schedule == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+    if optim.schedule == "linear":
+        return max(0.0, 1.0 - progress)
     if optim.schedule == "step":
         return float(optim.step_factor ** bisect_right(optim.step_epochs, epochs))
     return 1.0

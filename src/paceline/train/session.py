@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
@@ -96,7 +95,7 @@ def _as_saved(name: str) -> Iterator[None]:
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as problem:
         why = f"{type(problem).__name__}: {shortened(' '.join(str(problem).split()), 200)}"
         raise CheckpointError(
-            f"The checkpoint {name} holds no state that this run can go on from ({why})."
+            f"The checkpoint {name} holds no state that this run can resume from ({why})."
         ) from problem
 
 
@@ -151,9 +150,9 @@ class RunState:
         before, changes = self._changes(shared)
         if changes and not force:
             raise JobError(
-                f"The checkpoint to resume is of another job: {'; '.join(changes)}{_why_not_on(before, self.job)}. "
-                "Set it back, choose another "
-                "folder, or resume nevertheless with --force (paceline.init(force=True))."
+                f"The checkpoint to resume belongs to another job: "
+                f"{'; '.join(changes)}{_why_not_on(before, self.job)}. "
+                "Set it back, choose another folder, or resume nevertheless with --force (paceline.init(force=True))."
             )
         self.models.put(shared, own, hyper=not changes)
         self.progress.load_state_dict(shared["progress"], check_order=not force)
@@ -256,7 +255,7 @@ class Session:
         state = self.state
         storage = open_storage(checkpoint_address)
         if self.world.rank == 0:
-            self._held.enter_context(held(storage, run_token(env.run_dir()) or env.scheduler_run(), self.say))
+            self._held.enter_context(held(storage, run_token(env.path(env.RUN_DIR)) or env.scheduler_run(), self.say))
         wanted = None if state.holds_all else state.models.own_shards
         self._reader = CheckpointReader(storage, self._group, self.say, wanted)
         found = self._reader.newest()
@@ -298,14 +297,19 @@ class Session:
             self.state.models.check_complete(self._resumed[0])
         self._resumed = None
 
-    def roll_back(self) -> str | None:
-        """Put weights and optimizer back to the newest good checkpoint; its name, None if there is none."""
+    def roll_back(self, begin_change: Callable[[], None]) -> str | None:
+        """Put weights and optimizer back to the newest good checkpoint; its name, None if there is none.
+
+        Args:
+            begin_change: called before anything is put back.
+        """
         if self._reader is None or self._checkpoints is None:
             return None
         self._checkpoints.wait()
         found = self._reader.newest()
         if found is None:
             return None
+        begin_change()
         self.state.models.put(found.shared, found.own, hyper=True)
         return found.name
 
@@ -391,9 +395,10 @@ class Session:
         if self.peers is not None:
             self.peers.close()
 
-    def updating(self) -> AbstractContextManager[None]:
-        """Around an update of weights and optimizer; as `PeerWatch.update` where there is one."""
-        return contextlib.nullcontext() if self.peers is None else self.peers.update()
+    def check_peers(self, *, has_waited: bool = False) -> None:
+        """Before an update of weights and optimizer; as `PeerWatch.check` where there is one."""
+        if self.peers is not None:
+            self.peers.check(has_waited=has_waited)
 
     def rescue(self, *, is_whole: bool) -> None:
         """After an error: save this worker's state, without the others, which may be gone.

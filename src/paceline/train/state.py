@@ -92,7 +92,9 @@ class Trained:
         try:
             load_model_state(self.model, shared["model"], holds_all=self.engine.holds_all)
         except RuntimeError as problem:
-            raise CheckpointError(f"The checkpoint is of another model: {' '.join(str(problem).split())}") from None
+            raise CheckpointError(
+                f"The checkpoint belongs to another model: {' '.join(str(problem).split())}"
+            ) from None
         optimizer = shared["optimizer"]
         means = own.get("means", {})
         if "optimizer" in means:  # workers' weights differed
@@ -169,7 +171,7 @@ def load_optimizer_state(
     """
     if [tuple(group["params"]) for group in state["groups"]] != list(names.groups):
         raise CheckpointError(
-            "The checkpoint's optimizer has other parameters or other groups of them than this run's; resume with the "
+            "The checkpoint's optimizer has different parameters or parameter groups from this run's; resume with the "
             "same model and optimizer, or begin in another folder."
         )
     numbers = {name: number for number, name in enumerate(names.held(optimizer, model))}

@@ -88,7 +88,7 @@ class Stepper:
             names = ", ".join(self._steppers)
             raise JobError(f"This run trains several models ({names}); say which: run.step(batch, loss_fn, model=…).")
         what = "model" if optimizer is None else "optimizer"
-        raise JobError(f"run.step was given a {what} that run.prepare has not returned; give it one of those.")
+        raise JobError(f"run.step was given a {what} that run.prepare did not return; give it one that it returned.")
 
     def step(
         self, pending: Pending, content: Any, loss_fn: LossFn, model: nn.Module | None, optimizer: Optimizer | None
@@ -113,8 +113,14 @@ class Stepper:
         self._is_consistent, self._is_finished = True, False
         return result, stepper.trained
 
+    def catch_up(self) -> None:
+        """Have all that the device knows of the steps so far known to the host, and said; waits for the device."""
+        for stepper in self._steppers.values():
+            stepper.catch_up()
+
     def begin_epoch(self) -> None:
         """Before the first batch of an epoch: all models of the run are known."""
+        self.catch_up()
         self.finish_step()
         self.session.begin()
 

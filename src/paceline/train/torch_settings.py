@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,7 +14,9 @@ import torch.utils.deterministic
 
 from paceline import env
 from paceline.errors import ModelError
+from paceline.object_collectives import all_gather_objects
 from paceline.spec import Job, Plan
+from paceline.train.process_group import World
 
 TF32_CAPABILITY = (8, 0)
 """The first compute capability of NVIDIA's with TF32, and with bfloat16: Ampere."""
@@ -100,6 +103,20 @@ class TorchSettings:
                 before.callback(setattr, filling, "fill_uninitialized_memory", filling.fill_uninitialized_memory)
                 filling.fill_uninitialized_memory = False
             yield
+
+
+def decide_precision(job: Job, world: World) -> tuple[Job, list[str]]:
+    """The job with the precision that "auto" means on these workers, the same for all; and what the log says of it.
+
+    A collective where it is "auto".
+    """
+    if job.precision != "auto":
+        return job, []
+    if all(all_gather_objects(has_tf32(world.device), world.group)):
+        note = "forward passes compute in bfloat16, as all GPUs have it; precision = 'float32' computes in float32"
+        return dataclasses.replace(job, precision="bfloat16"), [note]
+    note = "forward passes compute in float32, as not every worker has a GPU that is fast in bfloat16"
+    return dataclasses.replace(job, precision="float32"), [note]
 
 
 def has_tf32(device: torch.device) -> bool:

@@ -37,7 +37,7 @@ class ParityTracer:
 
     @classmethod
     def from_environment(cls, world: World, job: Job) -> Self:
-        directory = env.trace_dir()
+        directory = env.path(env.TRACE_DIR)
         if directory is None:
             return cls(None)
         directory.mkdir(parents=True, exist_ok=True)

@@ -65,7 +65,7 @@ class TrainedModels:
         for trained in self.by_name.values():
             if trained.model is model:
                 return trained
-        raise ModelError("The model is none that run.prepare returned with an optimizer; give one of those.")
+        raise ModelError("The model was not returned by run.prepare together with an optimizer; give one that was.")
 
     # --- checkpoints ---
 
@@ -129,8 +129,8 @@ class TrainedModels:
         for name, digest in shared["frozen"].items():
             if digest is not None and self.frozen.get(name) not in (None, digest):
                 raise CheckpointError(
-                    f"The frozen model '{name}' has other weights than when this run was saved; load the same ones, or "
-                    "begin in another folder."
+                    f"The frozen model '{name}' does not have the weights that it had when this run was saved; "
+                    "load the same ones, or begin in another folder."
                 )
 
     def hyperparameters(self) -> Callable[[], None]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.parallel.clock import Clock
 from paceline.parallel.pipeline.recorder import snapshot, untouched
-from paceline.parallel.pipeline.recording import Recording, Slot
+from paceline.parallel.pipeline.recording import Recording, TensorSlot
 from paceline.parallel.pipeline.watch import tensors_in
 from paceline.spec.model_cost import LayerCost
 
@@ -68,7 +70,7 @@ def _time_layer(recording: Recording, number: int, device: torch.device, num_rep
         function = function.apply  # type: ignore[attr-defined]
 
     def fresh(leaf: Any) -> Any:
-        if isinstance(leaf, Slot):
+        if isinstance(leaf, TensorSlot):
             leaf = recording.values[leaf.number]
         if isinstance(leaf, nn.Parameter):
             return leaf
@@ -82,31 +84,44 @@ def _time_layer(recording: Recording, number: int, device: torch.device, num_rep
         found: tuple[Any, Any] = pytree.tree_map(fresh, recording.arguments[number])
         return found
 
-    kept: dict[int, int] = {}
-    own = {p.data_ptr() for p in _parameters(recording, number)}
-
-    def keep(tensor: Tensor) -> Tensor:
-        if tensor.data_ptr() not in own or tensor.is_meta:
-            kept[tensor.data_ptr() or id(tensor)] = tensor.numel() * tensor.element_size()
-        return tensor
-
+    own = _parameters(recording, number)
     args, kwargs = inputs()
     if any(recording.values[slot].is_meta for slot in (*layer.takes, *layer.gives)):
-        with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        with FlopCounterMode(display=False) as counter, counting_kept(own) as kept_bytes:
             backward(function(*args, **kwargs))
-        return counter.get_total_flops() / _FLOPS_PER_S, sum(kept.values())
+        return counter.get_total_flops() / _FLOPS_PER_S, kept_bytes()
     clock = Clock(device)
     times_s = []
     for repeat in range(1 + num_repeats):  # the first warms up
         args, kwargs = inputs()
         begin = clock.mark()
         if repeat == 0:
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            with counting_kept(own) as kept_bytes:
                 backward(function(*args, **kwargs))
         else:
             backward(function(*args, **kwargs))
         times_s.append(clock.seconds(begin, clock.mark()))
-    return min(times_s[1:]), sum(kept.values())
+    return min(times_s[1:]), kept_bytes()
+
+
+@contextmanager
+def counting_kept(own: Iterable[Tensor]) -> Iterator[Callable[[], int]]:
+    """Count the bytes that forward passes inside of the `with` keep for backward, each piece of memory once.
+
+    Args:
+        own: parameters and buffers, which are in memory anyway.
+    """
+    held = {tensor.untyped_storage()._cdata for tensor in own}
+    kept: dict[int, UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in held:
+            kept[storage._cdata] = storage  # alive, or another one might get its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield lambda: sum(storage.nbytes() for storage in kept.values())
 
 
 def backward(output: Any) -> None:

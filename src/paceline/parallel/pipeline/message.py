@@ -53,11 +53,11 @@ class Outline:
     """
 
     outputs: list[Any] = field(compare=False)
-    """Of each layer, with a `TensorForm` in the place of every tensor."""
+    """Outputs of each layer, with a `TensorForm` instead of every tensor."""
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class NotSent:
     """In place of what no message can carry, such as a cache of keys and values in the model's output."""
 
     kind: str
@@ -119,7 +119,7 @@ def _to_plain(value: Any) -> Any:
         return {"tensor": [value.shape, str(value.dtype), value.order, value.requires_grad]}
     if isinstance(value, torch.dtype | torch.device):
         return {type(value).__name__: str(value)}
-    if isinstance(value, LeftOut):
+    if isinstance(value, NotSent):
         return {"left out": value.kind}
     if isinstance(value, Outline):
         return {"outline": [_to_plain(output) for output in value.outputs]}
@@ -149,7 +149,7 @@ def _from_plain(plain: Any) -> Any:
     if "device" in plain:
         return torch.device(plain["device"])
     if "left out" in plain:
-        return LeftOut(plain["left out"])
+        return NotSent(plain["left out"])
     if "outline" in plain:
         return Outline([_from_plain(output) for output in plain["outline"]])
     module, name, context = plain["container"]
@@ -161,12 +161,12 @@ def _from_plain(plain: Any) -> Any:
 
 
 def what_can_be_sent(value: Any) -> Any:
-    """The value with a `LeftOut` in place of each object that is no tensor, number or text."""
+    """The value with a `NotSent` in place of each object that is no tensor, number or text."""
 
     def check(leaf: Any) -> Any:
         is_plain = leaf is None or type(leaf) in (bool, int, float, str)
         is_plain = is_plain or isinstance(leaf, Tensor | torch.dtype | torch.device)
-        return leaf if is_plain else LeftOut(type(leaf).__name__)
+        return leaf if is_plain else NotSent(type(leaf).__name__)
 
     return pytree.tree_map(check, value)
 

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.errors import ModelError, PacelineError
 from paceline.parallel.pipeline.calls import ModelCall, generator_state, place_of
-from paceline.parallel.pipeline.recording import Flow, Layer, Recording, Slot
+from paceline.parallel.pipeline.recording import Flow, Layer, Recording, TensorSlot
 from paceline.parallel.pipeline.watch import Watch, know_dataclasses, opened_modules, tensors_in
 
 _CHECKPOINT = cast(Any, inspect.unwrap(checkpoint)).__code__
@@ -90,7 +90,7 @@ class Recorder(Watch):
         self.arguments: list[tuple[Any, Any]] = []
         self.values: dict[int, Tensor] = {}
         self._outputs: list[list[Any]] = []
-        """Of every layer, and behind it those of the modules that it emits."""
+        """Outputs of every layer, followed by those of the modules that it emits."""
         self._device = device
         self._draws: list[bool] = []
         self._result: Any = None
@@ -205,7 +205,7 @@ class Recorder(Watch):
         return int(self._slots[tensor])
 
     def _slot(self, tensor: Tensor) -> Any:
-        return Slot(self._slots[tensor]) if tensor in self._slots else tensor
+        return TensorSlot(self._slots[tensor]) if tensor in self._slots else tensor
 
     def _asked(self, name: str, function: Any, is_of_layers: Any) -> None:
         if function in READS_VALUES and is_of_layers:
@@ -224,8 +224,8 @@ class Recorder(Watch):
         number, inner = made
         if inner is None or inner[0] in self.layers[number].emits:
             raise ModelError(
-                f"{type(self._model).__name__} cannot be cut into stages, because '{self.layers[number].name}' hands a "
-                f"tensor to '{user}' by another way than its return value: return it, or choose another strategy."
+                f"{type(self._model).__name__} cannot be cut into stages, because '{self.layers[number].name}' passes "
+                f"a tensor to '{user}' by another way than its return value: return it, or choose another strategy."
             )
         name, output = inner
         slots = tuple(self._new_slot(one) for one in tensors_in(output))

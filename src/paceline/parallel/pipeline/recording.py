@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from paceline.errors import JobError, ModelError
-from paceline.parallel.pipeline.calls import ModelCall
 from paceline.parallel.pipeline.message import Outline, TensorForm
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorSlot:
     """The place of a tensor among all that a model's layers return."""
 
     number: int
@@ -101,7 +100,7 @@ class Recording:
     trained: Flow
     evaluated: Flow
     arguments: tuple[tuple[Any, Any], ...] = ()
-    """What each layer of the training pass was called with, with a `Slot` in the place of every layer's tensor."""
+    """What each layer of the training pass was called with, with a `TensorSlot` for every layer's tensor."""
     outputs: tuple[Any, ...] = ()
     """What each of them returned, likewise, in a list with what it adopted and what it emitted."""
     values: dict[int, Tensor] = field(default_factory=dict)
@@ -134,7 +133,7 @@ class Recording:
     def outline(self, start: int) -> Outline:
         """What the layers before `start` returned for the example, without the values."""
         forms = {slot: TensorForm.of(value) for slot, value in self.values.items()}
-        filled = pytree.tree_map_only(Slot, lambda slot: forms[slot.number], list(self.outputs[:start]))
+        filled = pytree.tree_map_only(TensorSlot, lambda slot: forms[slot.number], list(self.outputs[:start]))
         return Outline(filled)
 
     def starts(self, names: Sequence[str], num_stages: int) -> tuple[int, ...]:
@@ -156,7 +155,7 @@ class Recording:
             if start is None:
                 near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
                 hint = " or ".join(f"'{layer}'" for layer in near) or f"for example '{known[len(known) // 2]}'"
-                raise JobError(f"pipeline.cuts names '{name}', which this model has not: did you mean {hint}?")
+                raise JobError(f"pipeline.cuts names '{name}', which this model does not have: did you mean {hint}?")
             if start <= starts[-1]:
                 raise JobError(
                     f"pipeline.cuts names '{name}' where a stage before it has begun already; name the modules in the "
@@ -198,10 +197,4 @@ def record_sequential(model: nn.Module) -> Recording:
         Layer(name, takes=(number - 1,) if number else (), gives=(number,)) for number, name in enumerate(names)
     )
     flow = Flow(layers, output=(len(layers) - 1,))
-    return Recording(model, frozenset(opened), flow, flow, outputs=tuple([Slot(n)] for n in range(len(layers))))
-
-
-def describe_call(call: ModelCall) -> str:
-    """The arguments of a call, in short: "1 argument, input_ids, labels"."""
-    given = [f"{len(call.args)} argument{'s' * (len(call.args) > 1)}"] if call.args else []
-    return ", ".join([*given, *call.kwargs])
+    return Recording(model, frozenset(opened), flow, flow, outputs=tuple([TensorSlot(n)] for n in range(len(layers))))

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from paceline.errors import ModelError
 from paceline.parallel.pipeline.calls import ModelCall
 from paceline.parallel.pipeline.message import Outline
-from paceline.parallel.pipeline.recording import Layer, Recording, Slot
+from paceline.parallel.pipeline.recording import Layer, Recording, TensorSlot
 from paceline.parallel.pipeline.replay import Replay, StageEnd
 
 
@@ -29,7 +29,7 @@ class Stage(nn.Module):
         super().__init__()
         layers = recording.layers[start:stop]
         self.name = recording.name(start)
-        """Of its first layer."""
+        """Name of its first layer."""
         self._recording: Recording | None = recording
         self._model = (recording.model,)  # in a tuple, because it is no part of the stage
         self._opened = recording.opened
@@ -171,7 +171,7 @@ def _graph(recording: Recording, start: int, stop: int) -> fx.Graph:
     parameters = {parameter: name for name, parameter in recording.model.named_parameters()}
 
     def node_of(leaf: Any) -> Any:
-        if isinstance(leaf, Slot):
+        if isinstance(leaf, TensorSlot):
             return nodes[leaf.number]
         if isinstance(leaf, nn.Parameter) and leaf in parameters:
             return graph.get_attr(parameters[leaf])
@@ -184,7 +184,7 @@ def _graph(recording: Recording, start: int, stop: int) -> fx.Graph:
         args, kwargs = pytree.tree_map(node_of, given)
         node = graph.create_node(*_called(layer), tuple(args), dict(kwargs))
         outputs = recording.outputs[number]
-        is_one = len(outputs) == 1 and isinstance(outputs[0], Slot)
+        is_one = len(outputs) == 1 and isinstance(outputs[0], TensorSlot)
         for place, slot in enumerate(layer.gives):
             nodes[slot] = node if is_one else graph.call_function(operator.getitem, (node, place))
         nodes |= dict.fromkeys(layer.changes, node)

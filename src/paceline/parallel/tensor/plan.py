@@ -152,7 +152,7 @@ def given_plan(model: nn.Module, styles: Mapping[str, str], degree: int) -> Tens
         if not found:
             near = difflib.get_close_matches(pattern, modules, n=1, cutoff=0.5)
             hint = f"did you mean '{near[0]}'?" if near else "write the name as model.named_modules() has it."
-            raise ModelError(f"The tensor plan names '{pattern}', which this model has not: {hint}")
+            raise ModelError(f"The tensor plan names '{pattern}', which this model does not have: {hint}")
         named |= dict.fromkeys(found, style)
     plan = TensorPlan(degree, {name: style for name, style in named.items() if style != "replicate"})
     check_plan(modules, plan)
