@@ -19,22 +19,32 @@ from pathlib import Path
 
 from paceline.errors import LaunchError
 
+OWN = "PACELINE_"
+"""How Paceline's own variables begin: they are read where they are used, never while modules are loaded."""
+
 RENDEZVOUS = "PACELINE_RENDEZVOUS"
 RUN_DIR = "PACELINE_RUN_DIR"
+"""The run folder that the launcher made."""
 LAUNCHED_AT = "PACELINE_LAUNCHED_AT"
 DATA_DIR = "PACELINE_DATA"
 TRACE_DIR = "PACELINE_TRACE_DIR"
+"""Where a run leaves fingerprints of its steps, for `paceline verify`."""
 MAX_STEPS = "PACELINE_MAX_STEPS"
 DEVICE = "PACELINE_DEVICE"
 HEARTBEAT = "PACELINE_HEARTBEAT"
+FORKED_BY = "PACELINE_FORKED_BY"
+"""The fork server that a worker, and what it starts, comes from."""
 STORE_FD = "PACELINE_STORE_FD"
+"""The listening socket that rank 0 is given for the rendezvous of all workers."""
 TORCH_STORE_FD = "PACELINE_TORCH_STORE_FD"
+"""The same for the store of programs that call `init_process_group`."""
 CPUS = "PACELINE_CPUS"
 CONTAINER = "PACELINE_CONTAINER"
 STRATEGY = "PACELINE_STRATEGY"
 MICRO_BATCH = "PACELINE_MICRO_BATCH"
 MEMORY_LIMIT = "PACELINE_MEMORY_LIMIT"
 DEBUG_COMM = "PACELINE_DEBUG_COMM"
+RAY_ADDRESS = "RAY_ADDRESS"
 MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
 
 PASSED_ON = (DATA_DIR, DEVICE, MEMORY_LIMIT, "PYTHONPATH")
@@ -49,8 +59,9 @@ CUDA_BY_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 READ_LATE = frozenset(
     {
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
-        *("ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"),
-        *(RENDEZVOUS, LAUNCHED_AT, HEARTBEAT, STORE_FD, TORCH_STORE_FD, CPUS, *INTERFACE_VARIABLES),
+        *("ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+        *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"),
+        *INTERFACE_VARIABLES,
     }
 )
 """Variables that are not read before the rendezvous; asking CUDA for devices fixes the visible ones."""
@@ -233,6 +244,8 @@ def worker_variables(
         variables[CPUS] = ",".join(map(str, cpus))
     if debug_comm:
         variables |= {DEBUG_COMM: "1", "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH,COLL"}
+        # torch itself compares the collectives of scripts that know nothing of Paceline, over Gloo and NCCL.
+        variables |= {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
     return variables
 
 
@@ -248,7 +261,7 @@ def everything() -> dict[str, str]:
 
 def read_early(variables: Mapping[str, str]) -> dict[str, str]:
     """The subset of a worker's `variables` that Python or a library may read while it is loaded."""
-    return {name: value for name, value in variables.items() if name not in READ_LATE}
+    return {name: value for name, value in variables.items() if not (name in READ_LATE or name.startswith(OWN))}
 
 
 def become(variables: Mapping[str, str], sockets: Mapping[str, int]) -> None:
@@ -256,6 +269,26 @@ def become(variables: Mapping[str, str], sockets: Mapping[str, int]) -> None:
     os.environ.clear()
     os.environ.update(variables)
     os.environ.update({name: str(descriptor) for name, descriptor in sockets.items()})
+
+
+def note(name: str, value: object) -> dict[str, str]:
+    """A variable that tells the workers of a run something; empty where `value` is None or an empty text."""
+    return {} if value is None or value == "" else {name: str(value)}
+
+
+def text(name: str) -> str:
+    """A variable of this process; empty where it is not set."""
+    return os.environ.get(name, "")
+
+
+def number(name: str) -> int | None:
+    """A variable of this process that holds a whole number; None where it is not set."""
+    return int(value) if (value := text(name)) else None
+
+
+def path(name: str) -> Path | None:
+    """A variable of this process that holds a path; None where it is not set."""
+    return Path(value) if (value := text(name)) else None
 
 
 def import_note(folders: Sequence[Path]) -> dict[str, str]:
@@ -269,19 +302,9 @@ def passed_on() -> dict[str, str]:
     return {name: os.environ[name] for name in PASSED_ON if name in os.environ}
 
 
-def container_note(image: str) -> dict[str, str]:
-    """The variable that tells workers which image they run in; empty without an image."""
-    return {CONTAINER: image} if image else {}
-
-
-def container() -> str:
-    """The image this process runs in, if its launcher said so."""
-    return os.environ.get(CONTAINER, "")
-
-
 def own_interface() -> str | None:
     """The network interface that this process's environment names for workers; None if it names none."""
-    return next((os.environ[name] for name in INTERFACE_VARIABLES if os.environ.get(name)), None)
+    return next(iter(socket_interfaces().values()), None)
 
 
 def terminal() -> dict[str, str]:
@@ -296,44 +319,14 @@ def socket_interfaces() -> dict[str, str]:
     return {name: os.environ[name] for name in INTERFACE_VARIABLES if os.environ.get(name)}
 
 
-def heartbeat_path() -> Path | None:
-    """The path of this worker's heartbeat file, if its launcher set one."""
-    text = os.environ.get(HEARTBEAT)
-    return Path(text) if text else None
-
-
-def store_fd() -> int | None:
-    """The listening socket that rank 0 was given for the rendezvous of all workers, if it was given one."""
-    text = os.environ.get(STORE_FD)
-    return int(text) if text else None
-
-
-def torch_store_fd() -> int | None:
-    """The listening socket that rank 0 was given for the store of programs that call `init_process_group`."""
-    text = os.environ.get(TORCH_STORE_FD)
-    return int(text) if text else None
-
-
 def cpus() -> set[int]:
     """The cores this worker is to stay on; empty: any."""
-    return {int(cpu) for cpu in os.environ.get(CPUS, "").split(",") if cpu}
-
-
-def ray_address() -> str:
-    """The address of the Ray cluster in RAY_ADDRESS; empty if unset."""
-    return os.environ.get("RAY_ADDRESS", "")
+    return {int(cpu) for cpu in text(CPUS).split(",") if cpu}
 
 
 def launched_at() -> float:
     """When the launcher started this run, in seconds since the epoch; now, if it is not set."""
-    text = os.environ.get(LAUNCHED_AT)
-    return float(text) if text else time.time()
-
-
-def run_dir() -> Path | None:
-    """The run folder that the launcher made, if there is one."""
-    text = os.environ.get(RUN_DIR)
-    return Path(text) if text else None
+    return float(text(LAUNCHED_AT) or time.time())
 
 
 def scheduler_run() -> str:
@@ -348,42 +341,9 @@ def scheduler_run() -> str:
 
 def data_dir() -> Path:
     """Where downloads and decoded caches live: PACELINE_DATA, else the user's cache directory."""
-    text = os.environ.get(DATA_DIR)
-    if text:
-        return Path(text).expanduser()
+    if chosen := path(DATA_DIR):
+        return chosen.expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
-
-
-def trace_dir() -> Path | None:
-    """The folder in which `paceline verify` has a run write its per-step fingerprints."""
-    text = os.environ.get(TRACE_DIR)
-    return Path(text) if text else None
-
-
-def max_steps() -> int | None:
-    """A limit on steps set from outside the script, by `paceline verify`."""
-    text = os.environ.get(MAX_STEPS)
-    return int(text) if text else None
-
-
-def strategy() -> str | None:
-    """The strategy given to `paceline launch --strategy`."""
-    return os.environ.get(STRATEGY) or None
-
-
-def strategy_note(text: str | None) -> dict[str, str]:
-    """The variable that passes the strategy to the workers."""
-    return {} if text is None else {STRATEGY: text}
-
-
-def micro_batch() -> str | None:
-    """The micro-batch given to `paceline launch --micro-batch`."""
-    return os.environ.get(MICRO_BATCH) or None
-
-
-def micro_batch_note(size: int | str | None) -> dict[str, str]:
-    """The variable that passes the micro-batch to the workers."""
-    return {} if size is None else {MICRO_BATCH: str(size)}
 
 
 def memory_limit_bytes() -> int | None:
@@ -392,25 +352,15 @@ def memory_limit_bytes() -> int | None:
     Raises:
         LaunchError: something else.
     """
-    text = os.environ.get(MEMORY_LIMIT)
-    if not text:
+    size = text(MEMORY_LIMIT)
+    if not size:
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", text.strip(), re.IGNORECASE)
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", size.strip(), re.IGNORECASE)
     if found is None or float(found.group(1)) == 0:
-        raise LaunchError(f"The environment variable {MEMORY_LIMIT} = {text!r} should be a size, such as 8GiB.")
+        raise LaunchError(f"The environment variable {MEMORY_LIMIT} = {size!r} should be a size, such as 8GiB.")
     unit = (found.group(2) or "").upper()
     base = 1024 if unit.endswith("I") else 1000
     return int(float(found.group(1)) * base ** ("KMGT".index(unit[0]) + 1 if unit else 0))
-
-
-def debug_comm() -> bool:
-    """Whether `paceline launch --debug-comm` asked to compare every collective across workers."""
-    return bool(os.environ.get(DEBUG_COMM))
-
-
-def restart_limit_note(max_restarts: int) -> dict[str, str]:
-    """The variable that tells workers how often their run may be started again, as torchrun does."""
-    return {MAX_RESTARTS: str(max_restarts)}
 
 
 def device_kind() -> str | None:
@@ -423,8 +373,8 @@ def device_kind() -> str | None:
 
 def thread_limit() -> int | None:
     """The number of threads per worker set by the launcher."""
-    text = os.environ.get("OMP_NUM_THREADS", "")
-    return int(text) if text.isdigit() else None
+    threads = text("OMP_NUM_THREADS")
+    return int(threads) if threads.isdigit() else None
 
 
 def prepare_nccl(*, launcher_ends_hangs: bool) -> None:
@@ -456,8 +406,8 @@ def deterministic_cuda() -> Iterator[None]:
 
 def visible_gpus() -> list[str] | None:
     """The entries of CUDA_VISIBLE_DEVICES; None where it is unset."""
-    text = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if listed is None else [part.strip() for part in listed.split(",") if part.strip()]
 
 
 def trace_request(directory: Path, steps: int) -> dict[str, str]:

@@ -96,7 +96,7 @@ def read_json(path: Path | str) -> dict[str, Any]:
     """
     value = parse_json(read_text(path))
     if not isinstance(value, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     return value
 
 

@@ -2,13 +2,18 @@
 
 On the same boot of the same node a process is gone when no process has its number and its time of start. Elsewhere it
 is gone when the count in its file, which it raises every few seconds, has stood still for a minute. No clocks are
-compared, and no lock of the file system is needed: links are made by one of several at a time on shared ones too.
+compared. A link is made by one of several at a time, on shared file systems too; who changes or removes a file that
+exists holds an advisory lock on the folder meanwhile (flock), so that what it has read is still there. Where the file
+system has no such locks, or somebody keeps it for seconds, the file of a run that has ended is renamed before it is
+looked at again, and linked back if another run has just replaced it: a third run that comes between these two calls
+gets the folder as well.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import os
 import platform
 import shutil
@@ -29,6 +34,8 @@ LEASE_FILE = "in-use.json"
 
 _HIDDEN = "hidden"
 _RENEWAL_S = 5.0
+_LOCK_WAIT_S = 3.0
+"""Whoever can read the folder can keep it locked: nobody waits for longer."""
 _STANDSTILL_S = 60.0
 """Longer than file systems of a network show an old content of a file that is opened again."""
 
@@ -88,7 +95,7 @@ def hold_folder(folder: Path, token: str = "", say: Callable[[str], None] = prin
     finally:
         ended.set()
         thread.join()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), _locked(folder):
             if _is_of(_read(path), mine):
                 path.unlink()
 
@@ -118,6 +125,21 @@ def run_token(run_dir: Path | None) -> str:
     return "" if holder is None else holder.token
 
 
+def check_free(folder: Path) -> None:
+    """Raise the `LaunchError` of `hold_folder` if a living process of this node uses the folder; takes nothing."""
+    path = folder / LEASE_FILE
+    holder = _read(path)
+    if holder is not None and holder.is_gone is False:
+        raise _in_use(path, holder)
+
+
+def _in_use(path: Path, holder: Lease) -> LaunchError:
+    return LaunchError(
+        f"{path.parent} is in use by process {holder.pid} on {holder.node} since {holder.began_at}; wait for its end, "
+        "or choose another folder."
+    )
+
+
 def _take(path: Path, mine: Lease, say: Callable[[str], None]) -> None:
     for _ in range(10):  # others may try at the same time
         if _place(path, mine):
@@ -125,12 +147,9 @@ def _take(path: Path, mine: Lease, say: Callable[[str], None]) -> None:
         holder = _read(path)
         is_free = holder is None or holder.token == mine.token or holder.is_gone or _stands_still(path, holder, say)
         if holder is not None and not is_free:
-            raise LaunchError(
-                f"{path.parent} is in use by process {holder.pid} on {holder.node} since {holder.began_at}; wait for "
-                "its end, or choose another folder."
-            )
+            raise _in_use(path, holder)
         _remove(path, holder)
-    raise LaunchError(f"{path.parent} is being taken by several runs at once; choose another folder for this one.")
+    raise LaunchError(f"{path.parent} is claimed by several runs at once; choose another folder for this one.")
 
 
 def _place(path: Path, lease: Lease) -> bool:
@@ -154,16 +173,44 @@ def _place(path: Path, lease: Lease) -> bool:
 
 def _remove(path: Path, holder: Lease | None) -> None:
     """Remove the lease of a run that has ended, unless another run has just replaced it by its own."""
-    aside = path.with_name(f".{LEASE_FILE}-{uuid.uuid4().hex}")
+    with _locked(path.parent) as is_locked:
+        if is_locked:
+            if _is_same(_read(path), holder):
+                path.unlink(missing_ok=True)
+            return
+        aside = path.with_name(f".{LEASE_FILE}-{uuid.uuid4().hex}")
+        try:
+            path.rename(aside)
+        except FileNotFoundError:
+            return
+        if not _is_same(_read(aside), holder):
+            with contextlib.suppress(OSError):
+                os.link(aside, path)
+        aside.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Keep others from changing leases in the folder; whether that was possible."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        path.rename(aside)
-    except FileNotFoundError:
-        return
-    found = _read(aside)
-    if found is not None and (holder is None or not _is_of(found, holder)):
-        with contextlib.suppress(OSError):
-            os.link(aside, path)
-    aside.unlink(missing_ok=True)
+        yield _lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    until = time.monotonic() + _LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.01)
+        except OSError:  # a file system without locks
+            return False
 
 
 def _stands_still(path: Path, holder: Lease, say: Callable[[str], None]) -> bool:
@@ -183,7 +230,7 @@ def _renew(path: Path, mine: Lease, ended: threading.Event) -> None:
     count = 0
     while not ended.wait(_RENEWAL_S):
         count += 1
-        with contextlib.suppress(OSError):  # a full disk is no reason to stop
+        with contextlib.suppress(OSError), _locked(path.parent):  # a full disk is no reason to stop
             if _is_of(_read(path), mine):
                 dataclasses.replace(mine, count=count).save(path, 0o644)
 
@@ -202,6 +249,11 @@ def _read(path: Path) -> Lease | None:
 
 def _is_of(found: Lease | None, holder: Lease) -> bool:
     return found is not None and dataclasses.replace(found, count=0) == dataclasses.replace(holder, count=0)
+
+
+def _is_same(found: Lease | None, before: Lease | None) -> bool:
+    """Whether a file is still of the run that it was of; None: it says nothing."""
+    return found is None if before is None else _is_of(found, before)
 
 
 def _boot() -> str:

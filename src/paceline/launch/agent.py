@@ -163,6 +163,7 @@ class _Agent:
             output="all" if start.show_all else "rank0",
             hang_timeout_s=start.hang_timeout_s,
             preload=preload,
+            is_elastic=bool(preload),  # the launcher prepares no fork server here before the start
             restart=start.restart,
         )
         self._team = LocalTeam(0, options, self._inbox.put, self._fork_server)

@@ -10,7 +10,7 @@ through. Podman uses a new PID namespace: all processes that the program started
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -50,8 +50,6 @@ def in_container(
     cwd: Path,
     binds: Sequence[Path] = (),
     gpus: bool = False,
-    environ: Mapping[str, str] | None = None,
-    runtime: str | None = None,
 ) -> tuple[str, ...]:
     """The command that runs `program` inside `image`, in `cwd`, which it sees beside `binds` at their own paths.
 
@@ -60,17 +58,16 @@ def in_container(
 
     Args:
         gpus: whether the node has NVIDIA GPUs to show; Podman needs the node's CDI description of them.
-        runtime: another executable to run it by, such as "singularity" or a path; None: apptainer or podman.
 
     Raises:
-        LaunchError: an invalid image or path, or `environ` holds a variable that looks like a secret.
+        LaunchError: an invalid image or path.
     """
     kind = container_runtime(image)
-    inside = with_variables(program, {**_PYTHON, **(environ or {})})
+    inside = with_variables(program, _PYTHON)
     folders = [_bindable(path) for path in dict.fromkeys((cwd, *binds))]
     if kind == "apptainer":
         options = [*(["--nv"] if gpus else []), *(f"--bind={path}:{path}" for path in folders), f"--pwd={cwd}"]
-        return (runtime or "apptainer", "--silent", "exec", *options, image, *inside)
+        return ("apptainer", "--silent", "exec", *options, image, *inside)
     options = [
         "--rm",
         "--interactive",
@@ -85,7 +82,7 @@ def in_container(
         f"--workdir={cwd}",
         "--entrypoint=",
     ]
-    return (runtime or "podman", "run", *options, image.removeprefix("podman://"), *inside)
+    return ("podman", "run", *options, image.removeprefix("podman://"), *inside)
 
 
 def image_digest(image: str, run: Callable[[Sequence[str]], str] | None = None) -> str:

@@ -1,4 +1,4 @@
-"""Elastic runs: after a failure the run restarts on the remaining nodes, and with more workers when nodes return.
+"""Elastic runs: after a failure the run restarts on the remaining nodes, and with more workers when others return.
 
 Every start is a *generation* with its own plan, a new rendezvous and new processes. The training state passes from one
 to the next in a checkpoint, which any number of workers can read; the launcher does not read it.
@@ -19,7 +19,7 @@ from paceline.errors import LaunchError, PacelineError
 from paceline.launch.failure_report import FailureReport, describe_failure, in_short, user_mistake
 from paceline.launch.failures import is_consequence, signal_name
 from paceline.launch.faults import ENDED_BY_SIGTERM, fault_of
-from paceline.launch.fleet import LOOK_S, Fleet, Slot, slots
+from paceline.launch.fleet import LOOK_S, Fleet, WorkerSlot, slots
 from paceline.launch.forking import ForkServer
 from paceline.launch.run_workers import (
     Signals,
@@ -57,15 +57,15 @@ class RestartHistory:
     """The largest number of optimizer updates done at any failure."""
     num_without_progress: int = 0
     """Failures since the last one that followed progress, including that one."""
-    blamed: frozenset[Slot] = frozenset()
+    blamed: frozenset[WorkerSlot] = frozenset()
     """Slots whose workers have failed since then."""
 
     def reached(self, step: int) -> RestartHistory:
         """The history after a generation ended at `step` without a failure."""
         return RestartHistory(step) if step > self.furthest else self
 
-    def after(self, step: int, culprits: Collection[Slot]) -> tuple[RestartHistory, frozenset[Slot]]:
-        """The history after a failure at `step`, and the slots that failed again without progress, to be excluded."""
+    def after(self, step: int, culprits: Collection[WorkerSlot]) -> tuple[RestartHistory, frozenset[WorkerSlot]]:
+        """The history after a failure at `step`, and the slots that failed again without progress."""
         if step > self.furthest:
             return replace(self.reached(step), num_without_progress=1, blamed=frozenset(culprits)), frozenset()
         again = self.blamed.intersection(culprits)
@@ -84,7 +84,7 @@ class GenerationEnd:
     that does not report its steps."""
     noticed_at: float | None = None
     """Seconds since the epoch when the reason for the end was noticed."""
-    culprits: tuple[Slot, ...] = ()
+    culprits: tuple[WorkerSlot, ...] = ()
     report: FailureReport | None = None
 
     @property
@@ -149,9 +149,10 @@ def run_elastic(
 
     After a failure the other workers end as soon as they notice it and save a checkpoint if they can; workers that only
     wait are killed. Then the program is started again and must resume from the checkpoint. A lost node is removed, and
-    probed again meanwhile; when it is back, the workers get SIGTERM once all of them have done a step, save
-    a checkpoint, and the run restarts with that node. A slot whose worker fails twice without progress between is not
-    used again. A failure that would repeat ends the run: a user's mistake, or the same exception in every worker.
+    probed again meanwhile; when it is back, the workers get SIGTERM once all of them have done a step, save a
+    checkpoint, and the run restarts with that node. A slot whose worker fails twice without progress between is left
+    out, if there are enough without it, and tried again in the same way after a minute, then after two, and so on. A
+    failure that would repeat ends the run: a user's mistake, or the same exception in every worker.
 
     elastic.json in the run folder lists every generation; the report of the failure that restart K survived is
     failure-K.json there.
@@ -167,7 +168,7 @@ def run_elastic(
     """
     if fleet.num_slots < limits.min_workers:
         raise LaunchError(
-            f"There is room for {fleet.num_slots} workers, fewer than --min-workers {limits.min_workers}; name more "
+            f"There is room for {fleet.num_slots} workers, fewer than min_workers = {limits.min_workers}; name more "
             "nodes, or lower it."
         )
     prepare(options.run_dir)
@@ -248,12 +249,14 @@ class _ElasticRun:
             raise _last_error(end, run_dir)
         if end.kind == "failed":
             self._history, failed_again = self._history.after(end.step or 0, end.culprits)
-            left_out = end.culprits if end.is_straggler else failed_again
-            # Without steps nobody knows whether it got on since it failed before.
-            can_do_without = self.fleet.num_slots - len(left_out) >= self.limits.min_workers
-            if end.step is not None or can_do_without:
-                for slot in left_out:
-                    self.fleet.leave_out(slot)
+            if end.is_straggler:
+                left_out: Collection[WorkerSlot] = end.culprits
+            elif self.fleet.num_slots - len(failed_again) >= self.limits.min_workers:
+                left_out = failed_again
+            else:  # the run needs these slots, and tries them again until `max_restarts` ends it
+                left_out = ()
+            for slot in left_out:
+                self.fleet.leave_out(slot, for_good=end.is_straggler)
         else:
             self._history = self._history.reached(end.step or 0)
         self._newcomers = self._take_back()
@@ -289,7 +292,7 @@ class _ElasticRun:
         if self.fleet.num_slots < limits.min_workers:
             so_far = f"The run got to step {furthest}; with" if is_known else "With"
             return (
-                f"{so_far} room for {self.fleet.num_slots} workers left, fewer than --min-workers "
+                f"{so_far} room for {self.fleet.num_slots} workers left, fewer than min_workers = "
                 f"{limits.min_workers}, it does not go on."
             )
         return None
@@ -308,7 +311,7 @@ def describe_end(outcome: Outcome, plan: Plan, run_dir: Path) -> GenerationEnd:
         and any(ending.failed for ending in outcome.endings)
         and not (failed_before or lost_before)
     ):
-        return GenerationEnd("to grow", f"a node is back at step {step or 0}", step, outcome.stopped_at)
+        return GenerationEnd("to grow", f"there is room for more workers at step {step or 0}", step, outcome.stopped_at)
     report = describe_failure(outcome, plan.world_size, run_dir)
     if report is None:
         return GenerationEnd("done", "done", step)

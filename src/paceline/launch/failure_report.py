@@ -30,7 +30,7 @@ from paceline.regular_files import open_regular, refuge, replace_text
 LOG_TAIL_LINES = 30
 MOST_STACK_LINES = 25
 MOST_TAIL_BYTES = 64 << 10
-"""Of a worker's output or stack in a report."""
+"""How much of a worker's output or stack a report holds."""
 MOST_WORKER_LINES = 12
 
 

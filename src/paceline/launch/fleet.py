@@ -1,8 +1,9 @@
-"""The nodes of an elastic run: those in use, and lost ones, which are probed again."""
+"""The nodes of an elastic run: those in use, lost ones, which are probed again, and slots that are left out."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections import Counter
@@ -17,6 +18,9 @@ from paceline.spec import Cluster, Node, Plan
 RETRY_S = 3.0
 """Seconds between two attempts to reach a lost node; doubled each time that it is lost again."""
 LONGEST_RETRY_S = 60.0
+LEFT_OUT_S = 60.0
+"""Seconds until a slot that was left out is tried again; doubled each time that it is left out again."""
+LONGEST_LEFT_OUT_S = 3600.0
 LOOK_S = 0.05
 """How often to check the results of other threads."""
 
@@ -25,7 +29,7 @@ Describe = Callable[[str, Hello], Node]
 
 
 @dataclass(frozen=True)
-class Slot:
+class WorkerSlot:
     """A place for one worker."""
 
     hostname: str
@@ -34,10 +38,19 @@ class Slot:
     """The index of the GPU; on CPU the local rank."""
 
 
-def slots(plan: Plan) -> list[Slot]:
+@dataclass(frozen=True)
+class _LeftOut:
+    """A slot that is not used for a while."""
+
+    slot: WorkerSlot
+    until: float
+    """On the monotonic clock, in seconds."""
+
+
+def slots(plan: Plan) -> list[WorkerSlot]:
     """The slot of every rank."""
     return [
-        Slot(share.hostname, share.devices[number] if share.devices else number)
+        WorkerSlot(share.hostname, share.devices[number] if share.devices else number)
         for share in plan.placements
         for number in range(share.num_workers)
     ]
@@ -55,6 +68,8 @@ class Fleet:
         self._teams = {team.hostname: team for team in teams}
         self._first = teams[0] if teams else None
         self._num_losses: Counter[str] = Counter()
+        self._left_out: list[_LeftOut] = []
+        self._num_left_out: Counter[WorkerSlot] = Counter()
         self._is_closing = threading.Event()
         self._lock = threading.Lock()
         self._trying: dict[str, RemoteTeam] = {}
@@ -67,7 +82,7 @@ class Fleet:
     @property
     def cluster(self) -> Cluster:
         """The cluster of usable nodes, in the original order."""
-        there = (self._nodes[name] for name in self._order if name in self._nodes)
+        there = (self._usable(name) for name in self._order if name in self._nodes)
         return replace(self._whole, nodes=tuple(node for node in there if node.devices))
 
     @property
@@ -80,7 +95,9 @@ class Fleet:
 
     @property
     def has_returned(self) -> bool:
-        """Whether a lost node can be used again."""
+        """Whether a lost node, or a slot that was left out, can be used again."""
+        if any(one.until <= time.monotonic() for one in self._left_out):
+            return True
         with self._lock:
             return any(not team.is_gone for team, _ in self._returned)
 
@@ -96,6 +113,7 @@ class Fleet:
         if team is None:
             return
         del self._nodes[hostname]
+        self._left_out = [one for one in self._left_out if one.slot.hostname != hostname]
         team.close()
         self._try_again(team)
 
@@ -114,19 +132,17 @@ class Fleet:
             self.lose(name)
         return gone
 
-    def leave_out(self, slot: Slot) -> None:
-        """Exclude a slot for as long as its node stays in use."""
-        node = self._nodes.get(slot.hostname)
-        if node is None:
+    def leave_out(self, slot: WorkerSlot, for_good: bool = False) -> None:
+        """Exclude a slot for a while, or for as long as its node stays in use."""
+        if slot.hostname not in self._nodes:
             return
-        if node.device_kind == "cuda":
-            devices = tuple(device for device in node.devices if device.index != slot.device)
-        else:
-            devices = node.devices[:-1]  # CPU devices are interchangeable
-        self._nodes[slot.hostname] = replace(node, devices=devices)
+        pause_s = min(LEFT_OUT_S * 2 ** self._num_left_out[slot], LONGEST_LEFT_OUT_S)
+        self._num_left_out[slot] += 1
+        self._left_out.append(_LeftOut(slot, math.inf if for_good else time.monotonic() + pause_s))
 
     def take_back(self) -> list[str]:
-        """Use returned nodes again; returns their names."""
+        """Use returned nodes again, and slots that were left out for long enough; returns the nodes' names."""
+        self._left_out = [one for one in self._left_out if one.until > time.monotonic()]
         with self._lock:
             returned, self._returned = self._returned, []
         names = []
@@ -148,6 +164,16 @@ class Fleet:
             team.close()  # ends a wait for its answer
         for thread in self._threads:
             thread.join()
+
+    def _usable(self, name: str) -> Node:
+        """The node without the slots that are left out."""
+        node = self._nodes[name]
+        left_out = [one.slot.device for one in self._left_out if one.slot.hostname == name]
+        if node.device_kind == "cuda":
+            devices = tuple(device for device in node.devices if device.index not in left_out)
+        else:
+            devices = node.devices[: max(0, len(node.devices) - len(left_out))]  # CPU devices are interchangeable
+        return replace(node, devices=devices)
 
     def _try_again(self, lost: RemoteTeam) -> None:
         if self._describe is None:

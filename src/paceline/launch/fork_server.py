@@ -1,6 +1,6 @@
 """A process that loads what workers will load, then forks them.
 
-    python -m paceline.launch.fork_server FD module package.module
+    python -m paceline.launch.fork_server FD NICENESS module package.module
 
 Over the socket FD it reports that it has loaded. Then it receives the descriptors, the environment and the program of
 each worker and answers with its pid. It exits when the socket is closed.
@@ -25,9 +25,6 @@ from paceline.launch.forking import NUMBER, receive
 from paceline.launch.worker import die_with_launcher
 from paceline.launch.worker import main as work
 
-NICENESS = 5
-"""The niceness while it loads, so that running workers have priority."""
-
 _CAP_SYS_NICE = 23
 """From <linux/capability.h>."""
 
@@ -49,12 +46,12 @@ def main(arguments: Sequence[str]) -> None:
     die_with_launcher()
     niceness, may_return = os.getpriority(os.PRIO_PROCESS, 0), _may_return_from_niceness()
     if may_return:
-        os.nice(NICENESS)
+        os.nice(int(arguments[1]))
     request = None
     with socket.socket(fileno=int(arguments[0])) as connection:
         if _is_alone(connection):
             return
-        for module in arguments[1:]:
+        for module in arguments[2:]:
             with contextlib.suppress(ImportError):  # the program reports it itself
                 importlib.import_module(module)
         gc.collect()

@@ -1,4 +1,4 @@
-"""Workers forked from a process of this node that has loaded torch already, so that a restart need not load it.
+"""Workers forked from a process of this node that has loaded torch, so that it is loaded once for all of them.
 
 A worker that the server (fork_server.py) forks becomes a child of the process that asked for it, which is the
 subreaper of its descendants (Linux only). It behaves like a worker that was started directly: it dies with its
@@ -15,7 +15,8 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,8 +26,16 @@ from paceline.launch.commands import WORKER
 ANSWER_S = 10.0
 """Timeout for an answer of the server."""
 
-PR_SET_CHILD_SUBREAPER = 36
+LOAD_S = 120.0
+"""Time for the server to load; after that workers are started without it."""
+
+_LOOK_S = 0.1
+
+PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 """From <linux/prctl.h>."""
+
+NICENESS = 5
+"""How nice the server is while it loads beside workers that train."""
 
 NUMBER = struct.Struct("!I")
 """The encoding of a request's length, and of the pid in the answer."""
@@ -61,6 +70,8 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._has_loaded = False
+        self._adopted_before = False
+        self._name = f"{os.getpid()}-{id(self)}"
         self._early: dict[str, str] = {}
         """The variables that the server was started with and may have read."""
 
@@ -69,26 +80,48 @@ class ForkServer:
         return None if self._process is None else self._process.pid
 
     @property
+    def mark(self) -> bytes:
+        """What stands in the environment of the server, of the workers that it forks, and of what these fork."""
+        return f"{env.FORKED_BY}={self._name}".encode()
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules that it loads."""
+        return self._preload
+
+    @property
     def has_loaded(self) -> bool:
         """Whether the server has loaded and can fork at once; also true if it has died since."""
-        if self._connection is not None and not self._has_loaded:
-            self._has_loaded = bool(select.select([self._connection], [], [], 0)[0]) and bool(self._connection.recv(1))
+        return self._has_loaded or self._loads_within(0.0)
+
+    def wait(self, is_interrupted: Callable[[], bool]) -> None:
+        """Return once the server has loaded or died, after `LOAD_S`, or soon after `is_interrupted()`."""
+        deadline = time.monotonic() + LOAD_S
+        while self._is_alive and not self._has_loaded and time.monotonic() < deadline and not is_interrupted():
+            self._loads_within(_LOOK_S)
+
+    def _loads_within(self, seconds: float) -> bool:
+        if self._connection is not None and select.select([self._connection], [], [], seconds)[0]:
+            self._has_loaded = bool(self._connection.recv(1))
         return self._has_loaded
 
-    def prepare(self, variables: Mapping[str, str]) -> None:
-        """Ensure a server that can fork workers with these `variables`; returns before it has loaded."""
+    def prepare(self, variables: Mapping[str, str], *, is_awaited: bool = False) -> None:
+        """Ensure a server that can fork workers with these `variables`; returns before it has loaded.
+
+        It loads at low priority, beside workers that train, unless it `is_awaited`.
+        """
         early = env.read_early(variables)
         if sys.platform != "linux" or (self._is_alive and self._early == early):
             return
         self.close()
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         ours, theirs = socket.socketpair()
+        options = [str(theirs.fileno()), "0" if is_awaited else str(NICENESS)]
         ours.settimeout(ANSWER_S)
         with theirs:
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "paceline.launch.fork_server", str(theirs.fileno()), *self._preload],
-                    env=env.everything() | early | env.CUDA_BY_NVML,
+                    [sys.executable, "-m", "paceline.launch.fork_server", *options, *self._preload],
+                    env=env.everything() | dict(variables) | env.CUDA_BY_NVML | {env.FORKED_BY: self._name},
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
@@ -99,6 +132,7 @@ class ForkServer:
                 ours.close()
                 return
         self._connection, self._early = ours, early
+        self._adopted_before = _adopt_orphans(True)
 
     def fork(
         self,
@@ -134,12 +168,21 @@ class ForkServer:
             self._process.kill()
             self._process.wait()
             self._connection.close()
+            _adopt_orphans(self._adopted_before)
         self._process = self._connection = None
         self._has_loaded = False
 
     @property
     def _is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
+
+
+def _adopt_orphans(yes: bool) -> bool:
+    """Say whether this process becomes the parent of descendants whose own parents end; returns what was so before."""
+    libc, before = ctypes.CDLL(None, use_errno=True), ctypes.c_int(0)
+    libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0)
+    return bool(before.value)
 
 
 def receive(connection: socket.socket, size: int) -> bytes:

@@ -18,7 +18,7 @@ INTERVAL_S = 0.25
 def start_heartbeats(path: Path) -> None:
     """Write heartbeats until the program ends."""
     heartbeat, ended = Heartbeat(path), threading.Event()
-
+    heartbeat.beat()  # from now on the launcher passes requests to save on
     began_at = BeganAt()
 
     def run() -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline import env
 from paceline.errors import LaunchError, shortened, shown
-from paceline.launch.variables import check_variables
 from paceline.spec.job import MOST_WORKERS
 
 PORT = 29500
@@ -25,7 +24,8 @@ _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _MOST_NAME_CHARACTERS = 52
 """The limit of 63 characters of a host name less "-" and a pod's index (for a TrainJob also "-node-0-")."""
 
-_GIB = 1 << 30
+_SHM_BYTES = 8 << 30
+"""The size of /dev/shm, used by workers and data loaders; it counts as memory of the pod."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,6 @@ class Pods:
     cpus_per_worker: int = 1
     memory_bytes: int | None = None
     """The memory of a pod; None: all memory of its node."""
-    shm_bytes: int = 8 * _GIB
-    """The size of /dev/shm, used by workers and data loaders; it counts as memory of the pod."""
-    user_id: int | None = None
-    """The owner of the run's files; None: the user of the image."""
-    environ: Mapping[str, str] = field(default_factory=dict)
 
 
 def job_manifest(name: str, program: Sequence[str], pods: Pods) -> str:
@@ -58,7 +53,7 @@ def job_manifest(name: str, program: Sequence[str], pods: Pods) -> str:
     A pod that fails ends the Job: the workers of the others could not go on without its own.
 
     Raises:
-        LaunchError: a name that Kubernetes refuses, a run folder outside of the volume, or what looks like a secret.
+        LaunchError: a name that Kubernetes refuses, a run folder outside of the volume.
     """
     _check(name, program, pods)
     service = {
@@ -91,7 +86,7 @@ def job_manifest(name: str, program: Sequence[str], pods: Pods) -> str:
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": _pod_security(pods),
+        "securityContext": _POD_SECURITY,
         "containers": [container],
         "volumes": _volumes(pods),
     }
@@ -110,17 +105,15 @@ def job_manifest(name: str, program: Sequence[str], pods: Pods) -> str:
     return _yaml([service, job])
 
 
-def train_job_manifest(name: str, program: Sequence[str], pods: Pods, *, runtime: str = "torch-distributed") -> str:
+def train_job_manifest(name: str, program: Sequence[str], pods: Pods) -> str:
     """A TrainJob, as YAML; the Trainer sets number of nodes and rendezvous for torchrun by PET_… variables.
-
-    `runtime` is a ClusterTrainingRuntime whose replicated job and container are called "node", as Kubeflow's own are.
 
     Raises:
         LaunchError: as `job_manifest`.
     """
     _check(name, program, pods)
     patch = {
-        "securityContext": _pod_security(pods),
+        "securityContext": _POD_SECURITY,
         "containers": [
             {"name": "node", "securityContext": _CONTAINER_SECURITY, "volumeMounts": _mounts(pods)},
         ],
@@ -131,7 +124,7 @@ def train_job_manifest(name: str, program: Sequence[str], pods: Pods, *, runtime
         "kind": "TrainJob",
         "metadata": {"name": name, "labels": _labels(name)},
         "spec": {
-            "runtimeRef": {"name": runtime},
+            "runtimeRef": {"name": "torch-distributed"},
             "trainer": {
                 "image": pods.image,
                 "command": _torchrun([], program),
@@ -159,6 +152,7 @@ def train_job_manifest(name: str, program: Sequence[str], pods: Pods, *, runtime
     return _yaml([job])
 
 
+_POD_SECURITY = {"seccompProfile": {"type": "RuntimeDefault"}}
 _CONTAINER_SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
@@ -181,7 +175,6 @@ def _variables(pods: Pods) -> list[dict[str, str]]:
         "PYTHONUNBUFFERED": "1",
         env.RUN_DIR: str(pods.run_dir),
         **({} if pods.use_gpus else {env.DEVICE: "cpu"}),
-        **pods.environ,
     }
     return [{"name": name, "value": _literal(value)} for name, value in variables.items()]
 
@@ -196,14 +189,6 @@ def _resources(pods: Pods) -> dict[str, dict[str, str]]:
     return {"requests": requests, **({"limits": limits} if limits else {})}
 
 
-def _pod_security(pods: Pods) -> dict[str, Any]:
-    security: dict[str, Any] = {"seccompProfile": {"type": "RuntimeDefault"}}
-    if pods.user_id is not None:
-        user = pods.user_id
-        security |= {"runAsNonRoot": user != 0, "runAsUser": user, "runAsGroup": user, "fsGroup": user}
-    return security
-
-
 def _mounts(pods: Pods) -> list[dict[str, str]]:
     return [{"name": "runs", "mountPath": str(pods.mount)}, {"name": "shm", "mountPath": "/dev/shm"}]
 
@@ -211,7 +196,7 @@ def _mounts(pods: Pods) -> list[dict[str, str]]:
 def _volumes(pods: Pods) -> list[dict[str, Any]]:
     return [
         {"name": "runs", "persistentVolumeClaim": {"claimName": pods.claim}},
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": _mebibytes(pods.shm_bytes)}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": _mebibytes(_SHM_BYTES)}},
     ]
 
 
@@ -230,17 +215,18 @@ def _check(name: str, program: Sequence[str], pods: Pods) -> None:
             f"{_MOST_NAME_CHARACTERS} at most."
         )
     if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", pods.claim):
-        raise LaunchError(f"{shown(pods.claim)} is no valid name of a PersistentVolumeClaim.")
+        raise LaunchError(f"{shown(pods.claim)} is not a valid name of a PersistentVolumeClaim.")
     if not program or not pods.image or not pods.image.isprintable() or " " in pods.image:
-        raise LaunchError("A job needs an image, as Kubernetes pulls it, and a program to run in it.")
+        raise LaunchError(
+            f"image = {shown(pods.image)} should be the name of a container image, and a program is needed."
+        )
     leads_out = ".." in pods.mount.parts or ".." in pods.run_dir.parts
     if leads_out or not pods.mount.is_absolute() or not pods.run_dir.is_relative_to(pods.mount):
         raise LaunchError(
             f"The run folder {shortened(str(pods.run_dir))} should lie below {pods.mount}, where pods see their volume."
         )
     if not all(1 <= number <= MOST_WORKERS for number in (pods.num_pods, pods.workers_per_pod, pods.cpus_per_worker)):
-        raise LaunchError("A job needs a pod, a worker in it and a core for the worker at least, a million at most.")
-    check_variables(pods.environ)
+        raise LaunchError(f"nodes, workers and cpus should each be from 1 to {MOST_WORKERS:,}.")
 
 
 def _yaml(documents: Sequence[dict[str, Any]]) -> str:

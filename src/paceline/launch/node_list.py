@@ -24,7 +24,7 @@ from paceline.regular_files import read_text
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _MOST_CHARACTERS = 300
-"""Of an entry: names of nodes have up to 253."""
+"""The longest entry that is read: names of nodes have up to 253."""
 _NUMBER = re.compile(r"[1-9][0-9]{0,5}")
 
 
@@ -60,13 +60,13 @@ def read_node_file(path: Path) -> tuple[NodeSlots, ...]:
         raise LaunchError(f"The hosts file {path} cannot be read: {problem.strerror}.") from None
     entries = [(f"{path}, line {number}", line.partition("#")[0].strip()) for number, line in enumerate(lines, 1)]
     if not any(entry for _, entry in entries):
-        raise LaunchError(f"The hosts file {path} names no node; write one a line, such as gpu1 slots=8.")
+        raise LaunchError(f"The hosts file {path} names no node; write one per line, such as gpu1 slots=8.")
     return _distinct((where, _parse_entry(entry, where)) for where, entry in entries if entry)
 
 
 def _parse_entry(entry: str, where: str) -> NodeSlots:
     if len(entry) > _MOST_CHARACTERS:
-        raise LaunchError(f"{where}: {shown(entry)} is no name of a node; it should look like gpu1 or kim@gpu1:8.")
+        raise LaunchError(f"{where}: {shown(entry)} is not the name of a node; it should look like gpu1 or kim@gpu1:8.")
     host, *settings = entry.split() or [""]
     host, colon, count = _split_count(host)
     for setting in settings:
@@ -102,7 +102,9 @@ def _checked(host: str, where: str) -> str:
     elif _is_ipv6(name):
         raise LaunchError(f"{where}: write the IPv6 address in brackets, as in [{name}] or [{name}]:8.")
     elif not _NAME.fullmatch(name):
-        raise LaunchError(f"{where}: {host!r} is no name of a node; it should look like gpu1, kim@gpu1 or 10.0.0.7.")
+        raise LaunchError(
+            f"{where}: {host!r} is not the name of a node; it should look like gpu1, kim@gpu1 or 10.0.0.7."
+        )
     return user + at + name
 
 

@@ -53,7 +53,7 @@ def ray_argv(
         LaunchError: `node` would be read as an option, or `environ` holds what looks like a secret.
     """
     if not node or node.startswith("-"):
-        raise LaunchError(f"{node!r} is no name of a Ray node.")
+        raise LaunchError(f"{node!r} is not the name of a Ray node.")
     options = ("--cwd", str(cwd), "--num-gpus", str(num_gpus))
     return (sys.executable, "-m", "paceline.launch.ray", *options, "--", node, *with_variables(program, environ))
 
@@ -245,7 +245,7 @@ def _check_address(address: str) -> None:
 def _run(options: argparse.Namespace, output: int) -> int:
     ray = _ray()
     try:
-        _check_address(env.ray_address())
+        _check_address(env.text(env.RAY_ADDRESS))
         ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError) as problem:
         raise LaunchError(f"No Ray cluster answers: {' '.join(str(problem).split())}") from None

@@ -49,6 +49,7 @@ def run_workers(
     save_s: float | None = None,
     hang_timeout_s: float = HANG_TIMEOUT_S,
     environ: Mapping[str, str] | None = None,
+    fork_server: ForkServer | None = None,
 ) -> None:
     """Run `program` in every worker of `plan` and return when all of them have ended without an error.
 
@@ -66,6 +67,7 @@ def run_workers(
         nodes: the agents on the nodes that the plan names; where it names none the workers run here.
         interface: the network interface between nodes; None: one on which all nodes reach the first.
         hang_timeout_s: how long workers may wait for another one, or a node be silent, before the run is ended.
+        fork_server: forks the workers on this node, so that they need not load torch each.
 
     Raises:
         LaunchError: a worker cannot be started, or the nodes do not reach each other.
@@ -84,8 +86,9 @@ def run_workers(
         save_s=save_s,
         hang_timeout_s=hang_timeout_s,
         environ=environ or {},
+        preload=() if fork_server is None else fork_server.modules,
     )
-    outcome = run_once(plan, program, nodes, options)
+    outcome = run_once(plan, program, nodes, options, fork_server=fork_server)
     raise_interruption(outcome.interrupted_by)
     raise_failure(outcome, plan.world_size, run_dir, still_answers(outcome, nodes))
 
@@ -151,6 +154,9 @@ class _Start:
         with listen("127.0.0.1") as torch_store:  # rank 0 has inherited it
             rendezvous = rendezvous_on_one_node(Path(self.at_end.enter_context(folder)), torch_store.getsockname())
             commands = self._commands(rendezvous)
+            if fork_server is not None and not self.options.is_elastic:  # which prepares it beside the training
+                fork_server.prepare(commands[0].variables, is_awaited=True)
+                fork_server.wait(is_interrupted=lambda: not self.events.empty())
             team = LocalTeam(0, self.options, self.events.put, fork_server)
             self.at_end.enter_context(contextlib.closing(team))
             team.start(commands, sockets={env.TORCH_STORE_FD: torch_store.fileno()})

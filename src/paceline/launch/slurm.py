@@ -37,7 +37,7 @@ def srun_argv(node: str, program: Sequence[str], *, cwd: Path, environ: Mapping[
         LaunchError: `node` would be read as an option, or `environ` holds what looks like a secret.
     """
     if not _WORD.fullmatch(node) or node.startswith("-") or "," in node:
-        raise LaunchError(f"{node!r} is no name of a Slurm node.")
+        raise LaunchError(f"{node!r} is not the name of a Slurm node.")
     return (
         "srun",
         f"--nodelist={node}",
@@ -63,7 +63,9 @@ def allocation(environ: Mapping[str, str], run: Run | None = None) -> tuple[Node
         LaunchError: there is no allocation, or Slurm's description of it cannot be read.
     """
     if not is_inside_allocation(environ):
-        raise LaunchError("This is no Slurm allocation; get one with salloc or sbatch, or let paceline submit a job.")
+        raise LaunchError(
+            "This is not a Slurm allocation; get one with salloc or sbatch, or let paceline submit a job."
+        )
     nodelist = environ["SLURM_JOB_NODELIST"]
     try:
         names = (run or _here)(["scontrol", "show", "hostnames", nodelist], "").split()
@@ -100,7 +102,7 @@ def _span(span: str, text: str) -> list[str]:
     found = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", span)
     first, last = (found.group(1), found.group(2) or found.group(1)) if found else ("1", "0")
     if not 0 <= int(last) - int(first) < 100_000:
-        raise LaunchError(f"Slurm's node list {text!r} cannot be read: {span!r} is no range of numbers.")
+        raise LaunchError(f"Slurm's node list {text!r} cannot be read: {span!r} is not a range of numbers.")
     return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
 
 
@@ -172,7 +174,7 @@ def submit(script: str, run: Run | None = None) -> str:
     answer = (run or _here)(["sbatch", "--parsable"], script).strip()
     job_id = answer.partition(";")[0]  # "7;cluster" where there are several clusters
     if not re.fullmatch(r"[0-9]+", job_id):
-        raise LaunchError(f"sbatch answered {answer!r}, which is no job id.")
+        raise LaunchError(f"sbatch answered {answer!r}, which is not a job id.")
     return job_id
 
 

@@ -49,7 +49,7 @@ def ssh_argv(
         LaunchError: `host` would be read as an option, or `environ` holds what looks like a secret.
     """
     if not host or host.startswith("-") or "\0" in host:
-        raise LaunchError(f"{host!r} is no name of a node; it should look like gpu1, kim@gpu1 or 10.0.0.7.")
+        raise LaunchError(f"{host!r} is not the name of a node; it should look like gpu1, kim@gpu1 or 10.0.0.7.")
     fixed = [word for option in _OPTIONS for word in ("-o", option)]
     return ("ssh", "-T", *fixed, *options, "--", host, remote_command(program, cwd=cwd, environ=environ))
 

@@ -30,6 +30,8 @@ Output = Literal["rank0", "all"]
 
 STACKS_WAIT_S = 1.0
 """How long a worker may take to dump its stacks; Python's own handler needs milliseconds."""
+REAP_WAIT_S = 2.0
+"""The maximum wait for the end of killed processes."""
 
 
 HANG_TIMEOUT_S = 60.0
@@ -78,7 +80,7 @@ class Team(Protocol):
         """The Python stacks of these workers; an empty text for a worker that cannot dump them."""
 
     def prepare_standby(self) -> None:
-        """Do periodic work; called regularly by the thread that started the workers."""
+        """Make a restart of an elastic run quick; called regularly by the thread that started the workers."""
 
     def ask_to_save(self) -> None:
         """Send SIGUSR1 to all workers."""
@@ -258,7 +260,7 @@ class LocalTeam:
         return written
 
     def prepare_standby(self) -> None:
-        if self._fork_server is None or len(self._running) < len(self._variables):
+        if not self._options.is_elastic or self._fork_server is None or len(self._running) < len(self._variables):
             return
         # Not while workers start: they would get to their first step later.
         if all(state.trained_s is not None for state in self.states()):
@@ -291,13 +293,18 @@ class LocalTeam:
         self._heartbeats.cleanup()
 
     def _kill_descendants(self) -> None:
-        """Kill what workers started in sessions of its own: it has the variables of its worker, unless it was forked
-        by one that was forked itself."""
-        mark = f"{env.HEARTBEAT}={self._heartbeats.name}/".encode()
+        """Kill what workers started in sessions of its own: it has its worker's variables, or the fork server's."""
+        server = self._fork_server
+        marks = (f"{env.HEARTBEAT}={self._heartbeats.name}/".encode(), *([] if server is None else [server.mark]))
+        killed = []
         for process in Path("/proc").glob("[0-9]*"):
+            if server is not None and int(process.name) == server.pid:
+                continue
             with contextlib.suppress(OSError):  # it has ended, or is somebody else's
-                if any(one.startswith(mark) for one in (process / "environ").read_bytes().split(b"\0")):
+                if any(one.startswith(marks) for one in (process / "environ").read_bytes().split(b"\0")):
                     os.kill(int(process.name), signal.SIGKILL)
+                    killed.append(int(process.name))
+        _reap(killed)
 
     def _heartbeat(self, rank: int) -> Path:
         return Path(self._heartbeats.name) / f"rank{rank}"
@@ -388,6 +395,24 @@ def _reap_group(group: int) -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-group, os.WNOHANG)[0]:
             pass
+
+
+def _reap(killed: Sequence[int]) -> None:
+    """Reap those of the killed processes that are ours by now, as they are where this process adopts orphans.
+
+    One in uninterruptible sleep, such as on a file server that is gone, ends when the kernel lets it: it is left.
+    """
+    deadline, left = time.monotonic() + REAP_WAIT_S, list(killed)
+    while left and time.monotonic() < deadline:
+        for pid in tuple(left):
+            try:
+                has_ended = os.waitpid(pid, os.WNOHANG)[0] != 0
+            except ChildProcessError:
+                has_ended = True  # somebody else's
+            if has_ended:
+                left.remove(pid)
+        if left:
+            time.sleep(0.01)
 
 
 @dataclass(frozen=True)

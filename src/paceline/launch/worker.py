@@ -43,7 +43,7 @@ PR_SET_PDEATHSIG = 1
 
 MOST_MESSAGE_CHARACTERS = 10_000
 MOST_TRACEBACK_CHARACTERS = 100_000
-"""Of an exception in a note; its beginning and its end are kept."""
+"""What a note keeps of an exception: its beginning and its end."""
 
 
 class Terminated(SystemExit):
@@ -56,15 +56,15 @@ def main(program: Sequence[str]) -> None:
     _unwind_on_sigterm()
     # "Save a checkpoint now" must not end a program that has nothing to save.
     signal.signal(signal.SIGUSR1, lambda _number, _frame: None)
-    rank, run_dir = env.worker_facts().rank, env.run_dir()
+    rank, run_dir = env.worker_facts().rank, env.path(env.RUN_DIR)
     if cpus := env.cpus():
         os.sched_setaffinity(0, cpus)
     if run_dir is not None:
         with contextlib.suppress(OSError):  # a full disk is no reason not to train
             _write_stacks_to(stack_path(run_dir, rank))
-    if (heartbeat := env.heartbeat_path()) is not None:
+    if (heartbeat := env.path(env.HEARTBEAT)) is not None:
         start_heartbeats(heartbeat)
-    if (descriptor := env.torch_store_fd()) is not None:
+    if (descriptor := env.number(env.TORCH_STORE_FD)) is not None:
         serve_store_when_called(descriptor)
     try:
         run_program(program)
@@ -160,7 +160,7 @@ def report(error: BaseException, rank: int, run_dir: Path | None) -> None:
 
 def _leave_note(note: Failure, rank: int, run_dir: Path | None) -> bool:
     """Write a note for the launcher where that is possible; whether it was."""
-    heartbeat = env.heartbeat_path()
+    heartbeat = env.path(env.HEARTBEAT)
     places = [] if run_dir is None else [failure_path(run_dir, rank)]
     for place in places if heartbeat is None else [*places, spare_failure_path(heartbeat)]:
         with contextlib.suppress(OSError):
