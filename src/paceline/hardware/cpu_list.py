@@ -20,10 +20,10 @@ def parse_cpus(text: str) -> tuple[int, ...]:
     for item in text.strip().split(","):
         found = _RANGE.fullmatch(item.strip())
         if not found:
-            raise ValueError(f"{text[:40]!r} is no list of numbers such as 0-23,96-119")
+            raise ValueError(f"{text[:40]!r} is not a list of numbers such as 0-23,96-119")
         low, high = int(found[1]), int(found[2] or found[1])
         if low > high or high >= MOST:
-            raise ValueError(f"{item.strip()!r} is no range of numbers below {MOST}")
+            raise ValueError(f"{item.strip()!r} is not a range of numbers below {MOST}")
         numbers.update(range(low, high + 1))
     return tuple(sorted(numbers))
 
@@ -36,6 +36,6 @@ def parse_mask(text: str) -> tuple[int, ...]:
     """
     groups = text.split(",")
     if not all(re.fullmatch(r"[0-9a-fA-F]{1,8}", group) for group in groups) or len(groups) > MOST // 32:
-        raise ValueError(f"{text[:40]!r} is no mask of cores such as 0000ffff,00000000")
+        raise ValueError(f"{text[:40]!r} is not a mask of cores such as 0000ffff,00000000")
     mask = int("".join(group.zfill(8) for group in groups), 16)
     return tuple(core for core in range(mask.bit_length()) if mask >> core & 1)

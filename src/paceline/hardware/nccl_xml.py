@@ -43,7 +43,7 @@ class _Found:
         return self.path.bridges[-1] if self.path.bridges else ""
 
 
-def parse_nccl_xml(text: str, hostname: str = "") -> Node:
+def parse_nccl_xml(text: str) -> Node:
     """The GPUs, network cards and links of a node from an NCCL topology file.
 
     Raises:
@@ -73,7 +73,7 @@ def parse_nccl_xml(text: str, hostname: str = "") -> Node:
     }
     lanes = {label: end.lanes for label, end in found_by_label.items() if end.lanes}
     links = links_of_pairs(devices, nics, label_of, models, lanes)
-    return Node(hostname, num_cores(devices), 0, "", tuple(devices), tuple(nics), links)
+    return Node("", num_cores(devices), 0, "", tuple(devices), tuple(nics), links)
 
 
 def _root(text: str) -> ElementTree.Element:
@@ -83,7 +83,7 @@ def _root(text: str) -> ElementTree.Element:
     try:
         root = ElementTree.fromstring(text.lstrip("\ufeff \t\r\n"))
     except (ElementTree.ParseError, ValueError) as problem:
-        raise ClusterError(f"This is no XML that can be read: {problem}.") from None
+        raise ClusterError(f"This is not valid XML: {problem}.") from None
     if root.tag != "system":
         raise ClusterError(f"The XML begins with <{root.tag[:40]}>; an NCCL topology begins with <system>.")
     return root

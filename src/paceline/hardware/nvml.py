@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.spec import Device
+from paceline.spec.run_status import GpuUse
 
 BUSY_PERCENT = 10
 """Utilisation from which a GPU counts as in use; a desktop stays below."""
@@ -95,6 +96,21 @@ def read_gpus(library: Any = None) -> Gpus:
             return _read(nvml)
     except DriverProblem:
         return Gpus()
+
+
+def gpu_use(library: Any = None) -> dict[int, GpuUse]:
+    """By process id, what programs use of this node's GPUs; empty without the library or the driver."""
+    try:
+        with open_nvml(library) as nvml:
+            found = {}
+            for index in range(nvml.ask("nvmlDeviceGetCount") or 0):
+                handle = nvml.ask("nvmlDeviceGetHandleByIndex", index)
+                rates = nvml.ask("nvmlDeviceGetUtilizationRates", handle)
+                for process in nvml.ask("nvmlDeviceGetComputeRunningProcesses", handle) or ():
+                    found[process.pid] = GpuUse(index, process.usedGpuMemory, rates and rates.gpu / 100)
+            return found
+    except DriverProblem:
+        return {}
 
 
 def busy(utilization_percent: int | None, used_bytes: int | None) -> str:

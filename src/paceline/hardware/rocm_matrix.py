@@ -29,7 +29,7 @@ def is_rocm(text: str) -> bool:
     return "Link Type between two GPUs" in text
 
 
-def parse_rocm(text: str, hostname: str = "") -> Node:
+def parse_rocm(text: str) -> Node:
     """The GPUs and links of a node from its `rocm-smi --showtopo`.
 
     The tables know neither names nor memory nor cores. An XGMI way over several links gets the bandwidth of one link
@@ -64,7 +64,7 @@ def parse_rocm(text: str, hostname: str = "") -> Node:
         for index, numa_node in enumerate(known)
     ]
     links = links_of_pairs(devices, (), label_of, dict.fromkeys(labels, SLOWEST_MODEL))
-    return Node(hostname, 0, 0, "", tuple(devices), links=tuple(map(carried, links)))
+    return Node("", 0, 0, "", tuple(devices), links=tuple(map(carried, links)))
 
 
 def _table(title: str, lines: Sequence[str], allowed: str) -> dict[tuple[str, str], str]:

@@ -36,7 +36,7 @@ _LISTED_SLICE = re.compile(r"\s*MIG\s+(\S+)\s+Device\s+\d+:", re.ASCII)
 _NIC_LEGEND = re.compile(r"(NIC\d{1,4}):\s+(\S+)", re.ASCII)
 
 
-def parse_topology(text: str, hostname: str = "") -> Node:
+def parse_topology(text: str) -> Node:
     """The GPUs, network cards and links of a node from its `nvidia-smi topo -m`.
 
     The matrix knows neither memory nor, without the lines of `nvidia-smi -L` before it, names: memory_bytes is 0,
@@ -62,7 +62,7 @@ def parse_topology(text: str, hostname: str = "") -> Node:
         "|".join(LABELS),
     )
     told = {name: _affinities(name, words[width:], affinities) for name, words in rows}
-    return _node(columns, cells, told, legend, _listing(lines[:start]), hostname)
+    return _node(columns, cells, told, legend, _listing(lines[:start]))
 
 
 def _is_header(line: str) -> bool:
@@ -149,7 +149,6 @@ def _node(
     told: Mapping[str, Mapping[str, tuple[int, ...]]],
     legend: Mapping[str, str],
     listed: Mapping[int, _Listed],
-    hostname: str,
 ) -> Node:
     indices = {int(found[1]): column for column in columns if (found := _GPU.fullmatch(column))}
     gpus = []
@@ -172,4 +171,4 @@ def _node(
         for index, gpu in sorted(listed.items())
         if gpu.slices
     ]
-    return Node(hostname, num_cores(gpus), 0, "", tuple(gpus), tuple(nics), links, tuple(notes))
+    return Node("", num_cores(gpus), 0, "", tuple(gpus), tuple(nics), links, tuple(notes))

@@ -34,7 +34,7 @@ def square_cells(
         for column, word in zip(columns, words, strict=True):
             if not (word == diagonal if row == column else re.fullmatch(allowed, word, re.ASCII)):
                 raise ClusterError(
-                    f"Row {row}, column {column} of {table} says {word[:40]!r}, which is no label of a link, or "
+                    f"Row {row}, column {column} of {table} says {word[:40]!r}, which is not the label of a link, or "
                     f"{diagonal} in the wrong place."
                 )
             cells[row, column] = word

@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import HashStore
 from paceline.comm import ALGORITHMS, WIRE_FORMATS, Algorithm, Links, open_links
 from paceline.comm.timing import fit_cost, slowest, time_sum
 from paceline.errors import JobError, LaunchError, PacelineError
+from paceline.measure.load import LoadMeter
 from paceline.measure.program import Report, run_program, unreported
 from paceline.measure.stopwatch import Stopwatch
 from paceline.measure.workers import free_bytes, join_workers
@@ -32,7 +33,7 @@ from paceline.spec.comm_timing import (
     CommRequest,
     CommTiming,
     CommTimings,
-    LeftOut,
+    UntimedCases,
     message_sizes,
 )
 from paceline.train.environment import describe_environment
@@ -53,7 +54,7 @@ def time_cases(
     links: Links,
     algorithms: Mapping[str, Algorithm] = ALGORITHMS,
     report: Report = unreported,
-) -> tuple[list[CommTiming], list[LeftOut]]:
+) -> tuple[list[CommTiming], list[UntimedCases]]:
     """Time every case at every size as far as the budget goes; a collective, with one result for all workers.
 
     Sizes grow, and within a round all cases take turns, because machines are noisy. What a call will take at the next
@@ -84,12 +85,12 @@ def time_cases(
         missing = tuple(later for later in sizes[place:] if later in asked)
         if not bench.fits_into_memory(size):
             reason = "the vectors and their copies need more memory than is free"
-            left_out += [LeftOut(case, missing, reason) for case in forecast_s]
+            left_out += [UntimedCases(case, missing, reason) for case in forecast_s]
             break
         while place > 0 and forecast_s and sum(forecast_s.values()) > left_s:
             case = max(forecast_s, key=forecast_s.__getitem__)
             reason = f"about {forecast_s.pop(case):.2g} s a call; the budget is {request.budget_s:g} s for all"
-            left_out.append(LeftOut(case, missing, reason))
+            left_out.append(UntimedCases(case, missing, reason))
         if not forecast_s:
             break
         growths = [later / size for later in sizes[place + 1 : place + 3]]
@@ -136,17 +137,17 @@ def _with_steps(sizes: Sequence[int]) -> list[int]:
     return steps
 
 
-def _pointless(request: CommRequest, links: Links) -> list[LeftOut]:
+def _pointless(request: CommRequest, links: Links) -> list[UntimedCases]:
     """Cases whose algorithm sends nothing in their wire format: their figures would be those of float32."""
     left_out = []
     for case in dict.fromkeys(request.cases):
         if case.wire == "float32":
             continue
         if case.algorithm in _EXACT:
-            left_out.append(LeftOut(case, request.sizes_bytes, "whatever the format, it sends values as they are"))
+            left_out.append(UntimedCases(case, request.sizes_bytes, "whatever the format, it sends values as they are"))
         elif case.algorithm in _ROUNDS_BETWEEN_NODES and len(links.nodes) == 1:
             reason = "inside a node it leaves values as they are, and there is one node"
-            left_out.append(LeftOut(case, request.sizes_bytes, reason))
+            left_out.append(UntimedCases(case, request.sizes_bytes, reason))
     return left_out
 
 
@@ -307,10 +308,12 @@ def bench_collectives(request: CommRequest, report: Report = unreported) -> Comm
     """
     world = join_workers(request.device_kind, request.timeout_s)
     links = open_links(_group(world, request.timeout_s), world.device, request.timeout_s)
+    meter = LoadMeter()
     timings, left_out = time_cases(request, links, report=report)
     if not timings:
         reasons = "; ".join(f"{left.case}: {left.reason}" for left in left_out)
-        raise JobError(f"Nothing of what was asked for can be timed: {reasons}.")
+        raise JobError(f"None of the requested timings is possible: {reasons}.")
+    load = meter.load(world.group)
     if world.rank != 0:
         return None
     return CommTimings(
@@ -321,6 +324,7 @@ def bench_collectives(request: CommRequest, report: Report = unreported) -> Comm
         tuple(fit(timings)),
         tuple(left_out),
         describe_environment(world),
+        load,
     )
 
 

@@ -27,6 +27,7 @@ from paceline import data, env, models
 from paceline.checkpoint import save_weights
 from paceline.data import ArraySet
 from paceline.data.order import ShuffledOrder
+from paceline.measure.load import LoadMeter, most_disturbed, throttled_gpus
 from paceline.measure.program import Report, run_program, unreported
 from paceline.measure.steps import StepTiming, Subject, num_passes, time_steps
 from paceline.measure.stopwatch import Stopwatch, seconds_of
@@ -34,7 +35,7 @@ from paceline.measure.values import JOB_FILE, JobProbe, JobRequest, read_json, w
 from paceline.measure.workers import free_bytes
 from paceline.measure.workers_together import Together, TogetherTiming, time_together
 from paceline.parallel.micro_batch import is_out_of_memory
-from paceline.spec import JobTiming, MicroBatchTiming, Plan
+from paceline.spec import JobTiming, MachineLoad, MicroBatchTiming, Plan
 from paceline.train.loop import data_facts
 from paceline.train.objective import training_loss
 from paceline.train.optim import build_optimizer
@@ -42,6 +43,8 @@ from paceline.train.process_group import join
 from paceline.train.run import Run
 from paceline.train.timing import settle
 
+READY_FILE = "ready{rank}"
+"""Tells the first worker that this one is ready, and idle from now on."""
 TOGETHER_FILE = "together.json"
 """Tells the workers that wait how many samples all of them are to compute, and for how long."""
 
@@ -73,12 +76,16 @@ def probe_job(request: JobRequest, report: Report = unreported) -> JobProbe | No
         for group in optimizer.param_groups:  # weights stay usual numbers, however often they are updated
             group["lr"] = 0.0
         subject = Subject(run, train_set, training_loss(job.optim), optimizer, request.shard_size)
-        orders = Path(request.folder) / TOGETHER_FILE
+        folder = Path(request.folder)
+        orders = folder / TOGETHER_FILE
         if facts.rank > 0:
+            (folder / READY_FILE.format(rank=facts.rank)).touch()
             wanted = _wait_for_orders(orders)
             if wanted.micro_batch_size:
                 time_together(subject, join(facts, plan), job, plan, wanted)
             return None
+        while not all((folder / READY_FILE.format(rank=rank)).exists() for rank in range(1, facts.world_size)):
+            time.sleep(_LOOK_S)  # workers that still prepare would disturb the one that is timed alone
         first = FirstWorker(subject, request, facts, report)
         alone = first.time_alone()
         together = first.what_fits_together(alone.step, alone.peak_bytes)
@@ -108,6 +115,8 @@ class AloneTiming:
     """With the passes of one worker among all those of the plan, as far as they were timed."""
     peak_bytes: float
     """The most that the process held until it had timed the passes of `step`."""
+    load: MachineLoad | None = None
+    """What else the processors did during the passes."""
 
 
 @dataclass
@@ -134,11 +143,12 @@ class FirstWorker:
         self.report("checkpoints", _LOADER_SHARE)
         checkpoint_rate = time_checkpoint(run, Path(self.request.folder), budget_s * _CHECKPOINT_SHARE)
         kept_s = budget_s * _TOGETHER_SHARE if self.facts.world_size > 1 else 0.0
+        meter = LoadMeter()
         timings, peaks = self.time_micro_batches(kept_s)
         self.report("the optimizer", 1.0 - _TOGETHER_SHARE)
         step = self.time_step(timings)
         peak_bytes = 0.0 if step is None else peaks[step.micro_batch_size]
-        return AloneTiming(samples_per_s, checkpoint_rate, tuple(timings), step, peak_bytes)
+        return AloneTiming(samples_per_s, checkpoint_rate, tuple(timings), step, peak_bytes, meter.load())
 
     def time_micro_batches(self, kept_s: float = 0.0) -> tuple[list[MicroBatchTiming], dict[int, float]]:
         """Median seconds of a forward and backward pass, size by size, until one does not fit into memory or budget.
@@ -243,7 +253,15 @@ def _timing(first: FirstWorker, alone: AloneTiming, together: Together, timed: T
         together_micro_batch_size=together.micro_batch_size,
         together_slowdown=timed.step_s / alone.step.seconds if timed and alone.step else 1.0,
         sums=timed.sums if timed else (),
+        load=_load(run, alone, timed),
+        num_samples=len(first.subject.train_set) or None,
     )
+
+
+def _load(run: Run, alone: AloneTiming, timed: TogetherTiming | None) -> MachineLoad | None:
+    load = most_disturbed([alone.load, timed.load if timed else None])
+    throttled = throttled_gpus() if run.device.type == "cuda" else ()
+    return dataclasses.replace(load, throttled=throttled) if load and throttled else load
 
 
 def _loads_between_passes(run: Run, train_set: Any) -> bool:
@@ -268,8 +286,9 @@ def _time_size(subject: Subject, size: int, budget_s: float) -> MicroBatchTiming
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    seconds = time_steps(subject, size, budget_s).pass_s
-    return MicroBatchTiming(size, seconds, torch.cuda.max_memory_allocated(device) if on_gpu else None)
+    timed = time_steps(subject, size, budget_s)
+    peak_bytes = torch.cuda.max_memory_allocated(device) if on_gpu else None
+    return MicroBatchTiming(size, timed.pass_s, peak_bytes, timed.spread)
 
 
 def time_loader(run: Run, train_set: Any, limit_s: float) -> float | None:

@@ -119,7 +119,9 @@ def time_shared_memory() -> LinkTimes:
         RuntimeError: this processor may show stores to others in another order, so that the ring would not be safe.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
-        raise RuntimeError(f"it needs stores in order, which {platform.machine()} does not promise")
+        raise RuntimeError(
+            f"it needs a processor that keeps the order of stores, which {platform.machine()} does not promise"
+        )
     with (
         mmap.mmap(-1, mmap.PAGESIZE + _NUM_SLOTS * _SLOT_BYTES) as shared,
         _Partner(_send_through_memory, shared),

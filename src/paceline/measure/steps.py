@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ _WARMUP_PASSES, _MIN_PASSES = 2, 3
 _LONG_WARMUP_PASSES, _LONG_MIN_PASSES = 1, 2
 """For passes that take more than `_SIZE_S`."""
 _MAX_PASSES = 50
+_QUARTILES_SIGMAS = 1.349
+"""Standard deviations between the quartiles of a normal quantity."""
 _SIZE_S = 1.0
 """Passes of one size are repeated for so long: medians settle."""
 
@@ -45,6 +48,8 @@ class StepTiming:
     micro_batch_size: int
     pass_s: float
     update_s: float
+    spread: float = 0.0
+    """Standard deviation of the logarithm of a pass's seconds, from the quartiles; 0 for fewer than three passes."""
 
     @property
     def seconds(self) -> float:
@@ -62,7 +67,16 @@ def time_steps(subject: Subject, size: int, budget_s: float, *, with_updates: bo
         passes.append(pass_s)
         updates.append(update_s)
     first, _ = num_passes(min(passes))
-    return StepTiming(size, statistics.median(passes[first:]), statistics.median(updates[first:]))
+    timed = passes[first:]
+    return StepTiming(size, statistics.median(timed), statistics.median(updates[first:]), spread_of(timed))
+
+
+def spread_of(times_s: Sequence[float]) -> float:
+    """The standard deviation of log(seconds) that a normal quantity with these quartiles has; outliers do not count."""
+    if len(times_s) < 3:
+        return 0.0
+    lower, _, upper = statistics.quantiles(times_s, n=4, method="inclusive")
+    return math.log(upper / lower) / _QUARTILES_SIGMAS if lower > 0 else 0.0
 
 
 def step_of(

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from paceline.comm import ALGORITHMS, Links
 from paceline.comm.timing import largest
+from paceline.measure.load import LoadMeter
 from paceline.measure.steps import Subject, step_of
 from paceline.measure.stopwatch import Stopwatch, seconds_of
 from paceline.parallel import DataParallel
 from paceline.parallel.aggregation import candidates, set_up_aggregation
-from paceline.spec import AlgorithmName, Job, Plan, SumTiming
+from paceline.spec import AlgorithmName, Job, MachineLoad, Plan, SumTiming
 from paceline.spec.codec import at_least
 from paceline.train.process_group import World
 
@@ -47,6 +48,8 @@ class TogetherTiming:
     step_s: float
     """A pass and an update on the slowest worker, without sums."""
     sums: tuple[SumTiming, ...]
+    load: MachineLoad | None = None
+    """What else the processors did meanwhile; on rank 0 only."""
 
 
 def _sums_every_step(job: Job) -> bool:
@@ -61,14 +64,16 @@ def time_together(subject: Subject, world: World, job: Job, plan: Plan, wanted: 
     the budget is left out; the first of each is always taken.
     """
     with _steps(subject, world, job, plan, wanted.micro_batch_size) as steps:
+        meter = LoadMeter()
         periods = _take_turns(steps, world, wanted.budget_s)
+        load = meter.load(world.group)
     without_s = _typical(periods[None])
     sums = tuple(
         SumTiming(name, job.aggregation.wire, max(0.0, _typical(times) - without_s))
         for name, times in periods.items()
         if name is not None
     )
-    return TogetherTiming(without_s, sums)
+    return TogetherTiming(without_s, sums, load)
 
 
 class _Switch:

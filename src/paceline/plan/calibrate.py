@@ -10,7 +10,7 @@ and two devices the priors decide what is not identifiable; each further row rep
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -21,6 +21,7 @@ from paceline.plan.posterior import posterior_samples, samples_near_best
 from paceline.plan.step_constants import (
     CONSTANT_NAMES,
     UNKNOWN_GRADIENT_BYTES,
+    USUAL,
     Array,
     Constants,
     Observation,
@@ -41,6 +42,8 @@ _FREEDOM = 4.0
 """Degrees of freedom of errors: one row in a hundred misses by more than five times their scale."""
 _T_MEDIAN = 0.741
 """The median of the absolute value of a number that follows that distribution."""
+_LOG_T = math.log(3 / 8)
+"""The logarithm of that distribution's density at 0."""
 _T_QUANTILES = (-1.96, -1.12, -0.72, -0.41, -0.13, 0.13, 0.41, 0.72, 1.12, 1.96)
 """Ten equally likely errors: the quantiles 0.05, 0.15, … 0.95 of that distribution, the ends drawn in to -1.96 so that
 ten values have the spread of all."""
@@ -71,6 +74,11 @@ class Calibration:
         """The usual error of a row."""
         return float(np.median(self.errors))
 
+    @property
+    def unseen_error(self) -> float:
+        """The usual error of a row that was not measured, if the constants were known."""
+        return float(np.median(_scales(self)))
+
     def medians(self) -> dict[str, float]:
         """The median of each constant."""
         return {name: float(np.median(getattr(self.constants, name))) for name in CONSTANT_NAMES}
@@ -80,7 +88,7 @@ class Calibration:
         return {name: float(np.std(np.log(getattr(self.constants, name)))) for name in CONSTANT_NAMES}
 
 
-def fit(observations: Sequence[Observation]) -> Calibration:
+def fit(observations: Sequence[Observation], usual: Mapping[str, Prior] = USUAL) -> Calibration:
     """The constants that the rows leave possible.
 
     Raises:
@@ -88,12 +96,8 @@ def fit(observations: Sequence[Observation]) -> Calibration:
     """
     if not observations:
         raise JobError("There is no measured row to fit; measure one device and two devices at least.")
-    placements = [observation.placement for observation in observations]
-    # The row that says most about computing alone: fewest workers, then the fastest.
-    anchor = min(observations, key=lambda row: (row.placement.layout.num_workers, row.step_time_s / row.num_samples))
-    gradient_bytes, link = usual_sizes(placements)
-    one = anchor.placement
-    priors = priors_of(anchor.step_time_s, one.micro_batch_size, gradient_bytes, link, one.num_passes)
+    gradient_bytes, link = usual_sizes([observation.placement for observation in observations])
+    priors = priors_beside(observations, usual)
     vector_bytes = gradient_bytes or UNKNOWN_GRADIENT_BYTES
     some = observations
     if len(observations) > _MOST_ROWS:
@@ -111,6 +115,15 @@ def fit(observations: Sequence[Observation]) -> Calibration:
         gradient_bytes=vector_bytes,
         link_bytes_per_s=link,
     )
+
+
+def priors_beside(observations: Sequence[Observation], usual: Mapping[str, Prior] = USUAL) -> dict[str, Prior]:
+    """What the constants are likely to be beside the row that says most about computing alone: that of the fewest
+    workers, then the fastest."""
+    anchor = min(observations, key=lambda row: (row.placement.layout.num_workers, row.step_time_s / row.num_samples))
+    gradient_bytes, link = usual_sizes([observation.placement for observation in observations])
+    one = anchor.placement
+    return priors_of(anchor.step_time_s, one.micro_batch_size, gradient_bytes, link, one.num_passes, usual)
 
 
 @dataclass(frozen=True)
@@ -226,22 +239,39 @@ def log_steps(calibration: Calibration, placements: Sequence[Placement]) -> Arra
     return np.log(_steps(calibration, placements).parts(calibration.constants).total_s)
 
 
+def log_density(calibration: Calibration, rows: Sequence[Observation]) -> Array:
+    """[num_samples, num_rows]: the logarithm of the density of log(step_time_s) that each sample gives to a row."""
+    misses = log_steps(calibration, [row.placement for row in rows]) - np.log([row.step_time_s for row in rows])
+    scales = _scales(calibration)
+    return np.asarray(_LOG_T - (_FREEDOM + 1) / 2 * np.log1p(np.square(misses / scales) / _FREEDOM) - np.log(scales))
+
+
+def _scales(calibration: Calibration) -> Array:
+    """[num_samples, 1]: of the errors of rows that were not measured."""
+    return np.asarray(np.hypot(calibration.errors, _UNSEEN_ERROR))
+
+
 def _steps(calibration: Calibration, placements: Sequence[Placement]) -> StepArrays:
     return StepArrays.of(placements, calibration.gradient_bytes, calibration.link_bytes_per_s)
 
 
 def _middle(totals: Array) -> Array:
     """[num_steps]: the geometric mean of the middle half of the samples. Where the rows leave two explanations it lies
-    between them, while the median jumps from one to the other."""
-    quarter = len(totals) // 4
-    middle = np.sort(totals, axis=0)[quarter : len(totals) - quarter]
-    return np.asarray(np.exp(np.log(middle).mean(axis=0)))
+    between them, while the median jumps from one to the other.
+
+    Each sample weighs 1 over its step, for errors are parts of what will be measured: of two explanations the shorter
+    step is the one that a forecast misses by the larger part.
+    """
+    totals = np.sort(totals, axis=0)
+    weights = 1 / totals
+    shares = (np.cumsum(weights, axis=0) - weights / 2) / weights.sum(axis=0)
+    weights[np.abs(shares - 0.5) > 0.25] = 0.0
+    return np.asarray(np.exp((weights * np.log(totals)).sum(axis=0) / weights.sum(axis=0)))
 
 
 def _measurements(calibration: Calibration, totals: Array) -> Array:
     """[many, num_steps]: what may be measured, where samples of the constants make `totals`."""
-    scales = np.sqrt(np.square(calibration.errors) + _UNSEEN_ERROR**2)
-    factors = np.exp(scales * np.array(_T_QUANTILES))  # [num_samples, 10]
+    factors = np.exp(_scales(calibration) * np.array(_T_QUANTILES))  # [num_samples, 10]
     return np.asarray((totals[:, None, :] * factors[:, :, None]).reshape(-1, totals.shape[1]))
 
 

@@ -49,9 +49,9 @@ def cost_s(
         JobError: an algorithm or a wire format without a price.
     """
     if algorithm not in COSTS:
-        raise JobError(f"The algorithm {algorithm} has no price; known are {', '.join(COSTS)}.")
+        raise JobError(f"The algorithm {algorithm} has no cost formula; there are formulas for {', '.join(COSTS)}.")
     if wire not in WIRE_FACTORS:
-        raise JobError(f"The wire format {wire} has no price; known are {', '.join(WIRE_FACTORS)}.")
+        raise JobError(f"The wire format {wire} has no cost formula; there are formulas for {', '.join(WIRE_FACTORS)}.")
     factor = WIRE_FACTORS[wire]
     if factor == 1.0:
         return COSTS[algorithm](size_bytes, layout, network, num_servers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.plan.calibrate import Calibration, fit, predict
 from paceline.plan.step_constants import Observation
@@ -29,8 +29,15 @@ class Contradiction:
     forecast_s: float
     """The forecast from all other rows."""
     is_left_out: bool
+    is_one_of_two: bool = False
+    """Whether there is one other row alone, which may as well be the mistake."""
 
     def sentence(self, name: str) -> str:
+        if self.is_one_of_two:
+            return (
+                f"{name} and the other row contradict each other: it says {self.measured_s:.4g} s where the other one "
+                f"makes {self.forecast_s:.4g} s likely; one of the two is wrong, so measure both again."
+            )
         says = (
             f"{name} contradicts the other rows: it says {self.measured_s:.4g} s where they make "
             f"{self.forecast_s:.4g} s likely"
@@ -42,32 +49,33 @@ class Contradiction:
 
 
 def fit_without_mistakes(observations: Sequence[Observation]) -> tuple[Calibration, tuple[Contradiction, ...]]:
-    """The fit of all rows but those that cannot be true beside the others, and the rows that contradict."""
+    """The fit of all rows but those that cannot be true beside the others, and the rows that contradict.
+
+    Of two rows none is left out, for either may be the mistake.
+    """
     calibration = fit(observations)
-    if len(observations) < 3:
-        return calibration, ()
+    kept, left_out = list(range(len(observations))), list[int]()
     found = _contradictions(observations, calibration)
-    impossible = [one for one in found if one.is_left_out]
-    if not impossible:
-        return calibration, tuple(found)
-    left_out: set[int] = set()
-    kept = list(range(len(observations)))
-    while impossible and len(kept) > max(2, 2 * len(observations) // 3):
-        left_out.add(kept[impossible[0].row])
-        kept = [row for row in range(len(observations)) if row not in left_out]
-        calibration = fit([observations[row] for row in kept])
-        rest = [] if len(kept) < 3 else _contradictions([observations[row] for row in kept], calibration)
-        impossible = [one for one in rest if one.is_left_out]
-    forecasts = predict(calibration, [observations[row].placement for row in sorted(left_out)])
+    while found and found[0].is_left_out and len(kept) > max(2, 2 * len(observations) // 3):
+        left_out.append(kept.pop(found[0].row))
+        rest = [observations[row] for row in kept]
+        calibration = fit(rest)
+        found = _contradictions(rest, calibration)
+    if not left_out:
+        is_one_of_two = len(observations) == 2
+        return calibration, tuple(replace(one, is_left_out=False, is_one_of_two=is_one_of_two) for one in found)
+    forecasts = predict(calibration, [observations[row].placement for row in left_out])
     mistakes = [
         Contradiction(row, observations[row].step_time_s, forecast.total_s, is_left_out=True)
-        for row, forecast in zip(sorted(left_out), forecasts, strict=True)
+        for row, forecast in zip(left_out, forecasts, strict=True)
     ]
-    return calibration, tuple(mistakes)
+    return calibration, tuple(sorted(mistakes, key=lambda one: one.row))
 
 
 def _contradictions(observations: Sequence[Observation], calibration: Calibration) -> list[Contradiction]:
-    """The rows that a fit of all others misses by far, the most surprising first."""
+    """The rows that a fit of all others misses by far: those that cannot be true first, then the most surprising."""
+    if len(observations) < 2:
+        return []
     forecasts = predict(calibration, [observation.placement for observation in observations])
     misses = [
         abs(math.log(observation.step_time_s / forecast.total_s))
@@ -76,6 +84,8 @@ def _contradictions(observations: Sequence[Observation], calibration: Calibratio
     suspects = sorted(range(len(observations)), key=lambda row: -misses[row])
     if len(observations) > _ALL_ROWS:
         suspects = [row for row in suspects[:_SUSPECTS] if misses[row] > 2 * calibration.error]
+    if len(observations) == 2:  # either contradicts the other
+        suspects = [1]
     found = []
     for row in suspects:
         others = fit([*observations[:row], *observations[row + 1 :]])
@@ -83,13 +93,15 @@ def _contradictions(observations: Sequence[Observation], calibration: Calibratio
         miss = math.log(observations[row].step_time_s / forecast.total_s)
         end_s = forecast.high_s if miss > 0 else forecast.low_s
         sigma = abs(math.log(end_s / forecast.total_s)) / INTERVAL_SIGMAS
-        if abs(miss) <= max(_SIGMAS * sigma, math.log(_FACTOR)) or (
-            len(observations) == 3 and not _is_impossible(miss)
-        ):
-            continue
-        one = Contradiction(row, observations[row].step_time_s, forecast.total_s, _is_impossible(miss))
-        found.append((abs(miss) / max(sigma, 1e-9), one))
-    return [one for _, one in sorted(found, key=lambda pair: -pair[0])]
+        if abs(miss) > max(_SIGMAS * sigma, math.log(_FACTOR)):
+            # A row that cannot be true makes others look so too; without it these agree, and miss it by most.
+            surprise = abs(miss) / (others.error if _is_impossible(miss) else max(sigma, 1e-9))
+            one = Contradiction(row, observations[row].step_time_s, forecast.total_s, _is_impossible(miss))
+            found.append((one.is_left_out, surprise, one))
+    found.sort(key=lambda entry: entry[:2], reverse=True)
+    if len(observations) <= _ALL_ROWS:  # one mistake among few rows makes the others contradict what is left
+        found = found[:1]
+    return [one for _, _, one in found]
 
 
 def _is_impossible(miss: float) -> bool:

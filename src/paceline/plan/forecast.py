@@ -74,6 +74,9 @@ def forecast(
     if request.noise_scale is not None:
         better = _best_batch(inputs, chosen.devices) if request.grow == "none" else None
         reason += batch_advice(chosen, request.noise_scale, better)
+    load = inputs.timing.load
+    if load is not None and load.is_disturbing:
+        verdict = f"Not reliable, probe again on a quiet machine: {load.sentence()}. By these timings: {verdict}"
     return Forecast(
         job=job.name,
         device=inputs.timing.device,
@@ -89,6 +92,8 @@ def forecast(
         assumptions=assumptions(inputs, rows),
         efficiency_floor=request.efficiency_floor,
         price_per_device_hour=request.price_per_device_hour,
+        currency=request.currency,
+        run_samples=inputs.timing.num_samples and job.epochs * inputs.timing.num_samples,
         noise_scale=request.noise_scale,
         past_error=past_error(cluster.checks),
     )

@@ -6,8 +6,15 @@ import dataclasses
 import math
 
 from paceline.errors import JobError
-from paceline.plan.gradient_sums import STRAGGLER_SPREAD, cheapest_algorithm, exposed_sums_s, neighbours_factor_of
-from paceline.plan.inputs import PlanInputs, largest_assignment, needs_replicas, pass_s
+from paceline.plan.gradient_sums import (
+    STRAGGLER_SPREAD,
+    cheapest_algorithm,
+    exposed_sums_s,
+    neighbours_factor_of,
+    network_in_steps,
+    sums_on_busy_cores,
+)
+from paceline.plan.inputs import PlanInputs, largest_assignment, needs_replicas, pass_s, spread_near
 from paceline.plan.memory import StateBytes, device_memory, largest_micro_batch, state_bytes, worker_memory_bytes
 from paceline.plan.model import Layout
 from paceline.plan.search import SearchResult, Workload, search
@@ -21,6 +28,8 @@ STEP_OVERHEAD_S = 3e-4
 """Seconds per step besides the optimizer: launching it, counting samples, schedules."""
 MEMORY_RATE = {"cuda": 800e9, "cpu": 8e9}
 """Bytes/s at which one worker's optimizer goes through parameters, gradients and state, where it was not timed."""
+_CPU_COPY_RATE = 2e9
+"""Bytes/s at which a CPU worker copies into memory that it has just been given, page by page."""
 _COMPUTE_ERROR, _COMMUNICATION_ERROR, _UNSEEN_ERROR = 0.05, 0.2, 0.03
 """Standard deviations of logarithms: of measured compute, of priced communication, and for each doubling of devices
 beyond those that were measured."""
@@ -44,7 +53,8 @@ def forecast_row(inputs: PlanInputs, count: int) -> ForecastRow:
     loader_s = _loader_s(inputs, samples, neighbours)
     busy_s = compute_s + exposed_s + overhead_s
     step_s = busy_s + loader_s if timing.loads_between_passes else max(busy_s, loader_s)
-    width = math.exp(INTERVAL_SIGMAS * _error(inputs, count, exposed_s / step_s))
+    spread = spread_near(timing, micro_batch_size)
+    width = math.exp(INTERVAL_SIGMAS * _error(inputs, count, spread, exposed_s / step_s))
     row = ForecastRow(
         devices=count,
         nodes=layout.num_nodes,
@@ -104,7 +114,7 @@ def search_meshes(inputs: PlanInputs, count: int, memory_bytes: float | None = N
     """The meshes of `count` devices, each with `memory_bytes`. Raises `JobError` where none fits."""
     layout = inputs.layout(count)
     workload = workload_on(inputs, count, memory_bytes)
-    return search(workload, count, max(layout.workers_per_node), inputs.network(layout))
+    return search(workload, count, max(layout.workers_per_node), network_in_steps(inputs, layout))
 
 
 def workload_on(inputs: PlanInputs, count: int, memory_bytes: float | None = None) -> Workload:
@@ -115,6 +125,7 @@ def workload_on(inputs: PlanInputs, count: int, memory_bytes: float | None = Non
     """
     job, layout, cluster = inputs.job_on(count), inputs.layout(count), inputs.cluster
     neighbours = neighbours_factor_of(inputs, layout)
+    on_gpu = cluster.device_kind == "cuda"
     return Workload(
         num_parameters=inputs.timing.num_parameters,
         global_batch_size=job.global_batch_size,
@@ -125,7 +136,10 @@ def workload_on(inputs: PlanInputs, count: int, memory_bytes: float | None = Non
         memory_bytes=memory_bytes or worker_memory_bytes(cluster, max(layout.workers_per_node)) or math.inf,
         layers=inputs.layers,
         shard_size=job.shard_size,
-        backend="nccl" if cluster.device_kind == "cuda" else "gloo",
+        backend="nccl" if on_gpu else "gloo",
+        copy_s_per_byte=0.0 if on_gpu else neighbours / _CPU_COPY_RATE,
+        sums_are_hidden=not sums_on_busy_cores(inputs, layout),
+        plain_sums_s=cheapest_algorithm(inputs, job, layout)[1],
     )
 
 
@@ -198,10 +212,14 @@ def _loader_s(inputs: PlanInputs, samples: int, neighbours: float) -> float:
     return samples / (rate / neighbours if inputs.timing.loads_between_passes else rate)
 
 
-def _error(inputs: PlanInputs, count: int, exposed_fraction: float) -> float:
-    """Standard deviation of log(measured / forecast); every doubling beyond the cluster adds to it."""
+def _error(inputs: PlanInputs, count: int, spread: float, exposed_fraction: float) -> float:
+    """Standard deviation of log(measured / forecast); every doubling beyond the cluster adds to it.
+
+    Args:
+        spread: of the passes that were timed.
+    """
     unseen = max(0.0, math.log2(count / sum(inputs.node_sizes)))
-    return math.hypot(_COMPUTE_ERROR, _COMMUNICATION_ERROR * exposed_fraction, _UNSEEN_ERROR * unseen)
+    return math.hypot(_COMPUTE_ERROR, spread, _COMMUNICATION_ERROR * exposed_fraction, _UNSEEN_ERROR * unseen)
 
 
 def _too_many_workers(job: Job, count: int) -> str:

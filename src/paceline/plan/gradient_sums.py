@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from paceline.plan.buckets import exposed_s, sums_of_exposed_s, sums_s
 from paceline.plan.collectives import COSTS, WIRE_FACTORS, cost_s
 from paceline.plan.inputs import PlanInputs, pass_s
-from paceline.plan.model import Layout
+from paceline.plan.model import Layout, Network
 from paceline.plan.network_costs import SHARED_MEMORY
 from paceline.plan.step_time import expected_maximum, neighbour_slowdown, neighbours_factor, slowest_s
 from paceline.spec import AlgorithmName, Job
@@ -45,11 +47,27 @@ def neighbours_factor_of(inputs: PlanInputs, layout: Layout) -> float:
     return float(neighbours_factor(slowdown, max(layout.workers_per_node)))
 
 
+def network_in_steps(inputs: PlanInputs, layout: Layout) -> Network:
+    """The links as Gloo's collectives find them in steps, where all workers communicate at once.
+
+    A loopback stream keeps two cores busy, the sender's and the receiver's, and was timed alone. With g workers on c
+    cores 2 g / c of them share what one had; where an all_reduce was timed in steps on one node, its factor counts.
+    """
+    network = inputs.network(layout)
+    if inputs.cluster.device_kind != "cpu":
+        return network
+    shared = 2 * max(layout.workers_per_node) / max(1, inputs.cluster.nodes[0].num_cores)
+    measured = _measured_factors(inputs, layout) if layout.num_nodes == 1 and layout.num_workers > 1 else {}
+    factor = max(1.0, measured.get("all_reduce", shared))
+    inside = replace(network.inside, beta_s_per_byte=factor * network.inside.beta_s_per_byte)
+    return replace(network, inside=inside)
+
+
 def exposed_sums_s(inputs: PlanInputs, compute_s: float, communication_s: float, layout: Layout) -> float:
     """What of the sums a step waits for, whose last pass takes `compute_s`."""
     if layout.num_workers == 1:
         return 0.0
-    if _sums_on_busy_cores(inputs, layout):
+    if sums_on_busy_cores(inputs, layout):
         return communication_s
     return exposed_s(compute_s, 4.0 * inputs.timing.num_parameters, communication_s)
 
@@ -87,7 +105,7 @@ def _measured_factors(inputs: PlanInputs, layout: Layout) -> dict[AlgorithmName,
     compute_s = neighbours_factor_of(inputs, together) * pass_s(timing, timing.together_micro_batch_size)
     factors: dict[AlgorithmName, float] = {}
     for timed in timing.sums:
-        if _sums_on_busy_cores(inputs, together):
+        if sums_on_busy_cores(inputs, together):
             took_s = timed.waiting_s
         else:
             took_s = sums_of_exposed_s(compute_s, 4.0 * timing.num_parameters, timed.waiting_s)
@@ -97,7 +115,7 @@ def _measured_factors(inputs: PlanInputs, layout: Layout) -> dict[AlgorithmName,
     return factors
 
 
-def _sums_on_busy_cores(inputs: PlanInputs, layout: Layout) -> bool:
+def sums_on_busy_cores(inputs: PlanInputs, layout: Layout) -> bool:
     """On CPU, cores that all compute cannot add up on their node meanwhile."""
     num_busy = max(layout.workers_per_node) * inputs.timing.threads_per_worker
     is_full = inputs.cluster.device_kind == "cpu" and num_busy >= inputs.cluster.nodes[0].num_cores

@@ -29,6 +29,7 @@ class ForecastRequest:
     grow: Grow = "none"
     efficiency_floor: float = 0.5
     price_per_device_hour: float | None = None
+    currency: str = ""
     noise_scale: float | None = None
     """In samples."""
     target_samples: float | None = None
@@ -101,7 +102,7 @@ def plan_inputs(
     between = between_link(cluster, request.link_bytes_per_s)
     if between is None and most_devices > sizes[0]:
         raise ClusterError(
-            f"{most_devices} devices need several nodes, and nobody measured what links them (one node has "
+            f"{most_devices} devices need several nodes, and the links between them were not measured (one node has "
             f"{sizes[0]}); run paceline probe with --hosts, or give the rate in one direction: --link-rate 1.25e9."
         )
     measured = measured_activations(timing.micro_batches, timing.num_parameters, state_bytes(job))
@@ -150,6 +151,11 @@ def pass_s(timing: JobTiming, num_samples: float) -> float:
     return float(times_s[-1] + max(0.0, slope) * (num_samples - sizes[-1]))
 
 
+def spread_near(timing: JobTiming, num_samples: float) -> float:
+    """The spread of passes of the timed size that is nearest to `num_samples`: the standard deviation of logarithms."""
+    return min(timing.micro_batches, key=lambda row: abs(row.micro_batch_size - num_samples)).spread
+
+
 def transformer_shape(job: Job) -> TransformerShape | None:
     """The shape that a job's own options tell; None where they leave any of it open."""
     options = job.model.options | job.data.options
@@ -160,7 +166,7 @@ def transformer_shape(job: Job) -> TransformerShape | None:
 
 
 def needs_replicas(job: Job) -> bool:
-    """Whether only workers with the whole model can train it."""
+    """Whether only workers with the whole model can train it, or meshes that have no prices (bitwise parity)."""
     return (
         job.parity == "bitwise"
         or job.aggregation.method != "every_step"

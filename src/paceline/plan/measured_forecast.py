@@ -21,6 +21,7 @@ def forecast_of_steps(
     *,
     efficiency_floor: float = 0.5,
     price_per_device_hour: float | None = None,
+    currency: str = "",
 ) -> Forecast:
     """The placements beside the smallest measured one, to which speed-up and efficiency refer.
 
@@ -50,6 +51,7 @@ def forecast_of_steps(
         assumptions=assumed_in_words(measured, placements),
         efficiency_floor=efficiency_floor,
         price_per_device_hour=price_per_device_hour,
+        currency=currency,
     )
 
 

@@ -47,5 +47,5 @@ def inside_link(node: Node, num_devices: int, label: str | None = None) -> Alpha
         slowest = pick(node, num_devices).ring.bottleneck or slowest
     if slowest is None or not slowest.bytes_per_s:
         where = node.hostname or "the node"
-        raise ClusterError(f"Nobody measured what links the devices of {where}; run paceline probe JOB first.")
+        raise ClusterError(f"The links between the devices of {where} were not measured; run paceline probe JOB first.")
     return AlphaBeta(slowest.latency_s or INSIDE_ALPHA_S[node.device_kind], 1 / slowest.bytes_per_s)

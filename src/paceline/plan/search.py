@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Literal
 
 from paceline.errors import JobError
-from paceline.plan.buckets import exposed_s, sums_s
+from paceline.plan.buckets import exposed_s, num_buckets, sums_s
 from paceline.plan.collectives import COSTS, ring
 from paceline.plan.memory import USABLE_FRACTION, StateBytes, cut, device_memory, fits
 from paceline.plan.model import AlphaBeta, Layout, Network
@@ -28,6 +28,8 @@ _CLOSE = 1.03
 """Meshes whose steps are within 3 % of the fastest one's are as good; the simplest of them wins."""
 _RECOMPUTE_FACTOR = 4 / 3
 """Forward once more, where backward takes twice as long as forward (Chen et al. 2016, "Sublinear Memory Cost")."""
+_MIN_BLOCK_BYTES = 2**20
+"""Blocks of a sharded model with fewer bytes are gathered together."""
 _WORTH_SHARING = 0.5
 """A tensor group pays where it divides at least this fraction of the computing."""
 
@@ -53,6 +55,12 @@ class Workload:
     backend: Backend = "nccl"
     """With gloo nothing hides what the fsdp axis says, and a reduce_scatter moves as much as an all_reduce: counted
     between two nodes with torch 2.13, (n - 1)/n of a vector for an all_gather, 2 (n - 1)/n for the other two."""
+    copy_s_per_byte: float = 0.0
+    """Seconds for each byte that is gathered or scattered, besides the link's: it is copied into fresh memory."""
+    sums_are_hidden: bool = True
+    """Whether the replicas' gradients are summed while backward computes; not on cores that all compute."""
+    plain_sums_s: float | None = None
+    """Seconds of all sums between whole replicas; None: by the links' prices."""
 
     @property
     def num_shards(self) -> int:
@@ -142,7 +150,7 @@ def best_of(workload: Workload, mesh: Mesh, devices_per_node: int, network: Netw
             if not fits(memory, workload.memory_bytes):
                 break  # nor does a larger one
             fitting += [
-                _priced(workload, mesh, micro_batch_size, memory, devices_per_node, network, one, recompute)
+                priced(workload, mesh, micro_batch_size, memory, devices_per_node, network, one, recompute)
                 for one in _pipelines(workload, mesh)
             ]
         if fitting:
@@ -214,7 +222,7 @@ def _complexity(mesh: Mesh) -> tuple[int, ...]:
     return mesh.pp, mesh.tp, mesh.fsdp, mesh.zero_stage if mesh.fsdp > 1 else 0
 
 
-def _priced(
+def priced(
     workload: Workload,
     mesh: Mesh,
     micro_batch_size: int,
@@ -330,17 +338,36 @@ def _data_s(
     summed over the replicas while the last micro-batch is computed; both axes have links of their own.
     """
     part_bytes = own_bytes / mesh.fsdp
-    all_s = _axis_s(part_bytes, mesh.dp, mesh.tp * mesh.fsdp, mesh, devices_per_node, network, cheapest_s)
-    replicas_s = exposed_s(last_s, part_bytes, all_s)
-    # Nothing but a ring gathers and scatters.
-    all_reduce_s = _axis_s(own_bytes, mesh.fsdp, mesh.tp, mesh, devices_per_node, network, ring)
+    if mesh.is_plain and workload.plain_sums_s is not None:
+        all_s = workload.plain_sums_s
+    else:
+        stride = mesh.tp * mesh.fsdp
+        all_s = sums_s(
+            part_bytes,
+            lambda size_bytes: _axis_s(size_bytes, mesh.dp, stride, mesh, devices_per_node, network, cheapest_s),
+        )
+    replicas_s = exposed_s(last_s, part_bytes, all_s) if workload.sums_are_hidden else all_s
+    # Nothing but a ring gathers and scatters, block by block.
+    num_blocks = _num_blocks(workload.layers, mesh, own_bytes)
+    all_reduce_s = num_blocks * _axis_s(
+        own_bytes / num_blocks, mesh.fsdp, mesh.tp, mesh, devices_per_node, network, ring
+    )
     is_gloo = workload.backend == "gloo"
     num_gathers, num_scatters = num_gathers_and_scatters(mesh.zero_stage, num_passes)
     sharding_s = all_reduce_s * (num_gathers / 2 + num_scatters / (1 if is_gloo else 2))
+    if mesh.fsdp > 1:
+        sharding_s += (num_gathers + num_scatters) * own_bytes * workload.copy_s_per_byte
     if mesh.fsdp > 1 and not is_gloo:
         hiding_s = compute_s if mesh.zero_stage >= 2 else last_s
         sharding_s = exposed_s(hiding_s, own_bytes, sharding_s)
     return sharding_s + replicas_s
+
+
+def _num_blocks(layers: Layers, mesh: Mesh, own_bytes: float) -> int:
+    """Parts of a stage that `parallel/sharded.py` gathers one by one: its layers, small ones together."""
+    if not layers:
+        return num_buckets(own_bytes)
+    return max(1, min(-(-len(layers) // mesh.pp), int(own_bytes / _MIN_BLOCK_BYTES)))
 
 
 def _axis_s(
@@ -352,11 +379,11 @@ def _axis_s(
     network: Network,
     sum_s: Callable[[float, Layout, Network], float],
 ) -> float:
-    """An all_reduce over ranks that are `stride` apart."""
+    """One all_reduce over ranks that are `stride` apart."""
     if degree == 1:
         return 0.0
     layout, shared = _group(degree, stride, mesh, devices_per_node, network)
-    return sums_s(size_bytes, lambda bucket_bytes: sum_s(bucket_bytes, layout, shared))
+    return sum_s(size_bytes, layout, shared)
 
 
 def _group(degree: int, stride: int, mesh: Mesh, devices_per_node: int, network: Network) -> tuple[Layout, Network]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ from paceline.errors import JobError
 from paceline.plan.collectives import COSTS
 from paceline.plan.model import AlphaBeta, Layout, Network
 from paceline.plan.step_time import (
-    compute_s,
     expected_maximum,
     neighbours_factor,
     overlapped_s,
@@ -74,9 +74,7 @@ class Constants:
 
     per_sample_s: Any
     fixed_s: Any
-    """Seconds of a pass beside its samples."""
-    floor_s: Any
-    """Launching the kernels of a pass: no pass is shorter."""
+    """Seconds of a pass beside its samples: launching kernels."""
     host_s_per_sample: Any
     """Seconds that a node's host needs for a sample of any of its devices: loading, host memory."""
     joint_slowdown: Any
@@ -84,8 +82,6 @@ class Constants:
     into buckets and back, and sums take processors from computing."""
     neighbour_slowdown: Any
     """Slowdown of workers by others on the same node, as a fraction of their compute time."""
-    network_slowdown: Any
-    """Slowdown of computing as soon as there are several nodes, as a fraction of compute time."""
     straggler_spread: Any
     """Standard deviation over mean of one worker's computing time."""
     inside_alpha_s: Any
@@ -148,54 +144,84 @@ class Prior:
     times: tuple[str, ...] = ()
     """Earlier constants; the value is that many times their sum."""
 
+    def times_median(self, factor: float) -> Prior:
+        return replace(self, median=factor * self.median)
+
 
 CONSTANT_NAMES: tuple[str, ...] = tuple(field.name for field in fields(Constants))
 
+USUAL: Mapping[str, Prior] = MappingProxyType(
+    {
+        # Parts of the time of a pass.
+        "per_sample_s": Prior(0.9, 0.3),
+        "host_s_per_sample": Prior(0.02, 1.8),
+        # Seconds, of a step that is not short.
+        "fixed_s": Prior(0.01, 1.0),
+        "inside_alpha_s": Prior(5e-5, 1.2),  # ten buckets at 5 us
+        "inside_beta_s_per_byte": Prior(0.02, 1.5),  # times the bytes of the gradients
+        "shared_beta_s_per_byte": Prior(0.001, 2.3),  # times the bytes of the gradients
+        "between_alpha_s": Prior(3e-4, 1.2),  # ten buckets at 30 us
+        "several_nodes_s": Prior(0.012, 1.5),
+        # A network is a few times slower than the links inside a node.
+        "between_beta_s_per_byte": Prior(3.0, 1.2, times=("inside_beta_s_per_byte", "shared_beta_s_per_byte")),
+        "joint_slowdown": Prior(0.0025, 1.5),
+        "neighbour_slowdown": Prior(0.01, 1.5),
+        "straggler_spread": Prior(0.015, 1.5),
+        "pair_slowdown": Prior(0.1, 1.2),
+        "growth_slowdown": Prior(0.1, 1.0),
+        "overlap_beyond_sum": Prior(6.0, 0.6),
+        "tail_fraction": Prior(0.06, 0.8),
+    }
+)
+"""What hardware usually has, where nothing is told of it."""
+
+_LONG_STEP_S = 0.3
+"""A shorter step is one of a smaller model or a faster device, whose launches and sums are shorter too."""
+
 
 def priors_of(
-    step_s: float, micro_batch_size: int, gradient_bytes: float | None, link: float | None, num_passes: int = 1
+    step_s: float,
+    micro_batch_size: int,
+    gradient_bytes: float | None,
+    link: float | None,
+    num_passes: int = 1,
+    usual: Mapping[str, Prior] = USUAL,
 ) -> dict[str, Prior]:
     """What hardware usually has, around a single step that took `step_s`.
 
     Whatever is no computing has an absolute scale: launching the kernels of a pass and the optimizer takes
-    milliseconds, and sums of gradients take tens of them, also where many passes make a step of minutes. A short step
-    has less of it.
+    milliseconds, and sums of gradients take tens of them, also where many passes make a step of minutes.
     Without the size of gradients, links are known only by how long a sum takes.
     """
-    pass_s = step_s / num_passes
-    sum_s = min(0.04 * step_s, 0.015)
-    vector_bytes = gradient_bytes or UNKNOWN_GRADIENT_BYTES
-    inside = Prior(sum_s / vector_bytes, 1.5)
-    shared = Prior(min(0.05 * sum_s, 0.00075) / vector_bytes, 2.3)
-    if gradient_bytes is not None:
-        # PCIe 3.0 x16 has 10 GB/s, which devices may share; NVLink has ten times as much, memory of CPUs a tenth.
-        inside, shared = Prior(1 / 20e9, 1.5), Prior(0.05 / 20e9, 2.3)
-    # A network is a few times slower than the links inside a node.
-    between = Prior(3.0, 1.2, times=("inside_beta_s_per_byte", "shared_beta_s_per_byte"))
-    if link is not None:  # a datasheet's rate is a bound, of which collectives reach two thirds or much less
-        between = Prior(0.5 / link, 1.0, least=1 / link)
-    # Networks are of two kinds: RDMA as on InfiniBand, and sockets as in most clouds, which cap each flow.
-    is_rdma = link is not None and link >= _RDMA_BYTES_PER_S
-    return {
-        "per_sample_s": Prior(0.9 * pass_s / micro_batch_size, 0.3),
-        "fixed_s": Prior(min(0.05 * pass_s, 0.005), 1.0),
-        "floor_s": Prior(min(0.05 * pass_s, 0.01), 1.0),
-        "host_s_per_sample": Prior(0.01 * pass_s / micro_batch_size, 2.0),
-        "joint_slowdown": Prior(0.005, 1.6),
-        "neighbour_slowdown": Prior(0.01, 1.5),
-        "network_slowdown": Prior(0.006, 1.2) if is_rdma else Prior(0.0175, 1.6),
-        "straggler_spread": Prior(0.01, 1.5),
-        "inside_alpha_s": Prior(min(0.005 * step_s, 5e-5), 1.2),  # ten buckets at 5 us
-        "inside_beta_s_per_byte": inside,
-        "shared_beta_s_per_byte": shared,
-        "between_alpha_s": Prior(min(0.02 * step_s, 1e-4 if is_rdma else 3e-4), 1.2),  # ten buckets at 10 or 30 us
-        "between_beta_s_per_byte": between,
-        "pair_slowdown": Prior(0.03, 1.0) if is_rdma else Prior(0.1, 1.2),
-        "growth_slowdown": Prior(0.05, 1.0),
-        "several_nodes_s": Prior(min(0.005 * step_s, 0.002) if is_rdma else min(0.02 * step_s, 0.02), 1.5),
-        "overlap_beyond_sum": Prior(6.0, 0.6),
-        "tail_fraction": Prior(0.06, 0.8),
+    sample_s = step_s / num_passes / micro_batch_size
+    of_pass, of_step = min(1.0, step_s / num_passes / _LONG_STEP_S), min(1.0, step_s / _LONG_STEP_S)
+    of_byte = of_step / (gradient_bytes or UNKNOWN_GRADIENT_BYTES)
+    scales = {
+        "per_sample_s": sample_s,
+        "host_s_per_sample": sample_s,
+        "fixed_s": of_pass,
+        "inside_alpha_s": of_step,
+        "inside_beta_s_per_byte": of_byte,
+        "shared_beta_s_per_byte": of_byte,
+        "between_alpha_s": of_step,
+        "several_nodes_s": of_step,
     }
+    priors = {name: usual[name].times_median(scales.get(name, 1.0)) for name in CONSTANT_NAMES}
+    if gradient_bytes is not None:
+        # Between PCIe 3.0 x16, whose 10 GB/s devices may share, and NVLink with ten times as much.
+        priors |= {"inside_beta_s_per_byte": Prior(1 / 30e9, 1.5), "shared_beta_s_per_byte": Prior(0.05 / 30e9, 2.3)}
+    # Networks are of two kinds: RDMA as on InfiniBand, and sockets as in most clouds, which cap each flow. A rate of a
+    # datasheet is a bound, of which collectives reach most by RDMA, and two thirds or much less by sockets.
+    is_rdma = link is not None and link >= _RDMA_BYTES_PER_S
+    if link is not None:
+        priors["between_beta_s_per_byte"] = Prior((0.15 if is_rdma else 0.5) / link, 1.0, least=1 / link)
+    if is_rdma:
+        priors |= {
+            "between_alpha_s": Prior(1e-4 * of_step, 1.2),
+            "pair_slowdown": Prior(0.03, 1.0),
+            "several_nodes_s": Prior(0.001 * of_step, 1.0),
+        }
+    return priors
 
 
 def usual_sizes(placements: Sequence[Placement]) -> tuple[float | None, float | None]:
@@ -247,7 +273,9 @@ class StepArrays:
         place_of = {key: place for place, key in enumerate(sums)}
         for _, algorithm, _, _ in sums:
             if algorithm not in COSTS:
-                raise JobError(f"The algorithm {algorithm} has no price; known are {', '.join(COSTS)}.")
+                raise JobError(
+                    f"The algorithm {algorithm} has no cost formula; there are formulas for {', '.join(COSTS)}."
+                )
         layouts = [placement.layout for placement in placements]
         return cls(
             micro_batch_sizes=np.array([placement.micro_batch_size for placement in placements], float),
@@ -271,12 +299,10 @@ class StepArrays:
     def parts(self, constants: Constants) -> StepParts:
         communication = self.communication_s(constants)
         sizes, on_node = self.micro_batch_sizes, self.num_on_fullest
-        pass_s = compute_s(sizes, constants.fixed_s, constants.per_sample_s, constants.floor_s) * neighbours_factor(
-            constants.neighbour_slowdown, on_node
-        )
+        pass_s = constants.fixed_s + constants.per_sample_s * sizes
+        pass_s = pass_s * neighbours_factor(constants.neighbour_slowdown, on_node)
         slowest = slowest_s(pass_s, constants.straggler_spread, self.expected_maxima)
-        shared = constants.joint_slowdown * (self.expected_maxima > 0) + constants.network_slowdown * self.has_nodes
-        slowest = slowest * (1 + shared)
+        slowest = slowest * (1 + constants.joint_slowdown * (self.expected_maxima > 0))
         host_s = np.where(on_node > 1, constants.host_s_per_sample * sizes * on_node, 0.0)
         slowest = smooth_max(slowest, host_s, _HOST_SHARPNESS)
         tail = np.minimum(constants.tail_fraction, 1.0)

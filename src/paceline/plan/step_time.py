@@ -17,16 +17,8 @@ import numpy as np
 
 from paceline.spec.forecast import BoundBy
 
-_FLOOR_SHARPNESS = 8.0
-"""How abruptly launching kernels stops to be the limit as a micro-batch grows; 8 adds 9 % where both are equal."""
-
 INTERVAL_SIGMAS = 1.645
 """Standard deviations to either side of the 90 % interval of a normal quantity."""
-
-
-def compute_s(micro_batch_size: Any, fixed_s: float, per_sample_s: float, floor_s: float = 0.0) -> Any:
-    """max(floor_s, fixed_s + per_sample_s * micro_batch_size), rounded off at the corner so that it can be fitted."""
-    return smooth_max(fixed_s + per_sample_s * micro_batch_size, floor_s, _FLOOR_SHARPNESS)
 
 
 def smooth_max(one: Any, other: Any, exponent: float) -> Any:

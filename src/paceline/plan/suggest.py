@@ -8,13 +8,16 @@ lowers the mean variance over the range by most for a device-second.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from paceline.plan.calibrate import fit, log_steps, predict, uninformed
 from paceline.plan.step_constants import Observation, Placement
+from paceline.plan.step_time import INTERVAL_SIGMAS
 
 _LEAST_ERROR = 0.05
 """Steps of one placement vary by this part from day to day, however well the few rows at hand agree."""
@@ -30,9 +33,8 @@ class Suggestion:
     """A placement to measure."""
 
     placement: Placement
-    expected_error: float
-    """What forecasts over the range will be off by, once it and all before it are measured: as a part, the median over
-    the range of the usual error."""
+    promised_error: float
+    """Nine of ten forecasts over the range are off by less, once it and all before it are measured: as a part."""
     device_seconds: float
     """What measuring it costs."""
 
@@ -59,7 +61,7 @@ def suggest(
     error = max(calibration.error, _LEAST_ERROR)
     step_s = np.array([forecast.total_s for forecast in predict(calibration, candidates)])
     num_devices = np.array([candidate.layout.num_workers for candidate in candidates])
-    costs = num_devices * (_START_S + _STEPS_TO_MEASURE * step_s)
+    costs = num_devices * seconds_to_measure(step_s)
     num_nodes = np.array([candidate.layout.num_nodes for candidate in candidates])
     is_left = (num_nodes <= (max_nodes or np.inf)) & (num_devices <= (max_devices or np.inf))
     suggestions: list[Suggestion] = []
@@ -70,9 +72,15 @@ def suggest(
         best = first.pop(0) if first else int(np.argmax(np.where(is_left, gains, -np.inf)))
         covariance = covariance - np.outer(covariance[best], covariance[best]) / (error**2 + variances[best])
         is_left[best] = False
-        left = np.sqrt(np.maximum(covariance.diagonal(), 0.0) + calibration.error**2)
-        suggestions.append(Suggestion(candidates[best], float(np.median(left)), float(costs[best])))
+        left = np.maximum(covariance.diagonal(), 0.0).mean() + calibration.unseen_error**2
+        promised = math.expm1(INTERVAL_SIGMAS * math.sqrt(left))
+        suggestions.append(Suggestion(candidates[best], promised, float(costs[best])))
     return suggestions
+
+
+def seconds_to_measure(step_s: Any) -> Any:
+    """Seconds that each device needs to measure a row of such steps."""
+    return _START_S + _STEPS_TO_MEASURE * step_s
 
 
 def _smallest(candidates: Sequence[Placement]) -> list[int]:

@@ -28,8 +28,8 @@ class CommRow:
     busbw_bytes_per_s: float
     minimum_s: float | None
     """See `minimum_s`."""
-    over_baseline: float | None
-    """Time over that of `all_reduce` at the same size."""
+    speedup: float | None
+    """The time of `all_reduce` at the same size over this one: 2 is twice as fast."""
 
     @property
     def case(self) -> CommCase:
@@ -63,7 +63,7 @@ def comm_rows(timings: CommTimings) -> list[CommRow]:
                 algbw,
                 algbw * 2 * (n - 1) / n,
                 minimum_s(timings, timing.case, timing.size_bytes),
-                None if base_s is None else timing.median_s / base_s,
+                None if base_s is None else base_s / timing.median_s,
             )
         )
     return rows
@@ -110,7 +110,7 @@ def comm_mapping(timings: CommTimings) -> dict[str, Any]:
                 "minimum_s": row.minimum_s,
                 "link_share": row.link_share,
                 "link_bytes": row.timing.link_bytes,
-                "over_all_reduce": row.over_baseline,
+                "speedup_over_all_reduce": row.speedup,
             }
             for row in comm_rows(timings)
         ],
@@ -159,7 +159,13 @@ def left_out_sentences(timings: CommTimings) -> list[str]:
 
 
 def verdict(timings: CommTimings) -> str:
-    """Which exact sum is the fastest where messages are longest."""
+    """Which exact sum is the fastest where messages are longest; and what disturbed the timings, if anything did."""
+    if timings.machine_load is not None and timings.machine_load.is_disturbing:
+        return f"Not reliable, time again on a quiet machine: {timings.machine_load.sentence()}. {_fastest(timings)}"
+    return _fastest(timings)
+
+
+def _fastest(timings: CommTimings) -> str:
     rows = at_size(timings, largest_size(timings))
     best = fastest_exact(rows)
     if best is None:

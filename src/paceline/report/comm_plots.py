@@ -48,6 +48,10 @@ def dash(case: CommCase) -> str:
     return "longdash" if case.order == "alternating" else _DASH_OF_WIRE[case.wire]
 
 
+LIMIT = "physical limit"
+"""The name of its line."""
+
+
 def comm_plots(timings: CommTimings) -> list[Plot]:
     """All plots that have data, in the order of the page."""
     n, shown = timings.world_size, sizes(timings)
@@ -86,11 +90,11 @@ def comm_plots(timings: CommTimings) -> list[Plot]:
                 (
                     "comm-relative",
                     "Against all_reduce",
-                    "Time over that of all_reduce.",
-                    "time over that of all_reduce",
+                    "How many times as fast as all_reduce.",
+                    "speed over that of all_reduce",
                 ),
-                "Time over that of the backend's own all_reduce at the same size: below 1 is faster.",
-                lambda row: row.over_baseline,
+                "Times as fast as the backend's own all_reduce at the same size: above 1 is faster.",
+                lambda row: row.speedup,
                 ratio_text,
                 [],
             )
@@ -120,7 +124,7 @@ def _plot(
     ]
     if limit:
         hover = [f"physical limit<br>{size_text(s)}: {say(least)}" for s, least in zip(shown, limit, strict=True)]
-        data.append(dashed(shown, limit, "physical limit", hover=hover))
+        data.append(dashed(shown, limit, LIMIT, hover=hover))
     told = [f"{row.case}: {say(value(row))}" for row in rows if row.size_bytes == largest]
     return Plot(
         key,

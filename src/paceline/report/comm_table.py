@@ -58,7 +58,7 @@ def figure_columns(timings: CommTimings) -> list[Column]:
     if any(row.minimum_s is not None for row in rows):
         found.append(("of link", lambda row: percent(row.link_share, 0)))
         found.append(("time / minimum", lambda row: ratio_text(row.over_minimum)))
-    return [*found, ("time / all_reduce", lambda row: ratio_text(row.over_baseline))]
+    return [*found, ("x all_reduce", lambda row: ratio_text(row.speedup))]
 
 
 def comm_table(timings: CommTimings, width: int = _FULL_WIDTH) -> RenderableType:
@@ -74,7 +74,7 @@ def comm_table(timings: CommTimings, width: int = _FULL_WIDTH) -> RenderableType
         Text(f"Median time, of {rounds_text(comm_rows(timings))}; every sum was checked.{more}"),
         _times_table(timings, shown),
         Text(
-            f"\nAt {size_text(largest)}, over {rounds_text(rows)}; ratio: time over that of all_reduce; "
+            f"\nAt {size_text(largest)}, over {rounds_text(rows)}; ratio: how many times as fast as all_reduce; "
             "alpha and beta: over all sizes."
         ),
         _figures_table(timings, rows, is_wide=width >= _FULL_WIDTH),
@@ -107,7 +107,7 @@ def _times_table(timings: CommTimings, shown: Sequence[int]) -> Table:
 def _figures_table(timings: CommTimings, rows: Sequence[CommRow], *, is_wide: bool) -> Table:
     cells = dict(figure_columns(timings))
     shown = {"median": "median", "min": "min", "algbw": "algbw", "busbw": "busbw", "link": "of link"}
-    shown["ratio"] = "time / all_reduce"
+    shown["ratio"] = "x all_reduce"
     left_out = () if is_wide else ("min", "algbw")
     columns = {heading: cells[name] for heading, name in shown.items() if name in cells and name not in left_out}
     found = table("algorithm", *columns, "alpha", "1/beta", left=("algorithm",))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from markupsafe import Markup
+
 from paceline.report import formats
+from paceline.report.figure import NUM_SERIES
 from paceline.report.live_plots import live_plots
 from paceline.report.live_run import LiveRun, clock_text
-from paceline.report.templates import render, render_part
+from paceline.report.templates import render, render_part, shortened
+from paceline.spec.run_status import WorkerStatus
 
 INTERVAL_S = 1.0
 """How often the page asks for what is new."""
@@ -38,10 +42,64 @@ def _values(runs: Sequence[LiveRun]) -> dict[str, Any]:
     events = sorted(((when, run.name, said) for run in runs for when, said in run.events), reverse=True)
     return {
         "runs": runs,
-        "number": lambda value: formats.NOTHING if value is None else f"{value:.4g}",
+        "run_columns": _RUN_COLUMNS,
+        "series": lambda run: runs.index(run) % NUM_SERIES + 1,
+        "worker_columns": _worker_columns,
         "differences": differences(runs),
+        "difference_columns": [
+            ("Key", lambda row: row[0]),
+            *((run.name, lambda row, place=place: _words(row[1][place], 60)) for place, run in enumerate(runs)),
+        ],
         "events": [(clock_text(when), name, said) for when, name, said in events[:30]],
     }
+
+
+def _number(value: float | None) -> str:
+    return formats.NOTHING if value is None else f"{value:.4g}"
+
+
+def _words(text: str, most: int) -> Markup:
+    """A cell that may take several lines."""
+    return Markup('<span class="words">{}</span>').format(shortened(text, most))
+
+
+_RUN_COLUMNS: tuple[tuple[str, Callable[[LiveRun], str]], ...] = (
+    ("Run", lambda run: run.name),
+    ("State", lambda run: Markup('<span class="state" data-state="{0}">{0}</span>').format(run.state)),
+    ("Workers", lambda run: str(len(run.workers) or formats.NOTHING)),
+    ("Step", lambda run: f"{run.step:,}"),
+    ("Loss", lambda run: _number(run.losses[-1] if run.losses else None)),
+    ("Samples/s", lambda run: formats.quantity(run.samples_per_s[-1] if run.samples_per_s else None)),
+    ("Last evaluation", lambda run: _last_evaluation(run)),
+)
+
+
+def _last_evaluation(run: LiveRun) -> str:
+    metrics = run.evaluations[-1][1] if run.evaluations else {}
+    return ", ".join(f"{name} {_number(value)}" for name, value in metrics.items()) or formats.NOTHING
+
+
+def _worker_columns(run: LiveRun) -> list[tuple[str, Callable[[WorkerStatus], str]]]:
+    def processors(worker: WorkerStatus) -> str:
+        used = run.processor_use.get(worker.rank)
+        return formats.NOTHING if used is None else f"{used:.2f}"
+
+    def gpu(worker: WorkerStatus) -> str:
+        use = run.gpus.get(worker.rank)
+        if use is None:
+            return formats.NOTHING
+        memory = "" if use.memory_bytes is None else f", {use.memory_bytes / 2**30:.1f} GiB"
+        return f"GPU {use.index}{memory}" + ("" if use.busy is None else f", {use.busy:.0%} busy")
+
+    return [
+        ("Rank", lambda worker: str(worker.rank)),
+        ("Node", lambda worker: worker.node or "this node"),
+        ("Step", lambda worker: formats.NOTHING if worker.step is None else f"{worker.step:,}"),
+        ("Memory (MB)", lambda worker: formats.megabytes_text(worker.memory_bytes)),
+        ("Processors in use", processors),
+        *([("GPU", gpu)] if run.gpus else []),
+        ("Doing", lambda worker: _words(worker.doing, 80)),
+    ]
 
 
 def differences(runs: Sequence[LiveRun]) -> list[tuple[str, list[str]]]:

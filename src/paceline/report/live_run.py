@@ -15,7 +15,7 @@ from paceline.errors import PacelineError
 from paceline.regular_files import open_regular, parse_json, read_json
 from paceline.report.job_text import flat
 from paceline.spec.record import RECORD_FILE, StepTime
-from paceline.spec.run_status import STATUS_FILE, RunStatus, WorkerStatus
+from paceline.spec.run_status import STATUS_FILE, GpuUse, RunStatus, WorkerStatus
 
 METRICS_FILE, FAILURE_FILE = "metrics.jsonl", "failure.json"
 _SILENT_S = 10.0
@@ -49,6 +49,8 @@ class LiveRun:
     workers: tuple[WorkerStatus, ...] = ()
     processor_use: Mapping[int, float] = field(default_factory=dict)
     """Processors that each rank kept busy since the status before: 1.0 is one processor."""
+    gpus: Mapping[int, GpuUse] = field(default_factory=dict)
+    """What each rank on this machine uses of its GPU, where that is known."""
     events: tuple[tuple[float, str], ...] = ()
     """(seconds since the epoch, sentence), the latest first."""
 
@@ -74,8 +76,12 @@ class RunFollower:
         self._status: RunStatus | None = None
         self._processor_use: dict[int, float] = {}
 
-    def read(self) -> LiveRun:
-        """The run now."""
+    def read(self, gpus: Mapping[int, GpuUse] | None = None) -> LiveRun:
+        """The run now.
+
+        Args:
+            gpus: by process id, what programs use of this machine's GPUs.
+        """
         metrics = self._metrics.read()
         status = RunStatus.load(self._folder / STATUS_FILE)
         self._note_use(status)
@@ -83,6 +89,7 @@ class RunFollower:
         record, failure = _mapping(self._folder / RECORD_FILE), _mapping(self._folder / FAILURE_FILE)
         last_s = status.time if status is not None else _modified_s(self._folder / METRICS_FILE)
         silent_s = max(0.0, time.time() - last_s)
+        by_pid = gpus or {}
         state, sentence = _state(record, failure, bool(metrics.losses), silent_s)
         return LiveRun(
             name=self._folder.resolve().name,
@@ -97,6 +104,11 @@ class RunFollower:
             evaluations=tuple(metrics.evaluations),
             workers=status.workers if status is not None and state in ("starting", "training") else (),
             processor_use=dict(self._processor_use),
+            gpus={
+                worker.rank: by_pid[worker.pid]
+                for worker in (status.workers if status is not None else ())
+                if not worker.node and worker.pid in by_pid
+            },
             events=tuple(sorted(self._events(record, failure, metrics), reverse=True)[:_MOST_EVENTS]),
         )
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from paceline.report import formats
+from paceline.report.figure import NUM_SERIES
 from paceline.report.job_text import job_toml
 from paceline.report.study import Study, StudyRow
 from paceline.report.study_plots import study_plots
@@ -18,8 +19,10 @@ def render_page(study: Study) -> str:
         "page.html",
         study=study,
         best=next(row for row in study.rows if row.devices == study.recommendation.devices),
+        accuracy_aside=_accuracy_aside(study),
+        columns=_columns(study),
+        series=lambda row: study.rows.index(row) % NUM_SERIES + 1,
         plots=study_plots(study),
-        tags=_tags,
         notes=_notes(study),
         device=_device(study),
         seeds=_seeds(study),
@@ -29,13 +32,51 @@ def render_page(study: Study) -> str:
     )
 
 
-def _tags(study: Study, row: StudyRow) -> str:
-    """What the last column says of a row's weights."""
-    if row is study.base:
-        return "reference"
-    if row.same_weights is None:
-        return formats.NOTHING
-    return "same" if row.same_weights else "differ"
+def _accuracy_aside(study: Study) -> str:
+    """What stands below the accuracy of the recommended device count."""
+    best = next(row for row in study.rows if row.devices == study.recommendation.devices)
+    if best is not study.base:
+        return "same weights" if best.same_weights else f"{formats.points(best.accuracy_change)} points"
+    return f"seeds {formats.spread(best.accuracy_min, best.accuracy_max)} %" if best.has_spread else "one seed"
+
+
+def _columns(study: Study) -> list[tuple[str, Callable[[StudyRow], str]]]:
+    """Heading and cell of every column that this study has figures for."""
+    found: list[tuple[str, Callable[[StudyRow], str]]] = [
+        ("Devices", lambda row: str(row.devices)),
+        ("Training time", lambda row: formats.duration(row.train_s)),
+        ("Speed-up", lambda row: formats.times(row.speedup)),
+        ("Efficiency", lambda row: formats.percent(row.efficiency)),
+    ]
+    if study.has_accuracy:
+        found += [
+            ("Accuracy", lambda row: formats.percent(row.accuracy, 2)),
+            # A spread of one seed is no spread.
+            (
+                "Spread (%)",
+                lambda row: formats.spread(row.accuracy_min, row.accuracy_max) if row.has_spread else formats.NOTHING,
+            ),
+            (
+                "Change (points)",
+                lambda row: formats.NOTHING if row is study.base else formats.points(row.accuracy_change),
+            ),
+        ]
+    found.append(("Samples/s", lambda row: formats.quantity(row.samples_per_s)))
+    if study.has_forecast:
+        found.append(("Forecast", lambda row: formats.quantity(row.forecast_samples_per_s)))
+        found.append(("Error", lambda row: formats.signed_percent(row.forecast_error)))
+    found += [
+        ("Global batch", lambda row: str(row.global_batch_size)),
+        ("Learning rate", lambda row: formats.rate(row.learning_rate)),
+        ("First step", lambda row: formats.duration(row.time_to_first_step_s)),
+        ("Wall", lambda row: formats.duration(row.wall_s)),
+    ]
+    if len(study.rows) > 1 and study.grow == "none":
+        found.append(("Weights", lambda row: "reference" if row is study.base else _SAME[row.same_weights]))
+    return found
+
+
+_SAME = {None: formats.NOTHING, True: "same", False: "differ"}
 
 
 def _notes(study: Study) -> list[tuple[str, str]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from paceline.report.plan_plots import plan_plots
-from paceline.report.plan_table import columns, cost_text, shown_rows
+from paceline.report.plan_plots import is_wide_range, plan_plots
+from paceline.report.plan_table import columns, cost_text, run_cost, run_s, shown_rows
 from paceline.report.templates import render
 from paceline.spec.forecast import Forecast
 
@@ -14,11 +14,14 @@ def render_plan_page(forecast: Forecast) -> str:
         "plan_page.html",
         forecast=forecast,
         best=forecast.recommended,
-        cost_text=cost_text,
-        columns=columns(forecast),
+        cost=lambda amount: cost_text(amount, forecast.currency),
+        run_s=run_s(forecast, forecast.recommended),
+        run_cost=run_cost(forecast, forecast.recommended),
+        columns=[(heading.capitalize(), cell) for heading, cell in columns(forecast)],
         shown=shown_rows(forecast),
         objections=_objections(forecast),
         plots=plan_plots(forecast),
+        is_logarithmic=is_wide_range(forecast),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from paceline.report import formats
 from paceline.report.figure import (
+    MUTED,
     Figure,
     Plot,
     Trace,
@@ -20,7 +21,7 @@ from paceline.report.figure import (
     points,
     series_color,
 )
-from paceline.report.plan_table import cost_text
+from paceline.report.plan_table import cost_text, run_cost
 from paceline.spec.forecast import Forecast, ForecastRow
 
 Value = Callable[[ForecastRow], float | None]
@@ -36,6 +37,7 @@ _MOST_LINEAR = 32
 """Devices beyond which axes are logarithmic."""
 _NEGLIGIBLE_FAILURES = 0.995
 """Availability above which failures need no plot."""
+_WITH_FAILURES = "Failures, checkpoints and restarts are part of it."
 
 
 def plan_plots(forecast: Forecast) -> list[Plot]:
@@ -43,12 +45,18 @@ def plan_plots(forecast: Forecast) -> list[Plot]:
     rows = forecast.rows
     plots = [_step(forecast), _throughput(forecast), _speedup(forecast), _efficiency(forecast)]
     if any(row.time_to_target_s is not None for row in rows):
-        plots.append(_to_target(forecast, "time", "Time to the target", "hours", _hours_to_target))
+        plots.append(_total(forecast, "time", "Time to the target", "hours", _hours_to_target, _WITH_FAILURES))
+    unit = forecast.currency or "cost"
     if any(row.cost_to_target is not None for row in rows):
-        plots.append(_to_target(forecast, "cost", "Cost to the target", "cost", lambda row: row.cost_to_target))
+        plots.append(
+            _total(forecast, "cost", "Cost to the target", unit, lambda row: row.cost_to_target, _WITH_FAILURES)
+        )
+    elif forecast.run_samples is not None and forecast.price_per_device_hour is not None:
+        caption = "All epochs, without failures."
+        plots.append(_total(forecast, "cost", "Cost of the run", unit, lambda row: run_cost(forecast, row), caption))
     elif any(row.cost_per_million_samples is not None for row in rows):
-        title = "Cost of a million samples"
-        plots.append(_to_target(forecast, "cost", title, "cost", lambda row: row.cost_per_million_samples))
+        title, caption = "Cost of a million samples", "Without failures."
+        plots.append(_total(forecast, "cost", title, unit, lambda row: row.cost_per_million_samples, caption))
     if len(plots) % 2 == 0:  # the first one is wide: an odd number of others would leave a hole
         plots[-1] = dataclasses.replace(plots[-1], wide=True)
     if any(row.availability < _NEGLIGIBLE_FAILURES for row in forecast.simulated):
@@ -59,7 +67,7 @@ def plan_plots(forecast: Forecast) -> list[Plot]:
 def _step(forecast: Forecast) -> Plot:
     """Parts of the step on top of each other; in percent over a wide range, where one step would hide all others."""
     rows, best = forecast.rows, forecast.recommended
-    unit, norm = ("%", "percent") if _is_wide_range(forecast) else ("ms", "")
+    unit, norm = ("%", "percent") if is_wide_range(forecast) else ("ms", "")
     data = [
         line(
             [row.devices for row in rows],
@@ -113,13 +121,48 @@ def _speedup(forecast: Forecast) -> Plot:
     drawn = _against_devices(forecast, lambda row: row.speedup, "speed-up", formats.times)
     # The base's own uncertainty cancels in part; what is drawn is that of the row.
     drawn["data"] = [_interval(forecast, lambda row: row.speedup), _ideal(forecast, 1.0), *drawn["data"]]
+    uneven = _uneven_rows(forecast)
+    if uneven and not is_wide_range(forecast):
+        # A trace: an annotation would need other coordinates on logarithmic axes.
+        drawn["data"].append(
+            {
+                "type": "scatter",
+                "mode": "text",
+                "x": [row.devices for row in uneven],
+                "y": [row.speedup for row in uneven],
+                "text": ["uneven"] * len(uneven),
+                "textposition": "bottom center",
+                "hoverinfo": "skip",
+                "showlegend": False,
+            }
+        )
+    waits = ""
+    if uneven:
+        row = uneven[0]
+        most, even = row.micro_batch_size * row.num_micro_batches, row.global_batch_size / row.devices
+        waits = (
+            f" On {formats.devices(row.devices)} the batch cannot be dealt out evenly: the slowest worker computes "
+            f"{most:,} of {row.global_batch_size:,} samples, {most / even - 1:.0%} more than the mean; the others wait."
+        )
     return Plot(
         "plan-speedup",
         "Speed-up",
-        forecast.bend,
+        forecast.bend + waits,
         "Throughput over that of one device. " + _in_words(forecast, lambda row: formats.times(row.speedup)),
         drawn,
     )
+
+
+def _uneven_rows(forecast: Forecast) -> list[ForecastRow]:
+    """Counts that dip below both of their neighbours because a worker computes more than its share of the batch."""
+    return [
+        row
+        for before, row, after in zip(forecast.rows, forecast.rows[1:], forecast.rows[2:], strict=False)
+        if not row.objection
+        # A replica computes less than twice the mean; the factor is 2 or more where devices share a replica.
+        and 1.1 < row.micro_batch_size * row.num_micro_batches * row.devices / row.global_batch_size < 2
+        and row.efficiency < min(before.efficiency, after.efficiency)
+    ]
 
 
 def _efficiency(forecast: Forecast) -> Plot:
@@ -152,14 +195,14 @@ def _hours_to_target(row: ForecastRow) -> float | None:
     return None if row.time_to_target_s is None else row.time_to_target_s / 3600
 
 
-def _to_target(forecast: Forecast, key: str, title: str, unit: str, value: Value) -> Plot:
+def _total(forecast: Forecast, key: str, title: str, unit: str, value: Value, caption: str) -> Plot:
     def say(number: float | None) -> str:
-        return formats.NOTHING if number is None else f"{cost_text(number)} {unit}"
+        return formats.NOTHING if number is None else cost_text(number, unit)
 
     return Plot(
         f"plan-{key}",
         title,
-        "Failures, checkpoints and restarts are part of it.",
+        caption,
         f"{title} against devices. " + _in_words(forecast, lambda row: say(value(row))),
         _against_devices(forecast, value, unit, say),
     )
@@ -200,8 +243,15 @@ def _against_devices(forecast: Forecast, value: Value, title: str, say: Say) -> 
     outline = {"color": series_color(1), "width": 3}
     ring = points([best.devices], [value(best)], "rgba(0,0,0,0)", size=15, line=outline)
     ring |= {"name": "recommended", "showlegend": False}
-    style = {"type": "log", "nticks": 6} if _is_wide_range(forecast) else {"rangemode": "tozero"}
-    return figure([_line(forecast, value, say, 0), ring], _devices_axis(forecast), axis(title, **style))
+    style = {"type": "log", "nticks": 6} if is_wide_range(forecast) else {"rangemode": "tozero"}
+    impossible = [row for row in forecast.rows if row.objection]
+    marks = [ring]
+    if impossible:
+        grey = points([row.devices for row in impossible], [value(row) for row in impossible], MUTED, size=7)
+        marks.append(grey | {"name": "cannot run the job", "showlegend": False})
+    found = figure([_line(forecast, value, say, 0), *marks], _devices_axis(forecast), axis(title, **style))
+    found["layout"]["meta"] = {"may_be_logarithmic": True}
+    return found
 
 
 def _line(forecast: Forecast, value: Value, say: Say, series: int) -> Trace:
@@ -254,12 +304,13 @@ def _simulated(forecast: Forecast) -> list[Trace]:
     return [{**trace, "name": "simulated", "error_y": error_bars(rates, low, high, series_color(1), thickness=1.5)}]
 
 
-def _is_wide_range(forecast: Forecast) -> bool:
+def is_wide_range(forecast: Forecast) -> bool:
+    """Whether axes are logarithmic at first."""
     return forecast.rows[-1].devices > _MOST_LINEAR
 
 
 def _devices_axis(forecast: Forecast) -> Figure:
-    if not _is_wide_range(forecast):
+    if not is_wide_range(forecast):
         return axis("devices", rangemode="tozero")
     first, last = forecast.rows[0].devices, forecast.rows[-1].devices
     ticks = [1 << power for power in range(last.bit_length()) if first <= 1 << power <= last]

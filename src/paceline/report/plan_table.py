@@ -44,15 +44,19 @@ def columns(forecast: Forecast) -> list[Column]:
         found.append(("samples to target", lambda row: formats.quantity(row.samples_to_target)))
         found.append(("time to target", lambda row: formats.duration(row.time_to_target_s)))
     if any(row.cost_to_target is not None for row in rows):
-        found.append(("cost to target", lambda row: cost_text(row.cost_to_target)))
-    elif any(row.cost_per_million_samples is not None for row in rows):
-        found.append(("cost / million", lambda row: cost_text(row.cost_per_million_samples)))
+        found.append(("cost to target", lambda row: cost_text(row.cost_to_target, forecast.currency)))
+    elif forecast.run_samples is None and any(row.cost_per_million_samples is not None for row in rows):
+        found.append(("cost / million", lambda row: cost_text(row.cost_per_million_samples, forecast.currency)))
+    if rows[0].samples_to_target is None and forecast.run_samples is not None:
+        found.append(("run", lambda row: formats.duration(run_s(forecast, row))))
+        if forecast.price_per_device_hour is not None:
+            found.append(("cost of run", lambda row: cost_text(run_cost(forecast, row), forecast.currency)))
     return found
 
 
 _LESS_IMPORTANT = (
     *("memory", "samples to target", "compute", "waits", "nodes", "algorithm", "micro-batch", "useful"),
-    *("samples/s", "cost to target", "cost / million", "time to target"),
+    *("samples/s", "cost to target", "cost / million", "cost of run", "time to target", "run"),
 )
 """Columns to leave out on a narrow terminal, in this order."""
 
@@ -67,11 +71,22 @@ def memory_text(num_bytes: float | None) -> str:
     return formats.NOTHING if num_bytes is None else f"{num_bytes / 2**30:.1f} GiB"
 
 
-def cost_text(amount: float | None) -> str:
-    """In whatever the price was given in."""
+def run_s(forecast: Forecast, row: ForecastRow) -> float | None:
+    """Seconds of all the job's epochs, without failures."""
+    return None if forecast.run_samples is None else forecast.run_samples / row.samples_per_s
+
+
+def run_cost(forecast: Forecast, row: ForecastRow) -> float | None:
+    """The price of all the job's epochs."""
+    seconds, price = run_s(forecast, row), forecast.price_per_device_hour
+    return None if seconds is None or price is None else price * row.devices * seconds / 3600
+
+
+def cost_text(amount: float | None, currency: str) -> str:
+    """ "3.14 EUR", or without the currency where it is not known."""
     if amount is None:
         return formats.NOTHING
-    return f"{amount:,.0f}" if amount >= 100 else f"{amount:.2f}"
+    return f"{amount:,.0f} {currency}".rstrip() if amount >= 100 else f"{amount:.2f} {currency}".rstrip()
 
 
 def shown_rows(forecast: Forecast) -> list[ForecastRow]:

@@ -37,7 +37,7 @@ def _environment() -> Environment:
     environment = Environment(
         loader=FunctionLoader(_read), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"tie": _tie, "px": "{:.1f}".format, "short": _short, "printable": _printable}
+    environment.filters |= {"tie": _tie, "px": "{:.1f}".format, "short": shortened, "printable": _printable}
     return environment
 
 
@@ -55,7 +55,8 @@ def _tie(text: str) -> str:
     return type(text)(re.sub(r"(?<=\d) (?=%|devices?\b|points?\b|m?s\b)", "\N{NO-BREAK SPACE}", text))
 
 
-def _short(text: str, most: int) -> str:
+def shortened(text: str, most: int) -> str:
+    """At most so many letters; an ellipsis stands for the rest."""
     return text if len(text) <= most else text[: most - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, groupby
 
 from paceline.report.templates import render_svg
 from paceline.report.topology import (
@@ -32,7 +32,7 @@ _MARGIN, _LINE_HEIGHT = 28, 24
 _DEVICE_WIDTH, _DEVICE_HEIGHT = 66, 42
 _NIC_WIDTH, _NIC_HEIGHT = 74, 38
 _LEAST_WIDTH, _MOST_WIDTH = 1.2, 8.0
-_NIC_STROKE, _RING_STROKE = 1.5, 16.0
+_NIC_STROKE, _RING_STROKE, _GROUP_STROKE = 1.5, 16.0, 14.0
 _FULL_TURN = 2 * math.pi
 _MOST_LABELLED = 4
 """Devices up to which each link carries its label; with more, labels would cover each other."""
@@ -85,6 +85,7 @@ def draw_topology(node: Node, ring: Sequence[int] = ()) -> str:
         width=width,
         height=math.ceil(legend_top + _LINE_HEIGHT * len(legend) + _MARGIN / 2),
         heading=heading,
+        groups=[[places[device.label] for device in group] for group in _numa_groups(devices)],
         ring=[places[f"GPU{index}"] for index in ring if f"GPU{index}" in places],
         lines=_lines(links, switch, devices, places, centre),
         switch=None if switch is None else _Box("switch", centre, 128, 58, "NVSwitch", link_text(switch)),
@@ -107,6 +108,13 @@ def _in_order(node: Node, ring: Sequence[int]) -> list[Device]:
     others = [device for device in gpus if device.index not in ring]
     others.sort(key=lambda device: (-1 if device.numa_node is None else device.numa_node, device.index))
     return [by_index[index] for index in ring if index in by_index] + others
+
+
+def _numa_groups(devices: Sequence[Device]) -> list[list[Device]]:
+    """Neighbours on the circle that share a NUMA node; none where all devices do, or where it is not known."""
+    if len({device.numa_node for device in devices} - {None}) < 2:
+        return []
+    return [list(group) for _, group in groupby(devices, key=lambda device: device.numa_node)]
 
 
 def _places(node: Node, devices: Sequence[Device], nics: Sequence[Peripheral]) -> dict[str, Point]:
@@ -285,9 +293,13 @@ def _legend(node: Node, links: Sequence[Link], ring: Sequence[int], top: float) 
         width = _stroke(drawn[label], _fastest(links)) if label in between_gpus else _NIC_STROKE
         words = ", ".join(filter(None, [label_words(label), label_bandwidth(node, label)]))
         yield _sample(f"link sample {label_class(label)}", top + _LINE_HEIGHT * place, width), label, words
+    below = top + _LINE_HEIGHT * len(shown)
     if len(ring) > 1:
-        sample = _sample("ring", top + _LINE_HEIGHT * len(shown), _RING_STROKE)
+        sample = _sample("ring", below, _RING_STROKE)
         yield sample, "ring", "the order in which the chosen GPUs pass data on"
+        below += _LINE_HEIGHT
+    if _numa_groups(_in_order(node, ring)):
+        yield _sample("group sample", below, _GROUP_STROKE), "NUMA", "GPUs of one NUMA node, usually one socket"
 
 
 def _sample(kind: str, y: float, width: float) -> _Stroke:

@@ -102,7 +102,7 @@ def _gpus(node: NodeFacts) -> tuple[GpuFacts, ...] | None:
     return node.gpus.gpus or None
 
 
-def _throttling(gpu: GpuFacts) -> list[str]:
+def throttling(gpu: GpuFacts) -> list[str]:
     return [reason for bit, reason in THROTTLING.items() if gpu.throttle_reasons & bit]
 
 
@@ -223,8 +223,8 @@ GPU_CHECKS: tuple[Check[NodeFacts, Any], ...] = (
         _gpus,
         "No GPU is slowed down.",
         warning(
-            _throttling,
-            lambda gpu: f"GPU {gpu.index} runs slower than it could: {words(_throttling(gpu))}.",
+            throttling,
+            lambda gpu: f"GPU {gpu.index} runs slower than it could: {words(throttling(gpu))}.",
             "Look at its cooling and power: nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER",
             hides_others=False,
         ),

@@ -16,7 +16,7 @@ from paceline.hardware.sources import read_text
 
 
 @dataclass(frozen=True)
-class Limit:
+class ProcessLimit:
     """A limit as `ulimit` shows it; None: unlimited."""
 
     soft: int | None
@@ -36,7 +36,7 @@ class SystemFacts:
     threads_per_core: int = 1
     governor: str = ""
     scaling_driver: str = ""
-    limits: dict[str, Limit] = field(default_factory=dict)
+    limits: dict[str, ProcessLimit] = field(default_factory=dict)
     """By their names in `ulimit`: nofile, nproc, memlock."""
 
     @property
@@ -87,12 +87,12 @@ def collect_versions() -> dict[str, str]:
     return versions
 
 
-def collect_limits() -> dict[str, Limit]:
+def collect_limits() -> dict[str, ProcessLimit]:
     kinds = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
     limits = {}
     for name, kind in kinds.items():
         soft, hard = (None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(kind))
-        limits[name] = Limit(soft, hard)
+        limits[name] = ProcessLimit(soft, hard)
     return limits
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from paceline.hardware.checks.engine import Check, error, size_text, warning
 from paceline.hardware.checks.node_facts import NodeFacts
 from paceline.hardware.checks.storage_facts import StorageFacts
-from paceline.hardware.checks.system_facts import Limit, SystemFacts
+from paceline.hardware.checks.system_facts import ProcessLimit, SystemFacts
 
 MIN_OPEN_FILES = 4096
 """Loader processes pass tensors as open files, and each worker has sockets to its peers; 1024, a usual default, runs
@@ -18,7 +18,7 @@ SELF_GOVERNED = ("intel_pstate", "amd-pstate-epp")
 """Processors that call "powersave" what goes up under load all the same."""
 
 
-def _limit(name: str, node: NodeFacts) -> list[Limit]:
+def _limit(name: str, node: NodeFacts) -> list[ProcessLimit]:
     """The limit of this name, if there is one."""
     limit = node.system.limits.get(name)
     return [] if limit is None or limit.soft is None else [limit]
@@ -28,7 +28,7 @@ def _number(name: str, node: NodeFacts) -> str:
     return next((str(limit.soft) for limit in _limit(name, node)), "any number of")
 
 
-def _raise_limit(flag: str, name: str, limit: Limit, enough: int) -> str:
+def _raise_limit(flag: str, name: str, limit: ProcessLimit, enough: int) -> str:
     if limit.hard is None or limit.hard >= enough:
         return f"ulimit -{flag} {enough if limit.hard is None else limit.hard}"
     return (
@@ -91,7 +91,7 @@ SYSTEM_CHECKS: tuple[Check[NodeFacts, Any], ...] = (
             "sudo cpupower frequency-set -g performance",
         ),
     ),
-    Check[NodeFacts, Limit](
+    Check[NodeFacts, ProcessLimit](
         "ulimit nofile",
         lambda node: _limit("nofile", node),
         lambda node: f"A process may open {_number('nofile', node)} files.",
@@ -101,7 +101,7 @@ SYSTEM_CHECKS: tuple[Check[NodeFacts, Any], ...] = (
             lambda limit: _raise_limit("n", "nofile", limit, MIN_OPEN_FILES),
         ),
     ),
-    Check[NodeFacts, Limit](
+    Check[NodeFacts, ProcessLimit](
         "ulimit nproc",
         lambda node: _limit("nproc", node),
         lambda node: f"A user may have {_number('nproc', node)} processes and threads.",
@@ -112,7 +112,7 @@ SYSTEM_CHECKS: tuple[Check[NodeFacts, Any], ...] = (
         ),
     ),
     # RDMA cards pin the memory they read; without them nothing large is locked.
-    Check[NodeFacts, Limit](
+    Check[NodeFacts, ProcessLimit](
         "ulimit memlock",
         lambda node: _limit("memlock", node) if node.network.rdma_ports else [],
         "Enough memory may be locked for what this node has.",

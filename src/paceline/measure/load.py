@@ -1,0 +1,118 @@
+"""What else a node's processors do while something is measured on them. Loads torch only to ask other workers."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.hardware.checks.gpu_facts import collect_gpus
+from paceline.hardware.checks.gpu_table import throttling
+from paceline.spec import MachineLoad
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_STAT = Path("/proc/stat")
+
+
+@dataclass(frozen=True)
+class CpuTimes:
+    """Processor seconds of one worker and of the cores that it may use, since some time in the past."""
+
+    host: str
+    cores: tuple[int, ...]
+    at_s: float
+    own_s: float
+    busy_s: float
+    """Processor time of all programs on these cores."""
+    stolen_s: float
+    """Time in which another virtual machine ran instead of this one."""
+
+    def since(self, before: CpuTimes) -> CpuTimes:
+        return CpuTimes(
+            self.host,
+            self.cores,
+            self.at_s - before.at_s,
+            self.own_s - before.own_s,
+            self.busy_s - before.busy_s,
+            self.stolen_s - before.stolen_s,
+        )
+
+
+def cpu_times(stat: Path = _STAT) -> CpuTimes | None:
+    """The times until now, its ended children's among its own; None where the system does not tell them."""
+    try:
+        cores = tuple(sorted(os.sched_getaffinity(0)))
+        lines = [line.split() for line in stat.read_text().splitlines()]
+    except (AttributeError, OSError):  # not on Linux
+        return None
+    names = {f"cpu{core}" for core in cores}
+    ticks = [[float(field) for field in fields[1:9]] for fields in lines if fields and fields[0] in names]
+    if not ticks or any(len(row) < 8 for row in ticks):
+        return None
+    # user, nice, system, idle, iowait, irq, softirq, steal: proc(5). Guests count as user; what the network does in
+    # interrupts is left out, because no process is charged for it and it is mostly the measurement's.
+    busy = sum(user + nice + system for user, nice, system, *_ in ticks)
+    per_s = os.sysconf("SC_CLK_TCK")
+    own = os.times()
+    own_s = own.user + own.system + own.children_user + own.children_system
+    return CpuTimes(os.uname().nodename, cores, time.monotonic(), own_s, busy / per_s, sum(r[7] for r in ticks) / per_s)
+
+
+def load_of(spent: Iterable[CpuTimes]) -> MachineLoad | None:
+    """The load of the cores that others used most, from what each worker found; None where nobody could tell.
+
+    Workers that may use the same cores of a node see the same programs, and each other.
+    """
+    groups: dict[tuple[str, tuple[int, ...]], list[CpuTimes]] = {}
+    for one in spent:
+        groups.setdefault((one.host, one.cores), []).append(one)
+    loads = []
+    for (_, cores), found in groups.items():
+        longest = max(found, key=lambda one: one.at_s)
+        other_s = longest.busy_s - sum(one.own_s for one in found)
+        seconds = max(longest.at_s, 1e-9)
+        loads.append(MachineLoad(len(cores), max(0.0, other_s) / seconds, max(0.0, longest.stolen_s) / seconds))
+    return max(loads, key=lambda load: load.foreign_share, default=None)
+
+
+class LoadMeter:
+    """Watches the processors from its making on."""
+
+    def __init__(self) -> None:
+        self._before = cpu_times()
+
+    def spent(self) -> CpuTimes | None:
+        now = cpu_times()
+        return None if now is None or self._before is None else now.since(self._before)
+
+    def load(self, group: dist.ProcessGroup | None = None) -> MachineLoad | None:
+        """What others did meanwhile, with the workers of `group` counted as the measurement; a collective.
+
+        The result is on rank 0 of the group; None on the others.
+        """
+        spent = self.spent()
+        if group is None:
+            return None if spent is None else load_of([spent])
+        from paceline.object_collectives import gather_objects
+
+        everybody = gather_objects(spent, group, (CpuTimes,))
+        return None if everybody is None else load_of(one for one in everybody if one is not None)
+
+
+def most_disturbed(loads: Sequence[MachineLoad | None]) -> MachineLoad | None:
+    """The load that disturbed more, of several measurements that belong together."""
+    return max((load for load in loads if load is not None), key=lambda load: load.disturbance, default=None)
+
+
+def throttled_gpus() -> tuple[str, ...]:
+    """A sentence for each GPU of this node that runs slower than it could now."""
+    return tuple(
+        f"GPU {gpu.index} ran slower than it could ({', '.join(reasons)})"
+        for gpu in collect_gpus().gpus
+        if (reasons := throttling(gpu))
+    )
