@@ -8,22 +8,18 @@ from typing import Annotated, Any
 import typer
 
 from paceline.cli.console import table_console
-from paceline.cli.options import OnlyJson, to_stderr
-from paceline.spec.job import CheckpointSpec
+from paceline.cli.options import OnlyJson, options_of, to_stderr
 from paceline.workflows import checkpoint as workflow
 from paceline.workflows.checkpoint import CheckpointState
 
 app = typer.Typer(no_args_is_help=True, help="Look at, verify, prune and export checkpoints.")
 
-Location = Annotated[
-    str, typer.Argument(metavar="DIR", help="A run folder, a folder of checkpoints, or an address such as s3://…")
-]
-
 
 @app.command("ls")
-def ls(place: Location, as_json: OnlyJson = False) -> None:
+@options_of(workflow.ls)
+def ls(as_json: OnlyJson = False, **options: Any) -> None:
     """List the checkpoints of a run, oldest first; only `verify` reads them."""
-    found = workflow.ls(place)
+    found = workflow.ls(**options)
     if as_json:
         print(json.dumps({"address": found.address, "checkpoints": [_mapping(one) for one in found.states]}))
     else:
@@ -31,32 +27,25 @@ def ls(place: Location, as_json: OnlyJson = False) -> None:
 
 
 @app.command("verify")
-def verify(place: Location) -> None:
+@options_of(workflow.verify)
+def verify(**options: Any) -> None:
     """Read every byte of every checkpoint; exit code 1 if one is damaged."""
 
     def show(one: CheckpointState) -> None:
         print(f"{one.name}  {': '.join(filter(None, (one.state, one.problem)))}", flush=True)
 
-    if any(one.state == "damaged" for one in workflow.verify(place, on_each=show)):
+    if any(one.state == "damaged" for one in workflow.verify(on_each=show, **options)):
         raise typer.Exit(1)
 
 
 @app.command("prune")
+@options_of(workflow.prune)
 def prune(
-    place: Location,
-    keep_last: Annotated[int, typer.Option(min=1, metavar="N", help="Keep the last N.")] = CheckpointSpec.keep_last,
-    keep_every_hours: Annotated[
-        float | None, typer.Option(metavar="H", help="Keep the first one of every H hours too.")
-    ] = None,
-    keep_best: Annotated[
-        str | None, typer.Option(metavar="METRIC", help="Keep the best by a metric too, such as accuracy.")
-    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")] = False,
+    **options: Any,
 ) -> None:
     """Remove checkpoints that no rule keeps; a rule only counts checkpoints that were read and found good."""
-    pruning = workflow.prune(
-        place, keep_last=keep_last, keep_every_hours=keep_every_hours, keep_best=keep_best, dry_run=dry_run
-    )
+    pruning = workflow.prune(dry_run=dry_run, **options)
     for name, problem in pruning.damaged.items():
         print(f"{name}  is damaged, does not count and is left alone: {problem}")
     for name in pruning.stay:
@@ -66,17 +55,11 @@ def prune(
 
 
 @app.command("export")
-def export(
-    checkpoint: Annotated[
-        str,
-        typer.Argument(metavar="CHECKPOINT", help="A checkpoint; or a run folder, whose newest good one is taken."),
-    ],
-    target: Annotated[str, typer.Argument(metavar="FILE", help="Such as model.safetensors.")],
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if there is one.")] = False,
-) -> None:
+@options_of(workflow.export)
+def export(**options: Any) -> None:
     """Write the model of a checkpoint into one safetensors file, under plain state_dict names."""
-    found = workflow.export(checkpoint, target, force=force, say=to_stderr)
-    print(f"{target}: the model at step {found.step:,}, from {found.name} in {found.address}")
+    found = workflow.export(say=to_stderr, **options)
+    print(f"{options['target']}: the model at step {found.step:,}, from {found.name} in {found.address}")
 
 
 def _mapping(one: CheckpointState) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""Arguments and options that several commands share, and how texts on a command line are read."""
+"""Options of commands: derived from the functions behind them; and how texts on a command line are read.
+
+A command names what is its own, such as `--json`, and takes the rest as `**options`: the parameters of its workflow,
+with the defaults there and the help of the docstring. `OPTIONS` says what neither tells.
+"""
 
 from __future__ import annotations
 
@@ -7,96 +11,22 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from types import SimpleNamespace, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
 
-from paceline.errors import JobError, shortened
-from paceline.spec import AlgorithmName
-from paceline.spec.forecast import Grow
+from paceline.errors import JobError, LaunchError, PacelineError, WorkerFailed, shortened
+from paceline.spec import Job
 from paceline.spec.micro_batch import parse_micro_batch
 from paceline.workflows.strategy import Strategy
 from paceline.workflows.where import Elastic, Where
 
 TUNING = "Speed and memory"
 OUTPUT = "Output and debugging"
-"""Groups of options in the help of a command; fields of `Where`, `Elastic` and `Strategy` have their own."""
-
-JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job file (TOML) or the name of a recipe.")]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the job, such as optim.lr=0.1. Repeatable."),
-]
-DataDir = Annotated[str | None, typer.Option("--data", metavar="DIR", help="The data set's directory; used as it is.")]
-MaxSteps = Annotated[int | None, typer.Option(min=1, metavar="N", help="End after this many optimizer updates.")]
-Quiet = Annotated[bool, typer.Option("--quiet", rich_help_panel=OUTPUT, help="Show no progress.")]
-AsJson = Annotated[
-    bool, typer.Option("--json", rich_help_panel=OUTPUT, help="End with one line of JSON on standard output.")
-]
-OnlyJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON and nothing else.")]
-Workers = Annotated[
-    int | None, typer.Option("--workers", "-n", min=1, metavar="N", help="Number of workers (default: all devices).")
-]
-Threads = Annotated[
-    int | None,
-    typer.Option(
-        "--threads", min=1, metavar="N", rich_help_panel=TUNING, help="CPU threads that each worker computes with."
-    ),
-]
-MicroBatch = Annotated[
-    Any,
-    typer.Option(
-        "--micro-batch",
-        "--micro-batch-size",
-        metavar="SAMPLES|auto",
-        rich_help_panel=TUNING,
-        parser=parse_micro_batch,
-        help="Most samples in one forward pass of a worker; auto: as many as memory has room for.",
-    ),
-]
-Algorithm = Annotated[
-    AlgorithmName,
-    typer.Option(
-        metavar="NAME",
-        rich_help_panel=TUNING,
-        help="How gradients are summed; auto: the fastest, by measurement at the start.",
-    ),
-]
-Servers = Annotated[
-    int,
-    typer.Option(min=1, metavar="N", rich_help_panel=TUNING, help="Workers that also serve, with parameter servers."),
-]
-Tolerance = Annotated[str, typer.Option(help="Accuracy that may be lost, such as 1%.")]
-EfficiencyFloor = Annotated[float, typer.Option(min=0, max=1, help="Least scaling efficiency worth recommending.")]
-GrowOption = Annotated[Grow, typer.Option(help="none: same global batch on every count; batch: same batch per device.")]
-ClusterFile = Annotated[
-    Path,
-    typer.Option(
-        "--cluster",
-        metavar="FILE",
-        rich_help_panel=TUNING,
-        help="What paceline probe wrote; adds a forecast to the measurement.",
-    ),
-]
-DebugComm = Annotated[
-    bool,
-    typer.Option(
-        "--debug-comm",
-        rich_help_panel=OUTPUT,
-        help="Compare every collective across workers, and turn on NCCL's debug output.",
-    ),
-]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", rich_help_panel=OUTPUT, help="Print what would be started, and start nothing.")
-]
-Trackers = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--track", metavar="NAME", rich_help_panel=OUTPUT, help="Also log to tensorboard, wandb or mlflow. Repeatable."
-    ),
-]
 GROUPS: Mapping[type, str] = {
     Where: "Where workers run",
     Elastic: "After a failure",
@@ -104,56 +34,13 @@ GROUPS: Mapping[type, str] = {
 }
 """Dataclasses whose fields are options, and what the help of a command calls them."""
 
-
-def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` with an option for each field of `Where`, `Elastic` and `Strategy` in place of such parameters.
-
-    The command-line library reads the options of a command from its signature.
-    """
-    signature = inspect.signature(command, eval_str=True)
-    groups = {name: _options(p.annotation) for name, p in signature.parameters.items() if p.annotation in GROUPS}
-    parameters = [groups.get(name, [parameter]) for name, parameter in signature.parameters.items()]
-    flat = [one.replace(kind=one.KEYWORD_ONLY) for several in parameters for one in several]
-
-    @functools.wraps(command)
-    def with_options(**values: Any) -> None:
-        together = {
-            name: signature.parameters[name].annotation(**{one.name: values.pop(one.name) for one in options})
-            for name, options in groups.items()
-        }
-        command(**together, **values)
-
-    # Of the signature it takes names and defaults, of the annotations the types.
-    with_options.__annotations__ = {one.name: one.annotation for one in flat}
-    with_options.__signature__ = signature.replace(parameters=flat)  # type: ignore[attr-defined]
-    return with_options
-
-
-_METAVARS: Mapping[Any, str] = {
-    int: "N",
-    int | None: "N",
-    float: "X",
-    float | None: "X",
-    str | None: "NAME",
-    Path | None: "FILE",
-}
-
-
-def _options(group: type) -> list[inspect.Parameter]:
-    """The fields of a dataclass as parameters of a command; their metadata is what `typer.Option` takes."""
-    types = get_type_hints(group)
-    parameters = []
-    for one in dataclasses.fields(group):
-        kind = types[one.name]
-        details: dict[str, Any] = {"metavar": _METAVARS.get(kind)} | dict(one.metadata)
-        default = typer.Option(one.default, *details.pop("names", ()), rich_help_panel=GROUPS[group], **details)
-        parameters.append(inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
-    return parameters
-
-
-def to_stderr(line: str) -> None:
-    """Print a line on standard error."""
-    print(line, file=sys.stderr)
+AsJson = Annotated[
+    bool, typer.Option("--json", rich_help_panel=OUTPUT, help="End with one line of JSON on standard output.")
+]
+OnlyJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON and nothing else.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", rich_help_panel=OUTPUT, help="Print what would be started, and start nothing.")
+]
 
 
 def parse_counts(text: str, option: str) -> list[int]:
@@ -166,7 +53,7 @@ def parse_counts(text: str, option: str) -> list[int]:
 def parse_tolerance(text: str) -> float:
     """ "1%" and "0.01" both mean one point of accuracy. Raises `JobError` for anything else."""
     try:
-        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        value = float(text.removesuffix("%") if text.isascii() else "") / (100 if text.endswith("%") else 1)
     except ValueError:
         value = -1.0
     if not 0 <= value <= 1:
@@ -176,9 +63,253 @@ def parse_tolerance(text: str) -> float:
 
 def parse_size(text: str, option: str) -> int:
     """ "4K" and "4KiB" are 4096 bytes, "100MB" 100,000,000. Raises `JobError` naming the option."""
-    found = re.fullmatch(r"([0-9]{1,15}) ?([KMG]?)(iB|B|)", text.strip(), re.IGNORECASE)
+    found = re.fullmatch(r"(0*[1-9][0-9]{0,14}) ?([KMG]?)(iB|B|)", text.strip(), re.IGNORECASE)
     if found is None:
         raise JobError(f"{option} {shortened(text)} should be a number of bytes such as 4096, 4K, 16MiB or 100MB.")
     number, prefix, suffix = found.groups()
     base = 1000 if suffix.upper() == "B" else 1024
     return int(number) * int(base ** " KMG".index(prefix.upper() or " "))
+
+
+def parse_hours(text: str) -> float:
+    """ "2:30" is two hours and a half, in seconds. Raises `LaunchError` for anything else."""
+    found = re.fullmatch("([0-9]{1,5}):([0-5]?[0-9])", text)
+    minutes = 0 if found is None else 60 * int(found[1]) + int(found[2])
+    if not minutes:
+        raise LaunchError(f"--time {shortened(text)} should be hours and minutes, such as 2:30.")
+    return 60.0 * minutes
+
+
+def reads(parse: Callable[..., Any], *more: Any) -> Callable[[Any], Any]:
+    """A parser for an option: `parse` for texts, with further arguments; a default is a value already."""
+
+    def value_of(given: Any) -> Any:
+        return parse(given, *more) if isinstance(given, str) else given
+
+    return value_of
+
+
+def _size(option: str, **details: Any) -> dict[str, Any]:
+    return {"names": (option,), "metavar": "SIZE", "parser": reads(parse_size, option), **details}
+
+
+ARGUMENTS = frozenset({"job", "script", "command", "place", "checkpoint", "target"})
+"""Parameters that a command line gives by their place."""
+
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "algorithm": {"metavar": "NAME", "rich_help_panel": TUNING},
+    "budget": {"metavar": "SECONDS"},
+    "checkpoint": {"kind": str, "metavar": "CHECKPOINT"},
+    "cluster": {
+        "rich_help_panel": TUNING,
+        "help": "The file of `paceline probe`, for a forecast beside the measurement; ignored where there is none.",
+    },
+    "command": {"metavar": "COMMAND"},
+    "data": {"kind": str, "metavar": "DIR", "help": "The data set's directory; used as it is."},
+    "debug_comm": {"rich_help_panel": OUTPUT},
+    "device_bytes": _size("--device-memory"),
+    "directory": {"names": ("--dir",), "metavar": "DIR"},
+    "efficiency_floor": {"max": 1},
+    "folder": {"metavar": "DIR"},
+    "hosts": {"metavar": "NODES"},
+    "job": {"kind": str, "metavar": "JOB"},
+    "keep_best": {"metavar": "METRIC"},
+    "keep_busy": {"names": ("--all",)},
+    "keep_every_hours": {"metavar": "H"},
+    "link_rate": {"metavar": "BYTES/S", "min": 1},
+    "max_bytes": _size("--max-bytes", show_default="256M"),
+    "max_minutes": {
+        "metavar": "MINUTES",
+        "help": "Save and end after this time since the launch; the same command with the same --out goes on.",
+    },
+    "memory_bytes": _size("--memory"),
+    "micro_batch_size": {
+        "names": ("--micro-batch", "--micro-batch-size"),
+        "metavar": "SAMPLES|auto",
+        "parser": reads(parse_micro_batch),
+        "rich_help_panel": TUNING,
+    },
+    "min_bytes": _size("--min-bytes", show_default="4K"),
+    "mount": {"metavar": "DIR"},
+    "module": {"names": ("-m", "--module"), "help": "SCRIPT is the name of a module, as for python -m."},
+    "noise_scale": {"metavar": "SAMPLES", "min": 1},
+    "on_cpu": {"names": ("--cpu",)},
+    "parameters": {"min": 1},
+    "out": {"metavar": "DIR"},
+    "pick": {"metavar": "K", "min": None},
+    "place": {"kind": str, "metavar": "DIR"},
+    "port": {"min": 0, "max": 65535},
+    "price": {"metavar": "AMOUNT"},
+    "quiet": {"default": False, "rich_help_panel": OUTPUT, "help": "Show no progress."},
+    "script": {"kind": str, "metavar": "SCRIPT"},
+    "servers": {"rich_help_panel": TUNING},
+    "settings": {"names": ("--set",), "metavar": "KEY=VALUE"},
+    "source": {"kind": str, "names": ("--from",), "metavar": "FILE"},
+    "strategy": {"metavar": "NAME|MESH"},
+    "target": {"kind": str, "metavar": "FILE"},
+    "target_samples": {"metavar": "SAMPLES", "min": 1},
+    "threads": {"rich_help_panel": TUNING},
+    "time_limit_s": {"names": ("--time",), "metavar": "H:MM", "parser": reads(parse_hours)},
+    "tolerance": {
+        "metavar": "ACCURACY",
+        "parser": reads(parse_tolerance),
+        "show_default": "1%",
+        "help": "Accuracy that may be lost, such as 1% or 0.005.",
+    },
+    "track": {"metavar": "NAME", "rich_help_panel": OUTPUT},
+    "workers": {"names": ("--workers", "-n")},
+}
+"""By the name of a parameter: arguments of `typer.Option`; the option's `names`, where its own is not the one; and its
+`kind` where it may be a path or something else, such as the address of a checkpoint or the name of a recipe."""
+
+IN_PYTHON = frozenset({"model", "callbacks", "arguments", "say", "announce", "on_each", "on_failure"})
+"""Parameters that no command line can give."""
+
+_METAVARS: Mapping[type, str] = {Path: "FILE", str: "NAME", int: "N", float: "X"}
+_KINDS = (*_METAVARS, bool)
+"""Types of options; of a parameter that takes several of them, an option takes the first here."""
+_LEAST: Mapping[type, int] = {int: 1, float: 0}
+
+
+def options_of(
+    workflow: Callable[..., Any], **details: Mapping[str, Any]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator: the `**options` of a command become the parameters of a workflow that the command does not name.
+
+    The command-line library reads the options of a command from its signature. `where`, `elastic` and `strategy` become
+    an option for each of their fields. The command gets no value where none was given and none is the default.
+
+    Args:
+        details: by the name of a parameter, what `OPTIONS` says for this command only.
+    """
+
+    def decorated(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        taken = {*IN_PYTHON, *(one.name for one in own)}
+        hints, meanings = _hints(workflow), meanings_of(workflow)
+        derived: list[inspect.Parameter] = []
+        groups: dict[str, tuple[type, list[inspect.Parameter]]] = {}
+        for name, parameter in inspect.signature(workflow).parameters.items():
+            group = next((one for one in GROUPS if one in _members(hints[name])), None)
+            if group is not None:
+                groups[name] = group, _fields(group)
+            elif name not in taken:
+                said = {"help": meanings.get(name, "")} | dict(OPTIONS.get(name, {})) | dict(details.get(name, {}))
+                derived.append(_parameter(name, hints[name], parameter.default, said))
+        derived += [one for _, fields in groups.values() for one in fields]
+        names = _option_names(derived)
+
+        @functools.wraps(command)
+        def with_options(**values: Any) -> None:
+            try:
+                given = {one.name: values[one.name] for one in own}
+                for name, (group, fields) in groups.items():
+                    given[name] = group(**{one.name: values.pop(one.name) for one in fields})
+                command(**{name: value for name, value in values.items() if value is not None} | given)
+            except PacelineError as error:
+                if not isinstance(error, WorkerFailed):  # which quotes what a worker said
+                    error.args = (naming_options(str(error), names), *error.args[1:])
+                raise
+
+        # The library takes names and defaults from the signature, and types from the annotations.
+        flat = [one.replace(kind=one.KEYWORD_ONLY) for one in (*derived, *own)]
+        with_options.__annotations__ = {one.name: one.annotation for one in flat}
+        with_options.__signature__ = signature.replace(parameters=flat)  # type: ignore[attr-defined]
+        return with_options
+
+    return decorated
+
+
+def _option_names(parameters: Sequence[inspect.Parameter]) -> dict[str, str]:
+    """By the name of a parameter: the option that gives it. Keys of a job keep their names, as `--set` takes them."""
+    keys = {field.name for field in dataclasses.fields(Job)}
+    return {
+        one.name: next((name for name in one.default.param_decls if name.startswith("--")), _option(one.name))
+        for one in parameters
+        if one.name not in ARGUMENTS | keys
+    }
+
+
+def naming_options(message: str, names: Mapping[str, str]) -> str:
+    """A sentence that names parameters, as it names options: "min_workers = 5 is" as "--min-workers 5 is".
+
+    Names of one word are words of the language too, and are replaced before "=" only.
+    """
+    for name, option in names.items():
+        before_value = "( =)?" if "_" in name else " =(?= )"
+        message = re.sub(rf"(?<![\w.\-/'\"]){name}\b(?![.(]\w){before_value}", option, message)
+    return message
+
+
+def _hints(workflow: Callable[..., Any]) -> dict[str, Any]:
+    """The types of a function's parameters; that of its result may be one that is not loaded."""
+    named = {name: kind for name, kind in workflow.__annotations__.items() if name != "return"}
+    return get_type_hints(SimpleNamespace(__annotations__=named), vars(sys.modules[workflow.__module__]))
+
+
+def meanings_of(workflow: Callable[..., Any]) -> dict[str, str]:
+    """What the docstring of a function says of its parameters, as the help of options."""
+    section = (inspect.getdoc(workflow) or "").partition("Args:\n")[2].partition("\n\n")[0]
+    meanings = {}
+    for names, text in re.findall(r"^    (\w[\w, ]*): (.*(?:\n {5,}.*)*)", section, re.MULTILINE):
+        other = re.fullmatch(r"as for `(\w+)`\.", text)
+        for name in names.split(", "):
+            meanings[name] = _as_help(text) if other is None else meanings_of(_beside(workflow, other[1]))[name]
+    return meanings
+
+
+def _beside(workflow: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The workflow of that name in the same module, or in a module of its name."""
+    here = vars(sys.modules[workflow.__module__])
+    found: Callable[..., Any] = here.get(name) or vars(import_module(f"paceline.workflows.{name}"))[name]
+    return found
+
+
+def _as_help(text: str) -> str:
+    """ "number of nodes; None: all of them." as "Number of nodes (default: all of them).", values without quotes."""
+    plain = re.sub(r"\s+", " ", text).translate(str.maketrans("", "", '`"'))
+    plain = re.sub(r"; None: ([^.;]+)", r" (default: \1)", plain)
+    return plain if text.startswith('"') else plain[0].upper() + plain[1:]
+
+
+def _fields(group: type) -> list[inspect.Parameter]:
+    """The fields of a dataclass as parameters of a command; their metadata says what `OPTIONS` says of others."""
+    hints, panel = get_type_hints(group), {"rich_help_panel": GROUPS[group]}
+    return [
+        _parameter(one.name, hints[one.name], one.default, panel | dict(one.metadata))
+        for one in dataclasses.fields(group)
+    ]
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _parameter(name: str, hint: Any, default: Any, details: Mapping[str, Any]) -> inspect.Parameter:
+    """A parameter of a command, for one of a workflow or for a field."""
+    members, details = _members(hint), dict(details)
+    is_list = any(get_origin(one) in (Sequence, list) for one in members)
+    kind = details.pop("kind", None) or next((one for one in _KINDS if one in members), list[str] if is_list else hint)
+    details = {"metavar": _METAVARS.get(kind), "min": _LEAST.get(kind)} | details
+    default = details.pop("default", ... if default is inspect.Parameter.empty else default)
+    if details.get("parser") is not None:
+        kind = Any
+        del details["min"]
+    elif kind == list[str]:
+        default = None
+        details["help"] += " Repeatable."
+    if kind is not Any and default is None:
+        kind = kind | None
+    names = details.pop("names", (_option(name),) if kind is bool and not default else ())
+    said: Any = typer.Argument(default, **details) if name in ARGUMENTS else typer.Option(default, *names, **details)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=said, annotation=kind)
+
+
+def to_stderr(line: str) -> None:
+    """Print a line on standard error."""
+    print(line, file=sys.stderr)

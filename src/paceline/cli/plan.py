@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paceline.cli.console import table_console
-from paceline.cli.options import AsJson, DataDir, EfficiencyFloor, GrowOption, Settings
+from paceline.cli.options import AsJson, options_of
 from paceline.cli.step_times import fit_and_predict, suggest_next
 from paceline.errors import JobError
 from paceline.spec import Job, parse_mesh
+from paceline.spec.job import MOST_SAMPLES
 from paceline.spec.mesh_name import num_named
 from paceline.workflows import plan as workflow
-from paceline.workflows.forecasts import CLUSTER_FILE
 from paceline.workflows.jobs import resolve_job
 from paceline.workflows.mesh_dry_run import dry_run_mesh as try_mesh
 
@@ -23,61 +23,44 @@ if TYPE_CHECKING:
     from paceline.workflows.plan import PlannedJob
 
 
+@options_of(
+    workflow.plan,
+    cluster={"rich_help_panel": None, "help": "The file that `paceline probe` wrote."},
+    devices={
+        "metavar": "COUNTS",
+        "help": "The device counts, such as 1..64 or 1,2,4 (default: up to all of the cluster).",
+    },
+    devices_per_node={"metavar": "G"},
+    out={"default": Path(), "help": "The folder for plan.json, plan.html and forecast.json."},
+)
 def plan(
     job: Annotated[str | None, typer.Argument(metavar="JOB", help="A job file or recipe that was probed.")] = None,
-    cluster: Annotated[Path, typer.Option(metavar="FILE", help="What paceline probe measured.")] = CLUSTER_FILE,
-    devices: Annotated[
-        str | None,
-        typer.Option(metavar="COUNTS", help="Such as 1..64 or 1,2,4 (default: up to all devices of the cluster)."),
-    ] = None,
-    grow: GrowOption = "none",
-    efficiency_floor: EfficiencyFloor = 0.5,
-    price: Annotated[
-        float | None, typer.Option(min=0, metavar="AMOUNT", help="Price of one device for an hour.")
-    ] = None,
-    noise_scale: Annotated[
-        float | None, typer.Option(min=1, metavar="SAMPLES", help="Gradient noise scale, which training logs.")
-    ] = None,
-    target_samples: Annotated[
-        float | None,
-        typer.Option(min=1, metavar="SAMPLES", help="Samples that the job as it is needs to reach its target."),
-    ] = None,
-    link_rate: Annotated[
-        float | None,
-        typer.Option(min=1, metavar="BYTES/S", help="Rate between nodes in one direction, if not measured."),
-    ] = None,
-    devices_per_node: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="G", help="On nodes beyond the cluster (default: as on its largest node)."),
-    ] = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where plan.json, plan.html and forecast.json go.")] = Path(),
-    data: DataDir = None,
-    settings: Settings = None,
     as_json: AsJson = False,
     fit: Annotated[
-        Path | None, typer.Option(metavar="OBS.csv", help="Instead: fit step times that were measured …")
+        Path | None, typer.Option(metavar="OBS.csv", help="Instead of a job: fit measured step times …")
     ] = None,
     predict: Annotated[Path | None, typer.Option(metavar="Q.csv", help="… and forecast these placements.")] = None,
     suggest: Annotated[
-        Path | None, typer.Option(metavar="OBS.csv", help="Instead: say which placements to measure next.")
+        Path | None,
+        typer.Option(metavar="OBS.csv", help="Instead of a job: say which placements to measure next, after these."),
     ] = None,
-    budget: Annotated[int, typer.Option(min=1, metavar="K", help="How many to suggest, with --suggest.")] = 1,
+    budget: Annotated[
+        int, typer.Option(min=1, max=MOST_SAMPLES, metavar="K", help="With --suggest: how many placements.")
+    ] = 1,
     max_nodes: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Nodes to measure on, with --suggest.")
+        int | None, typer.Option(min=1, metavar="N", help="With --suggest: number of nodes that are available.")
     ] = None,
     max_devices: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Devices to measure on, with --suggest.")
+        int | None, typer.Option(min=1, metavar="N", help="With --suggest: number of devices that are available.")
     ] = None,
-    trace: Annotated[
-        bool, typer.Option("--trace", help="Trace the model, so that pipelines and tensor groups are weighed too.")
-    ] = False,
     dry_run_mesh: Annotated[
         str | None,
-        typer.Option(metavar="MESH", help="Instead: try a mesh such as 'dp128 x tp8' without its devices …"),
+        typer.Option(metavar="MESH", help="Trace the job on a mesh such as 'dp128 x tp8', without its devices …"),
     ] = None,
     sequence_parallel: Annotated[
-        bool, typer.Option("--sequence-parallel", help="… whose workers along tp keep a slice of the positions each.")
+        bool, typer.Option("--sequence-parallel", help="… with sequence parallelism along its axis tp.")
     ] = False,
+    **options: Any,
 ) -> None:
     """Forecast step time, throughput, speed-up, time to a target and cost for 1…N devices, and recommend one."""
     if sequence_parallel and (dry_run_mesh is None or parse_mesh(dry_run_mesh, num_named(dry_run_mesh)).tp == 1):
@@ -87,32 +70,18 @@ def plan(
         if suggest is not None:
             suggest_next(suggest, budget, as_json, max_nodes, max_devices)
         elif fit is not None and predict is not None:
-            fit_and_predict(fit, predict, as_json, efficiency_floor, price, out)
+            price, floor = options.get("price"), options["efficiency_floor"]
+            fit_and_predict(fit, predict, as_json, floor, price, options["out"])
         return
     if max_nodes is not None or max_devices is not None:
         raise JobError("--max-nodes and --max-devices limit what --suggest may name; give --suggest OBS.csv.")
     if job is None:
         raise JobError("Name the job to plan for, such as paceline plan job.toml; or give --fit, or --suggest.")
     if dry_run_mesh is not None:
-        _show_mesh(resolve_job(job, settings, data), dry_run_mesh, sequence_parallel, as_json=as_json)
-        return
-    planned = workflow.plan(
-        job,
-        cluster=cluster,
-        devices=devices,
-        grow=grow,
-        efficiency_floor=efficiency_floor,
-        price=price,
-        noise_scale=noise_scale,
-        target_samples=target_samples,
-        link_rate=link_rate,
-        devices_per_node=devices_per_node,
-        out=out,
-        data=data,
-        settings=settings or (),
-        trace=trace,
-    )
-    _show(planned, out, as_json=as_json)
+        resolved = resolve_job(job, options.get("settings"), options.get("data"))
+        _show_mesh(resolved, dry_run_mesh, sequence_parallel, as_json=as_json)
+    else:
+        _show(workflow.plan(job, **options), options["out"], as_json=as_json)
 
 
 def _refuse_beside_step_times(job: str | None, fit: Path | None, predict: Path | None, suggest: Path | None) -> None:

@@ -4,56 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Annotated
-
-import typer
+from typing import Any
 
 from paceline.cli.console import print_table
-from paceline.cli.options import AsJson, DataDir, Quiet, Settings, Threads, grouped
+from paceline.cli.options import AsJson, options_of
 from paceline.spec import Cluster, JobTiming, Link
 from paceline.spec.codec import to_mapping
 from paceline.workflows import probe as workflow
-from paceline.workflows.forecasts import CLUSTER_FILE
-from paceline.workflows.where import HERE, Where
 
 
-@grouped
-def probe(
-    job: Annotated[
-        str | None, typer.Argument(metavar="JOB", help="A job file or recipe whose model and data are timed too.")
-    ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option("--workers", "-n", min=1, help="Number of workers that share a batch (default: all devices)."),
-    ] = None,
-    out: Annotated[
-        Path, typer.Option(help="The file for what was measured; what it holds and is not measured again stays.")
-    ] = CLUSTER_FILE,
-    folder: Annotated[Path, typer.Option(metavar="DIR", help="Where runs, and so checkpoints, are written.")] = Path(
-        "runs"
-    ),
-    budget: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Time for the job's timings.")] = 60.0,
-    data: DataDir = None,
-    settings: Settings = None,
-    threads: Threads = None,
-    quiet: Quiet = False,
-    as_json: AsJson = False,
-    where: Where = HERE,
-) -> None:
+@options_of(workflow.probe, budget={"min": 1}, out={"metavar": "FILE"})
+def probe(as_json: AsJson = False, **options: Any) -> None:
     """Measure links inside and between nodes, and a job's model, loader and checkpoints; write cluster.json."""
-    result = workflow.probe(
-        job,
-        workers=workers,
-        out=out,
-        folder=folder,
-        budget=budget,
-        data=data,
-        settings=settings or (),
-        threads=threads,
-        quiet=quiet,
-        where=where,
-    )
+    result = workflow.probe(**options)
     measured, timing = result.measured, result.timing
     links = [(node.hostname, link) for node in measured.nodes for link in node.links if link.source == "measured"]
     if as_json:
@@ -62,7 +25,7 @@ def probe(
             "network": [to_mapping(link) for link in measured.network],
             "timing": None if timing is None else to_mapping(timing),
             "not_measured": list(result.not_measured),
-            "cluster": str(out),
+            "cluster": str(options["out"]),
         }
         print(json.dumps(shown))
         return
@@ -74,7 +37,7 @@ def probe(
         _print_timing(timing, f" of {measured.nodes[0].hostname}" if len(measured.nodes) > 1 else "")
     for reason in result.not_measured:
         print(f"not measured: {reason}")
-    print(out)
+    print(options["out"])
 
 
 def _print_links(links: Iterable[tuple[str, Link]], *, has_several_nodes: bool) -> None:

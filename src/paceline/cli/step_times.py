@@ -20,7 +20,7 @@ def fit_and_predict(
     queries: Path,
     as_json: bool,
     efficiency_floor: float = 0.5,
-    price: float | None = None,
+    price: str | None = None,
     out: Path | None = None,
 ) -> None:
     """Fit the rows of `obs`, forecast those of `queries`, and print what follows and how sure it is."""
@@ -106,7 +106,7 @@ def suggest_next(
     suggestions = suggest_measurements(obs, budget, max_nodes=max_nodes, max_devices=max_devices)
     if as_json:
         rows = [
-            {**_placement(one.placement), "expected_error": one.expected_error, "device_seconds": one.device_seconds}
+            {**_placement(one.placement), "promised_error": one.promised_error, "device_seconds": one.device_seconds}
             for one in suggestions
         ]
         print(json.dumps({"suggestions": rows}))
@@ -117,11 +117,12 @@ def suggest_next(
             _where(one.placement.layout),
             str(one.placement.micro_batch_size),
             f"{one.device_seconds / 60:.3g} min",
-            f"{100 * one.expected_error:.0f} %",
+            f"{100 * one.promised_error:.0f} %",
         ]
         for number, one in enumerate(suggestions, 1)
     ]
-    print_table(["measure", "nodes x devices", "micro-batch", "device time", "then forecasts are off by about"], cells)
+    head = ["measure", "nodes x devices", "micro-batch", "device time", "then 90 % of forecasts are off by less than"]
+    print_table(head, cells)
 
 
 def _placement(placement: Placement) -> dict[str, Any]:

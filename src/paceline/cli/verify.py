@@ -4,45 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Annotated
+from typing import Any
 
 import typer
 
-from paceline.cli.options import AsJson, DataDir, Settings, parse_counts, to_stderr
+from paceline.cli.options import AsJson, options_of, parse_counts, reads, to_stderr
 from paceline.workflows import verify as workflow
 from paceline.workflows.jobs import silent
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
-def verify(
-    context: typer.Context,
-    job: Annotated[str, typer.Argument(metavar="JOB|SCRIPT.py", help="A job, a recipe, or a script of yours.")],
-    workers: Annotated[str, typer.Option(help="Numbers of workers to compare.")] = "1,2,4",
-    steps: Annotated[int, typer.Option(min=1, help="Training steps to compare.")] = 5,
-    data: DataDir = None,
-    settings: Settings = None,
-    as_json: AsJson = False,
-    strategy: Annotated[
-        str | None,
-        typer.Option(metavar="NAME|MESH", help="How more than one worker divide the model; see paceline train."),
-    ] = None,
-) -> None:
+@options_of(
+    workflow.verify,
+    job={"metavar": "JOB|SCRIPT.py"},
+    workers={
+        "names": ("--workers",),
+        "metavar": "COUNTS",
+        "show_default": "1,2,4",
+        "parser": reads(parse_counts, "--workers"),
+        "help": "The numbers of workers to compare, such as 1,2,4.",
+    },
+)
+def verify(context: typer.Context, as_json: AsJson = False, **options: Any) -> None:
     """Check that N workers compute what one does; name the first tensor that differs, and the likely cause.
 
     A job with numeric parity is compared in float64, so that rounding cannot hide a difference; a script runs as it
     is, with the arguments that follow.
     """
-    verdicts = workflow.verify(
-        job,
-        context.args,
-        workers=parse_counts(workers, "--workers"),
-        steps=steps,
-        data=data,
-        settings=settings or (),
-        strategy=strategy,
-        say=silent if as_json else to_stderr,
-    )
+    verdicts = workflow.verify(arguments=context.args, say=silent if as_json else to_stderr, **options)
     if as_json:
         print(json.dumps([dataclasses.asdict(verdict) for verdict in verdicts]))
     else:

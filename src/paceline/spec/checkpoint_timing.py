@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from paceline.spec.cluster import DeviceKind
-from paceline.spec.codec import NOT_NEGATIVE, JsonValue, at_least
+from paceline.spec.codec import NOT_NEGATIVE, JsonValue, at_least, between
+from paceline.spec.job import MOST_SAMPLES
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class CheckpointRequest(JsonValue):
     """A folder that all nodes see, or an address such as s3://bucket/place; it is removed at the end."""
     num_parameters: int = at_least(1, 100_000_000)
     """Parameters in float32, each saved with Adam's two averages: 12 bytes a parameter."""
-    num_rounds: int = at_least(1, 5)
+    num_rounds: int = between(1, MOST_SAMPLES, 5)
     """Checkpoints that are timed after a first one, which also has to find memory."""
     device_kind: DeviceKind | None = None
     """None: GPUs if there are any."""

@@ -12,6 +12,7 @@ from paceline.regular_files import parse_json, read_text, replace_text
 from paceline.spec.algorithm import AlgorithmName
 from paceline.spec.codec import ABOVE_ZERO, NOT_NEGATIVE, POSITIVE, JsonValue, above, at_least, between
 from paceline.spec.job import MOST_WORKERS
+from paceline.spec.machine_load import MachineLoad
 
 DeviceKind = Literal["cpu", "cuda"]
 Source = Literal["datasheet", "measured"]
@@ -120,6 +121,8 @@ class MicroBatchTiming:
     micro_batch_size: int = field(metadata=POSITIVE)
     seconds: float = field(metadata=NOT_NEGATIVE)
     peak_memory_bytes: int | None = at_least(0, None)
+    spread: float = at_least(0, 0.0)
+    """Standard deviation of the logarithm of a pass's time, from the quartiles."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,10 @@ class JobTiming:
     """Time of a pass and an update of the slowest of these workers, over that of a single worker."""
     sums: tuple[SumTiming, ...] = ()
     """Timings with all workers at once, in the job's wire format; empty if not measured."""
+    load: MachineLoad | None = None
+    """What else the processors did while passes were timed; None: nobody looked, or the system does not tell."""
+    num_samples: int | None = at_least(1, None)
+    """Samples of the training set, that is of an epoch."""
 
 
 @dataclass(frozen=True)
@@ -227,9 +234,9 @@ class Cluster(JsonValue):
         try:
             mapping = parse_json(text)
         except ValueError as problem:
-            raise ClusterError(f"{source} cannot be read as a cluster: no JSON ({problem}).") from None
+            raise ClusterError(f"{source} cannot be read as a cluster: not JSON ({problem}).") from None
         if not isinstance(mapping, dict) or mapping.pop("schema", None) != SCHEMA:
-            raise ClusterError(f"{source} is no cluster file of version {SCHEMA}; write one with paceline probe.")
+            raise ClusterError(f"{source} is not a cluster file of version {SCHEMA}; write one with paceline probe.")
         try:
             return cls.from_mapping(mapping)
         except JobError as problem:

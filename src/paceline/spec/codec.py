@@ -224,7 +224,7 @@ def _convert_scalar(expected: Any, raw: Any, path: str, rules: Mapping[str, Any]
 def _check_text(text: str, path: str) -> None:
     """What neither a file nor a file's name can hold is refused here, before it is written to one."""
     if "\0" in text or (not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text)):
-        raise JobError(f"{path} = {shown(text)} should be a text without zeros and halves of characters.")
+        raise JobError(f"{path} = {shown(text)} should be text without null characters and lone surrogates.")
 
 
 def _check_number(rules: Mapping[str, Any], value: float, path: str) -> None:

@@ -10,14 +10,17 @@ from typing import Any, Literal
 from paceline.errors import JobError
 from paceline.spec.algorithm import AlgorithmName, algorithm_names
 from paceline.spec.cluster import DeviceKind
-from paceline.spec.codec import NOT_NEGATIVE, POSITIVE, JsonValue, above, at_least
-from paceline.spec.job import Precision
+from paceline.spec.codec import NOT_NEGATIVE, POSITIVE, JsonValue, above, at_least, between
+from paceline.spec.job import MOST_SAMPLES, MOST_WORKERS
+from paceline.spec.machine_load import MachineLoad
 
 TIMINGS_FILE = "timings.json"
 """The file name of `CommTimings` in a benchmark's folder."""
 
 WireName = Literal["float32", "bfloat16", "float16", "int8"]
 """The wire format; "float32" sends values unchanged."""
+VectorType = Literal["float32", "bfloat16", "float16", "float64"]
+"""The type of the values that are summed."""
 NodeOrder = Literal["by_node", "alternating"]
 """Which worker follows which: node after node, or one of each node in turn, to show what that costs."""
 
@@ -38,7 +41,13 @@ class CommCase:
 
 
 def message_sizes(min_bytes: int = SMALLEST_BYTES, max_bytes: int = LARGEST_BYTES) -> tuple[int, ...]:
-    """From one to the other in steps of 4; the last step may be longer, up to 8, so that it ends where it should."""
+    """From one to the other in steps of 4; the last step may be longer, up to 8, so that it ends where it should.
+
+    Raises:
+        JobError: a smallest size of less than 1.
+    """
+    if min_bytes < 1:
+        raise JobError(f"The smallest message has {min_bytes} bytes; it should have 1 or more.")
     sizes = [min_bytes]
     while sizes[-1] * GROWTH * 2 <= max_bytes:
         sizes.append(sizes[-1] * GROWTH)
@@ -52,12 +61,12 @@ class CommRequest(JsonValue):
     cases: tuple[CommCase, ...] = tuple(CommCase(name) for name in algorithm_names())
     sizes_bytes: tuple[int, ...] = at_least(0, message_sizes())
     """Sizes of the vector that is summed, in `dtype`."""
-    dtype: Precision = "float32"
+    dtype: VectorType = "float32"
     """Type of the vector; 16 bits are widened to float32, summed and rounded once, as gradients are."""
     device_kind: DeviceKind | None = None
     """None: GPUs if there are any."""
-    num_servers: int = at_least(1, 1)
-    num_rounds: int = at_least(1, 20)
+    num_servers: int = between(1, MOST_WORKERS, 1)
+    num_rounds: int = between(1, MOST_SAMPLES, 20)
     """The maximum number of rounds per size; every case is timed once per round."""
     budget_s: float = above(0, 60.0)
     """Seconds for all timings. Long calls get fewer rounds, and cases that do not fit are left out."""
@@ -107,7 +116,7 @@ class CommFit:
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class UntimedCases:
     """Requested cases that were not timed, and the reason."""
 
     case: CommCase
@@ -125,8 +134,10 @@ class CommTimings(JsonValue):
     device_kind: DeviceKind
     timings: tuple[CommTiming, ...]
     fits: tuple[CommFit, ...]
-    left_out: tuple[LeftOut, ...] = ()
+    left_out: tuple[UntimedCases, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
+    machine_load: MachineLoad | None = None
+    """What else the processors did meanwhile; None: nobody looked, or the system does not tell."""
 
     @property
     def world_size(self) -> int:

@@ -96,6 +96,10 @@ class Forecast(JsonValue):
     """What was not measured and the assumption used instead, one sentence each."""
     efficiency_floor: float = 0.5
     price_per_device_hour: float | None = None
+    currency: str = ""
+    """Currency of the price and of all costs, such as "EUR"; empty: the user did not say."""
+    run_samples: int | None = None
+    """Samples that the job trains on in all of its epochs; None: the size of its training set is not known."""
     noise_scale: float | None = None
     past_error: str = ""
     """The accuracy of forecasts for this cluster: "within 4 % on the last 12 runs"; empty: none was checked."""

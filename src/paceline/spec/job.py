@@ -17,7 +17,7 @@ from paceline.spec.micro_batch import MicroBatchSize, parse_micro_batch
 from paceline.spec.optim import OptimSpec
 
 Parity = Literal["numeric", "bitwise"]
-Precision = Literal["float32", "bfloat16", "float16", "float64"]
+Precision = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Norm = Literal["shard", "local", "sync"]
 Reaction = Literal["skip", "rollback", "stop", "ignore"]
 Augmentation = Literal["crop", "flip", "cutout"]
@@ -27,7 +27,7 @@ TRACKER_NAMES = ("tensorboard", "wandb", "mlflow")
 MOST_SAMPLES = 2**31 - 1
 """In a global batch, or a pass over it."""
 MOST_WORKERS = 2**20
-"""Of a run."""
+"""The most workers that one run may have."""
 MOST_NAME_CHARACTERS = 200
 """In the name of a job, by which folders are called."""
 
@@ -119,7 +119,7 @@ class CheckpointSpec:
     """Steps between checkpoints; None: not by steps."""
     every_epoch: bool = True
     """Whether to save at the end of each epoch, after its evaluation."""
-    keep_last: int = at_least(1, 2)
+    keep_last: int = between(1, MOST_SAMPLES, 2)
     """How many of the newest checkpoints are kept."""
     keep_every_hours: float | None = above(0, None)
     """Also keep the first checkpoint of every period of this many hours."""
@@ -158,7 +158,9 @@ class Job(JsonValue):
     parity: Parity = "numeric"
     """What stays equal when the number of workers changes: results up to rounding, or every bit."""
     precision: Precision = "float32"
-    """The precision of forward passes: bfloat16 and float16 are mixed precision with float32 weights."""
+    """The precision of forward passes: bfloat16 and float16 are mixed precision with float32 weights; "auto": bfloat16
+    where all workers have GPUs that compute fast in it, else float32. A checkpoint is resumed in its own precision:
+    name it where "auto" would mean another one."""
     tf32: bool | None = None
     """Whether GPUs that have it compute float32 products in TF32, to 10 bits of mantissa; None: in numeric parity."""
     micro_batch_size: int | Literal["auto"] | None = at_least(1, None)
@@ -171,8 +173,9 @@ class Job(JsonValue):
     a load-balancing term, a contrastive loss. It is found out by itself; this key saves the search."""
     channels_last: bool = False
     """Whether images and convolutions use the memory format channels_last."""
-    compile: bool = False
-    """Whether the model goes through torch.compile."""
+    compile: bool | Literal["reduce-overhead", "max-autotune"] = False
+    """Whether the model goes through torch.compile, or in which of its modes; "reduce-overhead" replays forward and
+    backward passes as CUDA graphs."""
     measure_noise: bool = True
     """Keep the gradient noise scale up to date, every epoch in the log; it never changes what is learned."""
     nonfinite: Reaction = "skip"
@@ -208,27 +211,43 @@ class Job(JsonValue):
                 f"{self.global_batch_size}; every shard needs at least one sample."
             )
         self.check_micro_batch(self.micro_batch_size)
-        if self.parity == "bitwise" and self.norm != "shard":
-            raise JobError(
-                f"parity = 'bitwise' needs norm = 'shard'; norm = {self.norm!r} depends on how the batch is "
-                "spread over devices."
-            )
         if self.shard_by_shard and self.norm != "shard":
             raise JobError(
                 f"shard_by_shard = true needs norm = 'shard'; with norm = {self.norm!r} the shards of a device are "
                 "normalised together."
             )
+        if self.average_decay == 1:
+            raise JobError("average_decay = 1.0 would keep the first weights for ever; it should be below 1.")
+        if self.parity == "bitwise":
+            self._check_bitwise()
+        self._check_aggregation()
+
+    def _check_bitwise(self) -> None:
+        """Raise `JobError` for what makes the result depend on the number of workers."""
+        if self.norm != "shard":
+            raise JobError(
+                f"parity = 'bitwise' needs norm = 'shard'; norm = {self.norm!r} depends on how the batch is "
+                "spread over devices."
+            )
+        if self.compile:
+            raise JobError("parity = 'bitwise' needs compile = false; compiled kernels may differ between shapes.")
+        if self.aggregation.wire != "float32":
+            raise JobError(
+                f"parity = 'bitwise' needs aggregation.wire = 'float32'; {self.aggregation.wire!r} rounds what workers "
+                "tell each other, so the result would depend on their number."
+            )
+        if self.aggregation.method != "every_step":
+            raise JobError(
+                f"parity = 'bitwise' needs aggregation.method = 'every_step'; with {self.aggregation.method!r} the "
+                "result depends on the number of workers."
+            )
+
+    def _check_aggregation(self) -> None:
+        """Raise `JobError` for what the way in which workers combine their gradients does not allow."""
         if self.nonfinite == "rollback" and self.aggregation.method != "every_step":
             raise JobError(
                 f"nonfinite = 'rollback' needs aggregation.method = 'every_step'; with {self.aggregation.method!r} "
                 "workers do not see the same gradients. Use nonfinite = 'skip'."
-            )
-        if self.parity == "bitwise" and self.compile:
-            raise JobError("parity = 'bitwise' needs compile = false; compiled kernels may differ between shapes.")
-        if self.parity == "bitwise" and self.aggregation.wire != "float32":
-            raise JobError(
-                f"parity = 'bitwise' needs aggregation.wire = 'float32'; {self.aggregation.wire!r} rounds what workers "
-                "tell each other, so the result would depend on their number."
             )
         if self.precision == "float16" and self.aggregation.wire in ("powersgd", "topk", "randomk"):
             raise JobError(
@@ -242,8 +261,6 @@ class Job(JsonValue):
                 "aggregation.method = 'parameter_server_async' computes virtual shards and updates slices of the "
                 "parameters: it needs norm = 'shard', no optim.clip_norm, and a precision other than 'float16'."
             )
-        if self.average_decay == 1:
-            raise JobError("average_decay = 1.0 would keep the first weights for ever; it should be below 1.")
         if self.average_decay is not None and self.aggregation.method != "every_step":
             raise JobError(
                 f"average_decay needs aggregation.method = 'every_step'; with {self.aggregation.method!r} workers do "
@@ -253,11 +270,6 @@ class Job(JsonValue):
             raise JobError(
                 "eval_every_steps needs another aggregation.method than 'parameter_server_async', whose workers do not "
                 "rest between steps; use eval_every_epochs."
-            )
-        if self.parity == "bitwise" and self.aggregation.method != "every_step":
-            raise JobError(
-                f"parity = 'bitwise' needs aggregation.method = 'every_step'; with {self.aggregation.method!r} the "
-                "result depends on the number of workers."
             )
 
     @property
@@ -327,7 +339,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str = 
 
 
 _MOST_PARTS = 20
-"""Of the key in a setting."""
+"""The most names that the key of a setting may consist of, as "optim.lr" of two."""
 
 _LEARNS_THE_SAME = (
     *("name", "micro_batch_size", "measure_noise", "eval_every_epochs", "eval_every_steps", "eval_batch_size"),

@@ -85,17 +85,32 @@ def check_mesh(job: Job, mesh: Mesh | None) -> None:
         return
     spec = job.aggregation
     wrong = (
-        ("parity = 'bitwise'", "parity = 'numeric'", job.parity == "bitwise"),
         (f"aggregation.method = '{spec.method}'", "'every_step'", spec.method != "every_step"),
         ("norm = 'sync'", "norm = 'shard'", job.norm == "sync"),
         ("precision = 'float16'", "precision = 'bfloat16'", job.precision == "float16"),
         (f"aggregation.wire = '{spec.wire}'", "a wire format of fixed size", spec.wire in _LOOK_AT_WHOLE_GRADIENTS),
     )
+    if job.parity == "bitwise":
+        _check_bitwise(job, mesh)
     for setting, remedy, is_set in wrong:
         if is_set:
             raise JobError(
                 f"{setting} needs the whole model on every worker; use {remedy}, or the strategy dp, not {mesh}."
             )
+
+
+def _check_bitwise(job: Job, mesh: Mesh) -> None:
+    """Raises `JobError` for what a mesh computes with other bits than one worker."""
+    if mesh.tp > 1 or mesh.pp > 1:
+        raise JobError(
+            f"parity = 'bitwise' gives the bits of one worker on the axes dp and fsdp (zero1, zero2, hsdp), not on "
+            f"{mesh}, whose workers compute parts of a layer or of a model; use parity = 'numeric' there."
+        )
+    if job.channels_last:
+        raise JobError(
+            f"parity = 'bitwise' needs channels_last = false with {mesh}: shards have the plain format, whose kernels "
+            "may round differently; use --set channels_last=false, or the strategy dp."
+        )
 
 
 _LOOK_AT_WHOLE_GRADIENTS = ("powersgd", "topk", "randomk")

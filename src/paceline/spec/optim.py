@@ -47,9 +47,9 @@ class OptimSpec:
     """Other options for some parameters, by a pattern of their names: "head.*" = { lr = 0.01 }; the first counts."""
     scheduler: SchedulerSpec = field(default_factory=SchedulerSpec)
     """A scheduler that sets the rate by itself; needs schedule = "constant" and no warm-up."""
-    schedule: Literal["constant", "cosine", "step"] = "constant"
-    """How the learning rate changes after the warm-up, counted in samples: not at all, along a cosine to 0, in
-    steps."""
+    schedule: Literal["constant", "cosine", "linear", "step"] = "constant"
+    """How the learning rate changes after the warm-up, counted in samples: not at all, along a cosine or a line to 0,
+    in steps."""
     step_epochs: tuple[float, ...] = above(0, ())
     """Epochs at which the step schedule multiplies the rate by `step_factor`."""
     step_factor: float = above(0, 0.1)

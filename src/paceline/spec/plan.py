@@ -101,7 +101,7 @@ class Plan(JsonValue):
 
 
 @dataclass(frozen=True)
-class Limit(JsonValue):
+class RunLimit(JsonValue):
     """Where a run ends before its epochs do."""
 
     max_steps: int | None = at_least(1, None)

@@ -105,8 +105,13 @@ class RunRecord(JsonValue):
 
     def _repr_html_(self) -> str:
         """The summary as a table, for notebooks."""
+
+        def cell(value: Any) -> str:
+            is_small = isinstance(value, float) and abs(value) < 1000
+            return f"{value:.4g}" if is_small else f"{value:,.0f}" if isinstance(value, int | float) else str(value)
+
         rows = "".join(
-            f"<tr><th>{name}</th><td>{escape(str(value))}</td></tr>" for name, value in self.summary().items()
+            f"<tr><th>{name}</th><td>{escape(cell(value))}</td></tr>" for name, value in self.summary().items()
         )
         return f"<table>{rows}</table>"
 

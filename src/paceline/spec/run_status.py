@@ -34,6 +34,17 @@ class WorkerStatus:
 
 
 @dataclass(frozen=True)
+class GpuUse:
+    """What a process uses of the GPU that it computes on."""
+
+    index: int
+    memory_bytes: int | None
+    """GPU memory of the process."""
+    busy: float | None
+    """The fraction of the last moments in which the GPU computed, for any process."""
+
+
+@dataclass(frozen=True)
 class RunStatus:
     """All workers, at one time."""
 

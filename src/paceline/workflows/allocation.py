@@ -17,6 +17,7 @@ from paceline.launch import run_workers
 from paceline.launch.contained import contained
 from paceline.launch.elastic import ElasticLimits, run_elastic
 from paceline.launch.fleet import Describe, Fleet
+from paceline.launch.forking import ForkServer
 from paceline.launch.messages import Hello
 from paceline.launch.node_list import NodeSlots
 from paceline.launch.ray import ray_argv, ray_nodes
@@ -49,6 +50,8 @@ class Allocation:
     """The container and its digest; empty without one."""
     describe: Describe | None = None
     """Describes a lost node that has returned."""
+    fork_server: ForkServer | None = None
+    """Loads torch once for all runs of the command; None: workers run on nodes whose agents start them."""
 
     def run(
         self,
@@ -60,7 +63,11 @@ class Allocation:
         environ: Mapping[str, str] | None = None,
         save_s: float | None = None,
     ) -> None:
-        """Run `program` in every worker of `plan`; the rest, and what it raises, is as for `run_workers`."""
+        """Run `program` in every worker of `plan`; the rest, and what it raises, is as for `run_workers`.
+
+        Workers of Paceline's own programs are forked. A program of the user gets new processes: it may set variables
+        that are read while torch is loaded.
+        """
         self._check_debug(plan)
         if self.where.launcher == "debug":
             make_run_folder(run_dir)
@@ -74,9 +81,15 @@ class Allocation:
             interface=self.where.interface,
             output=output,
             hang_timeout_s=self.where.hang_timeout_s,
-            environ={**env.container_note(self.image), **(environ or {})},
+            environ={**env.note(env.CONTAINER, self.image), **(environ or {})},
             save_s=save_s,
+            fork_server=self.fork_server if self._saves_loading(plan, program) else None,
         )
+
+    def _saves_loading(self, plan: Plan, program: Sequence[str]) -> bool:
+        if self.fork_server is None or program[0] != "-m" or not program[1].startswith("paceline."):
+            return False
+        return plan.world_size > 1 or self.fork_server.has_loaded
 
     def run_elastic(
         self,
@@ -99,8 +112,8 @@ class Allocation:
             save_s=SAVE_S,
             hang_timeout_s=self.where.hang_timeout_s,
             environ={
-                **env.container_note(self.image),
-                **env.restart_limit_note(limits.max_restarts),
+                **env.note(env.CONTAINER, self.image),
+                **env.note(env.MAX_RESTARTS, limits.max_restarts),
                 **(environ or {}),
             },
             preload=PRELOAD if standby else (),
@@ -137,12 +150,14 @@ class Allocation:
 
     def _check_debug(self, plan: Plan) -> None:
         if self.where.launcher == "debug" and plan.world_size != 1:
-            raise LaunchError(f"--launcher debug runs one worker in this process, not {plan.world_size}; add -n 1.")
+            raise LaunchError(
+                f"launcher = 'debug' runs one worker in this process, not {plan.world_size}; ask for 1 worker."
+            )
 
     def _check_elastic(self) -> None:
         if self.where.launcher == "debug":
             raise LaunchError(
-                "--launcher debug runs in this process, which cannot outlive a failure; leave --min-workers out."
+                "launcher = 'debug' runs in this process, which cannot outlive a failure; leave min_workers out."
             )
 
     def first_plan(self, num_workers: int, elastic: Elastic, plan_for: PlanFor) -> Plan:
@@ -193,7 +208,8 @@ def _held(run_dir: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _opened(where: Where, slots: Sequence[NodeSlots], shown: Sequence[Path]) -> Iterator[Allocation]:
     if where.launcher == "debug" or (where.launcher == "local" and where.container is None):
-        yield Allocation(where, detect())
+        with contextlib.closing(ForkServer(PRELOAD)) as fork_server:
+            yield Allocation(where, detect(), fork_server=fork_server)
         return
     given = given_nodes(where.launcher)
     # Ray lists the GPUs of a node; a node without an entry has none.
@@ -217,9 +233,15 @@ def _opened(where: Where, slots: Sequence[NodeSlots], shown: Sequence[Path]) -> 
 
 
 def allocation_on_paper(where: Where) -> Allocation:
-    """The allocation without a connection to any node: other nodes are assumed equal to this one."""
+    """The allocation without a connection to any node: other nodes are assumed equal to this one.
+
+    Raises:
+        LaunchError: options that contradict each other, or Slurm has allocated nothing to this command.
+    """
     slots = where.named_hosts()
     where = replace(where, launcher=chosen_launcher(where.launcher, slots))
+    if where.launcher == "slurm":
+        slots = slots or given_nodes("slurm")
     here = detect()
     return Allocation(where, Cluster(tuple(_on_paper(here.nodes[0], host) for host in slots)) if slots else here)
 
@@ -231,9 +253,9 @@ def chosen_launcher(launcher: LauncherName, slots: Sequence[NodeSlots]) -> Launc
     if launcher == "auto":
         return "ssh" if slots else "local"
     if launcher in ("local", "debug") and slots:
-        raise LaunchError(f"--launcher {launcher} runs on this node alone; leave --hosts out.")
+        raise LaunchError(f"launcher = {launcher!r} runs on this node alone; leave hosts out.")
     if launcher == "ssh" and not slots:
-        raise LaunchError("--launcher ssh needs nodes; name them with --hosts a:8,b:8 or --hosts-file.")
+        raise LaunchError("launcher = 'ssh' needs nodes: hosts = 'a:8,b:8', or a hosts_file.")
     return launcher
 
 

@@ -23,6 +23,7 @@ from paceline.spec.comm_timing import (
     message_sizes,
 )
 from paceline.workflows.allocation import Allocation, open_allocation
+from paceline.workflows.jobs import check_amounts, check_counts
 from paceline.workflows.run_folder import new_run_dir
 from paceline.workflows.where import HERE, Where
 
@@ -54,16 +55,17 @@ def comm(
 
     Args:
         workers: number of workers; None: one for each device, and two at least without a GPU.
-        algorithms: the ways to sum; None: all of them.
-        wires: the formats in which values travel.
-        dtype: of the values that are summed.
-        min_bytes, max_bytes: the smallest and the largest message; sizes in between grow by a factor of 4.
+        algorithms: the all-reduce algorithms to time; None: all of them.
+        wires: the wire formats, in which values are sent: float32, bfloat16, float16, int8.
+        dtype: data type of the values that are summed: "float32", "bfloat16", …
+        min_bytes: the smallest message in bytes (on a command line also as 64KiB); sizes grow from it by a factor of 4.
+        max_bytes: the largest message in bytes (on a command line also as 16MiB or 100MB).
         servers: number of workers that are also parameter servers.
-        link_rate: bytes a second of one link in one direction, such as 25e9, to compare with.
+        link_rate: bytes per second of one link in one direction, such as 25e9, to compare with.
         rounds: maximum rounds per size; long calls get fewer.
-        budget: seconds for all timings; cases beyond it are left out.
+        budget: seconds for all timings; what does not fit is left out.
         out: the folder of the results; None: a new one under runs/.
-        draw: measure nothing, and make the page of this timings.json again.
+        draw: measure nothing; write the page of this timings.json again.
         quiet: whether workers leave out their progress, which goes to standard error.
         where: the nodes, and how they are reached.
 
@@ -79,6 +81,7 @@ def comm(
         folder = Path(out) if out else (drawn if drawn.is_dir() else drawn.parent)
         timings = load_timings(drawn)
     else:
+        check_counts(workers=workers)
         request = CommRequest.from_mapping(
             {
                 "cases": [CommCase(name, wire) for wire in wires for name in algorithms or algorithm_names()],
@@ -119,8 +122,8 @@ def checkpoint(
     Args:
         directory: where to save: a folder, or an address such as s3://bucket/place; None: the results' folder.
         workers: number of workers; None: one for each device, and two at least without a GPU.
-        parameters: of the model; a checkpoint has 12 bytes for each.
-        rounds: checkpoints after the first.
+        parameters: number of parameters of the model; a checkpoint has 12 bytes for each.
+        rounds: number of checkpoints after the first.
         out: the folder of the results; None: a new one under runs/.
         quiet, where: as for `comm`.
 
@@ -128,13 +131,18 @@ def checkpoint(
         PacelineError: the folder holds a benchmark, or cannot be used; or the storage fails.
         WorkerFailed: a worker failed.
     """
+    check_counts(workers=workers)
+    check_amounts(parameters=parameters)
     folder = results_folder(out, "bench-checkpoint")
     # A unique name, so that existing files are not touched.
     place = directory or str(folder.absolute())
     address = f"{place if '://' in place else Path(place).absolute()}/bench-{uuid.uuid4().hex[:8]}"
+    request = CheckpointRequest.from_mapping(
+        {"address": address, "num_parameters": int(parameters), "num_rounds": rounds}
+    )
     with open_allocation(where, folder) as allocation:
         plan = bench_plan(allocation.cluster, workers)
-        request = CheckpointRequest(address, int(parameters), rounds, plan.device_kind)
+        request = dataclasses.replace(request, device_kind=plan.device_kind)
         _run("paceline.measure.checkpoint_bench", request, allocation, plan, folder, quiet)
     return CheckpointTimings.load(folder / TIMINGS_FILE)
 
@@ -143,7 +151,7 @@ def results_folder(out: Path | str | None, name: str) -> Path:
     """The folder of a new benchmark: `out` or a fresh one. Raises `PacelineError` where it already holds one."""
     folder = new_run_dir(out, name)
     if (folder / TIMINGS_FILE).exists():
-        raise PacelineError(f"{folder} already holds a benchmark; choose another --out or remove the folder.")
+        raise PacelineError(f"{folder} already holds a benchmark; name another folder, or remove this one.")
     return folder
 
 

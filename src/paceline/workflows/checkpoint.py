@@ -54,7 +54,7 @@ class ExportedWeights:
     step: int
 
 
-def ls(place: Path | str) -> CheckpointList:
+def ls(place: str | Path) -> CheckpointList:
     """The checkpoints of a run, oldest first, by what their manifests say; only `verify` reads them.
 
     Example: `paceline.checkpoint.ls("runs/mine").states[-1].step`.
@@ -69,7 +69,7 @@ def ls(place: Path | str) -> CheckpointList:
         return CheckpointList(storage.address, tuple(_state(storage, name) for name in names))
 
 
-def verify(place: Path | str, on_each: Callable[[CheckpointState], None] | None = None) -> tuple[CheckpointState, ...]:
+def verify(place: str | Path, on_each: Callable[[CheckpointState], None] | None = None) -> tuple[CheckpointState, ...]:
     """Read every byte of every checkpoint: which are good, damaged or unfinished.
 
     Example: `all(one.state == "good" for one in paceline.checkpoint.verify("runs/mine"))`.
@@ -91,7 +91,7 @@ def verify(place: Path | str, on_each: Callable[[CheckpointState], None] | None 
 
 
 def prune(
-    place: Path | str,
+    place: str | Path,
     *,
     keep_last: int = CheckpointSpec.keep_last,
     keep_every_hours: float | None = None,
@@ -127,14 +127,14 @@ def prune(
     return pruning
 
 
-def export(checkpoint: Path | str, target: Path | str, *, force: bool = False, say: Say = silent) -> ExportedWeights:
+def export(checkpoint: str | Path, target: str | Path, *, force: bool = False, say: Say = silent) -> ExportedWeights:
     """Write the model of a checkpoint into one safetensors file, under plain state_dict names.
 
     Example: `paceline.checkpoint.export("runs/mine", "model.safetensors")`.
 
     Args:
         checkpoint: a checkpoint; or a run folder, whose newest good one is taken.
-        target: the file.
+        target: the file, such as model.safetensors.
         force: replace the file if there is one.
         say: receives messages about newer checkpoints that cannot be used.
 
@@ -151,7 +151,9 @@ def export(checkpoint: Path | str, target: Path | str, *, force: bool = False, s
     with storage_problems(target):
         beside = open_storage(folder)
         if not force and file in beside.names():
-            raise CheckpointError(f"{target} is there already; choose another name, or replace it with --force.")
+            raise CheckpointError(
+                f"{target} is there already; choose another name, or replace it with --force (force=True in Python)."
+            )
     with storage_problems(checkpoint):
         place = find_location(checkpoint)
         if place.name is None:

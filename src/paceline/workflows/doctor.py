@@ -74,7 +74,7 @@ def connect(targets: str) -> list[ReachTest]:
         name, _, where = target.partition("=")
         address, _, port = where.rpartition(":")
         if not (name and address and port.isdigit()):
-            raise LaunchError(f"--connect {target!r} should be NAME=ADDRESS:PORT.")
+            raise LaunchError(f"connect = {target!r} should be NAME=ADDRESS:PORT.")
         doors.append((name, address, int(port)))
     return try_to_reach("", doors)
 

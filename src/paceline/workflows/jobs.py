@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -58,8 +60,26 @@ def check_amounts(**amounts: float | None) -> None:
             raise JobError(f"{name} = {shown(value)} should be a finite number of 0 or more.")
 
 
+def read_price(price: float | str | None) -> tuple[float | None, str]:
+    """The amount and the currency of 2.5, "2.5" or "2.5 USD"; an empty currency where none is given.
+
+    Raises:
+        JobError: it is not an amount of 0 or more, with a currency or without.
+    """
+    if price is None:
+        return None, ""
+    found = re.fullmatch(
+        r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*([^\W\d_]{2,8}|[€$£¥]|)\s*", str(price)
+    )
+    with contextlib.suppress(ValueError):
+        if found and 0 <= float(found[1]) < math.inf:
+            return float(found[1]), found[2]
+    raise JobError(f"price = {shown(price)} should be an amount of 0 or more and its currency, such as '2.5 USD'.")
+
+
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises `JobError` for a tracker that is not known."""
+    """Raises `JobError` for a text in place of a list, and for a tracker that is not known."""
+    check_words(track=names)
     for name in names:
         if name not in TRACKER_NAMES:
             raise JobError(f"There is no tracker '{shortened(name)}'; it is one of {', '.join(TRACKER_NAMES)}.")
@@ -104,6 +124,22 @@ def resolve_job(
     if isinstance(data, str | Path):
         return changed.with_values(data={"dir": str(Path(data).resolve())})
     return changed.with_values(data=import_path(data, "data"))
+
+
+def check_names(job: Job) -> None:
+    """Raise what workers would of names that Paceline or torch does not know; import paths are left to them.
+
+    Raises:
+        ModelError, DataError, JobError: there is no such model, data set or optimizer.
+    """
+    from paceline.data import source  # these three load torch
+    from paceline.models import constructor
+    from paceline.train.optim import optimizer_class
+
+    checks = ((constructor, job.model.name), (source, job.data.name), (optimizer_class, job.optim.name))
+    for check, name in checks:
+        if ":" not in name:
+            check(name)
 
 
 def with_callbacks(

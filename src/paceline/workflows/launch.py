@@ -17,12 +17,12 @@ from paceline.spec.micro_batch import MicroBatchSize, parse_micro_batch
 from paceline.workflows.allocation import Allocation, allocation_on_paper, open_allocation
 from paceline.workflows.dry_run import dry_run
 from paceline.workflows.jobs import check_counts, check_words
-from paceline.workflows.run_folder import new_run_dir
+from paceline.workflows.run_folder import check_folder, new_run_dir
 from paceline.workflows.where import HERE, RIGID, Elastic, Where
 
 
 def launch(
-    script: Path | str,
+    script: str | Path,
     arguments: Sequence[str] = (),
     *,
     workers: int | None = None,
@@ -43,17 +43,17 @@ def launch(
     Example: `paceline.launch("train.py", ["--epochs", "3"], workers=2)`.
 
     Args:
-        script: the script, and `arguments` for it.
+        script: a Python script, for torchrun or `paceline.init`; `arguments` follow it.
         workers: number of workers; None: one for each device.
         out: the folder for logs; None: a new one under runs/.
         threads: CPU threads that each worker computes with; None: an equal share of the cores.
         strategy: how workers divide the model if the script does not choose it, such as "fsdp" or "dp2 x pp2".
         micro_batch_size: most samples in one forward pass of a worker if the script does not say it; "auto": as many
             as memory has room for.
-        module: whether `script` is the name of a module, which is run as `python -m` would.
+        module: run `script` as a module, as `python -m` does.
         where: the nodes, and how they are reached.
         elastic: whether the script is started again after a failure.
-        debug_comm: compare every collective across workers.
+        debug_comm: compare every collective across workers, and turn on NCCL's debug output.
 
     Raises:
         LaunchError: there is no such script, or workers cannot be started.
@@ -88,6 +88,8 @@ def launch_commands(
     launching = _Launching(str(script), arguments, **spread)
     allocation = allocation_on_paper(where)
     plan = allocation.first_plan(launching.num_workers_on(allocation), elastic, launching.plan_for)
+    if out is not None:
+        check_folder(new_run_dir(out, launching.name))
     run_dir = out or Path("runs") / launching.name
     return dry_run(plan, launching.program, run_dir, allocation.where, launching.notes)
 
@@ -131,7 +133,7 @@ class _Launching:
     @property
     def notes(self) -> dict[str, str]:
         """The variables that tell the workers what the script leaves open."""
-        return env.strategy_note(self.strategy) | env.micro_batch_note(self.micro_batch_size)
+        return env.note(env.STRATEGY, self.strategy) | env.note(env.MICRO_BATCH, self.micro_batch_size)
 
     def num_workers_on(self, allocation: Allocation) -> int:
         return self.workers or (1 if allocation.where.launcher == "debug" else len(allocation.cluster.devices))

@@ -100,7 +100,7 @@ def memory(
         job: a job, a job file (TOML) or the name of a recipe.
         devices: the number of devices.
         micro_batch_size: samples in one forward pass of a device; None: a virtual shard.
-        device_bytes: the memory of one device, to say what fits.
+        device_bytes: memory of one device in bytes (on a command line also as 80GiB), to say what fits.
         model, data, settings: as for `train`.
 
     Raises:

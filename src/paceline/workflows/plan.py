@@ -15,7 +15,7 @@ from paceline.plan import place
 from paceline.spec import Cluster, Job, Plan
 from paceline.spec.forecast import Forecast, Grow
 from paceline.workflows.forecasts import CLUSTER_FILE
-from paceline.workflows.jobs import check_amounts, check_counts, resolve_job
+from paceline.workflows.jobs import check_amounts, check_counts, read_price, resolve_job
 from paceline.workflows.traced_model import trace_model
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def plan(
     devices: Sequence[int] | str | None = None,
     grow: Grow = "none",
     efficiency_floor: float = 0.5,
-    price: float | None = None,
+    price: str | float | None = None,
     noise_scale: float | None = None,
     target_samples: float | None = None,
     link_rate: float | None = None,
@@ -72,20 +72,21 @@ def plan(
     Args:
         job: a job that was probed: a job, a job file (TOML) or the name of a recipe.
         cluster: what `probe` measured, or its file.
-        devices: the device counts, such as [1, 2, 4] or "1..64"; None: up to all devices of the cluster.
+        devices: the device counts: numbers, or a text such as "1..64" or "1,2,4"; None: up to all of the cluster.
         grow: "none": the same global batch on every count; "batch": the same batch for each device.
         efficiency_floor: least scaling efficiency worth recommending, in [0, 1].
-        price: price of one device for an hour.
-        noise_scale: the gradient noise scale, in samples, which training logs.
-        target_samples: the samples that the job as it is needs to reach its target.
-        link_rate: bytes a second between nodes in one direction, where it is not measured.
-        devices_per_node: on nodes beyond the cluster; None: as on its largest one.
+        price: price of one device per hour, such as 2.5 or "2.5 USD".
+        noise_scale: the gradient noise scale in samples, as training logs it.
+        target_samples: number of samples that the unchanged job needs to reach its target.
+        link_rate: bytes per second between nodes in one direction where that is not measured, such as 1.25e9
+            (10 Gbit/s).
+        devices_per_node: devices on each node beyond the measured cluster; None: as on its largest node.
         out: the folder for plan.json, plan.html and forecast.json; None: nothing is written.
-        trace: trace the model, so that pipelines and tensor groups are weighed too.
+        trace: trace the model, so that pipeline and tensor parallelism are considered too.
         model, data, settings: as for `train`.
 
     Raises:
-        ClusterError: nothing is known of this hardware, or of this job on it.
+        ClusterError: this hardware was not measured, or of this job on it.
         JobError: an invalid argument, or a job that fits none of the device counts.
         PacelineError: a file cannot be written.
     """
@@ -93,15 +94,17 @@ def plan(
     from paceline.plan.forecast import forecast
     from paceline.plan.inputs import ForecastRequest
 
-    amounts = {"price": price, "noise_scale": noise_scale, "target_samples": target_samples, "link_rate": link_rate}
+    amounts = {"noise_scale": noise_scale, "target_samples": target_samples, "link_rate": link_rate}
     check_amounts(efficiency_floor=efficiency_floor, **amounts)
     check_counts(devices_per_node=devices_per_node)
+    amount, currency = read_price(price)
     resolved = resolve_job(job, settings, data, model)
     known = cluster if isinstance(cluster, Cluster) else _load_cluster(Path(cluster), job)
     request = ForecastRequest(
         grow=grow,
         efficiency_floor=efficiency_floor,
-        price_per_device_hour=price,
+        price_per_device_hour=amount,
+        currency=currency,
         noise_scale=noise_scale,
         target_samples=target_samples,
         link_bytes_per_s=link_rate,
@@ -128,7 +131,7 @@ def device_counts(text: str) -> list[int]:
         ends = re.fullmatch(r"\s*([0-9]{1,9})\s*(?:(?:\.\.|-|…)\s*([0-9]{1,9})\s*)?", part)
         first, last = (0, 0) if ends is None else (int(ends[1]), int(ends[2] or ends[1]))
         if not 1 <= first <= last <= _MOST_DEVICES:
-            raise JobError(f"--devices {shortened(text)} should be counts such as 1,2,4 or a range such as 1..64.")
+            raise JobError(f"devices = {shortened(text)} should be counts such as 1,2,4 or a range such as 1..64.")
         counts.update(counts_between(first, last))
     return sorted(counts)
 
@@ -169,9 +172,7 @@ def recommended_plan(
 def _load_cluster(path: Path, job: Job | str | Path) -> Cluster:
     if not path.exists():
         name = job.name if isinstance(job, Job) else job
-        raise ClusterError(
-            f"There is no {path}, and nothing is known of this hardware; run paceline probe {name} first."
-        )
+        raise ClusterError(f"There is no {path}, and this hardware was not measured; run paceline probe {name} first.")
     return Cluster.load(path)
 
 

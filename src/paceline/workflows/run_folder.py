@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import os
 import re
 import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from paceline.errors import PacelineError
+from paceline.errors import LaunchError, PacelineError
 from paceline.regular_files import make_run_folder, run_file_mode
+from paceline.run_lease import check_free
 from paceline.spec import Job, Plan, RunRecord
 from paceline.spec.job import differences
-from paceline.spec.plan import Limit
+from paceline.spec.plan import RunLimit
 from paceline.spec.record import RECORD_FILE
 
 JOB_FILE, PLAN_FILE, LIMIT_FILE = "job.json", "plan.json", "limit.json"
 
 _MOST_NAME_CHARACTERS = 50
-"""Of a job's name in the name of its folder: 200 bytes at most in UTF-8, and file systems take 255."""
+"""What a folder's name keeps of its job's: 200 bytes at most in UTF-8, and file systems take 255."""
 
 
 def new_run_dir(out: Path | str | None, name: str, *, may_be_finished: bool = False) -> Path:
@@ -34,7 +37,7 @@ def new_run_dir(out: Path | str | None, name: str, *, may_be_finished: bool = Fa
     """
     if out is not None:
         if not may_be_finished and (Path(out) / RECORD_FILE).exists():
-            raise PacelineError(f"{out} already holds a finished run; choose another --out or remove the folder.")
+            raise PacelineError(f"{out} already holds a finished run; name another folder, or remove this one.")
         return Path(out)
     # Whatever a job is called, its folder lies below runs/, and its name is one that file systems take.
     safe = re.sub(r"[^\w.+=@ -]", "-", name)[:_MOST_NAME_CHARACTERS].strip(". ") or "run"
@@ -47,7 +50,7 @@ def new_run_dir(out: Path | str | None, name: str, *, may_be_finished: bool = Fa
         except FileExistsError:
             continue
         except OSError as problem:
-            raise PacelineError(f"{problem.strerror}: {candidate}; name another folder with --out.") from None
+            raise PacelineError(f"{problem.strerror}: {candidate}; name another one with --out.") from None
         return candidate
     raise PacelineError(f"No free folder name under {stem}; name one with --out.")
 
@@ -60,25 +63,59 @@ def finished_run(run_dir: Path, job: Job, max_steps: int | None, *, force: bool)
     Raises:
         PacelineError: the folder holds a finished run of another job, or of more epochs or steps.
     """
+    record = check_finished(run_dir, job, max_steps, force=force)
+    if record is None or _is_all(record, run_dir, job, max_steps):
+        return record
+    (run_dir / RECORD_FILE).rename(run_dir / f"record-{record.steps}-steps.json")
+    return None
+
+
+def check_finished(run_dir: Path, job: Job, max_steps: int | None, *, force: bool) -> RunRecord | None:
+    """The record of the run in `run_dir`, if one has finished there; changes nothing, and raises as `finished_run`."""
     file = run_dir / RECORD_FILE
     if not file.exists():
         return None
-    record, limit = RunRecord.load(file), Limit.load(run_dir / LIMIT_FILE).max_steps
+    record = RunRecord.load(file)
+    job = _as_decided(job, record)
     changes = differences(record.job.to_mapping(), dataclasses.replace(job, epochs=record.job.epochs).to_mapping())
     is_less = job.epochs < record.job.epochs or (max_steps is not None and max_steps < record.steps)
     if is_less:
         changes.append(f"it has made {record.steps} steps of {record.job.epochs} epochs")
     if changes and not (force and not is_less):
         raise PacelineError(
-            f"{run_dir} already holds a finished run of another job ({'; '.join(changes)}); choose another --out or "
+            f"{run_dir} already holds a finished run of another job ({'; '.join(changes)}); name another folder, or "
             "remove the folder."
         )
-    before = record.job
+    return record
+
+
+def _is_all(record: RunRecord, run_dir: Path, job: Job, max_steps: int | None) -> bool:
+    """Whether the run of a record is what is asked for, to its end."""
+    before, limit = record.job, RunLimit.load(run_dir / LIMIT_FILE).max_steps
     same = (job.epochs, max_steps, job.early_stopping) == (before.epochs, limit, before.early_stopping)
-    if not changes and same and record.is_complete:
-        return record
-    file.rename(run_dir / f"record-{record.steps}-steps.json")
-    return None
+    is_other = differences(before.to_mapping(), _as_decided(job, record).to_mapping())
+    return same and not is_other and record.is_complete
+
+
+def _as_decided(job: Job, record: RunRecord) -> Job:
+    """`job`, in the precision that the record's run has chosen if it is left to the run."""
+    return dataclasses.replace(job, precision=record.job.precision) if job.precision == "auto" else job
+
+
+def check_folder(folder: Path) -> None:
+    """Raise what a run would raise that cannot make its folder, and make nothing.
+
+    Raises:
+        LaunchError: something else has its name or that of a folder above it, nothing may be written there, or
+            another run of this node uses it.
+    """
+    (folder / RECORD_FILE).exists()  # raises for a name that is too long
+    there = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
+    problem = 0 if os.access(there, os.W_OK | os.X_OK) else errno.EACCES
+    problem = problem if there.is_dir() else errno.EEXIST
+    if problem:
+        raise LaunchError(f"The run folder {folder} cannot be used: {os.strerror(problem)}.")
+    check_free(folder)
 
 
 def make_folder(folder: Path) -> None:
@@ -102,7 +139,7 @@ def write_run(
 ) -> list[str]:
     """Write job, plan and limit into the run folder; return the program that trains them, as python's arguments."""
     make_folder(run_dir)
-    values = {JOB_FILE: job, PLAN_FILE: plan, LIMIT_FILE: Limit(max_steps, max_minutes)}
+    values = {JOB_FILE: job, PLAN_FILE: plan, LIMIT_FILE: RunLimit(max_steps, max_minutes)}
     try:
         for name, value in values.items():
             value.save(run_dir / name, run_file_mode())
@@ -122,7 +159,7 @@ def training_program(run_dir: Path, quiet: bool, trackers: Sequence[str], force:
 
 def begun_with(run_dir: Path) -> tuple[Job, Plan, int | None]:
     """The job, plan and `max_steps` that the run in `run_dir` was begun with; its record tells what came of them."""
-    limit = Limit.load(run_dir / LIMIT_FILE)
+    limit = RunLimit.load(run_dir / LIMIT_FILE)
     return Job.load(run_dir / JOB_FILE), Plan.load(run_dir / PLAN_FILE), limit.max_steps
 
 

@@ -59,7 +59,7 @@ def scale(
     Args:
         job: a job, a job file (TOML) or the name of a recipe.
         devices: the numbers of devices, one worker each.
-        seeds: runs for each number of devices, each with a seed of its own.
+        seeds: runs for each number of devices, each with another seed.
         tolerance: how much accuracy may be lost, absolute: 0.01 is one point.
         efficiency_floor: least scaling efficiency worth recommending, in [0, 1].
         grow: "none": the same global batch on every number of devices; "batch": the same batch for each device.
@@ -143,7 +143,7 @@ class _Run:
             wanted = (self.job, without_forecasts(self.plan), self.max_steps)
             if (job, without_forecasts(plan), max_steps) == wanted:
                 return RunRecord.load(self.run_dir / RECORD_FILE)
-            raise JobError(f"{self.run_dir} holds a run of another job; choose another --out for this study.")
+            raise JobError(f"{self.run_dir} holds a run of another job; name another folder for this study.")
         started = time.monotonic()
         program = write_run(self.job, self.plan, self.run_dir, max_steps=self.max_steps, quiet=quiet)
         environ = env.import_note(import_folders(self.job))

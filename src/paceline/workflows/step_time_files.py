@@ -159,7 +159,7 @@ class _Line:
         except ValueError:
             ok = False
         if not ok:
-            raise self._mistake(column, f"{text} is no {meaning}")
+            raise self._mistake(column, f"{text} is not a {meaning}")
         return value
 
     def _mistake(self, column: str, what: str) -> JobError:

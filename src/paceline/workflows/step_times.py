@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import JobError, PacelineError
 from paceline.plan.model import Layout, StepForecast
-from paceline.workflows.jobs import check_amounts, check_counts
+from paceline.workflows.jobs import check_amounts, check_counts, read_price
 from paceline.workflows.step_time_files import read_observations, read_placements
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def fit_step_times(
     queries: Path | str,
     *,
     efficiency_floor: float = 0.5,
-    price: float | None = None,
+    price: float | str | None = None,
     out: Path | str | None = None,
 ) -> FittedSteps:
     """Fit the step times in one CSV file and forecast the placements in another.
@@ -86,7 +86,7 @@ def fit_step_times(
             link_bytes_per_s. Commas, semicolons or tabs divide them; their order is free, others are ignored.
         queries: the same without times.
         efficiency_floor: least scaling efficiency worth recommending, in [0, 1].
-        price: price of one device for an hour.
+        price: price of one device for an hour, such as 2.5 or "2.5 USD".
         out: the folder for plan.html; None: nothing is written.
 
     Raises:
@@ -98,7 +98,8 @@ def fit_step_times(
     from paceline.plan.measured_forecast import forecast_of_steps
     from paceline.plan.step_words import assumed_in_words, learnt_in_words, unit_in_words
 
-    check_amounts(efficiency_floor=efficiency_floor, price=price)
+    check_amounts(efficiency_floor=efficiency_floor)
+    amount, currency = read_price(price)
     measured, _ = read_observations(Path(observations))
     if not measured:
         raise JobError(f"{observations} has no row with a step_time_s; measure one device and two devices at least.")
@@ -123,7 +124,8 @@ def fit_step_times(
             kept,
             wanted,
             efficiency_floor=efficiency_floor,
-            price_per_device_hour=price,
+            price_per_device_hour=amount,
+            currency=currency,
         )
         if wanted
         else None,
@@ -162,9 +164,7 @@ def suggest_measurements(
     """
     from paceline.plan.suggest import suggest
 
-    if budget < 1:
-        raise JobError(f"--budget {budget} leaves nothing to suggest; use at least 1.")
-    check_counts(max_nodes=max_nodes, max_devices=max_devices)
+    check_counts(budget=budget, max_nodes=max_nodes, max_devices=max_devices)
     measured, unmeasured = read_observations(Path(observations))
     known = [observation for _, observation in measured]
     candidates = unmeasured or _assumed_range([observation.placement for observation in known])
@@ -174,7 +174,9 @@ def suggest_measurements(
         )
     suggestions = suggest(known, candidates, budget, max_nodes=max_nodes, max_devices=max_devices)
     if not suggestions:
-        raise JobError("No placement is within --max-nodes and --max-devices that is not measured yet; allow more.")
+        raise JobError(
+            "Every placement within max_nodes and max_devices has been measured already; raise these limits."
+        )
     return tuple(suggestions)
 
 

@@ -31,7 +31,7 @@ class Strategy:
             "metavar": "NAME|MESH",
         },
     )
-    schedule: ScheduleName = field(default="1f1b", metadata={"help": "In which order a pipeline's stages take turns."})
+    schedule: ScheduleName = field(default="1f1b", metadata={"help": "The schedule of a pipeline."})
     stages_per_worker: int = field(
         default=1,
         metadata={"help": "Stages each worker of a pipeline computes, with the schedule interleaved.", "min": 1},
@@ -39,7 +39,7 @@ class Strategy:
     cut: list[str] | None = field(
         default=None,
         metadata={
-            "help": "A module that begins a stage (default: stages of equal time). Repeatable.",
+            "help": "A module that begins a stage (default: stages of equal time).",
             "metavar": "MODULE",
         },
     )
@@ -90,7 +90,7 @@ class Strategy:
             if planned.mesh.num_workers != num_devices:
                 raise JobError(
                     f"The plan lays out {planned.mesh.num_workers} workers as {planned.mesh}, not {num_devices}; leave "
-                    "--workers out, or name another --strategy."
+                    "workers out, or name another strategy."
                 )
             plan = place(job, cluster, num_devices, mesh=planned.mesh, **options)
             return dataclasses.replace(
@@ -139,12 +139,12 @@ class Strategy:
             has_pp, has_fsdp = mesh is not None and mesh.pp > 1, mesh is not None and mesh.fsdp > 1
             has_tp = mesh is not None and mesh.tp > 1
             needs = (
-                ("--schedule", "a pipeline, such as --strategy pp", self.schedule != "1f1b", has_pp),
-                ("--stages-per-worker", "a pipeline, such as --strategy pp", self.stages_per_worker > 1, has_pp),
-                ("--cut", "a pipeline, such as --strategy pp", bool(self.cut), has_pp),
-                ("--cpu-offload", "sharded parameters, such as --strategy fsdp", self.cpu_offload, has_fsdp),
-                ("--sequence-parallel", "shared layers, such as --strategy tp", self.sequence_parallel, has_tp),
-                ("--recompute", "a mesh, such as --strategy fsdp", self.recompute, mesh is not None),
+                ("schedule", "a pipeline, such as strategy = 'pp'", self.schedule != "1f1b", has_pp),
+                ("stages_per_worker", "a pipeline, such as strategy = 'pp'", self.stages_per_worker > 1, has_pp),
+                ("cut", "a pipeline, such as strategy = 'pp'", bool(self.cut), has_pp),
+                ("cpu_offload", "sharded parameters, such as strategy = 'fsdp'", self.cpu_offload, has_fsdp),
+                ("sequence_parallel", "shared layers, such as strategy = 'tp'", self.sequence_parallel, has_tp),
+                ("recompute", "a mesh, such as strategy = 'fsdp'", self.recompute, mesh is not None),
             )
             for option, what, is_set, is_there in needs:
                 if is_set and not is_there:
@@ -180,8 +180,8 @@ def check_may_shrink(plan_within: PlanFor, cluster: Cluster, least: int, most: i
         plan_within(cluster, most - 1)
     except JobError as problem:
         raise JobError(
-            f"With --min-workers {least} the run is to go on with fewer than {most} workers, which it never could: "
-            f"{problem} Leave the degree of one axis out, such as 'dp x pp2', or lower --min-workers."
+            f"With min_workers = {least} the run may go on with fewer than {most} workers, but cannot: "
+            f"{problem} Leave the degree of one axis out, such as 'dp x pp2', or lower min_workers."
         ) from None
 
 

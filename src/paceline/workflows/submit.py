@@ -17,7 +17,8 @@ from paceline.launch.slurm import submit as submit_script
 from paceline.plan import place
 from paceline.regular_files import make_run_folder
 from paceline.spec import Cluster, Device, DeviceKind, Job, Node
-from paceline.workflows.jobs import check_words, resolve_job
+from paceline.spec.job import MOST_WORKERS
+from paceline.workflows.jobs import check_counts, check_words, resolve_job
 from paceline.workflows.run_folder import new_run_dir
 
 __all__ = ["SlurmJob", "kubernetes", "slurm"]
@@ -54,21 +55,23 @@ def slurm(
     Example: `print(paceline.submit.slurm("train", ["mnist-lenet"], nodes=2, workers=4, dry_run=True).script)`.
 
     Args:
-        command: train, launch, scale or bench; `arguments` follow it.
+        command: one of train, launch, scale and bench; `arguments` follow it.
         nodes: number of nodes.
-        workers: number of workers on each node, one a GPU.
+        workers: number of workers on each node, one per GPU.
         cpus: cores for each worker.
-        on_cpu: ask for no GPU.
+        on_cpu: train on CPUs, without GPUs.
         time_limit_s: the time limit of the job; None: the cluster's.
-        partition, account: where it runs, and who pays; None: the cluster's default.
+        partition: the partition of the cluster; None: its default.
+        account: the account that the job is charged to; None: the user's default.
         out: the run's folder, which all nodes see; None: a new one under runs/.
         dry_run: submit nothing and write nothing.
 
     Raises:
         LaunchError: a command that runs no workers, or Slurm refuses the script.
-        JobError: arguments that are no list of texts.
+        JobError: arguments that are no list of texts, or an invalid number.
     """
     check_words(arguments=arguments)
+    check_counts(nodes=nodes, workers=workers, cpus=cpus)
     if command not in COMMANDS:
         raise LaunchError(f"paceline submit slurm {command!r} is not possible; submit {', '.join(COMMANDS)}.")
     run_dir = Path(out) if out else (Path("runs") / command if dry_run else new_run_dir(None, command))
@@ -124,9 +127,9 @@ def kubernetes(
         claim: the PersistentVolumeClaim that all pods share.
         out: the run's folder, below the mount.
         mount: where pods see the volume.
-        memory_bytes: memory of a pod.
+        memory_bytes: memory of each pod in bytes (on a command line also as 64GiB); None: no limit.
         kind: "job": any cluster; "trainjob": one with the Kubeflow Trainer.
-        name: of the Job; None: the job's own.
+        name: name of the Kubernetes Job; None: the name of the Paceline job.
         nodes, workers, cpus, on_cpu: as for `slurm`.
         model, data, settings: as for `train`.
 
@@ -134,6 +137,9 @@ def kubernetes(
         LaunchError: an invalid argument.
         JobError: a mistake in the job, or more workers than it has virtual shards.
     """
+    check_counts(nodes=nodes, workers=workers, cpus=cpus)
+    if nodes * workers > MOST_WORKERS:
+        raise LaunchError(f"{nodes} nodes with {workers} workers each are more than {MOST_WORKERS:,} workers.")
     pods = Pods(
         image=image,
         num_pods=nodes,

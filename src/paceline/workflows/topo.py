@@ -41,13 +41,15 @@ def topo(
     Example: `paceline.topo().node.devices`.
 
     Args:
-        source: a file or text of nvidia-smi topo -m, rocm-smi --showtopo, an NCCL XML dump or cluster.json; None: this
-            node. A single line is a file.
+        source: a file, or its text, from nvidia-smi topo -m, rocm-smi --showtopo or NCCL (XML), or cluster.json; None:
+            this node. A single line is a path.
         node: the name of the node, in a cluster with several; None: the first.
-        pair: two GPUs such as "0,1", or a GPU and another device such as "GPU0,NIC1", to have a sentence about.
-        pick: choose so many GPUs, whose best ring has the fastest slowest link; None: all of them.
-        svg: draw the node into this file.
-        keep_busy: choose among busy GPUs too.
+        pair: two GPUs such as "0,1", or a GPU and another device such as "GPU0,NIC1"; says how they
+            are connected.
+        pick: choose this many GPUs, so that the slowest link of a ring through them is as fast
+            as possible; None: all.
+        svg: write a drawing of the node to this file.
+        keep_busy: choose among all GPUs, also those in use.
 
     Raises:
         ClusterError: a source that cannot be read, or a node, pair or number of GPUs that is not there.
@@ -59,7 +61,7 @@ def topo(
     machine = with_busy_notes(choose_node(cluster, node), keep_busy=keep_busy)
     free = free_gpus(machine, keep_busy=keep_busy)
     if pick is not None and not 1 <= pick <= len(free):
-        raise ClusterError(f"--pick {pick} is not possible: {what_is_there(machine, free)}.")
+        raise ClusterError(f"pick = {pick} is not possible: {what_is_there(machine, free)}.")
     sentence = None if pair is None else pair_sentence(machine, *ends_of(machine, pair))
     choice = pick_devices(machine, pick or len(free), free) if free else None
     if svg is not None:
@@ -80,7 +82,7 @@ def choose_node(cluster: Cluster, hostname: str | None) -> Node:
     named = [node for node in cluster.nodes if node.hostname == hostname]
     if not named:
         names = ", ".join(node.hostname for node in cluster.nodes)
-        raise ClusterError(f"--node {hostname} is not in this cluster; its nodes are {names}.")
+        raise ClusterError(f"node = {hostname!r} is not in this cluster; its nodes are {names}.")
     return named[0]
 
 
@@ -128,13 +130,13 @@ def ends_of(node: Node, pair: str) -> tuple[str, str]:
     found = [by_name.get(word, by_name.get(word.lower())) for word in words]
     if len(words) != 2 or found[0] == found[1] is not None:
         raise ClusterError(
-            f"--pair {pair} should be two different GPUs such as 0,1, or a GPU and a NIC such as 0,NIC1."
+            f"pair = {pair!r} should be two different GPUs such as 0,1, or a GPU and a NIC such as 0,NIC1."
         )
     one, other = found
     if one is None or other is None:
         missing = words[0] if one is None else words[1]
         there = f"its parts are {', '.join(known)}" if known else "it has no GPU"
-        raise ClusterError(f"--pair {pair}: {node.hostname or 'this node'} has no {missing}; {there}.")
+        raise ClusterError(f"pair = {pair!r}: {node.hostname or 'this node'} has no {missing}; {there}.")
     return one, other
 
 

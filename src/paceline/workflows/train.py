@@ -13,20 +13,29 @@ from typing import Any
 from paceline import env
 from paceline.spec import AlgorithmName, CallbackSpec, Cluster, Job, Plan, RunRecord
 from paceline.spec.micro_batch import MicroBatchSize
-from paceline.spec.plan import Limit
+from paceline.spec.plan import RunLimit
 from paceline.workflows.allocation import Allocation, allocation_on_paper, open_allocation
 from paceline.workflows.dry_run import dry_run
 from paceline.workflows.forecasts import CLUSTER_FILE, feed_back, with_forecasts
 from paceline.workflows.jobs import (
     Say,
     check_counts,
+    check_names,
     check_trackers,
     import_folders,
     resolve_job,
     silent,
     with_callbacks,
 )
-from paceline.workflows.run_folder import finished_record, finished_run, new_run_dir, training_program, write_run
+from paceline.workflows.run_folder import (
+    check_finished,
+    check_folder,
+    finished_record,
+    finished_run,
+    new_run_dir,
+    training_program,
+    write_run,
+)
 from paceline.workflows.strategy import PLAIN, Strategy
 from paceline.workflows.where import HERE, RIGID, Elastic, Where
 
@@ -84,7 +93,7 @@ def train(
         where: the nodes, and how they are reached.
         elastic: whether the run restarts after a failure.
         strategy: how workers divide the model, such as "fsdp" or "dp2 x pp2".
-        debug_comm: compare every collective across workers.
+        debug_comm: compare every collective across workers, and turn on NCCL's debug output.
         cluster: what `probe` measured, for a forecast beside the measurement; need not exist.
         plan: what `plan` recommended, or its file; arguments given here win over it.
         say: receives the planner's choices, one line at a time.
@@ -94,7 +103,7 @@ def train(
         WorkerFailed: a worker failed; says which rank, and why.
     """
     check_counts(max_steps=max_steps)
-    Limit.from_mapping({"max_minutes": max_minutes})
+    RunLimit.from_mapping({"max_minutes": max_minutes})
     check_trackers(track)
     resolved = with_callbacks(resolve_job(job, settings, data, model), callbacks)
     spread = _Spread(
@@ -212,10 +221,14 @@ def train_commands(
 ) -> str:
     """The commands that `train` would start, with the same arguments; starts nothing and opens no connection."""
     check_counts(max_steps=max_steps)  # a file in the run folder says it to the workers
-    Limit.from_mapping({"max_minutes": max_minutes})
+    RunLimit.from_mapping({"max_minutes": max_minutes})
     check_trackers(track)
     resolved = resolve_job(job, settings, data)
     options = _Spread(resolved, plan=None if plan is None else Plan.load(plan), **spread)
+    check_names(resolved)
+    if out is not None:
+        check_folder(out)
+        check_finished(out, resolved, max_steps, force=force)
     run_dir = (out or Path("runs") / resolved.name).absolute()
     program = training_program(run_dir, quiet, track, force)
     allocation = allocation_on_paper(where)

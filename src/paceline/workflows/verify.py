@@ -41,7 +41,7 @@ def verify(
     Example: `paceline.verify("digits-lenet", workers=[1, 2])`.
 
     Args:
-        job: a job, a job file (TOML), the name of a recipe; or a script that calls `paceline.init`, "train.py".
+        job: a job, a job file (TOML), the name of a recipe; or a script that calls `paceline.init`, such as "train.py".
         arguments: for the script.
         workers: the numbers of workers to compare.
         steps: training steps to compare.
@@ -77,8 +77,9 @@ def verify(
                 plan = Strategy(shared).placed(resolved, cluster, count, say=say, threads_per_worker=1)
                 program = write_run(resolved, plan, run_dir, quiet=True)
             say(f"training {steps} steps on {count} worker{'s' if count > 1 else ''} …")
-            # A script reads it from the environment.
-            environ = env.trace_request(run_dir / "trace", steps) | env.strategy_note(shared)
+            # A script reads it from the environment. Every worker is a new process: those that are forked hash texts
+            # alike, and would hide what depends on the order of a set.
+            environ = env.trace_request(run_dir / "trace", steps) | env.note(env.STRATEGY, shared)
             run_workers(plan, program, run_dir=run_dir, environ=environ)
             traces.append(load_trace(run_dir / "trace", count))
         return tuple(compare(traces[0], traces[1], traces[2:]))

@@ -28,7 +28,7 @@ def watch(runs: Iterable[Path | str] | Path | str, *, port: int = 0, announce: C
 
     Args:
         runs: run folders, or one of them; runs of different jobs too.
-        port: of the address; 0: any that is free.
+        port: port of the page on this machine; 0: any that is free.
         announce: receives the address.
 
     Raises:
@@ -57,7 +57,7 @@ async def _serve(followers: list[RunFollower], port: int, announce: Callable[[st
             site = web.TCPSite(runner, _HOST, port)
             await site.start()
         except OSError as problem:
-            raise PacelineError(f"Port {port} cannot be used ({problem.strerror}); choose another --port.") from None
+            raise PacelineError(f"Port {port} cannot be used ({problem.strerror}); choose another one.") from None
         announce(f"http://{_HOST}:{runner.addresses[0][1]}/{token}/")
         await asyncio.Event().wait()
     finally:
@@ -94,4 +94,7 @@ _HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Co
 
 
 def _read(followers: list[RunFollower]) -> list[Any]:
-    return [follower.read() for follower in followers]
+    from paceline.hardware.nvml import gpu_use
+
+    gpus = gpu_use()
+    return [follower.read(gpus) for follower in followers]
