@@ -1,10 +1,10 @@
-"""Every mesh of four workers between two nodes, beside the planner's price for it; and the bytes that leave a node.
+"""Every mesh of four workers on one or more nodes, beside the planner's price; and the bytes that leave a node.
 
-    python -m benchmarks.hosts_meshes --data DIR [--rate 200e6] [--model perceptron|deep] [--meshes "dp,pp,tp2 x pp2"]
-        [--rounds 2] [--steps 6] [--cluster FILE] [--out FILE]
+    python -m benchmarks.hosts_meshes --data DIR [--nodes 2] [--workers 4] [--rate 200e6] [--model perceptron|deep]
+        [--meshes "dp,pp,tp2 x pp2"] [--rounds 2] [--steps 6] [--cluster FILE] [--out FILE]
 
-Two nodes of two workers are built from network namespaces (needs root and sshd). The planner sees nothing but the
-cluster.json that `paceline probe` writes there. Each mesh trains as the planner would have it, with its micro-batches
+The nodes are built from network namespaces (needs root and sshd). The planner sees nothing but the cluster.json that
+`paceline probe` writes there. Each mesh trains as the planner would have it, with its micro-batches
 and its schedule; the meshes take turns, so that what else this machine does meets them all. DIR holds MNIST's files.
 """
 
@@ -30,16 +30,17 @@ from tests.hosts.sshd import ssh_between
 from tests.traffic import node_bytes, sent_bytes, sum_bytes
 from torch import Tensor, nn
 
+from paceline.errors import JobError
 from paceline.parallel.dry_run import StageCost, dry_run, on_paper
 from paceline.plan.forecast_row import workload_on
+from paceline.plan.gradient_sums import network_in_steps
 from paceline.plan.inputs import ForecastRequest, PlanInputs, plan_inputs
 from paceline.plan.mesh_selection import choose_mesh
 from paceline.plan.search import MeshCandidate, best_of
-from paceline.spec import Cluster, Job, Mesh, Plan, parse_mesh
+from paceline.spec import AlgorithmName, Cluster, Job, Mesh, Plan, parse_mesh
 from paceline.workflows.jobs import resolve_job
 from paceline.workflows.traced_model import trace_model
 
-NUM_WORKERS, ON_A_NODE = 4, 2
 MESHES = (
     "dp",
     "zero1",
@@ -56,6 +57,7 @@ MESHES = (
     "tp2 x pp2",
     "tp",
 )
+"""Those that so many workers cannot form are left out."""
 MODELS = {"perceptron": "benchmarks.hosts_meshes:perceptron", "deep": "benchmarks.hosts_meshes:deep_perceptron"}
 WARMUP_STEPS = 2
 """The first step finds out whether the model draws random numbers; the shards of the others go through it together."""
@@ -152,20 +154,23 @@ def train(request: dict[str, Any]) -> None:
 # --- the planner ---
 
 
-def planned_rows(job: Job, known: PlanInputs, names: Sequence[str]) -> list[Row]:
-    """Meshes with their prices, without measurements."""
-    workload = replace(workload_on(known, NUM_WORKERS), memory_bytes=float("inf"))
-    network = known.network(known.layout(NUM_WORKERS))
+def planned_rows(job: Job, known: PlanInputs, names: Sequence[str], num_workers: int, on_a_node: int) -> list[Row]:
+    """Meshes with their prices, without measurements; those of another number of workers are left out."""
+    workload = replace(workload_on(known, num_workers), memory_bytes=float("inf"))
+    network = network_in_steps(known, known.layout(num_workers))
     rows = []
     for name in names:
-        mesh = parse_mesh(name, NUM_WORKERS, NUM_WORKERS // ON_A_NODE)
-        found = best_of(workload, mesh, ON_A_NODE, network)
+        try:
+            mesh = parse_mesh(name, num_workers, num_workers // on_a_node)
+        except JobError:
+            continue
+        found = best_of(workload, mesh, on_a_node, network)
         assert isinstance(found, MeshCandidate)
-        rows.append(Row(mesh, found, formula_bytes(job, found) / 1e6, []))
+        rows.append(Row(mesh, found, formula_bytes(job, found, on_a_node) / 1e6, []))
     return rows
 
 
-def formula_bytes(job: Job, candidate: MeshCandidate) -> float:
+def formula_bytes(job: Job, candidate: MeshCandidate, on_a_node: int) -> float:
     """What the node that sends more sends in a step, by `tests/traffic.py`."""
     from paceline.models import build
 
@@ -176,14 +181,14 @@ def formula_bytes(job: Job, candidate: MeshCandidate) -> float:
     mesh, num_passes = candidate.mesh, candidate.num_micro_batches
     stages = tried(mesh)
     if mesh.is_plain:  # the two-level sum is one between nodes
-        return sum_bytes(stages[0].parameter_bytes, NUM_WORKERS // ON_A_NODE)
+        return sum_bytes(stages[0].parameter_bytes, mesh.num_workers // on_a_node)
     sent = [
         sent_bytes(mesh, stage.whole_parameter_bytes, 0.0, 0.0, num_passes, "gloo")
         | {"tp": num_passes * stage.sent_bytes.get("tp", 0.0)}
         for stage in stages
     ]
     messages = _message_bytes(tried(Mesh(pp=mesh.pp * candidate.pipeline.stages_per_worker)))
-    return node_bytes(mesh, sent, [num_passes * size for size in messages], ON_A_NODE)
+    return node_bytes(mesh, sent, [num_passes * size for size in messages], on_a_node)
 
 
 def _message_bytes(stages: Sequence[StageCost]) -> list[float]:
@@ -196,7 +201,8 @@ def _message_bytes(stages: Sequence[StageCost]) -> list[float]:
 
 def plan_of(row: Row) -> Plan:
     """As the planner would run it; plain replicas sum on two levels, which is what it recommends for them here."""
-    plan = Plan(world_size=NUM_WORKERS, algorithm="hierarchical" if row.mesh.is_plain else "all_reduce", timeout_s=120)
+    algorithm: AlgorithmName = "hierarchical" if row.mesh.is_plain else "all_reduce"
+    plan = Plan(world_size=row.mesh.num_workers, algorithm=algorithm, timeout_s=120)
     if row.mesh.is_plain:
         return replace(plan, mesh=row.mesh)
     is_whole = row.forecast.num_micro_batches == 1 or row.mesh.pp > 1
@@ -214,6 +220,8 @@ def plan_of(row: Row) -> Plan:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="MNIST's files")
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=4, help="on all nodes together")
     parser.add_argument("--rate", type=float, default=200e6, help="bits/s of every link")
     parser.add_argument("--model", choices=tuple(MODELS), default="perceptron")
     parser.add_argument("--meshes", default=",".join(MESHES))
@@ -234,6 +242,7 @@ def main() -> None:
         sys.exit(reason)
     out = (asked.out or Path(tempfile.mkdtemp(prefix="paceline-meshes-"))).resolve()
     out.mkdir(parents=True, exist_ok=True)
+    on_a_node = asked.workers // asked.nodes
     words = [
         f"name={asked.model}",
         f"model={MODELS[asked.model]}",
@@ -243,14 +252,15 @@ def main() -> None:
     ]
     job = resolve_job("mnist-lenet", words, str(asked.data))
     with (
-        Nodes(num_nodes=NUM_WORKERS // ON_A_NODE, rate_bits_per_s=asked.rate) as nodes,
+        Nodes(num_nodes=asked.nodes, rate_bits_per_s=asked.rate) as nodes,
         tempfile.TemporaryDirectory() as keys,
         ssh_between(nodes.nodes, Path(keys)),
     ):
-        cluster = Cluster.load(asked.cluster or _probe(nodes, words, asked.data, out / "cluster.json"))
-        known = plan_inputs(job, cluster, ForecastRequest(), NUM_WORKERS, facts := trace_model(job))
-        rows = planned_rows(job, known, [name.strip() for name in asked.meshes.split(",")])
-        choice = choose_mesh(job, facts, cluster, NUM_WORKERS)
+        cluster = Cluster.load(asked.cluster or _probe(nodes, on_a_node, words, asked.data, out / "cluster.json"))
+        known = plan_inputs(job, cluster, ForecastRequest(), asked.workers, facts := trace_model(job))
+        names = [name.strip() for name in asked.meshes.split(",")]
+        rows = planned_rows(job, known, names, asked.workers, on_a_node)
+        choice = choose_mesh(job, facts, cluster, asked.workers)
         for _ in range(asked.rounds):
             for row in rows:
                 _measure(nodes, job, row, asked.steps)
@@ -259,9 +269,9 @@ def main() -> None:
     print(markdown(rows, choice.mesh, choice.reason))
 
 
-def _probe(nodes: Nodes, words: Sequence[str], data: Path, path: Path) -> Path:
+def _probe(nodes: Nodes, on_a_node: int, words: Sequence[str], data: Path, path: Path) -> Path:
     settings = [part for word in words for part in ("--set", word)]
-    hosts = ",".join(f"{node.hostname}:{ON_A_NODE}" for node in nodes.nodes)
+    hosts = ",".join(f"{node.hostname}:{on_a_node}" for node in nodes.nodes)
     argv = ["probe", "mnist-lenet", *settings, "--data", str(data.resolve()), "--hosts", hosts]
     process = nodes.nodes[0].exec(
         [sys.executable, "-m", "paceline", *argv, "--out", str(path), "--budget", str(PROBE_BUDGET_S)],
@@ -276,7 +286,8 @@ def _measure(nodes: Nodes, job: Job, row: Row, num_steps: int) -> None:
     num_steps = num_steps if row.forecast.step_s < LONG_S else min(num_steps, FEW_STEPS)
     request = {"job": job.to_mapping(), "plan": plan_of(row).to_mapping(), "steps": num_steps}
     program = ["-m", "benchmarks.hosts_meshes", "--worker", json.dumps(request)]
-    outputs = run_on_nodes(nodes, [ON_A_NODE] * len(nodes.nodes), program, timeout_s=TIMEOUT_S)
+    on_a_node = row.mesh.num_workers // len(nodes.nodes)
+    outputs = run_on_nodes(nodes, [on_a_node] * len(nodes.nodes), program, timeout_s=TIMEOUT_S)
     found = [json.loads(text.splitlines()[-1]) for text in outputs]
     row.steps_s.append(found[0]["steps_s"])
     row.sent_mb = max(one["sent_mb"] for one in found)

@@ -131,7 +131,7 @@ class OneNode:
         """Nothing is broken."""
 
 
-class _OnNode:
+class OnNode:
     """A launcher on a node, seen as a process."""
 
     def __init__(self, process: namespaces.NodeProcess) -> None:
@@ -141,6 +141,10 @@ class _OnNode:
     def poll(self) -> int | None:
         return None if self._process.is_running else 0
 
+    @property
+    def output(self) -> str:
+        return self._process.output
+
 
 class SeveralNodes:
     """Three nodes from namespaces: the launcher on the first, workers on the other two."""
@@ -148,7 +152,7 @@ class SeveralNodes:
     layouts: Sequence[int] = (1, 2)
 
     def __init__(self, cluster: namespaces.Cluster, keys: Path) -> None:
-        self._cluster = cluster
+        self.cluster = cluster
         self._keys = keys
 
     @classmethod
@@ -163,17 +167,19 @@ class SeveralNodes:
 
     @property
     def nodes(self) -> Sequence[namespaces.Node]:
-        return self._cluster.nodes[1:]
+        return self.cluster.nodes[1:]
 
-    def start(self, folder: Path, num_workers: int, chance: random.Random) -> Process:
+    def start(
+        self, folder: Path, num_workers: int, chance: random.Random, settings: Sequence[str] = (), *words: str
+    ) -> OnNode:
         """`num_workers` on one node, another number on the other."""
         folder.mkdir(parents=True, exist_ok=True)
         shares = [num_workers, chance.choice(self.layouts)]
         hosts = ",".join(f"{node.hostname}:{share}" for node, share in zip(self.nodes, shares, strict=True))
-        return _OnNode(self._cluster.nodes[0].exec(_command(folder, (), "--hosts", hosts)))
+        return OnNode(self.cluster.nodes[0].exec(_command(folder, settings, "--hosts", hosts, *words)))
 
     def repair(self) -> None:
-        for node in self._cluster.nodes:
+        for node in self.cluster.nodes:
             if not node.is_up:
                 node.boot()
                 start_sshd(node, self._keys)

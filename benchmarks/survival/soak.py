@@ -21,8 +21,11 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.ranks.launching import processes_of
 
@@ -68,6 +71,8 @@ class Soaked:
     """Of the launcher, at every fault."""
     recoveries_s: tuple[float, ...]
     """From a failure to the end of the next update."""
+    time_by_size_s: dict[int, float]
+    """How long the run had so many workers."""
     num_steps: int
     weights_equal: bool
     num_processes_left: int
@@ -93,6 +98,7 @@ class Soaked:
             f"{len(self.faults)} faults in {self.num_steps} steps; weights equal: {self.weights_equal}\n"
             f"recovery: median {statistics.median(recoveries_s):.1f} s, most {recoveries_s[-1]:.1f} s, "
             f"{len(self.recoveries_s)} of them\n"
+            f"time with so many workers: {_shares(self.time_by_size_s)}\n"
             f"left: {self.num_processes_left} processes, {self.num_left_behind} segments and temporary folders\n"
             f"launcher at the first fault: {self.footprints[0]}; at the last: {self.footprints[-1]}"
         )
@@ -155,11 +161,25 @@ def soak(out: Path, duration_s: float, num_workers: int, seed: int, fault_s: tup
         tuple(faults),
         tuple(footprints),
         tuple(one["recovery_s"] for one in generations if one["recovery_s"] is not None),
+        _time_by_size_s(generations),
         num_steps,
         RunRecord.load(folder / "record.json").weights_sha256 == train_for(out / "undisturbed", ENDLESS, *limit),
         len(processes_of(folder)),
         sum(_left_behind()) - before,
     )
+
+
+def _time_by_size_s(generations: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    """From elastic.json."""
+    times_s: defaultdict[int, float] = defaultdict(float)
+    for one in generations:
+        times_s[one["world_size"]] += one["ended_at"] - one["began_at"]
+    return dict(sorted(times_s.items()))
+
+
+def _shares(time_by_size_s: Mapping[int, float]) -> str:
+    whole_s = sum(time_by_size_s.values())
+    return ", ".join(f"{size}: {time_s:.0f} s ({time_s / whole_s:.0%})" for size, time_s in time_by_size_s.items())
 
 
 def _left_behind() -> tuple[int, int]:

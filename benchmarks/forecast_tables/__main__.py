@@ -1,10 +1,11 @@
 """Forecasts of published scaling tables from their first rows, beside simpler laws.
 
-    python -m benchmarks.forecast_tables --data DIR [--by-family] [--rows] [--only FAMILY]
+    python -m benchmarks.forecast_tables --data DIR [--leave-one-out | --suggest] [--by-family] [--rows] [--only FAMILY]
 
 DIR holds one CSV a table, as `paceline plan --fit` reads it, and index.json with the family of each table. A table is
-forecast from its first two rows, from its first three, and from its first and last row ("span"). No program fits the
-planner's priors to the tables; `--by-family` shows the families one by one.
+forecast from its first two rows, from its first three, and from its first and last row ("span"). With
+`--leave-one-out` the priors of a family's forecasts are chosen by the other families alone (`prior_choice`); without,
+they are those of the planner. `--by-family` shows the families one by one.
 """
 
 from __future__ import annotations
@@ -12,17 +13,21 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pool
+from multiprocessing.pool import Pool as WorkerPool
 from pathlib import Path
 
 import numpy as np
 from scipy.optimize import nnls
 
 from paceline.plan.calibrate import fit, predict
-from paceline.plan.step_constants import Observation, Placement
+from paceline.plan.step_constants import USUAL, Observation, Placement, Prior
+from paceline.plan.suggest import seconds_to_measure, suggest
 from paceline.workflows.step_time_files import read_observations
+
+from .prior_choice import CHOSEN, START, Evidence, best_choice, evidence_of, priors_at
 
 SUBSETS = ("two", "three", "span")
 PLANNER = "planner"
@@ -79,12 +84,6 @@ def tables_of(folder: Path, family: str | None = None) -> list[Table]:
     ]
 
 
-def known_rows(rows: Sequence[Observation], subset: str) -> tuple[int, ...]:
-    """The rows that are measured; empty where the table leaves nothing to forecast."""
-    known = {"two": (0, 1), "three": (0, 1, 2), "span": (0, len(rows) - 1)}[subset]
-    return known if len(rows) > len(known) else ()
-
-
 def samples(placement: Placement) -> float:
     return float(placement.micro_batch_size)
 
@@ -139,17 +138,27 @@ LAWS: dict[str, Law] = {
 }
 
 
-def cases_of(table: Table) -> list[Case]:
-    return [case for subset in SUBSETS for case in _cases(table, subset)]
+def cases_of(table: Table, usual: Mapping[str, Prior] = USUAL) -> list[Case]:
+    return [case for subset, known, wanted in splits_of(table) for case in _cases(table, subset, known, wanted, usual)]
 
 
-def _cases(table: Table, subset: str) -> Iterator[Case]:
-    places = known_rows(table.rows, subset)
-    if not places:
-        return
-    known = [table.rows[place] for place in places]
-    wanted = [row for place, row in enumerate(table.rows) if place not in places]
-    forecasts = predict(fit(known), [row.placement for row in wanted])
+def splits_of(table: Table) -> Iterator[tuple[str, list[Observation], list[Observation]]]:
+    """Which rows are measured and which are forecast, for each way that leaves some to forecast."""
+    last = len(table.rows) - 1
+    for subset, places in {"two": (0, 1), "three": (0, 1, 2), "span": (0, last)}.items():
+        if last + 1 > len(places):
+            known = [table.rows[place] for place in places]
+            yield subset, known, [row for place, row in enumerate(table.rows) if place not in places]
+
+
+def _cases(
+    table: Table,
+    subset: str,
+    known: Sequence[Observation],
+    wanted: Sequence[Observation],
+    usual: Mapping[str, Prior],
+) -> Iterator[Case]:
+    forecasts = predict(fit(known, usual), [row.placement for row in wanted])
     most_nodes = max(row.placement.layout.num_nodes for row in known)
     for row, forecast in zip(wanted, forecasts, strict=True):
         found = {PLANNER: (forecast.total_s, forecast.low_s, forecast.high_s)}
@@ -262,16 +271,131 @@ def print_rows(cases: Sequence[Case]) -> None:
         )
 
 
+def evidence_of_table(table: Table) -> list[Evidence]:
+    return [evidence_of(table.family, table.name, known, wanted) for _, known, wanted in splits_of(table)]
+
+
+def chosen_without(pool: WorkerPool, tables: Sequence[Table]) -> dict[str, dict[str, Prior]]:
+    """For each family the priors that all other families choose; prints them beside those that all choose."""
+    evidence = [one for found in pool.map(evidence_of_table, tables, chunksize=4) for one in found]
+    of_all = best_choice(evidence)
+    families = list(dict.fromkeys(table.family for table in tables))
+    without = [best_choice([one for one in evidence if one.family != family], of_all) for family in families]
+    chosen = {family: priors_at(choice) for family, choice in zip(families, without, strict=True)}
+    rows = []
+    for name in CHOSEN:
+        cells = [name]
+        for what in ("median", "deviation"):
+            values = [getattr(priors[name], what) for priors in chosen.values()]
+            start, best, now = (getattr(priors[name], what) for priors in (START, priors_at(of_all), USUAL))
+            cells += [f"{start:.3g}", f"{best:.3g}", f"{min(values):.3g} to {max(values):.3g}", f"{now:.3g}"]
+        rows.append(cells)
+    kinds = ("start", "of all", "without one", "in use")
+    print_markdown(["constant", *(f"{what}: {kind}" for what in ("median", "deviation") for kind in kinds)], rows)
+    return chosen
+
+
+@dataclass(frozen=True)
+class MeasuredNext:
+    """What is known after a third row was measured, chosen in one way, over all rows beyond the first two."""
+
+    way: str
+    errors: tuple[float, ...]
+    device_seconds: float
+    removed_error: float
+    """By how much the mean error is smaller than from two rows."""
+    promised_error: float
+    """Of nine of ten rows; only the planner's suggestion promises anything."""
+    is_largest: bool
+
+
+def measured_next(table: Table) -> list[MeasuredNext]:
+    """The planner's suggestion, the next row and the last one, where a table leaves at least two rows to choose."""
+    known, wanted = list(table.rows[:2]), list(table.rows[2:])
+    if len(wanted) < 2:
+        return []
+    (suggestion,) = suggest(known, [row.placement for row in wanted], 1)
+    suggested = next(row for row in wanted if row.placement == suggestion.placement)
+    before = np.mean(_errors(known, wanted))
+    found = {
+        id(row): _errors([*known, row], wanted)
+        for row in {id(row): row for row in (suggested, wanted[0], wanted[-1])}.values()
+    }
+    return [
+        MeasuredNext(
+            way=way,
+            errors=tuple(found[id(row)]),
+            device_seconds=devices(row.placement) * seconds_to_measure(row.step_time_s),
+            removed_error=float(before - np.mean(found[id(row)])),
+            promised_error=suggestion.promised_error,
+            is_largest=row is wanted[-1],
+        )
+        for way, row in (("suggested", suggested), ("next count", wanted[0]), ("largest", wanted[-1]))
+    ]
+
+
+def _errors(known: Sequence[Observation], wanted: Sequence[Observation]) -> list[float]:
+    forecasts = predict(fit(known), [row.placement for row in wanted])
+    return [abs(forecast.total_s / row.step_time_s - 1) for forecast, row in zip(forecasts, wanted, strict=True)]
+
+
+def print_next(measured: Sequence[MeasuredNext]) -> None:
+    rows = []
+    for way in dict.fromkeys(one.way for one in measured):
+        found = [one for one in measured if one.way == way]
+        errors = np.array([error for one in found for error in one.errors])
+        kept = np.array([error <= one.promised_error for one in found for error in one.errors])
+        removed, spent = (sum(getattr(one, name) for one in found) for name in ("removed_error", "device_seconds"))
+        rows.append(
+            [
+                way,
+                str(len(found)),
+                f"{100 * np.median(errors):.1f}",
+                f"{100 * np.quantile(errors, 0.9):.1f}",
+                f"{spent / len(found) / 60:.0f}",
+                f"{100 * removed / spent * 3600:.2f}",
+                f"{100 * np.mean([one.is_largest for one in found]):.0f}",
+                *(
+                    [f"{100 * np.median([one.promised_error for one in found]):.0f}", f"{100 * kept.mean():.0f}"]
+                    if way == "suggested"
+                    else ["", ""]
+                ),
+            ]
+        )
+    head = [
+        "third row",
+        "tables",
+        "median, %",
+        "90th percentile, %",
+        "mean device-minutes",
+        "points of mean error removed in a device-hour",
+        "is the largest, %",
+        "promised for 90 %, %",
+        "held, %",
+    ]
+    print_markdown(head, rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of the tables")
     parser.add_argument("--only", default=None, metavar="FAMILY")
     parser.add_argument("--by-family", action="store_true", help="also each family by itself")
     parser.add_argument("--rows", action="store_true", help="also each forecast, the worst first")
+    parser.add_argument(
+        "--leave-one-out", action="store_true", help="choose priors without a family before forecasting its tables"
+    )
+    parser.add_argument("--suggest", action="store_true", help="only judge which row is suggested after the first two")
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
+    tables = tables_of(arguments.data, arguments.only)
     with Pool(arguments.processes) as pool:
-        found = pool.map(cases_of, tables_of(arguments.data, arguments.only), chunksize=4)
+        if arguments.suggest:
+            print_next([one for found in pool.map(measured_next, tables, chunksize=4) for one in found])
+            return
+        usual_of = chosen_without(pool, tables) if arguments.leave_one_out else {}
+        jobs = [(table, usual_of.get(table.family, dict(USUAL))) for table in tables]
+        found = pool.starmap(cases_of, jobs, chunksize=4)
     cases = [case for of_table in found for case in of_table]
     if arguments.rows:
         print_rows(cases)

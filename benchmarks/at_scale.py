@@ -1,0 +1,285 @@
+"""Published runs of 8 to 16,384 devices, by the planner's formulas; and how much of a long run lasts on as many.
+
+    python -m benchmarks.at_scale
+
+Nothing here is measured. What the formulas cannot know is told: the links, and the rate at which one device computes.
+That rate is fitted to the first published row of a run, which is therefore no forecast; the other rows use it as it is.
+The second table simulates the steps of the same job (`plan/simulate.py`) with devices that vary, and adds faults and
+checkpoints (`plan/reliability.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from paceline.plan.assumptions import DEVICE_MTBF_S
+from paceline.plan.memory import StateBytes, TransformerShape, device_memory, transformer_layers
+from paceline.plan.model import AlphaBeta, Network
+from paceline.plan.reliability import Faults, availability
+from paceline.plan.search import MeshCandidate, Workload, priced
+from paceline.plan.simulate import Jitter, Machine, Pattern, simulate_steps
+from paceline.spec import Mesh, PipelineSpec
+from paceline.spec.model_cost import Activations, Layers
+
+LINK_SHARE = 0.8
+"""The fraction of a datasheet's rate that collectives reach."""
+
+
+def network(inside_bytes_per_s: float, node_bytes_per_s: float) -> Network:
+    """From one direction's datasheet rates: of a device's link inside a node, and of all links that leave a node."""
+    return Network(
+        AlphaBeta(5e-6, 1 / (LINK_SHARE * inside_bytes_per_s)),
+        AlphaBeta(8e-6, 1 / (LINK_SHARE * node_bytes_per_s)),
+        3e-6,
+    )
+
+
+H100 = network(450e9, 8 * 50e9)
+"""NVLink 4, and 400 Gbit/s for each of eight GPUs."""
+A100 = network(300e9, 8 * 25e9)
+"""NVLink 3, and 200 Gbit/s for each of eight GPUs."""
+TPU_V4 = network(300e9, 3072 * 3.1e9)
+"""A pod as a node: six torus links of 50 GB/s; between two pods what PaLM's hosts reach together."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One published run, or one size of it."""
+
+    name: str
+    mesh: Mesh
+    published: float
+    """Model FLOPs utilization, which counts nothing that is computed twice (Chowdhery et al. 2022, appendix B)."""
+    num_parameters: float
+    shape: TransformerShape
+    global_batch_size: int
+    peak_flops: float
+    links: Network
+    micro_batch_size: int = 1
+    devices_per_node: int = 8
+    stages_per_worker: int = 1
+    recompute: bool = False
+
+    @property
+    def flops_per_sample(self) -> float:
+        """6 N and 12 L h s for attention, for each token (the same appendix)."""
+        shape = self.shape
+        per_token = 6 * self.num_parameters + 12 * shape.num_layers * shape.width * shape.sequence
+        return shape.sequence * per_token
+
+    @property
+    def layers(self) -> Layers:
+        """Attention without a matrix of scores in memory, and with positions divided along tp between layers."""
+        found = transformer_layers(self.shape, self.num_parameters)
+        kept = 34.0 * self.shape.sequence * self.shape.width
+        sent = found[0].output_bytes / self.mesh.tp
+        return tuple(
+            replace(layer, activation_bytes=kept, replicated_fraction=0.0, output_bytes=sent) for layer in found
+        )
+
+    def price(self, efficiency: float) -> MeshCandidate:
+        """With kernels that reach this fraction of the peak; bf16 parameters, float32 gradients and Adam's state."""
+        layers = self.layers
+        activations = Activations(sum(layer.activation_bytes for layer in layers))
+        workload = Workload(
+            num_parameters=int(self.num_parameters),
+            global_batch_size=self.global_batch_size,
+            state=StateBytes(2.0, 4.0, 12.0),
+            activations=activations,
+            compute_s=lambda samples: samples * self.flops_per_sample / (efficiency * self.peak_flops),
+            memory_bytes=math.inf,
+            layers=layers,
+            shard_size=self.micro_batch_size,
+        )
+        memory = device_memory(
+            self.num_parameters,
+            workload.state,
+            self.mesh,
+            activations,
+            self.micro_batch_size,
+            num_micro_batches=-(-workload.share(self.mesh) // self.micro_batch_size),
+            layers=layers,
+            recompute=self.recompute,
+        )
+        return priced(
+            workload,
+            self.mesh,
+            self.micro_batch_size,
+            memory,
+            self.devices_per_node,
+            self.links,
+            PipelineSpec("interleaved" if self.stages_per_worker > 1 else "1f1b", self.stages_per_worker),
+            self.recompute,
+        )
+
+    def utilization(self, efficiency: float) -> float:
+        flops = self.flops_per_sample * self.global_batch_size
+        return flops / (self.price(efficiency).step_s * self.mesh.num_workers * self.peak_flops)
+
+    def fitted(self) -> float:
+        """The efficiency of kernels with which this run comes out as published; infinite where none is enough."""
+        low, high = 0.0, 1.0
+        if self.utilization(high) < self.published:
+            return math.inf
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.utilization(middle) < self.published else (low, middle)
+        return high
+
+
+def of_tokens(tokens_per_s: float, run: Run) -> Run:
+    """With the utilization that tokens/s of a device are."""
+    return replace(run, published=tokens_per_s / run.shape.sequence * run.flops_per_sample / run.peak_flops)
+
+
+# Embedding and output count as a layer each: Llama 3 takes one from the first and the last stage for them.
+_LLAMA_405B = Run(
+    "Llama 3 405B, 8,192 H100",
+    Mesh(fsdp=64, tp=8, pp=16, zero_stage=1),
+    0.43,
+    405e9,
+    TransformerShape(128, 16384, 128, 8192),
+    2048,
+    989e12,
+    H100,
+    stages_per_worker=8,
+)
+_LLAMA_8B = Run(
+    "torchtitan Llama 3.1 8B, 8 H100",
+    Mesh(fsdp=8),
+    0.0,
+    8.03e9,
+    TransformerShape(32, 4096, 32, 8192),
+    16,
+    989e12,
+    H100,
+    micro_batch_size=2,
+)
+_TITAN_405B = replace(
+    _LLAMA_405B,
+    name="torchtitan Llama 3.1 405B, 512 H100, 1F1B",
+    mesh=Mesh(fsdp=8, tp=8, pp=8, zero_stage=2),
+    global_batch_size=256,
+    peak_flops=1979e12,
+    stages_per_worker=1,
+    recompute=True,
+)
+RUNS: tuple[tuple[Run, ...], ...] = (
+    (
+        _LLAMA_405B,
+        replace(
+            _LLAMA_405B,
+            name="Llama 3 405B, 16,384 H100",
+            mesh=Mesh(fsdp=128, tp=8, pp=16, zero_stage=1),
+            published=0.41,
+        ),
+    ),
+    (
+        Run(
+            "MegaScale 175B, 12,288 A100",
+            Mesh(fsdp=192, tp=8, pp=8, zero_stage=1),
+            0.552,
+            175e9,
+            TransformerShape(96, 12288, 96, 2048),
+            6144,
+            312e12,
+            A100,
+            stages_per_worker=6,
+        ),
+    ),
+    (
+        of_tokens(5762, _LLAMA_8B),
+        of_tokens(
+            5605,
+            replace(_LLAMA_8B, name="torchtitan Llama 3.1 8B, 128 H100", mesh=Mesh(fsdp=128), global_batch_size=256),
+        ),
+    ),
+    (
+        of_tokens(100, _TITAN_405B),
+        of_tokens(
+            128,
+            replace(_TITAN_405B, name="torchtitan Llama 3.1 405B, 512 H100, interleaved", stages_per_worker=2),
+        ),
+    ),
+    (
+        Run(
+            "PaLM 540B, 6,144 TPU v4",
+            Mesh(dp=2, fsdp=256, tp=12, zero_stage=3),
+            0.462,
+            540.35e9,
+            TransformerShape(118, 18432, 48, 2048),
+            2048,
+            275e12,
+            TPU_V4,
+            micro_batch_size=4,
+            devices_per_node=3072,
+            recompute=True,
+        ),
+    ),
+)
+"""Dubey et al. 2024, table 4; Jiang et al. 2024, table 2; torchtitan's docs/performance.md; Chowdhery et al. 2022,
+section 4.1."""
+
+
+def anchors() -> str:
+    lines = [
+        "| run | mesh | told: kernels' share of the peak | forecast MFU | published MFU | forecast / published "
+        "| GiB a device |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for family in RUNS:
+        efficiency = family[0].fitted()
+        for run in family:
+            usable = min(efficiency, 1.0)
+            found = run.utilization(usable)
+            told = f"{usable:.0%}, fitted here" if run is family[0] else f"{usable:.0%}"
+            lines.append(
+                f"| {run.name} | {run.mesh} | {told} | {found:.1%} | {run.published:.1%} "
+                f"| {found / run.published:.2f} | {run.price(usable).memory.total_bytes / 2**30:.0f} |"
+            )
+    return "\n".join(lines)
+
+
+CHECKPOINT_S, RESTART_S = 15.0, 600.0
+"""Assumed: a stall for a checkpoint, and the time from a fault to the next step."""
+JITTER = Jitter(compute_spread=0.02, slow_fraction=0.002, slow_factor=1.05, link_spread=0.1)
+"""Assumed: devices vary by 2 % from step to step, and two nodes in a thousand are 5 % slower all the time."""
+PATTERNS: tuple[Pattern, ...] = ("ring", "halving_doubling")
+"""The faster of them sums between nodes."""
+
+
+def goodput() -> str:
+    """Two samples of Llama 3.1 8B a device, sharded in a node and replicated over nodes, whatever their number."""
+    run = RUNS[2][0]
+    tokens = 2 * run.shape.sequence
+    compute_s = 2 * run.flops_per_sample / (run.fitted() * run.peak_flops)
+    lines = [
+        "| devices | step, s | waiting for the slowest | exposed sums | hours between interruptions | work that lasts "
+        "| tokens/s a device | of ideal |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for power in range(4, 15):
+        machine = Machine((1 << power) // 8, 8, H100)
+        steps = [
+            simulate_steps(machine, compute_s, 2 * run.num_parameters, jitter=JITTER, pattern=pattern, num_steps=8)
+            for pattern in PATTERNS
+        ]
+        sample = min(steps, key=lambda one: float(one.total_s.mean()))
+        step_s, slowest_s = float(sample.total_s.mean()), float(sample.slowest_compute_s.mean())
+        faults = Faults(DEVICE_MTBF_S / machine.devices_per_node, CHECKPOINT_S, RESTART_S)
+        lasting = availability(faults, machine.num_nodes)
+        lines.append(
+            f"| {machine.num_devices:,} | {step_s:.2f} | {slowest_s / compute_s - 1:.1%} "
+            f"| {float(sample.exposed_s.mean()) / step_s:.1%} | {DEVICE_MTBF_S / machine.num_devices / 3600:,.1f} "
+            f"| {lasting:.1%} | {lasting * tokens / step_s:,.0f} | {lasting * compute_s / step_s:.1%} |"
+        )
+    interruptions = 54 * 24 * 3600 * 16_384 / DEVICE_MTBF_S
+    lines.append(f"\n54 days on 16,384 devices: {interruptions:.0f} interruptions; published: 419 unexpected ones.")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(anchors())
+    print()
+    print(goodput())

@@ -1,0 +1,1 @@
+"""Forecasts of published scaling tables from their first rows: `python -m benchmarks.forecast_tables`."""
