@@ -9,7 +9,7 @@ FAST := not slow and not browser and not hosts
 .PHONY: demo check test test-fast fuzz docs bench bench-hosts gpu clean
 
 demo: $(PACKAGE)
-	$(BIN)/paceline scale digits-lenet --devices 1,2 --out runs/demo-$$(date +%Y%m%d-%H%M%S)
+	$(BIN)/paceline scale digits-lenet --devices 1,2 --set epochs=5 --out runs/demo-$$(date +%Y%m%d-%H%M%S)
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -17,8 +17,10 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Four at a time on two cores: most tests with real workers wait for processes to start or to end.
-PYTEST := $(BIN)/python -m pytest -n 4 --dist worksteal
+# Four at a time on two cores: most tests with real workers wait for processes to start or to end. Compiled modules are
+# kept even where the environment says otherwise: thousands of processes load them.
+unexport PYTHONDONTWRITEBYTECODE
+PYTEST := $(BIN)/python -m pytest -n 4 --dist loadgroup
 
 test: $(READY)
 	$(PYTEST) --durations=15 tests

@@ -18,12 +18,18 @@ def write_lines(folder: Path, lines: list[dict[str, Any]]) -> None:
         file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-def write_status(folder: Path, step: int, at: float | None = None, processor_s: float = 1.0) -> None:
+def write_status(
+    folder: Path,
+    step: int,
+    at: float | None = None,
+    processor_s: float = 1.0,
+    nodes: tuple[str, str] = ("node0", "node1"),
+) -> None:
     """Two workers on two nodes; the second waits for the first."""
     workers = tuple(
         WorkerStatus(
             rank=rank,
-            node=f"node{rank}",
+            node=nodes[rank],
             pid=100 + rank,
             step=step,
             doing=doing,

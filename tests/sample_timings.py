@@ -11,7 +11,7 @@ from paceline.spec.comm_timing import (
     CommRequest,
     CommTiming,
     CommTimings,
-    LeftOut,
+    UntimedCases,
 )
 
 ALL_REDUCE, HIERARCHICAL = CommCase("all_reduce"), CommCase("hierarchical")
@@ -34,7 +34,7 @@ def sample_timings(
     order = sorted(cases, key=lambda case: case.algorithm != "hierarchical")
     slope = {case: 40e-9 * (1 + place / 4) for place, case in enumerate(order)}
     left_out = tuple(
-        LeftOut(case, SIZES[-1:], "about 90 s a call; the budget is 60 s for all")
+        UntimedCases(case, SIZES[-1:], "about 90 s a call; the budget is 60 s for all")
         for case in cases
         if case.algorithm == "tree_exact"
     )

@@ -39,6 +39,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 def show(browser: Browser, page: Path, *, width: int = 1400, scheme: Scheme = "light") -> None:
     browser.look(width=width, scheme=scheme)
+    browser.visit("about:blank")  # a live page before it would go on asking its server
     browser.log("browser")
     browser.requested_urls()
     browser.open(page)

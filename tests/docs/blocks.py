@@ -1,5 +1,7 @@
 """The code blocks of a page in Markdown, and what is to be done with each.
 
+    python -m tests.docs.blocks      how many blocks users read, how many of them are run, and why the others are not
+
 A comment before a block says what cannot be seen in it:
 
     <!-- file: train.py -->           the block is written to this file, where later blocks of the page find it
@@ -20,6 +22,18 @@ CODE = {"python", "sh", "toml"}
 """Languages of blocks that a reader would run."""
 NO_CODE = (["text"], ["json"], ["{toctree}"], ["{include}"])
 """Languages of blocks that show something, or direct the documentation site."""
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    *sorted(
+        path
+        for path in (ROOT / "docs").rglob("*.md")
+        if not {"experiments", "adr", "generated", "_build"} & set(path.parts)
+    ),
+]
+"""Pages for users. Experiments are left out: their commands measure for minutes, and belong to what was seen on a
+day."""
 
 _BLOCK = re.compile(
     r"(?:<!-- (?P<marker>file|not run|setup)(?::|\n) *(?P<said>.*?)-->\n+)?"
@@ -57,3 +71,16 @@ def blocks_of(path: Path, root: Path) -> Iterator[Block]:
         line = text.count("\n", 0, found.start("language")) + 1
         marker, said = found["marker"] or "", (found["said"] or "").strip()
         yield Block(str(path.relative_to(root)), line, found["language"].strip(), found["text"], marker, said)
+
+
+def main() -> None:
+    """Print the count."""
+    code = [block for page in PAGES for block in blocks_of(page, ROOT) if block.is_code]
+    not_run = [block for block in code if block.marker == "not run"]
+    print(f"{len(code)} code blocks on {len(PAGES)} pages, {len(code) - len(not_run)} of them run; not run:")
+    for block in not_run:
+        print(f"  {block.where}: {block.said}")
+
+
+if __name__ == "__main__":
+    main()

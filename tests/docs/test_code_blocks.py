@@ -11,18 +11,8 @@ from pathlib import Path
 import pytest
 
 from paceline.spec import Job
-from tests.docs.blocks import NO_CODE, Block, blocks_of
+from tests.docs.blocks import NO_CODE, PAGES, ROOT, Block, blocks_of
 
-ROOT = Path(__file__).parents[2]
-PAGES = [
-    ROOT / "README.md",
-    *sorted(
-        path
-        for path in (ROOT / "docs").rglob("*.md")
-        if not {"experiments", "adr", "generated", "_build"} & set(path.parts)
-    ),
-]
-"""Experiments are left out: their commands measure for minutes, and belong to what was seen on a day."""
 BLOCKS = {page: list(blocks_of(page, ROOT)) for page in PAGES}
 TO_RUN = [
     page
@@ -42,8 +32,7 @@ def test_every_block_says_its_language_and_why_it_is_not_run() -> None:
 def test_most_blocks_run() -> None:
     code = [block for of_page in BLOCKS.values() for block in of_page if block.is_code]
     run = [block for block in code if block.marker != "not run"]
-    print(f"{len(code)} code blocks, {len(run)} of them run")
-    assert len(run) > len(code) / 2
+    assert len(run) > 0.8 * len(code)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -54,7 +43,7 @@ def test_job_files_are_jobs(page: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", TO_RUN, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
     """Files are written as they come; Python blocks of a page are one program; shell blocks run in their place."""
@@ -85,6 +74,6 @@ def _run(command: list[str], block: Block, folder: Path) -> None:
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     environment |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(folder)}
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, f"{block.where}\n{block.text}\n{done.stdout}\n{done.stderr}"

@@ -30,13 +30,13 @@ CALLS: dict[str, tuple[str, ...]] = {
     "topo": ("--from", "cluster.json"),
     "probe": (),
     "plan": ("job.toml", "--devices", "1,2"),
-    "launch": ("-n", "1", "script.py"),
+    "launch": ("script.py",),
     "train": ("job.toml", "-n", "1", "--out", "out"),
     "scale": ("job.toml", "--out", "study"),
     "verify": ("job.toml",),
     "submit slurm": ("--dry-run", "train"),
     "submit kubernetes": ("job.toml", "--image", "i", "--claim", "c", "--out", "/data/run"),
-    "bench comm": ("--draw", "timings.json"),
+    "bench comm": ("--out", "comm"),
     "bench checkpoint": ("--out", "bench"),
     "checkpoint ls": ("checkpoints",),
     "checkpoint verify": ("checkpoints",),
@@ -49,8 +49,8 @@ CALLS: dict[str, tuple[str, ...]] = {
     "jobs ls": (),
     "jobs keys": (),
 }
-NO_COUNTS = ("0", "-1", "nan", "1.5", "two", "1" * 30, "9" * 5_000, "", "²", "1e3", "[]")
-NO_AMOUNTS = ("nan", "inf", "-inf", "-1", "1e999", "two", "", "9" * 5_000, "[]")
+NO_COUNTS = ("0", "-1", "nan", "1.5", "two", "1" * 30, "9" * 5_000, "", "²", "٣", "True", "1e3", "[]")
+NO_AMOUNTS = ("nan", "inf", "-inf", "-1", "1e999", "two", "", "9" * 5_000, "[]", "٣", "True")
 ODD = (
     "x" * 300,
     "ä" * 5_000,
@@ -68,6 +68,7 @@ ODD = (
     "-",
 )
 SELF_ENDING = ("help", "version")
+PASSING_ON = ("launch", "submit slurm")
 MAY_BE_ZERO = ("max_restarts", "pick")
 HARMFUL = ("listen", "connect", "facts", "out", "svg", "target", "folder", "directory", "install_completion")
 
@@ -91,29 +92,45 @@ def commands() -> dict[str, Any]:
     return found
 
 
-def _is_number(option: Any, kind: type) -> bool:
-    return bool(option.bare_type() is kind)
+def call(name: str, *words: str) -> tuple[str, ...]:
+    """The command with some words more: in front of a script or a command, whose own they would be after it."""
+    first = name in PASSING_ON
+    return (name, *words, *CALLS[name]) if first else (name, *CALLS[name], *words)
+
+
+def counts(command: Any) -> list[Any]:
+    """The options of a command that are whole numbers of 1 or more."""
+    return [one for one in _valued(command) if one.bare_type() == "int" and one.name not in MAY_BE_ZERO]
+
+
+def amounts(command: Any) -> list[Any]:
+    """The options of a command that are other numbers."""
+    return [one for one in _valued(command) if one.bare_type() == "float"]
+
+
+def _valued(command: Any) -> list[Any]:
+    return [one for one in _options(command) if not one.is_flag]
+
+
+def _options(command: Any) -> list[Any]:
+    named = [one for one in command.params if one.param_type_name == "option"]
+    return [one for one in named if one.name not in (*SELF_ENDING, *HARMFUL)]
 
 
 def inputs(name: str, command: Any) -> st.SearchStrategy[Case]:
     """Calls of a command with one option that cannot be meant, or with several strange ones."""
-    options = [
-        one for one in command.params if one.param_type_name == "option" and one.name not in (*SELF_ENDING, *HARMFUL)
-    ]
-    valued = [one for one in options if not one.is_flag]
-    counts = [one for one in valued if _is_number(one, int) and one.name not in MAY_BE_ZERO]
-    amounts = [one for one in valued if _is_number(one, float)]
+    options = _options(command)
 
     def with_one(option: Any, value: str) -> Case:
-        return Case((name, *CALLS[name], option.opts[0], value), f"{option.opts[0]} {value[:20]}")
+        return Case(call(name, option.opts[0], value), f"{option.opts[0]} {value[:20]}")
 
     def with_some(several: list[tuple[Any, str]]) -> Case:
         words = [[one.opts[0]] if one.is_flag else [one.opts[0], value] for one, value in several]
-        return Case((name, *CALLS[name], *(word for pair in words for word in pair)))
+        return Case(call(name, *(word for pair in words for word in pair)))
 
     wrong = [
         st.builds(with_one, st.sampled_from(of), st.sampled_from(values))
-        for of, values in ((counts, NO_COUNTS), (amounts, NO_AMOUNTS))
+        for of, values in ((counts(command), NO_COUNTS), (amounts(command), NO_AMOUNTS))
         if of
     ]
     values = st.sampled_from((*ODD, *NO_COUNTS, *NO_AMOUNTS)) | st.text(max_size=12)

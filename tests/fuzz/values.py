@@ -27,9 +27,12 @@ NO_NUMBERS: tuple[Any, ...] = (
     -1,
     "7",
     "٣",
+    "",
     [],
     {},
+    [[1]],
     True,
+    False,
     DEEP,
 )
 """In the place of any number."""

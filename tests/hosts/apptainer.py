@@ -5,7 +5,8 @@
 
 Apptainer lives in a tree of Debian's packages (mmdebstrap). The program in FOLDER/bin enters the tree in a mount
 namespace of its own, where this node's folders lie at their own paths, and runs containers in user namespaces. The
-image is Debian's base, this process's Python, and the packages that training needs.
+image is Debian's base, this process's Python, and the packages that training needs; compiled, since a container could
+not keep what it compiles.
 """
 
 from __future__ import annotations
@@ -91,12 +92,12 @@ def build_image(folder: Path) -> Path:
         home / "lib" / version,
         symlinks=True,
         copy_function=_link,
-        ignore=shutil.ignore_patterns("site-packages", "test", "__pycache__"),
+        ignore=shutil.ignore_patterns("site-packages", "test"),
     )
     for one in _with_requirements(PACKAGES).values():
         for file in one.files or ():
             source = Path(str(file.locate()))
-            if source.is_file() and ".." not in file.parts and "__pycache__" not in file.parts:
+            if source.is_file() and ".." not in file.parts:
                 _link(source, home / "lib" / version / "site-packages" / file)
     # However it is installed here, in the image it is this checkout.
     package = home / "lib" / version / "site-packages" / "paceline"

@@ -178,7 +178,8 @@ class Node:
         self._hosts = hosts
         # The same after every boot: the others remember it.
         self._hardware_address = f"02:00:00:00:00:{index + 1:02x}"
-        self._port = f"port{index}"
+        self.port = f"port{index}"
+        """What the switch calls its end of the link."""
         self._first: FirstProcess | None = None
         self._processes: list[NodeProcess] = []
         # A crashed node's network namespace, held open so that the kernel answers for the dead.
@@ -204,7 +205,7 @@ class Node:
         )
         node_end = f"name {INTERFACE} address {self._hardware_address} netns {first.pid}"
         self._cluster.switch.configure(
-            "ip", [f"link add {self._port} type veth peer {node_end}", f"link set dev {self._port} master switch up"]
+            "ip", [f"link add {self.port} type veth peer {node_end}", f"link set dev {self.port} master switch up"]
         )
         # The route chooses cubic: bbr, some kernels' default, loses a tenth in a token bucket.
         congestion = "congctl cubic" if "cubic" in _congestion_controls() else ""
@@ -230,11 +231,15 @@ class Node:
     def link_down(self) -> None:
         """Cut the cable at the switch: nobody is told, packets are lost."""
         self._running()
-        self._cluster.switch.configure("ip", [f"link set dev {self._port} down"])
+        self._cluster.switch.configure("ip", [f"link set dev {self.port} down"])
 
     def link_up(self) -> None:
         self._running()
-        self._cluster.switch.configure("ip", [f"link set dev {self._port} up"])
+        self._cluster.switch.configure("ip", [f"link set dev {self.port} up"])
+
+    def limit_segments(self) -> None:
+        """Send no frame of several packets, such as network cards divide."""
+        self._running().configure("ip", [f"link set dev {INTERFACE} gso_max_segs 1"])
 
     def crash(self) -> None:
         """Kill all that runs on the node while its link is up.
@@ -280,7 +285,7 @@ class Node:
         burst_bytes = max(round(rate_bits_per_s / 8 * 1e-3), 66_000)
         bucket = f"root tbf rate {round(rate_bits_per_s)}bit burst {burst_bytes}b latency 50ms"
         self._running().configure("tc", [f"qdisc replace dev {INTERFACE} {bucket}"])
-        self._cluster.switch.configure("tc", [f"qdisc replace dev {self._port} {bucket}"])
+        self._cluster.switch.configure("tc", [f"qdisc replace dev {self.port} {bucket}"])
 
     def _running(self) -> FirstProcess:
         if self._first is None:
@@ -299,7 +304,7 @@ class Node:
             self._remains = None
 
     def _take_link(self) -> None:
-        self._cluster.switch.configure("ip", [f"link delete dev {self._port}"])
+        self._cluster.switch.configure("ip", [f"link delete dev {self.port}"])
 
 
 class NodeProcess:

@@ -27,7 +27,6 @@ pytestmark = [
 
 TIMEOUT_S = 300.0
 SCRIPTS = Path(__file__).parents[1] / "plain_scripts"
-LIBRARIES = ("with_accelerate.py", "with_fabric.py", "with_lightning.py", "with_trainer.py")
 VARIABLES = {"PACELINE_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 ON_ONE = ("-n", "2")
 ON_TWO = ("--hosts", "node0:1,node1:1")
@@ -82,8 +81,8 @@ def weights_of(cluster: Cluster, cwd: Path, script: str, *where: str) -> str:
     return line
 
 
-@pytest.mark.parametrize("script", LIBRARIES)
-def test_scripts_of_other_libraries(cluster: Cluster, place: Path, tmp_path: Path, script: str) -> None:
+def test_a_script_of_another_library(cluster: Cluster, place: Path, tmp_path: Path) -> None:
+    script = "with_fabric.py"
     image = ("--container", str(place / "image.sif"))
     expected = weights_of(cluster, tmp_path, script, *ON_ONE)
     assert weights_of(cluster, tmp_path, script, *ON_TWO, *image) == expected
@@ -100,14 +99,14 @@ def test_a_job_on_one_node_and_on_two(cluster: Cluster, place: Path, tmp_path: P
     assert weights("one", *ON_ONE, *image) == weights("two", *ON_TWO, *image) == weights("alone", "-n", "1")
 
 
-@pytest.mark.parametrize("where", [ON_ONE, ON_TWO], ids=["one node", "two nodes"])
 @pytest.mark.parametrize(
-    ("fault", "cause", "words"),
+    ("where", "fault", "cause", "words"),
     [
-        ("raise", "exception", "ValueError: sample 17 is damaged"),
-        ("kill", "signal", "killed by SIGKILL"),
-        ("hang", "hung", "in read_from_a_disk_that_hangs"),
+        (ON_ONE, "raise", "exception", "ValueError: sample 17 is damaged"),
+        (ON_TWO, "kill", "signal", "killed by SIGKILL"),
+        (ON_TWO, "hang", "hung", "in read_from_a_disk_that_hangs"),
     ],
+    ids=["raises on one node", "killed on two nodes", "hangs on two nodes"],
 )
 def test_what_happens_to_a_worker_is_named(
     cluster: Cluster, place: Path, tmp_path: Path, where: Sequence[str], fault: str, cause: str, words: str

@@ -83,7 +83,7 @@ def cluster(environ: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_bytes_pass_and_the_program_sees_its_folder(cluster: Cluster, environ: dict[str, str], tmp_path: Path) -> None:
-    program = in_container(["sh", "-c", ECHO], IMAGE, cwd=tmp_path, environ={VARIABLE: "it's here"})
+    program = in_container(["env", f"{VARIABLE}=it's here", "sh", "-c", ECHO], IMAGE, cwd=tmp_path)
     place = talk(cluster.nodes[0], ("env", *_assignments(environ), *program), timeout_s=TIMEOUT_S)
     assert (place.hostname, place.cwd, place.variable) == ("node0", str(tmp_path), "it's here")
 

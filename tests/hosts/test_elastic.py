@@ -105,4 +105,4 @@ def test_too_few_nodes_are_the_end(site: Site, stage: Stage) -> None:
     site.workers[1].crash()
     assert launcher.wait(END_S) == 1, launcher.output
     assert "went down: its connection was closed" in launcher.stderr
-    assert "with room for 2 workers left, fewer than --min-workers 3, it does not go on." in launcher.stderr
+    assert "with room for 2 workers left, fewer than min_workers = 3, it does not go on." in launcher.stderr

@@ -1,4 +1,8 @@
-"""Scripts of other libraries, unchanged, by each launcher: on two nodes they learn what they learn on one."""
+"""Scripts of other libraries, unchanged, by each launcher: on two nodes they learn what they learn on one.
+
+All of them run over SSH, and one by each other launcher: what a launcher gives to workers does not depend on what their
+script imports.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,12 @@ from tests.hosts.slurm import slurm_on, why_not_slurm
 from tests.hosts.sshd import ssh_between, why_not_ssh
 from tests.hosts.stdio import commands_on, wait_until
 
-pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 LIBRARIES = ("with_accelerate.py", "with_fabric.py", "with_lightning.py", "with_trainer.py")
 VARIABLES = {"PACELINE_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 SCRIPTS = Path(__file__).parents[1] / "plain_scripts"
-TIMEOUT_S = 180.0
+TIMEOUT_S = 500.0
 
 
 @pytest.fixture(scope="module")
@@ -73,18 +77,18 @@ def test_what_happens_on_another_node_is_named(
 def test_in_an_allocation_of_slurm(cluster: Cluster, alone: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "slurm").mkdir()
     salloc = ("salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1")
+    script = "with_accelerate.py"
     with slurm_on(cluster.nodes, tmp_path / "slurm", cpus_per_node=2):
-        found = {s: _weights_of(cluster, tmp_path, s, "--launcher", "slurm", within=salloc) for s in LIBRARIES}
-    assert found == alone
+        assert _weights_of(cluster, tmp_path, script, "--launcher", "slurm", within=salloc) == alone[script]
 
 
 @pytest.mark.skipif(bool(why_not_ray()), reason=why_not_ray() or "")
 def test_on_a_ray_cluster(cluster: Cluster, alone: dict[str, str], tmp_path: Path) -> None:
     inside = ("env", *(f"{name}={value}" for name, value in RAY_VARIABLES.items()))
+    script = "with_trainer.py"
     with ray_on(cluster.nodes):
-        where = ("--launcher", "ray", "-n", "2")
-        found = {s: _weights_of(cluster, tmp_path, s, *where, within=inside) for s in LIBRARIES}
-    assert found == alone
+        found = _weights_of(cluster, tmp_path, script, "--launcher", "ray", "-n", "2", within=inside)
+    assert found == alone[script]
 
 
 def _weights_of(cluster: Cluster, cwd: Path, script: str, *where: str, within: Sequence[str] = ()) -> str:

@@ -73,11 +73,11 @@ def test_pods_of_a_kubernetes_job(weights_alone: str | None, tmp_path: Path) -> 
         claim="runs",
         mount=tmp_path,
         run_dir=tmp_path / "run",
-        environ={"GLOO_SOCKET_IFNAME": INTERFACE},
     )
     _, job = yaml.safe_load_all(job_manifest("job", program, pods))
     (container,) = job["spec"]["template"]["spec"]["containers"]
     variables = {entry["name"]: entry["value"] for entry in container["env"]}
+    variables["GLOO_SOCKET_IFNAME"] = INTERFACE
     variables["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     become = 'echo "job-$1" > /proc/sys/kernel/hostname; echo "$2" >> /etc/hosts; shift 2; exec "$@"'
     with Cluster(num_nodes=2, rate_bits_per_s=1e9) as cluster:

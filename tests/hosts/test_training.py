@@ -14,6 +14,7 @@ from paceline.spec import Job, Plan, RunRecord
 from paceline.workflows.run_folder import write_run
 from tests.hosts.cluster import Cluster
 from tests.hosts.forked import fork_on_nodes
+from tests.hosts.relay import Trouble, relay_at
 from tests.ranks.harness import run_ranks
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -50,13 +51,28 @@ def _spread(cluster: Cluster, workers: list[int], job: Job, run_dir: Path, **pla
     return RunRecord.load(run_dir / "record.json")
 
 
+@pytest.fixture(scope="module")
+def bitwise_alone(tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
+    """The run on one worker in bitwise parity."""
+    return _alone(_job(parity="bitwise"), tmp_path_factory.mktemp("bitwise") / "alone")
+
+
 @pytest.mark.parametrize("workers", [[2, 2], [1, 1, 1, 1]], ids=json.dumps)
-def test_bitwise_parity_between_nodes(cluster: Cluster, workers: list[int], tmp_path: Path) -> None:
-    job = _job(parity="bitwise")
-    alone = _alone(job, tmp_path / "alone")
-    spread = _spread(cluster, workers, job, tmp_path / "spread", algorithm="tree_exact")
-    assert spread.weights_sha256 == alone.weights_sha256
-    assert spread.accuracy == alone.accuracy
+def test_bitwise_parity_between_nodes(
+    cluster: Cluster, workers: list[int], bitwise_alone: RunRecord, tmp_path: Path
+) -> None:
+    spread = _spread(cluster, workers, _job(parity="bitwise"), tmp_path / "spread", algorithm="tree_exact")
+    assert spread.weights_sha256 == bitwise_alone.weights_sha256
+    assert spread.accuracy == bitwise_alone.accuracy
+
+
+def test_packets_that_are_lost_repeated_and_late_change_no_bit(
+    cluster: Cluster, bitwise_alone: RunRecord, tmp_path: Path
+) -> None:
+    with relay_at(cluster, cluster.nodes[1]) as relay:
+        relay.behave(Trouble(loss=0.01, duplicates=0.05, late=0.05))
+        spread = _spread(cluster, [1, 1], _job(parity="bitwise"), tmp_path / "spread", algorithm="tree_exact")
+    assert spread.weights_sha256 == bitwise_alone.weights_sha256
 
 
 def test_the_algorithm_chosen_at_the_start_keeps_the_result(cluster: Cluster, tmp_path: Path) -> None:

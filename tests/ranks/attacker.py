@@ -3,8 +3,8 @@ its files, and to stop it.
 
     python -I attacker.py MARKERS < TARGETS
 
-TARGETS is a JSON object with the run's pids, TCP addresses, Unix sockets and paths. It prints a line for each attempt
-that should have been refused and was not, and in the end "DONE" with the number of attempts.
+TARGETS is a line, a JSON object with the run's pids, TCP addresses, Unix sockets and paths. It prints a line for each
+attempt that should have been refused and was not, then "DONE" with the number of attempts, and ends with its input.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import signal
 import socket
 import struct
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -70,7 +69,7 @@ def attempts(targets: dict[str, Any]) -> Iterator[tuple[str, Callable[[], object
 
 
 def main() -> None:
-    targets, markers = json.load(sys.stdin), sys.argv[1]
+    targets, markers = json.loads(sys.stdin.readline()), sys.argv[1]
     count = 0
     for what, attempt in attempts(targets):
         count += 1
@@ -97,7 +96,7 @@ def main() -> None:
                 held.append(connection)
                 connection.connect((host, port))
     print("DONE", count, flush=True)
-    time.sleep(3600)  # connections stay open until this process is killed
+    sys.stdin.read()  # connections stay open until its input ends
 
 
 if __name__ == "__main__":

@@ -106,6 +106,8 @@ def _worker(
         GLOO_SOCKET_IFNAME="lo",
         OMP_NUM_THREADS="1",
     )
+    # As in a worker that was launched: loaders are forked. This process would start them as it was started itself.
+    multiprocessing.set_start_method("fork", force=True)
     import torch
 
     torch.set_num_threads(1)

@@ -57,7 +57,7 @@ from paceline import env
 from paceline.heartbeat import Heartbeat
 
 GENERATION = len(json.loads((Path(os.environ["PACELINE_RUN_DIR"]) / "elastic.json").read_text())["generations"]) - 1
-heartbeat = Heartbeat(env.heartbeat_path())
+heartbeat = Heartbeat(env.path(env.HEARTBEAT))
 tell(f"{GENERATION}-{RANK}.pid", str(os.getpid()))
 """
 """For behind the prologue, in an elastic run."""
@@ -164,7 +164,7 @@ HEARTBEAT = """\
 from paceline import env
 from paceline.heartbeat import Heartbeat
 
-heartbeat = Heartbeat(env.heartbeat_path())
+heartbeat = Heartbeat(env.path(env.HEARTBEAT))
 
 def all_reduce(until=""):
     "What the launcher sees of a worker in a collective, without torch: it waits for a mark, or for ever."

@@ -122,9 +122,9 @@ def _back_to_back(name: str, nodes: Nodes, rounds: int) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_a_thousand_calls_without_a_barrier_between_them(name: str) -> None:
+def test_hundreds_of_calls_without_a_barrier_between_them(name: str) -> None:
     nodes = ((0, 1), (2,))
-    assert run_ranks(_back_to_back, 3, name, nodes, 1000, timeout_s=100) == [0.0, 0.0, 0.0]
+    assert run_ranks(_back_to_back, 3, name, nodes, 300, timeout_s=100) == [0.0, 0.0, 0.0]
 
 
 def _all_results(nodes: Nodes) -> dict[str, np.ndarray[Any, Any]]:

@@ -25,7 +25,7 @@ from paceline.measure.collective_bench import _num_rounds, fit, in_turn, time_ca
 from paceline.report.comm_files import load_timings
 from paceline.spec import Plan
 from paceline.spec.algorithm import algorithm_names
-from paceline.spec.comm_timing import CommCase, CommRequest, CommTiming, LeftOut
+from paceline.spec.comm_timing import CommCase, CommRequest, CommTiming, UntimedCases
 from paceline.train.process_group import join, leave
 from tests.hosts.cluster import why_not
 from tests.ranks.command_line import TRACEBACK, clean_environ, paceline, succeeded
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 Nodes = tuple[tuple[int, ...], ...]
-Result = tuple[list[CommTiming], list[LeftOut]]
+Result = tuple[list[CommTiming], list[UntimedCases]]
 
 EVERYTHING = CommRequest(
     cases=(

@@ -17,7 +17,7 @@ import pytest
 from paceline.spec import RunRecord
 from tests.ranks.command_line import TRACEBACK, clean_environ, paceline, python, succeeded
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
 
 SUMMARY_KEYS = {
     "accuracy",
@@ -336,7 +336,7 @@ def test_scale_again_reuses_the_runs(study: Path) -> None:
     ids=["another job", "more steps", "all steps"],
 )
 def test_scale_refuses_the_folder_of_another_study(study: Path, options: tuple[str, ...]) -> None:
-    assert_one_sentence(scale(study, *options), "choose another --out for this study")
+    assert_one_sentence(scale(study, *options), "name another folder for this study")
 
 
 def test_report_makes_the_study_again(study: Path, tmp_path: Path) -> None:
@@ -391,7 +391,7 @@ def verify_script(folder: Path, buffer: str = "", update: str = "", weight: str 
     """The verdict on two workers; the command must end as it says."""
     text = UNLIKE_SCRIPT.format(buffer=buffer or "pass", update=update or "pass", weight=weight)
     (folder / "mine.py").write_text(text)
-    result = paceline("verify", "mine.py", "--workers", "1,2", "--steps", "2", "--json", cwd=folder, timeout_s=170)
+    result = paceline("verify", "mine.py", "--workers", "1,2", "--steps", "2", "--json", cwd=folder, timeout_s=600)
     assert TRACEBACK not in result.stderr
     verdicts = json.loads(result.stdout)
     assert [(verdict["workers"], verdict["passed"]) for verdict in verdicts[:1]] == [(1, True)]
@@ -412,7 +412,6 @@ def test_verify_passes_what_is_right(tmp_path: Path) -> None:
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """On scripts that are verified at the same time."""
     scripts: dict[str, dict[str, str]] = {
-        "right": {},
         "buffer": {
             "buffer": 'self.register_buffer("level", torch.zeros(()))',
             "update": "self.level.mul_(0.9).add_(0.1 * x.detach().square().mean())",
@@ -429,10 +428,6 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
             for name, parts in scripts.items()
         }
     return {name: verdict.result() for name, verdict in verifying.items()}
-
-
-def test_verify_passes_a_script_that_is_right(verdicts: dict[str, Any]) -> None:
-    assert verdicts["right"]["passed"]
 
 
 def test_verify_passes_a_buffer_that_forward_passes_change(verdicts: dict[str, Any]) -> None:

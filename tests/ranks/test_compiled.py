@@ -47,6 +47,7 @@ class _Layers(nn.Sequential):
 class _Case:
     build: type[nn.Module] = _Net
     how: str = "eager"
+    """By the "job" it is compiled to C++; "wrapped" and "in place" by the script, to graphs of torch's own kernels."""
     strategy: str = "dp"
     dropout: float = 0.0
     values: dict[str, Any] = field(default_factory=dict, hash=False, compare=False)
@@ -93,9 +94,9 @@ def _train(case: _Case) -> _Result:
             model: Any = case.build(case.dropout)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
             if case.how == "wrapped":
-                model = torch.compile(model)
+                model = torch.compile(model, backend="aot_eager")
             elif case.how == "in place":
-                model.compile()
+                model.compile(backend="aot_eager")
             example = torch.zeros(2, 12, dtype=torch.float64) if run.mesh.pp > 1 else None
             run.prepare(model, optimizer, example=example)
             losses = tuple(float(run.step(batch, _loss)) for batch in run.batches(_samples()))

@@ -151,14 +151,15 @@ def test_a_place_that_fails_again_and_again_is_left_out(stage: Stage) -> None:
     assert [line.partition("going on with ")[2].partition(" from")[0] for line in lines] == ["3 workers", "2 workers"]
 
 
-def test_fewer_workers_than_wanted_are_the_end(stage: Stage) -> None:
-    launcher = launch(stage, FAILS_IN_ITS_THIRD_PLACE, "-n", "3", "--min-workers", "3", "--no-standby")
+def test_a_place_that_is_needed_is_tried_as_often_as_allowed(stage: Stage) -> None:
+    limits = ("--min-workers", "3", "--max-restarts", "2")
+    launcher = launch(stage, FAILS_IN_ITS_THIRD_PLACE, "-n", "3", *limits, "--no-standby")
     out, err = launcher.communicate(timeout=START_S)
     assert launcher.returncode == 128 + signal.SIGKILL, out + err
     assert "Rank 2 of 3" in err and "was killed by SIGKILL" in err
-    assert "The run got to step 4; with room for 2 workers left, fewer than --min-workers 3, it does not go on." in err
+    assert "The run was started again 2 times without getting beyond step 4." in err
     assert f"The report: {stage.run_dir}/failure.txt" in err
-    assert len(generations(stage)) == 2
+    assert len(generations(stage)) == 3
     assert left(stage) == []
 
 

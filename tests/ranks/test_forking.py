@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from paceline import env
+from paceline.launch import run_workers
 from paceline.launch.commands import WORKER
 from paceline.launch.forking import ForkServer, Process
+from paceline.spec import Plan
 from paceline.workflows.allocation import PRELOAD
 from tests.ranks.launching import is_alive, wait_until
 
@@ -221,3 +223,26 @@ def test_nobody_outlives_who_asked(tmp_path: Path) -> None:
         wait_until((tmp_path / "there").exists)
         process.kill()
     wait_until(lambda: not any(map(is_alive, pids)))
+
+
+STRAY = """
+import os, signal, sys
+if os.fork() == 0:
+    os.setsid()
+    with open({mark!r} + ".draft", "w") as mark:
+        mark.write(str(os.getpid()))
+    os.rename({mark!r} + ".draft", {mark!r})
+    signal.pause()
+while not os.path.exists({mark!r}):
+    pass
+print([name for name in ("decimal", "this_is_new") if name in sys.modules], file=open({mark!r} + ".modules", "w"))
+"""
+
+
+def test_a_run_waits_for_the_server_and_leaves_nothing_behind(server: ForkServer, tmp_path: Path) -> None:
+    mark, script = tmp_path / "stray", tmp_path / "x.py"
+    script.write_text(STRAY.format(mark=str(mark)))
+    run_workers(Plan(world_size=1), [str(script)], run_dir=tmp_path / "run", fork_server=server)
+    assert (tmp_path / "stray.modules").read_text() == "['decimal']\n"
+    wait_until(lambda: not is_alive(int(mark.read_text())))
+    assert server.pid is not None and is_alive(server.pid)  # for the next run

@@ -123,5 +123,5 @@ def _wrong_calls(nodes: Nodes, rounds: int) -> int:
     return wrong
 
 
-def test_a_thousand_calls_without_a_barrier_between_them() -> None:
-    assert run_ranks(_wrong_calls, 3, ((0, 1), (2,)), 1000, timeout_s=110) == [0, 0, 0]
+def test_hundreds_of_calls_without_a_barrier_between_them() -> None:
+    assert run_ranks(_wrong_calls, 3, ((0, 1), (2,)), 300, timeout_s=110) == [0, 0, 0]

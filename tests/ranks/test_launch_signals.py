@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.ranks.command_line import clean_environ
 from tests.ranks.launching import PATIENCE_S, Stage, open_stage
 
 BUSY = """
@@ -155,3 +158,33 @@ def test_a_launcher_killed_while_its_workers_start_leaves_none(stage: Stage) -> 
         launcher.wait(PATIENCE_S)
         stage.assert_nobody_left(timeout_s=2.0)
         (stage.run_dir / "logs" / "rank1.log").unlink()
+
+
+SIGNALLED_WHILE_LOADING = """
+import os, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
+moment, number, *words = sys.argv[1:]
+class Moment:
+    def find_spec(self, name, path=None, target=None):
+        if name == moment:
+            os.kill(os.getpid(), int(number))
+sys.meta_path.insert(0, Moment())
+sys.argv = ["paceline", *words]
+runpy.run_module("paceline", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], ids=lambda one: one.name)
+@pytest.mark.parametrize(("moment", "command"), [("paceline.cli", "train"), ("paceline.launch.forking", "launch")])
+def test_a_signal_before_workers_are_started_is_a_sentence(
+    number: signal.Signals, moment: str, command: str, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").touch()
+    words = {"train": ("train", "digits-lenet"), "launch": ("launch", "-n", "2", "script.py")}[command]
+    program = [sys.executable, "-c", SIGNALLED_WHILE_LOADING, moment, str(int(number)), *words]
+    ended = subprocess.run(
+        program, cwd=tmp_path, env=clean_environ(), capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert ended.returncode == 128 + number, ended.stderr
+    assert ended.stderr.startswith("paceline: ") and ended.stderr.count("\n") == 1, ended.stderr
+    assert "no worker is left" not in ended.stderr, "none was started"

@@ -22,17 +22,17 @@ SAMPLES = [(torch.randn(16, generator=torch.Generator().manual_seed(n)), n % 10)
 
 
 class Hungry(nn.Module):
-    """Keeps 6 MB of activations for each sample."""
+    """Keeps 3 MB of activations for each sample."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 10)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        wide = self.first(inputs).repeat(1, 4096)
+        wide = self.first(inputs).repeat(1, 2048)
         for _ in range(6):
             wide = wide.tanh()
-        out: Tensor = self.second(wide.view(len(inputs), 4096, 64).mean(1))
+        out: Tensor = self.second(wide.view(len(inputs), 2048, 64).mean(1))
         return out
 
 
@@ -111,8 +111,8 @@ def _found_and_given(cases: list[Case]) -> list[tuple[Any, Any]]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_what_is_found_under_a_limit_learns_what_the_same_number_by_hand_does(world_size: int) -> None:
     cases = [
-        Case("hungry", "auto", "120MB"),
-        Case("hungry", "auto", "120MB", on_last_only=True),
+        Case("hungry", "auto", "60MB"),
+        Case("hungry", "auto", "60MB", on_last_only=True),
         Case("burdened", "auto"),
         Case("late", "auto"),
     ]
@@ -143,7 +143,7 @@ def _refusals(cases: list[Case]) -> list[str]:
 
 
 def test_what_never_fits_is_one_sentence() -> None:
-    cases = [Case("hungry", size, "30MB") for size in ("auto", None, 8)]
+    cases = [Case("hungry", size, "15MB") for size in ("auto", None, 8)]
     (sentences,) = run_ranks(_refusals, 1, cases, timeout_s=100)
     advices = "raise virtual_shards", "set micro_batch_size = 'auto' or to 8", "raise virtual_shards"
     for sentence, advice in zip(sentences, advices, strict=True):

@@ -10,11 +10,17 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import paceline
 from paceline.errors import PeerLost
+from paceline.spec import Plan
+from paceline.train.checkpoints import Checkpoints
 from paceline.train.peer_watch import PeerWatch
+from paceline.train.session import Session
 from tests.ranks import harness
 from tests.ranks.harness import join_world, run_ranks
 
@@ -34,20 +40,18 @@ def wait_for_one_that_ends() -> dict[str, Any]:
     group = _join()
     aborted = threading.Event()
     watch = PeerWatch(group, torch.device("cpu"), aborted.set)
-    with watch.update():
-        pass  # while all are there
+    watch.check()  # while all are there
     dist.barrier()
     if dist.get_rank() == LOST:
         os._exit(1)
     was_aborted = aborted.wait(GENEROUS_S)
-    refused = ""
+    refused = "an update may be made"
     try:
-        with watch.update():
-            refused = "an update was made"
+        watch.check()
     except PeerLost as lost:
         refused = str(lost)
     cause = watch.cause_of(RuntimeError("what an aborted collective has left"))
-    return {"aborted": was_aborted, "refused": refused, "rank": cause and cause.rank, "whole": watch.is_whole}
+    return {"aborted": was_aborted, "refused": refused, "rank": cause and cause.rank}
 
 
 def test_all_notice_which_worker_is_gone_and_none_makes_an_update(tmp_path: Path) -> None:
@@ -78,7 +82,6 @@ def test_all_notice_which_worker_is_gone_and_none_makes_an_update(tmp_path: Path
             "aborted": True,
             "refused": "Rank 2 ended while this worker was waiting for it.",
             "rank": LOST,
-            "whole": True,
         }
     assert sorted(found) == [0, 1, 3, 4]
 
@@ -99,3 +102,57 @@ def end_together() -> tuple[bool, int]:
 def test_runs_that_end_lose_nobody() -> None:
     for world_size in (2, 3):
         assert run_ranks(end_together, world_size, timeout_s=2 * GENEROUS_S) == [(False, 0)] * world_size
+
+
+class _OneThatIsLost(PeerWatch):
+    """On a GPU, while this worker waits for a sum that is aborted then."""
+
+    def __init__(self) -> None:
+        self._device, self._lost = torch.device("cuda", 0), None
+
+    def synchronize(self) -> None:
+        self._lost = LOST
+
+
+def test_no_update_stands_in_a_queue_behind_a_sum_that_may_be_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = _OneThatIsLost()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: watch)
+    with pytest.raises(PeerLost, match=f"Rank {LOST} ended"):
+        watch.check()
+
+
+def lose_a_worker_after_the_sums(folder: str) -> dict[str, list[bool]]:
+    """By wire format, whether what a worker has then passes for a whole step."""
+    found: dict[str, list[bool]] = {"float32": [], "topk": []}
+    for wire, are_whole in found.items():
+
+        def noted(_self: Checkpoints, *, is_whole: bool, are_whole: list[bool] = are_whole) -> None:
+            are_whole.append(is_whole)
+
+        def lost(session: Session, **_options: bool) -> None:
+            if session.state.progress.steps == 1:
+                raise PeerLost("Rank 9 ended while this worker was waiting for it.", rank=9)
+
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            pytest.raises(PeerLost),
+            paceline.init(
+                global_batch_size=4,
+                virtual_shards=2,
+                aggregation={"wire": wire},
+                plan=Plan(2, algorithm="all_reduce", timeout_s=GENEROUS_S),
+                checkpoint_dir=f"{folder}/{wire}",
+            ) as run,
+        ):
+            patch.setattr(Checkpoints, "rescue", noted)
+            patch.setattr(Session, "check_peers", lost)
+            model = nn.Linear(20, 10)
+            run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for batch in run.batches([(torch.ones(20), 0.0)] * 16):
+                run.step(batch, lambda model, batch: model(batch[0]).square().mean())
+    return found
+
+
+def test_what_a_compressor_owes_is_not_saved_from_the_middle_of_a_step(tmp_path: Path) -> None:
+    for found in run_ranks(lose_a_worker_after_the_sums, 2, str(tmp_path), timeout_s=3 * GENEROUS_S):
+        assert found == {"float32": [True], "topk": [False]}

@@ -56,7 +56,8 @@ def test_the_command_measures_a_recipe_and_its_file_loads_back(tmp_path: Path) -
     assert min(seconds) > 0
     # More samples take longer in all, and less each.
     assert max(seconds[-2:]) > min(seconds[:2])
-    assert sizes[-1] / seconds[-1] > 1 / seconds[0]
+    assert timing.load is not None
+    assert sizes[-1] / seconds[-1] > 1 / seconds[0] or timing.load.is_disturbing
     assert timing.num_parameters == 129_068
     assert timing.threads_per_worker == 1
     assert timing.loader_samples_per_s is not None

@@ -326,7 +326,7 @@ def test_a_run_that_was_broken_off_goes_on_exactly(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "gan").glob("step-*")]
     one_model, teacher = run_ranks(_other_models, 1, folders, timeout_s=200)[0]
     assert "has a model 'discriminator', which this run has not prepared" in one_model
-    assert "The frozen model 'model' has other weights" in teacher
+    assert "The frozen model 'model' does not have the weights" in teacher
     for found in run_ranks(_gone_on, 3, folders, timeout_s=200):
         for one, other in zip(expected, found, strict=True):
             assert _differ(one, other) == 0.0
@@ -427,11 +427,11 @@ REFUSED = {
     "pp": "cannot have several models: with the strategy pp2",
     "local_sgd": "cannot have several models: with aggregation.method = 'local_sgd'",
     "shared": "belongs to the model 'model' already",
-    "plateau": "moves by a metric",
+    "plateau": "needs a metric",
     "another's scheduler": "belongs to another optimizer",
     "late": "call run.prepare for every model before run.batches",
     "name": "has a model called 'model' already",
-    "model": "a model that run.prepare has not returned",
+    "model": "a model that run.prepare did not return",
     "which": "trains several models (model, model 2); say which",
 }
 

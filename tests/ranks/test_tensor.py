@@ -21,7 +21,7 @@ import paceline
 from paceline.env import worker_facts
 from paceline.models import build
 from paceline.parallel.dtensor import local_shard
-from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm
+from paceline.parallel.norm import NormStatistics, PassShards, ShardBatchNorm, replace_batch_norm
 from paceline.parallel.sharded import recompute
 from paceline.parallel.tensor import (
     bytes_per_pass,
@@ -91,14 +91,13 @@ def _train(case: Case, dtype: torch.dtype, num_steps: int) -> dict[str, Any]:
         for which, (net, norm, optimizer) in enumerate(zip(models, norms, optimizers, strict=True)):
             optimizer.zero_grad()
             pieces = torch.arange(len(inputs)).chunk(2)
-            norm.shards.all = tuple(map(len, pieces))
             for shard, rows in enumerate(pieces):
                 torch.manual_seed(100 * step + shard)
-                norm.shards.current = (len(rows),)
+                norm.begin_pass(PassShards((len(rows),), tuple(map(len, pieces))))
                 loss = _loss(net, inputs[rows], targets[rows]) * (len(rows) / len(inputs))
                 loss.backward()
                 losses[which] += float(loss.detach())
-            norm.shards.current = None
+            norm.end_pass()
             norm.apply(torch.cat([inputs.new_zeros(0, dtype=dtype), *norm.collect(torch.zeros(1, dtype=dtype))]))
         errors["loss"] = max(errors["loss"], abs(losses[1] - losses[0]) / abs(losses[0]))
         whole_gradients = torch.cat([p.grad.flatten() for p in whole.parameters() if p.grad is not None])

@@ -28,6 +28,7 @@ class Outcome:
     weights: dict[str, np.ndarray[Any, Any]]
     losses: list[float]
     metrics: dict[str, float]
+    precision: str = "float32"
 
 
 def images(num_samples: int, shape: tuple[int, int, int] = (3, 8, 8), augment: bool = True) -> ArraySet:
@@ -77,7 +78,7 @@ def train(
         losses = [float(run.step(batch, loss_fn)) for batch in run.batches(train_set)]
         metrics = run.evaluate(test_set, measure) if test_set is not None else {}
         weights = {name: tensor.detach().cpu().numpy().copy() for name, tensor in run.whole_state().items()}
-        return Outcome(run.weights_sha256(), weights, losses, metrics)
+        return Outcome(run.weights_sha256(), weights, losses, metrics, run.job.precision)
 
 
 def largest_difference(mine: Outcome, theirs: Outcome) -> float:

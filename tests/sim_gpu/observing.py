@@ -39,7 +39,7 @@ class Observer:
         self._native.set_observer(None)
 
     def _note(self, kind: str, detail: str) -> None:
-        where = "" if kind == "launch" else _line_of_project()  # looking costs more than launching
+        where = "" if kind == "launch" else line_of_project()  # looking costs more than launching
         self.acts[Act(kind, detail, where)] += 1
 
     def count(self, kind: str, detail: str | None = None) -> int:
@@ -52,7 +52,8 @@ class Observer:
         return "\n".join(f"{number:6d} {act.kind:16s} {act.detail:50s} {act.where}" for act, number in rows)
 
 
-def _line_of_project() -> str:
+def line_of_project() -> str:
+    """file:line function of the project, innermost; empty: no line of the project's."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         _, found, path = frame.f_code.co_filename.rpartition(_PROJECT)

@@ -28,12 +28,13 @@ from paceline import models
 from tests.ranks.training import images, loss_fn
 
 torch.set_num_threads(1)
-job = {{"global_batch_size": 16, "virtual_shards": 4, "epochs": 2, "model": "lenet"}}
+job = {{"global_batch_size": 16, "virtual_shards": 4, "epochs": 2, "model": "resnet20"}}
 with paceline.init(**job, checkpoint={{"dir": "checkpoints", "every_steps": 3}}) as run:
     assert run.device == torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    model = models.build(run.job.model, num_classes=10, in_channels=1, image_size=28)
+    model = models.build(run.job.model, num_classes=10, in_channels=3)
     model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
-    for batch in run.batches(images(64, (1, 28, 28))):
+    Path("began at").write_text(str(run.steps))
+    for batch in run.batches(images(64, (3, 8, 8))):
         if run.steps == 5 and run.rank == 1 and sys.argv[1] != "nothing" and not Path("was here").exists():
             Path("was here").touch()
             if sys.argv[1] == "dies":
@@ -66,6 +67,8 @@ def test_a_run_goes_on_after_a_workers_death_as_if_nothing_had_happened(simulate
     struck = _launch(tmp_path / "struck", simulated_gpu, "dies", "--min-workers", "1")
     assert struck.returncode == 0, struck.stderr
     assert "worker 1 left with exit code 3" in struck.stderr
+    # In the middle of the sixth step; a checkpoint of the third was there already.
+    assert (tmp_path / "struck" / "began at").read_text() == "5"
     assert (tmp_path / "calm" / "end").read_text() == (tmp_path / "struck" / "end").read_text()
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -110,16 +113,19 @@ def test_of_many_at_once_one_gets_it(tmp_path: Path, left: str) -> None:
         dataclasses.replace(own_lease("dead"), process_started="1").save(tmp_path / LEASE_FILE)
     start, end, outcomes = threading.Barrier(8), threading.Event(), []
 
+    def note(outcome: str) -> None:
+        outcomes.append(outcome)
+        if len(outcomes) == 8:
+            end.set()
+
     def attempt() -> None:
         start.wait()
         try:
             with hold_folder(tmp_path):
-                outcomes.append("held")
+                note("held")  # it may be the last
                 end.wait(30)
         except LaunchError:
-            outcomes.append("refused")
-        if len(outcomes) == 8:
-            end.set()
+            note("refused")
 
     threads = [threading.Thread(target=attempt) for _ in range(8)]
     for thread in threads:
@@ -127,6 +133,55 @@ def test_of_many_at_once_one_gets_it(tmp_path: Path, left: str) -> None:
     for thread in threads:
         thread.join()
     assert sorted(outcomes) == ["held"] + ["refused"] * 7
+
+
+def test_of_three_that_find_a_dead_lease_one_after_the_other_one_gets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second takes the folder after the first has read the dead lease, the third while the first removes it."""
+    dataclasses.replace(own_lease("dead"), process_started="1").save(tmp_path / LEASE_FILE)
+    read, rename = run_lease._read, Path.rename
+    held: list[None] = []
+
+    def read_and_be_overtaken(path: Path) -> Lease | None:
+        found = read(path)
+        monkeypatch.setattr(run_lease, "_read", read)
+        held.append(ends.enter_context(hold_folder(tmp_path)))
+        monkeypatch.setattr(Path, "rename", rename_and_be_overtaken)
+        return found
+
+    def rename_and_be_overtaken(path: Path, target: Path) -> Path:
+        renamed = rename(path, target)
+        if path.name == LEASE_FILE:
+            monkeypatch.setattr(Path, "rename", rename)
+            held.append(ends.enter_context(hold_folder(tmp_path)))
+        return renamed
+
+    with contextlib.ExitStack() as ends:
+        monkeypatch.setattr(run_lease, "_read", read_and_be_overtaken)
+        for _ in ("first", "third"):
+            with contextlib.suppress(LaunchError):
+                held.append(ends.enter_context(hold_folder(tmp_path)))
+        assert len(held) == 1
+
+
+@pytest.mark.parametrize("obstacle", ["no locks", "locked by somebody"])
+def test_a_dead_lease_goes_where_the_folder_cannot_be_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, obstacle: str
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks here")
+
+    dataclasses.replace(own_lease("dead"), process_started="1").save(tmp_path / LEASE_FILE)
+    monkeypatch.setattr(run_lease, "_LOCK_WAIT_S", 0.0)
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    if obstacle == "no locks":
+        monkeypatch.setattr("fcntl.flock", no_locks)
+    with hold_folder(tmp_path), pytest.raises(LaunchError), hold_folder(tmp_path):
+        pass
+    os.close(descriptor)
+    assert not list(tmp_path.iterdir())
 
 
 def test_it_is_renewed_and_another_one_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

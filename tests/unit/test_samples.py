@@ -346,3 +346,14 @@ def test_a_tokenizers_batch_stays_what_it_is() -> None:
     cut = Samples.of(output, 4).cut(0, 2)
     assert type(cut) is outputs.SequenceClassifierOutput
     assert cut.logits.tolist() == cut["logits"].tolist() == cut[0].tolist() == [0.0, 1.0]
+
+
+def test_parts_of_a_batch_take_turns_where_everything_in_it_can() -> None:
+    batch = {"x": torch.arange(6), "pair": (torch.arange(12).view(6, 2), torch.tensor(0.5)), "name": "a"}
+    samples = Samples.of(batch, 6)
+    assert samples.can_interleave
+    taken = samples.beyond(2).interleaved(0, 4, 2)
+    assert taken["x"].tolist() == [2, 4, 3, 5]
+    assert taken["pair"][0].tolist() == [[4, 5], [8, 9], [6, 7], [10, 11]]
+    assert (taken["pair"][1], taken["name"]) == (torch.tensor(0.5), "a")
+    assert not Samples.of({"x": torch.arange(6), "texts": list("abcdef")}, 6).can_interleave

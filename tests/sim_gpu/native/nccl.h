@@ -5,6 +5,7 @@
 // waited for. In between, results hold a pattern (NaN for floating point numbers), and who changes a tensor that is in
 // flight gets an error by the time it is waited for. Before each collective the workers compare what they are about to
 // do and how far each has come with its other communicators. A peer that dies is noticed by nobody until the timeout.
+// Work of an aborted communicator ends without an error, as its kernels do, and leaves whatever numbers it had.
 #pragma once
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -98,11 +99,12 @@ class NcclWork final : public c10d::Work {
     for (auto& end : ends) end();
   }
 
-  void finish(std::exception_ptr error) {
+  void finish(std::exception_ptr error, bool is_aborted = false) {
     {
       std::lock_guard<std::mutex> hold(lock_);
       if (is_done_) return;
       is_done_ = true;
+      is_aborted_ = is_aborted;
       error_ = error;
     }
     changed_.notify_all();
@@ -139,6 +141,13 @@ class NcclWork final : public c10d::Work {
     if (!error_) write_results();
   }
 
+  // Whether nothing is left to do; of work that nobody waits for, the result is written then.
+  bool is_over(bool has_holder) {
+    if (!isCompleted()) return false;
+    if (!has_holder) finish_with_device();
+    return error_ || is_written_;
+  }
+
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     has_future_ = true;
     if (isCompleted()) finish_future();
@@ -165,7 +174,7 @@ class NcclWork final : public c10d::Work {
             overlaps_output(operation, input) || input.is_unchanged(), "NCCL ", operation.name,
             ": its input was changed while it was in flight.");
     }
-    operations_.clear();
+    if (!is_aborted_) operations_.clear();  // else Gloo may still be at work on them
   }
 
   static bool overlaps_output(const Operation& operation, const Operand& input) {
@@ -191,24 +200,24 @@ class NcclWork final : public c10d::Work {
   std::mutex lock_, writing_;
   std::condition_variable changed_;
   std::atomic<bool> has_future_{false};
-  bool is_done_ = false, is_written_ = false;
+  bool is_done_ = false, is_aborted_ = false, is_written_ = false;
   std::exception_ptr error_;
 };
 
 using WorkPtr = c10::intrusive_ptr<NcclWork>;
 
-// Work whose results are not written yet; a synchronisation of the device writes them too.
+// Work whose results are not written yet, held by somebody or not; a synchronisation of the device writes them too. Never
+// destroyed: at the end of the process, tensors would be freed after Python.
 inline std::mutex in_flight_lock;
-inline std::vector<c10::weak_intrusive_ptr<NcclWork>> in_flight;
+inline auto& in_flight = *new std::vector<WorkPtr>;
 
 inline void finish_all_work() {
-  std::vector<c10::weak_intrusive_ptr<NcclWork>> all;
+  std::vector<WorkPtr> all;
   {
     std::lock_guard<std::mutex> hold(in_flight_lock);
     all.swap(in_flight);
   }
-  for (auto& one : all)
-    if (auto work = one.lock()) work->finish_with_device();
+  for (auto& work : all) work->finish_with_device();
 }
 
 // ------------------------------------------------------------------------------------------- order of communicators
@@ -295,8 +304,8 @@ class SimulatedNccl final : public c10d::Backend {
       c10::intrusive_ptr<c10d::Store>, std::vector<int>, c10::intrusive_ptr<Options>)>
       split_in_python;
 
-  // Pending and later work fails; nobody hears of it elsewhere.
-  void abort() override { stop("NCCL communicator was aborted."); }
+  // Pending work ends, later work fails; nobody hears of it elsewhere.
+  void abort() override { stop(kAborted); }
   void shutdown() override {
     stop("NCCL communicator was destroyed.");
     std::lock_guard<std::mutex> hold(launches.lock);
@@ -446,6 +455,7 @@ class SimulatedNccl final : public c10d::Backend {
 
  private:
   static constexpr int kPeerTag = 2;
+  static constexpr auto kAborted = "NCCL communicator was aborted.";
 
   static Tensor one_byte() { return Tensor(at::detail::empty_cpu({1}, at::kByte)).zero_(); }
 
@@ -563,7 +573,8 @@ class SimulatedNccl final : public c10d::Backend {
     {
       std::lock_guard<std::mutex> hold(in_flight_lock);
       in_flight.erase(
-          std::remove_if(in_flight.begin(), in_flight.end(), [](auto& one) { return one.expired(); }),
+          std::remove_if(
+              in_flight.begin(), in_flight.end(), [](auto& one) { return one->is_over(one.use_count() > 1); }),
           in_flight.end());
       in_flight.emplace_back(work);
     }
@@ -635,8 +646,10 @@ class SimulatedNccl final : public c10d::Backend {
       pending = std::exchange(queue.launched, {});
     }
     queue.changed.notify_all();
-    auto error = std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, __LINE__}, why));
-    for (auto& work : pending) work->finish(error);
+    const bool is_aborted = why == kAborted;
+    std::exception_ptr error;
+    if (!is_aborted) error = std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, __LINE__}, why));
+    for (auto& work : pending) work->finish(error, is_aborted);
   }
 
   void stop(const std::string& why) {

@@ -90,7 +90,7 @@ def test_runs_no_code(tmp_path: Path, form: str) -> None:
     storage.files[PART] = content
     body["files"][0] |= {"num_bytes": len(content), "crc32": f"{zlib.crc32(content):08x}"}
     storage.files[f"{NAME}/manifest.json"] = _signed(body)
-    assert "is no safetensors file" in _assert_refused(storage)
+    assert "is not a safetensors file" in _assert_refused(storage)
     storage.files[f"{NAME}/manifest.json"] = content
     assert _assert_refused(storage) == "manifest.json is damaged"
     assert not mark.exists()

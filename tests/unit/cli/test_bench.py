@@ -41,12 +41,12 @@ def test_a_size_that_is_none_names_its_option(text: str) -> None:
 
 
 def test_names_are_known_ones_and_stand_once() -> None:
-    assert parse_names("--wires", "b, a,b", ["a", "b", "c"]) == ["b", "a"]
-    assert parse_names("--wires", "all", ["a", "b"]) == ["a", "b"]
+    assert parse_names("b, a,b", "--wires", ["a", "b", "c"]) == ["b", "a"]
+    assert parse_names("all", "--wires", ["a", "b"]) == ["a", "b"]
     with pytest.raises(
         JobError, match=r"--algorithms 'rign' is not possible \(did you mean 'ring'\?\); there are ring"
     ):
-        parse_names("--algorithms", "rign", ["ring", "tree_exact"])
+        parse_names("rign", "--algorithms", ["ring", "tree_exact"])
 
 
 def test_one_worker_a_device_and_two_where_there_is_no_gpu() -> None:

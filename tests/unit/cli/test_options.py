@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from paceline.cli import app
-from paceline.cli.options import parse_counts, parse_tolerance
-from paceline.errors import JobError
+from paceline.cli.options import options_of, parse_counts, parse_size, parse_tolerance
+from paceline.errors import JobError, LaunchError, PacelineError
 from paceline.plan import place
 from paceline.spec import Cluster, Device, Job, Node, load_job
 from paceline.workflows.jobs import recipe_names, resolve_job
+from paceline.workflows.where import Where
 
 
 def test_the_recipe_of_the_demo_is_there() -> None:
@@ -128,3 +132,76 @@ def test_every_field_of_a_group_is_an_option_of_its_own_type() -> None:
     assert shown.stdout.startswith("# 2 workers, launcher local")
     wrong = CliRunner().invoke(app, ["train", "digits-lenet", "--dry-run", "--min-workers", "0"])
     assert wrong.exit_code == 2 and "than or equal to" in wrong.output
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["train", "digits-lenet", "-n", "2", "--min-workers", "3", "--dry-run"], "--min-workers 3 is more than"),
+        (["train", "digits-lenet", "--dry-run", "--max-workers", "3"], "--max-workers 3 needs --min-workers"),
+        (["train", "digits-lenet", "--dry-run", "--hang-timeout", "inf"], "--hang-timeout inf should be a number of"),
+        (["launch", "--hosts", "a:1", "--hosts-file", "b", "train.py"], "--hosts 'a:1' and --hosts-file 'b' both"),
+        (["plan", "digits-lenet", "--price", "much"], "--price 'much' should be an amount"),
+        (["train", "digits-lenet", "--set", "data=3", "--dry-run"], "data = 3 should be a table"),
+    ],
+)
+def test_a_message_names_the_option_and_in_python_the_parameter(
+    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("")
+    refused = CliRunner().invoke(app, words)
+    assert isinstance(refused.exception, PacelineError) and str(refused.exception).startswith(says)
+    with pytest.raises(LaunchError, match=r"hang_timeout_s = inf should be"):
+        Where(hang_timeout_s=float("inf"))
+
+
+@pytest.mark.parametrize("command", [["memory"], ["bench", "comm"], ["submit", "kubernetes"]])
+def test_the_help_of_a_size_shows_one(command: list[str]) -> None:
+    sizes = [one for one in described(command) if one.metavar == "SIZE"]
+    assert sizes
+    for size in sizes:
+        assert parse_size(re.findall(r"also as (\w+)", size.help)[0], "--size") >= 4096
+
+
+def test_the_order_of_a_union_does_not_matter() -> None:
+    def workflow(*, one: Path | str, two: str | Path, three: float | str, four: str | float) -> None:
+        """Args:
+        one, two, three, four: something.
+        """
+
+    @options_of(workflow)
+    def command(**options: Any) -> None: ...
+
+    assert list(command.__annotations__.values()) == [Path, Path, str, str]
+
+
+def described(words: list[str]) -> list[Any]:
+    command: Any = get_command(app)
+    for word in words:
+        command = command.commands[word]
+    return list(command.params)
+
+
+def test_memory_takes_a_number_of_samples_and_says_so() -> None:
+    found = CliRunner().invoke(app, ["memory", "digits-lenet", "--micro-batch", "two"])
+    assert found.exit_code == 2
+    assert "auto" not in found.output and "valid integer" in found.output
+
+
+@pytest.mark.parametrize(
+    ("words", "option", "example"),
+    [
+        ("bench comm", "algorithms", "all_reduce,ring"),
+        ("bench comm", "wires", "float32,int8"),
+        ("plan", "devices", "1,2,4"),
+        ("scale", "devices", "1,2,4"),
+        ("verify", "workers", "1,2,4"),
+    ],
+)
+def test_the_help_of_an_option_that_takes_a_list_has_an_example(words: str, option: str, example: str) -> None:
+    command: Any = get_command(app)
+    for word in words.split():
+        command = command.commands[word]
+    (found,) = (one for one in command.params if one.name == option)
+    assert f"such as {example}" in found.help or f"or {example}" in found.help

@@ -16,6 +16,7 @@ from paceline.cli import app
 from paceline.errors import ClusterError, JobError
 from paceline.plan.forecast import forecast
 from paceline.spec import Job, Plan
+from paceline.workflows.jobs import read_price
 from paceline.workflows.plan import device_counts, recommended_plan
 from tests.sample_clusters import cpu_cluster, gpu_cluster
 
@@ -48,12 +49,12 @@ def test_counts_are_read_as_people_write_them(text: str, counts: list[int]) -> N
 
 @pytest.mark.parametrize("text", ["", "0", "1..", "4..1", "1..4..8", "one", "1,,2", "1..99999999"])
 def test_counts_that_are_none_name_the_option(text: str) -> None:
-    with pytest.raises(JobError, match=r"--devices .* should be counts such as 1,2,4 or a range such as 1..64"):
+    with pytest.raises(JobError, match=r"devices = .* should be counts such as 1,2,4 or a range such as 1..64"):
         device_counts(text)
 
 
 def test_table_page_and_files(folder: Path) -> None:
-    text = ask("job.toml", "--price", "2.5", "--target-samples", "1e8")
+    text = ask("job.toml", "--price", "2.5 USD", "--target-samples", "1e8")
     assert "Use 16 devices" in text
     assert "time to target" in text
     assert text.splitlines()[-2:] == ["plan.json", "plan.html"]
@@ -65,6 +66,29 @@ def test_table_page_and_files(folder: Path) -> None:
     assert [share.hostname for share in plan.placements] == ["node0", "node1"]
     assert len(json.loads(Path("forecast.json").read_text(encoding="utf-8"))["rows"]) == 16
     assert "<title>job" in Path("plan.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("price", "found"),
+    [
+        ("2.5EUR", (2.5, "EUR")),
+        (None, (None, "")),
+        (2.5, (2.5, "")),
+        ("2.5", (2.5, "")),
+        ("2.5 USD", (2.5, "USD")),
+        ("0.3€", (0.3, "€")),
+        (".5", (0.5, "")),
+        ("2e1EUR", (20, "EUR")),
+    ],
+)
+def test_a_price_may_have_a_currency(price: float | str | None, found: tuple[float | None, str]) -> None:
+    assert read_price(price) == found
+
+
+@pytest.mark.parametrize("price", ["USD", "-1 USD", "1e400", "2.5 USD an hour", "٣", "2e", "", -1.0, float("nan")])
+def test_a_price_that_is_none_is_refused(price: float | str) -> None:
+    with pytest.raises(JobError, match=r"price = .* should be an amount of 0 or more and its currency"):
+        read_price(price)
 
 
 def test_json_is_one_line_with_the_plan(folder: Path) -> None:

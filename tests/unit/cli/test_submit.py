@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from paceline.cli import app
-from paceline.cli.submit import parse_hours
+from paceline.cli.options import parse_hours
 from paceline.errors import PacelineError
 from paceline.spec import Job, Plan
 

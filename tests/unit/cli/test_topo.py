@@ -135,7 +135,7 @@ def test_a_node_without_gpus_is_no_error(run: Run, monkeypatch: pytest.MonkeyPat
     ("arguments", "sentence"),
     [
         (("--pick", "2"), "--pick 2 is not possible: laptop has no GPU, only 2 CPU cores."),
-        (("--pair", "0,1"), "--pair 0,1: laptop has no 0; it has no GPU."),
+        (("--pair", "0,1"), "--pair '0,1': laptop has no 0; it has no GPU."),
     ],
 )
 def test_a_choice_without_gpus_names_what_is_there(
@@ -182,7 +182,7 @@ def test_a_node_of_several_is_chosen_by_name(run: Run, tmp_path: Path) -> None:
     assert (first["hostname"], second["hostname"]) == ("gpu-7", "gpu-8")
     assert first["notes"] == ["This is the first node; --node shows others: gpu-8."]
     code, _, err = run("--from", str(file), "--node", "gpu-9")
-    assert (code, err) == (2, "paceline: --node gpu-9 is not in this cluster; its nodes are gpu-7, gpu-8.\n")
+    assert (code, err) == (2, "paceline: --node 'gpu-9' is not in this cluster; its nodes are gpu-7, gpu-8.\n")
 
 
 def test_a_cluster_of_no_nodes_is_a_mistake() -> None:

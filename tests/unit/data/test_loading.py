@@ -150,7 +150,7 @@ def test_variable_batches() -> None:
 @pytest.mark.parametrize(
     ("give", "sentence"),
     [
-        (lambda: Loading.of(DataLoader(Numbers(), 4), 8), "batch_size=4 and the job global_batch_size=8; give both"),
+        (lambda: Loading.of(DataLoader(Numbers(), 4), 8), "batch_size=4 and the job global_batch_size=8; set both"),
         (lambda: Loading.of(DataLoader(Numbers(), None), 8), "has batch_size=None, so its data set makes the batches"),
         (
             lambda: Loading.of(DataLoader(Numbers(), 8, sampler=DistributedSampler(Numbers(), 2, 0)), 8),

@@ -208,7 +208,7 @@ class Damaged:
 
     def __getitem__(self, index: int) -> Tensor:
         if index == 1:
-            raise DataError("b.png is no readable image; remove it.")
+            raise DataError("b.png is not a readable image; remove it.")
         if index == 2:
             raise KeyError("a bug")
         return torch.zeros(1)
@@ -239,7 +239,7 @@ def test_a_sample_that_raises_stop_iteration_does_not_end_the_epoch(num_workers:
 def test_a_data_error_stays_one_sentence(num_workers: int) -> None:
     with pytest.raises(DataError) as caught:
         stream([[0], [0, 1]], num_workers, Damaged())
-    assert str(caught.value) == "b.png is no readable image; remove it."
+    assert str(caught.value) == "b.png is not a readable image; remove it."
     with pytest.raises(KeyError):
         stream([[2]], num_workers, Damaged())
 

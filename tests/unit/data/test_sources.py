@@ -308,8 +308,8 @@ def test_damaged_parquet(files: Path) -> None:
     write_parquet(train, [good, good], "label", [0, 1])
     whole = train.read_bytes()
     cases: list[tuple[Callable[[], Any], str]] = [
-        (lambda: train.write_bytes(whole[:-10]), "no whole parquet file"),
-        (lambda: train.write_bytes(b""), "no whole parquet file"),
+        (lambda: train.write_bytes(whole[:-10]), "not a complete parquet file"),
+        (lambda: train.write_bytes(b""), "not a complete parquet file"),
         (lambda: write_parquet(train, [good, good[:60]], "label", [0, 1]), "readable image in row 1"),
         (lambda: write_parquet(train, [png(np.zeros((8, 9, 3), np.uint8))], "label", [0]), "9 x 8 in row 0"),
         (lambda: write_parquet(train, [good], "klass", [0]), "no column 'label'; it has img, klass"),
@@ -507,12 +507,12 @@ def test_import_path(own_module: str) -> None:
     [
         ("own_data_module:nothing", "no callable 'nothing'"),
         ("own_data_module:number", "no callable 'number'"),
-        ("own_data_module:stream", "no map-style data set"),
+        ("own_data_module:stream", "not a map-style data set"),
         ("own_data_module:single", "returned dict"),
         ("own_data_module:empty", "without samples"),
         ("no_such_module_at_all:build", "no module 'no_such_module_at_all'"),
         ("own_data_module.sub:build", "no module"),
-        (":build", "no import path"),
+        (":build", "not an import path"),
     ],
 )
 def test_import_path_mistakes(own_module: str, name: str, words: str) -> None:

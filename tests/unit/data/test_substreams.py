@@ -210,7 +210,7 @@ def test_tar_files_come_in_another_order_every_epoch(tmp_path: Path) -> None:
 
 def test_tar_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "damaged.tar").write_bytes(b"x" * 2000)
-    with pytest.raises(DataError, match=r"damaged.tar cannot be read as a tar file \(.*\); mend or remove it"):
+    with pytest.raises(DataError, match=r"damaged.tar cannot be read as a tar file \(.*\); repair or remove it"):
         list(TarShards(str(tmp_path / "damaged.tar")))
     whole = packed([9], f"file://{tmp_path}/whole").files[0].removeprefix("file://")
     content = Path(whole).read_bytes()

@@ -42,7 +42,7 @@ from paceline.hardware.checks.network_facts import Interface, Lookup, NetworkFac
 from paceline.hardware.checks.pcie_facts import PcieFacts
 from paceline.hardware.checks.reachability import answer_until
 from paceline.hardware.checks.storage_facts import StorageFacts, collect_storage
-from paceline.hardware.checks.system_facts import Limit, SystemFacts
+from paceline.hardware.checks.system_facts import ProcessLimit, SystemFacts
 
 CUDA_12 = {"torch": "2.9.0+cu126", "CUDA": "12.6", "paceline": "0.1.0", "python": "3.11.7", "NCCL": "2.27.5"}
 
@@ -377,27 +377,27 @@ def test_processor_time_less_than_what_is_visible() -> None:
 @pytest.mark.parametrize(
     ("limit", "level", "fix"),
     [
-        (Limit(1024, 1024), "warning", "limits.conf"),
-        (Limit(1024, 524288), "warning", "^ulimit -n 524288"),
-        (Limit(1024, None), "warning", "^ulimit -n 4096"),
-        (Limit(65536, 65536), "ok", ""),
-        (Limit(None, None), "ok", ""),
+        (ProcessLimit(1024, 1024), "warning", "limits.conf"),
+        (ProcessLimit(1024, 524288), "warning", "^ulimit -n 524288"),
+        (ProcessLimit(1024, None), "warning", "^ulimit -n 4096"),
+        (ProcessLimit(65536, 65536), "ok", ""),
+        (ProcessLimit(None, None), "ok", ""),
     ],
 )
-def test_open_files(limit: Limit, level: str, fix: str) -> None:
+def test_open_files(limit: ProcessLimit, level: str, fix: str) -> None:
     finding = only(found("ulimit nofile", system=SystemFacts(limits={"nofile": limit})), level)
     assert re.search(fix, finding.fix)
 
 
 def test_locked_memory_matters_to_rdma_alone() -> None:
-    def of(limit: Limit, **rdma_ports: str) -> list[Finding]:
+    def of(limit: ProcessLimit, **rdma_ports: str) -> list[Finding]:
         system, ports = SystemFacts(limits={"memlock": limit}), NetworkFacts(rdma_ports=rdma_ports)
         return found("ulimit memlock", system=system, network=ports)
 
-    only(of(Limit(65536, 65536)), "ok")
-    only(of(Limit(65536, 65536), mlx5_0="ACTIVE"), "error", "64 KiB", "memlock=-1")
-    only(of(Limit(65536, None), mlx5_0="ACTIVE"), "error", "ulimit -l unlimited")
-    only(of(Limit(None, None), mlx5_0="ACTIVE"), "ok")
+    only(of(ProcessLimit(65536, 65536)), "ok")
+    only(of(ProcessLimit(65536, 65536), mlx5_0="ACTIVE"), "error", "64 KiB", "memlock=-1")
+    only(of(ProcessLimit(65536, None), mlx5_0="ACTIVE"), "error", "ulimit -l unlimited")
+    only(of(ProcessLimit(None, None), mlx5_0="ACTIVE"), "ok")
 
 
 @given(st.text(max_size=40))
@@ -717,7 +717,7 @@ def test_every_sentence_names_facts_that_there_are() -> None:
         SystemFacts(quota_cores=1.0),
         StorageFacts(),
         NetworkFacts(own_name=name.lookup),
-        Limit(1, 1),
+        ProcessLimit(1, 1),
         name,
         network_table._Variable("a", "b", ["c"], "d", True),
         gpu_table._NoPeerAccess("a", "b", True),

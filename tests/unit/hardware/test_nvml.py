@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from paceline.hardware.nvml import Gpus, busy, read_gpus, short_bus_id
+from paceline.hardware.nvml import Gpus, busy, gpu_use, read_gpus, short_bus_id
+from paceline.spec.run_status import GpuUse
 
 
 class FakeNvml:
@@ -47,6 +48,9 @@ class FakeNvml:
                 total=40 * 2**30, used=(31 * 2**30 if handle[1] == 1 else 0) + (0 if version else 2**29)
             ),
             "nvmlDeviceGetUtilizationRates": lambda handle: SimpleNamespace(gpu=62 if handle[1] == 1 else 0),
+            "nvmlDeviceGetComputeRunningProcesses": lambda handle: (
+                [SimpleNamespace(pid=100, usedGpuMemory=3 * 2**30)] if handle[1] == 1 else []
+            ),
             "nvmlDeviceGetMigMode": lambda handle: [1 if handle[1] == 3 else 0, 0],
             "nvmlDeviceGetNvLinkState": lambda handle, link: int(link < len(self.links[handle[1]])),
             "nvmlDeviceGetNvLinkRemoteDeviceType": lambda handle, link: self.links[handle[1]][link][1],
@@ -71,6 +75,13 @@ class FakeNvml:
 
     def _close(self) -> None:
         self.is_open = False
+
+
+def test_what_processes_use_of_gpus() -> None:
+    assert gpu_use(FakeNvml()) == {100: GpuUse(1, 3 * 2**30, 0.62)}
+    assert gpu_use(FakeNvml({"nvmlDeviceGetUtilizationRates"})) == {100: GpuUse(1, 3 * 2**30, None)}
+    assert gpu_use(FakeNvml({"nvmlDeviceGetComputeRunningProcesses"})) == {}
+    assert gpu_use(FakeNvml({"nvmlInit"})) == {}
 
 
 def test_all_answers() -> None:

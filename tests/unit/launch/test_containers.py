@@ -18,12 +18,10 @@ DIGEST = "ab" * 32
 
 
 def test_apptainer() -> None:
-    argv = in_container(
-        ["python", "-m", "x"], "image.sif", cwd=Path("/data"), binds=[Path("/runs"), Path("/data")], environ={"A": "1"}
-    )
+    argv = in_container(["python", "-m", "x"], "image.sif", cwd=Path("/data"), binds=[Path("/runs"), Path("/data")])
     assert argv == (
         *("apptainer", "--silent", "exec", "--bind=/data:/data", "--bind=/runs:/runs", "--pwd=/data", "image.sif"),
-        *("env", "PYTHONPATH=", "PYTHONHOME=", "PYTHONNOUSERSITE=1", "A=1", "python", "-m", "x"),
+        *("env", "PYTHONPATH=", "PYTHONHOME=", "PYTHONNOUSERSITE=1", "python", "-m", "x"),
     )
     assert "--nv" in in_container(["x"], "docker://a/b", cwd=Path("/"), gpus=True)
     assert "--cleanenv" not in argv
@@ -55,19 +53,14 @@ def test_folders_that_cannot_be_shown(folder: str) -> None:
         in_container(["x"], "image.sif", cwd=Path("/"), binds=[Path(folder)])
 
 
-def test_no_secrets() -> None:
-    with pytest.raises(LaunchError, match="looks like a secret"):
-        in_container(["x"], "image.sif", cwd=Path("/"), environ={"HF_TOKEN": "x"})
-
-
 @pytest.mark.parametrize("image", ["image.sif", "podman://a/b:1"])
 def test_a_stand_in_hears_every_word(image: str, tmp_path: Path) -> None:
     stand_in = tmp_path / "stand-in"
     stand_in.write_text(f"#!{sys.executable} -S\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
     stand_in.chmod(0o700)
-    argv = in_container(["x", 'it\'s "a" $word'], image, cwd=tmp_path, runtime=str(stand_in))
-    heard = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=20).stdout
-    assert tuple(json.loads(heard)) == argv[1:]
+    _, *words = in_container(["x", 'it\'s "a" $word'], image, cwd=tmp_path)
+    heard = subprocess.run([str(stand_in), *words], capture_output=True, text=True, check=True, timeout=20).stdout
+    assert json.loads(heard) == words
 
 
 @pytest.mark.parametrize("name", ["image.sif", "an image.sif", "back\\slash.sif"])

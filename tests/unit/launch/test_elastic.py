@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.launch.elastic import RestartHistory, describe_end
 from paceline.launch.failures import Ending, Failure
-from paceline.launch.fleet import Fleet, Slot, slots
+from paceline.launch.fleet import Fleet, WorkerSlot, slots
 from paceline.launch.hang import Hang, WorkerState
 from paceline.launch.supervise import NodeLoss, Outcome
 from paceline.spec import Cluster, Device, Node, NodePlacement, Plan
@@ -27,8 +27,8 @@ LOST = "[pair.cc:553] Connection closed by peer [127.0.0.1]:18315"
 failures = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 3)), max_size=30)
 
 
-def slot(number: int) -> Slot:
-    return Slot("", number)
+def slot(number: int) -> WorkerSlot:
+    return WorkerSlot("", number)
 
 
 @given(failures)
@@ -62,9 +62,12 @@ def test_an_end_that_was_no_failure_counts_as_progress_if_it_was_some() -> None:
 
 
 def test_the_place_of_a_rank() -> None:
-    assert slots(PLAN) == [Slot("a", 0), Slot("a", 1), Slot("b", 0)]
-    assert slots(Plan(world_size=2, nodes=(NodePlacement("a", 2, devices=(3, 0)),))) == [Slot("a", 3), Slot("a", 0)]
-    assert slots(Plan(world_size=2)) == [Slot("", 0), Slot("", 1)]
+    assert slots(PLAN) == [WorkerSlot("a", 0), WorkerSlot("a", 1), WorkerSlot("b", 0)]
+    assert slots(Plan(world_size=2, nodes=(NodePlacement("a", 2, devices=(3, 0)),))) == [
+        WorkerSlot("a", 3),
+        WorkerSlot("a", 0),
+    ]
+    assert slots(Plan(world_size=2)) == [WorkerSlot("", 0), WorkerSlot("", 1)]
 
 
 def ending(rank: int, exit_code: int, time: float = 5.0, type: str = "", message: str = "boom") -> Ending:
@@ -169,7 +172,7 @@ BY_CAUSE: dict[str, tuple[Outcome, str, str, list[int]]] = {
     "to grow": (
         died(*(ending(rank, 143, STOPPED_AT + 1) for rank in range(3)), ended_to_grow=True),
         "to grow",
-        "a node is back at step 6",
+        "there is room for more workers at step 6",
         [],
     ),
     "done when it should have grown": (
@@ -186,7 +189,7 @@ BY_CAUSE: dict[str, tuple[Outcome, str, str, list[int]]] = {
             losses=(NodeLoss("b", (2,), 11.0, None, was_stopping=True),),
         ),
         "to grow",
-        "a node is back at step 6",
+        "there is room for more workers at step 6",
         [],
     ),
 }
@@ -216,17 +219,31 @@ def test_a_place_that_is_left_out() -> None:
     fleet = Fleet(Cluster((node("cuda"),)))
     fleet.leave_out(slot(1))
     fleet.leave_out(slot(1))
-    fleet.leave_out(Slot("unknown", 1))
+    fleet.leave_out(WorkerSlot("unknown", 1))
     assert [device.index for device in fleet.cluster.devices] == [0, 2, 3]
     fleet = Fleet(Cluster((node("cpu"),)))
     fleet.leave_out(slot(1))
     assert fleet.num_slots == 3
 
 
+def test_a_place_that_is_left_out_is_tried_again_after_pauses_that_double(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    fleet = Fleet(Cluster((node("cuda"),)))
+    fleet.leave_out(slot(2), for_good=True)
+    for pause_s in (60, 120, 240, 480, 960, 1920, 3600, 3600):
+        fleet.leave_out(slot(1))
+        now += pause_s - 1
+        assert (fleet.has_returned, fleet.take_back(), fleet.num_slots) == (False, [], 2)
+        now += 1
+        assert (fleet.has_returned, fleet.num_slots) == (True, 2)  # only a restart can use it
+        assert fleet.take_back() == [] and [device.index for device in fleet.cluster.devices] == [0, 1, 3]
+
+
 def test_a_node_without_a_place_is_no_part_of_the_cluster() -> None:
     fleet = Fleet(Cluster((node("cpu", "a", True), node("cpu", "b", True))))
     for number in range(4):
-        fleet.leave_out(Slot("a", number))
+        fleet.leave_out(WorkerSlot("a", number))
     assert [one.hostname for one in fleet.cluster.nodes] == ["b"]
 
 

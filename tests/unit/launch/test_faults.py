@@ -17,7 +17,7 @@ from paceline.launch.events import Events, TeamLost
 from paceline.launch.failure_report import FailureReport, describe_failure
 from paceline.launch.failures import Ending
 from paceline.launch.faults import FAULTS, fault_of
-from paceline.launch.fleet import Slot
+from paceline.launch.fleet import WorkerSlot
 from paceline.launch.hang import WorkerState
 from paceline.launch.supervise import Outcome, Supervisor
 from paceline.spec import NodePlacement, Plan
@@ -145,7 +145,7 @@ def test_every_fault_at_every_place(fault: str, place: str, rank: int, is_elasti
 
     end = describe_end(outcome, plan, Path("/nowhere"))
     assert end.kind == "failed" and row.short.format_map(facts) in end.why
-    slots = tuple(Slot(node, each - ranks[0]) for each in report.ranks)
+    slots = tuple(WorkerSlot(node, each - ranks[0]) for each in report.ranks)
     assert end.culprits == (slots if FAULTS[fault].blames_workers else ())
 
 

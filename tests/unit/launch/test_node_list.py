@@ -47,13 +47,13 @@ def test_a_file_in_every_manner(tmp_path: Path) -> None:
         ("a slot=8", "'slot=8' should be slots=N"),
         ("a port=2222", "~/.ssh/config"),
         ("a -p2222", "~/.ssh/config"),
-        ("-oProxyCommand=x", "is no name of a node"),
-        ("a;reboot", "is no name of a node"),
+        ("-oProxyCommand=x", "is not the name of a node"),
+        ("a;reboot", "is not the name of a node"),
         ("@a", "a user's name"),
         ("-x@a", "a user's name"),
         ("fd00::3", "in brackets, as in [fd00::3]"),
         ("[fd00:3]", "should be an IPv6 address"),
-        ("[fd00::3", "is no name of a node"),
+        ("[fd00::3", "is not the name of a node"),
     ],
 )
 def test_a_bad_line_is_named(line: str, words: str, tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_node_named_twice(tmp_path: Path) -> None:
 
 
 def test_nothing_named(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="entry 1: '' is no name"):
+    with pytest.raises(LaunchError, match="entry 1: '' is not the name"):
         parse_node_list("")
     with pytest.raises(LaunchError, match="entry 2"):
         parse_node_list("a,,b")

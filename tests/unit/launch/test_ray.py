@@ -34,7 +34,7 @@ def test_the_command_line() -> None:
     argv = ray.ray_argv("gpu1", ["python", "-m", "x", "--flag"], cwd=Path("/data"), environ={"A": "1"}, num_gpus=2)
     assert argv[:3] == (sys.executable, "-m", "paceline.launch.ray")
     assert " ".join(argv[3:]) == "--cwd /data --num-gpus 2 -- gpu1 env A=1 python -m x --flag"
-    with pytest.raises(LaunchError, match="no name of a Ray node"):
+    with pytest.raises(LaunchError, match="not the name of a Ray node"):
         ray.ray_argv("--list", ["true"], cwd=Path("/"), environ={})
     with pytest.raises(LaunchError, match="looks like a secret"):
         ray.ray_argv("gpu1", ["true"], cwd=Path("/"), environ={"HF_TOKEN": "x"})

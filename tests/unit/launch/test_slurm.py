@@ -80,7 +80,7 @@ def test_an_allocation(run: object, variables: dict[str, str], counts: list[int]
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        ({}, "This is no Slurm allocation"),
+        ({}, "This is not a Slurm allocation"),
         ({"SLURM_JOB_NODELIST": "gpu[1-3]", "SLURM_TASKS_PER_NODE": "2(x2)"}, "does not fit an allocation of 3 nodes"),
         ({"SLURM_JOB_NODELIST": "gpu[1-3]", "SLURM_TASKS_PER_NODE": "many"}, "cannot be read"),
     ],
@@ -97,7 +97,7 @@ def test_a_task_on_one_node() -> None:
     assert argv[argv.index("--") + 1 :] == ("env", "A=1", "python", "-m", "x")
     assert "--unbuffered" not in argv
     for node in ("-x", "a,b", "a b", ""):
-        with pytest.raises(LaunchError, match="no name of a Slurm node"):
+        with pytest.raises(LaunchError, match="not the name of a Slurm node"):
             srun_argv(node, ["true"], cwd=Path("/"), environ={})
     with pytest.raises(LaunchError, match="looks like a secret"):
         srun_argv("gpu1", ["true"], cwd=Path("/"), environ={"HF_TOKEN": "x"})
@@ -166,7 +166,7 @@ def test_submitting() -> None:
     assert submit("#!/bin/sh\n", answers("17\n")) == "17"  # type: ignore[arg-type]
     assert submit("#!/bin/sh\n", answers("18;other\n")) == "18"  # type: ignore[arg-type]
     assert asked[0] == (["sbatch", "--parsable"], "#!/bin/sh\n")
-    with pytest.raises(LaunchError, match="no job id"):
+    with pytest.raises(LaunchError, match="not a job id"):
         submit("", answers("Submitted"))  # type: ignore[arg-type]
 
 

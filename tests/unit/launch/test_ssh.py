@@ -45,7 +45,7 @@ def test_host_keys_are_checked_whatever_the_options_say() -> None:
 
 @pytest.mark.parametrize("host", ["-oProxyCommand=x", "", "a\0b"])
 def test_a_host_that_is_none(host: str) -> None:
-    with pytest.raises(LaunchError, match="is no name of a node"):
+    with pytest.raises(LaunchError, match="is not the name of a node"):
         ssh_argv(host, ["true"], cwd=Path("/"), environ={})
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from paceline.errors import ModelError
 from paceline.models import MODELS, build
 from paceline.models.efficientnet import VARIANTS, StochasticDepth
 from paceline.spec import ModelSpec
@@ -40,6 +41,7 @@ CASES = [
     Case("lenet", (1, 28, 28)),
     Case("lenet", (3, 32, 32), {"in_channels": 3, "image_size": 32}),
     Case("alexnet", (3, 15, 15), {"stem": "cifar", "image_size": 15}),
+    Case("cifarnet", (3, 17, 17)),
     Case("resnet20", (3, 8, 8)),
     Case("resnet18", (3, 16, 16), {"stem": "cifar"}),
     Case("resnet18", (3, 33, 33)),
@@ -125,8 +127,34 @@ def test_a_step_gives_finite_logits_and_every_parameter_a_gradient(case: Case, s
     assert logits.isfinite().all()
     torch.autograd.backward(logits.logsumexp(-1).mean())
     for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.isfinite().all(), name
+        if parameter.requires_grad:
+            assert parameter.grad is not None, name
+            assert parameter.grad.isfinite().all(), name
+
+
+def test_cifarnet_sees_images_and_their_mirror_images_alike_once_trained() -> None:
+    case = Case("cifarnet", (3, 17, 17))
+    model, batch = case.build(), case.batch(4)
+    assert not torch.allclose(model(batch), model(batch.flip(-1)))
+    model.eval()
+    torch.testing.assert_close(model(batch), model(batch.flip(-1)))
+    with pytest.raises(ModelError, match="3 channels, not of 1"):
+        build(ModelSpec("cifarnet"), in_channels=1)
+
+
+def test_cifarnet_has_its_fixed_and_identical_filters_when_its_layers_draw_again() -> None:
+    """As those of a sharded model do that was built on the meta device."""
+    model = build(ModelSpec("cifarnet"))
+    again = copy.deepcopy(model)
+    for layer in again.modules():
+        reset = getattr(layer, "reset_parameters", None)
+        if reset is not None:
+            reset()
+    assert isinstance(model.whiten, nn.Conv2d) and isinstance(again.whiten, nn.Conv2d)
+    torch.testing.assert_close(again.whiten.state_dict(), model.whiten.state_dict())
+    identity = again.get_submodule("stage2.conv1").weight
+    assert isinstance(identity, Tensor)
+    assert torch.equal(identity[:64], nn.init.dirac_(torch.empty(64, 64, 3, 3)))
 
 
 @image_case

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from paceline.errors import ModelError
 from paceline.parallel.coupling import describe_coupling, tolerance
 from paceline.parallel.loss_functions import LossFunctions
-from paceline.parallel.losses import Layout, Mean, ShardLoss, StepLoss, ignore_unless, read_loss, watching_outputs
+from paceline.parallel.losses import LossLayout, Mean, ShardLoss, StepLoss, ignore_unless, read_loss, watching_outputs
 
 LIKE = torch.zeros((), dtype=torch.float64)
 
@@ -27,7 +27,7 @@ def read(returned: Any, num_samples: int = 2, num_in_batch: int = 8) -> ShardLos
 
 def test_a_plain_loss_is_weighted_by_samples() -> None:
     one = read(loss(3.0))
-    assert one.layout == Layout()
+    assert one.layout == LossLayout()
     assert one.weight == 0.25
     assert one.sums.tolist() == [0.75]
     step = StepLoss.of(torch.tensor([1.5]), one.layout)
@@ -42,7 +42,7 @@ def test_means_are_weighted_by_their_own_weight() -> None:
         read((Mean(loss(1.0), torch.tensor([15])), {"a": 1, "b": Mean(torch.tensor(4.0), 1)}), num_samples=4),
     ]
     layout = shards[0].layout
-    assert layout == Layout(True, (("a", False), ("b", True)))
+    assert layout == LossLayout(True, (("a", False), ("b", True)))
     assert all(one.layout == layout for one in shards)
     assert layout.length == 5
     sums = torch.stack([one.sums for one in shards]).sum(0)
@@ -73,17 +73,17 @@ def test_nothing_flows_back_from_what_counts_for_nothing() -> None:
 def test_a_function_returns_the_same_numbers_all_the_time() -> None:
     functions = LossFunctions(None)
     assert functions.may_be_weighted("f")
-    functions.has_returned("f", Layout())
-    functions.has_returned("g", Layout(True))
+    functions.has_returned("f", LossLayout())
+    functions.has_returned("g", LossLayout(True))
     assert not functions.may_be_weighted("f")
     assert functions.may_be_weighted("g")
-    assert functions.layout("g") == Layout(True)
+    assert functions.layout("g") == LossLayout(True)
     with pytest.raises(ModelError, match=r"a plain loss and no further values for some samples, and a paceline\.Mean"):
-        functions.has_returned("f", Layout(True, (("x", True),)))
+        functions.has_returned("f", LossLayout(True, (("x", True),)))
 
 
 def of(mean: float, weight: float) -> ShardLoss:
-    return ShardLoss(Layout(), loss(mean), weight, torch.zeros(1))
+    return ShardLoss(LossLayout(), loss(mean), weight, torch.zeros(1))
 
 
 def test_only_what_rounding_does_not_explain_couples_samples() -> None:

@@ -7,16 +7,26 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import ModelError
-from paceline.parallel.norm import NormStatistics, ShardBatchNorm, SyncBatchNorm, replace_batch_norm
+from paceline.parallel.companions import Companion, Companions
+from paceline.parallel.norm import NormStatistics, PassShards, ShardBatchNorm, replace_batch_norm
+from paceline.parallel.sync_norm import SyncBatchNorm
 
 
-def _forward(layer: nn.Module, statistics: NormStatistics, x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
-    statistics.shards.all = statistics.shards.current = sizes
+def _forward(
+    layer: nn.Module,
+    statistics: NormStatistics,
+    x: torch.Tensor,
+    sizes: tuple[int, ...],
+    *,
+    are_interleaved: bool = False,
+) -> torch.Tensor:
+    statistics.begin_pass(PassShards(sizes, sizes, are_interleaved))
     output: torch.Tensor = layer(x)
     statistics.apply(torch.cat(list(statistics.collect(x))))
-    statistics.shards.current = None
+    statistics.end_pass()
     return output
 
 
@@ -39,6 +49,44 @@ def test_each_shard_is_normalised_alone_and_running_statistics_are_their_mean(mo
     torch.testing.assert_close(ghost.running_mean, mean)
     torch.testing.assert_close(ghost.running_var, var)
     assert ghost.num_batches_tracked == 3
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "memory_format"),
+    [
+        (1, (3, 4, 4), torch.contiguous_format),
+        (1, (3, 4, 4), torch.channels_last),
+        (2, (3, 4, 4), torch.contiguous_format),
+        (1, (3,), torch.contiguous_format),
+        (2, (3, 5), torch.contiguous_format),
+    ],
+)
+def test_shards_that_take_turns_are_normalised_as_one_after_the_other(
+    rows: int, shape: tuple[int, ...], memory_format: torch.memory_format
+) -> None:
+    """With several rows a sample, too: all values, gradients and running statistics are those of shards in a row."""
+    torch.manual_seed(0)
+    in_a_row = replace_batch_norm(nn.BatchNorm2d(3, dtype=torch.float64), ShardBatchNorm)
+    for parameter in in_a_row.parameters():
+        nn.init.normal_(parameter)
+    taking_turns = copy.deepcopy(in_a_row)
+    x = torch.randn(4, 2 * rows, *shape, dtype=torch.float64) + 3  # shard, its samples
+    factors = torch.randn_like(x)
+    found = []
+    for layer, is_interleaved in ((in_a_row, False), (taking_turns, True)):
+        statistics = NormStatistics(layer)
+        of_shards = x.view(4, 2, rows, *shape)
+        values = (of_shards.transpose(0, 1) if is_interleaved else of_shards).reshape(-1, *shape)
+        values = values.contiguous(memory_format=memory_format).requires_grad_()
+        output = _forward(layer, statistics, values, (2, 2, 2, 2), are_interleaved=is_interleaved)
+        assert output.is_contiguous(memory_format=memory_format)
+        placed = output.view(2, 4, rows, *shape).transpose(0, 1) if is_interleaved else output
+        (placed.reshape(factors.shape) * factors).sum().backward()
+        assert values.grad is not None
+        gradient = values.grad.view(2, 4, rows, *shape).transpose(0, 1) if is_interleaved else values.grad
+        weights = [parameter.grad for parameter in layer.parameters()]
+        found.append([placed.reshape(x.shape), gradient.reshape(x.shape), *weights, *layer.buffers()])
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_a_shard_with_one_value_says_nothing_about_variance() -> None:
@@ -98,7 +146,7 @@ def test_sync_batch_norm_alone_is_batch_norm() -> None:
 def test_a_layer_that_is_called_twice_has_the_mean_of_both_calls() -> None:
     ghost = replace_batch_norm(nn.BatchNorm1d(1, momentum=0.5), ShardBatchNorm)
     statistics = NormStatistics(ghost)
-    statistics.shards.all = statistics.shards.current = (2, 2)
+    statistics.begin_pass(PassShards((2, 2), (2, 2)))
     for offset in (0.0, 10.0):
         ghost(torch.tensor([[1.0], [3.0], [1.0], [3.0]]) + offset)
     with statistics.backward():  # what checkpointing computes again is no news
@@ -119,3 +167,40 @@ def test_a_layer_in_several_places_is_replaced_in_all_of_them_by_one() -> None:
     assert replaced[0] is replaced[1][0] is replaced[2]
     assert replaced[0].weight is norm.weight
     assert len(NormStatistics(replaced).layers) == 1
+
+
+@pytest.mark.parametrize("are_interleaved", [False, True])
+def test_a_companion_may_compute_its_layers_again_in_backward(are_interleaved: bool) -> None:
+    torch.manual_seed(0)
+    model = replace_batch_norm(nn.BatchNorm2d(3), ShardBatchNorm)
+    before = copy.deepcopy(model.state_dict())
+    companions = Companions((Companion.of(model),))
+    x = torch.randn(4, 3, 5, 5)
+    gradients = []
+    for is_checkpointed in (False, True):
+        values = x.clone().requires_grad_()
+        with companions.unchanged():
+            companions.enter(PassShards((2, 2), (2, 2), are_interleaved))
+            output = checkpoint(model, values, use_reentrant=False) if is_checkpointed else model(values)
+            with companions.backward():
+                output.square().sum().backward()
+        gradients.append(values.grad)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_layers_of_two_dtypes_have_running_statistics_of_their_own() -> None:
+    torch.manual_seed(0)
+    dtypes = (torch.float64, torch.float32, torch.float64)
+    plain = nn.ModuleList(nn.BatchNorm1d(2, dtype=dtype) for dtype in dtypes)
+    ghost = replace_batch_norm(copy.deepcopy(plain), ShardBatchNorm)
+    assert isinstance(ghost, nn.ModuleList)
+    statistics = NormStatistics(ghost)
+    statistics.begin_pass(PassShards((4, 4), (4, 4)))
+    for number, dtype in enumerate(dtypes):
+        x = torch.randn(4, 2, dtype=dtype) + number
+        plain[number](x)
+        ghost[number](torch.cat([x, x]))
+    statistics.apply(torch.cat(list(statistics.collect(torch.zeros((), dtype=torch.float64)))))
+    torch.testing.assert_close(list(ghost.buffers()), list(plain.buffers()))

@@ -21,11 +21,9 @@ from paceline.plan.suggest import suggest
 TRUTH = Constants(
     per_sample_s=0.001,
     fixed_s=0.01,
-    floor_s=0.01,
     host_s_per_sample=1e-5,
     joint_slowdown=0.01,
     neighbour_slowdown=0.02,
-    network_slowdown=0.02,
     straggler_spread=0.02,
     inside_alpha_s=5e-5,
     inside_beta_s_per_byte=2e-10,
@@ -69,10 +67,12 @@ def of_one_node(step_of: dict[int, float]) -> list[Observation]:
     return [Observation(Placement(Layout((count,)), 64), seconds) for count, seconds in step_of.items()]
 
 
-def test_steps_that_the_model_makes_are_forecast_from_a_third_of_them() -> None:
-    rows = steps_of(TRUTH, placements(), noise=0.02)
+@pytest.mark.parametrize(("overlap", "median"), [(6.0, 0.02), (3.0, 0.04)])
+def test_micro_batches_between_and_beyond_are_forecast(overlap: float, median: float) -> None:
+    """Held out is a micro-batch of 256 beside 16 and 64; an overlap far from the usual one is found less well."""
+    rows = steps_of(replace(TRUTH, overlap_beyond_sum=overlap), placements(), noise=0.02)
     calibration = fit(rows[::3] + rows[1::6])
-    assert np.median(misses(calibration, rows[2::3])) < 0.02
+    assert np.median(misses(calibration, rows[2::3])) < median
     assert misses(calibration, rows[2::3]).max() < 0.12
     assert 0.01 < calibration.error < 0.03
 
@@ -167,6 +167,15 @@ def test_a_row_in_milliseconds_is_left_out_of_three(wrong: int) -> None:
     assert misses(calibration, rows).max() < 0.1
 
 
+@pytest.mark.parametrize(("step_of", "named"), [({1: 0.4, 2: 0.84, 4: 0.44}, 1), ({1: 0.4, 2: 420.0}, 1)])
+def test_a_mistake_that_may_be_true_is_named_and_kept(step_of: dict[int, float], named: int) -> None:
+    """A factor of two among three rows; milliseconds in one of two rows, either of which may be the mistake."""
+    _, (found,) = fit_without_mistakes(of_one_node(step_of))
+    assert (found.row, found.is_left_out) == (named, False)
+    blames_either = "one of the two is wrong" in found.sentence("obs.csv, line 3,")
+    assert blames_either == (len(step_of) == 2)
+
+
 def test_rows_that_grow_by_contention_are_no_mistakes() -> None:
     rows = of_one_node({1: 0.2910, 2: 0.3383, 4: 0.5392, 8: 0.9363})
     assert not any(one.is_left_out for one in fit_without_mistakes(rows)[1])
@@ -186,7 +195,7 @@ def test_a_faster_link_and_another_algorithm_are_priced() -> None:
 def test_nothing_measured_and_an_algorithm_without_a_price() -> None:
     with pytest.raises(JobError, match="no measured row"):
         fit([])
-    with pytest.raises(JobError, match="auto has no price"):
+    with pytest.raises(JobError, match="auto has no cost formula"):
         fit([Observation(Placement(Layout((1,)), 1, "auto"), 1.0)])
     assert predict(fit(of_one_node({1: 0.1})), []) == []
 
@@ -221,7 +230,7 @@ def test_ddp_benchmark_of_pytorch(model: str, gradient_bytes: float, step_of: di
         )
         for n, seconds in step_of.items()
     ]
-    assert (misses(fit(rows[:2]), rows[2:]) < 0.08).all()
+    assert (misses(fit(rows[:2]), rows[2:]) < 0.05).all()
 
 
 def test_bert_large_over_bandwidth() -> None:
@@ -238,7 +247,7 @@ def test_bert_large_over_bandwidth() -> None:
         )
         for gbit_per_s, seconds in seconds_of.items()
     ]
-    assert (misses(fit(rows[:2]), rows[2:]) < 0.08).all()
+    assert (misses(fit(rows[:2]), rows[2:]) < 0.055).all()
 
 
 @pytest.mark.parametrize(

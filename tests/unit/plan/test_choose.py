@@ -8,9 +8,13 @@ import pytest
 
 from paceline.errors import JobError
 from paceline.plan import place
+from paceline.plan.collectives import cost_s
+from paceline.plan.forecast_row import search_meshes
+from paceline.plan.gradient_sums import network_in_steps
+from paceline.plan.inputs import ForecastRequest, plan_inputs
 from paceline.plan.memory import worker_memory_bytes, workers_on_fullest_node
 from paceline.plan.mesh_selection import check_fits, choose_mesh
-from paceline.spec import Cluster, Job, Mesh, Plan
+from paceline.spec import Cluster, Device, Job, Mesh, Plan, SumTiming
 from paceline.spec.model_cost import Activations, LayerCost, ModelCost
 from tests.sample_clusters import GIB, cpu_cluster, gpu_cluster
 
@@ -58,6 +62,32 @@ def test_a_mesh_that_is_clearly_faster_is_taken_where_it_was_timed() -> None:
     choice = choose_mesh(JOB, LARGE_LAYERS, cluster, 4, memory_bytes=64 * GIB)
     assert choice.mesh == Mesh(tp=4)
     assert "and whole replicas need" in choice.reason
+
+
+def test_meshes_are_priced_at_what_collectives_took_while_all_workers_were_busy() -> None:
+    """Four workers on two cores: a link that was timed alone says nothing about gathers in every micro-batch."""
+    cluster = cpu_cluster(1, num_parameters=LARGE_LAYERS.num_parameters)
+    devices = tuple(Device("cpu", index, "a core", 4 * GIB) for index in range(4))
+    cluster = dataclasses.replace(cluster, nodes=(dataclasses.replace(cluster.nodes[0], devices=devices),))
+    known = plan_inputs(JOB, cluster, ForecastRequest(), 4, LARGE_LAYERS)
+    alone = known.network(known.layout(4)).inside.beta_s_per_byte
+    assert network_in_steps(known, known.layout(4)).inside.beta_s_per_byte == pytest.approx(4 * alone)
+
+    price_s = cost_s("all_reduce", 4.0 * LARGE_LAYERS.num_parameters, known.layout(4), known.network(known.layout(4)))
+    timing = dataclasses.replace(
+        cluster.timings[0],
+        workers_together=4,
+        workers_together_on_node=4,
+        together_micro_batch_size=16,
+        sums=(SumTiming("all_reduce", "float32", 7 * price_s),),
+    )
+    timed = dataclasses.replace(known, timing=timing)
+    assert network_in_steps(timed, known.layout(4)).inside.beta_s_per_byte == pytest.approx(7 * alone, rel=0.02)
+    found = {one.mesh: one for one in search_meshes(timed, 4, 64 * GIB).candidates}
+    assert found[Mesh(dp=4)].exposed_s == pytest.approx(7 * price_s, rel=0.02)
+    # A gather each for forward and backward and a sum of half the model, in each of eight passes, and what they copy.
+    sharded = found[Mesh(fsdp=2, pp=2)]
+    assert sharded.exposed_s > 8 * 7 * 2 / 3 * price_s / 2
 
 
 def test_jobs_that_need_replicas_get_them_or_a_refusal() -> None:

@@ -16,7 +16,7 @@ from paceline.plan.inputs import ForecastRequest, pass_s, transformer_shape
 from paceline.plan.model import AlphaBeta, Layout, Network
 from paceline.plan.network_costs import PER_MESSAGE_S
 from paceline.plan.step_time import expected_maximum, slowest_s
-from paceline.spec import Cluster, Job, JobTiming, MicroBatchTiming, OptimSpec, SumTiming
+from paceline.spec import Cluster, Job, JobTiming, MachineLoad, MicroBatchTiming, OptimSpec, SumTiming
 from tests.sample_clusters import GIB, cpu_cluster, gpu_cluster
 
 JOB = Job(global_batch_size=4096, virtual_shards=4096)
@@ -355,7 +355,9 @@ def test_links_that_nobody_measured() -> None:
     cluster = cpu_cluster()
     unlinked = Cluster(tuple(dataclasses.replace(node, links=()) for node in cluster.nodes), (), cluster.timings)
     assert forecast(SMALL, unlinked, [1]).recommended_devices == 1
-    with pytest.raises(ClusterError, match="Nobody measured what links the devices of node0; run paceline probe"):
+    with pytest.raises(
+        ClusterError, match="The links between the devices of node0 were not measured; run paceline probe"
+    ):
         forecast(SMALL, unlinked, [1, 2])
 
 
@@ -373,3 +375,14 @@ def test_the_shape_of_a_transformer_is_what_the_job_says_or_nothing() -> None:
     assert transformer_shape(JOB) is None
     lines = forecast(whole, gpu_cluster(), [8]).strategy
     assert len(lines) == 4
+
+
+def test_a_disturbed_probe_is_marked_where_the_recommendation_stands_and_spread_opens_the_interval() -> None:
+    quiet = cpu_cluster()
+    timing = quiet.timings[0]
+    noisy = tuple(dataclasses.replace(row, spread=0.3) for row in timing.micro_batches)
+    disturbed = dataclasses.replace(timing, micro_batches=noisy, load=MachineLoad(2, 1.0, 0.0))
+    found, other = (forecast(SMALL, dataclasses.replace(quiet, timings=(one,)), [1, 2]) for one in (timing, disturbed))
+    assert other.verdict.startswith("Not reliable, probe again on a quiet machine: other programs used 1.0 of 2")
+    assert other.verdict.endswith(found.verdict)
+    assert other.rows[1].high_s / other.rows[1].low_s > 2.2 * found.rows[1].high_s / found.rows[1].low_s

@@ -16,7 +16,7 @@ from paceline.plan.memory import (
 )
 from paceline.plan.mesh_words import explain
 from paceline.plan.model import AlphaBeta, Network
-from paceline.plan.search import Backend, Workload, meshes, search
+from paceline.plan.search import Backend, MeshCandidate, Workload, best_of, meshes, search
 from paceline.spec import Mesh
 from paceline.spec.model_cost import Activations, LayerCost
 
@@ -188,6 +188,15 @@ def test_a_pipelines_micro_batches_are_the_virtual_shards_and_shares_are_no_more
     for one in result.candidates:
         assert one.micro_batch_size % 32 == 0
         assert one.mesh.pp == 1 or (one.micro_batch_size, one.num_micro_batches) == (32, 8 // one.mesh.num_assignments)
+
+
+def test_a_sharded_model_is_gathered_by_blocks_so_that_latency_does_not_grow_with_its_bytes() -> None:
+    """32 layers of 800 MB: 128 devices exchange 3 x 32 messages around their ring, not one for every 25 MB."""
+    mesh, network = Mesh(fsdp=128), Network(AlphaBeta(5e-6, 1e-15), AlphaBeta(1e-5, 1e-15))
+    found = best_of(dataclasses.replace(GPT_6B, compute_s=lambda _samples: 0.0), mesh, 8, network)
+    assert isinstance(found, MeshCandidate)
+    assert found.num_micro_batches == 1
+    assert found.exposed_s == pytest.approx(3 * 32 * 127 * 1e-5, rel=0.05)
 
 
 def test_gloo_pays_for_sharding_what_nccl_hides() -> None:

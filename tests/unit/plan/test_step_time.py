@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from paceline.plan.buckets import BACKWARD_SHARE, exposed_s, num_buckets, sums_of_exposed_s
 from paceline.plan.step_time import (
     bound_by,
-    compute_s,
     expected_maximum,
     neighbour_slowdown,
     neighbours_factor,
@@ -70,11 +69,6 @@ def test_expected_maximum_is_that_of_draws() -> None:
     draw = random.Random(0)
     mean = sum(max(draw.gauss(0, 1) for _ in range(16)) for _ in range(4000)) / 4000
     assert expected_maximum(16) == pytest.approx(mean, abs=0.04)
-
-
-def test_launching_kernels_is_a_floor() -> None:
-    assert compute_s(1, 0.0, 0.001, floor_s=0.02) == pytest.approx(0.02)
-    assert compute_s(1000, 0.0, 0.001, floor_s=0.02) == pytest.approx(1.0)
 
 
 def test_what_bounds_a_step_is_named() -> None:

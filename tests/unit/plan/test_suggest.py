@@ -36,7 +36,7 @@ def test_a_cheap_row_is_preferred_to_the_largest() -> None:
 
 
 def test_each_measurement_is_expected_to_help() -> None:
-    errors = [suggestion.expected_error for suggestion in suggest([], RANGE, 10)]
+    errors = [suggestion.promised_error for suggestion in suggest([], RANGE, 10)]
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < errors[0] / 2
 

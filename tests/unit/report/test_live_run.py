@@ -11,6 +11,7 @@ from paceline.errors import PacelineError
 from paceline.report.live_page import differences, live_update, render_live_page
 from paceline.report.live_run import RunFollower
 from paceline.spec.record import StepTime
+from paceline.spec.run_status import GpuUse
 from tests.live_runs import make_live_run, write_lines, write_status
 
 
@@ -26,6 +27,16 @@ def test_a_run_is_read_as_it_trains(tmp_path: Path) -> None:
     assert [worker.node for worker in run.workers] == ["node0", "node1"]
     write_lines(folder, [{"step": 121, "loss": 0.25, "samples_seen": 7744}])
     assert follower.read().losses[-1] == 0.25
+
+
+def test_gpus_are_those_of_workers_on_this_machine(tmp_path: Path) -> None:
+    folder = make_live_run(tmp_path / "run")
+    gpus = {100: GpuUse(2, 3 * 2**30, 0.62)}
+    assert RunFollower(folder).read(gpus).gpus == {}  # process 100 is on another node
+    write_status(folder, 120, nodes=("", "node1"))
+    run = RunFollower(folder).read(gpus)
+    assert run.gpus == {0: gpus[100]}
+    assert "GPU 2, 3.0 GiB, 62% busy" in live_update([run])["parts"]["details"]
 
 
 def test_a_line_that_is_half_written_waits_for_its_end(tmp_path: Path) -> None:

@@ -49,6 +49,34 @@ def test_the_page_says_the_verdict_and_every_row(many: Forecast) -> None:
     assert [attributes.get("class") for attributes in rows].count("recommended") == 2
 
 
+def test_time_and_price_of_the_whole_run_and_where_the_batch_is_uneven() -> None:
+    cluster = gpu_cluster()
+    sized = dataclasses.replace(cluster, timings=(dataclasses.replace(cluster.timings[0], num_samples=50_000),))
+    request = ForecastRequest(price_per_device_hour=2.5, currency="EUR")
+    job = Job(global_batch_size=1024, virtual_shards=4, epochs=3)
+    found = forecast(job, sized, [1, 2, 3, 4], request)
+    one = found.rows[0]
+    assert found.run_samples == 150_000
+    cost = 2.5 * 150_000 / one.samples_per_s / 3600
+    assert dict(columns(found))["cost of run"](one) == f"{cost:.2f} EUR"
+    text = Outline(render_plan_page(found)).text
+    assert "2.50 EUR a device and hour" in text
+    assert "On 3 devices the batch cannot be dealt out evenly" in text
+    plots = {plot.key: plot for plot in plan_plots(found)}
+    assert [trace["x"] for trace in plots["plan-speedup"].figure["data"] if trace.get("mode") == "text"] == [[3]]
+    assert (plots["plan-cost"].title, plots["plan-cost"].caption) == (
+        "Cost of the run",
+        "All epochs, without failures.",
+    )
+    a_million = {plot.key: plot for plot in plan_plots(forecast(job, cluster, [1, 2, 3, 4], request))}
+    assert (a_million["plan-cost"].title, a_million["plan-cost"].caption) == (
+        "Cost of a million samples",
+        "Without failures.",
+    )
+    shared = [dataclasses.replace(row, num_micro_batches=4 * row.num_micro_batches) for row in found.rows]
+    assert "dealt out evenly" not in plan_plots(dataclasses.replace(found, rows=tuple(shared)))[2].caption
+
+
 def test_the_page_reaches_for_nothing_outside_and_can_be_read_aloud(few: Forecast) -> None:
     tags = Outline(render_plan_page(few)).tags
     for tag, attributes in tags:

@@ -232,3 +232,13 @@ def test_cards_on_the_rim_keep_their_distance_and_their_order(wanted: list[float
 def test_cards_with_room_stay_where_they_want_to_be() -> None:
     assert spread_out([0.5, 2.0, 4.0], 0.5) == pytest.approx([0.5, 2.0, 4.0])
     assert spread_out([2.0, 2.0], 0.5) == pytest.approx([1.75, 2.25])
+
+
+def test_gpus_of_a_numa_node_are_drawn_as_a_group() -> None:
+    devices = [Device("cuda", index, "A GPU", 2**30, numa_node=index // 2) for index in range(4)]
+    node = Node("node0", 8, 2**30, "a processor", tuple(devices))
+    drawn = draw_topology(node)
+    assert drawn.count('<polyline class="group"') == 2
+    assert "GPUs of one NUMA node, usually one socket" in drawn
+    together = dataclasses.replace(node, devices=tuple(dataclasses.replace(device, numa_node=0) for device in devices))
+    assert "group" not in draw_topology(together).split("</style>")[1]

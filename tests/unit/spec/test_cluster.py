@@ -98,14 +98,14 @@ def test_any_cluster_reads_back_as_saved(tmp_path_factory: pytest.TempPathFactor
 def test_another_schema_is_refused(tmp_path: Path, schema: object) -> None:
     path = tmp_path / "cluster.json"
     path.write_text(json.dumps({**CLUSTER.to_mapping(), "schema": schema}))
-    with pytest.raises(ClusterError, match="no cluster file of version 1; write one with paceline probe"):
+    with pytest.raises(ClusterError, match="not a cluster file of version 1; write one with paceline probe"):
         Cluster.load(path)
 
 
 def test_a_file_without_a_schema_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
     path.write_text(json.dumps(CLUSTER.to_mapping()))
-    with pytest.raises(ClusterError, match="no cluster file"):
+    with pytest.raises(ClusterError, match="not a cluster file"):
         Cluster.load(path)
 
 

@@ -29,6 +29,11 @@ def test_it_can_name_whatever_there_is_to_time() -> None:
     assert set(get_args(WireName)) == set(WIRE_FORMATS)
 
 
+def test_values_that_are_summed_have_a_type_of_their_own() -> None:
+    with pytest.raises(JobError, match="dtype"):
+        CommRequest.from_mapping({"dtype": "auto"})
+
+
 def test_the_usual_sizes_are_4_kib_to_256_mib_in_steps_of_4() -> None:
     assert message_sizes() == tuple(4096 * 4**power for power in range(9))
 

@@ -22,7 +22,7 @@ def test_callbacks_are_made_with_their_options_in_order() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "sentence"),
     [
-        ("Recorder", {}, "callbacks.0..name = 'Recorder' is no import path"),
+        ("Recorder", {}, "callbacks.0..name = 'Recorder' is not an import path"),
         (f"{HERE}:Missing", {}, f"the module '{HERE}' has no 'Missing'"),
         ("nowhere_at_all:Missing", {}, "there is no module 'nowhere_at_all'"),
         (f"{HERE}:StopOnOne", {"at_steps": 1}, "has no option 'at_steps': did you mean 'at_step'. It has at_step"),

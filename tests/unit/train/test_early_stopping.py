@@ -77,8 +77,8 @@ def test_which_way_is_better() -> None:
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"early_stopping": {"metric": "f1"}}, "early_stopping.metric = 'f1' is no metric of an evaluation"),
-        ({"checkpoint": {"keep_best": "los"}}, "checkpoint.keep_best = 'los' is no metric of an evaluation"),
+        ({"early_stopping": {"metric": "f1"}}, "early_stopping.metric = 'f1' is not a metric of the evaluation"),
+        ({"checkpoint": {"keep_best": "los"}}, "checkpoint.keep_best = 'los' is not a metric of the evaluation"),
     ],
 )
 def test_a_metric_that_there_is_not_is_refused_before_training(values: dict[str, object], sentence: str) -> None:

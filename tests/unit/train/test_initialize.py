@@ -22,5 +22,6 @@ def test_a_script_compares_collectives_where_its_launcher_was_asked_to(monkeypat
         launched_at=0.0,
         debug_comm=True,
     )
+    assert asked["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"  # for scripts without paceline.init
     monkeypatch.setenv(env.DEBUG_COMM, asked[env.DEBUG_COMM])
     assert paceline.init(global_batch_size=8).plan.debug_comm

@@ -13,7 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from paceline.train.optim import choose_kernels
+from paceline.errors import JobError
+from paceline.spec import parse_mesh
+from paceline.train.optim import check_updates_by_element, choose_kernels
 from paceline.train.state import Names, load_optimizer_state, optimizer_state
 
 ELSEWHERE = torch.device("meta")
@@ -86,3 +88,24 @@ def test_a_checkpoint_of_another_device_does_not_choose_kernels() -> None:
     kept["groups"][0]["lr"] = 0.25
     load_optimizer_state(here, names, model, kept, hyper=True)
     assert here.param_groups[0]["fused"] is None and here.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("make", "device", "sentence"),
+    [
+        (lambda p: torch.optim.Adafactor(p), "cpu", "Adafactor is not known to"),
+        (lambda p: torch.optim.AdamW(p, fused=True), "cpu", "fused kernels for CPUs"),
+        (lambda p: torch.optim.AdamW([*p, nn.Parameter(torch.zeros(()))]), "meta", "parameters without dimensions"),
+    ],
+)
+def test_bits_of_shards_are_those_of_whole_parameters_or_refused(make: Any, device: str, sentence: str) -> None:
+    mesh = parse_mesh("fsdp2", 2)
+    check_updates_by_element(torch.optim.AdamW(parameters("cpu")), mesh, torch.device(device))
+    with pytest.raises(JobError, match=sentence):
+        check_updates_by_element(make(parameters("cpu")), mesh, torch.device(device))
+
+
+def test_whole_parameters_are_updated_by_the_kernels_of_shards_where_bits_count() -> None:
+    optimizer = torch.optim.SGD(parameters())
+    choose_kernels(optimizer, ELSEWHERE, alike_on_shards=True)
+    assert (optimizer.param_groups[0]["foreach"], optimizer.param_groups[0]["fused"]) == (None, None)

@@ -40,7 +40,9 @@ def test_warmup_never_falls_and_cosine_never_rises(samples: int) -> None:
     assert 0 < lr_factor(warm, samples, 10_000) <= 1
 
 
-def test_cosine_and_step_hit_their_marks() -> None:
+def test_lines_cosines_and_steps_hit_their_marks() -> None:
+    line = _job(schedule="linear")
+    assert [lr_factor(line, seen, 1000) for seen in (0, 2500, 10_000)] == pytest.approx([1.0, 0.75, 0.0])
     cosine = _job(schedule="cosine")
     assert lr_factor(cosine, 0, 1000) == 1.0
     assert lr_factor(cosine, 5000, 1000) == pytest.approx(0.5)

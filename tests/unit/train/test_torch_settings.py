@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import paceline
+from paceline.env import WorkerFacts
 from paceline.errors import ModelError
 from paceline.spec import Job, Plan
-from paceline.train.torch_settings import TorchSettings, parity_refusal
+from paceline.train import torch_settings
+from paceline.train.process_group import World
+from paceline.train.torch_settings import TorchSettings, decide_precision, parity_refusal
 from tests.ranks.training import images
 
 GPU = Plan(world_size=1, device_kind="cuda")
@@ -79,6 +82,25 @@ def test_numeric_runs_on_gpus_are_fast_and_say_what_it_costs() -> None:
 )
 def test_tf32_is_for_gpus_that_have_it(job: Job, device_kind: Any, has_tf32: bool, expected: bool) -> None:
     assert TorchSettings.of(job, replace(GPU, device_kind=device_kind), has_tf32=has_tf32).tf32 is expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "has_it", "decided"),
+    [
+        ("auto", True, "bfloat16"),
+        ("auto", False, "float32"),
+        ("float32", True, "float32"),
+        ("float16", False, "float16"),
+    ],
+)
+def test_bfloat16_is_taken_where_gpus_have_it_and_nothing_else_was_asked_for(
+    asked: Any, has_it: bool, decided: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_settings, "has_tf32", lambda _device: has_it)
+    world = World(WorkerFacts(), torch.device("cpu"), None)
+    job, notes = decide_precision(Job(precision=asked), world)
+    assert job.precision == decided
+    assert [decided in note for note in notes] == ([True] if asked == "auto" else [])
 
 
 def test_what_a_user_has_set_for_cublas_stays(monkeypatch: pytest.MonkeyPatch) -> None:

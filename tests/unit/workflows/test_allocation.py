@@ -36,7 +36,7 @@ def test_hosts_are_named_once(tmp_path: Path) -> None:
     assert Where().named_hosts() == ()
     assert Where(hosts="a:2,b:2").named_hosts() == SLOTS
     assert Where(hosts_file=path).named_hosts() == (NodeSlots("a", 2), NodeSlots("b"))
-    with pytest.raises(LaunchError, match="--hosts and --hosts-file name nodes twice"):
+    with pytest.raises(LaunchError, match=r"hosts = .* and hosts_file = .* both name nodes"):
         Where(hosts="a:2", hosts_file=path).named_hosts()
     with pytest.raises(LaunchError, match="entry 1"):
         Where(hosts="").named_hosts()  # an empty list is a mistake, not this node
@@ -62,9 +62,9 @@ def test_the_launcher_that_is_meant(launcher: LauncherName, slots: tuple[NodeSlo
 @pytest.mark.parametrize(
     ("launcher", "slots", "words"),
     [
-        ("local", SLOTS, "--launcher local runs on this node alone; leave --hosts out"),
-        ("debug", SLOTS, "--launcher debug runs on this node alone; leave --hosts out"),
-        ("ssh", (), "--launcher ssh needs nodes; name them with --hosts"),
+        ("local", SLOTS, "launcher = 'local' runs on this node alone; leave hosts out"),
+        ("debug", SLOTS, "launcher = 'debug' runs on this node alone; leave hosts out"),
+        ("ssh", (), "launcher = 'ssh' needs nodes: hosts"),
     ],
 )
 def test_options_that_contradict_each_other(launcher: LauncherName, slots: tuple[NodeSlots, ...], words: str) -> None:
@@ -205,10 +205,10 @@ def test_restarts_alone_mean_as_many_workers_as_before() -> None:
 @pytest.mark.parametrize(
     ("elastic", "words"),
     [
-        (Elastic(max_workers=2), "--max-workers goes with --min-workers"),
-        (Elastic(exclude_slower=2.0), "--exclude-slower goes with --min-workers"),
-        (Elastic(min_workers=5), "--min-workers 5 is more than the 4 workers of this run"),
-        (Elastic(min_workers=3, max_workers=2), "--min-workers 3 is more than the 2 workers of this run"),
+        (Elastic(max_workers=2), "max_workers = 2 needs min_workers"),
+        (Elastic(exclude_slower=2.0), "exclude_slower = 2.0 needs min_workers"),
+        (Elastic(min_workers=5), "min_workers = 5 is more than the 4 workers of this run"),
+        (Elastic(min_workers=3, max_workers=2), "min_workers = 3 is more than the 2 workers of this run"),
     ],
 )
 def test_limits_that_cannot_be_meant(elastic: Elastic, words: str) -> None:
@@ -225,8 +225,10 @@ def test_cpu_workers_may_outnumber_the_cores_of_a_run_that_goes_on() -> None:
 
 def test_one_worker_alone_can_be_debugged(tmp_path: Path) -> None:
     here = allocation.Allocation(Where("debug"), Cluster((node(),)))
-    with pytest.raises(LaunchError, match="--launcher debug runs one worker in this process, not 2; add -n 1"):
+    with pytest.raises(
+        LaunchError, match="launcher = 'debug' runs one worker in this process, not 2; ask for 1 worker"
+    ):
         here.run(Plan(world_size=2), PROGRAM, run_dir=tmp_path / "run")
-    with pytest.raises(LaunchError, match="leave --min-workers out"):
+    with pytest.raises(LaunchError, match="leave min_workers out"):
         here.run_elastic(ElasticLimits(1, 1), spread, lambda _plan: PROGRAM, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()

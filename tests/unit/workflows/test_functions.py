@@ -29,7 +29,7 @@ def test_a_topology_shows_itself() -> None:
     assert found.pair_sentence is not None and "NVLink" in found.pair_sentence
     assert found._repr_html_() == Path("node.svg").read_text(encoding="utf-8")
     assert paceline.topo(cpu_cluster()).choice is None
-    with pytest.raises(ClusterError, match="--pick 9 is not possible"):
+    with pytest.raises(ClusterError, match="pick = 9 is not possible"):
         paceline.topo(topologies.path_of("dgx1"), pick=9)
 
 
@@ -103,6 +103,10 @@ def test_this_node_is_checked() -> None:
         ),
         (lambda: paceline.launch(__file__, "--x 1"), r"arguments = '--x 1' should be a list of words: \['--x', '1'\]"),
         (lambda: paceline.launch(__file__, cast(Any, [1])), "arguments holds 1; each should be a text, such as '1'"),
+        (
+            lambda: paceline.train("digits-lenet", track="wandb"),
+            r"track = 'wandb' should be a list of words",
+        ),
         (lambda: paceline.train("digits-lenet", max_steps=0), "max_steps = 0 should be"),
         (lambda: paceline.train("digits-lenet", threads=-3), "threads = -3 should be"),
         (lambda: paceline.scale("digits-lenet", devices=[]), r"devices = \[\] should be whole numbers"),

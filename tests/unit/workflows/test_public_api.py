@@ -60,8 +60,6 @@ IN_PYTHON = {
     *(group.__name__.lower() for group in GROUPS),
 }
 """What a command line cannot give, or gives as options of its own."""
-RENAMED = {"device_memory": "device_bytes", "time_limit": "time_limit_s", "memory": "memory_bytes"}
-"""A text with a unit on the command line, a number in Python."""
 OF_OTHER_FUNCTIONS = {
     "plan": {"fit", "predict", "suggest", "budget", "max_nodes", "max_devices", "dry_run_mesh", "sequence_parallel"},
     "train": {"dry_run"},
@@ -87,11 +85,7 @@ def test_every_command_has_its_function() -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_command_and_its_function_take_the_same(name: str) -> None:
-    options = {
-        RENAMED.get(parameter.name, parameter.name)
-        for parameter in commands()[name].params
-        if not getattr(parameter, "hidden", False)
-    }
+    options = {parameter.name for parameter in commands()[name].params if not getattr(parameter, "hidden", False)}
     parameters = inspect.signature(FUNCTIONS[name]).parameters
     of_groups = {
         field

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from paceline.errors import PacelineError
 from paceline.spec import Job, Plan
-from paceline.workflows.run_folder import begun_with, new_run_dir, write_run
+from paceline.workflows.run_folder import begun_with, finished_run, new_run_dir, write_run
+from tests.sample_records import sample_record
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +35,19 @@ def test_a_finished_run_is_never_lost(tmp_path: Path) -> None:
     (out / "job.json").write_text("{}")  # begun and given up: may be begun again
     assert new_run_dir(out, "digits") == out
     (out / "record.json").write_text("{}")
-    with pytest.raises(PacelineError, match="already holds a finished run; choose another --out"):
+    with pytest.raises(PacelineError, match="already holds a finished run; name another folder"):
         new_run_dir(out, "digits")
+
+
+def test_a_run_in_the_precision_that_was_left_to_it_is_finished(tmp_path: Path) -> None:
+    record = sample_record()
+    decided = dataclasses.replace(record.job, precision="bfloat16")
+    write_run(decided, record.plan, tmp_path, max_steps=None)
+    dataclasses.replace(record, job=decided).save(tmp_path / "record.json")
+    left_to_it = dataclasses.replace(decided, precision="auto")
+    assert finished_run(tmp_path, left_to_it, None, force=False) is not None
+    with pytest.raises(PacelineError, match="precision was 'bfloat16' and is 'float32'"):
+        finished_run(tmp_path, dataclasses.replace(decided, precision="float32"), None, force=False)
 
 
 def test_a_run_lies_ready_as_files(tmp_path: Path) -> None:

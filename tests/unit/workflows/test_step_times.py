@@ -75,7 +75,7 @@ def test_suggestions_are_rows_without_a_time(tmp_path: Path, capsys: pytest.Capt
     suggest_next(obs, 2, as_json=True)
     first, second = json.loads(capsys.readouterr().out)["suggestions"]
     assert first["num_nodes"] in (2, 3, 4)
-    assert second["expected_error"] <= first["expected_error"]
+    assert second["promised_error"] <= first["promised_error"]
     suggest_next(obs, 3, as_json=False)
     assert "4 x 2" in capsys.readouterr().out
 
@@ -94,12 +94,12 @@ def test_without_such_rows_a_range_is_assumed(study: Path, capsys: pytest.Captur
     [
         ("", "needs the columns .* its first line has none"),
         ("num_nodes,micro_batch_size\n1,2\n", "needs the columns .* its first line has num_nodes, micro_batch_size"),
-        (STUDY + "1,two,64,0.1\n", "line 4, devices_per_node: two is no whole number from 1 on"),
-        (STUDY + "0,2,64,0.1\n", "line 4, num_nodes: 0 is no whole number"),
-        (STUDY + "1.5,2,64,0.1\n", "line 4, num_nodes: 1.5 is no whole number"),
+        (STUDY + "1,two,64,0.1\n", "line 4, devices_per_node: two is not a whole number from 1 on"),
+        (STUDY + "0,2,64,0.1\n", "line 4, num_nodes: 0 is not a whole number"),
+        (STUDY + "1.5,2,64,0.1\n", "line 4, num_nodes: 1.5 is not a whole number"),
         (STUDY + "1,2,,0.1\n", "line 4, micro_batch_size: is empty"),
-        (STUDY + "1,2,64,-1\n", "line 4, step_time_s: -1 is no time above zero"),
-        (STUDY + "1,2,64,nan\n", "line 4, step_time_s: nan is no time above zero"),
+        (STUDY + "1,2,64,-1\n", "line 4, step_time_s: -1 is not a time above zero"),
+        (STUDY + "1,2,64,nan\n", "line 4, step_time_s: nan is not a time above zero"),
         ("devices_on_node,micro_batch_size,step_time_s\n2+x,64,1\n", r"devices_on_node: 2\+x should be"),
         ("num_nodes,devices_on_node,micro_batch_size,step_time_s\n3,2+4,64,1\n", "names 2 nodes, but num_nodes says 3"),
         ("devices_on_node,micro_batch_size,step_time_s,sync_time_s\n2,64,1,2\n", "2 s is longer than the step of 1 s"),
@@ -118,7 +118,7 @@ def test_mistakes_are_one_sentence_with_the_line(tmp_path: Path, questions: Path
 def test_files_and_budgets_that_cannot_be_meant(tmp_path: Path, study: Path) -> None:
     with pytest.raises(JobError, match=r"gone\.csv cannot be read"):
         fit_and_predict(study, tmp_path / "gone.csv", as_json=True)
-    with pytest.raises(JobError, match="--budget 0"):
+    with pytest.raises(JobError, match="budget = 0"):
         suggest_next(study, 0, as_json=True)
     empty = written(tmp_path / "empty.csv", STUDY.splitlines()[0] + "\n")
     with pytest.raises(JobError, match="has no rows"):

@@ -359,7 +359,7 @@ class ByNumber(Blocks):
         (ByNumber(), "cannot be cut into stages.*takes a Python value out of a tensor \\(float\\)"),
         (WithOpaque(), "cannot be cut into stages.*'opaque' returns a list_iterator, in which no tensors"),
         (Packed(), "cannot be cut into stages.*'lstm' takes or returns a packed sequence"),
-        (WithAttributes(), "cannot be cut into stages.*'blocks.0' hands a tensor to 'add' by another way"),
+        (WithAttributes(), "cannot be cut into stages.*'blocks.0' passes a tensor to 'add' by another way"),
         (nn.Linear(3, 3), "cannot be called with the example.*shapes"),
     ],
 )

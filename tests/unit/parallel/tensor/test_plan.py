@@ -76,7 +76,7 @@ def test_a_models_own_plan_counts_where_the_user_gives_none() -> None:
 @pytest.mark.parametrize(
     ("styles", "said"),
     [
-        ({"layers.*.mlp.dawn": "rowwise"}, "names 'layers.*.mlp.dawn', which this model has not: did you mean"),
+        ({"layers.*.mlp.dawn": "rowwise"}, "names 'layers.*.mlp.dawn', which this model does not have: did you mean"),
         ({"head": "colwize"}, "no style 'colwize': did you mean 'colwise'"),
         ({"layers.0": "colwise"}, "'layers.0' is a ModuleDict, and 'colwise' is for Linear"),
         ({"layers.0.mlp.down": "rowwise"}, "'layers.0.mlp.down' is rowwise, and no layer of 8 output features is colw"),

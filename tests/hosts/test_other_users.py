@@ -1,0 +1,104 @@
+"""The user nobody of the nodes of a run, who knows all about it, can neither stop nor change it, however it began."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from paceline.spec import RunRecord
+from tests.hosts.cluster import Cluster, Node, NodeProcess
+from tests.hosts.ray_cluster import RAY_VARIABLES, ray_on, why_not_ray
+from tests.hosts.slurm import slurm_on, why_not_slurm
+from tests.hosts.sshd import ssh_between, why_not_ssh
+from tests.ranks.attacking import PATIENCE_S, ROOT, attack_command, attacked_folder, check_attacks
+
+pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(600)]
+
+TIMEOUT_S = 300.0
+MAX_STEPS = 200
+SETTINGS = ("parity=bitwise", "virtual_shards=4", "epochs=10", "checkpoint.every_steps=20")
+VARIABLES = {"PACELINE_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """How a run of two nodes is started."""
+
+    why_not: Callable[[], str | None]
+    services: Callable[[Sequence[Node], Path], AbstractContextManager[None]]
+    """What has to run on the nodes."""
+    command: Callable[[Path], Sequence[str]]
+    """On the first node, for a run folder."""
+
+
+def _train(run_dir: Path, *words: str) -> list[str]:
+    settings = [word for setting in SETTINGS for word in ("--set", setting)]
+    job = ["digits-lenet", *settings, "--max-steps", str(MAX_STEPS), "--threads", "1", "--quiet"]
+    return [sys.executable, "-m", "paceline", "train", *job, "--out", str(run_dir), *words]
+
+
+LAUNCHERS = {
+    "ssh": Launcher(why_not_ssh, ssh_between, lambda run_dir: _train(run_dir, "--hosts", "node0:1,node1:1")),
+    "slurm": Launcher(
+        why_not_slurm,
+        lambda nodes, folder: slurm_on(nodes, folder, cpus_per_node=1),
+        lambda run_dir: [
+            *("salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1"),
+            *_train(run_dir, "--launcher", "slurm"),
+        ],
+    ),
+    "ray": Launcher(
+        why_not_ray,
+        lambda nodes, _folder: ray_on(nodes),
+        lambda run_dir: [
+            *("env", *(f"{name}={value}" for name, value in RAY_VARIABLES.items())),
+            *_train(run_dir, "--launcher", "ray", "-n", "4"),
+        ],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(num_nodes=2, rate_bits_per_s=1e9) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def weights_alone(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> str | None:
+    run_dir = tmp_path_factory.mktemp("alone") / "run"
+    training = cluster.nodes[0].exec(_train(run_dir, "-n", "1"), env=VARIABLES)
+    assert training.wait(TIMEOUT_S) == 0, training.output
+    return RunRecord.load(run_dir / "record.json").weights_sha256
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_nobody_gets_in(cluster: Cluster, weights_alone: str | None, tmp_path: Path, name: str) -> None:
+    launcher = LAUNCHERS[name]
+    if reason := launcher.why_not():
+        pytest.skip(reason)
+    with attacked_folder() as folder, launcher.services(cluster.nodes, tmp_path):
+        run_dir = folder / "run"
+        training = cluster.nodes[0].exec(launcher.command(run_dir), env=VARIABLES)
+        with _attacks(cluster.nodes, run_dir) as attacks:
+            assert training.wait(TIMEOUT_S) == 0, training.output
+            for attack in attacks:
+                assert attack.wait(PATIENCE_S) == 0, attack.output
+        check_attacks([attack.stdout for attack in attacks], run_dir)
+        assert RunRecord.load(run_dir / "record.json").weights_sha256 == weights_alone
+
+
+@contextlib.contextmanager
+def _attacks(nodes: Sequence[Node], run_dir: Path) -> Iterator[list[NodeProcess]]:
+    attacks = [node.exec(attack_command(run_dir), cwd=ROOT) for node in nodes]
+    try:
+        yield attacks
+    finally:
+        for attack in attacks:
+            attack.kill()

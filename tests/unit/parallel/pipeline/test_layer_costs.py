@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.parallel.dry_run import on_paper, trace_model
+from paceline.parallel.pipeline.layer_costs import counting_kept
+
+
+def _model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_memory_that_autograd_keeps_counts_once_and_without_parameters(device: str) -> None:
+    """Three inputs of 16 bytes, and three outputs of ReLU, which the layer after it keeps too, of 32."""
+    model = _model().to(device)
+    with counting_kept(model.parameters()) as kept_bytes:
+        output = model(torch.randn(3, 4, device=device))
+        assert kept_bytes() == 3 * (16 + 32)
+    assert output.shape == (3, 2)
+
+
+def test_a_traced_model_keeps_what_it_does_keep() -> None:
+    """Weights that backward needs are no activations: they do not come again with every sample."""
+    model, arguments = on_paper(_model, torch.randn(4), 2)
+    assert trace_model(model, arguments, 2).activations.bytes_per_sample == 16 + 32
