@@ -28,6 +28,8 @@ ROOT = Path(__file__).parents[2]
 PATIENCE_S = 240.0
 _ATTACKER = Path(__file__).with_name("attacker.py")
 _NOBODY = 65534
+_PUBLIC = ("/dev/null", "/dev/urandom", "/proc/", f"{sys.prefix}/", f"{sys.base_prefix}/", "/usr/", "/etc/", f"{ROOT}/")
+"""Where files lie that everybody may read: a worker has one open while it imports or reads the ports of its node."""
 _AS_NOBODY: dict[str, Any] = {"user": _NOBODY, "group": _NOBODY, "extra_groups": []}
 
 
@@ -95,7 +97,7 @@ def _targets(run_dir: Path) -> dict[str, Any]:
     for pid in pids:
         with contextlib.suppress(OSError):
             links = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
-            paths |= {link for link in links if link.startswith("/") and not link.startswith("/dev/")}
+            paths |= {link for link in links if link.startswith("/") and not link.startswith(_PUBLIC)}
             for row in map(str.split, Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]):
                 if row[3] == "0A" and f"socket:[{row[9]}]" in links:
                     host, port = row[1].split(":")
