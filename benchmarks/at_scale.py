@@ -17,7 +17,7 @@ from paceline.plan.assumptions import DEVICE_MTBF_S
 from paceline.plan.memory import StateBytes, TransformerShape, device_memory, transformer_layers
 from paceline.plan.model import AlphaBeta, Network
 from paceline.plan.reliability import Faults, availability
-from paceline.plan.search import MeshCandidate, Workload, priced
+from paceline.plan.search import MeshCandidate, MeshPrices, Workload
 from paceline.plan.simulate import Jitter, Machine, Pattern, simulate_steps
 from paceline.spec import Mesh, PipelineSpec
 from paceline.spec.model_cost import Activations, Layers
@@ -102,16 +102,9 @@ class Run:
             layers=layers,
             recompute=self.recompute,
         )
-        return priced(
-            workload,
-            self.mesh,
-            self.micro_batch_size,
-            memory,
-            self.devices_per_node,
-            self.links,
-            PipelineSpec("interleaved" if self.stages_per_worker > 1 else "1f1b", self.stages_per_worker),
-            self.recompute,
-        )
+        pipeline = PipelineSpec("interleaved" if self.stages_per_worker > 1 else "1f1b", self.stages_per_worker)
+        prices = MeshPrices(workload, self.mesh, self.devices_per_node, self.links)
+        return prices.candidate(self.micro_batch_size, memory, pipeline, self.recompute)
 
     def utilization(self, efficiency: float) -> float:
         flops = self.flops_per_sample * self.global_batch_size
