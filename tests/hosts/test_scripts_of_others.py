@@ -1,7 +1,7 @@
 """Scripts of other libraries, unchanged, by each launcher: on two nodes they learn what they learn on one.
 
-Each library meets one launcher (Fabric is in test_apptainer.py), and each way to fail one library: what a launcher gives
-to workers does not depend on what their script imports. On one node every library meets every way
+Each library meets one launcher (Fabric is in test_apptainer.py), and each way to fail one library: what a launcher
+gives to workers does not depend on what their script imports. On one node every library meets every way
 (tests/ranks/test_plain_torch.py).
 """
 
