@@ -76,7 +76,7 @@ def forecast(
         reason += batch_advice(chosen, request.noise_scale, better)
     load = inputs.timing.load
     if load is not None and load.is_disturbing:
-        verdict = f"Not reliable, probe again on a quiet machine: {load.sentence()}. By these timings: {verdict}"
+        verdict = f"Unreliable: {load.sentence()}. Probe again on a quiet machine. These measurements say: {verdict}"
     return Forecast(
         job=job.name,
         device=inputs.timing.device,

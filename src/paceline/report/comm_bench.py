@@ -161,7 +161,7 @@ def left_out_sentences(timings: CommTimings) -> list[str]:
 def verdict(timings: CommTimings) -> str:
     """Which exact sum is the fastest where messages are longest; and what disturbed the timings, if anything did."""
     if timings.machine_load is not None and timings.machine_load.is_disturbing:
-        return f"Not reliable, time again on a quiet machine: {timings.machine_load.sentence()}. {_fastest(timings)}"
+        return f"Unreliable: {timings.machine_load.sentence()}. Repeat on a quiet machine. {_fastest(timings)}"
     return _fastest(timings)
 
 

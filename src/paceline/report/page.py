@@ -45,6 +45,9 @@ def _columns(study: Study) -> list[tuple[str, Callable[[StudyRow], str]]]:
     found: list[tuple[str, Callable[[StudyRow], str]]] = [
         ("Devices", lambda row: str(row.devices)),
         ("Training time", lambda row: formats.duration(row.train_s)),
+        ("Step", lambda row: formats.duration(row.step_time.total_s)),
+        ("Step, p10 to p90", lambda row: formats.duration_range(row.step_p10_s, row.step_p90_s)),
+        ("Samples/s", lambda row: formats.quantity(row.samples_per_s)),
         ("Speed-up", lambda row: formats.times(row.speedup)),
         ("Efficiency", lambda row: formats.percent(row.efficiency)),
     ]
@@ -61,13 +64,13 @@ def _columns(study: Study) -> list[tuple[str, Callable[[StudyRow], str]]]:
                 lambda row: formats.NOTHING if row is study.base else formats.points(row.accuracy_change),
             ),
         ]
-    found.append(("Samples/s", lambda row: formats.quantity(row.samples_per_s)))
     if study.has_forecast:
         found.append(("Forecast", lambda row: formats.quantity(row.forecast_samples_per_s)))
         found.append(("Error", lambda row: formats.signed_percent(row.forecast_error)))
+    if study.grow == "batch":
+        found.append(("Global batch", lambda row: str(row.global_batch_size)))
+        found.append(("Learning rate", lambda row: formats.rate(row.learning_rate)))
     found += [
-        ("Global batch", lambda row: str(row.global_batch_size)),
-        ("Learning rate", lambda row: formats.rate(row.learning_rate)),
         ("First step", lambda row: formats.duration(row.time_to_first_step_s)),
         ("Wall", lambda row: formats.duration(row.wall_s)),
     ]

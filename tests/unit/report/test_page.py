@@ -114,7 +114,7 @@ def test_honesty_a_missing_seed_is_told() -> None:
 
 def test_all_plots_people_expect(study: Study) -> None:
     assert keys(study_plots(study)) == [
-        "speedup", "efficiency", "accuracy", "train-time", "throughput", "accuracy-time", "step-time",
+        "speedup", "efficiency", "accuracy", "train-time", "accuracy-time", "step-time",
         "loss-epochs", "accuracy-epochs",
     ]  # fmt: skip
 
@@ -143,7 +143,7 @@ def test_no_plot_leaves_a_hole_beside_it(study: Study) -> None:
 def test_a_device_count_has_one_colour_in_every_plot(study: Study) -> None:
     plots = {plot.key: plot.figure["data"] for plot in study_plots(study)}
     expected = [f"var(--series-{index})" for index in (1, 2, 3)]
-    for key in ("efficiency", "train-time", "throughput"):
+    for key in ("efficiency", "train-time"):
         assert plots[key][0]["marker"]["color"] == expected
     for key in ("loss-epochs", "accuracy-epochs", "accuracy-time"):
         assert [trace["line"]["color"] for trace in plots[key] if "name" in trace] == expected
@@ -164,7 +164,7 @@ def test_parts_of_a_step_that_were_not_measured_are_shown_as_other() -> None:
     record = sample_record(step_time=StepTime(total_s=0.02, data_s=0.001, compute_s=0.01, exposed_comm_s=0.004))
     plots = {plot.key: plot for plot in study_plots(analyse([record], grow="none", tolerance=0.01))}
     assert [trace["name"] for trace in plots["step-time"].figure["data"]][-1] == "other"
-    assert plots["step-time"].table[1] == ("1 device", "10.00", "1.00", "4.00", "5.00", "20.00")
+    assert plots["step-time"].table[1] == ("1 device", "10.00", "1.00", "4.00", "5.00", "20.00", "17.0–20.3 ms")
 
 
 def test_figures_are_plain_json(study: Study) -> None:
