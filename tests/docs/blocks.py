@@ -35,6 +35,9 @@ PAGES = [
 """Pages for users. Experiments are left out: their commands measure for minutes, and belong to what was seen on a
 day."""
 
+NOTEBOOK_PAGE = ROOT / "docs" / "notebook.md"
+"""Its blocks are the cells of examples/notebook.ipynb, and run there."""
+
 _BLOCK = re.compile(
     r"(?:<!-- (?P<marker>file|not run|setup)(?::|\n) *(?P<said>.*?)-->\n+)?"
     r"^```(?P<language>[^\n]*)\n(?P<text>.*?)^```$",

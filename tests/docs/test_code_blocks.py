@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from paceline.spec import Job
-from tests.docs.blocks import NO_CODE, PAGES, ROOT, Block, blocks_of
+from tests.docs.blocks import NO_CODE, NOTEBOOK_PAGE, PAGES, ROOT, Block, blocks_of
 
 BLOCKS = {page: list(blocks_of(page, ROOT)) for page in PAGES}
 TO_RUN = [
     page
     for page, blocks in BLOCKS.items()
-    if any(block.is_code and block.marker != "not run" and block.language != "toml" for block in blocks)
+    if page != NOTEBOOK_PAGE
+    and any(block.is_code and block.marker != "not run" and block.language != "toml" for block in blocks)
 ]
 
 
