@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 from tests.docs.blocks import NOTEBOOK_PAGE, ROOT, Block, blocks_of
+
+nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel, of the extra dev")
+nbformat = pytest.importorskip("nbformat")
 
 PATH = ROOT / "examples" / "notebook.ipynb"
 
@@ -31,7 +32,7 @@ def test_it_runs_in_a_kernel_and_the_record_shows_itself(tmp_path: Path, monkeyp
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("HOME", str(tmp_path))  # the kernel keeps its history there
     notebook = nbformat.read(PATH, as_version=4)
-    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
     shown = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     tables = [output.data["text/html"] for output in shown if output.output_type == "execute_result"]
     assert len(tables) == 1 and "<th>world_size</th><td>2</td>" in tables[0]

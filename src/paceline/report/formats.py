@@ -63,7 +63,7 @@ def duration(seconds: float | None) -> str:
 
 
 def duration_range(low: float | None, high: float | None) -> str:
-    """Two durations, the unit once where both have it: "17.0–19.9 ms"."""
+    """Two durations, the unit once where both have it: "17.0 to 19.9 ms" with a dash."""
     if low is None or high is None:
         return NOTHING
     first, last = duration(low), duration(high)
