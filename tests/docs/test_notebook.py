@@ -34,7 +34,8 @@ def test_it_runs_in_a_kernel_and_the_record_shows_itself(tmp_path: Path, monkeyp
     notebook = nbformat.read(PATH, as_version=4)
     nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
     shown = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    tables = [output.data["text/html"] for output in shown if output.output_type == "execute_result"]
+    results = [output.data for output in shown if output.output_type == "execute_result"]
+    tables = [data["text/html"] for data in results if "text/html" in data]
     assert len(tables) == 1 and "<th>world_size</th><td>2</td>" in tables[0]
     printed = "".join(output.text for output in shown if output.output_type == "stream" and output.name == "stdout")
     assert "steps on 2 workers" in printed

@@ -46,7 +46,7 @@ def _columns(study: Study) -> list[tuple[str, Callable[[StudyRow], str]]]:
         ("Devices", lambda row: str(row.devices)),
         ("Training time", lambda row: formats.duration(row.train_s)),
         ("Step", lambda row: formats.duration(row.step_time.total_s)),
-        ("Step, p10 to p90", lambda row: formats.duration_range(row.step_p10_s, row.step_p90_s)),
+        ("p10\N{EN DASH}p90", lambda row: formats.duration_range(row.step_p10_s, row.step_p90_s)),
         ("Samples/s", lambda row: formats.quantity(row.samples_per_s)),
         ("Speed-up", lambda row: formats.times(row.speedup)),
         ("Efficiency", lambda row: formats.percent(row.efficiency)),

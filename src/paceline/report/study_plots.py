@@ -287,13 +287,9 @@ def _step_time(study: Study) -> Plot:
         ),
         wide=True,
         table=(
-            (f"median step ({unit})", *(name for name, _, _ in parts), "total", "p10 to p90"),
+            (f"median step ({unit})", *(name for name, _, _ in parts), "total"),
             *(
-                (
-                    count,
-                    *(f"{value:.2f}" for value in (*values, scale * row.step_time.total_s)),
-                    formats.duration_range(row.step_p10_s, row.step_p90_s),
-                )
+                (count, *(f"{value:.2f}" for value in (*values, scale * row.step_time.total_s)))
                 for row, count, values in zip(study.rows, counts, lines, strict=True)
             ),
         ),

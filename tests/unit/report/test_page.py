@@ -164,8 +164,7 @@ def test_parts_of_a_step_that_were_not_measured_are_shown_as_other() -> None:
     record = sample_record(step_time=StepTime(total_s=0.02, data_s=0.001, compute_s=0.01, exposed_comm_s=0.004))
     plots = {plot.key: plot for plot in study_plots(analyse([record], grow="none", tolerance=0.01))}
     assert [trace["name"] for trace in plots["step-time"].figure["data"]][-1] == "other"
-    steps = ("10.00", "1.00", "4.00", "5.00", "20.00", "17.0\N{EN DASH}20.3 ms")
-    assert plots["step-time"].table[1] == ("1 device", *steps)
+    assert plots["step-time"].table[1] == ("1 device", "10.00", "1.00", "4.00", "5.00", "20.00")
 
 
 def test_figures_are_plain_json(study: Study) -> None:
