@@ -37,12 +37,21 @@ def write_study(study: Study, out: Path) -> None:
         "scaling.csv": _csv(study),
         "report.html": render_page(study),
     }
+    write_files(files, out)
+
+
+def write_files(files: Mapping[str, str], out: Path, what: str = "report") -> None:
+    """Write texts by their names into the folder `out`, which is made.
+
+    Raises:
+        PacelineError: the folder cannot be made or written to; says that `what` could not be written.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             (out / name).write_text(text, encoding="utf-8", newline="\n")
     except OSError as problem:
-        raise PacelineError(f"The report cannot be written into '{out}': {problem.strerror}.") from None
+        raise PacelineError(f"The {what} cannot be written into '{out}': {problem.strerror}.") from None
 
 
 def study_mapping(study: Study) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from paceline.report.figure import (
     log_axis,
     points,
     series_color,
+    stacked_bar,
 )
 from paceline.report.study import Study, StudyRow
 
@@ -247,21 +248,18 @@ def _step_time(study: Study) -> Plot:
     parts = _step_parts(study)
     counts = [formats.devices(row.devices) for row in study.rows]
     data = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": name,
-            "y": counts,
-            "x": [scale * seconds for seconds in values],
-            "text": [formats.duration(seconds) if seconds > 0 else "" for seconds in values],
-            "textposition": "inside",
-            "insidetextanchor": "middle",
-            "textangle": 0,
-            "textfont": {"color": f"var(--part-{token}-ink)", "size": 12},
-            "width": 0.6,
-            "marker": {"color": f"var(--part-{token})", "line": {"color": SURFACE, "width": 1.5}},
-            "hovertemplate": "%{y}, " + name + ": %{text}<extra></extra>",
-        }
+        stacked_bar(
+            name,
+            token,
+            counts,
+            [scale * seconds for seconds in values],
+            text=[formats.duration(seconds) if seconds > 0 else "" for seconds in values],
+            textposition="inside",
+            insidetextanchor="middle",
+            textangle=0,
+            textfont={"color": f"var(--part-{token}-ink)", "size": 12},
+            width=0.6,
+        )
         for name, token, values in parts
     ]
     exposed = [
