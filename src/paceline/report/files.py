@@ -77,8 +77,8 @@ def study_mapping(study: Study) -> dict[str, Any]:
 _ROW_KEYS = (
     *("devices", "seeds", "global_batch_size", "learning_rate", "accuracy", "accuracy_min", "accuracy_max"),
     *("accuracy_std", "accuracy_change", "within_spread", "train_s", "speedup", "efficiency", "samples_per_s"),
-    *("forecast_samples_per_s", "forecast_error", "time_to_first_step_s", "wall_s", "step_time", "same_weights"),
-    "weights_sha256",
+    *("forecast_samples_per_s", "forecast_error", "time_to_first_step_s", "wall_s", "step_time", "step_p10_s"),
+    *("step_p90_s", "same_weights", "weights_sha256"),
 )
 """What scaling.json holds of a row, by the names of its attributes."""
 
@@ -99,6 +99,8 @@ def _run_mapping(run: RunRecord) -> dict[str, Any]:
         "train_loss": run.train_loss,
         "train_s": run.train_s,
         "step_time": asdict(run.step_time),
+        "step_p10_s": run.step_p10_s,
+        "step_p90_s": run.step_p90_s,
         "plan": run.plan.to_mapping(),
         "epochs": [asdict(epoch) for epoch in run.epochs],
         "notes": list(run.notes),

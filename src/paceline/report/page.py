@@ -43,13 +43,15 @@ def _accuracy_aside(study: Study) -> str:
 
 def _columns(study: Study) -> list[tuple[str, Callable[[StudyRow], str]]]:
     """Heading and cell of every column that this study has figures for."""
-    shown = {"devices": "Devices", "time": "Training time", "speed-up": "Speed-up", "efficiency": "Efficiency"}
+    shown = {"devices": "Devices", "time": "Training time", "step": "Step", "p10 to p90": "p10\N{EN DASH}p90"}
+    shown |= {"samples/s": "Samples/s", "speed-up": "Speed-up", "efficiency": "Efficiency"}
     if study.has_accuracy:
         shown |= {"accuracy": "Accuracy", "spread": "Spread (%)", "change": "Change (points)"}
-    shown["samples/s"] = "Samples/s"
     if study.has_forecast:
         shown |= {"forecast": "Forecast", "error": "Error"}
-    shown |= {"batch": "Global batch", "rate": "Learning rate", "first step": "First step", "wall": "Wall"}
+    if study.grow == "batch":
+        shown |= {"batch": "Global batch", "rate": "Learning rate"}
+    shown |= {"first step": "First step", "wall": "Wall"}
     if len(study.rows) > 1 and study.grow == "none":
         shown["weights"] = "Weights"
     cells = figures(study)

@@ -44,6 +44,8 @@ def figures(study: Study) -> dict[str, Callable[[StudyRow], str]]:
         "batch": lambda row: str(row.global_batch_size),
         "rate": lambda row: formats.rate(row.learning_rate),
         "time": lambda row: formats.duration(row.train_s),
+        "step": lambda row: formats.duration(row.step_time.total_s),
+        "p10 to p90": lambda row: formats.duration_range(row.step_p10_s, row.step_p90_s),
         "speed-up": lambda row: formats.times(row.speedup),
         "efficiency": lambda row: formats.percent(row.efficiency),
         "samples/s": lambda row: formats.quantity(row.samples_per_s),
