@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.models import MODELS
-from paceline.parallel.norm import NormStatistics, PassShards, ShardBatchNorm, replace_batch_norm
+from paceline.parallel.assignment import ShardRange
+from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm
 from paceline.parallel.pipeline import MicroBatch, ModelCall, Pipeline
 from paceline.partition import StageLimits
 from paceline.spec import PipelineSpec
@@ -68,7 +69,7 @@ def micro_batches(batch: Batch, step: int, norm: NormStatistics, sizes: Sequence
 
         def before_forward(shard: int = shard, size: int = size) -> None:
             torch.default_generator.manual_seed(1000 * step + shard)
-            norm.begin_pass(PassShards((size,), tuple(sizes)))
+            norm.begin_pass(ShardRange(0, (size,), tuple(sizes)))
 
         yield MicroBatch(
             loss_of=lambda model, part=part: loss_fn(model, part),  # type: ignore[misc]

@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import paceline
 from paceline.env import worker_facts
 from paceline.models import build
+from paceline.parallel.assignment import ShardRange
 from paceline.parallel.dtensor import local_shard
-from paceline.parallel.norm import NormStatistics, PassShards, ShardBatchNorm, replace_batch_norm
+from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm
 from paceline.parallel.sharded import recompute
 from paceline.parallel.tensor import (
     bytes_per_pass,
@@ -93,7 +94,7 @@ def _train(case: Case, dtype: torch.dtype, num_steps: int) -> dict[str, Any]:
             pieces = torch.arange(len(inputs)).chunk(2)
             for shard, rows in enumerate(pieces):
                 torch.manual_seed(100 * step + shard)
-                norm.begin_pass(PassShards((len(rows),), tuple(map(len, pieces))))
+                norm.begin_pass(ShardRange(0, (len(rows),), tuple(map(len, pieces))))
                 loss = _loss(net, inputs[rows], targets[rows]) * (len(rows) / len(inputs))
                 loss.backward()
                 losses[which] += float(loss.detach())

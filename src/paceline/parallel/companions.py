@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from paceline.parallel.assignment import ShardRange
 from paceline.parallel.forward_buffers import ForwardBuffers
-from paceline.parallel.norm import NormStatistics, PassShards, standing_in
+from paceline.parallel.norm import NormStatistics, standing_in
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Companions:
         """Whether there are batch norm layers in them."""
         return any(one.norm.exist for one in self.models)
 
-    def enter(self, shards: PassShards) -> None:
+    def enter(self, shards: ShardRange) -> None:
         """Set which virtual shards are in the models; every pass begins with the buffers of the step."""
         for one in self.models:
             one.norm.current.shards, one.norm.current.is_noted = shards, False
