@@ -72,10 +72,9 @@ def micro_batches(batch: Batch, step: int, norm: NormStatistics, sizes: Sequence
             norm.begin_pass(ShardRange(0, (size,), tuple(sizes)))
 
         yield MicroBatch(
-            loss_of=lambda model, part=part: loss_fn(model, part),  # type: ignore[misc]
+            loss_of=lambda model, part=part, size=size: loss_fn(model, part) * (size / sum(sizes)),  # type: ignore[misc]
             before_forward=before_forward,
             backward=norm.backward,
-            weight=size / sum(sizes),
         )
         start += size
 
@@ -236,9 +235,8 @@ def train_decoder(spec: PipelineSpec) -> dict[str, Tensor]:
     model = Decoder().double()
     parts_of_batch = [
         MicroBatch(
-            loss_of=lambda model, part=part: decoder_loss(model, part),  # type: ignore[misc]
+            loss_of=lambda model, part=part: decoder_loss(model, part) * (len(part) / 3),  # type: ignore[misc]
             before_forward=functools.partial(seed, len(part)),
-            weight=len(part) / 3,
         )
         for part in parts
     ]

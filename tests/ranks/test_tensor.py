@@ -25,7 +25,6 @@ from paceline.parallel.dtensor import local_shard
 from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm
 from paceline.parallel.sharded import recompute
 from paceline.parallel.tensor import (
-    bytes_per_pass,
     bytes_per_sample,
     find_plan,
     given_plan,
@@ -39,6 +38,7 @@ from paceline.train.optim import build_optimizer
 from paceline.train.process_group import join
 from tests.ranks.harness import run_ranks
 from tests.ranks.tensor_zoo import WORDS, ZOO, Asking, Language
+from tests.traffic import bytes_per_pass
 
 
 def _mesh(*degrees: int, names: tuple[str, ...] = ("tp",)) -> DeviceMesh:
@@ -429,7 +429,7 @@ def _count(cases: dict[str, Case]) -> dict[str, tuple[float, float]]:
             counted = _Counted(monkeypatch, mesh.size(), mesh.get_local_rank())
             _loss(model, inputs, targets).backward()
         with_forecasts = bytes_per_sample(plan, sizes, 4) * len(inputs) + bytes_per_pass(
-            plan, sizes, mesh.get_local_rank(), 4
+            plan, model, mesh.get_local_rank(), 4
         )
         found[name] = counted.num_bytes, with_forecasts
     return found

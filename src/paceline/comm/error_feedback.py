@@ -20,7 +20,7 @@ OWED = "owed/"
 
 
 class ErrorFeedback:
-    """The residual of this worker, in each parameter's own shape and dtype; always finite.
+    """What a compressor owes: the residual of this worker, in each parameter's own shape and dtype; always finite.
 
     It differs from worker to worker. Only its sum over all workers matters to training, so that a run that goes on
     with other workers may hand it out anew as long as the sum stays.
