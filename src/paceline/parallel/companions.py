@@ -33,7 +33,8 @@ class Companion:
             model: its batch norm layers are those of `parallel.norm`.
             buffers: those of the engine that trains the model in steps of its own.
         """
-        return cls(model, NormStatistics(model), buffers or ForwardBuffers(model))
+        norm = NormStatistics(model)
+        return cls(model, norm, buffers or ForwardBuffers(model, norm))
 
 
 @dataclass(frozen=True)

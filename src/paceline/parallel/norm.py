@@ -165,6 +165,8 @@ class NormStatistics:
         """The statistics of the current pass, a tensor for each dtype, and the number of its shards."""
         self._sums: Tensor | None = None
         """Those of the step's passes before it."""
+        self._moved: tuple[Sequence[Tensor], ...] | None = None
+        """What `undo` needs: counts, what was added to them, and running statistics with their values before."""
         self._constants: dict[tuple[str, int], tuple[Any, Tensor]] = {}
         """What was made of Python's numbers for so many shards, and of which: a GPU would have to wait for it in every
         step."""
@@ -265,6 +267,19 @@ class NormStatistics:
         finally:
             self.current.in_backward = False
 
+    def begin_step(self) -> None:
+        """Take the present running statistics for those that `undo` restores."""
+        self._moved = None
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Put the running statistics back as they were before this step's `apply`."""
+        if self._moved is not None:
+            counts, increments, running, before = self._moved
+            torch._foreach_sub_(counts, increments)
+            torch._foreach_copy_(running, before)
+            self._moved = None
+
     @torch.no_grad()
     def apply(self, total: Tensor) -> None:
         """Move the running statistics by the sum over all workers of what they collected, if all of it is finite."""
@@ -274,7 +289,8 @@ class NormStatistics:
         # Tensor arithmetic instead of an `if`: reading a number would make the CPU wait for the device.
         weights = weights + total.sum() * 0  # NaN, which is not above 0, if anything is not finite
         counts = [cast(Tensor, layer.num_batches_tracked) for layer in self.layers]
-        torch._foreach_add_(counts, (weights > 0).to(counts[0].dtype).unbind())
+        increments = (weights > 0).to(counts[0].dtype).unbind()
+        torch._foreach_add_(counts, increments)
         momenta = [math.nan if layer.momentum is None else layer.momentum for layer in self.layers]
         factors = self._constant(("momenta", 1), momenta, lambda: self._of_values(_float64(momenta)), total)
         of_layer = self._constant(("layers", 1), None, lambda: self._of_values(torch.arange(len(self.layers))), total)
@@ -283,7 +299,9 @@ class NormStatistics:
             factors = torch.where(factors.isnan(), means[of_layer], factors)
         weights = weights[of_layer]
         running = [cast(Tensor, one) for layer in self.layers for one in (layer.running_mean, layer.running_var)]
-        before = torch.cat(running).to(total.dtype)
+        exact = torch.cat(running)
+        self._moved = counts, increments, running, exact.split(self._widths)
+        before = exact.to(total.dtype)
         after = torch.where(weights > 0, before.lerp(values / weights, factors), before)
         torch._foreach_copy_(running, after.split(self._widths))
 

@@ -84,7 +84,7 @@ class Passes:
             is_concurrent: whether other devices use the same generators at the same time, until numbers are drawn.
         """
         self.norm = NormStatistics(model)
-        self.buffers = ForwardBuffers(model)
+        self.buffers = ForwardBuffers(model, self.norm)
         self.functions = functions
         self.like = torch.zeros((), dtype=statistics_dtype(model), device=device)
         """A tensor of the dtype, and on the device, in which losses are added."""
