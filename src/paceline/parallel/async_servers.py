@@ -111,7 +111,7 @@ class AsyncServers(Engine):
     def close(self, error: BaseException | None = None) -> None:
         """Disconnect from the servers: with the other workers, or without them if an error ends the run."""
         if self._servers is not None:
-            self._servers.__exit__(type(error), error, None)
+            self._servers.__exit__(None, error, None)
             self._servers = None
 
     @property

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.comm import Aggregator, Bucket
@@ -130,7 +131,7 @@ class DataParallel(Engine):
                 parameter.grad = None  # a slice of an old bucket
             self._set_up(ddp, ddp.process_group, ddp.find_unused_parameters)
 
-    def _aggregate(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _aggregate(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """DDP's hook: a future of the bucket's *sum* over all workers, in flight while backward goes on.
 
         The mean over samples is in the loss weights already.

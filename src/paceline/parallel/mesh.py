@@ -67,7 +67,7 @@ class MeshParallel(Engine):
         )
         super().__init__(self._spread.module, device, LossFunctions(axes.world))
         self._pipeline = self._spread.pipeline
-        self.notes = list(self._spread.notes)
+        self.notes: list[str] = list(self._spread.notes)
         self.micro_batch = MicroBatchLimit(plan, job)
         self._passes = Passes(
             self.module,
