@@ -11,14 +11,13 @@ import math
 import torch
 from torch import Tensor
 
-from paceline.comm.compressor import Bucket, Sum
-from paceline.comm.error_feedback import ErrorFeedback, is_finite
+from paceline.comm.compressor import Bucket, Compressor, Sum, is_finite
 from paceline.comm.shared_generator import shared_generator
 
 _FACTOR = "factor/"
 
 
-class PowerSGD(ErrorFeedback):
+class PowerSGD(Compressor):
     """One step of subspace iteration per training step, begun where the last one ended.
 
     A parameter's gradient M (rows x columns: its first dimension x the rest) is sent as rank * (rows + columns) values

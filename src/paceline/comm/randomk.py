@@ -7,14 +7,13 @@ import math
 import torch
 from torch import Tensor
 
-from paceline.comm.compressor import Bucket, Sum
-from paceline.comm.error_feedback import ErrorFeedback, is_finite
+from paceline.comm.compressor import Bucket, Compressor, Sum, is_finite
 from paceline.comm.shared_generator import shared_generator
 
 _DRAWS = "draws/"
 
 
-class RandomK(ErrorFeedback):
+class RandomK(Compressor):
     """Sends k = ceil(density x values) values of a bucket, and one that tells whether a worker has overflowed.
 
     What is chosen is the same on all workers, and what is sent is linear in the gradients, so that but for rounding the
@@ -22,7 +21,7 @@ class RandomK(ErrorFeedback):
 
     Values are sent as they are, not multiplied by 1 / density. That would make each step's sum right on average, but
     what is not sent now is owed and will be sent: it would be counted twice, and what is owed would grow instead of
-    staying bounded (Stich et al. 2018, Karimireddy et al. 2019; both in `error_feedback`).
+    staying bounded (Stich et al. 2018, Karimireddy et al. 2019; both in `compressor`).
     """
 
     def __init__(self, density: float, seed: int) -> None:

@@ -7,12 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from paceline.comm.compressor import Bucket, Sum
-from paceline.comm.error_feedback import ErrorFeedback
+from paceline.comm.compressor import Bucket, Compressor, Sum
 from paceline.comm.links import Links
 
 
-class TopK(ErrorFeedback):
+class TopK(Compressor):
     """Sends about k = ceil(density x values) values of a bucket, those that are largest on some worker.
 
     Each worker chooses k values of gradient plus what it owes, by magnitude. The choices differ, so they go around the
