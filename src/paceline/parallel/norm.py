@@ -165,7 +165,7 @@ class NormStatistics:
         """The statistics of the current pass, a tensor for each dtype, and the number of its shards."""
         self._sums: Tensor | None = None
         """Those of the step's passes before it."""
-        self._moved: tuple[Sequence[Tensor], ...] | None = None
+        self._moved: tuple[list[Tensor] | tuple[Tensor, ...], ...] | None = None
         """What `undo` needs: counts, what was added to them, and running statistics with their values before."""
         self._constants: dict[tuple[str, int], tuple[Any, Tensor]] = {}
         """What was made of Python's numbers for so many shards, and of which: a GPU would have to wait for it in every
