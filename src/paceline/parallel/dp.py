@@ -79,7 +79,7 @@ class DataParallel(Engine):
         if aggregator is not None:
             self._ddp = DistributedDataParallel.__new__(DistributedDataParallel)
             self._set_up(self._ddp, of_uses or aggregator.links.group, find_unused_parameters)
-        is_sync = any(isinstance(layer, SyncBatchNorm) for layer in self.module.modules())
+        self._is_sync = any(isinstance(layer, SyncBatchNorm) for layer in self.module.modules())
         self._passes = Passes(
             self.module,
             device,
@@ -87,9 +87,8 @@ class DataParallel(Engine):
             self.micro_batch,
             one_by_one=job.shard_by_shard,
             may_split=not has_other_norms(self.module),
-            refusal=_SYNC_REFUSAL if is_sync else "",
+            refusal=_SYNC_REFUSAL if self._is_sync else "",
         )
-        self._is_sync = is_sync
         self.forward_buffers = self._passes.buffers
 
     def close(self, error: BaseException | None = None) -> None:  # noqa: ARG002 - whatever it is
@@ -114,7 +113,7 @@ class DataParallel(Engine):
         )
         # `gradients` does it, however many forward passes there are. (The argument has another name since torch 2.13.)
         ddp.broadcast_buffers = False
-
+        # DDP compares annotations, if there are any, with the classes themselves: a lambda has none.
         ddp.register_comm_hook(None, lambda _state, bucket: self._aggregate(bucket))
         self._trained = self._trained_now()
         if self.micro_batch.is_automatic:
