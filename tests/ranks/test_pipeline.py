@@ -101,7 +101,7 @@ def alone(name: str, dtype: torch.dtype) -> Iterator[tuple[nn.Module, float]]:
         total = torch.zeros((), dtype=dtype)
         for micro_batch in micro_batches(batch, step, norm, SIZES[name]) if dist.get_rank() == 0 else ():
             micro_batch.before_forward()
-            loss = micro_batch.loss_of(model) * micro_batch.weight
+            loss = micro_batch.loss_of(model)
             with micro_batch.backward():
                 loss.backward()
             total += loss.detach()
