@@ -13,6 +13,7 @@ from torch import Tensor
 
 from paceline.comm.compressor import Bucket, Compressor, Sum, is_finite
 from paceline.comm.shared_generator import shared_generator
+from paceline.errors import JobError
 
 _FACTOR = "factor/"
 
@@ -35,6 +36,8 @@ class PowerSGD(Compressor):
     """
 
     def __init__(self, rank: int, seed: int) -> None:
+        if rank < 1:
+            raise JobError(f"The rank of PowerSGD is {rank}; it needs to be at least 1.")
         super().__init__()
         self._rank = rank
         self._seed = seed

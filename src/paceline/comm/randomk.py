@@ -9,6 +9,7 @@ from torch import Tensor
 
 from paceline.comm.compressor import Bucket, Compressor, Sum, is_finite
 from paceline.comm.shared_generator import shared_generator
+from paceline.errors import JobError
 
 _DRAWS = "draws/"
 
@@ -25,6 +26,8 @@ class RandomK(Compressor):
     """
 
     def __init__(self, density: float, seed: int) -> None:
+        if not 0 < density <= 1:
+            raise JobError(f"The density of random-k is {density}; it needs to be above 0 and at most 1.")
         super().__init__()
         self._density = density
         self._seed = seed

@@ -131,6 +131,9 @@ class ForwardBuffers:
                 found[id(tensor)].holders.append((module._buffers, name))
         self._all = list(found.values())
         self._combined = [buffer for buffer in self._all if buffer.is_combined]
+        others = [buffer for buffer in self._all if not buffer.is_combined]
+        dtypes = dict.fromkeys(buffer.tensor.dtype for buffer in others)
+        self._of_norms = [[one for one in others if one.tensor.dtype == dtype] for dtype in dtypes]
         self._passes: list[_Pass] = []
         self._moving: set[int] = set()
         """The numbers of the buffers that passes have changed so far."""
@@ -142,10 +145,13 @@ class ForwardBuffers:
 
     # --- the passes of a step ---
 
+    @torch.no_grad()
     def begin_step(self) -> None:
         """Take the present values for those that every pass of this step begins with."""
         for buffer in self._all:
             buffer.remember()
+        for same in self._of_norms:  # the kernels of batch norm write without autograd's notice
+            torch._foreach_copy_([one.before for one in same], [local_shard(one.tensor) for one in same])
         self._norm.begin_step()
         self._passes = []
 
