@@ -24,8 +24,6 @@ from paceline.measure.values import (
     LinkRequest,
     NetworkProbe,
     NetworkRequest,
-    read_json,
-    write_json,
 )
 from paceline.measure.which_links import MOST_NODES_IN_FULL, merged_reasons, node_pairs, with_measured
 from paceline.plan import place
@@ -157,7 +155,7 @@ def _measure_links(allocation: Allocation, scratch: Path, *, quiet: bool) -> tup
         _run_probe(
             "link_probe", LinkRequest(nodes), _one_worker_a_node(allocation.cluster), allocation, scratch, quiet=True
         )
-    results = [read_json(LinkProbe, scratch / LINKS_FILE.format(rank=rank)) for rank in range(len(nodes))]
+    results = [LinkProbe.load(scratch / LINKS_FILE.format(rank=rank)) for rank in range(len(nodes))]
     measured = tuple(with_measured(node, result.links) for node, result in zip(nodes, results, strict=True))
     reasons = {node.hostname: result.not_measured for node, result in zip(nodes, results, strict=True)}
     return measured, merged_reasons(reasons)
@@ -179,7 +177,7 @@ def _measure_network(
         f"{_count(left_out, 'pair')} of nodes: beyond {MOST_NODES_IN_FULL} nodes, neighbours in their order and some "
         "that stand far apart in it are timed"
     )
-    return read_json(NetworkProbe, scratch / NETWORK_FILE).links, [reason] if left_out else []
+    return NetworkProbe.load(scratch / NETWORK_FILE).links, [reason] if left_out else []
 
 
 def _run_probe(
@@ -193,7 +191,7 @@ def _run_probe(
 ) -> None:
     """The workers of `plan` run a program of `paceline.measure`; they leave their results in `scratch`."""
     path = scratch / REQUEST_FILE
-    write_json(request, path)
+    request.save(path)
     argv = ["-m", f"paceline.measure.{program}", str(path), str(scratch), *(["--quiet"] if quiet else [])]
     allocation.run(plan, argv, run_dir=scratch, environ=_PCI_ORDER | ({} if quiet else env.terminal()))
 
@@ -221,7 +219,7 @@ def _least_disturbed(
         if again.load is not None and again.load.disturbance < timing.load.disturbance:
             timing, reasons = again, more
     if timing.load is not None and timing.load.is_disturbing:
-        reasons = [*reasons, f"the job without disturbance: {timing.load.sentence()}"]
+        reasons = [*reasons, f"the job on an idle machine: {timing.load.sentence()}"]
     return timing, reasons
 
 
@@ -253,7 +251,7 @@ def measure_job(
         budget_s=budget_s,
     )
     _run_probe("job_probe", request, plan, allocation, scratch, quiet=quiet)
-    result = read_json(JobProbe, scratch / JOB_FILE)
+    result = JobProbe.load(scratch / JOB_FILE)
     return result.timing, list(result.not_measured)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from paceline.measure.values import JobProbe, write_json
+from paceline.measure.values import JobProbe
 from paceline.spec import Cluster, Device, ForecastCheck, Job, JobTiming, Link, NetworkLink, Node, NodePlacement, Plan
 from paceline.workflows.allocation import Allocation
 from paceline.workflows.probe import measure_job, merge
@@ -57,7 +57,7 @@ class _FakeAllocation:
     def run(self, plan: Plan, _program: Sequence[str], *, run_dir: Path, **_environ: Mapping[str, str]) -> None:
         self.plan = plan
         self.request = json.loads((run_dir / "request.json").read_text())
-        write_json(JobProbe(timing("job"), ("nothing",)), run_dir / "probe.json")
+        JobProbe(timing("job"), ("nothing",)).save(run_dir / "probe.json")
 
 
 def _measured(job: Job, plan: Plan, folder: Path, where: Where = HERE) -> _FakeAllocation:
