@@ -153,6 +153,19 @@ def test_an_evaluation_changes_nothing() -> None:
     torch.testing.assert_close(list(model.buffers()), before, rtol=0, atol=0, equal_nan=True)
 
 
+def test_an_evaluation_keeps_what_torchs_own_batch_norm_has_learned() -> None:
+    """Its kernel moves running statistics without autograd's notice."""
+    model = nn.BatchNorm1d(3)
+    buffers = ForwardBuffers(model, NormStatistics(model))
+    buffers.begin_step()
+    model(torch.randn(8, 3) + 1)
+    learned = [buffer.clone() for buffer in model.buffers()]
+    with buffers.untouched():
+        model(torch.randn(8, 3))
+    assert all(map(torch.equal, learned, model.buffers()))
+    assert not torch.equal(learned[0], torch.zeros(3))
+
+
 def test_what_a_script_sets_between_steps_is_kept() -> None:
     model = Holder(_lerp)
     buffers = ForwardBuffers(model, NormStatistics(model))
