@@ -223,7 +223,7 @@ class _ElasticRun:
                 self.fleet.teams,
                 replace(self.options, preload=preload),
                 signals=self._signals,
-                fork_server=self._fork_server,
+                fork_server=self._fork_server if preload else None,
                 could_grow=lambda: can_grow and self.fleet.has_returned,
             )
         except LaunchError as error:

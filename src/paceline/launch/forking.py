@@ -85,11 +85,6 @@ class ForkServer:
         return f"{env.FORKED_BY}={self._name}".encode()
 
     @property
-    def modules(self) -> tuple[str, ...]:
-        """The modules that it loads."""
-        return self._preload
-
-    @property
     def has_loaded(self) -> bool:
         """Whether the server has loaded and can fork at once; also true if it has died since."""
         return self._has_loaded or self._loads_within(0.0)
@@ -111,7 +106,7 @@ class ForkServer:
         It loads at low priority, beside workers that train, unless it `is_awaited`.
         """
         early = env.read_early(variables)
-        if sys.platform != "linux" or (self._is_alive and self._early == early):
+        if self._is_alive and self._early == early:
             return
         self.close()
         ours, theirs = socket.socketpair()

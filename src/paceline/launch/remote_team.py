@@ -177,7 +177,7 @@ class RemoteTeam:
         """Wait until the agent has released the run's workers, killing those still running."""
         if self._notify is None:
             return
-        self.send(messages.SignalWorkers("kill"))
+        self.send(messages.SignalWorkers(signal.SIGKILL))
         self._has_ended.wait(self._last_word_timeout_s())
         self._notify = None
         self._running.clear()
@@ -209,14 +209,8 @@ class RemoteTeam:
     def prepare_standby(self) -> None:
         """The agent does."""
 
-    def ask_to_save(self) -> None:
-        self.send(messages.SignalWorkers("ask_to_save"))
-
-    def ask_to_end(self) -> None:
-        self.send(messages.SignalWorkers("ask_to_end"))
-
-    def kill(self, ranks: Sequence[int] | None = None) -> None:
-        self.send(messages.SignalWorkers("kill", None if ranks is None else list(ranks)))
+    def signal(self, number: int, ranks: Sequence[int] | None = None) -> None:
+        self.send(messages.SignalWorkers(number, None if ranks is None else list(ranks)))
 
     def answers(self) -> bool:
         """Whether the node itself still answers."""

@@ -73,17 +73,20 @@ class Allocation:
             make_run_folder(run_dir)
             run_program(program)
             return
-        run_workers(
-            plan,
-            program,
-            run_dir=run_dir,
-            nodes=self.teams,
+        options = self._options(run_dir, output, environ, save_s=save_s)
+        fork_server = self.fork_server if self._saves_loading(plan, program) else None
+        run_workers(plan, program, options, nodes=self.teams, fork_server=fork_server)
+
+    def _options(
+        self, run_dir: Path, output: Output, environ: Mapping[str, str] | None, **options: Any
+    ) -> LaunchOptions:
+        return LaunchOptions(
+            run_dir,
             interface=self.where.interface,
             output=output,
             hang_timeout_s=self.where.hang_timeout_s,
             environ={**env.note(env.CONTAINER, self.image), **(environ or {})},
-            save_s=save_s,
-            fork_server=self.fork_server if self._saves_loading(plan, program) else None,
+            **options,
         )
 
     def _saves_loading(self, plan: Plan, program: Sequence[str]) -> bool:
@@ -105,19 +108,10 @@ class Allocation:
         """Run a program with restarts after failures; arguments and errors as in `launch.elastic.run_elastic`."""
         self._check_elastic()
         cluster = with_room(self.cluster, plan_for(self.cluster, limits.max_workers))
-        options = LaunchOptions(
-            run_dir,
-            interface=self.where.interface,
-            output=output,
-            save_s=SAVE_S,
-            hang_timeout_s=self.where.hang_timeout_s,
-            environ={
-                **env.note(env.CONTAINER, self.image),
-                **env.note(env.MAX_RESTARTS, limits.max_restarts),
-                **(environ or {}),
-            },
-            preload=PRELOAD if standby else (),
-        )
+        # Who never starts again needs nothing that is prepared for that.
+        preload = PRELOAD if standby and limits.max_restarts else ()
+        noted = {**env.note(env.MAX_RESTARTS, limits.max_restarts), **(environ or {})}
+        options = self._options(run_dir, output, noted, save_s=SAVE_S, preload=preload)
         with contextlib.closing(Fleet(cluster, self.teams, self.describe)) as fleet:
             run_elastic(fleet, limits, plan_for, program_for, options)
 

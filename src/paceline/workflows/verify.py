@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from paceline import env
 from paceline.errors import LaunchError
 from paceline.hardware import detect
-from paceline.launch import run_workers
+from paceline.launch import LaunchOptions, run_workers
 from paceline.plan import spread
 from paceline.spec import Cluster, Job, Plan
 from paceline.spec.mesh_name import check_strategy
@@ -80,7 +80,7 @@ def verify(
             # A script reads it from the environment. Every worker is a new process: those that are forked hash texts
             # alike, and would hide what depends on the order of a set.
             environ = env.trace_request(run_dir / "trace", steps) | env.note(env.STRATEGY, shared)
-            run_workers(plan, program, run_dir=run_dir, environ=environ)
+            run_workers(plan, program, LaunchOptions(run_dir, environ=environ))
             traces.append(load_trace(run_dir / "trace", count))
         return tuple(compare(traces[0], traces[1], traces[2:]))
 
