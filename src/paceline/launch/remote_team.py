@@ -25,6 +25,7 @@ from paceline.launch.hang import WatchClock, WorkerState, interval_s
 from paceline.launch.messages import AgentMessage
 from paceline.launch.output import show_here
 from paceline.launch.team import STACKS_WAIT_S, LaunchOptions, with_age
+from paceline.spec.codec import from_mapping
 
 OPEN_TIMEOUT_S = 60.0
 """Timeout for an agent's first message: login, start of a container and an interpreter, hardware detection."""
@@ -279,7 +280,7 @@ class RemoteTeam:
             case messages.OutputText(target_fd, text):
                 show_here(target_fd, text.encode())
             case messages.Exited(mapping):
-                ending = with_age(Ending.from_mapping(mapping), time.time())
+                ending = with_age(from_mapping(Ending, mapping), time.time())
                 self._endings[ending.rank] = ending
                 if self._notify is not None:
                     self._notify(WorkerExited(self._number, ending.rank))
