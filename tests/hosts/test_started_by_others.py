@@ -12,6 +12,7 @@ import pytest
 
 from paceline.launch.kubernetes import Pods, job_manifest
 from paceline.spec import Job, Plan, RunRecord
+from paceline.spec.plan import RunLimit
 from paceline.workflows.run_folder import write_run
 from tests.hosts.cluster import INTERFACE, MASTER_PORT, Cluster, Node, NodeProcess
 from tests.hosts.slurm import slurm_on, why_not_slurm
@@ -48,7 +49,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def weights_alone(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> str | None:
     run_dir = tmp_path_factory.mktemp("alone") / "run"
-    program = write_run(JOB, Plan(), run_dir, max_steps=MAX_STEPS, quiet=True)
+    program = write_run(JOB, Plan(), run_dir, RunLimit(MAX_STEPS), quiet=True)
     return _weights(cluster.nodes[0], [sys.executable, *program], run_dir)
 
 
@@ -141,7 +142,7 @@ def _torchrun(rendezvous: Sequence[str], program: Sequence[str]) -> list[str]:
 
 def _program(run_dir: Path, *, world_size: int) -> list[str]:
     plan = Plan(world_size=world_size, timeout_s=60, algorithm="tree_exact")
-    return write_run(JOB, plan, run_dir, max_steps=MAX_STEPS, quiet=True)
+    return write_run(JOB, plan, run_dir, RunLimit(MAX_STEPS), quiet=True)
 
 
 def _start(node: Node, argv: Sequence[str]) -> NodeProcess:

@@ -15,7 +15,7 @@ from paceline.errors import LaunchError
 from paceline.hardware import detect
 from paceline.launch import run_workers
 from paceline.launch.contained import contained
-from paceline.launch.elastic import ElasticLimits, run_elastic
+from paceline.launch.elastic import run_elastic
 from paceline.launch.fleet import Describe, Fleet
 from paceline.launch.forking import ForkServer
 from paceline.launch.messages import Hello
@@ -94,27 +94,6 @@ class Allocation:
             return False
         return plan.world_size > 1 or self.fork_server.has_loaded
 
-    def run_elastic(
-        self,
-        limits: ElasticLimits,
-        plan_for: PlanFor,
-        program_for: Callable[[Plan], Sequence[str]],
-        *,
-        run_dir: Path,
-        output: Output = "rank0",
-        environ: Mapping[str, str] | None = None,
-        standby: bool = True,
-    ) -> None:
-        """Run a program with restarts after failures; arguments and errors as in `launch.elastic.run_elastic`."""
-        self._check_elastic()
-        cluster = with_room(self.cluster, plan_for(self.cluster, limits.max_workers))
-        # Who never starts again needs nothing that is prepared for that.
-        preload = PRELOAD if standby and limits.max_restarts else ()
-        noted = {**env.note(env.MAX_RESTARTS, limits.max_restarts), **(environ or {})}
-        options = self._options(run_dir, output, noted, save_s=SAVE_S, preload=preload)
-        with contextlib.closing(Fleet(cluster, self.teams, self.describe)) as fleet:
-            run_elastic(fleet, limits, plan_for, program_for, options)
-
     def run_job(
         self,
         num_workers: int,
@@ -137,21 +116,17 @@ class Allocation:
         if limits is None:
             self.run(plan, program_for(plan), run_dir=run_dir, output=output, environ=environ, save_s=SAVE_S)
             return
-        plan_within = largest_that_fits(plan_for, limits.min_workers)
-        self.run_elastic(
-            limits, plan_within, program_for, run_dir=run_dir, output=output, environ=environ, standby=elastic.standby
-        )
+        # Who never starts again needs nothing that is prepared for that.
+        preload = PRELOAD if elastic.standby and limits.max_restarts else ()
+        noted = {**env.note(env.MAX_RESTARTS, limits.max_restarts), **(environ or {})}
+        options = self._options(run_dir, output, noted, save_s=SAVE_S, preload=preload)
+        with contextlib.closing(Fleet(with_room(self.cluster, plan), self.teams, self.describe)) as fleet:
+            run_elastic(fleet, limits, largest_that_fits(plan_for, limits.min_workers), program_for, options)
 
     def _check_debug(self, plan: Plan) -> None:
         if self.where.launcher == "debug" and plan.world_size != 1:
             raise LaunchError(
                 f"launcher = 'debug' runs one worker in this process, not {plan.world_size}; ask for 1 worker."
-            )
-
-    def _check_elastic(self) -> None:
-        if self.where.launcher == "debug":
-            raise LaunchError(
-                "launcher = 'debug' runs in this process, which cannot outlive a failure; leave min_workers out."
             )
 
     def first_plan(self, num_workers: int, elastic: Elastic, plan_for: PlanFor) -> Plan:
@@ -161,7 +136,10 @@ class Allocation:
             plan = plan_for(self.cluster, num_workers)
             self._check_debug(plan)
             return plan
-        self._check_elastic()
+        if self.where.launcher == "debug":
+            raise LaunchError(
+                "launcher = 'debug' runs in this process, which cannot outlive a failure; leave min_workers out."
+            )
         plan_within = largest_that_fits(plan_for, limits.min_workers)
         check_may_shrink(plan_within, self.cluster, limits.min_workers, limits.max_workers)
         return plan_within(self.cluster, limits.max_workers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import math
 import re
 import shlex
@@ -14,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import JobError, shortened, shown
+from paceline.errors import JobError, did_you_mean, shortened, shown
 from paceline.spec import CallbackSpec, Job, load_job
 from paceline.spec.job import MOST_SAMPLES, TRACKER_NAMES
 
@@ -167,8 +166,7 @@ def _named(job: str) -> Job:
             return load_job(path)
     if job.endswith(".toml") or _is_file(job):
         return load_job(job)
-    near = difflib.get_close_matches(job, names, n=1, cutoff=0.5) if len(job) < 100 else []
-    hint = f" (did you mean '{near[0]}'?)" if near else ""
+    hint = did_you_mean(job, names, " ({})")
     raise JobError(f"'{shortened(job)}' is neither a job file nor a recipe{hint}; the recipes are {', '.join(names)}.")
 
 

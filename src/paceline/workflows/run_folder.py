@@ -22,6 +22,8 @@ from paceline.spec.record import RECORD_FILE
 
 JOB_FILE, PLAN_FILE, LIMIT_FILE = "job.json", "plan.json", "limit.json"
 
+NO_LIMIT = RunLimit()
+"""A run that ends with its epochs."""
 _MOST_NAME_CHARACTERS = 50
 """What a folder's name keeps of its job's: 200 bytes at most in UTF-8, and file systems take 255."""
 
@@ -130,16 +132,15 @@ def write_run(
     job: Job,
     plan: Plan,
     run_dir: Path,
+    limit: RunLimit = NO_LIMIT,
     *,
-    max_steps: int | None = None,
-    max_minutes: float | None = None,
     quiet: bool = False,
     trackers: Sequence[str] = (),
     force: bool = False,
 ) -> list[str]:
     """Write job, plan and limit into the run folder; return the program that trains them, as python's arguments."""
     make_folder(run_dir)
-    values = {JOB_FILE: job, PLAN_FILE: plan, LIMIT_FILE: RunLimit(max_steps, max_minutes)}
+    values = {JOB_FILE: job, PLAN_FILE: plan, LIMIT_FILE: limit}
     try:
         for name, value in values.items():
             value.save(run_dir / name, run_file_mode())

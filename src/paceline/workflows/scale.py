@@ -15,6 +15,7 @@ from paceline.launch.run_workers import SAVE_S
 from paceline.plan import spread
 from paceline.spec import AlgorithmName, Job, Plan, RunRecord
 from paceline.spec.forecast import Grow
+from paceline.spec.plan import RunLimit
 from paceline.spec.record import RECORD_FILE
 from paceline.workflows.allocation import Allocation, open_allocation
 from paceline.workflows.forecasts import CLUSTER_FILE, feed_back, with_forecasts, without_forecasts
@@ -145,7 +146,7 @@ class _Run:
                 return RunRecord.load(self.run_dir / RECORD_FILE)
             raise JobError(f"{self.run_dir} holds a run of another job; name another folder for this study.")
         started = time.monotonic()
-        program = write_run(self.job, self.plan, self.run_dir, max_steps=self.max_steps, quiet=quiet)
+        program = write_run(self.job, self.plan, self.run_dir, RunLimit(self.max_steps), quiet=quiet)
         environ = env.import_note(import_folders(self.job))
         allocation.run(self.plan, program, run_dir=self.run_dir, environ=environ, save_s=SAVE_S)
         record = finished_record(self.run_dir, started)

@@ -9,6 +9,7 @@ import pytest
 
 from paceline.errors import PacelineError
 from paceline.spec import Job, Plan
+from paceline.spec.plan import RunLimit
 from paceline.workflows.run_folder import begun_with, finished_run, new_run_dir, write_run
 from tests.sample_records import sample_record
 
@@ -42,7 +43,7 @@ def test_a_finished_run_is_never_lost(tmp_path: Path) -> None:
 def test_a_run_in_the_precision_that_was_left_to_it_is_finished(tmp_path: Path) -> None:
     record = sample_record()
     decided = dataclasses.replace(record.job, precision="bfloat16")
-    write_run(decided, record.plan, tmp_path, max_steps=None)
+    write_run(decided, record.plan, tmp_path)
     dataclasses.replace(record, job=decided).save(tmp_path / "record.json")
     left_to_it = dataclasses.replace(decided, precision="auto")
     assert finished_run(tmp_path, left_to_it, None, force=False) is not None
@@ -53,7 +54,7 @@ def test_a_run_in_the_precision_that_was_left_to_it_is_finished(tmp_path: Path) 
 def test_a_run_lies_ready_as_files(tmp_path: Path) -> None:
     job, plan = Job(name="digits", epochs=3), Plan(world_size=2)
     program = write_run(
-        job, plan, tmp_path / "deep" / "run", max_steps=7, quiet=True, trackers=["tensorboard"], force=True
+        job, plan, tmp_path / "deep" / "run", RunLimit(7), quiet=True, trackers=["tensorboard"], force=True
     )
     run_dir = tmp_path / "deep" / "run"
     assert begun_with(run_dir) == (job, plan, 7)
