@@ -207,7 +207,9 @@ def test_workers_do_not_outlive_launcher_or_agent(stage: Stage, ending: str) -> 
     try:
         bare.receive(messages.Hello)
         command = _command(stage.script("tell('ready')\npark()"), stage)
-        bare.send(messages.Start([command], str(stage.run_dir), "marker", None, False, 2.0, 0, []))
+        # Only silence ends it within two seconds; a busy machine may take longer to start a worker.
+        hang_timeout_s = 2.0 if ending == "silence" else 600.0
+        bare.send(messages.Start([command], str(stage.run_dir), "marker", None, False, hang_timeout_s, 0, []))
         bare.receive(messages.Started)
         if ending == "end of input":
             stage.await_marks("ready")

@@ -239,12 +239,13 @@ def _option_names(parameters: Sequence[inspect.Parameter]) -> dict[str, str]:
 
 
 def naming_options(message: str, names: Mapping[str, str]) -> str:
-    """A sentence that names parameters, as it names options: "min_workers = 5 is" as "--min-workers 5 is".
+    """A sentence that names parameters, as it names options: "min_workers = 5 is" as "--min-workers 5 is", and
+    "with force = True" as "with --force".
 
     Names of one word are words of the language too, and are replaced before "=" only.
     """
     for name, option in names.items():
-        before_value = "( =)?" if "_" in name else " =(?= )"
+        before_value = "( = True| =)?" if "_" in name else "( = True| =(?= ))"
         message = re.sub(rf"(?<![\w.\-/'\"]){name}\b(?![.(]\w){before_value}", option, message)
     return message
 

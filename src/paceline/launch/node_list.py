@@ -44,7 +44,7 @@ def parse_node_list(text: str) -> tuple[NodeSlots, ...]:
     Raises:
         LaunchError: an invalid entry, a node named twice, or no node.
     """
-    entries = [(f"--hosts, entry {number}", entry.strip()) for number, entry in enumerate(text.split(","), 1)]
+    entries = [(f"hosts, entry {number}", entry.strip()) for number, entry in enumerate(text.split(","), 1)]
     return _distinct((where, _parse_entry(entry, where)) for where, entry in entries)
 
 

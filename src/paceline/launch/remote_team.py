@@ -366,6 +366,6 @@ def _no_endpoint_sentence(
             )
             return (
                 f"{name} reaches no address of {first}: {tried}; open the firewall between the nodes, or name the "
-                "network with --interface."
+                "network with interface = NAME."
             )
-    return f"No address of {first} is reached by all other nodes; name a common network with --interface."
+    return f"No address of {first} is reached by all other nodes; name a common network with interface = NAME."

@@ -114,8 +114,8 @@ def batch_script(
         f"--cpus-per-task={cpus_per_worker}",
         *([f"--gpus-per-node={workers_per_node}"] if use_gpus else []),
         *([f"--time={_clock(time_limit_s)}"] if time_limit_s is not None else []),
-        *([f"--partition={_word('--partition', partition)}"] if partition is not None else []),
-        *([f"--account={_word('--account', account)}"] if account is not None else []),
+        *([f"--partition={_word('partition =', partition)}"] if partition is not None else []),
+        *([f"--account={_word('account =', account)}"] if account is not None else []),
         f"--output={_log_pattern(run_dir)}",
     ]
     lines = [

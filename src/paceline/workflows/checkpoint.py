@@ -151,9 +151,7 @@ def export(checkpoint: str | Path, target: str | Path, *, force: bool = False, s
     with storage_problems(target):
         beside = open_storage(folder)
         if not force and file in beside.names():
-            raise CheckpointError(
-                f"{target} is there already; choose another name, or replace it with --force (force=True in Python)."
-            )
+            raise CheckpointError(f"{target} is there already; choose another name, or replace it with force = True.")
     with storage_problems(checkpoint):
         place = find_location(checkpoint)
         if place.name is None:

@@ -52,9 +52,9 @@ def new_run_dir(out: Path | str | None, name: str, *, may_be_finished: bool = Fa
         except FileExistsError:
             continue
         except OSError as problem:
-            raise PacelineError(f"{problem.strerror}: {candidate}; name another one with --out.") from None
+            raise PacelineError(f"{problem.strerror}: {candidate}; name another one with out = DIR.") from None
         return candidate
-    raise PacelineError(f"No free folder name under {stem}; name one with --out.")
+    raise PacelineError(f"No free folder name under {stem}; name one with out = DIR.")
 
 
 def finished_run(run_dir: Path, job: Job, max_steps: int | None, *, force: bool) -> RunRecord | None:

@@ -66,7 +66,7 @@ def test_invalid_hosts_are_one_sentence(run: Run) -> None:
     for wrong in ("a:0", "a,a", "-oProxyCommand=x"):
         code, out, err = run("doctor", f"--hosts={wrong}")
         assert (code, out) == (2, "")
-        assert err.startswith("paceline: --hosts, entry")
+        assert err.startswith("paceline: hosts, entry")
         assert TRACEBACK not in err
 
 

@@ -213,7 +213,7 @@ def test_a_mesh_is_tried_on_paper_for_devices_that_nobody_has() -> None:
 
 
 def test_a_mesh_with_more_shares_than_shards_or_without_degrees_is_one_sentence() -> None:
-    with pytest.raises(JobError, match=r"dp128 divides the batch 128 ways, .* use --set virtual_shards=128 or more"):
+    with pytest.raises(JobError, match=r"dp128 divides the batch 128 ways, .* use virtual_shards = 128 or more"):
         ask("digits-lenet", "--dry-run-mesh", "dp128")
     with pytest.raises(JobError, match="There is no strategy 'dq2'"):
         ask("digits-lenet", "--dry-run-mesh", "dq2")
