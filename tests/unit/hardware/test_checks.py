@@ -23,7 +23,6 @@ from paceline.hardware.checks import (
     gpu_facts,
     gpu_table,
     network_table,
-    node_facts,
     pcie_facts,
     system_facts,
     system_table,
@@ -34,7 +33,7 @@ from paceline.hardware.checks.engine import Check, Finding, error, filled_in, si
 from paceline.hardware.checks.gpu_facts import GpuFacts, GpusFacts, collect_gpus
 from paceline.hardware.checks.network_facts import Interface, Lookup, NetworkFacts
 from paceline.hardware.checks.node_checks import check_node
-from paceline.hardware.checks.node_facts import NodeFacts
+from paceline.hardware.checks.node_facts import NodeFacts, node_facts
 from paceline.hardware.checks.pcie_facts import PcieFacts
 from paceline.hardware.checks.reachability import ReachTest, answer_until, try_to_reach
 from paceline.hardware.checks.storage_facts import StorageFacts, collect_storage
