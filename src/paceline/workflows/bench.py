@@ -23,7 +23,7 @@ from paceline.spec.comm_timing import (
     message_sizes,
 )
 from paceline.workflows.allocation import Allocation, open_allocation
-from paceline.workflows.jobs import check_amounts, check_counts
+from paceline.workflows.jobs import check_amounts, check_counts, check_words
 from paceline.workflows.run_folder import new_run_dir
 from paceline.workflows.where import HERE, Where
 
@@ -82,6 +82,7 @@ def comm(
         timings = load_timings(drawn)
     else:
         check_counts(workers=workers)
+        check_words(algorithms=algorithms or (), wires=wires)
         request = CommRequest.from_mapping(
             {
                 "cases": [CommCase(name, wire) for wire in wires for name in algorithms or algorithm_names()],

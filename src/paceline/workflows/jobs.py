@@ -84,15 +84,17 @@ def check_trackers(names: Sequence[str]) -> None:
             raise JobError(f"There is no tracker '{shortened(name)}'; it is one of {', '.join(TRACKER_NAMES)}.")
 
 
-def check_words(**lists: Sequence[str]) -> None:
-    """Check arguments for a program: a text in place of a list would be passed on letter by letter.
+def check_lists(**lists: Sequence[Any]) -> None:
+    """Raises `JobError` for a text in place of a list, which would be read letter by letter; names the argument."""
+    for name, given in lists.items():
+        if isinstance(given, str):
+            raise JobError(f"{name} = {given!r} should be a list of words: {shlex.split(given)}.")
 
-    Raises:
-        JobError: a text, or an element that is none; names the argument.
-    """
+
+def check_words(**lists: Sequence[str]) -> None:
+    """Raises `JobError` for what is no list of texts; names the argument."""
+    check_lists(**lists)
     for name, words in lists.items():
-        if isinstance(words, str):
-            raise JobError(f"{name} = {words!r} should be a list of words: {shlex.split(words)}.")
         for word in words:
             if not isinstance(word, str):
                 raise JobError(f"{name} holds {word!r}; each should be a text, such as {str(word)!r}.")
@@ -149,6 +151,7 @@ def with_callbacks(
     Raises:
         JobError: a class that workers cannot import, or something else.
     """
+    check_lists(callbacks=callbacks)
     specs = list(job.callbacks)
     for one in callbacks:
         if isinstance(one, CallbackSpec):

@@ -13,7 +13,7 @@ from paceline.errors import JobError
 from paceline.plan import place
 from paceline.spec import Cluster, Job, Mesh, PipelineSpec, Plan, parse_mesh
 from paceline.spec.mesh import ScheduleName
-from paceline.workflows.jobs import Say, silent
+from paceline.workflows.jobs import Say, check_words, silent
 from paceline.workflows.traced_model import trace_model
 
 ONE_PROCESS = "dp_one_process"
@@ -38,6 +38,9 @@ class Strategy:
     """Between layers divided by tp, each worker keeps a slice of the positions."""
     cpu_offload: bool = False
     """Keep sharded parameters in CPU memory while they are not used."""
+
+    def __post_init__(self) -> None:
+        check_words(cut=self.cut or ())
 
     def placed(
         self,

@@ -14,7 +14,7 @@ from paceline.launch import LaunchOptions, run_workers
 from paceline.plan import spread
 from paceline.spec import Cluster, Job, Plan
 from paceline.spec.mesh_name import check_strategy
-from paceline.workflows.jobs import Say, check_counts, resolve_job, silent
+from paceline.workflows.jobs import Say, check_counts, check_words, resolve_job, silent
 from paceline.workflows.run_folder import write_run
 from paceline.workflows.strategy import Strategy
 
@@ -62,6 +62,7 @@ def verify(
     cluster = detect()
     is_script = str(job).endswith(".py") and not isinstance(job, Job)
     check_counts(workers=workers, steps=steps)
+    check_words(arguments=arguments)
     if strategy not in (None, "auto", "dp_one_process"):  # which ones there are does not depend on the counts
         check_strategy(strategy)
     resolved = None if is_script else _in_float64(resolve_job(job, settings, data, model))
