@@ -16,9 +16,10 @@ Anything else that escapes is a bug in Paceline or in the user's own code and ke
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,15 @@ class PacelineError(Exception):
 
     def __init__(self, message: str = "") -> None:
         super().__init__(shortened(printable(message), _LONGEST_SENTENCE))
+
+
+@contextlib.contextmanager
+def file_problems(what: str, kind: type[PacelineError] = PacelineError) -> Iterator[None]:
+    """While the block is open, a file that cannot be used raises `kind`, which says `what` and the system's reason."""
+    try:
+        yield
+    except OSError as problem:
+        raise kind(f"{what}: {problem.strerror or problem}.") from None
 
 
 class JobError(PacelineError):

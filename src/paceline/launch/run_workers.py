@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from paceline import env
-from paceline.errors import LaunchError, PacelineError, WorkerFailed
+from paceline.errors import LaunchError, PacelineError, WorkerFailed, file_problems
 from paceline.launch.commands import Rendezvous, WorkerCommand, rendezvous_on_one_node, worker_commands
 from paceline.launch.endpoints import listen
 from paceline.launch.events import Events, Signalled
@@ -253,14 +253,12 @@ def _still_answers(outcome: Outcome, nodes: Sequence[RemoteTeam]) -> bool:
 
 def prepare(run_dir: Path) -> None:
     """Make the folders, readable only by the user, and delete files of an earlier run in the same folder."""
-    try:
+    with file_problems(f"The run folder {run_dir} cannot be used", LaunchError):
         for folder in (run_dir, run_dir / "logs", run_dir / "failures"):
             make_run_folder(folder)
         for note in (*run_dir.glob("failures/rank*"), *run_dir.glob("logs/rank*")):
             note.unlink()
         clear_report(run_dir)
-    except OSError as error:
-        raise LaunchError(f"The run folder {run_dir} cannot be used: {error}.") from error
 
 
 def worker_failed(report: FailureReport, file: Path | None, more: str = "") -> WorkerFailed:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from paceline import env
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, file_problems
 from paceline.hardware import detect
 from paceline.launch import run_workers
 from paceline.launch.contained import contained
@@ -169,11 +169,9 @@ def open_allocation(where: Where, run_dir: Path | None = None, script: Path | No
 def _held(run_dir: Path) -> Iterator[None]:
     """Keep other runs out of the run folder."""
     with contextlib.ExitStack() as held:
-        try:
+        with file_problems(f"The run folder {run_dir} cannot be used", LaunchError):
             make_run_folder(run_dir)
             held.enter_context(hold_folder(run_dir, say=lambda line: print(f"paceline: {line}", file=sys.stderr)))
-        except OSError as problem:
-            raise LaunchError(f"The run folder {run_dir} cannot be used: {problem.strerror}.") from None
         yield
 
 

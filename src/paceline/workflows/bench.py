@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline import env
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, file_problems
 from paceline.plan import spread
 from paceline.regular_files import make_run_folder
 from paceline.spec import AlgorithmName, Cluster, Plan
@@ -165,11 +165,9 @@ def _run(
     module: str, request: CommRequest | CheckpointRequest, allocation: Allocation, plan: Plan, folder: Path, quiet: bool
 ) -> None:
     """Run the workers of `plan`: each reads the request in the folder, and the first leaves its timings there."""
-    try:
+    with file_problems(f"The folder {folder} cannot be used"):
         make_run_folder(folder)
         request.save(folder / REQUEST_FILE)
-    except OSError as problem:
-        raise PacelineError(f"The folder {folder} cannot be used: {problem}.") from None
     # Absolute: on another node the working directory may be another.
     there = folder.absolute()
     program = ["-m", module, str(there / REQUEST_FILE), str(there), *(["--quiet"] if quiet else [])]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from paceline import env
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, file_problems
 
 if TYPE_CHECKING:
     from paceline.hardware.checks.engine import Finding
@@ -63,10 +63,8 @@ def listen(address: str, until: TextIO, output: TextIO) -> None:
     """Accept connections on an address until the stream `until` ends; the port is written to `output`."""
     from paceline.hardware.checks.reachability import answer_until
 
-    try:
+    with file_problems(f"Nothing can listen on {address} here", LaunchError):
         answer_until(until, address, output)
-    except OSError as problem:
-        raise LaunchError(f"Nothing can listen on {address} here: {problem.strerror or problem}.") from None
 
 
 def connect(targets: str) -> list[ReachTest]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import ClusterError, JobError, PacelineError, shortened
+from paceline.errors import ClusterError, JobError, file_problems, shortened
 from paceline.plan import place
 from paceline.spec import Cluster, Job, Plan
 from paceline.spec.forecast import Forecast, Grow
@@ -178,12 +177,9 @@ def _load_cluster(path: Path, job: Job | str | Path) -> Cluster:
 
 def _write(planned: PlannedJob, out: Path) -> None:
     """forecast.json and plan.html, and plan.json if there is a plan."""
-    try:
+    with file_problems(f"The plan cannot be written into '{out}'"):
         out.mkdir(parents=True, exist_ok=True)
         planned.forecast.save(out / FORECAST_FILE)
         (out / PAGE_FILE).write_text(planned.page(), encoding="utf-8", newline="\n")
         if planned.plan is not None:
-            text = json.dumps(planned.plan.to_mapping(), indent=2) + "\n"
-            (out / PLAN_FILE).write_text(text, encoding="utf-8")
-    except OSError as problem:
-        raise PacelineError(f"The plan cannot be written into '{out}': {problem.strerror}.") from None
+            planned.plan.save(out / PLAN_FILE)

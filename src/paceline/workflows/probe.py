@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import env
-from paceline.errors import ClusterError, PacelineError, WorkerFailed
+from paceline.errors import ClusterError, WorkerFailed, file_problems
 from paceline.measure.values import (
     JOB_FILE,
     LINKS_FILE,
@@ -105,10 +105,8 @@ def probe(
             timing, more = _least_disturbed(resolved, plan, allocation, scratch, budget, quiet=quiet)
             timings, reasons = (timing,), reasons + more
     measured = Cluster(nodes, network, timings)
-    try:
+    with file_problems(f"{out} cannot be written", ClusterError):
         merge(before, measured).save(file)
-    except OSError as problem:
-        raise ClusterError(f"{out} cannot be written: {problem}.") from None
     return ProbeResult(measured, tuple(reasons))
 
 
@@ -133,11 +131,9 @@ def _plan(job: Job, cluster: Cluster, num_workers: int | None, threads: int | No
 @contextmanager
 def _scratch(folder: Path) -> Iterator[Path]:
     """A temporary folder on the disk that checkpoints go to; it stays if a worker fails, whose report lies there."""
-    try:
+    with file_problems(f"The folder {folder} cannot be used"):
         make_run_folder(folder)
         scratch = Path(tempfile.mkdtemp(prefix="probe-", dir=folder)).absolute()
-    except OSError as problem:
-        raise PacelineError(f"The folder {folder} cannot be used: {problem}; name another one.") from None
     try:
         yield scratch
     except WorkerFailed:

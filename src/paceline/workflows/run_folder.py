@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from paceline.errors import LaunchError, PacelineError
+from paceline.errors import LaunchError, PacelineError, file_problems
 from paceline.regular_files import make_run_folder, run_file_mode
 from paceline.run_lease import check_free
 from paceline.spec import Job, Plan, RunRecord
@@ -122,10 +122,8 @@ def check_folder(folder: Path) -> None:
 
 def make_folder(folder: Path) -> None:
     """Make a folder that only its owner can read. Raises `PacelineError` where that is not possible."""
-    try:
+    with file_problems(f"The run folder {folder} cannot be made"):
         make_run_folder(folder)
-    except OSError as problem:
-        raise PacelineError(f"The run folder {folder} cannot be made: {problem}.") from None
 
 
 def write_run(
@@ -141,11 +139,9 @@ def write_run(
     """Write job, plan and limit into the run folder; return the program that trains them, as python's arguments."""
     make_folder(run_dir)
     values = {JOB_FILE: job, PLAN_FILE: plan, LIMIT_FILE: limit}
-    try:
+    with file_problems(f"The run folder {run_dir} cannot be written to"):
         for name, value in values.items():
             value.save(run_dir / name, run_file_mode())
-    except OSError as problem:
-        raise PacelineError(f"The run folder {run_dir} cannot be written to: {problem.strerror}.") from None
     return training_program(run_dir, quiet, trackers, force)
 
 
