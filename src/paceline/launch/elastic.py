@@ -207,7 +207,7 @@ class _ElasticRun:
 
     @property
     def num_workers(self) -> int:
-        """The index of the next generation."""
+        """Of the next generation."""
         return min(self.limits.max_workers, self.fleet.num_slots)
 
     def run_generation(self, plan: Plan, program_for: Callable[[Plan], Sequence[str]]) -> GenerationEnd:

@@ -65,7 +65,6 @@ class ForkServer:
     """The fork server of this node, seen from the process that starts workers; the kernel ends it with that process."""
 
     def __init__(self, preload: Sequence[str]) -> None:
-        """`preload` names the modules to load."""
         self._preload = tuple(preload)
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None

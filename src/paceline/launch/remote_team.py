@@ -59,7 +59,6 @@ class RemoteTeam:
     """The connection to one node's agent; it may serve several runs."""
 
     def __init__(self, access: NodeAccess) -> None:
-        """Start the agent."""
         self.hostname = access.hostname
         self.access = access
         self.versions: dict[str, str] = {}

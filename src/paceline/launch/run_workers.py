@@ -192,7 +192,6 @@ class Signals:
         self._events = self._waiting
 
     def note(self, number: int, _frame: FrameType | None) -> None:
-        """The handler."""
         self._events.put(Signalled(number))  # SimpleQueue.put may interrupt a get, and itself
 
     @contextlib.contextmanager

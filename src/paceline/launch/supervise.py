@@ -264,8 +264,7 @@ class Supervisor:
                 team.signal(signal.SIGKILL, ranks)
 
     def _note_stop(self) -> None:
-        """The first time counts."""
-        if not self._is_stopping:
+        if not self._is_stopping:  # the first time counts
             self._note(stopped_at=time.time())
             self._stopped_at = time.monotonic()
 
