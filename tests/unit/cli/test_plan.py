@@ -102,7 +102,7 @@ def test_json_is_one_line_with_the_plan(folder: Path) -> None:
 
 def test_settings_reach_the_job(folder: Path) -> None:
     rows = json.loads(ask("job.toml", "--devices", "1,4", "--set", "virtual_shards=2", "--json"))["rows"]
-    assert "virtual_shards=4" in rows[1]["objection"]
+    assert "virtual_shards = 4" in rows[1]["objection"]
 
 
 def test_a_plan_for_devices_that_are_not_there_is_not_written(folder: Path) -> None:

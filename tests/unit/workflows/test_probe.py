@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from paceline.measure.values import JobProbe, write_json
+from paceline.measure.values import JobProbe, JobRequest, write_json
 from paceline.spec import Cluster, Device, ForecastCheck, Job, JobTiming, Link, NetworkLink, Node, NodePlacement, Plan
+from paceline.spec.codec import to_mapping
 from paceline.workflows.allocation import Allocation
 from paceline.workflows.probe import measure_job, merge
 from paceline.workflows.where import HERE, Where
@@ -54,10 +53,10 @@ class _FakeAllocation:
     plan: Plan | None = None
     request: dict[str, Any] = field(default_factory=dict)
 
-    def run(self, plan: Plan, _program: Sequence[str], *, run_dir: Path, **_environ: Mapping[str, str]) -> None:
+    def measure(self, _program: str, request: JobRequest, plan: Plan, folder: Path, **_options: object) -> None:
         self.plan = plan
-        self.request = json.loads((run_dir / "request.json").read_text())
-        write_json(JobProbe(timing("job"), ("nothing",)), run_dir / "probe.json")
+        self.request = to_mapping(request)
+        write_json(JobProbe(timing("job"), ("nothing",)), folder / "probe.json")
 
 
 def _measured(job: Job, plan: Plan, folder: Path, where: Where = HERE) -> _FakeAllocation:
