@@ -308,7 +308,7 @@ def bench_collectives(request: CommRequest, report: Report = unreported) -> Comm
     """
     world = join_workers(request.device_kind, request.timeout_s)
     links = open_links(_group(world, request.timeout_s), world.device, request.timeout_s)
-    meter = LoadMeter()
+    meter = LoadMeter(world.device)
     timings, left_out = time_cases(request, links, report=report)
     if not timings:
         reasons = "; ".join(f"{left.case}: {left.reason}" for left in left_out)

@@ -64,7 +64,7 @@ def time_together(subject: Subject, world: World, job: Job, plan: Plan, wanted: 
     the budget is left out; the first of each is always taken.
     """
     with _steps(subject, world, job, plan, wanted.micro_batch_size) as steps:
-        meter = LoadMeter()
+        meter = LoadMeter(world.device)
         periods = _take_turns(steps, world, wanted.budget_s)
         load = meter.load(world.group)
     without_s = _typical(periods[None])

@@ -12,7 +12,7 @@ from paceline.plan.gradient_sums import (
     exposed_sums_s,
     neighbours_factor_of,
     network_in_steps,
-    sums_on_busy_cores,
+    sums_are_hidden,
 )
 from paceline.plan.inputs import PlanInputs, largest_assignment, needs_replicas, pass_s, spread_near
 from paceline.plan.memory import StateBytes, device_memory, largest_micro_batch, state_bytes, worker_memory_bytes
@@ -138,7 +138,7 @@ def workload_on(inputs: PlanInputs, count: int, memory_bytes: float | None = Non
         shard_size=job.shard_size,
         backend="nccl" if on_gpu else "gloo",
         copy_s_per_byte=0.0 if on_gpu else neighbours / _CPU_COPY_RATE,
-        sums_are_hidden=not sums_on_busy_cores(inputs, layout),
+        sums_are_hidden=sums_are_hidden(inputs, layout),
         plain_sums_s=cheapest_algorithm(inputs, job, layout)[1],
     )
 
@@ -180,10 +180,16 @@ def _micro_batch(inputs: PlanInputs, job: Job, count: int, samples: int, shard: 
             return shard, f"a virtual shard has {shard} samples, and {fitting} are all that was seen to fit"
     else:
         fitting = largest_micro_batch(
-            timing.num_parameters, state_bytes(job), Mesh(dp=count), inputs.activations, memory_bytes, samples
+            timing.num_parameters,
+            state_bytes(job),
+            Mesh(dp=count),
+            inputs.activations,
+            memory_bytes,
+            samples,
+            num_shards := -(-samples // shard),
         )
         if fitting < shard:
-            needed = gib(_replica_bytes(inputs, count, shard, 1))
+            needed = gib(_replica_bytes(inputs, count, shard, num_shards))
             return shard, f"a virtual shard of {shard} samples needs {needed} of a device's {gib(memory_bytes)}"
     # As few passes as fit, all of nearly the same size.
     num_passes = -(-samples // (fitting // shard * shard))

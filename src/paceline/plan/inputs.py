@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.errors import ClusterError
+from paceline.errors import ClusterError, JobError
 from paceline.plan.memory import (
     TransformerShape,
     measured_activations,
@@ -17,7 +17,7 @@ from paceline.plan.memory import (
 )
 from paceline.plan.model import AlphaBeta, Layout, Network
 from paceline.plan.network_costs import PER_MESSAGE_S, between_link, inside_link
-from paceline.spec import Cluster, Job, JobTiming
+from paceline.spec import Cluster, Job, JobTiming, Mesh, check_mesh
 from paceline.spec.forecast import Grow
 from paceline.spec.model_cost import Activations, Layers, ModelCost
 
@@ -166,14 +166,12 @@ def transformer_shape(job: Job) -> TransformerShape | None:
 
 
 def needs_replicas(job: Job) -> bool:
-    """Whether only workers with the whole model can train it, or meshes that have no prices (bitwise parity)."""
-    return (
-        job.parity == "bitwise"
-        or job.aggregation.method != "every_step"
-        or job.aggregation.wire in ("powersgd", "topk", "randomk", "auto-lossy")
-        or job.norm == "sync"
-        or job.precision == "float16"
-    )
+    """Whether only workers with the whole model can train it."""
+    try:
+        check_mesh(job, Mesh(fsdp=2))
+    except JobError:
+        return True
+    return job.aggregation.wire == "auto-lossy"
 
 
 def largest_assignment(job: Job, count: int) -> tuple[int, int, int]:

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from paceline.errors import ClusterError, JobError
 from paceline.plan.collectives import cost_s
 from paceline.plan.forecast import counts_between, forecast
-from paceline.plan.forecast_row import STEP_OVERHEAD_S
+from paceline.plan.forecast_row import STEP_OVERHEAD_S, search_meshes
 from paceline.plan.gradient_sums import STRAGGLER_SPREAD
-from paceline.plan.inputs import ForecastRequest, pass_s, transformer_shape
+from paceline.plan.inputs import ForecastRequest, pass_s, plan_inputs, transformer_shape
 from paceline.plan.model import AlphaBeta, Layout, Network
 from paceline.plan.network_costs import PER_MESSAGE_S
 from paceline.plan.step_time import expected_maximum, slowest_s
-from paceline.spec import Cluster, Job, JobTiming, MachineLoad, MicroBatchTiming, OptimSpec, SumTiming
+from paceline.spec import Cluster, Job, JobTiming, MachineLoad, Mesh, MicroBatchTiming, OptimSpec, SumTiming
 from tests.sample_clusters import GIB, cpu_cluster, gpu_cluster
 
 JOB = Job(global_batch_size=4096, virtual_shards=4096)
@@ -111,7 +111,12 @@ def test_bitwise_jobs_sum_by_the_exact_tree_and_pass_shard_by_shard() -> None:
     for row, passes in zip(forecast(job, cpu_cluster(2), [1, 2, 4]).rows, (8, 4, 2), strict=True):
         assert (row.micro_batch_size, row.num_micro_batches) == (8, passes)
         assert row.algorithm == "tree_exact" or row.devices == 1
-    assert forecast(job, cpu_cluster(2), [4]).strategy == ()  # no other mesh gives the same bits
+        assert row.exposed_s == row.communication_s  # it begins when the last shard has been computed
+    meshes = search_meshes(plan_inputs(job, gpu_cluster(), ForecastRequest(), 4), 4).candidates
+    assert {(one.mesh.tp, one.mesh.pp, one.micro_batch_size) for one in meshes} == {(1, 1, 8)}
+    assert meshes[0].mesh == Mesh(dp=4)
+    by_stage = {one.mesh.zero_stage: one.exposed_s for one in meshes if one.mesh.fsdp == 4}
+    assert meshes[0].exposed_s < by_stage[1] < by_stage[2] == by_stage[3]
 
 
 def _with_timing(cluster: Cluster, **values: Any) -> Cluster:
