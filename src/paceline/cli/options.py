@@ -44,13 +44,6 @@ DryRun = Annotated[
 ]
 
 
-def parse_counts(text: str, option: str) -> list[int]:
-    """ "1,2,4" as [1, 2, 4], ascending. Raises `JobError` naming the option."""
-    if not re.fullmatch(r"\s*0*[1-9][0-9]{0,6}\s*(,\s*0*[1-9][0-9]{0,6}\s*)*", text):
-        raise JobError(f"{option} {shortened(text)} should be numbers of workers such as 1,2,4.")
-    return sorted({int(part) for part in text.split(",")})
-
-
 def parse_tolerance(text: str) -> float:
     """ "1%" and "0.01" both mean one point of accuracy. Raises `JobError` for anything else."""
     try:

@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.errors import JobError, did_you_mean, shortened, shown
 from paceline.spec import CallbackSpec, Job, load_job
-from paceline.spec.job import MOST_SAMPLES, TRACKER_NAMES
+from paceline.spec.job import MOST_SAMPLES, MOST_WORKERS, TRACKER_NAMES
 
 Say = Callable[[str], None]
 """Receives progress messages of a workflow, one line at a time; such as `print`."""
@@ -46,6 +46,29 @@ def check_counts(**counts: int | Sequence[int] | None) -> None:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_SAMPLES
+
+
+def read_counts(name: str, given: Sequence[int] | str) -> list[int]:
+    """Numbers, or a text such as "1..4,8", ascending and once each; long ranges are thinned out.
+
+    Raises:
+        JobError: something else; names the argument.
+    """
+    if not isinstance(given, str):
+        check_counts(**{name: given})
+        return sorted(set(given))
+    counts: set[int] = set()
+    for part in given.split(","):
+        ends = re.fullmatch(r"\s*([0-9]{1,9})\s*(?:(?:\.\.|-|…)\s*([0-9]{1,9})\s*)?", part)
+        first, last = (0, 0) if ends is None else (int(ends[1]), int(ends[2] or ends[1]))
+        if not 1 <= first <= last <= MOST_WORKERS:
+            raise JobError(f"{name} = {shortened(given)} should be counts such as 1,2,4 or a range such as 1..64.")
+        if first < last:
+            from paceline.plan.forecast import counts_between  # NumPy and SciPy
+
+            counts.update(counts_between(first, last))
+        counts.add(first)
+    return sorted(counts)
 
 
 def check_amounts(**amounts: float | None) -> None:

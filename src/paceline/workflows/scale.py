@@ -19,7 +19,7 @@ from paceline.spec.plan import RunLimit
 from paceline.spec.record import RECORD_FILE
 from paceline.workflows.allocation import Allocation, open_allocation
 from paceline.workflows.forecasts import CLUSTER_FILE, feed_back, with_forecasts, without_forecasts
-from paceline.workflows.jobs import Say, check_amounts, check_counts, import_folders, resolve_job, silent
+from paceline.workflows.jobs import Say, check_amounts, check_counts, import_folders, read_counts, resolve_job, silent
 from paceline.workflows.run_folder import begun_with, finished_record, new_run_dir, write_run
 from paceline.workflows.strategy import PLAIN, Strategy
 from paceline.workflows.where import HERE, Where
@@ -33,7 +33,7 @@ OnFailure = Callable[[str, WorkerFailed], None]
 def scale(
     job: Job | str | Path,
     *,
-    devices: Sequence[int] = (1, 2),
+    devices: Sequence[int] | str = (1, 2),
     seeds: int = 1,
     tolerance: float = 0.01,
     efficiency_floor: float = 0.5,
@@ -59,7 +59,7 @@ def scale(
 
     Args:
         job: a job, a job file (TOML) or the name of a recipe.
-        devices: the numbers of devices, one worker each.
+        devices: the numbers of devices, one worker each; or a text such as "1,2,4" or "1..4".
         seeds: runs for each number of devices, each with another seed.
         tolerance: how much accuracy may be lost, absolute: 0.01 is one point.
         efficiency_floor: least scaling efficiency worth recommending, in [0, 1].
@@ -73,13 +73,13 @@ def scale(
         PacelineError: an invalid argument, nodes that cannot be reached, a mistake in the job (see `errors`).
         WorkerFailed: every run failed; or one did, and there is no `on_failure`.
     """
-    check_counts(devices=devices, seeds=seeds, max_steps=max_steps, threads=threads)
+    check_counts(seeds=seeds, max_steps=max_steps, threads=threads)
+    counts = read_counts("devices", devices)
     check_amounts(tolerance=tolerance, efficiency_floor=efficiency_floor)
     strategy = Strategy(strategy) if isinstance(strategy, str) else strategy
     base = resolve_job(job, settings, data, model)
     study_dir = Path(out) if out else new_run_dir(None, f"{base.name}-scaling")
     cluster_file = Path(cluster)
-    counts = sorted(set(devices))
     jobs = {count: base.grown(count) if grow == "batch" else base for count in counts}
     records: list[RunRecord] = []
     failures: list[str] = []

@@ -16,8 +16,8 @@ from paceline.cli import app
 from paceline.errors import ClusterError, JobError
 from paceline.plan.forecast import forecast
 from paceline.spec import Job, Plan
-from paceline.workflows.jobs import read_price
-from paceline.workflows.plan import device_counts, recommended_plan
+from paceline.workflows.jobs import read_counts, read_price
+from paceline.workflows.plan import recommended_plan
 from tests.sample_clusters import cpu_cluster, gpu_cluster
 
 
@@ -44,13 +44,13 @@ def ask(*arguments: str) -> str:
     [("1", [1]), ("4,1,2", [1, 2, 4]), ("1..4,8", [1, 2, 3, 4, 8]), ("2-3", [2, 3]), (" 1 .. 2 ", [1, 2])],
 )
 def test_counts_are_read_as_people_write_them(text: str, counts: list[int]) -> None:
-    assert device_counts(text) == counts
+    assert read_counts("devices", text) == counts
 
 
 @pytest.mark.parametrize("text", ["", "0", "1..", "4..1", "1..4..8", "one", "1,,2", "1..99999999"])
 def test_counts_that_are_none_name_the_option(text: str) -> None:
     with pytest.raises(JobError, match=r"devices = .* should be counts such as 1,2,4 or a range such as 1..64"):
-        device_counts(text)
+        read_counts("devices", text)
 
 
 def test_table_page_and_files(folder: Path) -> None:
