@@ -13,7 +13,7 @@ from paceline.workflows import new as workflow
 from paceline.workflows.new import StarterName
 
 
-@options_of(workflow.new, out={"metavar": "FILE"})
+@options_of(workflow.new, out={"metavar": "FILE", "help": "The file to write (default: train.toml or train.py)."})
 def new(
     kind: Annotated[
         StarterName | None, typer.Argument(help="images, text, tensors or transformers (default: ask in a terminal).")

@@ -29,7 +29,7 @@ def new(kind: StarterName, data: str | Path, *, out: str | Path | None = None) -
             "tensors" (arrays `inputs` and `targets` in an .npz file, a script), "transformers" (a CSV file with the
             columns `text` and `label`, a script that fine-tunes a classifier).
         data: the folder or file to train on.
-        out: the file to write; None: train.toml or train.py here.
+        out: the file to write (default: train.toml or train.py here).
 
     Raises:
         JobError: an unknown kind, data that do not exist, or a file that exists already.
