@@ -14,7 +14,7 @@ from paceline.plan.gradient_sums import (
     network_in_steps,
     sums_are_hidden,
 )
-from paceline.plan.inputs import PlanInputs, largest_assignment, needs_replicas, pass_s, spread_near
+from paceline.plan.inputs import PlanInputs, largest_assignment, needs_replicas, pass_s, spread_of_passes
 from paceline.plan.memory import StateBytes, device_memory, largest_micro_batch, state_bytes, worker_memory_bytes
 from paceline.plan.model import Layout
 from paceline.plan.search import SearchResult, Workload, search
@@ -53,7 +53,7 @@ def forecast_row(inputs: PlanInputs, count: int) -> ForecastRow:
     loader_s = _loader_s(inputs, samples, neighbours)
     busy_s = compute_s + exposed_s + overhead_s
     step_s = busy_s + loader_s if timing.loads_between_passes else max(busy_s, loader_s)
-    spread = spread_near(timing, micro_batch_size)
+    spread = spread_of_passes(timing, micro_batch_size)
     width = math.exp(INTERVAL_SIGMAS * _error(inputs, count, spread, exposed_s / step_s))
     row = ForecastRow(
         devices=count,
@@ -74,11 +74,6 @@ def forecast_row(inputs: PlanInputs, count: int) -> ForecastRow:
         samples_per_s=job.global_batch_size / step_s,
         speedup=1.0,
         efficiency=1.0,
-        useful_efficiency=None,
-        samples_to_target=None,
-        time_to_target_s=None,
-        cost_to_target=None,
-        cost_per_million_samples=None,
         memory_bytes=_replica_bytes(inputs, count, micro_batch_size, num_passes),
         objection=objection or _too_many_workers(job, count),
     )

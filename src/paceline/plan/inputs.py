@@ -151,7 +151,7 @@ def pass_s(timing: JobTiming, num_samples: float) -> float:
     return float(times_s[-1] + max(0.0, slope) * (num_samples - sizes[-1]))
 
 
-def spread_near(timing: JobTiming, num_samples: float) -> float:
+def spread_of_passes(timing: JobTiming, num_samples: float) -> float:
     """The spread of passes of the timed size that is nearest to `num_samples`: the standard deviation of logarithms."""
     return min(timing.micro_batches, key=lambda row: abs(row.micro_batch_size - num_samples)).spread
 

@@ -197,7 +197,7 @@ def _least_disturbed(
         if again.load is not None and again.load.disturbance < timing.load.disturbance:
             timing, reasons = again, more
     if timing.load is not None and timing.load.is_disturbing:
-        reasons = [*reasons, f"the job without disturbance: {timing.load.sentence()}"]
+        reasons = [*reasons, f"the job on an idle machine: {timing.load.sentence()}"]
     return timing, reasons
 
 

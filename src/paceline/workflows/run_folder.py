@@ -58,18 +58,23 @@ def new_run_dir(out: Path | str | None, name: str, *, may_be_finished: bool = Fa
 
 
 def finished_run(run_dir: Path, job: Job, max_steps: int | None, *, force: bool) -> RunRecord | None:
-    """The record of the run in `run_dir` if nothing is left to do of `job`; None if there is.
-
-    A finished run of which more is wanted keeps its record under the number of its steps, and goes on.
+    """The record of the run in `run_dir` if nothing is left to do of `job`; None if there is. Changes nothing.
 
     Raises:
         PacelineError: the folder holds a finished run of another job, or of more epochs or steps.
     """
     record = check_finished(run_dir, job, max_steps, force=force)
-    if record is None or _is_all(record, run_dir, job, max_steps):
-        return record
-    (run_dir / RECORD_FILE).rename(run_dir / f"record-{record.steps}-steps.json")
-    return None
+    return record if record is not None and _is_all(record, run_dir, job, max_steps) else None
+
+
+def put_record_aside(run_dir: Path) -> None:
+    """Give the record of a finished run, of which more is wanted, the number of its steps as a name.
+
+    The folder has to be held: a run that is about to end there looks for its own record.
+    """
+    file = run_dir / RECORD_FILE
+    if file.exists():
+        file.rename(run_dir / f"record-{RunRecord.load(file).steps}-steps.json")
 
 
 def check_finished(run_dir: Path, job: Job, max_steps: int | None, *, force: bool) -> RunRecord | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.errors import JobError, file_problems
+from paceline.errors import JobError
 from paceline.plan.model import Layout, StepForecast
 from paceline.workflows.jobs import check_amounts, check_counts, read_price
 from paceline.workflows.step_time_files import read_observations, read_placements
@@ -143,9 +143,9 @@ def fit_step_times(
         warnings=(*((unit,) if unit else ()), *assumed_in_words(kept, wanted)),
     )
     if out is not None and fitted.forecast is not None:
-        with file_problems(f"The page cannot be written into '{out}'"):
-            Path(out).mkdir(parents=True, exist_ok=True)
-            (Path(out) / PAGE_FILE).write_text(fitted.page(), encoding="utf-8", newline="\n")
+        from paceline.report.files import write_files
+
+        write_files({PAGE_FILE: fitted.page()}, Path(out), "page")
     return fitted
 
 

@@ -32,6 +32,7 @@ from paceline.workflows.run_folder import (
     finished_record,
     finished_run,
     new_run_dir,
+    put_record_aside,
     training_program,
     write_run,
 )
@@ -120,12 +121,20 @@ def train(
         say=say,
     )
     run_dir = new_run_dir(out, resolved.name, may_be_finished=True)
-    finished = finished_run(run_dir, resolved, max_steps, force=force)
-    if finished is not None:
-        say(f"{run_dir} holds this run, finished; this is its result")
-        return finished
+
+    def finished() -> RunRecord | None:
+        record = finished_run(run_dir, resolved, max_steps, force=force)
+        if record is not None:
+            say(f"{run_dir} holds this run, finished; this is its result")
+        return record
+
+    if record := finished():
+        return record
     limit = RunLimit(max_steps, max_minutes)
     with open_allocation(where, run_dir) as allocation:
+        if record := finished():  # by another run, which held the folder until now
+            return record
+        put_record_aside(run_dir)
         started = time.monotonic()
         allocation.run_job(
             spread.num_workers_on(allocation),

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.errors import PacelineError
+import paceline
+from paceline.errors import LaunchError, PacelineError
+from paceline.run_lease import hold_folder
 from paceline.spec import Job, Plan
 from paceline.spec.plan import RunLimit
 from paceline.workflows.run_folder import begun_with, finished_run, new_run_dir, write_run
@@ -49,6 +51,18 @@ def test_a_run_in_the_precision_that_was_left_to_it_is_finished(tmp_path: Path) 
     assert finished_run(tmp_path, left_to_it, None, force=False) is not None
     with pytest.raises(PacelineError, match="precision was 'bfloat16' and is 'float32'"):
         finished_run(tmp_path, dataclasses.replace(decided, precision="float32"), None, force=False)
+
+
+def test_a_second_start_in_a_folder_changes_nothing_there(tmp_path: Path) -> None:
+    """The first one is about to end: its record is there, and it will look for it."""
+    record = sample_record()
+    write_run(record.job, record.plan, tmp_path, RunLimit(record.steps))
+    record.save(tmp_path / "record.json")
+    with hold_folder(tmp_path):
+        before = sorted(path.name for path in tmp_path.iterdir())
+        with pytest.raises(LaunchError, match="is in use by process"):
+            paceline.train(record.job.with_values(epochs=record.job.epochs + 1), out=tmp_path)
+        assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
 def test_a_run_lies_ready_as_files(tmp_path: Path) -> None:
