@@ -11,7 +11,7 @@ import pytest
 from paceline import env
 from paceline.launch import LaunchOptions, run_workers
 from paceline.measure.link_probe import time_loopback, time_shared_memory
-from paceline.measure.values import NetworkProbe, read_json
+from paceline.measure.values import NetworkProbe
 from paceline.spec import Cluster, Plan
 from tests.ranks.command_line import TRACEBACK, paceline, succeeded
 
@@ -32,7 +32,7 @@ def test_workers_time_what_they_send_each_other(tmp_path: Path) -> None:
     asked.write_text(json.dumps(request))
     program = ["-m", "paceline.measure.network_probe", str(asked), str(tmp_path / "out")]
     run_workers(Plan(world_size=3), program, LaunchOptions(tmp_path))
-    (link,) = read_json(NetworkProbe, tmp_path / "out" / "network.json").links
+    (link,) = NetworkProbe.load(tmp_path / "out" / "network.json").links
     assert link.ends == ("a", "c")
     assert link.interface == (env.own_interface() or "lo")
     assert link.single_stream_bytes_per_s is not None

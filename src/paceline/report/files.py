@@ -114,16 +114,19 @@ def _csv(study: Study) -> str:
         step_time = {f"step_{part}": seconds for part, seconds in plain.pop("step_time").items()}
         for nested in ("plan", "epochs", "notes", "environment", "world_size"):
             plain.pop(nested)
-        lines.append({"name": run.job.name, **plain, **step_time, "recommended": _is_recommended(study, run)})
+        lines.append(
+            {
+                "name": run.job.name,
+                **plain,
+                **step_time,
+                "recommended": int(run.world_size == study.recommendation.devices),
+            }
+        )
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(lines[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
     return text.getvalue()
-
-
-def _is_recommended(study: Study, run: RunRecord) -> int:
-    return int(run.world_size == study.recommendation.devices)
 
 
 def _finite(value: Any) -> Any:

@@ -19,7 +19,7 @@ def render_page(study: Study) -> str:
     return render(
         "page.html",
         study=study,
-        best=next(row for row in study.rows if row.devices == study.recommendation.devices),
+        best=study.recommended,
         accuracy_aside=_accuracy_aside(study),
         columns=_columns(study),
         series=lambda row: study.rows.index(row) % NUM_SERIES + 1,
@@ -35,7 +35,7 @@ def render_page(study: Study) -> str:
 
 def _accuracy_aside(study: Study) -> str:
     """What stands below the accuracy of the recommended device count."""
-    best = next(row for row in study.rows if row.devices == study.recommendation.devices)
+    best = study.recommended
     if best is not study.base:
         return "same weights" if best.same_weights else f"{formats.points(best.accuracy_change)} points"
     return f"seeds {formats.spread(best.accuracy_min, best.accuracy_max)} %" if best.has_spread else "one seed"

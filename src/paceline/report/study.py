@@ -122,6 +122,10 @@ class Study:
         return self.rows[0]
 
     @property
+    def recommended(self) -> StudyRow:
+        return next(row for row in self.rows if row.devices == self.recommendation.devices)
+
+    @property
     def job(self) -> Job:
         """The job of the first run at the smallest device count."""
         return self.base.runs[0].job

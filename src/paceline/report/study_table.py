@@ -25,7 +25,7 @@ def study_table(study: Study) -> RenderableType:
     headings += ["accuracy", *(["spread"] if study.has_spread else []), "change"] if study.has_accuracy else []
     rows, cells = table(*headings), figures(study)
     for row in study.rows:
-        is_marked = len(study.rows) > 1 and row.devices == study.recommendation.devices  # one row alone is no choice
+        is_marked = len(study.rows) > 1 and row is study.recommended  # one row alone is no choice
         first, *others = (cells[heading](row) for heading in headings)
         rows.add_row(f"{MARK} {first}" if is_marked else first, *others, style="bold green" if is_marked else None)
     found = study.recommendation

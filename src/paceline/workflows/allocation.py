@@ -27,12 +27,12 @@ from paceline.launch.slurm import allocation, srun_argv
 from paceline.launch.ssh import explain_ssh_failure, ssh_argv
 from paceline.launch.team import LaunchOptions, Output
 from paceline.launch.worker import run_program
-from paceline.measure.values import REQUEST_FILE, write_json
+from paceline.measure.values import REQUEST_FILE
 from paceline.plan import pick
 from paceline.regular_files import make_run_folder
 from paceline.run_lease import hold_folder
 from paceline.spec import Cluster, Device, Node, Plan
-from paceline.spec.codec import from_mapping
+from paceline.spec.codec import JsonValue, from_mapping
 from paceline.workflows.strategy import PlanFor, check_may_shrink, largest_that_fits
 from paceline.workflows.where import Elastic, LauncherName, Where
 
@@ -78,15 +78,17 @@ class Allocation:
         fork_server = self.fork_server if self._saves_loading(plan, program) else None
         run_workers(plan, program, options, nodes=self.teams, fork_server=fork_server)
 
-    def measure(self, program: str, request: Any, plan: Plan, folder: Path, *, quiet: bool, **environ: str) -> None:
+    def measure(
+        self, program: str, request: JsonValue, plan: Plan, folder: Path, *, quiet: bool, **environ: str
+    ) -> None:
         """Run a program of `paceline.measure` in every worker of `plan`.
 
-        Each reads the request, a dataclass, in `folder`, and leaves its results there.
+        Each reads the request in `folder`, and leaves its results there.
         """
         there = folder.absolute()  # on another node the working directory may be another
         with file_problems(f"The folder {folder} cannot be used"):
             make_run_folder(folder)
-            write_json(request, there / REQUEST_FILE)
+            request.save(there / REQUEST_FILE)
         argv = ["-m", f"paceline.measure.{program}", str(there / REQUEST_FILE), str(there)]
         terminal = {} if quiet else env.terminal()
         self.run(plan, [*argv, *(["--quiet"] if quiet else [])], run_dir=folder, environ=terminal | environ)

@@ -22,7 +22,6 @@ from paceline.measure.values import (
     LinkRequest,
     NetworkProbe,
     NetworkRequest,
-    read_json,
 )
 from paceline.measure.which_links import MOST_NODES_IN_FULL, merged_reasons, node_pairs, with_measured
 from paceline.plan import place
@@ -149,7 +148,7 @@ def _measure_links(allocation: Allocation, scratch: Path, *, quiet: bool) -> tup
     with Console(stderr=True, quiet=quiet).status("links inside " + _count(len(nodes), "node")):
         plan = _one_worker_a_node(allocation.cluster)
         allocation.measure("link_probe", LinkRequest(nodes), plan, scratch, quiet=True, **_PCI_ORDER)
-    results = [read_json(LinkProbe, scratch / LINKS_FILE.format(rank=rank)) for rank in range(len(nodes))]
+    results = [LinkProbe.load(scratch / LINKS_FILE.format(rank=rank)) for rank in range(len(nodes))]
     measured = tuple(with_measured(node, result.links) for node, result in zip(nodes, results, strict=True))
     reasons = {node.hostname: result.not_measured for node, result in zip(nodes, results, strict=True)}
     return measured, merged_reasons(reasons)
@@ -171,7 +170,7 @@ def _measure_network(
         f"{_count(left_out, 'pair')} of nodes: beyond {MOST_NODES_IN_FULL} nodes, neighbours in their order and some "
         "that stand far apart in it are timed"
     )
-    return read_json(NetworkProbe, scratch / NETWORK_FILE).links, [reason] if left_out else []
+    return NetworkProbe.load(scratch / NETWORK_FILE).links, [reason] if left_out else []
 
 
 def _one_worker_a_node(cluster: Cluster) -> Plan:
@@ -229,7 +228,7 @@ def measure_job(
         budget_s=budget_s,
     )
     allocation.measure("job_probe", request, plan, scratch, quiet=quiet, **_PCI_ORDER)
-    result = read_json(JobProbe, scratch / JOB_FILE)
+    result = JobProbe.load(scratch / JOB_FILE)
     return result.timing, list(result.not_measured)
 
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from paceline.measure.values import JobProbe, JobRequest, write_json
+from paceline.measure.values import JobProbe, JobRequest
 from paceline.spec import Cluster, Device, ForecastCheck, Job, JobTiming, Link, NetworkLink, Node, NodePlacement, Plan
-from paceline.spec.codec import to_mapping
 from paceline.workflows.allocation import Allocation
 from paceline.workflows.probe import measure_job, merge
 from paceline.workflows.where import HERE, Where
@@ -55,8 +54,8 @@ class _FakeAllocation:
 
     def measure(self, _program: str, request: JobRequest, plan: Plan, folder: Path, **_options: object) -> None:
         self.plan = plan
-        self.request = to_mapping(request)
-        write_json(JobProbe(timing("job"), ("nothing",)), folder / "probe.json")
+        self.request = request.to_mapping()
+        JobProbe(timing("job"), ("nothing",)).save(folder / "probe.json")
 
 
 def _measured(job: Job, plan: Plan, folder: Path, where: Where = HERE) -> _FakeAllocation:
