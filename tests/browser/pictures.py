@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -57,7 +57,7 @@ def main() -> None:
     addresses = {name: page.resolve().as_uri() for name, page in pages.items()}
     lines = ["| page | KB | printed pages |", "|---|---|---|"]
     wants_live = any(name.startswith(options.only) for name in ("watch", "compare"))
-    served = _watched(options.folder) if wants_live else nullcontext({})
+    served: AbstractContextManager[dict[str, str]] = _watched(options.folder) if wants_live else nullcontext({})
     with served as live, open_browser(options.folder / "profile") as browser:
         for name, address in (addresses | live).items():
             if not name.startswith(options.only):
