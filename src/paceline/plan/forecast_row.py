@@ -19,7 +19,6 @@ from paceline.plan.memory import StateBytes, device_memory, largest_micro_batch,
 from paceline.plan.model import Layout
 from paceline.plan.search import SearchResult, Workload, search
 from paceline.plan.step_time import INTERVAL_SIGMAS, bound_by, expected_maximum, slowest_s
-from paceline.plan.words import gib
 from paceline.spec import Job, Mesh
 from paceline.spec.forecast import ForecastRow
 from paceline.spec.model_cost import Activations
@@ -184,8 +183,9 @@ def _micro_batch(inputs: PlanInputs, job: Job, count: int, samples: int, shard: 
             num_shards := -(-samples // shard),
         )
         if fitting < shard:
-            needed = gib(_replica_bytes(inputs, count, shard, num_shards))
-            return shard, f"a virtual shard of {shard} samples needs {needed} of a device's {gib(memory_bytes)}"
+            needed = (_replica_bytes(inputs, count, shard, num_shards) or 0.0) / 2**30
+            room = f"{needed:.3g} GiB of a device's {memory_bytes / 2**30:.3g} GiB"
+            return shard, f"a virtual shard of {shard} samples needs {room}"
     # As few passes as fit, all of nearly the same size.
     num_passes = -(-samples // (fitting // shard * shard))
     return min(samples, -(-samples // num_passes // shard) * shard), ""
@@ -228,5 +228,5 @@ def _too_many_workers(job: Job, count: int) -> str:
     if count > job.global_batch_size:
         return f"a global batch of {job.global_batch_size} has no sample for each of {count} devices"
     if count > job.virtual_shards:
-        return f"it needs --set virtual_shards={count}, which is part of the job"
+        return f"it needs virtual_shards = {count}, which is part of the job"
     return ""

@@ -19,7 +19,7 @@ def render_page(study: Study) -> str:
     return render(
         "page.html",
         study=study,
-        best=next(row for row in study.rows if row.devices == study.recommendation.devices),
+        best=study.recommended,
         accuracy_aside=_accuracy_aside(study),
         columns=_columns(study),
         series=lambda row: study.rows.index(row) % NUM_SERIES + 1,
@@ -35,7 +35,7 @@ def render_page(study: Study) -> str:
 
 def _accuracy_aside(study: Study) -> str:
     """What stands below the accuracy of the recommended device count."""
-    best = next(row for row in study.rows if row.devices == study.recommendation.devices)
+    best = study.recommended
     if best is not study.base:
         return "same weights" if best.same_weights else f"{formats.points(best.accuracy_change)} points"
     return f"seeds {formats.spread(best.accuracy_min, best.accuracy_max)} %" if best.has_spread else "one seed"
@@ -43,13 +43,15 @@ def _accuracy_aside(study: Study) -> str:
 
 def _columns(study: Study) -> list[tuple[str, Callable[[StudyRow], str]]]:
     """Heading and cell of every column that this study has figures for."""
-    shown = {"devices": "Devices", "time": "Training time", "speed-up": "Speed-up", "efficiency": "Efficiency"}
+    shown = {"devices": "Devices", "time": "Training time", "step": "Step", "p10 to p90": "p10\N{EN DASH}p90"}
+    shown |= {"samples/s": "Samples/s", "speed-up": "Speed-up", "efficiency": "Efficiency"}
     if study.has_accuracy:
         shown |= {"accuracy": "Accuracy", "spread": "Spread (%)", "change": "Change (points)"}
-    shown["samples/s"] = "Samples/s"
     if study.has_forecast:
         shown |= {"forecast": "Forecast", "error": "Error"}
-    shown |= {"batch": "Global batch", "rate": "Learning rate", "first step": "First step", "wall": "Wall"}
+    if study.grow == "batch":
+        shown |= {"batch": "Global batch", "rate": "Learning rate"}
+    shown |= {"first step": "First step", "wall": "Wall"}
     if len(study.rows) > 1 and study.grow == "none":
         shown["weights"] = "Weights"
     cells = figures(study)

@@ -25,7 +25,7 @@ def study_table(study: Study) -> RenderableType:
     headings += ["accuracy", *(["spread"] if study.has_spread else []), "change"] if study.has_accuracy else []
     rows, cells = table(*headings), figures(study)
     for row in study.rows:
-        is_marked = len(study.rows) > 1 and row.devices == study.recommendation.devices  # one row alone is no choice
+        is_marked = len(study.rows) > 1 and row is study.recommended  # one row alone is no choice
         first, *others = (cells[heading](row) for heading in headings)
         rows.add_row(f"{MARK} {first}" if is_marked else first, *others, style="bold green" if is_marked else None)
     found = study.recommendation
@@ -44,6 +44,8 @@ def figures(study: Study) -> dict[str, Callable[[StudyRow], str]]:
         "batch": lambda row: str(row.global_batch_size),
         "rate": lambda row: formats.rate(row.learning_rate),
         "time": lambda row: formats.duration(row.train_s),
+        "step": lambda row: formats.duration(row.step_time.total_s),
+        "p10 to p90": lambda row: formats.duration_range(row.step_p10_s, row.step_p90_s),
         "speed-up": lambda row: formats.times(row.speedup),
         "efficiency": lambda row: formats.percent(row.efficiency),
         "samples/s": lambda row: formats.quantity(row.samples_per_s),
