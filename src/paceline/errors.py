@@ -16,7 +16,9 @@ Anything else that escapes is a bug in Paceline or in the user's own code and ke
 
 from __future__ import annotations
 
+import difflib
 import reprlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,12 @@ def shown(value: Any) -> str:
 def shortened(text: str, most: int = _MOST_SHOWN) -> str:
     """A text of at most so many characters: its beginning and its end."""
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-(most - most // 2 - 1) :]}"
+
+
+def did_you_mean(word: str, allowed: Collection[str]) -> str:
+    """ "did you mean …? " for the nearest of the words that are allowed; may be empty."""
+    near = difflib.get_close_matches(word, allowed, n=1, cutoff=0.5) if len(word) < _MOST_SHOWN else []
+    return f"did you mean {near[0]!r}? " if near else ""
 
 
 def printable(text: str) -> str:

@@ -13,6 +13,7 @@ from paceline.errors import JobError
 from paceline.spec import Job
 from paceline.spec.evaluation import EarlyStoppingSpec, EvaluationRecord, Mode, smaller_is_better
 from paceline.train.callbacks import Callback
+from paceline.train.end_table import number_of
 from paceline.train.training import Training
 
 
@@ -44,7 +45,7 @@ def why_to_stop(evaluations: Sequence[EvaluationRecord], spec: EarlyStoppingSpec
     num_since = len(counted) if best is None else len(counted) - 1 - counted.index(best)
     if num_since < spec.patience:
         return None
-    times = "1 evaluation" if num_since == 1 else f"{num_since} evaluations"
+    times = number_of(num_since, "evaluation")
     if best is None:
         return f"{spec.metric} was not finite in {times}"
     return f"{spec.metric} has not improved for {times}; best {best.metrics[spec.metric]:.6g} at step {best.step}"

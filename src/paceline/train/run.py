@@ -18,7 +18,7 @@ from paceline.data.loading import Collate
 from paceline.data.substreams import is_stream
 from paceline.errors import JobError
 from paceline.heartbeat import Heartbeat
-from paceline.parallel import Companion, Engine, check_shards
+from paceline.parallel import Companions, Engine, check_shards
 from paceline.spec import Job, Mesh, Plan
 from paceline.train.averaging import averaged
 from paceline.train.data_progress import DataProgress
@@ -101,7 +101,6 @@ class Run(RunView):
         self._kept = Kept()
         self._resume_from: dict[str, Any] = {"checkpoint_address": checkpoint_address, "force": force}
         self._prepared: Stepper | None = None
-        self._frozen: dict[str, Companion] = {}
         self._has_read_batches = False
         self._averages: list[tuple[AveragedModel, Trained]] = []
         self._pending: Pending | None = None
@@ -183,33 +182,28 @@ class Run(RunView):
 
     def _add(self, name: str, prepared: Prepared, plan: Plan) -> None:
         """Train a prepared model from now on, gone on from a checkpoint if there is one."""
-        trained = prepared.trained
-        self._models.add(name, trained)
+        self._models.add(name, prepared.trained)
         if self._prepared is None:
             self.plan = dataclasses.replace(plan, algorithm=prepared.algorithm)
             self._prepared = Stepper(self._open_session(), self.timer)
-            self._at_close.enter_context(memory_limit(env.memory_limit_bytes(), self.device, trained.model))
-        elif self._prepared.session.add(name):
-            seed_between_steps(self.job.seed, self.steps, self.device)
-        stepper = self.stepper
+            self._at_close.enter_context(memory_limit(env.memory_limit_bytes(), self.device, prepared.trained.model))
+        else:
+            self._restore(name)
         for number, scheduler in enumerate(prepared.schedulers):
             self._kept.add(f"scheduler {number} of {name}", scheduler, in_step=True)
-        for frozen, companion in self._frozen.items():
-            stepper.add_companion(frozen, companion)
-        stepper.add(name, prepared, self.mesh, self.reader, self._tracer)
+        self.stepper.add(name, prepared, self.mesh, self.reader, self._tracer)
 
     def _freeze(self, name: str, model: nn.Module) -> nn.Module:
         companion = freeze(model, self.job, self.plan, self.world)
-        digest = (
-            None if self._resume_from["checkpoint_address"] is None else weights_sha256(companion.model.state_dict())
-        )
-        self._models.add_frozen(name, companion.model, digest)
-        self._frozen[name] = companion
-        if self._prepared is not None:
-            self._prepared.add_companion(name, companion)
-            if self._prepared.session.add(name):
-                seed_between_steps(self.job.seed, self.steps, self.device)
+        is_kept = self._resume_from["checkpoint_address"] is not None
+        self._models.add_frozen(name, companion, weights_sha256(companion.model.state_dict()) if is_kept else None)
+        self._restore(name)
         return companion.model
+
+    def _restore(self, name: str) -> None:
+        """Give a model that was prepared after the first what a checkpoint holds of it."""
+        if self._prepared is not None and self._prepared.session.add(name):
+            seed_between_steps(self.job.seed, self.steps, self.device)
 
     def _open_session(self) -> Session:
         """What runs beside the steps, gone on from a checkpoint if there is one."""
@@ -401,9 +395,9 @@ class Run(RunView):
                 compute). `measure` then returns under this name what `update` takes, {"f1": (predictions, targets)}.
         """
         loading = loading_of(self.job, dataset, "evaluation", collate_fn=collate_fn, num_workers=num_workers)
-        results = self._evaluator.evaluate(
-            loading, measure, metrics, model or self.model, self.stepper.companions, self.engine, self.steps
-        )
+        companions = Companions(list(self._models.companions.values()))
+        model = model or self.model
+        results = self._evaluator.evaluate(loading, measure, metrics, model, companions, self.engine, self.steps)
         self.timer.resume()
         self.metrics.clear()
         self.metrics.update(results)

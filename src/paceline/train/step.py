@@ -10,10 +10,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.errors import JobError
-from paceline.parallel import Companion, Companions
+from paceline.parallel import Companions
 from paceline.parallel.losses import StepLoss
 from paceline.spec import Mesh
-from paceline.train.joint_optimizer import JointOptimizer
+from paceline.train.joint_optimizer import parts_of
 from paceline.train.model_step import ModelStepper, Pending
 from paceline.train.numerics import LossFn
 from paceline.train.preparation import Prepared
@@ -38,7 +38,6 @@ class Stepper:
         self._device = session.world.device
         self._timer = timer
         self._steppers: dict[str, ModelStepper] = {}
-        self._companions: dict[str, Companion] = {}
         self._is_finished = True
         """Whether the script has done what belongs to the last batch."""
         self._may_go_on = False
@@ -48,22 +47,11 @@ class Stepper:
 
     def add(self, name: str, prepared: Prepared, mesh: Mesh, reader: DatasetReader, tracer: ParityTracer) -> None:
         """Have a model trained."""
-        trained = prepared.trained
         self._steppers[name] = ModelStepper(prepared, self.session, mesh, reader, tracer, self._begin_change)
-        self.add_companion(name, Companion.of(trained.model, trained.engine.forward_buffers))
-
-    def add_companion(self, name: str, companion: Companion) -> None:
-        """Let loss functions call a model."""
-        self._companions[name] = companion
 
     def _begin_change(self) -> None:
         """Note that something of the run begins to change."""
         self._is_consistent = False
-
-    @property
-    def companions(self) -> Companions:
-        """All models that are trained or called."""
-        return Companions(list(self._companions.values()))
 
     @property
     def is_whole(self) -> bool:
@@ -71,12 +59,8 @@ class Stepper:
         may_miss_some = self._may_go_on or self._state.kept.moves_between_steps
         return self._is_consistent and (self._is_finished or not may_miss_some)
 
-    def trained_by(self, model: nn.Module | None, optimizer: Optimizer | None) -> tuple[str, Optimizer]:
-        """The name of the model that a step trains, and the optimizer that updates it.
-
-        Raises:
-            JobError: it is none of this run's, or there are several and none is named.
-        """
+    def _trained_by(self, model: nn.Module | None, optimizer: Optimizer | None) -> tuple[str, Optimizer]:
+        """The name of the model that a step trains, and the optimizer that updates it."""
         found = [
             (name, chosen)
             for name, stepper in self._steppers.items()
@@ -98,9 +82,9 @@ class Stepper:
         Args:
             content: `pending.content` as the script passed it to `step`.
         """
-        name, chosen = self.trained_by(model, optimizer)
+        name, chosen = self._trained_by(model, optimizer)
         stepper, progress = self._steppers[name], self._state.progress
-        companions = Companions([one for other, one in self._companions.items() if other != name])
+        companions = Companions([one for other, one in self._state.models.companions.items() if other != name])
         result = stepper.step(pending, content, loss_fn, companions, chosen)
         pending.num_steps += 1
         if pending.num_steps == 1:
@@ -150,4 +134,4 @@ def _chosen(trained: Trained, optimizer: Optimizer | None) -> Optimizer | None:
     whole = trained.optimizer
     if optimizer in (None, whole):
         return whole
-    return optimizer if isinstance(whole, JointOptimizer) and optimizer in whole.optimizers else None
+    return optimizer if optimizer in parts_of(whole) else None
