@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
@@ -161,9 +161,7 @@ class Run(RunView):
             return self._freeze(name, model)
         if self._models.by_name:
             check_several(self.job, self.plan)
-        plan = self.plan
-        if tensor_plan is not None:
-            plan = dataclasses.replace(plan, tensor_plan=dict(tensor_plan))
+        plan = self.plan if tensor_plan is None else dataclasses.replace(self.plan, tensor_plan=dict(tensor_plan))
         prepared = prepare_model(
             model,
             optimizer,
@@ -366,9 +364,9 @@ class Run(RunView):
             return
         if not isinstance(known, int) or found.size < known:
             self.plan = dataclasses.replace(self.plan, micro_batch_size=found.size)
-            note = f"micro_batch_size = {found.size} from step {self.steps} on: memory has no room for more"
-            self.notes.append(note)
-            self.say(note)
+            self.stepper.session.note(
+                f"micro_batch_size = {found.size} from step {self.steps} on: memory has no room for more"
+            )
 
     def evaluate(
         self,
@@ -413,23 +411,14 @@ class Run(RunView):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        stepper = self._prepared
         if error is not None:
             abandon()
-        if stepper is not None and error is None:
-            stepper.catch_up()
-            stepper.session.finish()
-            self.display.end(end_rows(self, self._progress, stepper.session.newest_checkpoint))
-        elif stepper is not None and isinstance(error, Exception | KeyboardInterrupt):
-            with suppress(RuntimeError):  # of a device that is of no more use
-                stepper.catch_up()
-            peers = stepper.session.peers
-            lost = None if peers is None else peers.cause_of(error)
-            stepper.session.rescue(is_whole=stepper.is_whole)
-            if lost is not None:
-                self._at_close.__exit__(kind, error, trace)
-                raise lost from error
+        lost = None if self._prepared is None else self._prepared.end(error)
+        if self._prepared is not None and error is None:
+            self.display.end(end_rows(self, self._progress, self._prepared.session.newest_checkpoint))
         self._at_close.__exit__(kind, error, trace)
+        if lost is not None:
+            raise lost from error
 
     @property
     def stepper(self) -> Stepper:

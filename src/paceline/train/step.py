@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.errors import JobError
+from paceline.errors import JobError, PeerLost
 from paceline.parallel import Companions
 from paceline.parallel.losses import StepLoss
 from paceline.spec import Mesh
@@ -52,12 +52,6 @@ class Stepper:
     def _begin_change(self) -> None:
         """Note that something of the run begins to change."""
         self._is_consistent = False
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the run could be saved as it is: all of its state, the script's own included, is of one batch."""
-        may_miss_some = self._may_go_on or self._state.kept.moves_between_steps
-        return self._is_consistent and (self._is_finished or not may_miss_some)
 
     def _trained_by(self, model: nn.Module | None, optimizer: Optimizer | None) -> tuple[str, Optimizer]:
         """The name of the model that a step trains, and the optimizer that updates it."""
@@ -120,6 +114,25 @@ class Stepper:
                 seed_between_steps(self._state.job.seed, self._state.progress.steps, self._device)
             if all(stepper.trained.engine.is_synchronised for stepper in self._steppers.values()):
                 self.session.step_ended(self._timer.own_s)
+
+    def end(self, error: BaseException | None) -> PeerLost | None:
+        """After the last step, save; after an error, save what is whole without the others.
+
+        Returns:
+            The loss of a worker that led to the error; None if none did.
+        """
+        if error is None:
+            self.catch_up()
+            self.session.finish()
+        if not isinstance(error, Exception | KeyboardInterrupt):
+            return None
+        with contextlib.suppress(RuntimeError):  # of a device that is of no more use
+            self.catch_up()
+        lost = None if self.session.peers is None else self.session.peers.cause_of(error)
+        # Whether all of the state, the script's own included, is of one batch.
+        may_miss_some = self._may_go_on or self._state.kept.moves_between_steps
+        self.session.rescue(is_whole=self._is_consistent and (self._is_finished or not may_miss_some))
+        return lost
 
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[None]:
