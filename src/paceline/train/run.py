@@ -15,7 +15,6 @@ from torch.optim.swa_utils import AveragedModel
 from paceline import env
 from paceline.data import Loading
 from paceline.data.loading import Collate
-from paceline.data.substreams import is_stream
 from paceline.errors import JobError
 from paceline.heartbeat import Heartbeat
 from paceline.parallel import Companions, Engine, check_shards
@@ -34,13 +33,12 @@ from paceline.train.process_group import abandon, join
 from paceline.train.progress import Progress
 from paceline.train.reading import DatasetReader, loading_of
 from paceline.train.run_view import RunView
-from paceline.train.sample_batches import check_server_order, sample_batches
+from paceline.train.sample_batches import GlobalBatches
 from paceline.train.seeding import seed_between_steps, seed_generators
 from paceline.train.session import Kept, RunState, Session, Stateful
 from paceline.train.state import Trained
 from paceline.train.step import Stepper
 from paceline.train.stopping import Stopping
-from paceline.train.stream_batches import StreamBatches
 from paceline.train.timing import StepTimer
 from paceline.train.torch_settings import TorchSettings, decide_precision, has_tf32
 from paceline.train.trace import ParityTracer
@@ -84,9 +82,8 @@ class Run(RunView):
         self.job = job
         settings = TorchSettings.of(job, plan, has_tf32=has_tf32(world.device))
         self._at_close.enter_context(settings.applied())
-        share, num_assignments = self.mesh.share(facts.rank), self.mesh.num_assignments
         self.reader, self.precision = DatasetReader(job, world.device), Precision(job, world.device)
-        progress = DataProgress(job, share, num_assignments, max_steps)
+        progress = DataProgress(job, self.mesh.share(facts.rank), self.mesh.num_assignments, max_steps)
         super().__init__(world, facts.world_size, progress, NoiseMeter(job, self.precision.scaler, world.device))
         self.notes: list[str] = notes + settings.notes(job)
         self.metrics: dict[str, float] = {}
@@ -96,7 +93,7 @@ class Run(RunView):
         self.say: Callable[[str], None] = self.display.say
         self.timer = StepTimer()
         self.stopping = Stopping(world, progress, env.launched_at(), max_minutes)
-        self._streams = StreamBatches(job, progress, self.reader, world, share, num_assignments, plan.timeout_s)
+        self._batches = GlobalBatches(job, progress, self.reader, world, plan.timeout_s)
         self._evaluator = Evaluator(job, self.mesh, self.world, self.reader, self.precision)
         self._kept = Kept()
         self._resume_from: dict[str, Any] = {"checkpoint_address": checkpoint_address, "force": force}
@@ -294,14 +291,8 @@ class Run(RunView):
         progress = self._progress
         if progress.is_over(epoch):
             return
-        reads_assignment = self.engine.reads_assignment
-        check_server_order(loading, reads_assignment=reads_assignment)
-        if is_stream(loading.dataset):
-            batches = self._streams.batches(loading, epoch, samples_per_epoch)
-        else:
-            batches = sample_batches(
-                loading, epoch, self.job, progress, self.reader, self.world, reads_assignment=reads_assignment
-            )
+        is_read = self.engine.reads_assignment
+        batches = self._batches.of_epoch(loading, epoch, samples_per_epoch, reads_assignment=is_read)
         if self.steps and progress.at_epoch_start:
             self.stepper.session.epoch_ended()
         self.timer.resume()

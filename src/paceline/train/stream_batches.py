@@ -19,7 +19,7 @@ from paceline.data.stream_reader import StreamStep, stand_in
 from paceline.data.substreams import check_stream, is_split
 from paceline.errors import DataError
 from paceline.object_collectives import all_gather_objects
-from paceline.parallel.assignment import Assignment, shards_of_rank
+from paceline.parallel.assignment import Assignment
 from paceline.private_groups import private_group
 from paceline.process_groups import device_of
 from paceline.sharded_batch import ShardedBatch
@@ -40,19 +40,12 @@ class StreamBatches:
         progress: DataProgress,
         reader: DatasetReader,
         world: World,
-        rank: int,
-        num_assignments: int,
         timeout_s: float,
     ) -> None:
-        """
-        Args:
-            rank: the index of this worker among the `num_assignments` of a global batch.
-        """
         self._job = job
         self._progress = progress
         self._reader = reader
         self._world = world
-        self._own = range(*shards_of_rank(rank, num_assignments, job.virtual_shards))
         self._timeout_s = timeout_s
         self._group: dist.ProcessGroup | None = None
 
@@ -69,7 +62,7 @@ class StreamBatches:
         progress.gather = lambda value: all_gather_objects(value, self._group)
         digest = _digest(stream, job)
         position = progress.enter_stream(epoch, digest)
-        steps = self._reader.read_stream(loading, epoch, list(self._own), position)
+        steps = self._reader.read_stream(loading, epoch, progress.own_substreams, position)
         first = next(steps)
         check_same_order(f"{digest} {first.fingerprint}", epoch, self._group)
         return self._train_on(loading, first, steps, samples_per_epoch)
