@@ -31,7 +31,6 @@ from paceline.spec import DataSpec
 
 _IMAGE_BYTES = 3 * 32 * 32
 _Split = tuple[NDArray[np.uint8], NDArray[np.int64]]
-_PARTS = ("inputs", "targets")
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,8 @@ def _load(spec: DataSpec, kind: _Cifar) -> tuple[ArraySet, ArraySet]:
     sources, decode = _find(directory_of(spec), kind, spec.name)
 
     def named() -> Mapping[str, NDArray[Any]]:
-        splits = zip(("train", "test"), decode(), strict=True)
-        return {f"{name}_{what}": part for name, split in splits for what, part in zip(_PARTS, split, strict=True)}
+        train, test = decode()
+        return {"train_inputs": train[0], "train_targets": train[1], "test_inputs": test[0], "test_targets": test[1]}
 
     arrays = decoded(spec.name, sources, named)
     train, test = (
