@@ -1,13 +1,15 @@
 """What becomes of a run whose file system fails in the middle and stays so; needs root, for mounts.
 
-    python -m benchmarks.survival.file_systems
+    python -m benchmarks.survival.file_systems [--only NAME,…]
 
 While the job of `write_faults.py` writes its second checkpoint something happens to the file system of its run folder,
-for good. When it has been repaired the run goes on, and has to end with the weights of the undisturbed run.
+for good. When it has been repaired the run goes on, and has to end with the weights of the undisturbed run. A quota is
+one of btrfs, if mkfs.btrfs is installed (btrfs-progs); what the kernel does not refuse by itself, the layer refuses.
 """
 
 from __future__ import annotations
 
+import argparse
 import errno
 import os
 import shutil
@@ -26,6 +28,26 @@ from .write_faults import Point, train, undisturbed
 
 AT: Point = ("open", "checkpoints/step-00000002/worker-00000.safetensors.part", 1)
 _SIZE = "64m"
+_IMAGE_BYTES = 256 << 20
+
+
+def _mount_tmpfs(mount: Path) -> None:
+    _do("mount", "-t", "tmpfs", "-o", f"size={_SIZE}", "none", str(mount))
+
+
+def _mount_btrfs(mount: Path) -> None:
+    """One with quotas, in a file, whose run folder can have one of its own."""
+    image = mount.with_suffix(".img")
+    with image.open("xb") as file:
+        file.truncate(_IMAGE_BYTES)
+    _do("mkfs.btrfs", "--quiet", "--metadata", "single", str(image))
+    _do("mount", "-o", "loop", str(image), str(mount))
+    _do("btrfs", "quota", "enable", str(mount))
+    _do("btrfs", "subvolume", "create", str(mount / "run"))
+
+
+def _do(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)
 
 
 @dataclass(frozen=True)
@@ -35,6 +57,9 @@ class Case:
     begin: Callable[[Path], object]
     then: Callable[[Path, Point], object] = lambda _mount, _point: None
     repair: Callable[[Path], object] = lambda _mount: None
+    mount: Callable[[Path], None] = _mount_tmpfs
+    needs: str = ""
+    """A command without which it is left out."""
 
 
 def _fill(mount: Path) -> None:
@@ -47,13 +72,18 @@ def _fill(mount: Path) -> None:
 
 
 def _remount(mount: Path, options: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{options}", "none", str(mount)], check=True)
+    _do("mount", "-o", f"remount,{options}", "none", str(mount))
 
 
 def _allow_no_more_files(mount: Path) -> None:
     """As a quota does."""
     files = os.statvfs(mount)
     _remount(mount, f"nr_inodes={files.f_files - files.f_ffree}")
+
+
+def _use_up_quota(mount: Path) -> None:
+    os.sync()  # the kernel counts what has been written out
+    _do("btrfs", "qgroup", "limit", "64K", str(mount / "run"))
 
 
 def _refuse_to_write(_mount: Path, point: Point) -> None:
@@ -70,25 +100,38 @@ CASES = {
     "read-only": Case(lambda _mount: None, _refuse_to_write),  # a mount with open files cannot be made so
     "deleted": Case(lambda mount: shutil.rmtree(mount / "run")),
     "no more files": Case(_allow_no_more_files, repair=lambda mount: _remount(mount, "nr_inodes=1000")),
+    "quota of btrfs": Case(
+        _use_up_quota,
+        repair=lambda mount: _do("btrfs", "qgroup", "limit", "none", str(mount / "run")),
+        mount=_mount_btrfs,
+        needs="mkfs.btrfs",
+    ),
     "no renaming": Case(lambda _mount: None, _refuse_to_replace),
-    "slow, 50 ms each": Case(lambda _mount: None, lambda _mount, _point: time.sleep(0.05)),
+    "50 ms late": Case(lambda _mount: None, lambda _mount, _point: time.sleep(0.05)),
 }
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="cases, separated by commas; all")
+    wanted = [name for name in parser.parse_args().only.split(",") if name] or CASES
     out = Path(tempfile.mkdtemp(prefix="paceline-file-systems-"))
     os.environ["HOME"] = str(out)  # where results go that their folder does not take
     _, digest = undisturbed(out / "undisturbed")
     print("| file system | run | what it said | good checkpoint | after going on |\n|---|---|---|---|---|")
     problems = 0
-    for name, case in CASES.items():
-        mount = out / name.split(",")[0].replace(" ", "-")
+    for name in wanted:
+        case = CASES[name]
+        if case.needs and shutil.which(case.needs) is None:
+            print(f"| {name} | not tried: {case.needs} is missing | | | |")
+            continue
+        mount = out / name.replace(" ", "-")
         mount.mkdir()
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_SIZE}", "none", str(mount)], check=True)
+        case.mount(mount)
         try:
             problems += not _tried(name, case, mount, digest)
         finally:
-            subprocess.run(["umount", "-l", str(mount)], check=True)
+            _do("umount", "--lazy", str(mount))
     raise SystemExit(bool(problems))
 
 

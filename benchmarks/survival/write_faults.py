@@ -1,12 +1,13 @@
-"""Every write of a run fails once: what is left, what is said, and whether the run ends with the right bits after all.
+"""Every write of a run fails: what is left, what is said, and whether the run ends with the right bits after all.
 
-    python -m benchmarks.survival.write_faults [--kinds full,denied,killed,torn] [--only PATH] [--every 1]
+    python -m benchmarks.survival.write_faults [--kinds full,denied,killed,torn,…] [--only PATH] [--every 1]
 
 A small job trains in one process (`--launcher debug`), with a layer below Paceline's files that counts every change
 of the run folder: files that are opened, written, flushed, renamed, linked, removed, folders that are made and
-removed. For each of these points and each kind of fault a fork of this process trains the job with that one fault, and
-another one goes on from what it left. The exit code says whether there always was a good checkpoint where one had been
-completed, a sentence and no traceback where the run did not end well, and in the end the undisturbed run's weights.
+removed. For each of these points and each kind of fault a fork of this process trains the job with that fault, once or
+from that point on, and another one goes on from what it left. The exit code says whether there always was a good
+checkpoint where one had been completed, a sentence and no traceback where the run did not end well, results where it
+did, and in the end the undisturbed run's weights.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import errno
 import io
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -35,8 +37,36 @@ from paceline.spec import RunRecord
 from paceline.train import final_save
 from paceline.train import loop as _loaded_before_forks  # noqa: F401
 
-KINDS = {"full": errno.ENOSPC, "denied": errno.EACCES, "killed": None, "torn": None}
-"""An error of the system by name; None: the process is killed, before the operation or in the middle of a write."""
+_NEEDS_SPACE = ("open", "write", "fsync", "save", "mkdir", "link")
+_RENAMES = ("rename", "replace")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What happens at a point."""
+
+    number: int | None = None
+    """The error of the system; None: the process is killed, before the operation or in the middle of a write."""
+    at: Sequence[str] = ()
+    """The operations that it happens to; empty: all."""
+    lasts: bool = False
+    """Whether it happens at all later points too."""
+    deletes: bool = False
+    """Whether somebody deletes the run folder, and that is all."""
+
+
+KINDS = {
+    "full": Kind(errno.ENOSPC),
+    "denied": Kind(errno.EACCES),
+    "killed": Kind(),
+    "torn": Kind(at=("write",)),
+    "quota for good": Kind(errno.EDQUOT, _NEEDS_SPACE, lasts=True),
+    "read-only for good": Kind(errno.EROFS, lasts=True),
+    "nothing replaced for good": Kind(errno.EEXIST, _RENAMES, lasts=True),
+    "other device": Kind(errno.EXDEV, _RENAMES),
+    "stale": Kind(errno.ESTALE),
+    "deleted": Kind(deletes=True),
+}
 
 _NUMBERED = ("rename", "replace", "link", "unlink", "remove", "mkdir", "rmdir", "chmod")
 _SETTINGS = ("model=mlp", "epochs=1", "checkpoint.every_steps=2", "checkpoint.keep_last=1", "channels_last=false")
@@ -145,6 +175,8 @@ class Left:
     kind: str
     fired: bool
     exit_code: int
+    has_results: bool
+    """Whether there were weights and a record when it ended."""
     said: str
     had: int
     """The step of the newest complete checkpoint when the fault came; -1: none."""
@@ -159,9 +191,10 @@ class Left:
         """What should not be; empty if all is well."""
         was_killed = self.exit_code == -signal.SIGKILL
         complaints = {
-            "no good checkpoint": self.good < self.had,
+            "no good checkpoint": self.good < self.had and not KINDS[self.kind].deletes,
             "a traceback": "Traceback" in self.said,
             "no sentence": self.exit_code != 0 and not was_killed and "paceline: " not in self.said,
+            "no results": self.exit_code == 0 and not self.has_results,
             f"resume exits with {self.resumed}": self.resumed != 0,
             "other weights": not self.equal,
         }
@@ -188,7 +221,7 @@ def main() -> None:
     points, digest = undisturbed(out / "undisturbed")
     kinds = arguments.kinds.split(",")
     wanted = [point for point in points if arguments.only in point[1]]
-    pairs = [(point, kind) for point in wanted for kind in kinds if kind != "torn" or point[0] == "write"]
+    pairs = [(point, kind) for point in wanted for kind in kinds if not KINDS[kind].at or point[0] in KINDS[kind].at]
     print(f"{len(points)} points, {len(pairs)} faults, {len(pairs[:: arguments.every])} of them here", flush=True)
     print("| point | fault | run | what it said | good checkpoint | after going on |\n|---|---|---|---|---|---|")
     problems = num_fired = 0
@@ -214,29 +247,39 @@ def undisturbed(folder: Path) -> tuple[list[Point], str]:
 
 
 def fail_once(folder: Path, point: Point, kind: str, digest: str) -> Left:
-    """A run with one fault, and one that goes on from what it left."""
+    """A run with a fault, and one that goes on from what it left."""
+    fault, log = KINDS[kind], _log_of(folder)
 
     def on_point(reached: Point) -> None:
-        if reached != point:
-            return
-        complete = [int(path.parent.name[5:]) for path in folder.glob("checkpoints/step-*/manifest.json")]
-        _log_of(folder).write_text(str(max(complete, default=-1)))
-        if KINDS[kind] is not None:
-            raise OSError(KINDS[kind], os.strerror(KINDS[kind] or 0), point[1])
-        if kind == "torn":
-            raise Torn
-        _die()
+        is_first = reached == point and not log.exists()
+        if is_first:
+            complete = [int(path.parent.name[5:]) for path in folder.glob("checkpoints/step-*/manifest.json")]
+            log.write_text(str(max(complete, default=-1)))
+        if fault.deletes and is_first:
+            shutil.rmtree(folder, ignore_errors=True)
+        elif is_first or (fault.lasts and log.exists() and reached[0] in (fault.at or reached[0])):
+            _fail(kind, reached)
 
     exit_code, said = train(folder, on_point)
-    log = _log_of(folder)
     fired = log.exists()
     had = int(log.read_text()) if fired else -1
     found, _ = newest_good(open_storage(folder / "checkpoints"))
     record = folder / "record.json"
-    resumed, said_then = (0, "") if exit_code == 0 and record.exists() else train(folder, lambda _point: None)
+    has_results = record.exists() and (folder / "model.safetensors").exists()
+    resumed, said_then = (0, "") if exit_code == 0 and has_results else train(folder, lambda _point: None)
     equal = record.exists() and RunRecord.load(record).weights_sha256 == digest
     good = -1 if found is None else found.manifest.step
-    return Left(point, kind, fired, exit_code, said + (said_then if resumed else ""), had, good, resumed, equal)
+    said += said_then if resumed else ""
+    return Left(point, kind, fired, exit_code, has_results, said, had, good, resumed, equal)
+
+
+def _fail(kind: str, point: Point) -> None:
+    number = KINDS[kind].number
+    if number is not None:
+        raise OSError(number, os.strerror(number), point[1])
+    if kind == "torn":
+        raise Torn
+    _die()
 
 
 def train(folder: Path, on_point: Callable[[Point], None], said_in: Path | None = None) -> tuple[int, str]:

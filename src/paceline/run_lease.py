@@ -6,7 +6,10 @@ compared. A link is made by one of several at a time, on shared file systems too
 exists holds an advisory lock on the folder meanwhile (flock), so that what it has read is still there. Where the file
 system has no such locks, or somebody keeps it for seconds, the file of a run that has ended is renamed before it is
 looked at again, and linked back if another run has just replaced it: a third run that comes between these two calls
-gets the folder as well.
+gets the folder as well. Where there are no links either, so does a second one that reads the file before it is written.
+
+A run whose file was removed, with its folder or without, makes it again. One that was stopped for so long that another
+run has taken the folder is told so.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import itertools
 import os
 import platform
 import shutil
@@ -78,7 +82,8 @@ def hold_folder(folder: Path, token: str = "", say: Callable[[str], None] = prin
 
     Args:
         token: what the processes of this run have in common; empty: this process is all of it.
-        say: told that it takes a minute to see whether a run on another node still lives.
+        say: told that it takes a minute to see whether a run on another node still lives, and, from another thread,
+            that another run has taken the folder.
 
     Raises:
         LaunchError: another run uses it; says which.
@@ -88,7 +93,7 @@ def hold_folder(folder: Path, token: str = "", say: Callable[[str], None] = prin
     path = folder / LEASE_FILE
     _take(path, mine, say)
     ended = threading.Event()
-    thread = threading.Thread(target=_renew, args=(path, mine, ended), name="lease", daemon=True)
+    thread = threading.Thread(target=_renew, args=(path, mine, ended, say), name="lease", daemon=True)
     thread.start()
     try:
         yield
@@ -161,13 +166,20 @@ def _place(path: Path, lease: Lease) -> bool:
     except FileExistsError:
         return False
     except OSError:  # a file system without links
-        try:
-            with path.open("x", encoding="utf-8") as file:
-                file.write(draft.read_text(encoding="utf-8"))
-        except FileExistsError:
-            return False
+        return _write_in_place(path, draft.read_text(encoding="utf-8"))
     finally:
         draft.unlink(missing_ok=True)
+    return True
+
+
+def _write_in_place(path: Path, text: str) -> bool:
+    """As `_place`; meanwhile nobody may remove the file because it says nothing yet."""
+    with _locked(path.parent):
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError:
+            return False
     return True
 
 
@@ -226,13 +238,30 @@ def _stands_still(path: Path, holder: Lease, say: Callable[[str], None]) -> bool
     return True
 
 
-def _renew(path: Path, mine: Lease, ended: threading.Event) -> None:
-    count = 0
-    while not ended.wait(_RENEWAL_S):
-        count += 1
-        with contextlib.suppress(OSError), _locked(path.parent):  # a full disk is no reason to stop
-            if _is_of(_read(path), mine):
-                dataclasses.replace(mine, count=count).save(path, 0o644)
+def _renew(path: Path, mine: Lease, ended: threading.Event, say: Callable[[str], None]) -> None:
+    has_told = False
+    for count in itertools.count(1):
+        if ended.wait(_RENEWAL_S):
+            return
+        with contextlib.suppress(OSError):  # a full disk is no reason to stop
+            found = _replace_own(path, dataclasses.replace(mine, count=count))
+            if found is None:
+                _place(path, dataclasses.replace(mine, count=count))
+            elif found.token != mine.token and not has_told:
+                has_told = True
+                say(
+                    f"{path.parent} was taken by process {found.pid} on {found.node} at {found.began_at}, which saw no "
+                    "sign of life of this run; end one of the two, as they write over each other's files."
+                )
+
+
+def _replace_own(path: Path, lease: Lease) -> Lease | None:
+    """Write a lease over an earlier one of the same process; what was found there."""
+    with _locked(path.parent):
+        found = _read(path)
+        if _is_of(found, lease):
+            lease.save(path, 0o644)
+        return found
 
 
 def _read(path: Path) -> Lease | None:

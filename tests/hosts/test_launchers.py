@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,20 +22,8 @@ JOB = ("digits-lenet", "--set", "parity=bitwise", "--max-steps", "4", "--quiet")
 VARIABLES = {"PACELINE_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster(num_nodes=2, rate_bits_per_s=1e9) as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
-def weights_alone(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> str | None:
-    run_dir = tmp_path_factory.mktemp("alone") / "run"
-    return _train(cluster.nodes[0], run_dir, workers=["-n", "1"]).weights_sha256
-
-
 @pytest.mark.skipif(bool(why_not_ssh()), reason=why_not_ssh() or "")
-def test_ssh(cluster: Cluster, weights_alone: str | None, tmp_path: Path) -> None:
+def test_ssh(cluster: Cluster, weights_alone: str, tmp_path: Path) -> None:
     (tmp_path / "ssh").mkdir()
     with ssh_between(cluster.nodes, tmp_path / "ssh"):
         record = _train(cluster.nodes[0], tmp_path / "run", workers=["--hosts", "node0:2,node1:2"])
@@ -43,7 +31,7 @@ def test_ssh(cluster: Cluster, weights_alone: str | None, tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(bool(why_not_slurm()), reason=why_not_slurm() or "")
-def test_slurm(cluster: Cluster, weights_alone: str | None, tmp_path: Path) -> None:
+def test_slurm(cluster: Cluster, weights_alone: str, tmp_path: Path) -> None:
     (tmp_path / "slurm").mkdir()
     with slurm_on(cluster.nodes, tmp_path / "slurm", cpus_per_node=2):
         salloc = ["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=2"]
@@ -52,7 +40,7 @@ def test_slurm(cluster: Cluster, weights_alone: str | None, tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(bool(why_not_ray()), reason=why_not_ray() or "")
-def test_ray(cluster: Cluster, weights_alone: str | None, tmp_path: Path) -> None:
+def test_ray(cluster: Cluster, weights_alone: str, tmp_path: Path) -> None:
     with ray_on(cluster.nodes):
         inside = ["env", *(f"{name}={value}" for name, value in RAY_VARIABLES.items())]
         workers = ["--launcher", "ray", "-n", "4"]
@@ -61,15 +49,21 @@ def test_ray(cluster: Cluster, weights_alone: str | None, tmp_path: Path) -> Non
         _check(record, weights_alone, cluster, [node.hostname for node in record.plan.nodes])
 
 
+def command_alone(run_dir: Path) -> list[str]:
+    return _command(run_dir, ["-n", "1"])
+
+
+def _command(run_dir: Path, workers: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "paceline", "train", *JOB, "--out", str(run_dir), *workers]
+
+
 def _train(node: Node, run_dir: Path, *, workers: Sequence[str], within: Sequence[str] = ()) -> RunRecord:
-    paceline = [sys.executable, "-m", "paceline", "train", *JOB, "--out", str(run_dir)]
-    training = node.exec([*within, *paceline, *workers], env=VARIABLES)
+    training = node.exec([*within, *_command(run_dir, workers)], env=VARIABLES)
     assert training.wait(TIMEOUT_S) == 0, training.output
     return RunRecord.load(run_dir / "record.json")
 
 
-def _check(record: RunRecord, weights_alone: str | None, cluster: Cluster, hostnames: Sequence[str]) -> None:
-    assert weights_alone
+def _check(record: RunRecord, weights_alone: str, cluster: Cluster, hostnames: Sequence[str]) -> None:
     assert record.weights_sha256 == weights_alone
     assert record.plan.world_size == 4
     assert [share.hostname for share in record.plan.nodes] == hostnames

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,6 @@ LIBRARIES = ("with_accelerate.py", "with_fabric.py", "with_lightning.py", "with_
 VARIABLES = {"PACELINE_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 SCRIPTS = Path(__file__).parents[1] / "plain_scripts"
 TIMEOUT_S = 500.0
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster(num_nodes=2, rate_bits_per_s=1e9) as cluster:
-        yield cluster
 
 
 @pytest.fixture(scope="module")

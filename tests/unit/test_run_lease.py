@@ -6,12 +6,15 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,6 +110,51 @@ def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not list(tmp_path.iterdir())
 
 
+def test_without_links_a_lease_that_is_being_written_is_not_taken_for_one_that_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes: list[str] = []
+    flock, is_waiting = fcntl.flock, threading.Event()
+
+    def no_links(*_: object) -> None:
+        raise PermissionError("no links here")
+
+    def flock_and_tell(descriptor: int, operation: int) -> None:
+        try:
+            flock(descriptor, operation)
+        except BlockingIOError:
+            is_waiting.set()
+            raise
+
+    def attempt() -> None:
+        try:
+            with hold_folder(tmp_path):
+                outcomes.append("held")
+        except LaunchError:
+            outcomes.append("refused")
+        is_waiting.set()
+
+    class Slow(io.TextIOWrapper):
+        def write(self, text: str) -> int:
+            threads[0].start()
+            is_waiting.wait(30)  # the other has read the file, which is empty, or has ended
+            return super().write(text)
+
+    def open_slowly(path: Path, mode: str = "r", **options: Any) -> Any:
+        if mode == "x" and not threads:
+            threads.append(threading.Thread(target=attempt))
+            return Slow(open(path, "xb"), **options)
+        return open(path, mode, **options)
+
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr("os.link", no_links)
+    monkeypatch.setattr("fcntl.flock", flock_and_tell)
+    monkeypatch.setattr(Path, "open", open_slowly)
+    with hold_folder(tmp_path):
+        threads[0].join()
+    assert outcomes == ["refused"]
+
+
 @pytest.mark.parametrize("left", ["nothing", "a lease of a dead process"])
 def test_of_many_at_once_one_gets_it(tmp_path: Path, left: str) -> None:
     if left != "nothing":
@@ -193,6 +241,37 @@ def test_it_is_renewed_and_another_one_is_left_alone(tmp_path: Path, monkeypatch
         other = own_lease("another")
         other.save(tmp_path / LEASE_FILE)
     assert Lease.load(tmp_path / LEASE_FILE) == other
+
+
+def test_a_lease_that_was_removed_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lease, "_RENEWAL_S", 0.01)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with hold_folder(folder):
+        shutil.rmtree(folder)
+        folder.mkdir()  # as a worker does that saves into it
+        while not (folder / LEASE_FILE).exists():
+            pass
+        with pytest.raises(LaunchError), hold_folder(folder):
+            pass
+
+
+def test_a_run_that_was_stopped_is_told_that_another_has_taken_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_lease, "_RENEWAL_S", 0.01)
+    told = threading.Event()
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        told.set()
+
+    with hold_folder(tmp_path, say=say):
+        dataclasses.replace(own_lease("another"), node="elsewhere").save(tmp_path / LEASE_FILE)
+        assert told.wait(30)
+    assert "was taken by process" in said[0] and "on elsewhere" in said[0] and len(said) == 1
+    assert Lease.load(tmp_path / LEASE_FILE).token == "another"
 
 
 def test_temporary_folders_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,11 +27,11 @@ from paceline import data, env, models
 from paceline.checkpoint import save_weights
 from paceline.data import ArraySet
 from paceline.data.order import ShuffledOrder
-from paceline.measure.load import LoadMeter, most_disturbed, throttled_gpus
+from paceline.measure.load import LoadMeter, most_disturbed
 from paceline.measure.program import Report, run_program, unreported
 from paceline.measure.steps import StepTiming, Subject, num_passes, time_steps
 from paceline.measure.stopwatch import Stopwatch, seconds_of
-from paceline.measure.values import JOB_FILE, JobProbe, JobRequest, read_json, write_json
+from paceline.measure.values import JOB_FILE, JobProbe, JobRequest
 from paceline.measure.workers import free_bytes
 from paceline.measure.workers_together import Together, TogetherTiming, time_together
 from paceline.parallel.micro_batch import is_out_of_memory
@@ -89,7 +89,7 @@ def probe_job(request: JobRequest, report: Report = unreported) -> JobProbe | No
         first = FirstWorker(subject, request, facts, report)
         alone = first.time_alone()
         together = first.what_fits_together(alone.step, alone.peak_bytes)
-        write_json(together, orders)
+        together.save(orders)
         timed = None
         if alone.step is not None and together.micro_batch_size:
             report(f"{facts.world_size} workers at the same time", 1.0 - _TOGETHER_SHARE)
@@ -101,7 +101,7 @@ def _wait_for_orders(path: Path) -> Together:
     """Wait without a collective: the first worker may be busy for any time, and a collective would count as a hang."""
     while not path.exists():
         time.sleep(_LOOK_S)
-    return read_json(Together, path)
+    return Together.load(path)
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class FirstWorker:
         self.report("checkpoints", _LOADER_SHARE)
         checkpoint_rate = time_checkpoint(run, Path(self.request.folder), budget_s * _CHECKPOINT_SHARE)
         kept_s = budget_s * _TOGETHER_SHARE if self.facts.world_size > 1 else 0.0
-        meter = LoadMeter()
+        meter = LoadMeter(run.device)
         timings, peaks = self.time_micro_batches(kept_s)
         self.report("the optimizer", 1.0 - _TOGETHER_SHARE)
         step = self.time_step(timings)
@@ -253,15 +253,9 @@ def _timing(first: FirstWorker, alone: AloneTiming, together: Together, timed: T
         together_micro_batch_size=together.micro_batch_size,
         together_slowdown=timed.step_s / alone.step.seconds if timed and alone.step else 1.0,
         sums=timed.sums if timed else (),
-        load=_load(run, alone, timed),
+        load=most_disturbed([alone.load, timed.load if timed else None]),
         num_samples=len(first.subject.train_set) or None,
     )
-
-
-def _load(run: Run, alone: AloneTiming, timed: TogetherTiming | None) -> MachineLoad | None:
-    load = most_disturbed([alone.load, timed.load if timed else None])
-    throttled = throttled_gpus() if run.device.type == "cuda" else ()
-    return dataclasses.replace(load, throttled=throttled) if load and throttled else load
 
 
 def _loads_between_passes(run: Run, train_set: Any) -> bool:

@@ -22,7 +22,7 @@ from paceline.measure.stopwatch import Stopwatch, seconds_of
 from paceline.parallel import DataParallel
 from paceline.parallel.aggregation import candidates, set_up_aggregation
 from paceline.spec import AlgorithmName, Job, MachineLoad, Plan, SumTiming
-from paceline.spec.codec import at_least
+from paceline.spec.codec import JsonValue, at_least
 from paceline.train.process_group import World
 
 _MOST_ROUNDS = 40
@@ -34,7 +34,7 @@ Steps = Mapping[AlgorithmName | None, Callable[[], object]]
 
 
 @dataclass(frozen=True)
-class Together:
+class Together(JsonValue):
     """What all workers are asked to time at once; a micro-batch of 0 samples: nothing, they may end."""
 
     micro_batch_size: int = at_least(0, 0)
@@ -64,7 +64,7 @@ def time_together(subject: Subject, world: World, job: Job, plan: Plan, wanted: 
     the budget is left out; the first of each is always taken.
     """
     with _steps(subject, world, job, plan, wanted.micro_batch_size) as steps:
-        meter = LoadMeter()
+        meter = LoadMeter(world.device)
         periods = _take_turns(steps, world, wanted.budget_s)
         load = meter.load(world.group)
     without_s = _typical(periods[None])

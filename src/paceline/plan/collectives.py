@@ -19,13 +19,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.errors import JobError
 from paceline.plan.model import AlphaBeta, Layout, Network
 from paceline.spec import AlgorithmName
 
-Cost = Callable[[float, Layout, Network, int], float]
-"""(size_bytes, layout, network, num_servers) -> seconds; num_servers matters to parameter servers only."""
+Cost = Callable[[float, Layout, Network], float]
+"""(size_bytes, layout, network) -> seconds."""
 
 WIRE_FACTORS: dict[str, float] = {"float32": 1.0, "bfloat16": 0.5, "float16": 0.5, "int8": (1 + 4 / 1024) / 4}
 """Bytes of a message in a wire format over its bytes in float32; int8 has a scale of 4 bytes for 1,024 values."""
@@ -35,13 +36,7 @@ MIN_CHUNK_BYTES, MAX_CHUNK_BYTES, NUM_CHUNKS = 256 * 1024, 2 * 1024 * 1024, 16
 
 
 def cost_s(
-    algorithm: AlgorithmName,
-    size_bytes: float,
-    layout: Layout,
-    network: Network,
-    *,
-    num_servers: int = 1,
-    wire: str = "float32",
+    algorithm: AlgorithmName, size_bytes: float, layout: Layout, network: Network, *, wire: str = "float32"
 ) -> float:
     """Seconds of one sum of `size_bytes` of float32 with messages in a wire format.
 
@@ -54,18 +49,18 @@ def cost_s(
         raise JobError(f"The wire format {wire} has no cost formula; there are formulas for {', '.join(WIRE_FACTORS)}.")
     factor = WIRE_FACTORS[wire]
     if factor == 1.0:
-        return COSTS[algorithm](size_bytes, layout, network, num_servers)
+        return COSTS[algorithm](size_bytes, layout, network)
     if algorithm in _TWO_LEVEL:  # inside a node values stay as they are
         between = dataclasses.replace(network.between, beta_s_per_byte=factor * network.between.beta_s_per_byte)
-        return COSTS[algorithm](size_bytes, layout, dataclasses.replace(network, between=between), num_servers)
+        return COSTS[algorithm](size_bytes, layout, dataclasses.replace(network, between=between))
     if algorithm == "all_reduce":  # the backend would add in the wire format, so it is done by direct messages
-        return parameter_server(factor * size_bytes, layout, network, layout.num_workers)
+        return 2 * _gather_s(factor * size_bytes, layout.workers_per_node, layout.workers_per_node, network)
     if algorithm == "tree_exact":  # exact by its name, whatever the format
         factor = 1.0
-    return COSTS[algorithm](factor * size_bytes, layout, network, num_servers)
+    return COSTS[algorithm](factor * size_bytes, layout, network)
 
 
-def ring(size_bytes: float, layout: Layout, network: Network, num_servers: int = 1) -> float:  # noqa: ARG001
+def ring(size_bytes: float, layout: Layout, network: Network) -> float:
     """2 (n - 1) rounds of 1 / n of the vector, T = 2 (n - 1) / n K + 2 (n - 1) alpha (Patarasuk and Yuan 2009).
 
     The ring enters and leaves each node once, so that no link between nodes carries two messages in one direction; a
@@ -75,7 +70,7 @@ def ring(size_bytes: float, layout: Layout, network: Network, num_servers: int =
     return 2 * (n - 1) * _hop_s(size_bytes / n, layout, network)
 
 
-def all_reduce(size_bytes: float, layout: Layout, network: Network, num_servers: int = 1) -> float:  # noqa: ARG001
+def all_reduce(size_bytes: float, layout: Layout, network: Network) -> float:
     """The backend's all_reduce: a ring, or between many nodes two trees if they are faster, as NCCL chooses.
 
     Two binary trees over N nodes each carry half of the vector up and down again, T = 2 K + 2 log2(N) alpha (Sanders,
@@ -90,35 +85,25 @@ def all_reduce(size_bytes: float, layout: Layout, network: Network, num_servers:
     return _shorter(ring_s, inside_s + trees_s)
 
 
-def parameter_server(size_bytes: float, layout: Layout, network: Network, num_servers: int = 1) -> float:
-    """All send to S servers, which are spread over the nodes, and get the sum back.
+def parameter_server(size_bytes: float, layout: Layout, network: Network) -> float:
+    """All send to one server, the first worker, and get the sum back.
 
-    With one worker a node T = 2 (n - 1) / S K: a server's link carries n - 1 messages of 1 / S of the vector each way
-    (Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server"; S = n is a reduce-scatter and an
-    all-gather by direct messages).
+    With one worker a node T = 2 (n - 1) K: the server's link carries n - 1 vectors each way (Li et al. 2014, "Scaling
+    Distributed Machine Learning with the Parameter Server").
     """
-    servers = _servers_per_node(layout, num_servers)
-    return 2 * _gather_s(size_bytes, layout.workers_per_node, servers, network)
+    return 2 * _gather_s(size_bytes, layout.workers_per_node, (1,) + (0,) * (layout.num_nodes - 1), network)
 
 
-def all_to_one(size_bytes: float, layout: Layout, network: Network, num_servers: int = 1) -> float:  # noqa: ARG001
-    """The first worker is the only server: T = 2 (n - 1) K over its link."""
-    return parameter_server(size_bytes, layout, network, 1)
-
-
-def parameter_server_two_level(size_bytes: float, layout: Layout, network: Network, num_servers: int = 1) -> float:
-    """Sums inside a node first; only its leader exchanges with servers, of which a node has at most one.
+def parameter_server_two_level(size_bytes: float, layout: Layout, network: Network) -> float:
+    """Sums inside a node first; only its leader exchanges with the server.
 
     With g workers a node its link carries 1 / g of what `parameter_server` sends over it.
     """
-    nodes = layout.num_nodes
-    leaders = (1,) * nodes
-    servers = tuple(int(node < min(num_servers, nodes)) for node in range(nodes))
     inside_s = _reduce_in_node_s(size_bytes, layout, network) + _broadcast_in_node_s(size_bytes, layout, network)
-    return inside_s + 2 * _gather_s(size_bytes, leaders, servers, network)
+    return inside_s + parameter_server(size_bytes, Layout((1,) * layout.num_nodes), network)
 
 
-def hierarchical(size_bytes: float, layout: Layout, network: Network, num_servers: int = 1) -> float:  # noqa: ARG001
+def hierarchical(size_bytes: float, layout: Layout, network: Network) -> float:
     """Sum in each node, between the leaders by direct messages, hand out in each node; chunks, so that both overlap.
 
     For N nodes the link between carries 2 (N - 1) / N of the vector, however many workers a node has. A pipeline of
@@ -141,7 +126,7 @@ def hierarchical(size_bytes: float, layout: Layout, network: Network, num_server
     return _longer(num_chunks * inside_s + wire_s, num_chunks * busy_s + 2 * network.between.alpha_s + inside_s)
 
 
-def tree_exact(size_bytes: float, layout: Layout, network: Network, num_servers: int = 1) -> float:  # noqa: ARG001
+def tree_exact(size_bytes: float, layout: Layout, network: Network) -> float:
     """Each worker sums 1 / n of the vector in a fixed order: all_to_all by direct messages, all_gather by a ring.
 
     T = 2 (n - 1) / n K with one worker a node. More of them send across their node's link g (n - g) / n K in the first
@@ -152,7 +137,7 @@ def tree_exact(size_bytes: float, layout: Layout, network: Network, num_servers:
     return all_to_all_s + (n - 1) * _hop_s(size_bytes / n, layout, network)
 
 
-def halving_doubling(size_bytes: float, layout: Layout, network: Network, num_servers: int = 1) -> float:  # noqa: ARG001
+def halving_doubling(size_bytes: float, layout: Layout, network: Network) -> float:
     """Recursive halving and doubling: T = 2 log2(n) alpha + 2 (n - 1) / n K (Rabenseifner 2004).
 
     Round r pairs workers 2^r places apart and exchanges 1 / 2^(r + 1) of the vector, so that the large exchanges stay
@@ -160,24 +145,18 @@ def halving_doubling(size_bytes: float, layout: Layout, network: Network, num_se
     """
     n = layout.num_workers
     core = 1 << (n.bit_length() - 1)
-    ranges = _places(layout)
+    node_of = np.repeat(np.arange(layout.num_nodes), layout.workers_per_node)
+    places = np.arange(core)
     total_s = 0.0
-    bit = 1
-    while bit < core:
-        crossing = max(_num_crossing(start, min(stop, core), bit) for start, stop in ranges)
-        stays = any(min(stop, core) - start > _num_crossing(start, min(stop, core), bit) for start, stop in ranges)
-        total_s += 2 * _round_s(size_bytes / (2 * bit), crossing, stays, network)
-        bit *= 2
-    if n > core:
-        handed = [_num_handed_over(start, stop, core, n) for start, stop in ranges]
-        crossing = max(max(leaving, arriving) for leaving, arriving, _ in handed)
-        total_s += 2 * _round_s(size_bytes, crossing, any(staying for *_, staying in handed), network)
-    return total_s
+    for power in range(core.bit_length() - 1):
+        partners = node_of[places ^ (1 << power)]
+        total_s += 2 * _round_s(size_bytes / (2 << power), node_of[:core], partners, network)
+    return total_s + (2 * _round_s(size_bytes, node_of[core:], node_of[: n - core], network) if n > core else 0.0)
 
 
 COSTS: dict[AlgorithmName, Cost] = {
     "all_reduce": all_reduce,
-    "all_to_one": all_to_one,
+    "all_to_one": parameter_server,
     "parameter_server": parameter_server,
     "parameter_server_two_level": parameter_server_two_level,
     "ring": ring,
@@ -209,17 +188,20 @@ def _hop_s(size_bytes: float, layout: Layout, network: Network) -> float:
     """One message from each worker to the next one in the order of the nodes, all at once."""
     slowest_s = 0.0
     if max(layout.workers_per_node) > 1:
-        slowest_s = network.inside.alpha_s + size_bytes * network.inside.beta_s_per_byte
+        slowest_s = network.inside.message_s(size_bytes)
     if layout.num_nodes > 1:
-        slowest_s = _longer(slowest_s, network.between.alpha_s + size_bytes * network.between.beta_s_per_byte)
+        slowest_s = _longer(slowest_s, network.between.message_s(size_bytes))
     return slowest_s + network.per_message_s
 
 
-def _round_s(size_bytes: float, num_crossing: int, stays: bool, network: Network) -> float:
-    """Each worker exchanges one message; the busiest node's link carries `num_crossing` of them in each direction."""
-    across_s = network.between.alpha_s + num_crossing * size_bytes * network.between.beta_s_per_byte
-    inside_s = network.inside.alpha_s + size_bytes * network.inside.beta_s_per_byte
-    return _longer(across_s if num_crossing else 0.0, inside_s if stays else 0.0) + network.per_message_s
+def _round_s(size_bytes: float, nodes: NDArray[np.intp], partners: NDArray[np.intp], network: Network) -> float:
+    """Workers on `nodes` exchange a message each with those on `partners`, [num_pairs]; the busiest node's link counts,
+    in its busier direction."""
+    crosses = nodes != partners
+    num_crossing = max(np.bincount(ends[crosses], minlength=1).max() for ends in (nodes, partners))
+    across_s = network.between.message_s(int(num_crossing) * size_bytes) if num_crossing else 0.0
+    inside_s = 0.0 if crosses.all() else network.inside.message_s(size_bytes)
+    return _longer(across_s, inside_s) + network.per_message_s
 
 
 def _gather_s(size_bytes: float, workers: Sequence[int], servers: Sequence[int], network: Network) -> float:
@@ -244,21 +226,9 @@ def _gather_s(size_bytes: float, workers: Sequence[int], servers: Sequence[int],
             inside = max(inside, own_workers - 1, sent)
         sent = num_servers - (own_servers == own_workers)
         num_messages = max(num_messages, num_workers - 1 if own_servers else sent)
-    across_s = network.between.alpha_s + crossing * part_bytes * network.between.beta_s_per_byte if crossing else 0.0
-    inside_s = network.inside.alpha_s + inside * part_bytes * network.inside.beta_s_per_byte if inside else 0.0
+    across_s = network.between.message_s(crossing * part_bytes) if crossing else 0.0
+    inside_s = network.inside.message_s(inside * part_bytes) if inside else 0.0
     return _longer(across_s, inside_s) + num_messages * network.per_message_s
-
-
-def _servers_per_node(layout: Layout, num_servers: int) -> tuple[int, ...]:
-    """One server of each node in turn, as many as there are workers at most."""
-    left = max(1, min(num_servers, layout.num_workers))
-    servers = [0] * layout.num_nodes
-    while left:
-        for node, num_workers in enumerate(layout.workers_per_node):
-            if left and servers[node] < num_workers:
-                servers[node] += 1
-                left -= 1
-    return tuple(servers)
 
 
 def _reduce_in_node_s(size_bytes: float, layout: Layout, network: Network) -> float:
@@ -274,39 +244,3 @@ def _broadcast_in_node_s(size_bytes: float, layout: Layout, network: Network) ->
     if max(layout.workers_per_node) == 1:
         return 0.0
     return size_bytes * network.inside.beta_s_per_byte + _start_s(network.inside, network)
-
-
-def _places(layout: Layout) -> list[tuple[int, int]]:
-    """The run of places start … stop - 1 that each node has in the ring."""
-    ranges, start = [], 0
-    for num_workers in layout.workers_per_node:
-        ranges.append((start, start + num_workers))
-        start += num_workers
-    return ranges
-
-
-def _num_crossing(start: int, stop: int, bit: int) -> int:
-    """How many of the places start … stop - 1 have the partner place XOR bit outside of them."""
-    if stop <= start:
-        return 0
-    if stop - start <= bit:
-        return stop - start
-    below = _num_with_bit(start, start + bit, bit)  # their partner is bit places before
-    above = bit - _num_with_bit(stop - bit, stop, bit)  # theirs is bit places after
-    return below + above
-
-
-def _num_with_bit(start: int, stop: int, bit: int) -> int:
-    def up_to(end: int) -> int:
-        whole, rest = divmod(end, 2 * bit)
-        return whole * bit + max(0, rest - bit)
-
-    return up_to(stop) - up_to(start)
-
-
-def _num_handed_over(start: int, stop: int, core: int, num_places: int) -> tuple[int, int, int]:
-    """How many whole vectors leave a node, come to it and stay in it when place p >= core hands its own to p - core."""
-    givers = max(0, stop - max(start, core))
-    takers = max(0, min(stop, num_places - core) - start)
-    staying = max(0, min(num_places - core, stop - core) - start)
-    return givers - staying, takers - staying, staying

@@ -67,7 +67,7 @@ def exposed_sums_s(inputs: PlanInputs, compute_s: float, communication_s: float,
     """What of the sums a step waits for, whose last pass takes `compute_s`."""
     if layout.num_workers == 1:
         return 0.0
-    if sums_on_busy_cores(inputs, layout):
+    if not sums_are_hidden(inputs, layout):
         return communication_s
     return exposed_s(compute_s, 4.0 * inputs.timing.num_parameters, communication_s)
 
@@ -105,9 +105,8 @@ def _measured_factors(inputs: PlanInputs, layout: Layout) -> dict[AlgorithmName,
     compute_s = neighbours_factor_of(inputs, together) * pass_s(timing, timing.together_micro_batch_size)
     factors: dict[AlgorithmName, float] = {}
     for timed in timing.sums:
-        if sums_on_busy_cores(inputs, together):
-            took_s = timed.waiting_s
-        else:
+        took_s = timed.waiting_s
+        if sums_are_hidden(inputs, together):
             took_s = sums_of_exposed_s(compute_s, 4.0 * timing.num_parameters, timed.waiting_s)
         # A compressor may send far less than its price says.
         least = _MIN_SUM_FACTOR if timed.wire in WIRE_FACTORS else 0.0
@@ -115,8 +114,12 @@ def _measured_factors(inputs: PlanInputs, layout: Layout) -> dict[AlgorithmName,
     return factors
 
 
-def sums_on_busy_cores(inputs: PlanInputs, layout: Layout) -> bool:
-    """On CPU, cores that all compute cannot add up on their node meanwhile."""
+def sums_are_hidden(inputs: PlanInputs, layout: Layout) -> bool:
+    """Whether gradients are summed while backward computes.
+
+    On CPU, cores that all compute cannot add up on their node meanwhile; the tree of bitwise parity adds up sums of
+    shards, the last of which comes with the end of the last backward pass.
+    """
     num_busy = max(layout.workers_per_node) * inputs.timing.threads_per_worker
     is_full = inputs.cluster.device_kind == "cpu" and num_busy >= inputs.cluster.nodes[0].num_cores
-    return is_full and layout.num_nodes == 1
+    return inputs.job.parity == "numeric" and not (is_full and layout.num_nodes == 1)

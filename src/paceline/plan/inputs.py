@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.errors import ClusterError
+from paceline.errors import ClusterError, JobError
 from paceline.plan.memory import (
     TransformerShape,
     measured_activations,
@@ -17,7 +17,7 @@ from paceline.plan.memory import (
 )
 from paceline.plan.model import AlphaBeta, Layout, Network
 from paceline.plan.network_costs import PER_MESSAGE_S, between_link, inside_link
-from paceline.spec import Cluster, Job, JobTiming
+from paceline.spec import Cluster, Job, JobTiming, Mesh, check_mesh
 from paceline.spec.forecast import Grow
 from paceline.spec.model_cost import Activations, Layers, ModelCost
 
@@ -103,7 +103,7 @@ def plan_inputs(
     if between is None and most_devices > sizes[0]:
         raise ClusterError(
             f"{most_devices} devices need several nodes, and the links between them were not measured (one node has "
-            f"{sizes[0]}); run paceline probe with --hosts, or give the rate in one direction: --link-rate 1.25e9."
+            f"{sizes[0]}); probe them all, or give the rate in one direction: link_rate = 1.25e9."
         )
     measured = measured_activations(timing.micro_batches, timing.num_parameters, state_bytes(job))
     shape = transformer_shape(job)
@@ -151,7 +151,7 @@ def pass_s(timing: JobTiming, num_samples: float) -> float:
     return float(times_s[-1] + max(0.0, slope) * (num_samples - sizes[-1]))
 
 
-def spread_near(timing: JobTiming, num_samples: float) -> float:
+def spread_of_passes(timing: JobTiming, num_samples: float) -> float:
     """The spread of passes of the timed size that is nearest to `num_samples`: the standard deviation of logarithms."""
     return min(timing.micro_batches, key=lambda row: abs(row.micro_batch_size - num_samples)).spread
 
@@ -166,14 +166,12 @@ def transformer_shape(job: Job) -> TransformerShape | None:
 
 
 def needs_replicas(job: Job) -> bool:
-    """Whether only workers with the whole model can train it, or meshes that have no prices (bitwise parity)."""
-    return (
-        job.parity == "bitwise"
-        or job.aggregation.method != "every_step"
-        or job.aggregation.wire in ("powersgd", "topk", "randomk", "auto-lossy")
-        or job.norm == "sync"
-        or job.precision == "float16"
-    )
+    """Whether only workers with the whole model can train it."""
+    try:
+        check_mesh(job, Mesh(fsdp=2))
+    except JobError:
+        return True
+    return job.aggregation.wire == "auto-lossy"
 
 
 def largest_assignment(job: Job, count: int) -> tuple[int, int, int]:

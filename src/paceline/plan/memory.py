@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import fmean, linear_regression
 
 from paceline.errors import ModelError
 from paceline.partition import StageLimits, best_cut, micro_batches_in_flight, split
@@ -36,16 +37,27 @@ class StateBytes:
     parameter: float = 4.0
     gradient: float = 4.0
     optimizer: float = 4.0
+    is_bitwise: bool = False
+    """Whether gradients are added in the tree of bitwise parity: every worker holds whole ones, in partial sums."""
 
     @property
     def total(self) -> float:
         return self.parameter + self.gradient + self.optimizer
 
+    def gradient_copies(self, mesh: Mesh, num_shards: int) -> float:
+        """How many times a worker holds the gradients of its stage.
+
+        In bitwise parity those of a shard, and a sum for each power of two of the shards before it.
+        """
+        if self.is_bitwise:
+            return 1.0 + num_shards.bit_length()
+        return 1 / mesh.fsdp if mesh.zero_stage >= 2 else 1.0
+
 
 def state_bytes(job: Job) -> StateBytes:
     """What the job's optimizer keeps. 16-bit precisions compute in 16 bits; parameters stay float32."""
     width = 8.0 if job.precision == "float64" else 4.0
-    return StateBytes(width, width, width * job.optim.state_copies)
+    return StateBytes(width, width, width * job.optim.state_copies, job.parity == "bitwise")
 
 
 @dataclass(frozen=True)
@@ -70,12 +82,10 @@ def measured_activations(
     peaks = [(t.micro_batch_size, t.peak_memory_bytes) for t in timings if t.peak_memory_bytes is not None]
     if len({size for size, _ in peaks}) < 2:
         return None
-    mean_size = sum(size for size, _ in peaks) / len(peaks)
-    mean_peak = sum(peak for _, peak in peaks) / len(peaks)
-    covariance = sum((size - mean_size) * (peak - mean_peak) for size, peak in peaks)
-    slope = max(0.0, covariance / sum((size - mean_size) ** 2 for size, _ in peaks))
+    sizes, peak_bytes = zip(*peaks, strict=True)
+    slope = max(0.0, linear_regression(sizes, peak_bytes).slope)
     held = num_parameters * (state.parameter + state.gradient)
-    return Activations(slope, max(0.0, mean_peak - slope * mean_size - held))
+    return Activations(slope, max(0.0, fmean(peak_bytes) - slope * fmean(sizes) - held))
 
 
 def transformer_layers(shape: TransformerShape, num_parameters: float) -> Layers:
@@ -155,6 +165,7 @@ def device_memory(
         num_parameters / (sum(layer.parameter_bytes for layer in layers) or 1.0),
         activations.bytes_per_sample / (sum(layer.activation_bytes for layer in layers) or 1.0),
         tuple(micro_batch_size * micro_batches_in_flight(mesh.pp, i, num_micro_batches) for i in range(mesh.pp)),
+        state.gradient_copies(mesh, num_micro_batches),
         recompute,
     )
     memory = model.fullest(cut(layers, mesh.pp))
@@ -185,6 +196,7 @@ class _ModelOnMesh:
     """Bytes a sample for each of the layers' `activation_bytes`."""
     in_flight: tuple[int, ...]
     """[stage]: samples whose activations it keeps at once."""
+    gradient_copies: float
     recompute: bool
 
     def parameters(self, layer: LayerCost) -> float:
@@ -201,10 +213,12 @@ class _ModelOnMesh:
             outputs = sum(layer.output_bytes for layer in stage)
             sample_bytes = min(sample_bytes, outputs + max(map(self.kept, stage)))
         shards, zero_stage, state = self.mesh.fsdp, self.mesh.zero_stage, self.state
-        gathered = min(own, 2 * largest) if zero_stage == 3 else own / shards
+        gathered = own / shards
+        if zero_stage == 3:  # the tree of bitwise parity takes whole gradients, with which parameters are whole
+            gathered = own if state.is_bitwise else min(own, 2 * largest)
         return DeviceMemory(
             parameter_bytes=own * state.parameter / (shards if zero_stage == 3 else 1),
-            gradient_bytes=own * state.gradient / (shards if zero_stage >= 2 else 1),
+            gradient_bytes=own * state.gradient * self.gradient_copies,
             optimizer_bytes=own * state.optimizer / shards,
             activation_bytes=self.fixed_bytes + sample_bytes * self.in_flight[place],
             gathered_bytes=gathered * state.parameter if shards > 1 else 0.0,
@@ -257,12 +271,19 @@ def _equal_layer(tp: int) -> LayerCost:
 
 
 def largest_micro_batch(
-    num_parameters: float, state: StateBytes, mesh: Mesh, activations: Activations, memory_bytes: float, most: int
+    num_parameters: float,
+    state: StateBytes,
+    mesh: Mesh,
+    activations: Activations,
+    memory_bytes: float,
+    most: int,
+    num_shards: int = 1,
 ) -> int:
     """The largest micro-batch up to `most` that fits into a device; 0: not even one sample."""
 
     def has_room(size: int) -> bool:
-        return fits(device_memory(num_parameters, state, mesh, activations, size), memory_bytes)
+        memory = device_memory(num_parameters, state, mesh, activations, size, num_micro_batches=num_shards)
+        return fits(memory, memory_bytes)
 
     low, high = 0, most
     while low < high:

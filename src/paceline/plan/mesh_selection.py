@@ -13,6 +13,7 @@ from paceline.plan.memory import (
     USABLE_FRACTION,
     device_memory,
     fits,
+    largest_micro_batch,
     state_bytes,
     worker_memory_bytes,
     workers_on_fullest_node,
@@ -97,7 +98,7 @@ def choose_mesh(
     if replicas is not None and (not is_timed or winner.step_s > _CLEARLY_FASTER * replicas.step_s):
         why = f"a replica needs {size(needed.total_bytes)} of {size(room)}"
         reason = f"{why}, and no mesh is clearly faster" if is_timed else f"{why}, and no other mesh was timed"
-        return _choice(replicas, f"{plain}: {reason}.", is_timed)
+        return _choice(job, replicas, f"{plain}: {reason}.", is_timed)
     if replicas is not None:
         reason = f"{duration(winner.step_s)} a step, and whole replicas need {duration(replicas.step_s)}"
     else:
@@ -105,7 +106,7 @@ def choose_mesh(
             f"it needs {size(winner.memory.total_bytes)} on a worker, where {size(USABLE_FRACTION * room)} can be used "
             f"and a whole replica needs {size(needed.total_bytes)}"
         )
-    return _choice(winner, f"{winner.mesh}: {reason}.", is_timed)
+    return _choice(job, winner, f"{winner.mesh}: {reason}.", is_timed)
 
 
 def measured_model_cost(job: Job, cluster: Cluster) -> ModelCost:
@@ -130,7 +131,7 @@ def check_fits(job: Job, model: ModelCost, mesh: Mesh, memory_bytes: float, *, r
     )
     raise JobError(
         f"This job does not fit: {what} {size(needed.total_bytes)} on each worker ({parts}), where "
-        f"{size(USABLE_FRACTION * memory_bytes)} can be used; let --strategy auto choose, name fsdp, pp or a mesh of "
+        f"{size(USABLE_FRACTION * memory_bytes)} can be used; let strategy = 'auto' choose, name fsdp, pp or a mesh of "
         "more workers, or set virtual_shards higher."
     )
 
@@ -153,20 +154,12 @@ def _replica(
     )
 
 
-def _micro_batch(job: Job, model: ModelCost, mesh: Mesh, room: float) -> int | None:
-    """None: a worker's whole assignment fits."""
+def _micro_batch(job: Job, model: ModelCost, plain: Mesh, room: float) -> int | None:
+    """None: a worker's whole assignment fits, or each shard makes a pass of its own anyway."""
     shard = job.shard_size
-    num_shards = -(-job.virtual_shards // mesh.num_assignments)
-
-    def has_room(count: int) -> bool:
-        memory = device_memory(
-            model.num_parameters, state_bytes(job), mesh, model.activations, count * shard, layers=model.layers
-        )
-        return fits(memory, room)
-
-    if has_room(num_shards):
-        return None
-    return shard * max(count for count in range(1, num_shards + 1) if count == 1 or has_room(count))
+    share = shard * -(-job.virtual_shards // plain.num_assignments)
+    fitting = largest_micro_batch(model.num_parameters, state_bytes(job), plain, model.activations, room, share)
+    return None if fitting >= share or job.parity == "bitwise" else max(shard, fitting // shard * shard)
 
 
 def _by_assumption(
@@ -189,12 +182,14 @@ def _by_assumption(
         layers=model.layers,
         shard_size=job.shard_size,
         backend="nccl" if kind == "cuda" else "gloo",
+        sums_are_hidden=job.parity == "numeric",
     )
     return search(workload, num_workers, on_node, Network(inside, between, PER_MESSAGE_S[kind]))
 
 
-def _choice(candidate: MeshCandidate, reason: str, is_timed: bool) -> MeshChoice:
-    is_whole = candidate.num_micro_batches == 1 or candidate.mesh.pp > 1
+def _choice(job: Job, candidate: MeshCandidate, reason: str, is_timed: bool) -> MeshChoice:
+    # Pipelines and bitwise parity make a pass for each virtual shard anyway.
+    is_whole = candidate.num_micro_batches == 1 or candidate.mesh.pp > 1 or job.parity == "bitwise"
     return MeshChoice(
         candidate.mesh,
         reason,

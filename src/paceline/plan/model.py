@@ -29,6 +29,9 @@ class AlphaBeta:
     alpha_s: float
     beta_s_per_byte: float
 
+    def message_s(self, size_bytes: float) -> float:
+        return self.alpha_s + size_bytes * self.beta_s_per_byte
+
 
 @dataclass(frozen=True)
 class Network:

@@ -15,9 +15,9 @@ from typing import Literal
 
 from paceline.errors import JobError
 from paceline.plan.buckets import exposed_s, num_buckets, sums_s
-from paceline.plan.collectives import COSTS, ring
+from paceline.plan.collectives import halving_doubling, hierarchical, ring, tree_exact
 from paceline.plan.memory import USABLE_FRACTION, StateBytes, cut, device_memory, fits
-from paceline.plan.model import AlphaBeta, Layout, Network
+from paceline.plan.model import Layout, Network
 from paceline.plan.words import size
 from paceline.spec import Mesh, PipelineSpec
 from paceline.spec.model_cost import Activations, DeviceMemory, Layers
@@ -121,8 +121,8 @@ def search(workload: Workload, num_workers: int, devices_per_node: int, network:
     candidates: list[MeshCandidate] = []
     too_large: list[tuple[Mesh, DeviceMemory]] = []
     for mesh in meshes(num_workers, devices_per_node, workload.layers):
-        if mesh.num_assignments > workload.num_shards:
-            continue
+        if mesh.num_assignments > workload.num_shards or (workload.state.is_bitwise and mesh.tp * mesh.pp > 1):
+            continue  # where a layer or a model is divided, sums have other bits
         found = best_of(workload, mesh, devices_per_node, network)
         if isinstance(found, MeshCandidate):
             candidates.append(found)
@@ -141,6 +141,7 @@ def best_of(workload: Workload, mesh: Mesh, devices_per_node: int, network: Netw
 
     Activations are computed again only where nothing fits without.
     """
+    prices = MeshPrices(workload, mesh, devices_per_node, network)
     needed: list[DeviceMemory] = []
     for recompute in (False, True) if workload.layers else (False,):
         fitting: list[MeshCandidate] = []
@@ -150,8 +151,8 @@ def best_of(workload: Workload, mesh: Mesh, devices_per_node: int, network: Netw
             if not fits(memory, workload.memory_bytes):
                 break  # nor does a larger one
             fitting += [
-                priced(workload, mesh, micro_batch_size, memory, devices_per_node, network, one, recompute)
-                for one in _pipelines(workload, mesh)
+                prices.candidate(micro_batch_size, memory, pipeline, recompute)
+                for pipeline in _pipelines(workload, mesh)
             ]
         if fitting:
             return min(fitting, key=lambda candidate: (candidate.step_s, candidate.num_micro_batches))
@@ -162,15 +163,16 @@ _fullest = lru_cache(maxsize=2**14)(device_memory)
 
 
 def _memory(workload: Workload, mesh: Mesh, micro_batch_size: int, recompute: bool) -> DeviceMemory:
-    """Replicas change nothing of what a device holds, nor do micro-batches beyond those that are under way at once: few
-    meshes of many differ."""
+    """Replicas change nothing of what a device holds, nor, but for bitwise parity, do micro-batches beyond those that
+    are under way at once: few meshes of many differ."""
+    num_micro_batches = -(-workload.share(mesh) // micro_batch_size)
     return _fullest(
         workload.num_parameters,
         workload.state,
         dataclasses.replace(mesh, dp=1),
         workload.activations,
         micro_batch_size,
-        num_micro_batches=min(mesh.pp, -(-workload.share(mesh) // micro_batch_size)),
+        num_micro_batches=num_micro_batches if workload.state.is_bitwise else min(mesh.pp, num_micro_batches),
         layers=workload.layers,
         recompute=recompute,
         memory_bytes=workload.memory_bytes,
@@ -202,9 +204,10 @@ def _divisors(number: int) -> list[int]:
 
 
 def _micro_batch_sizes(workload: Workload, mesh: Mesh) -> list[int]:
-    """Every power of two of shards below a worker's whole share, and that, in order; a pipeline's are the shards."""
+    """Every power of two of shards below a worker's whole share, and that, in order; in a pipeline and in
+    bitwise parity a shard."""
     shard, share = workload.shard_size, workload.share(mesh)
-    if mesh.pp > 1:
+    if mesh.pp > 1 or workload.state.is_bitwise:
         return [shard]
     return [shard * 2**power for power in range((-(-share // shard) - 1).bit_length())] + [share]
 
@@ -222,48 +225,6 @@ def _complexity(mesh: Mesh) -> tuple[int, ...]:
     return mesh.pp, mesh.tp, mesh.fsdp, mesh.zero_stage if mesh.fsdp > 1 else 0
 
 
-def priced(
-    workload: Workload,
-    mesh: Mesh,
-    micro_batch_size: int,
-    memory: DeviceMemory,
-    devices_per_node: int,
-    network: Network,
-    pipeline: PipelineSpec,
-    recompute: bool,
-) -> MeshCandidate:
-    """The seconds of a step.
-
-    A pipeline of p stages takes m + p - 1 turns for m micro-batches (Huang et al. 2019, GPipe); with v stages a worker
-    it waits 1/v as long and sends v times as much (Narayanan et al. 2021, section 2.2.2).
-    """
-    stages = memory.stages
-    share = workload.share(mesh)
-    m = -(-share // micro_batch_size)
-    last = share - (m - 1) * micro_batch_size
-    # With several stages a worker, each worker's are together about as large as the one of another cut.
-    v = pipeline.stages_per_worker
-    turns = cut(workload.layers, mesh.pp * v) if v > 1 else stages
-    busiest = _busiest(turns, mesh) * (_RECOMPUTE_FACTOR if recompute else 1.0)
-    turn_s, last_s = workload.compute_s(micro_batch_size) * busiest, workload.compute_s(last) * busiest
-    compute_s = (m - 1) * turn_s + last_s
-    own_bytes = workload.num_parameters * workload.state.gradient * _largest_part(stages, mesh)
-    num_turns = m + (mesh.pp - 1) / pipeline.stages_per_worker
-    return MeshCandidate(
-        mesh,
-        micro_batch_size,
-        m,
-        memory,
-        compute_s=compute_s,
-        bubble_s=(mesh.pp - 1) * turn_s / pipeline.stages_per_worker,
-        tensor_s=num_turns * _inside_model_s(workload, stages, mesh, micro_batch_size, devices_per_node, network, v),
-        exposed_s=_data_s(workload, mesh, own_bytes, m, last_s, compute_s, devices_per_node, network),
-        optimizer_s=workload.optimizer_s * _largest_part(stages, mesh) / mesh.fsdp,
-        pipeline=pipeline,
-        recompute=recompute,
-    )
-
-
 def _busiest(stages: Sequence[Layers], mesh: Mesh) -> float:
     """The fraction of a pass that the busiest worker computes; every pp-th stage is on one worker."""
     times = [sum(layer.time_s / layer.tensor_shards(mesh.tp) for layer in stage) for stage in stages]
@@ -278,89 +239,15 @@ def _largest_part(stages: Sequence[Layers], mesh: Mesh) -> float:
     return max(held) / (sum(layer.parameter_bytes for stage in stages for layer in stage) or 1.0)
 
 
-def _inside_model_s(
-    workload: Workload,
-    stages: Sequence[Layers],
-    mesh: Mesh,
-    micro_batch_size: int,
-    devices_per_node: int,
-    network: Network,
-    stages_per_worker: int,
-) -> float:
-    """What one micro-batch's sums inside of layers and messages to the next stage take, forward and backward."""
-    seconds = 0.0
-    if mesh.tp > 1:
-        layout, shared = _group(mesh.tp, 1, mesh, devices_per_node, network)
-        sum_s = _ring_s if workload.backend == "gloo" else cheapest_s
-        layer_s = {  # most layers of a model are alike
-            layer: layer.num_all_reduces * sum_s(layer.all_reduce_bytes * micro_batch_size, layout, shared)
-            + sum_s(layer.all_gather_bytes * micro_batch_size, layout, shared) / 2
-            for layer in set(workload.layers)
-            if layer.is_sharded_by(mesh.tp)
-        }
-        seconds += max(sum(layer_s.get(layer, 0.0) for layer in stage) for stage in stages)
-    if mesh.pp > 1:
-        message_bytes = max(stage[-1].output_bytes for stage in stages[:-1]) * micro_batch_size
-        level = network.inside
-        if mesh.num_workers > devices_per_node:
-            # Stages are farthest apart: the slowest of their links is one between nodes, which a node's workers share.
-            level = network.between
-            message_bytes *= min(devices_per_node, mesh.tp * mesh.num_assignments)
-        seconds += 2 * stages_per_worker * _send_s(level, message_bytes, network)
-    return seconds
-
-
-def _send_s(level: AlphaBeta, size_bytes: float, network: Network) -> float:
-    return network.per_message_s + level.alpha_s + size_bytes * level.beta_s_per_byte
-
-
-def num_gathers_and_scatters(zero_stage: int, num_passes: int) -> tuple[int, int]:
+def num_gathers_and_scatters(zero_stage: int, num_passes: int, is_bitwise: bool = False) -> tuple[int, int]:
     """How often a step gathers parameters and scatters gradients along fsdp (Rajbhandari et al. 2020, section 7).
 
-    Stage 1 does both once a step, stage 2 in every pass, and stage 3 gathers again for backward.
+    Stage 1 does both once a step, stage 2 in every pass, and stage 3 gathers again for backward. In bitwise parity
+    gradients are whole, so that nothing scatters them and a pass gathers once.
     """
+    if is_bitwise:
+        return (1 if zero_stage == 1 else num_passes), 0
     return {1: (1, 1), 2: (num_passes, num_passes), 3: (2 * num_passes, num_passes)}[zero_stage]
-
-
-def _data_s(
-    workload: Workload,
-    mesh: Mesh,
-    own_bytes: float,
-    num_passes: int,
-    last_s: float,
-    compute_s: float,
-    devices_per_node: int,
-    network: Network,
-) -> float:
-    """What is not hidden of gathering parameters and adding gradients up.
-
-    Over the fsdp axis a gather is half an all_reduce, and so is a scatter where the backend has one. Its parts are
-    summed over the replicas while the last micro-batch is computed; both axes have links of their own.
-    """
-    part_bytes = own_bytes / mesh.fsdp
-    if mesh.is_plain and workload.plain_sums_s is not None:
-        all_s = workload.plain_sums_s
-    else:
-        stride = mesh.tp * mesh.fsdp
-        all_s = sums_s(
-            part_bytes,
-            lambda size_bytes: _axis_s(size_bytes, mesh.dp, stride, mesh, devices_per_node, network, cheapest_s),
-        )
-    replicas_s = exposed_s(last_s, part_bytes, all_s) if workload.sums_are_hidden else all_s
-    # Nothing but a ring gathers and scatters, block by block.
-    num_blocks = _num_blocks(workload.layers, mesh, own_bytes)
-    all_reduce_s = num_blocks * _axis_s(
-        own_bytes / num_blocks, mesh.fsdp, mesh.tp, mesh, devices_per_node, network, ring
-    )
-    is_gloo = workload.backend == "gloo"
-    num_gathers, num_scatters = num_gathers_and_scatters(mesh.zero_stage, num_passes)
-    sharding_s = all_reduce_s * (num_gathers / 2 + num_scatters / (1 if is_gloo else 2))
-    if mesh.fsdp > 1:
-        sharding_s += (num_gathers + num_scatters) * own_bytes * workload.copy_s_per_byte
-    if mesh.fsdp > 1 and not is_gloo:
-        hiding_s = compute_s if mesh.zero_stage >= 2 else last_s
-        sharding_s = exposed_s(hiding_s, own_bytes, sharding_s)
-    return sharding_s + replicas_s
 
 
 def _num_blocks(layers: Layers, mesh: Mesh, own_bytes: float) -> int:
@@ -370,43 +257,121 @@ def _num_blocks(layers: Layers, mesh: Mesh, own_bytes: float) -> int:
     return max(1, min(-(-len(layers) // mesh.pp), int(own_bytes / _MIN_BLOCK_BYTES)))
 
 
-def _axis_s(
-    size_bytes: float,
-    degree: int,
-    stride: int,
-    mesh: Mesh,
-    devices_per_node: int,
-    network: Network,
-    sum_s: Callable[[float, Layout, Network], float],
-) -> float:
-    """One all_reduce over ranks that are `stride` apart."""
-    if degree == 1:
-        return 0.0
-    layout, shared = _group(degree, stride, mesh, devices_per_node, network)
-    return sum_s(size_bytes, layout, shared)
+@dataclass(frozen=True)
+class MeshPrices:
+    """The prices of a workload on one mesh; its devices fill nodes of `devices_per_node`."""
 
+    workload: Workload
+    mesh: Mesh
+    devices_per_node: int
+    network: Network
 
-def _group(degree: int, stride: int, mesh: Mesh, devices_per_node: int, network: Network) -> tuple[Layout, Network]:
-    """Ranks that are `stride` apart, and their network: the groups of a node's other ranks share its link."""
-    on_a_node = max(1, min(degree, devices_per_node // stride))
-    full, rest = divmod(degree, on_a_node)
-    layout = Layout((on_a_node,) * full + ((rest,) if rest else ()))
-    sharing = max(1.0, min(devices_per_node, mesh.num_workers) / on_a_node)
-    between = dataclasses.replace(network.between, beta_s_per_byte=network.between.beta_s_per_byte * sharing)
-    return layout, dataclasses.replace(network, between=between)
+    def candidate(
+        self, micro_batch_size: int, memory: DeviceMemory, pipeline: PipelineSpec, recompute: bool = False
+    ) -> MeshCandidate:
+        """The seconds of a step.
 
+        A pipeline of p stages takes m + p - 1 turns for m micro-batches (Huang et al. 2019, GPipe); with v stages a
+        worker it waits 1/v as long and sends v times as much (Narayanan et al. 2021, section 2.2.2).
+        """
+        workload, mesh, stages = self.workload, self.mesh, memory.stages
+        share = workload.share(mesh)
+        m = -(-share // micro_batch_size)
+        last = share - (m - 1) * micro_batch_size
+        # With several stages a worker, each worker's are together about as large as the one of another cut.
+        v = pipeline.stages_per_worker
+        turns = cut(workload.layers, mesh.pp * v) if v > 1 else stages
+        busiest = _busiest(turns, mesh) * (_RECOMPUTE_FACTOR if recompute else 1.0)
+        turn_s, last_s = workload.compute_s(micro_batch_size) * busiest, workload.compute_s(last) * busiest
+        compute_s = (m - 1) * turn_s + last_s
+        held = _largest_part(stages, mesh)
+        own_bytes = workload.num_parameters * workload.state.gradient * held
+        return MeshCandidate(
+            mesh,
+            micro_batch_size,
+            m,
+            memory,
+            compute_s=compute_s,
+            bubble_s=(mesh.pp - 1) * turn_s / v,
+            tensor_s=(m + (mesh.pp - 1) / v) * self._inside_model_s(stages, micro_batch_size, v),
+            exposed_s=self._sharding_s(own_bytes, m, last_s, compute_s) + self._replicas_s(own_bytes, last_s),
+            optimizer_s=workload.optimizer_s * held / mesh.fsdp,
+            pipeline=pipeline,
+            recompute=recompute,
+        )
 
-def _ring_s(size_bytes: float, layout: Layout, network: Network) -> float:
-    """Seconds of one sum by Gloo, which has rings only."""
-    return ring(size_bytes, layout, network) if size_bytes else 0.0
+    def _inside_model_s(self, stages: Sequence[Layers], micro_batch_size: int, stages_per_worker: int) -> float:
+        """What one micro-batch's sums inside of layers and messages to the next stage take, forward and backward."""
+        mesh, network, seconds = self.mesh, self.network, 0.0
+        if mesh.tp > 1:
+            sum_s = ring if self.workload.backend == "gloo" else cheapest_s
+            layer_s = {  # most layers of a model are alike
+                layer: layer.num_all_reduces * self._sum_s(layer.all_reduce_bytes * micro_batch_size, mesh.tp, 1, sum_s)
+                + self._sum_s(layer.all_gather_bytes * micro_batch_size, mesh.tp, 1, sum_s) / 2
+                for layer in set(self.workload.layers)
+                if layer.is_sharded_by(mesh.tp)
+            }
+            seconds += max(sum(layer_s.get(layer, 0.0) for layer in stage) for stage in stages)
+        if mesh.pp > 1:
+            message_bytes = max(stage[-1].output_bytes for stage in stages[:-1]) * micro_batch_size
+            level = network.inside
+            if mesh.num_workers > self.devices_per_node:
+                # Stages are farthest apart: the slowest of their links is one between nodes, which its workers share.
+                level = network.between
+                message_bytes *= min(self.devices_per_node, mesh.tp * mesh.num_assignments)
+            seconds += 2 * stages_per_worker * (network.per_message_s + level.message_s(message_bytes))
+        return seconds
+
+    def _replicas_s(self, own_bytes: float, last_s: float) -> float:
+        """What the last micro-batch's computing does not hide of adding up gradients over replicas."""
+        workload, mesh = self.workload, self.mesh
+        if workload.state.is_bitwise:  # whole gradients, whatever is sharded
+            size_bytes, degree, stride, sum_s = own_bytes, mesh.num_assignments, 1, tree_exact
+        else:
+            size_bytes, degree, stride, sum_s = own_bytes / mesh.fsdp, mesh.dp, mesh.tp * mesh.fsdp, cheapest_s
+        all_s = workload.plain_sums_s
+        if all_s is None or not (mesh.is_plain or workload.state.is_bitwise):
+            all_s = sums_s(size_bytes, lambda bucket_bytes: self._sum_s(bucket_bytes, degree, stride, sum_s))
+        return exposed_s(last_s, size_bytes, all_s) if workload.sums_are_hidden else all_s
+
+    def _sharding_s(self, own_bytes: float, num_passes: int, last_s: float, compute_s: float) -> float:
+        """What is not hidden of gathering parameters and scattering gradients over the fsdp axis.
+
+        A gather is half an all_reduce, and so is a scatter where the backend has one. The axis has links of its own.
+        """
+        workload, mesh = self.workload, self.mesh
+        if mesh.fsdp == 1:
+            return 0.0
+        # Nothing but a ring gathers and scatters, block by block.
+        num_blocks = _num_blocks(workload.layers, mesh, own_bytes)
+        all_reduce_s = num_blocks * self._sum_s(own_bytes / num_blocks, mesh.fsdp, mesh.tp, ring)
+        is_gloo = workload.backend == "gloo"
+        num_gathers, num_scatters = num_gathers_and_scatters(mesh.zero_stage, num_passes, workload.state.is_bitwise)
+        seconds = all_reduce_s * (num_gathers / 2 + num_scatters / (1 if is_gloo else 2))
+        seconds += (num_gathers + num_scatters) * own_bytes * workload.copy_s_per_byte
+        if is_gloo:
+            return seconds
+        return exposed_s(compute_s if mesh.zero_stage >= 2 else last_s, own_bytes, seconds)
+
+    def _sum_s(
+        self, size_bytes: float, degree: int, stride: int, sum_s: Callable[[float, Layout, Network], float]
+    ) -> float:
+        """One all_reduce over ranks that are `stride` apart: the groups of a node's other ranks share its link."""
+        if degree == 1 or not size_bytes:
+            return 0.0
+        on_a_node = max(1, min(degree, self.devices_per_node // stride))
+        full, rest = divmod(degree, on_a_node)
+        layout = Layout((on_a_node,) * full + ((rest,) if rest else ()))
+        between = self.network.between
+        sharing = max(1.0, min(self.devices_per_node, self.mesh.num_workers) / on_a_node)
+        shared = dataclasses.replace(between, beta_s_per_byte=between.beta_s_per_byte * sharing)
+        return sum_s(size_bytes, layout, dataclasses.replace(self.network, between=shared))
 
 
 @lru_cache(maxsize=8192)
 def cheapest_s(size_bytes: float, layout: Layout, network: Network) -> float:
     """Seconds of one sum over `layout`, by the algorithms that stand for what tuned libraries do."""
-    if layout.num_workers == 1 or not size_bytes:
-        return 0.0
-    return min(COSTS[name](size_bytes, layout, network, 1) for name in ("ring", "halving_doubling", "hierarchical"))
+    return min(cost(size_bytes, layout, network) for cost in (ring, halving_doubling, hierarchical))
 
 
 def _nothing_fits(workload: Workload, num_workers: int, too_large: list[tuple[Mesh, DeviceMemory]]) -> str:

@@ -52,6 +52,10 @@ class Placement:
     num_passes: int = 1
     """Passes of a worker in a step, which accumulate gradients and then sum them once."""
 
+    @property
+    def global_batch_size(self) -> int:
+        return self.micro_batch_size * self.num_passes * self.layout.num_workers
+
 
 @dataclass(frozen=True)
 class Observation:
@@ -291,7 +295,7 @@ class StepArrays:
         """[num_samples, num_steps]."""
         shape = np.shape(constants.per_sample_s) or (1, 1)
         sums = [
-            np.broadcast_to(COSTS[algorithm](size_bytes, layout, constants.network(layout, link_ratio), 1), shape)
+            np.broadcast_to(COSTS[algorithm](size_bytes, layout, constants.network(layout, link_ratio)), shape)
             for layout, algorithm, size_bytes, link_ratio in self.sums
         ]
         return np.concatenate(sums, axis=1)[:, self.sum_of]

@@ -150,11 +150,8 @@ def _convert(expected: Any, raw: Any, path: str, rules: Mapping[str, Any]) -> An
             return "none"
         if raw in args and not isinstance(raw, bool):
             return raw
-        hint = did_you_mean(raw, [str(one) for one in args]) if isinstance(raw, str) else ""
-        raise JobError(
-            f"{path} = {shown(raw)} is not possible{f' ({hint.strip()})' if hint else ''}; it is one of "
-            f"{', '.join(map(repr, args))}."
-        )
+        hint = did_you_mean(raw, map(str, args), " ({})") if isinstance(raw, str) else ""
+        raise JobError(f"{path} = {shown(raw)} is not possible{hint}; it is one of {', '.join(map(repr, args))}.")
     if origin in (Union, types.UnionType):
         return _convert_union(args, raw, path, rules)
     if origin is tuple:

@@ -148,8 +148,7 @@ class RunState:
             if changes and not force:
                 raise JobError(
                     f"The checkpoint to resume belongs to another job: {'; '.join(changes)}{_why(before, self.job)}. "
-                    "Set it back, choose another folder, or resume nevertheless with --force "
-                    "(paceline.init(force=True))."
+                    "Set it back, choose another folder, or resume nevertheless with force = True."
                 )
             self.models.put(shared, found.own, hyper=not changes)
             self.progress.load_state_dict(shared["progress"], check_order=not force)

@@ -78,6 +78,15 @@ class StepTimer:
             self._read_oldest()
         return _median(self._read)
 
+    def p10_p90(self) -> tuple[float, float] | tuple[None, None]:
+        """Seconds than which one step in ten was shorter, and one in ten longer; None before there are two steps."""
+        while self._unread:
+            self._read_oldest()
+        if len(self._read) < 2:
+            return None, None
+        tenths = statistics.quantiles((step.total_s for step in self._read), n=10, method="inclusive")
+        return tenths[0], tenths[-1]
+
 
 def _median(steps: Collection[StepTime]) -> StepTime:
     if not steps:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from paceline.errors import LaunchError, PacelineError
+from paceline.errors import LaunchError, PacelineError, file_problems
 from paceline.regular_files import make_run_folder, run_file_mode
 from paceline.run_lease import check_free
 from paceline.spec import Job, Plan, RunRecord
@@ -22,6 +22,8 @@ from paceline.spec.record import RECORD_FILE
 
 JOB_FILE, PLAN_FILE, LIMIT_FILE = "job.json", "plan.json", "limit.json"
 
+NO_LIMIT = RunLimit()
+"""A run that ends with its epochs."""
 _MOST_NAME_CHARACTERS = 50
 """What a folder's name keeps of its job's: 200 bytes at most in UTF-8, and file systems take 255."""
 
@@ -50,24 +52,29 @@ def new_run_dir(out: Path | str | None, name: str, *, may_be_finished: bool = Fa
         except FileExistsError:
             continue
         except OSError as problem:
-            raise PacelineError(f"{problem.strerror}: {candidate}; name another one with --out.") from None
+            raise PacelineError(f"{problem.strerror}: {candidate}; name another one with out = DIR.") from None
         return candidate
-    raise PacelineError(f"No free folder name under {stem}; name one with --out.")
+    raise PacelineError(f"No free folder name under {stem}; name one with out = DIR.")
 
 
 def finished_run(run_dir: Path, job: Job, max_steps: int | None, *, force: bool) -> RunRecord | None:
-    """The record of the run in `run_dir` if nothing is left to do of `job`; None if there is.
-
-    A finished run of which more is wanted keeps its record under the number of its steps, and goes on.
+    """The record of the run in `run_dir` if nothing is left to do of `job`; None if there is. Changes nothing.
 
     Raises:
         PacelineError: the folder holds a finished run of another job, or of more epochs or steps.
     """
     record = check_finished(run_dir, job, max_steps, force=force)
-    if record is None or _is_all(record, run_dir, job, max_steps):
-        return record
-    (run_dir / RECORD_FILE).rename(run_dir / f"record-{record.steps}-steps.json")
-    return None
+    return record if record is not None and _is_all(record, run_dir, job, max_steps) else None
+
+
+def put_record_aside(run_dir: Path) -> None:
+    """Give the record of a finished run, of which more is wanted, the number of its steps as a name.
+
+    The folder has to be held: a run that is about to end there looks for its own record.
+    """
+    file = run_dir / RECORD_FILE
+    if file.exists():
+        file.rename(run_dir / f"record-{RunRecord.load(file).steps}-steps.json")
 
 
 def check_finished(run_dir: Path, job: Job, max_steps: int | None, *, force: bool) -> RunRecord | None:
@@ -114,31 +121,26 @@ def check_folder(folder: Path) -> None:
 
 def make_folder(folder: Path) -> None:
     """Make a folder that only its owner can read. Raises `PacelineError` where that is not possible."""
-    try:
+    with file_problems(f"The run folder {folder} cannot be made"):
         make_run_folder(folder)
-    except OSError as problem:
-        raise PacelineError(f"The run folder {folder} cannot be made: {problem}.") from None
 
 
 def write_run(
     job: Job,
     plan: Plan,
     run_dir: Path,
+    limit: RunLimit = NO_LIMIT,
     *,
-    max_steps: int | None = None,
-    max_minutes: float | None = None,
     quiet: bool = False,
     trackers: Sequence[str] = (),
     force: bool = False,
 ) -> list[str]:
     """Write job, plan and limit into the run folder; return the program that trains them, as python's arguments."""
     make_folder(run_dir)
-    values = {JOB_FILE: job, PLAN_FILE: plan, LIMIT_FILE: RunLimit(max_steps, max_minutes)}
-    try:
+    values = {JOB_FILE: job, PLAN_FILE: plan, LIMIT_FILE: limit}
+    with file_problems(f"The run folder {run_dir} cannot be written to"):
         for name, value in values.items():
             value.save(run_dir / name, run_file_mode())
-    except OSError as problem:
-        raise PacelineError(f"The run folder {run_dir} cannot be written to: {problem.strerror}.") from None
     return training_program(run_dir, quiet, trackers, force)
 
 

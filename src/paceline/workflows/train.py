@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from paceline.workflows.run_folder import (
     finished_record,
     finished_run,
     new_run_dir,
+    put_record_aside,
     training_program,
     write_run,
 )
@@ -121,27 +121,26 @@ def train(
         say=say,
     )
     run_dir = new_run_dir(out, resolved.name, may_be_finished=True)
-    finished = finished_run(run_dir, resolved, max_steps, force=force)
-    if finished is not None:
-        say(f"{run_dir} holds this run, finished; this is its result")
-        return finished
-    program_for = functools.partial(
-        _write_run,
-        resolved,
-        run_dir,
-        max_steps=max_steps,
-        max_minutes=max_minutes,
-        quiet=quiet,
-        trackers=track,
-        force=force,
-    )
+
+    def finished() -> RunRecord | None:
+        record = finished_run(run_dir, resolved, max_steps, force=force)
+        if record is not None:
+            say(f"{run_dir} holds this run, finished; this is its result")
+        return record
+
+    if record := finished():
+        return record
+    limit = RunLimit(max_steps, max_minutes)
     with open_allocation(where, run_dir) as allocation:
+        if record := finished():  # by another run, which held the folder until now
+            return record
+        put_record_aside(run_dir)
         started = time.monotonic()
         allocation.run_job(
             spread.num_workers_on(allocation),
             elastic,
             spread.plan_for,
-            program_for,
+            lambda placed: write_run(resolved, placed, run_dir, limit, quiet=quiet, trackers=track, force=force),
             run_dir=run_dir,
             environ=env.import_note(import_folders(resolved)),
         )
@@ -198,10 +197,6 @@ class _Spread:
         exclude_slower = self.elastic.exclude_slower if can_spare else None
         plan = dataclasses.replace(plan, debug_comm=self.debug_comm, exclude_slower=exclude_slower)
         return with_forecasts(self.job, [plan], self.cluster, self.say)[0]
-
-
-def _write_run(job: Job, run_dir: Path, plan: Plan, **options: Any) -> list[str]:
-    return write_run(job, plan, run_dir, **options)
 
 
 def train_commands(

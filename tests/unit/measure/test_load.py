@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from paceline.measure.load import CpuTimes, cpu_times, load_of
+from paceline.hardware.checks.gpu_facts import GpuFacts, GpusFacts
+from paceline.measure.load import CpuTimes, LoadMeter, cpu_times, load_of
 from paceline.measure.steps import spread_of
 from paceline.spec import MachineLoad
 
@@ -43,6 +46,23 @@ def test_workers_on_the_same_cores_are_no_disturbance_to_each_other() -> None:
     assert pinned is not None
     assert (pinned.num_cores, pinned.other_cores) == pytest.approx((1, 0.7))
     assert load_of([]) is None
+
+
+def test_a_slow_gpu_counts_if_a_worker_of_the_run_computes_on_it_whatever_its_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpus = GpusFacts(gpus=tuple(GpuFacts(index, throttle_reasons=0x20 * (index != 2)) for index in range(4)))
+    monkeypatch.setattr("paceline.measure.load.collect_gpus", lambda: gpus)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    cool, hot = (LoadMeter(torch.device("cuda", ordinal)).spent() for ordinal in (0, 1))
+    assert cool is not None
+    assert cool.throttled == ""
+    assert hot is not None
+    assert hot.throttled == f"GPU 3 of {hot.host} ran slower than it could (it is too hot)"
+    elsewhere = replace(hot, host="another node", cores=(99,), busy_s=0.0, own_s=0.0)
+    load = load_of([cool, elsewhere])
+    assert load is not None
+    assert load.throttled == (hot.throttled,)
 
 
 def test_a_gpu_that_is_too_hot_disturbs() -> None:

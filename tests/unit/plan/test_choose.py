@@ -91,10 +91,23 @@ def test_meshes_are_priced_at_what_collectives_took_while_all_workers_were_busy(
 
 
 def test_jobs_that_need_replicas_get_them_or_a_refusal() -> None:
+    half = JOB.with_values(precision="float16")
+    assert choose_mesh(half, SMALL, cpu_cluster(2), 4).mesh == Mesh(dp=4)
+    with pytest.raises(JobError, match=r"does not fit: whole replicas need 3\.35 GiB"):
+        choose_mesh(half, LARGE_LAYERS, cpu_cluster(2), 4, memory_bytes=GIB)
+
+
+def test_bitwise_jobs_are_sharded_where_replicas_with_all_their_sums_do_not_fit() -> None:
+    """Of 1.12 GiB each: parameters, momentum, the gradients of a shard and sums of 1, 2 and 4 shards."""
     bitwise = JOB.with_values(parity="bitwise")
     assert choose_mesh(bitwise, SMALL, cpu_cluster(2), 4).mesh == Mesh(dp=4)
-    with pytest.raises(JobError, match=r"does not fit: whole replicas need 3\.35 GiB"):
-        choose_mesh(bitwise, LARGE_LAYERS, cpu_cluster(2), 4, memory_bytes=GIB)
+    cluster = _untimed(cpu_cluster(2))
+    with pytest.raises(JobError, match=r"whole replicas need 6\.71 GiB on each worker .* 4\.47 GiB gradients"):
+        check_fits(bitwise, LARGE_LAYERS, Mesh(dp=4), 7 * GIB)
+    choice = choose_mesh(bitwise, LARGE_LAYERS, cluster, 4, memory_bytes=7 * GIB)
+    assert (choice.mesh.fsdp, choice.mesh.tp, choice.mesh.pp, choice.micro_batch_size) == (4, 1, 1, None)
+    check_fits(bitwise, LARGE_LAYERS, choice.mesh, 7 * GIB)
+    assert choose_mesh(JOB, LARGE_LAYERS, cluster, 4, memory_bytes=7 * GIB).mesh == Mesh(dp=4)
 
 
 def test_one_worker_has_nothing_to_choose() -> None:
