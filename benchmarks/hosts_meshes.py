@@ -71,16 +71,19 @@ MARGIN = 1.05
 
 def perceptron() -> nn.Module:
     """784 -> 3300 -> 3300 -> 3300 -> 10: 24.4 million parameters."""
-    return nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(784, 3300),
-        nn.ReLU(),
-        nn.Linear(3300, 3300),
-        nn.ReLU(),
-        nn.Linear(3300, 3300),
-        nn.ReLU(),
-        nn.Linear(3300, 10),
-    )
+    return _linear_layers(784, 3300, 3300, 3300, 10)
+
+
+def deep_perceptron() -> nn.Module:
+    """784 -> 1536 ten times over -> 10: 22.5 million parameters in layers that make even stages."""
+    return _linear_layers(784, *[1536] * 10, 10)
+
+
+def _linear_layers(*widths: int) -> nn.Module:
+    layers: list[nn.Module] = [nn.Flatten()]
+    for one, other in pairwise(widths):
+        layers += [nn.Linear(one, other), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
 
 
 def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -91,14 +94,6 @@ def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def bytes_sent() -> int:
     """Over this node's link, by its own counter."""
     return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
-
-
-def deep_perceptron() -> nn.Module:
-    """784 -> 1536 ten times over -> 10: 22.5 million parameters in layers that make even stages."""
-    layers: list[nn.Module] = [nn.Flatten(), nn.Linear(784, 1536), nn.ReLU()]
-    for _ in range(9):
-        layers += [nn.Linear(1536, 1536), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(1536, 10))
 
 
 @dataclass

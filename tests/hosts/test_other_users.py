@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from paceline.spec import Plan, RunRecord
+from paceline.spec.plan import RunLimit
 from paceline.workflows.jobs import resolve_job
 from paceline.workflows.run_folder import write_run
 from tests.hosts.cluster import INTERFACE, Cluster, Node, NodeProcess
@@ -52,7 +53,7 @@ def command_alone(run_dir: Path) -> list[str]:
 
 def _mpirun(run_dir: Path) -> list[str]:
     plan = Plan(world_size=2, threads_per_worker=1, algorithm="tree_exact")
-    program = write_run(resolve_job("digits-lenet", SETTINGS), plan, run_dir, max_steps=MAX_STEPS, quiet=True)
+    program = write_run(resolve_job("digits-lenet", SETTINGS), plan, run_dir, RunLimit(MAX_STEPS), quiet=True)
     variables = [*VARIABLES, "MASTER_ADDR=node0", f"GLOO_SOCKET_IFNAME={INTERFACE}"]
     return mpirun_argv("node0:1,node1:1", variables, program)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline import env
-from paceline.launch import run_workers
+from paceline.launch import LaunchOptions, run_workers
 from paceline.measure.link_probe import time_loopback, time_shared_memory
 from paceline.measure.values import NetworkProbe
 from paceline.spec import Cluster, Plan
@@ -31,7 +31,7 @@ def test_workers_time_what_they_send_each_other(tmp_path: Path) -> None:
     asked = tmp_path / "request.json"
     asked.write_text(json.dumps(request))
     program = ["-m", "paceline.measure.network_probe", str(asked), str(tmp_path / "out")]
-    run_workers(Plan(world_size=3), program, run_dir=tmp_path)
+    run_workers(Plan(world_size=3), program, LaunchOptions(tmp_path))
     (link,) = NetworkProbe.load(tmp_path / "out" / "network.json").links
     assert link.ends == ("a", "c")
     assert link.interface == (env.own_interface() or "lo")

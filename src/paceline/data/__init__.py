@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from paceline.data.sample_reader import MapDataset, SampleRequest, read_samples
 from paceline.data.synthetic import load_synthetic
 from paceline.data.tar_shards import TarShards
 from paceline.data.text_corpus import load_text
-from paceline.errors import DataError
+from paceline.errors import DataError, did_you_mean
 from paceline.spec import DataSpec
 
 __all__ = [
@@ -74,8 +73,7 @@ def source(name: str) -> Callable[[DataSpec], tuple[MapDataset, MapDataset]]:
         return _from_import_path
     if name in SOURCES:
         return SOURCES[name]
-    near = difflib.get_close_matches(name, SOURCES, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    hint = did_you_mean(name, SOURCES)
     raise DataError(
         f"There is no data set {name!r}: {hint}The names are {', '.join(SOURCES)}; your own is given by its import "
         "path, 'package.module:build'."

@@ -9,8 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.containers import on_device
 from paceline.data.array_set import ArraySet
-from paceline.data.augment import augment, on_device
+from paceline.data.augment import augment
 
 
 class ArrayReader:

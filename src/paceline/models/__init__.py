@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import operator
@@ -13,7 +12,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from paceline.errors import JobError, ModelError
+from paceline.errors import JobError, ModelError, did_you_mean
 from paceline.models.alexnet import alexnet
 from paceline.models.cifarnet import cifarnet
 from paceline.models.efficientnet import VARIANTS, efficientnet
@@ -70,8 +69,7 @@ def constructor(name: str) -> Callable[..., Any]:
     if ":" in name:
         return _imported(name)
     if name not in MODELS:
-        near = difflib.get_close_matches(name.lower(), MODELS, n=1, cutoff=0.5)
-        hint = f"did you mean '{near[0]}'? " if near else ""
+        hint = did_you_mean(name.lower(), MODELS)
         raise ModelError(
             f"There is no model '{name}': {hint}The models are {', '.join(MODELS)}, "
             "or any import path 'package.module:build'."

@@ -228,5 +228,5 @@ def _too_many_workers(job: Job, count: int) -> str:
     if count > job.global_batch_size:
         return f"a global batch of {job.global_batch_size} has no sample for each of {count} devices"
     if count > job.virtual_shards:
-        return f"it needs --set virtual_shards={count}, which is part of the job"
+        return f"it needs virtual_shards = {count}, which is part of the job"
     return ""

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import PacelineError
+from paceline.errors import file_problems
 from paceline.report.page import render_page
 from paceline.report.study import Study, StudyRow, peak_learning_rate
 from paceline.spec.record import RECORD_FILE, RunRecord
@@ -46,12 +46,10 @@ def write_files(files: Mapping[str, str], out: Path, what: str = "report") -> No
     Raises:
         PacelineError: the folder cannot be made or written to; says that `what` could not be written.
     """
-    try:
+    with file_problems(f"The {what} cannot be written into '{out}'"):
         out.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             (out / name).write_text(text, encoding="utf-8", newline="\n")
-    except OSError as problem:
-        raise PacelineError(f"The {what} cannot be written into '{out}': {problem.strerror}.") from None
 
 
 def study_mapping(study: Study) -> dict[str, Any]:

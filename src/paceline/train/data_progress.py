@@ -338,8 +338,8 @@ def _other_order(epoch: int, *, is_known: bool) -> str:
     if not is_known:
         return (
             f"The checkpoint is from the middle of epoch {epoch} of an earlier version of Paceline, whose order of "
-            "samples was another one; finish the epoch with that version, or go on with --force "
-            "(paceline.init(force=True)), and then some samples come twice in this epoch and some not at all."
+            "samples was another one; finish the epoch with that version, or go on with "
+            "force = True, and then some samples come twice in this epoch and some not at all."
         )
     return (
         f"The samples of epoch {epoch} come in another order than when this run was saved in the middle of it; give "

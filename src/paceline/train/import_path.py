@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import operator
 from collections.abc import Callable
 from typing import Any
 
-from paceline.errors import JobError
+from paceline.errors import JobError, did_you_mean
 
 
 def imported(path: str, key: str) -> Callable[..., Any]:
@@ -59,8 +58,7 @@ def checked_options(
     own = {one.name: one for one in parameters[num_given:] if one.kind is not one.VAR_POSITIONAL}
     for name in options:
         if name not in own:
-            near = difflib.get_close_matches(name, own, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            hint = did_you_mean(name, own)
             raise JobError(f"{where}: {who} has no option {name!r}: {hint}It has {', '.join(own) or 'none'}.")
     if not num_given:
         for name, parameter in own.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.errors import JobError
+from paceline.errors import JobError, did_you_mean
 from paceline.spec import Job, Mesh, OptimSpec
 from paceline.spec.optim import SchedulerSpec
 from paceline.train.import_path import checked_options, imported, takes
@@ -179,8 +178,7 @@ def optimizer_class(name: str) -> Callable[..., Any]:
         if isinstance(one, type) and issubclass(one, Optimizer) and one is not Optimizer
     }
     if name.lower() not in known:
-        near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(name.lower(), known)
         raise JobError(
             f"There is no optimizer {name!r}: {hint}torch.optim has {', '.join(sorted(known))}; others are named by an "
             "import path 'package.module:Optimizer'."

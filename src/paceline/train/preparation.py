@@ -77,7 +77,7 @@ def prepare_model(
     if job.channels_last and is_plain:  # torch shards parameters of the plain format only
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model.train()
-    parallelized = parallelize(
+    engine = parallelize(
         model,
         job,
         plan,
@@ -86,15 +86,17 @@ def prepare_model(
         find_unused_parameters=find_unused_parameters,
         example=to_device(example, world.device, torch.float64 if job.precision == "float64" else None),
     )
-    trained = Trained(optimizer, names, parallelized.engine, precision)
+    background = ExitStack()
+    background.push(lambda _kind, error, _trace: engine.close(error))
+    trained = Trained(optimizer, names, engine, precision)
     if compile_again is not None:
         compile_again(trained.model)
-        parallelized.background.enter_context(draws_as_uncompiled())
+        background.enter_context(draws_as_uncompiled())
     rebind(optimizer, names, trained.model)
     choose_kernels(optimizer, world.device, alike_on_shards=job.parity == "bitwise")
     if job.parity == "bitwise" and not trained.engine.holds_all:
         check_updates_by_element(optimizer, plan.mesh or Mesh(), world.device)
-    return Prepared(trained, rates, parallelized.algorithm, parallelized.notes, schedulers, parallelized.background)
+    return Prepared(trained, rates, engine.algorithm or plan.algorithm, tuple(engine.notes), schedulers, background)
 
 
 def freeze(model: nn.Module, job: Job, plan: Plan, world: World) -> Companion:

@@ -152,7 +152,7 @@ class RunState:
             raise JobError(
                 f"The checkpoint to resume belongs to another job: "
                 f"{'; '.join(changes)}{_why_not_on(before, self.job)}. "
-                "Set it back, choose another folder, or resume nevertheless with --force (paceline.init(force=True))."
+                "Set it back, choose another folder, or resume nevertheless with force = True."
             )
         self.models.put(shared, own, hyper=not changes)
         self.progress.load_state_dict(shared["progress"], check_order=not force)

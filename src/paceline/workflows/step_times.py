@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from paceline.plan.calibrate import Calibration
     from paceline.plan.step_constants import Placement
     from paceline.plan.suggest import Suggestion
-    from paceline.spec.forecast import Forecast
+    from paceline.spec.forecast import Forecast, ForecastRow
 
 _MOST_NODES = 16
 """In the range that is assumed where the file names none."""
@@ -49,6 +49,16 @@ class FittedSteps:
     """What the rows tell of this job, in words: what, the usual value, and from where to where it may be."""
     warnings: tuple[str, ...]
     """A sentence for each thing that looks wrong or that nobody measured."""
+
+    @property
+    def rows(self) -> list[tuple[Placement, StepForecast, ForecastRow | None]]:
+        """Each placement, its forecast, and the row that compares it with others, where there is one."""
+        compared = () if self.forecast is None else self.forecast.rows
+        by_size = {(row.devices, row.nodes, row.global_batch_size): row for row in compared}
+        return [
+            (one, forecast, by_size.get((one.layout.num_workers, one.layout.num_nodes, one.global_batch_size)))
+            for one, forecast in zip(self.placements, self.forecasts, strict=True)
+        ]
 
     @property
     def constants(self) -> dict[str, float]:
