@@ -235,12 +235,7 @@ class ModelStepper:
         return loss
 
     def _any_shard(self, pending: Pending, content: Any, loss_fn: LossFn) -> AnyShard:
-        """The input for asynchronous servers, whose workers read the shards they compute.
-
-        Raises:
-            JobError: the run's updates so far are not those by the batches before this one.
-            ModelError: the script changed the batch, which is not used.
-        """
+        """The input for asynchronous servers, whose workers read the shards they compute."""
         job, progress, batch = self._state.job, self._state.progress, pending.batch
         if batch.index != progress.steps:
             raise JobError(
@@ -248,7 +243,8 @@ class ModelStepper:
                 f"{job.global_batch_size} come before this one, and asynchronous servers count batches by updates; "
                 "train on every batch of every epoch once, with one global_batch_size, or begin in another folder."
             )
-        if _tensors(content) != _tensors(pending.content):
+        before, now = ([id(tensor) for tensor in tensors(one)] for one in (pending.content, content))
+        if now != before:
             raise ModelError(
                 "With aggregation.method = 'parameter_server_async' workers read the shards they compute themselves, "
                 "so what the script changed in a batch before run.step would be lost; do it in the loss function."
@@ -283,8 +279,3 @@ class ModelStepper:
             wants_rest=self.session.wants_rest,
             at_rest=self.session.at_rest,
         )
-
-
-def _tensors(content: Any) -> list[int]:
-    """Which tensors a batch consists of."""
-    return [id(tensor) for tensor in tensors(content)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections import deque
@@ -90,9 +91,5 @@ class StepTimer:
 def _median(steps: Collection[StepTime]) -> StepTime:
     if not steps:
         return StepTime()
-    return StepTime(
-        *(
-            statistics.median(getattr(step, component) for step in steps)
-            for component in ("total_s", "data_s", "compute_s", "exposed_comm_s")
-        )
-    )
+    components = zip(*map(dataclasses.astuple, steps), strict=True)
+    return StepTime(*map(statistics.median, components))

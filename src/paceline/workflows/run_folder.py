@@ -83,7 +83,6 @@ def check_finished(run_dir: Path, job: Job, max_steps: int | None, *, force: boo
     if not file.exists():
         return None
     record = RunRecord.load(file)
-    job = _as_decided(job, record)
     changes = differences(record.job.to_mapping(), dataclasses.replace(job, epochs=record.job.epochs).to_mapping())
     is_less = job.epochs < record.job.epochs or (max_steps is not None and max_steps < record.steps)
     if is_less:
@@ -100,13 +99,8 @@ def _is_all(record: RunRecord, run_dir: Path, job: Job, max_steps: int | None) -
     """Whether the run of a record is what is asked for, to its end."""
     before, limit = record.job, RunLimit.load(run_dir / LIMIT_FILE).max_steps
     same = (job.epochs, max_steps, job.early_stopping) == (before.epochs, limit, before.early_stopping)
-    is_other = differences(before.to_mapping(), _as_decided(job, record).to_mapping())
+    is_other = differences(before.to_mapping(), job.to_mapping())
     return same and not is_other and record.is_complete
-
-
-def _as_decided(job: Job, record: RunRecord) -> Job:
-    """`job`, in the precision that the record's run has chosen if it is left to the run."""
-    return dataclasses.replace(job, precision=record.job.precision) if job.precision == "auto" else job
 
 
 def check_folder(folder: Path) -> None:
