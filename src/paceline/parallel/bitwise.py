@@ -80,6 +80,7 @@ class BitwiseDataParallel(Engine):
         self._group = group
         self._parameters = self._shards.parameters
         self.forward_buffers = self._shards.buffers
+        self._zero = torch.zeros(1, dtype=self._shards.dtype, device=device)
         self._all_used = torch.ones(0)
         """What a shard in which every parameter has a gradient says of its users."""
 
@@ -178,12 +179,11 @@ class BitwiseDataParallel(Engine):
     ) -> None:
         """Write what a shard contributes."""
         usage = [gradient is not None for gradient in gradients]
-        vector.small_sqr.zero_()
-        places = [vector.statistics, vector.users]
-        written = [statistics, self._users(usage)]
-        if len(vector.changed):
+        places = [vector.statistics, vector.users, vector.small_sqr]
+        written = [statistics, self._users(usage), self._zero]
+        for changed in self.forward_buffers.changed(statistics):
             places.append(vector.changed)
-            written.append(self.forward_buffers.changed(statistics))
+            written.append(changed)
         if not all(usage):
             vector.flat.zero_()
         for gradient, place in zip(gradients, vector.gradients, strict=True):

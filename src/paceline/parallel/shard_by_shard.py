@@ -31,7 +31,7 @@ class ShardByShard:
         self.buffers = self._passes.buffers
 
     def num_statistics(self, layout: LossLayout) -> int:
-        return layout.length + self._passes.norm.length
+        return layout.length + sum(self._passes.norm.lengths)
 
     def layout_of_stand_in(self, step: StepInput) -> LossLayout:
         """Which numbers the loss function returns, by a sample that leaves no trace."""
@@ -64,5 +64,6 @@ class ShardByShard:
 
     def apply(self, statistics: Tensor, layout: LossLayout) -> StepLoss:
         """Move the running statistics by the sum over a batch's shards; return its loss."""
-        self._passes.norm.apply(statistics[layout.length :])
-        return StepLoss.of(statistics, layout)
+        losses, values, weights = statistics.split([layout.length, *self._passes.norm.lengths])
+        self._passes.norm.apply(values, weights)
+        return StepLoss.of(losses, layout)
