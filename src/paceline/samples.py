@@ -98,7 +98,8 @@ class Turns:
 
 
 def _turns(start: int, stop: int, num_parts: int, device: torch.device) -> Tensor:
-    return torch.arange(start, stop, device=device).unflatten(0, (num_parts, -1)).t().flatten()
+    by_part = torch.arange(start, stop, device=device).view(num_parts, -1)
+    return by_part.t().reshape(-1)
 
 
 class _Reader:

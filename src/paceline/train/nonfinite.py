@@ -68,7 +68,6 @@ class NonFiniteGuard:
         return (
             self._reaction == "skip"
             and not self._num_in_a_row
-            and not self._trained.precision.scaler.is_enabled()
             and self._trained.engine.holds_all
             and self._session.peers is None
         )
@@ -114,8 +113,10 @@ class NonFiniteGuard:
 
     def judge_on_device(self, step: int, loss: Tensor, samples: NDArray[Any]) -> Tensor:
         """1 where the update is to be left out, else 0: a float32 scalar on the device. The host learns it in
-        `catch_up`, where `may_be_late`."""
-        gradients = {name: p.grad for name, p in self._trained.model.named_parameters() if p.grad is not None}
+        `catch_up`, where `may_be_late`. Gradients under a loss scale are not looked at: the scaler does."""
+        is_scaled = self._trained.precision.scaler.is_enabled()
+        named = () if is_scaled else self._trained.model.named_parameters()
+        gradients = {name: p.grad for name, p in named if p.grad is not None}
         found = torch.stack([loss, *_norms(list(gradients.values()))])
         in_host_memory = found.to("cpu", non_blocking=True)
         arrived = torch.cuda.Event()
