@@ -46,6 +46,8 @@ RECIPES = {"cifar10-fast": None, "cifar10-one-gpu": None, "cifar10-efficientnet-
 _SIMULATED_STEPS, _SIMULATED_BATCH = 2, 8
 _TIMED = ("lenet", "resnet20", "resnet18", "gpt")
 _FIRST_STEPS, _TIMED_STEPS = 20, 100
+_MOST_WORDS = 300
+"""So many characters of the reason for a failure are shown."""
 _LEAST_S = 20.0
 """What is left of the minutes for a part to begin."""
 _FAREWELL_S = 10.0
@@ -70,17 +72,20 @@ def run_suite(folder: str, out: Path, spread: str, left_s: float) -> Part:
     exit_code = None
     with (out / f"{Path(folder).name}.log").open("w") as log, contextlib.suppress(subprocess.TimeoutExpired):
         exit_code = run_within(command, left_s, stdout=log, stderr=log, end_by=signal.SIGINT).returncode
-    headings, title = ("test", "result"), f"{folder} ({time.monotonic() - began:.0f} s)"
+    headings, title = ("test", "result", "why"), f"{folder} ({time.monotonic() - began:.0f} s)"
     if not result.exists():
-        return Part(title, headings, [["all tests", f"not done within {left_s:.0f} s"]], is_good=False)
-    rows = []
+        return Part(title, headings, [["all tests", f"not done within {left_s:.0f} s", ""]], is_good=False)
+    bad: list[Sequence[str]] = []
+    good: list[Sequence[str]] = []
     for case in ElementTree.parse(result).iter("testcase"):
-        kinds = {child.tag for child in case}
-        ended = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
-        rows.append([str(case.get("name")), ended])
+        found = {child.tag: child.get("message", "") for child in case}
+        is_bad = bool(found.keys() & {"failure", "error"})
+        ended = "failed" if is_bad else "skipped" if "skipped" in found else "passed"
+        why = " ".join(found.get("failure", found.get("error", found.get("skipped", ""))).split())[:_MOST_WORDS]
+        (bad if is_bad else good).append([str(case.get("name")), ended, why])
     if exit_code is None:
-        rows.append(["the others", f"not done within {left_s:.0f} s"])
-    return Part(title, headings, rows, is_good=exit_code == 0 and bool(rows))
+        bad.append(["the others", f"not done within {left_s:.0f} s", ""])
+    return Part(title, headings, [*bad, *good], is_good=exit_code == 0 and bool(good))
 
 
 def run_within(
@@ -249,8 +254,14 @@ def _page(done: Sequence[Part], num_gpus: int) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Paceline on GPUs</title>'
         f"<style>{style}</style></head><body><header><h1>Paceline on GPUs</h1><p>{escape(said)}</p></header>"
-        f"<main>{''.join(map(_section, done))}</main></body></html>\n"
+        f"<main>{_summary(done)}{''.join(map(_section, done))}</main></body></html>\n"
     )
+
+
+def _summary(done: Sequence[Part]) -> str:
+    bad = [part.title for part in done if not part.is_good]
+    said = f"{len(done) - len(bad)} of {len(done)} parts are good"
+    return f"<p>{escape(': not so '.join([said, '; '.join(bad)]) if bad else said)}.</p>"
 
 
 def _section(part: Part) -> str:

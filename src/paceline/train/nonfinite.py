@@ -40,6 +40,8 @@ class _OnItsWay:
     """The parameters that have a gradient."""
     found: Tensor
     """The loss and the norms of these gradients, in host memory once they have arrived."""
+    num_judged: int
+    """How many of these numbers have to be finite: under a loss scale the loss alone, for the scaler sees the rest."""
     arrived: torch.cuda.Event
 
 
@@ -113,17 +115,16 @@ class NonFiniteGuard:
 
     def judge_on_device(self, step: int, loss: Tensor, samples: NDArray[Any]) -> Tensor:
         """1 where the update is to be left out, else 0: a float32 scalar on the device. The host learns it in
-        `catch_up`, where `may_be_late`. Gradients under a loss scale are not looked at: the scaler does."""
-        is_scaled = self._trained.precision.scaler.is_enabled()
-        named = () if is_scaled else self._trained.model.named_parameters()
-        gradients = {name: p.grad for name, p in named if p.grad is not None}
+        `catch_up`, where `may_be_late`."""
+        gradients = {name: p.grad for name, p in self._trained.model.named_parameters() if p.grad is not None}
         found = torch.stack([loss, *_norms(list(gradients.values()))])
         in_host_memory = found.to("cpu", non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        self._late = _OnItsWay(step, samples, list(gradients), in_host_memory, arrived)
+        num_judged = 1 if self._trained.precision.scaler.is_enabled() else len(found)
+        self._late = _OnItsWay(step, samples, list(gradients), in_host_memory, num_judged, arrived)
         # A loss or a norm that is not finite makes the sum so, and infinity times 0 is NaN.
-        return (found.sum() * 0 != 0).float()
+        return (found[:num_judged].sum() * 0 != 0).float()
 
     def catch_up(self) -> None:
         """Learn the verdict on the last step if it is not known yet, and say so if it had no update."""
@@ -131,7 +132,7 @@ class NonFiniteGuard:
         if late is None:
             return
         late.arrived.synchronize()  # of a step whose work is followed by that of the next
-        if not is_finite(late.found):
+        if not is_finite(late.found[: late.num_judged]):
             self._num_in_a_row += 1
             loss, *norms = late.found
             culprits = [name for name, norm in zip(late.names, norms, strict=True) if not norm.isfinite()]
