@@ -69,12 +69,14 @@ class SpreadModel:
         example: ModelCall | None,
         *,
         may_skip: bool,
-        before_last_backward: Callable[[nn.Module], None],
+        before_last_backward: Callable[[nn.Module], None] = lambda _stage: None,
+        is_exact: bool = False,
     ) -> None:
         """Spread `model`; a collective of all workers of the mesh. The arguments are `MeshParallel`'s.
 
         Args:
             before_last_backward: called with each stage of a pipeline before its last backward pass of a step.
+            is_exact: as of `Pipeline`.
         """
         self._axes = axes
         self._plan = plan
@@ -98,6 +100,7 @@ class SpreadModel:
                     agreement=axes.world,
                     timeout_s=plan.timeout_s,
                     before_last_backward=before_last_backward,
+                    is_exact=is_exact,
                 )
             if changed:
                 raise refused_in_pipeline(changed[0])
