@@ -22,6 +22,7 @@ from paceline.train.optim import build_optimizer
 STEPS, HALF = 4, 2
 """Two epochs of 21 samples in batches of 12: the second is ragged, and has a shard that is smaller than others."""
 
+
 @dataclass(frozen=True)
 class Case:
     """A model and how it is trained."""
@@ -30,6 +31,8 @@ class Case:
     shape: tuple[int, ...]
     """Of a sample; of one number: tokens."""
     optimizer: str = "sgd"
+    cuts: tuple[str, ...] = ()
+    """Where four stages begin."""
 
     @property
     def facts(self) -> dict[str, int]:
@@ -54,6 +57,31 @@ def unaligned_mlp(num_classes: int, in_features: int) -> nn.Module:
     return model
 
 
+class Forks(nn.Module):
+    """Every layer reads what the first one made, and what crosses a cut before it are views with gaps, repeated values
+    and tensors that begin anywhere in memory: sums of many gradients, and products of many layouts."""
+
+    def __init__(self, num_classes: int, in_features: int) -> None:
+        super().__init__()
+        self.stem = nn.Linear(in_features, 22)
+        self.layers = nn.ModuleList(nn.Linear(22, 22) for _ in range(4))
+        self.halves = nn.ModuleList(nn.Linear(11, 22) for _ in range(4))
+        self.head = nn.Linear(22, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        first = y = self.stem(images.flatten(1)).tanh()
+        for layer, half in zip(self.layers, self.halves, strict=True):
+            left, right = y.chunk(2, 1)
+            mean = y.mean(1, keepdim=True).expand(-1, 22)
+            y = layer(y * first) + first * half(right) + mean * first + half(left.t().contiguous().t())
+        logits: Tensor = self.head(y)
+        return logits
+
+
+def forks(num_classes: int, in_features: int) -> nn.Module:
+    return Forks(num_classes, in_features)
+
+
 _GPT = {"vocab_size": 31, "context": 6, "num_layers": 2, "num_heads": 2, "width": 12, "dropout": 0.1}
 CASES = {
     "lenet": Case(ModelSpec("lenet"), (1, 16, 16)),
@@ -62,7 +90,13 @@ CASES = {
     "dropout": Case(ModelSpec("mlp", {"dropout": 0.5}), (3, 5, 5), "adamw"),
     "unaligned": Case(ModelSpec(f"{__name__}:unaligned_mlp"), (3, 5, 5)),
     "gpt": Case(ModelSpec("gpt", _GPT), (6,), "adamw"),
+    "forks": Case(ModelSpec(f"{__name__}:forks"), (3, 5, 5), cuts=("layers.1", "layers.2", "layers.3")),
 }
+
+
+def can_be_cut(name: str, strategy: str) -> bool:
+    """Whether a strategy has no pipeline, or one of as many stages as the case names."""
+    return not CASES[name].cuts or "pp" not in strategy or "pp4" in strategy or strategy.endswith(" of 2")
 
 
 @dataclass(frozen=True)
@@ -110,7 +144,7 @@ def train(case: Case, strategy: str, folder: Path | None = None, stop: int = STE
         algorithm="tree_exact",
         timeout_s=60,
         mesh=parse_mesh(mesh, facts.world_size) if facts.world_size > 1 else None,
-        pipeline=PipelineSpec(cast(ScheduleName, schedule or "1f1b"), int(stages_per_worker or 1)),
+        pipeline=PipelineSpec(cast(ScheduleName, schedule or "1f1b"), int(stages_per_worker or 1), cuts=case.cuts),
     )
     with paceline.init(job, plan=plan, max_steps=stop, checkpoint_dir=folder) as run:
         run.say = lambda _sentence: None

@@ -403,9 +403,7 @@ def test_what_needs_whole_replicas_is_refused(changes: dict[str, Any]) -> None:
         check_mesh(Job().with_values(**changes), parse_mesh("fsdp", 2))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "changes"), [("tp2", {}), ("fsdp2 x pp2", {}), ("fsdp2", {"channels_last": True})]
-)
+@pytest.mark.parametrize(("strategy", "changes"), [("tp2", {}), ("tp2 x pp2", {}), ("fsdp2", {"channels_last": True})])
 def test_bitwise_parity_is_refused_where_a_mesh_rounds_in_another_way(strategy: str, changes: dict[str, Any]) -> None:
     mesh = parse_mesh(strategy, num_named(strategy))
     with pytest.raises(JobError, match="parity = 'bitwise'"):

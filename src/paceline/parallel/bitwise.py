@@ -255,5 +255,6 @@ class BitwiseDataParallel(Engine):
 def norms_of(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
     """The norm of each; None where there is none."""
     every = list(gradients)
-    norms = iter(torch._foreach_norm([one for one in every if one is not None]))
+    present = [one for one in every if one is not None]
+    norms = iter(torch._foreach_norm(present) if present else ())
     return [None if one is None else next(norms) for one in every]
