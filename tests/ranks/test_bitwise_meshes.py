@@ -32,6 +32,11 @@ PIPELINES = {
 }
 """By number of workers and strategy the cases that it is tried with: each case with every schedule, or nearly so.
 `python -m benchmarks.bitwise_parity` tries all with all."""
+TENSOR_GROUPS = {
+    2: {"tp2": ("lenet-adamw", "dropout", "gpt")},
+    4: {"dp2 x tp2": ("gpt",), "fsdp2 x tp2": ("lenet-adamw", "gpt"), "tp2 x pp2, zero_bubble": ("dropout", "gpt")},
+}
+"""Likewise: those that divide layers have the bits of each other."""
 RESUMED = CASES["dropout"]
 
 
@@ -51,6 +56,10 @@ def _table(
     return found
 
 
+def _some(world_size: int) -> dict[str, Sequence[str]]:
+    return PIPELINES.get(world_size, {}) | TENSOR_GROUPS.get(world_size, {})
+
+
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Outcome]:
     """What rank 0 says of every case and strategy; all ranks say the same."""
@@ -58,9 +67,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Out
     found: dict[tuple[str, str], Outcome] = {}
     for world_size, strategies in MESHES.items():
         others = [one for size, several in MESHES.items() if size != world_size for one in several]
-        first, *rest = run_ranks(
-            _table, world_size, strategies, PIPELINES.get(world_size, {}), folder, others, timeout_s=900
-        )
+        first, *rest = run_ranks(_table, world_size, strategies, _some(world_size), folder, others, timeout_s=900)
         assert all(one == first for one in rest)
         found |= first
     return found
@@ -72,10 +79,22 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Out
 def test_every_mesh_gives_the_bits_of_one_worker(table: dict[tuple[str, str], Outcome], name: str) -> None:
     alone = table[name, "dp"]
     assert len(set(alone.losses)) == STEPS
-    others = {strategy: outcome for (tried, strategy), outcome in table.items() if tried == name and strategy != "dp"}
+    others = {
+        strategy: outcome
+        for (tried, strategy), outcome in table.items()
+        if tried == name and strategy != "dp" and "tp" not in strategy
+    }
     assert len(others) >= sum(map(len, MESHES.values())) - 3
     for strategy, outcome in others.items():
         assert outcome == alone, strategy
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_meshes_of_one_tp_degree_have_equal_bits(table: dict[tuple[str, str], Outcome]) -> None:
+    for strategy, names in TENSOR_GROUPS[4].items():
+        for name in names:
+            assert table[name, strategy] == table[name, "tp2"], (strategy, name)
 
 
 @pytest.mark.slow

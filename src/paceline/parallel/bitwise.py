@@ -41,17 +41,16 @@ class _Vector:
     """For each buffer the number of shards that changed it."""
 
     @classmethod
-    def of(cls, values: Tensor, parameters: Sequence[Tensor], lengths: Sequence[int]) -> Self:
+    def of(cls, values: Tensor, forms: Sequence[Tensor], lengths: Sequence[int]) -> Self:
         """
         Args:
+            forms: tensors of the gradients' shapes and orders in memory.
             lengths: those of the parts after `gradients`.
         """
         gradients, start = [], values.storage_offset()
-        for parameter in parameters:
-            gradients.append(
-                values.as_strided(parameter.shape, _dense_strides(parameter.shape, parameter.stride()), start)
-            )
-            start += parameter.numel()
+        for form in forms:
+            gradients.append(values.as_strided(form.shape, _dense_strides(form.shape, form.stride()), start))
+            start += form.numel()
         return cls(values, gradients, *values.split(lengths))
 
 
@@ -96,7 +95,8 @@ class BitwiseDataParallel(Engine):
         self._shards = ShardByShard(model, device, functions)
         super().__init__(self._shards.module, device, functions)
         self._group = group
-        self._parameters = self._shards.parameters
+        self._parameters: Sequence[Tensor] = self._shards.parameters
+        self._forms: Sequence[Tensor] = self._parameters
         self.forward_buffers = self._shards.buffers
         self._all_used = torch.ones(0)
         """What a shard in which every parameter has a gradient says of its users."""
@@ -110,6 +110,7 @@ class BitwiseDataParallel(Engine):
         self.forward_buffers.begin_step()
         # A user may have frozen some since the last step, or unfrozen them.
         parameters = self._parameters = self._shards.parameters = self._trained()
+        self._forms = self._forms_of(parameters)
         tree = TreeSum(assignment.own[0])
         vectors: dict[Tensor, _Vector] = {}
         free: list[_Vector] = []
@@ -133,7 +134,7 @@ class BitwiseDataParallel(Engine):
         values = tree_all_reduce(tree.partials, assignment.shards_of_rank, empty, self._group)
         self.communication = last_gradient, self._clock.mark()
 
-        total = vectors.get(values) or _Vector.of(values, parameters, lengths)
+        total = vectors.get(values) or _Vector.of(values, self._forms, lengths)
         # A copy: a script may keep the loss, and a view would keep all gradients in memory.
         result = self._apply(total.statistics.clone(), layout)
         self.forward_buffers.combine(
@@ -163,6 +164,10 @@ class BitwiseDataParallel(Engine):
     def _trained(self) -> list[nn.Parameter]:
         """The parameters whose gradients this worker adds up."""
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+    def _forms_of(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Tensors of the shapes of their whole gradients."""
+        return parameters
 
     def _compute(self, step: StepInput, add: Callable[[Shard], None]) -> None:
         """Call `add` with each of this worker's shards, in their order."""
@@ -201,8 +206,8 @@ class BitwiseDataParallel(Engine):
 
     def _lengths(self, num_statistics: int) -> list[int]:
         """Lengths of the parts of a vector."""
-        num_gradients = sum(p.numel() for p in self._parameters)
-        return [num_gradients, num_statistics, len(self._parameters), 1, len(self.forward_buffers)]
+        num_gradients = sum(form.numel() for form in self._forms)
+        return [num_gradients, num_statistics, len(self._forms), 1, len(self.forward_buffers)]
 
     def _num_statistics(self, layout: LossLayout) -> int:
         return self._shards.num_statistics(layout)
@@ -211,7 +216,7 @@ class BitwiseDataParallel(Engine):
         """For a shard, and for others when the sum has no more need of it."""
         lengths = self._lengths(num_statistics)
         empty = torch.empty(sum(lengths), dtype=self._shards.dtype, device=self._device)
-        return _Vector.of(empty, self._parameters, lengths)
+        return _Vector.of(empty, self._forms, lengths)
 
     def _fill(self, vector: _Vector, shard: Shard, *, wants_norm: bool) -> None:
         """Write what a shard contributes."""

@@ -6,6 +6,8 @@ Along fsdp, parameters are gathered, which copies them exactly, and a shard's gr
 its shard of the sum, which the optimizer updates element by element. So parameters and optimizer take a part of the
 memory, gradients all of it.
 
+Along tp, a worker does so with its parts of layers, whose sums inside depend on the tp degree and on nothing else.
+
 Along pp, every shard is a micro-batch, whose gradients in a stage are those of the whole model (`pipeline/shared.py`,
 `pipeline/executor.py`); a worker's tree has those of its stages.
 """
@@ -23,7 +25,7 @@ from torch import Tensor, nn
 from paceline.containers import copied
 from paceline.parallel.axes import Axes
 from paceline.parallel.bitwise import BitwiseDataParallel, Shard, norms_of
-from paceline.parallel.dtensor import shard_like
+from paceline.parallel.dtensor import is_sharded, local_shard, part, shard_of_part
 from paceline.parallel.engine import StepInput
 from paceline.parallel.forward_buffers import refused_in_pipeline
 from paceline.parallel.initial_weights import align
@@ -39,7 +41,7 @@ from paceline.spec import Job, Plan
 
 
 class BitwiseMesh(BitwiseDataParallel):
-    """The engine of the meshes of dp, fsdp and pp whose results are equal, bit for bit, to those of one worker."""
+    """The engine of meshes whose results are equal, bit for bit, to those of one worker, or of one tp group."""
 
     def __init__(
         self,
@@ -93,6 +95,9 @@ class BitwiseMesh(BitwiseDataParallel):
         self._names = [name for name in trained if name not in elsewhere]
         return [trained[name] for name in self._names]
 
+    def _forms_of(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [part(parameter) for parameter in parameters]
+
     def _compute(self, step: StepInput, add: Callable[[Shard], None]) -> None:
         # All workers of an fsdp axis gather in every pass, so each makes as many as the busiest one.
         of_ranks = [stop - start for start, stop in step.assignment.shards_of_rank]
@@ -141,7 +146,8 @@ class BitwiseMesh(BitwiseDataParallel):
 
     def _take(self, stage: nn.Module) -> list[Tensor | None]:
         """The gradients that a pass has left in a stage, in the order of the names, which has no more of them then."""
-        found = {name: parameter.grad for name, parameter in stage.named_parameters()}
+        named = stage.named_parameters()
+        found = {name: None if one.grad is None else local_shard(one.grad) for name, one in named}
         for parameter in stage.parameters():
             parameter.grad = None
         if not self._keeps_gathered:
@@ -164,17 +170,19 @@ class BitwiseMesh(BitwiseDataParallel):
         kept = dict(zip(self._names, gradients, strict=True))
         if self._pipeline is not None:
             for name, parameter in self._elsewhere.items():
-                kept[name] = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
+                kept[name] = torch.empty(part(parameter).shape, dtype=parameter.dtype, device=self._device)
             self._pipeline.copy_from_first({name: one for name, one in kept.items() if one is not None})
         parameters = dict(zip(self._names, self._parameters, strict=True)) | self._elsewhere
         for name, gradient in kept.items():
             # Copies: a view would keep all gradients in memory.
-            parameters[name].grad = None if gradient is None else shard_like(gradient, parameters[name]).clone()
+            parameters[name].grad = None if gradient is None else shard_of_part(gradient, parameters[name]).clone()
 
     def _norms(self) -> list[Tensor | None]:
         return [None if p.grad is None else self._norm_of.get(p) for p in self.module.parameters()]
 
     def _of_all(self, norms: Tensor) -> Tensor:
+        if self._axes.mesh.tp > 1:
+            norms = self._of_parts(norms)
         if self._pipeline is None:
             return norms
         every = norms.new_zeros(self._pipeline.num_parameters)
@@ -183,6 +191,19 @@ class BitwiseMesh(BitwiseDataParallel):
             every[torch.tensor(places, device=self._device)] = norms
         dist.all_reduce(every, group=self._axes.pp)  # each is 0 on all workers but one
         return every
+
+    def _of_parts(self, norms: Tensor) -> Tensor:
+        """From norms of this worker's parts along tp those of the whole gradients, added in the order of ranks."""
+        group = self._axes.device_mesh.get_group("tp")
+        of_ranks = [torch.empty_like(norms) for _ in range(self._axes.mesh.tp)]
+        dist.all_gather(of_ranks, norms, group=group)
+        total = torch.zeros_like(norms)
+        for one in of_ranks:
+            total += one * one
+        are_divided = [is_sharded(parameter, "tp") for parameter in self.module.parameters()]
+        if not are_divided:
+            return norms
+        return torch.where(torch.tensor(are_divided, device=self._device), total.sqrt(), norms)
 
     # --- the whole model ---
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import ModelError
+from paceline.parallel.dtensor import local_shard, with_local
 from paceline.parallel.pipeline.recording import Layer, Recording
 
 
@@ -61,13 +62,13 @@ class SharedParameters:
             total = next(arrived) if number < last else None
             if number in names:
                 parameter = stage.get_parameter(names[number])
-                total = _sum(total, parameter.grad)
+                total = _sum(total, None if parameter.grad is None else local_shard(parameter.grad))
                 if total is None:
                     raise ModelError(
                         f"The loss does not depend on '{names[number]}' in the last of the stages that share it, and "
                         "parity = 'bitwise' cannot tell the others so; use parity = 'numeric'."
                     )
-                parameter.grad = total if number == first else None
+                parameter.grad = with_local(total, parameter) if number == first else None
             if number > first:
                 assert total is not None
                 leaving.append(total)
