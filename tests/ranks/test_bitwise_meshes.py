@@ -16,7 +16,7 @@ MESHES = {
     2: ("dp2", "fsdp2", "zero1:2", "zero2:2", "pp2, 1f1b"),
     4: ("dp4", "fsdp4", "hsdp", "fsdp2 x pp2, zero_bubble"),
 }
-PIPELINES = {
+PIPELINES: dict[int, dict[str, Sequence[str]]] = {
     2: {
         "pp2, gpipe": ("lenet-adamw", "gpt"),
         "pp2, interleaved of 2": ("resnet20", "forks"),
@@ -32,7 +32,7 @@ PIPELINES = {
 }
 """By number of workers and strategy the cases that it is tried with: each case with every schedule, or nearly so.
 `python -m benchmarks.bitwise_parity` tries all with all."""
-TENSOR_GROUPS = {
+TENSOR_GROUPS: dict[int, dict[str, Sequence[str]]] = {
     2: {"tp2": ("lenet-adamw", "dropout", "gpt")},
     4: {"dp2 x tp2": ("gpt",), "fsdp2 x tp2": ("lenet-adamw", "gpt"), "tp2 x pp2, zero_bubble": ("dropout", "gpt")},
 }

@@ -18,6 +18,12 @@ Fingerprints = Mapping[str, Sequence[float]]
 TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
 
 
+_OTHER_ORDER = (
+    "Layers that are divided (tp = {tp}) add in another order, so this was compared up to rounding; the bits are equal "
+    "for any dp, fsdp and pp at one tp degree."
+)
+
+
 @dataclass(frozen=True)
 class Trace:
     """The steps of one run: the line that every rank wrote for each of them."""
@@ -143,12 +149,8 @@ def _judge(base: Trace, other: Trace) -> ParityVerdict:
         return fail(num_steps - 1, "the number of steps", cause)
     notes = [note for step in other.steps for note in step[0].get("notes", ())]
     if base.parity == "bitwise" and other.tp > 1:
-        notes.append(
-            f"Compared with {base.workers} workers that divide layers alike (tp = {other.tp})."
-            if is_exact
-            else f"Layers that are divided (tp = {other.tp}) add in another order, so this was compared up to rounding; "
-            "the bits are equal for any dp, fsdp and pp at one tp degree."
-        )
+        alike = f"Compared with {base.workers} workers that divide layers alike (tp = {other.tp})."
+        notes.append(alike if is_exact else _OTHER_ORDER.format(tp=other.tp))
     return ParityVerdict(other.workers, num_steps, True, largest, note=" ".join(dict.fromkeys(notes)))
 
 

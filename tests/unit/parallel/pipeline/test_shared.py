@@ -37,26 +37,31 @@ def cut(model: nn.Module) -> tuple[SharedParameters, list[Stage]]:
     return SharedParameters(recording, starts, stages), stages
 
 
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
 def test_gradients_are_handed_on_from_the_last_stage_to_the_first() -> None:
     shared, stages = cut(Tied())
     assert [shared.are_in(number) for number in range(3)] == [True, False, True]
     weight = stages[0].get_parameter("first.weight")
     assert weight is stages[2].get_parameter("first.weight")
-    weight.grad = torch.full((3, 3), 1e-8)
-    sent = shared.add(2, stages[2], [])
-    assert weight.grad is None and len(sent) == 1
-    passed_on = shared.add(1, stages[1], sent)
-    assert passed_on[0] is sent[0]
+    weight.grad = later = torch.full((3, 3), 1e-8)
+    (sent,) = shared.add(2, stages[2], [])
+    assert torch.equal(sent, later)
+    (passed_on,) = shared.add(1, stages[1], [sent])
+    assert passed_on is sent
     weight.grad = torch.ones(3, 3)
-    assert shared.add(0, stages[0], passed_on) == []
-    assert torch.equal(weight.grad, torch.full((3, 3), 1e-8) + torch.ones(3, 3))
+    assert shared.add(0, stages[0], [passed_on]) == []
+    assert torch.equal(gradient_of(weight), torch.full((3, 3), 1e-8) + torch.ones(3, 3))
 
 
 def test_what_the_first_stage_did_not_use_has_the_gradient_of_the_others() -> None:
     shared, stages = cut(Tied())
     weight = stages[0].get_parameter("first.weight")
     shared.add(0, stages[0], [torch.ones(3, 3)])
-    assert weight.grad is not None and torch.equal(weight.grad, torch.ones(3, 3))
+    assert torch.equal(gradient_of(weight), torch.ones(3, 3))
 
 
 def test_a_last_stage_without_a_gradient_is_refused() -> None:
