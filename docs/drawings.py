@@ -125,11 +125,11 @@ def aggregation() -> Drawing:
     for place, words in enumerate(("all_to_one", "ring", "hierarchical")):
         drawing.text(120 + 240 * place, 28, words, "middle strong")
     for number in range(3):
-        x = 30 + 66 * number
-        drawing.line([(x + 24, 176), (114 + 6 * number, 104)], "line arrow")
-        drawing.box(x, 178, 48, 34, str(number + 1))
+        left = 30.0 + 66 * number
+        drawing.line([(left + 24, 176), (114 + 6 * number, 104)], "line arrow")
+        drawing.box(left, 178, 48, 34, str(number + 1))
     drawing.box(96, 66, 48, 34, "0", "other")
-    corners = [(330.0, 80.0), (390.0, 80.0), (390.0, 190.0), (330.0, 190.0)]
+    corners = [(308.0, 80.0), (412.0, 80.0), (412.0, 190.0), (308.0, 190.0)]
     for number, (x, y) in enumerate(corners):
         to_x, to_y = corners[(number + 1) % 4]
         along_x, along_y = (to_x > x) - (to_x < x), (to_y > y) - (to_y < y)
@@ -137,13 +137,13 @@ def aggregation() -> Drawing:
         drawing.line([start, (to_x - 27 * along_x, to_y - 20 * along_y)], "line arrow")
         drawing.box(x - 24, y - 17, 48, 34, str(number))
     for node in range(2):
-        left = 492 + 116 * node
+        left = 484 + 116 * node
         drawing.box(left, 58, 104, 158, kind="frame")
         drawing.text(left + 52, 238, f"node {node}", "middle muted")
         for worker in range(2):
             drawing.box(left + 28, 72 + 92 * worker, 48, 34, str(2 * node + worker), "other" if worker == 0 else "box")
         drawing.line([(left + 52, 162), (left + 52, 109)], "line arrow")
-    drawing.line([(569, 89), (634, 89)], "line arrow")
+    drawing.line([(561, 89), (626, 89)], "line arrow")
     return drawing
 
 
@@ -195,8 +195,14 @@ def noise_scale() -> Drawing:
     x, y = place(1.0)
     drawing.line([(x, bottom), (x, y), (left, y)])
     drawing.dot(x, y)
-    drawing.text(x + 14, y - 8, "B = noise scale: each sample is worth half", "")
-    for ratio, words in ((0.01, "B/100"), (0.1, "B/10"), (1.0, "noise scale"), (10.0, "10 B"), (100.0, "100 B")):
+    drawing.text(x + 14, y - 8, "at the noise scale a sample is worth half", "")
+    for ratio, words in (
+        (0.01, "1/100"),
+        (0.1, "1/10"),
+        (1.0, "noise scale"),
+        (10.0, "10 times"),
+        (100.0, "100 times"),
+    ):
         drawing.text(place(ratio)[0], bottom + 22, words, "middle muted")
     for share in (0.0, 0.5, 1.0):
         drawing.text(left - 10, bottom - share * (bottom - top) + 5, f"{share:.0%}", "end muted")

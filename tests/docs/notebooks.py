@@ -24,7 +24,7 @@ def path_of(page: Path) -> Path:
 
 def notebook_of(page: Path) -> str:
     """The notebook of a page, without outputs, as its file has it."""
-    cells = [
+    cells: list[dict[str, Any]] = [
         {"cell_type": kind, "id": f"cell-{number}", "metadata": {}, "source": source.splitlines(keepends=True)}
         | ({"execution_count": None, "outputs": []} if kind == "code" else {})
         for number, (kind, source) in enumerate(_cells(page))
