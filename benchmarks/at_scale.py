@@ -19,6 +19,7 @@ from paceline.plan.model import AlphaBeta, Network
 from paceline.plan.reliability import Faults, availability
 from paceline.plan.search import MeshCandidate, MeshPrices, Workload
 from paceline.plan.simulate import Jitter, Machine, Pattern, simulate_steps
+from paceline.report.tables import markdown_table
 from paceline.spec import Mesh, PipelineSpec
 from paceline.spec.model_cost import Activations, Layers
 
@@ -110,11 +111,11 @@ class Run:
         flops = self.flops_per_sample * self.global_batch_size
         return flops / (self.price(efficiency).step_s * self.mesh.num_workers * self.peak_flops)
 
-    def fitted(self) -> float:
-        """The efficiency of kernels with which this run comes out as published; infinite where none is enough."""
+    def fitted(self) -> float | None:
+        """The efficiency of kernels with which this run comes out as published; None where none is enough."""
         low, high = 0.0, 1.0
         if self.utilization(high) < self.published:
-            return math.inf
+            return None
         for _ in range(40):
             middle = (low + high) / 2
             low, high = (middle, high) if self.utilization(middle) < self.published else (low, middle)
@@ -216,22 +217,26 @@ section 4.1."""
 
 
 def anchors() -> str:
-    lines = [
-        "| run | mesh | told: kernels' share of the peak | forecast MFU | published MFU | forecast / published "
-        "| GiB a device |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for family in RUNS:
-        efficiency = family[0].fitted()
+        fitted = family[0].fitted()
+        efficiency = 1.0 if fitted is None else fitted
         for run in family:
-            usable = min(efficiency, 1.0)
-            found = run.utilization(usable)
-            told = f"{usable:.0%}, fitted here" if run is family[0] else f"{usable:.0%}"
-            lines.append(
-                f"| {run.name} | {run.mesh} | {told} | {found:.1%} | {run.published:.1%} "
-                f"| {found / run.published:.2f} | {run.price(usable).memory.total_bytes / 2**30:.0f} |"
+            found = run.utilization(efficiency)
+            how = "" if run is not family[0] else ", and that is too little" if fitted is None else ", fitted here"
+            rows.append(
+                [
+                    run.name,
+                    str(run.mesh),
+                    f"{efficiency:.0%}{how}",
+                    f"{found:.1%}",
+                    f"{run.published:.1%}",
+                    f"{found / run.published:.2f}",
+                    f"{run.price(efficiency).memory.total_bytes / 2**30:.0f}",
+                ]
             )
-    return "\n".join(lines)
+    head = ["run", "mesh", "told: kernels' share of the peak", "forecast MFU", "published MFU", "forecast / published"]
+    return markdown_table([*head, "GiB a device"], rows)
 
 
 CHECKPOINT_S, RESTART_S = 15.0, 600.0
@@ -246,12 +251,8 @@ def goodput() -> str:
     """Two samples of Llama 3.1 8B a device, sharded in a node and replicated over nodes, whatever their number."""
     run = RUNS[2][0]
     tokens = 2 * run.shape.sequence
-    compute_s = 2 * run.flops_per_sample / (run.fitted() * run.peak_flops)
-    lines = [
-        "| devices | step, s | waiting for the slowest | exposed sums | hours between interruptions | work that lasts "
-        "| tokens/s a device | of ideal |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    compute_s = 2 * run.flops_per_sample / ((run.fitted() or 1.0) * run.peak_flops)
+    rows = []
     for power in range(4, 15):
         machine = Machine((1 << power) // 8, 8, H100)
         steps = [
@@ -262,14 +263,24 @@ def goodput() -> str:
         step_s, slowest_s = float(sample.total_s.mean()), float(sample.slowest_compute_s.mean())
         faults = Faults(DEVICE_MTBF_S / machine.devices_per_node, CHECKPOINT_S, RESTART_S)
         lasting = availability(faults, machine.num_nodes)
-        lines.append(
-            f"| {machine.num_devices:,} | {step_s:.2f} | {slowest_s / compute_s - 1:.1%} "
-            f"| {float(sample.exposed_s.mean()) / step_s:.1%} | {DEVICE_MTBF_S / machine.num_devices / 3600:,.1f} "
-            f"| {lasting:.1%} | {lasting * tokens / step_s:,.0f} | {lasting * compute_s / step_s:.1%} |"
+        rows.append(
+            [
+                f"{machine.num_devices:,}",
+                f"{step_s:.2f}",
+                f"{slowest_s / compute_s - 1:.1%}",
+                f"{float(sample.exposed_s.mean()) / step_s:.1%}",
+                f"{DEVICE_MTBF_S / machine.num_devices / 3600:,.1f}",
+                f"{lasting:.1%}",
+                f"{lasting * tokens / step_s:,.0f}",
+                f"{lasting * compute_s / step_s:.1%}",
+            ]
         )
+    head = ["devices", "step, s", "waiting for the slowest", "exposed sums", "hours between interruptions"]
     interruptions = 54 * 24 * 3600 * 16_384 / DEVICE_MTBF_S
-    lines.append(f"\n54 days on 16,384 devices: {interruptions:.0f} interruptions; published: 419 unexpected ones.")
-    return "\n".join(lines)
+    return (
+        markdown_table([*head, "work that lasts", "tokens/s a device", "of ideal"], rows)
+        + f"\n\n54 days on 16,384 devices: {interruptions:.0f} interruptions; published: 419 unexpected ones."
+    )
 
 
 if __name__ == "__main__":

@@ -17,13 +17,13 @@ from tests.hosts.cluster import INTERFACE, Cluster, run_on_nodes, why_not
 
 from paceline.cli.options import parse_size
 from paceline.errors import PacelineError
+from paceline.measure.values import REQUEST_FILE
 from paceline.report.comm_bench import PAGE_FILE, comm_mapping, largest_size, left_out_sentences, place_text
 from paceline.report.comm_files import load_timings, write_comm_bench
 from paceline.report.comm_table import comm_markdown_at
 from paceline.report.formats import rate_text, size_text
 from paceline.spec.algorithm import algorithm_names
 from paceline.spec.comm_timing import CommCase, CommRequest, message_sizes
-from paceline.workflows.bench import REQUEST_FILE
 
 WORKERS_PER_NODE = (2, 2)
 SMALLEST_BYTES = 64 << 10

@@ -33,10 +33,11 @@ from torch import Tensor, nn
 from paceline.errors import JobError
 from paceline.parallel.dry_run import StageCost, dry_run, on_paper
 from paceline.plan.forecast_row import workload_on
-from paceline.plan.gradient_sums import network_in_steps
+from paceline.plan.gradient_sums import cheapest_algorithm, network_in_steps
 from paceline.plan.inputs import ForecastRequest, PlanInputs, plan_inputs
 from paceline.plan.mesh_selection import choose_mesh
 from paceline.plan.search import MeshCandidate, best_of
+from paceline.report.tables import markdown_table
 from paceline.spec import AlgorithmName, Cluster, Job, Mesh, Plan, parse_mesh
 from paceline.workflows.jobs import resolve_job
 from paceline.workflows.traced_model import trace_model
@@ -70,16 +71,19 @@ MARGIN = 1.05
 
 def perceptron() -> nn.Module:
     """784 -> 3300 -> 3300 -> 3300 -> 10: 24.4 million parameters."""
-    return nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(784, 3300),
-        nn.ReLU(),
-        nn.Linear(3300, 3300),
-        nn.ReLU(),
-        nn.Linear(3300, 3300),
-        nn.ReLU(),
-        nn.Linear(3300, 10),
-    )
+    return _linear_layers(784, 3300, 3300, 3300, 10)
+
+
+def deep_perceptron() -> nn.Module:
+    """784 -> 1536 ten times over -> 10: 22.5 million parameters in layers that make even stages."""
+    return _linear_layers(784, *[1536] * 10, 10)
+
+
+def _linear_layers(*widths: int) -> nn.Module:
+    layers: list[nn.Module] = [nn.Flatten()]
+    for one, other in pairwise(widths):
+        layers += [nn.Linear(one, other), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
 
 
 def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -92,20 +96,14 @@ def bytes_sent() -> int:
     return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 
-def deep_perceptron() -> nn.Module:
-    """784 -> 1536 ten times over -> 10: 22.5 million parameters in layers that make even stages."""
-    layers: list[nn.Module] = [nn.Flatten(), nn.Linear(784, 1536), nn.ReLU()]
-    for _ in range(9):
-        layers += [nn.Linear(1536, 1536), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(1536, 10))
-
-
 @dataclass
 class Row:
     """One mesh."""
 
     mesh: Mesh
     forecast: MeshCandidate
+    algorithm: AlgorithmName
+    """What sums gradients: for plain replicas the one that the planner prices."""
     formula_mb: float
     """Sent by the node that sends more in a step."""
     steps_s: list[list[float]]
@@ -157,7 +155,8 @@ def train(request: dict[str, Any]) -> None:
 def planned_rows(job: Job, known: PlanInputs, names: Sequence[str], num_workers: int, on_a_node: int) -> list[Row]:
     """Meshes with their prices, without measurements; those of another number of workers are left out."""
     workload = replace(workload_on(known, num_workers), memory_bytes=float("inf"))
-    network = network_in_steps(known, known.layout(num_workers))
+    layout = known.layout(num_workers)
+    network, cheapest = network_in_steps(known, layout), cheapest_algorithm(known, job, layout)[0]
     rows = []
     for name in names:
         try:
@@ -166,11 +165,12 @@ def planned_rows(job: Job, known: PlanInputs, names: Sequence[str], num_workers:
             continue
         found = best_of(workload, mesh, on_a_node, network)
         assert isinstance(found, MeshCandidate)
-        rows.append(Row(mesh, found, formula_bytes(job, found, on_a_node) / 1e6, []))
+        algorithm: AlgorithmName = cheapest if mesh.is_plain else "all_reduce"
+        rows.append(Row(mesh, found, algorithm, formula_bytes(job, found, algorithm, on_a_node) / 1e6, []))
     return rows
 
 
-def formula_bytes(job: Job, candidate: MeshCandidate, on_a_node: int) -> float:
+def formula_bytes(job: Job, candidate: MeshCandidate, algorithm: AlgorithmName, on_a_node: int) -> float:
     """What the node that sends more sends in a step, by `tests/traffic.py`."""
     from paceline.models import build
 
@@ -180,7 +180,7 @@ def formula_bytes(job: Job, candidate: MeshCandidate, on_a_node: int) -> float:
 
     mesh, num_passes = candidate.mesh, candidate.num_micro_batches
     stages = tried(mesh)
-    if mesh.is_plain:  # the two-level sum is one between nodes
+    if algorithm == "hierarchical":  # a sum between nodes
         return sum_bytes(stages[0].parameter_bytes, mesh.num_workers // on_a_node)
     sent = [
         sent_bytes(mesh, stage.whole_parameter_bytes, 0.0, 0.0, num_passes, "gloo")
@@ -200,14 +200,12 @@ def _message_bytes(stages: Sequence[StageCost]) -> list[float]:
 
 
 def plan_of(row: Row) -> Plan:
-    """As the planner would run it; plain replicas sum on two levels, which is what it recommends for them here."""
-    algorithm: AlgorithmName = "hierarchical" if row.mesh.is_plain else "all_reduce"
-    plan = Plan(world_size=row.mesh.num_workers, algorithm=algorithm, timeout_s=120)
-    if row.mesh.is_plain:
-        return replace(plan, mesh=row.mesh)
-    is_whole = row.forecast.num_micro_batches == 1 or row.mesh.pp > 1
-    return replace(
-        plan,
+    """As the planner would run it."""
+    is_whole = row.mesh.is_plain or row.forecast.num_micro_batches == 1 or row.mesh.pp > 1
+    return Plan(
+        world_size=row.mesh.num_workers,
+        algorithm=row.algorithm,
+        timeout_s=120,
         mesh=row.mesh,
         micro_batch_size=None if is_whole else row.forecast.micro_batch_size,
         pipeline=row.forecast.pipeline,
@@ -242,7 +240,9 @@ def main() -> None:
         sys.exit(reason)
     out = (asked.out or Path(tempfile.mkdtemp(prefix="paceline-meshes-"))).resolve()
     out.mkdir(parents=True, exist_ok=True)
-    on_a_node = asked.workers // asked.nodes
+    on_a_node, rest = divmod(asked.workers, asked.nodes)
+    if rest:
+        parser.error(f"--workers {asked.workers} do not lie evenly on {asked.nodes} nodes")
     words = [
         f"name={asked.model}",
         f"model={MODELS[asked.model]}",
@@ -296,11 +296,7 @@ def _measure(nodes: Nodes, job: Job, row: Row, num_steps: int) -> None:
 
 def markdown(rows: Sequence[Row], chosen: Mesh, reason: str) -> str:
     fastest_s = min(row.measured_s for row in rows)
-    lines = [
-        "| mesh | micro-batches | forecast, s | measured, s | forecast / measured | x fastest | quickest step, s "
-        "| CPU s | MB left a node | by formula |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for row in sorted(rows, key=lambda row: row.measured_s):
         plan = row.forecast
         name = f"**{row.mesh}**" if row.mesh == chosen else str(row.mesh)
@@ -308,9 +304,18 @@ def markdown(rows: Sequence[Row], chosen: Mesh, reason: str) -> str:
             plan.pipeline.stages_per_worker > 1
         )
         lines.append(
-            f"| {name} | {batches} | {plan.step_s:.3f} | {row.measured_s:.3f} | {plan.step_s / row.measured_s:.2f} "
-            f"| {row.measured_s / fastest_s:.2f} | {row.quickest_s:.3f} | {row.cpu_s:.2f} "
-            f"| {row.sent_mb:.1f} | {row.formula_mb:.1f} |"
+            [
+                name,
+                batches,
+                f"{plan.step_s:.3f}",
+                f"{row.measured_s:.3f}",
+                f"{plan.step_s / row.measured_s:.2f}",
+                f"{row.measured_s / fastest_s:.2f}",
+                f"{row.quickest_s:.3f}",
+                f"{row.cpu_s:.2f}",
+                f"{row.sent_mb:.1f}",
+                f"{row.formula_mb:.1f}",
+            ]
         )
     best = min((row for row in rows if row.mesh == chosen), key=lambda row: row.measured_s, default=None)
     if best is None:
@@ -319,7 +324,9 @@ def markdown(rows: Sequence[Row], chosen: Mesh, reason: str) -> str:
         verdict = "is the fastest measured"
     else:
         verdict = f"takes {best.measured_s / fastest_s:.2f} times as long as the fastest measured"
-    return "\n".join([*lines, "", f"The planner's choice, {reason} It {verdict}."])
+    head = ["mesh", "micro-batches", "forecast, s", "measured, s", "forecast / measured", "x fastest"]
+    table = markdown_table([*head, "quickest step, s", "CPU s", "MB left a node", "by formula"], lines)
+    return f"{table}\n\nThe planner's choice, {reason} It {verdict}."
 
 
 def _line(row: Row) -> str:

@@ -19,8 +19,6 @@ import numpy as np
 from scipy.optimize import minimize_scalar
 from tests.unit.pollux_runs import Run, errors, from_two, read_runs
 
-from paceline.noise import steps_to_target
-
 ASKED = 0.15
 FORMS: dict[str, Callable[[Run], Sequence[float]]] = {
     "as recorded at the ends of epochs": lambda run: run.recorded,
@@ -73,8 +71,8 @@ def best_single(runs: dict[int, Run]) -> str:
 
         def remaining(log_noise: float, progress: float = progress, taken: Sequence[float] = taken) -> list[float]:
             noise = float(np.exp(log_noise))
-            min_steps = progress / steps_to_target(base, noise, 1.0)
-            return [steps_to_target(size, noise, min_steps) / of - 1 for size, of in zip(runs, taken, strict=True)]
+            min_steps = progress / (1 + noise / base)
+            return [min_steps * (1 + noise / size) / of - 1 for size, of in zip(runs, taken, strict=True)]
 
         best = float(
             minimize_scalar(

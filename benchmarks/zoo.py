@@ -38,8 +38,8 @@ def train(names: Sequence[str]) -> dict[Column, dict[str, Result]]:
     """What rank 0 says of every model in every column; one launch for each number of workers."""
     found: dict[Column, dict[str, Result]] = {}
     for world_size in sorted({column.world_size for column in COLUMNS}):
-        columns = [column for column in COLUMNS if column.world_size == world_size]
-        found |= run_ranks(train_columns, world_size, columns, names, timeout_s=1800)[0]
+        chosen = {column: names for column in COLUMNS if column.world_size == world_size}
+        found |= run_ranks(train_columns, world_size, chosen, timeout_s=1800)[0]
     return found
 
 

@@ -7,7 +7,13 @@ A ring makes each of n workers send 2 (n - 1)/n S to sum S bytes, and half of th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+from torch import nn
+
+from paceline.parallel.tensor import TensorPlan
+from paceline.parallel.tensor.exchange import rows_to_send
+from paceline.parallel.tensor.plan import num_blocks
 from paceline.plan.search import Backend, num_gathers_and_scatters
 from paceline.spec import Mesh
 from paceline.spec.mesh import AxisName
@@ -35,6 +41,29 @@ def padded_bytes(shapes: Sequence[tuple[int, ...]], width: int, num_workers: int
             row *= length
         total += -(-rows // num_workers) * num_workers * row * width
     return total
+
+
+def bytes_per_pass(plan: TensorPlan, model: nn.Module, rank: int, itemsize: int) -> float:
+    """Bytes that a worker sends along tp for each forward and backward, however many samples.
+
+    They are rows of weights that change workers to become heads, and the gradients of norms on own positions.
+    """
+    n = plan.degree
+    total = 0.0
+    for name, entry in plan.entries.items():
+        module: Any = model.get_submodule(name)
+        if "sequence_parallel" in entry:
+            total += 2 * (n - 1) / n * sum(p.numel() for p in module.parameters() if p.requires_grad)
+        blocks = 3 if "attention" in entry else num_blocks(entry)
+        if blocks > 1:
+            prefix = "in_proj_" if "attention" in entry else ""
+            num_rows, num_columns = getattr(module, f"{prefix}weight").shape
+            counts = rows_to_send(num_rows, blocks, n)
+            forward = sum(counts[rank]) - counts[rank][rank]
+            backward = sum(row[rank] for row in counts) - counts[rank][rank]
+            has_bias = getattr(module, f"{prefix}bias") is not None
+            total += (forward + backward) * (num_columns + has_bias)
+    return total * itemsize
 
 
 def scatter_bytes(size_bytes: float, num_workers: int, backend: Backend) -> float:

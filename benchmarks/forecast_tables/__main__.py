@@ -4,8 +4,8 @@
 
 DIR holds one CSV a table, as `paceline plan --fit` reads it, and index.json with the family of each table. A table is
 forecast from its first two rows, from its first three, and from its first and last row ("span"). With
-`--leave-one-out` the priors of a family's forecasts are chosen by the other families alone (`prior_choice`); without,
-they are those of the planner. `--by-family` shows the families one by one.
+`--leave-one-out` the priors of a family's forecasts are chosen by the other families alone (`prior_choice`), all of
+them with `--only` too; without, they are those of the planner. `--by-family` shows the families one by one.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from scipy.optimize import nnls
 from paceline.plan.calibrate import fit, predict
 from paceline.plan.step_constants import USUAL, Observation, Placement, Prior
 from paceline.plan.suggest import seconds_to_measure, suggest
+from paceline.report.tables import markdown_table
 from paceline.workflows.step_time_files import read_observations
 
 from .prior_choice import CHOSEN, START, Evidence, best_choice, evidence_of, priors_at
@@ -32,7 +33,7 @@ from .prior_choice import CHOSEN, START, Evidence, best_choice, evidence_of, pri
 SUBSETS = ("two", "three", "span")
 PLANNER = "planner"
 GROWTH = 1.3
-"""A step that takes this many times as long as the last measured one, for the same samples, is a surprise."""
+"""A step that takes this many times as long as the last measured one, for the same samples, is hard to foresee."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,11 @@ class Case:
         return self.low_s <= self.measured_s <= self.high_s
 
 
-def tables_of(folder: Path, family: str | None = None) -> list[Table]:
+def tables_of(folder: Path) -> list[Table]:
     index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
     return [
         Table(name, entry["family"], tuple(row for _, row in read_observations(folder / f"{name}.csv")[0]))
         for name, entry in index.items()
-        if family in (None, entry["family"])
     ]
 
 
@@ -229,14 +229,6 @@ class Score:
 HEAD = ["rows", "median, %", "90th percentile, %", "bias, %", "held, %", f"held where > {GROWTH}x, %", "width"]
 
 
-def print_markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    print("| " + " | ".join(head) + " |")
-    print("|" + "---|" * len(head))
-    for row in rows:
-        print("| " + " | ".join(row) + " |")
-    print()
-
-
 def print_scores(cases: Sequence[Case]) -> None:
     rows = []
     for subset in SUBSETS:
@@ -245,7 +237,7 @@ def print_scores(cases: Sequence[Case]) -> None:
                 found = [case for case in cases if case.subset == subset and case.method == method and is_in(case)]
                 if found:
                     rows.append([subset, split, method, *Score.of(found).cells(method == PLANNER)])
-    print_markdown(["from", "split", "method", *HEAD], rows)
+    print(markdown_table(["from", "split", "method", *HEAD], rows), end="\n\n")
 
 
 def print_families(cases: Sequence[Case]) -> None:
@@ -259,7 +251,7 @@ def print_families(cases: Sequence[Case]) -> None:
             medians = {law: float(np.median([abs(case.error) for case in found if case.method == law])) for law in LAWS}
             best = min(medians, key=lambda law: medians[law])
             rows.append([family, subset, *Score.of(mine).cells(True), f"{best} {100 * medians[best]:.1f}"])
-    print_markdown(["family", "from", *HEAD, "best law's median, %"], rows)
+    print(markdown_table(["family", "from", *HEAD, "best law's median, %"], rows), end="\n\n")
 
 
 def print_rows(cases: Sequence[Case]) -> None:
@@ -275,11 +267,10 @@ def evidence_of_table(table: Table) -> list[Evidence]:
     return [evidence_of(table.family, table.name, known, wanted) for _, known, wanted in splits_of(table)]
 
 
-def chosen_without(pool: WorkerPool, tables: Sequence[Table]) -> dict[str, dict[str, Prior]]:
-    """For each family the priors that all other families choose; prints them beside those that all choose."""
+def chosen_without(pool: WorkerPool, tables: Sequence[Table], families: Sequence[str]) -> dict[str, dict[str, Prior]]:
+    """For each of `families` the priors that all other families choose; prints them beside those that all choose."""
     evidence = [one for found in pool.map(evidence_of_table, tables, chunksize=4) for one in found]
     of_all = best_choice(evidence)
-    families = list(dict.fromkeys(table.family for table in tables))
     without = [best_choice([one for one in evidence if one.family != family], of_all) for family in families]
     chosen = {family: priors_at(choice) for family, choice in zip(families, without, strict=True)}
     rows = []
@@ -291,7 +282,10 @@ def chosen_without(pool: WorkerPool, tables: Sequence[Table]) -> dict[str, dict[
             cells += [f"{start:.3g}", f"{best:.3g}", f"{min(values):.3g} to {max(values):.3g}", f"{now:.3g}"]
         rows.append(cells)
     kinds = ("start", "of all", "without one", "in use")
-    print_markdown(["constant", *(f"{what}: {kind}" for what in ("median", "deviation") for kind in kinds)], rows)
+    print(
+        markdown_table(["constant", *(f"{what}: {kind}" for what in ("median", "deviation") for kind in kinds)], rows),
+        end="\n\n",
+    )
     return chosen
 
 
@@ -373,7 +367,7 @@ def print_next(measured: Sequence[MeasuredNext]) -> None:
         "promised for 90 %, %",
         "held, %",
     ]
-    print_markdown(head, rows)
+    print(markdown_table(head, rows), end="\n\n")
 
 
 def main() -> None:
@@ -382,18 +376,23 @@ def main() -> None:
     parser.add_argument("--only", default=None, metavar="FAMILY")
     parser.add_argument("--by-family", action="store_true", help="also each family by itself")
     parser.add_argument("--rows", action="store_true", help="also each forecast, the worst first")
-    parser.add_argument(
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument(
         "--leave-one-out", action="store_true", help="choose priors without a family before forecasting its tables"
     )
-    parser.add_argument("--suggest", action="store_true", help="only judge which row is suggested after the first two")
+    ways.add_argument("--suggest", action="store_true", help="only judge which row is suggested after the first two")
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
-    tables = tables_of(arguments.data, arguments.only)
+    every_table = tables_of(arguments.data)
+    tables = [table for table in every_table if arguments.only in (None, table.family)]
+    families = list(dict.fromkeys(table.family for table in tables))
+    if not tables:
+        parser.error(f"--only {arguments.only}: no table of {arguments.data} is of that family")
     with Pool(arguments.processes) as pool:
         if arguments.suggest:
             print_next([one for found in pool.map(measured_next, tables, chunksize=4) for one in found])
             return
-        usual_of = chosen_without(pool, tables) if arguments.leave_one_out else {}
+        usual_of = chosen_without(pool, every_table, families) if arguments.leave_one_out else {}
         jobs = [(table, usual_of.get(table.family, dict(USUAL))) for table in tables]
         found = pool.starmap(cases_of, jobs, chunksize=4)
     cases = [case for of_table in found for case in of_table]

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import minimize
 
-from paceline.plan.calibrate import fit, log_density, priors_beside
+from paceline.plan.calibrate import fit, log_density
 from paceline.plan.step_constants import USUAL, Observation, Prior
 
 Array = NDArray[np.float64]
@@ -70,7 +70,8 @@ class Evidence:
 
 def evidence_of(family: str, table: str, known: Sequence[Observation], wanted: Sequence[Observation]) -> Evidence:
     wider = {**START, **{name: replace(START[name], deviation=_WIDER * START[name].deviation) for name in CHOSEN}}
-    calibration, priors = fit(known, wider), priors_beside(known, wider)
+    calibration = fit(known, wider)
+    priors = calibration.priors
     logs = []
     for name in CHOSEN:
         value = getattr(calibration.constants, name)
@@ -83,8 +84,8 @@ def evidence_of(family: str, table: str, known: Sequence[Observation], wanted: S
 _SCALES = np.array([START[name].deviation for name in CHOSEN])
 
 
-def surprise(evidence: Sequence[Evidence], choice: Array) -> tuple[float, Array]:
-    """Minus the score of a choice, and its gradient.
+def negative_score(evidence: Sequence[Evidence], choice: Array) -> tuple[float, Array]:
+    """And its gradient.
 
     Args:
         choice: the logarithms of the factors of the medians, then of the deviations, over those of the start.
@@ -107,7 +108,7 @@ def best_choice(evidence: Sequence[Evidence], near: Array | None = None) -> Arra
     """The choice with the best score."""
     start = np.zeros(2 * len(CHOSEN)) if near is None else near
     found = minimize(
-        lambda choice: surprise(evidence, choice),
+        lambda choice: negative_score(evidence, choice),
         start,
         jac=True,
         method="L-BFGS-B",

@@ -158,6 +158,13 @@ def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None
     return map_tensors(value, move)
 
 
+def on_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Numbers that the host knows (a list, a NumPy array, a tensor) on a device. On a GPU they come in the order of its
+    stream, by way of pinned memory: nobody waits."""
+    tensor = torch.as_tensor(values, dtype=dtype)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 def copied(value: Any) -> Any:
     """`value` with a copy of every tensor and NumPy array in it."""
     if isinstance(value, np.ndarray):

@@ -16,7 +16,10 @@ Anything else that escapes is a bug in Paceline or in the user's own code and ke
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import reprlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,12 @@ def shortened(text: str, most: int = _MOST_SHOWN) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-(most - most // 2 - 1) :]}"
 
 
+def did_you_mean(word: str, known: Iterable[str], form: str = "{} ") -> str:
+    """ "did you mean 'ring'? " for the nearest of the words that there are, in a `form`; empty where none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5) if len(word) < 100 else []
+    return form.format(f"did you mean '{near[0]}'?") if near else ""
+
+
 def printable(text: str) -> str:
     """`text` with control characters written as in Python, but for line ends and tabs."""
     if text.isprintable():
@@ -60,6 +69,15 @@ class PacelineError(Exception):
 
     def __init__(self, message: str = "") -> None:
         super().__init__(shortened(printable(message), _LONGEST_SENTENCE))
+
+
+@contextlib.contextmanager
+def file_problems(what: str, kind: type[PacelineError] = PacelineError) -> Iterator[None]:
+    """While the block is open, a file that cannot be used raises `kind`, which says `what` and the system's reason."""
+    try:
+        yield
+    except OSError as problem:
+        raise kind(f"{what}: {problem.strerror or problem}.") from None
 
 
 class JobError(PacelineError):

@@ -12,16 +12,13 @@ with a global batch of B samples takes
 
 (McCandlish, Kaplan, Amodei et al., "An Empirical Model of Large-Batch Training", 2018, arXiv 1812.06162, sections 2.2,
 2.3 and appendix A.1). The noise scale grows while a model learns, often a hundredfold, so what holds for a whole run is
-an average; `steps_to_progress` takes it at every point of a run, and `noise_scale_of_gain` reads it from a run that
-counted its own progress.
+an average.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 from paceline.errors import JobError
@@ -96,11 +93,6 @@ class SmoothedNoise:
         return NoiseScale(self._grad_sqr / weight, self._grad_var / weight)
 
 
-def steps_to_target(batch_size: float, noise_scale: float, min_steps: float) -> float:
-    """S(B) = S_min (1 + B_noise / B), in steps; `min_steps` is S_min, what an endlessly large batch takes."""
-    return min_steps * (1 + noise_scale / batch_size)
-
-
 def efficiency(batch_size: float, noise_scale: float, base_batch_size: float = 0.0) -> float:
     """What a sample is worth in a batch of `batch_size`, measured by one in a batch of `base_batch_size`.
 
@@ -133,46 +125,3 @@ def lr_gain(rule: LrRule, batch_size: float, base_batch_size: float, noise_scale
     if noise_scale is None:
         raise JobError("The learning-rate rule 'adascale' needs a measured noise scale; use 'linear' or 'sqrt'.")
     return ratio * efficiency(batch_size, noise_scale, base_batch_size)
-
-
-def noise_scale_of_gain(gain: float, batch_size: float, base_batch_size: float) -> float:
-    """The inverse of `lr_gain("adascale", ...)`: the noise scale, in samples, at which a step was worth `gain` steps.
-
-    For a run that counts its progress in steps of the base batch (Johnson et al. 2020; Pollux): `gain` is progress over
-    steps in an interval. With k = B / B_0 a step of progress takes
-
-        1 / gain = 1 / k + (1 - 1 / k) / (1 + B_noise / B_0)    steps
-
-    where the last factor depends on the noise and not on k. Its mean over the interval therefore stands for the whole
-    interval: `steps_to_progress` of the value returned here is right at any other batch, however the noise scale
-    changed meanwhile; of a value measured at the end of the interval it is not. 0 for a gain of at most 1 and infinite
-    for one of at least k: counting whole steps can lead to either.
-
-    Raises:
-        ValueError: the batch is not larger than the base, where every gain is 1.
-    """
-    ratio = batch_size / base_batch_size
-    if ratio <= 1:
-        raise ValueError(f"a batch of {batch_size} is not larger than the base of {base_batch_size}")
-    if gain >= ratio:
-        return math.inf
-    return max(0.0, batch_size * (gain - 1) / (ratio - gain))
-
-
-def steps_to_progress(
-    progress: Sequence[float], noise_scales: Sequence[float], batch_size: float, base_batch_size: float
-) -> list[float]:
-    """Steps with `batch_size` to each point of `progress`, which counts steps with `base_batch_size`.
-
-    A step makes the progress of `lr_gain("adascale", ...)` steps of the base batch (Johnson et al. 2020:
-    scale-invariant iterations), so the steps are the sum of what each interval of progress divided by its gain takes.
-
-    Args:
-        progress: in ascending order; the first interval begins at 0.
-        noise_scales: B_noise during the interval that ends at each point, in samples; may be 0 or infinite.
-    """
-    steps, total = [], 0.0
-    for (begin, end), noise_scale in zip(pairwise([0.0, *progress]), noise_scales, strict=True):
-        total += (end - begin) / lr_gain("adascale", batch_size, base_batch_size, noise_scale)
-        steps.append(total)
-    return steps

@@ -5,7 +5,8 @@ Values are those of `plain_messages`. Tensors arrive in host memory, whatever th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,22 +27,11 @@ def broadcast_object(value: Any, group: dist.ProcessGroup | None, classes: Itera
     """
     if group is None:
         return value
-    device = device_of(group)
-    is_source = dist.get_rank(group) == source
-    text, tensors = encode(value) if is_source else (b"", [])
-    length = torch.tensor([len(text)], device=device)
-    dist.broadcast(length, group_src=source, group=group)
-    flat = _text_tensor(text, _checked(int(length)), device)
-    dist.broadcast(flat, group_src=source, group=group)
-    if not is_source:
-        text = flat.cpu().numpy().tobytes()
-        tensors = empty_tensors(text)
-    for tensor in tensors:
-        on_device = tensor.to(device)
-        dist.broadcast(on_device, group_src=source, group=group)
-        if not is_source and on_device is not tensor:
-            tensor.copy_(on_device)
-    return value if is_source else decode(text, tensors, classes)
+    transfer = functools.partial(dist.broadcast, group_src=source, group=group)
+    if dist.get_rank(group) != source:
+        return _arrived(transfer, device_of(group), classes)
+    _give(value, transfer, device_of(group))
+    return value
 
 
 def all_gather_objects(value: Any, group: dist.ProcessGroup | None, classes: Iterable[type] = ()) -> list[Any]:
@@ -89,26 +79,34 @@ def scatter_objects(values: Sequence[Any], group: dist.ProcessGroup | None, clas
 
 def send_object(value: Any, group: dist.ProcessGroup, destination: int) -> None:
     """Send a value to rank `destination` of `group`, which has to call `recv_object`."""
-    device = device_of(group)
-    text, tensors = encode(value)
-    dist.send(torch.tensor([len(text)], device=device), group_dst=destination, group=group)
-    dist.send(_text_tensor(text, len(text), device), group_dst=destination, group=group)
-    for tensor in tensors:
-        dist.send(tensor.to(device), group_dst=destination, group=group)
+    _give(value, functools.partial(dist.send, group_dst=destination, group=group), device_of(group))
 
 
 def recv_object(group: dist.ProcessGroup, source: int, classes: Iterable[type] = ()) -> Any:
     """The value that rank `source` of `group` sends by `send_object`."""
-    device = device_of(group)
+    return _arrived(functools.partial(dist.recv, group_src=source, group=group), device_of(group), classes)
+
+
+def _give(value: Any, transfer: Callable[[Tensor], object], device: torch.device) -> None:
+    """Have the tensors of a message transferred, in the order in which `_arrived` takes them."""
+    text, tensors = encode(value)
+    transfer(torch.tensor([len(text)], device=device))
+    transfer(_text_tensor(text, len(text), device))
+    for tensor in tensors:
+        transfer(tensor.to(device))
+
+
+def _arrived(transfer: Callable[[Tensor], object], device: torch.device, classes: Iterable[type]) -> Any:
+    """The value of a message; `transfer` fills a tensor."""
     length = torch.empty(1, dtype=torch.int64, device=device)
-    dist.recv(length, group_src=source, group=group)
+    transfer(length)
     flat = torch.empty(_checked(int(length)), dtype=torch.uint8, device=device)
-    dist.recv(flat, group_src=source, group=group)
+    transfer(flat)
     text = flat.cpu().numpy().tobytes()
     tensors = empty_tensors(text)
     for tensor in tensors:
         on_device = tensor.to(device)
-        dist.recv(on_device, group_src=source, group=group)
+        transfer(on_device)
         if on_device is not tensor:
             tensor.copy_(on_device)
     return decode(text, tensors, classes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -121,13 +121,8 @@ def _plain(value: Any, tensors: _Tensors) -> Any:
         case dict():
             return {"dict": [[_plain(key, tensors), _plain(item, tensors)] for key, item in value.items()]}
     if dataclasses.is_dataclass(value):
-        return {type(value).__name__: list(_fields(value, tensors))}
+        return {type(value).__name__: [_plain(getattr(value, f.name), tensors) for f in dataclasses.fields(value)]}
     raise TypeError(f"A message cannot hold a {type(value).__name__}.")
-
-
-def _fields(value: Any, tensors: _Tensors) -> Iterator[Any]:
-    for field in dataclasses.fields(value):
-        yield _plain(getattr(value, field.name), tensors)
 
 
 def _value(plain: Any, tensors: list[Tensor], classes: dict[str, type]) -> Any:

@@ -214,8 +214,8 @@ def _shared(value: Any) -> _Part:
 
 
 def _interleaved_rows(rows: Tensor, start: int, stop: int, num_parts: int) -> Tensor:
-    some = rows if stop - start == len(rows) else rows[start:stop]
-    return torch.stack(some.split((stop - start) // num_parts), dim=1).flatten(0, 1)
+    order = torch.arange(start, stop, device=rows.device).unflatten(0, (num_parts, -1)).t().flatten()
+    return rows[order]  # as it lies in memory, channels last included, which stacked parts would not
 
 
 Cut = Callable[[Any, int, int], Any]

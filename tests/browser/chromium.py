@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-START_S, REQUEST_S = 30, 60
+START_S, REQUEST_S = 60, 240
 
 _FLAGS = (
     "--headless",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,25 @@ def test_all_is_drawn_without_network_errors_or_overflow(
     browser: Browser, pages: dict[str, Path], name: str, width: int
 ) -> None:
     check_page(browser, pages[name], plan_plots(PLANS[name]), width=width)
+
+
+def test_no_column_of_a_table_is_cut_on_a_wide_screen(browser: Browser, pages: dict[str, Path]) -> None:
+    for page in pages.values():
+        show(browser, page, width=1400)
+        cut = browser.run(
+            "return [...document.querySelectorAll('.scroll:has(table)')]"
+            ".map((box) => box.scrollWidth - box.clientWidth).filter((more) => more > 0);"
+        )
+        assert cut == [], page.name
+
+
+def test_it_prints_on_four_pages_and_plots_fill_their_boxes(browser: Browser, pages: dict[str, Path]) -> None:
+    show(browser, pages["many"])
+    assert len(re.findall(rb"/Type\s*/Page\b", browser.print())) <= 4
+    browser.cdp("Emulation.setEmulatedMedia", media="print")
+    heights = browser.run("return [...document.querySelectorAll('.plot')].map((plot) => plot.clientHeight);")
+    browser.cdp("Emulation.setEmulatedMedia", media="")
+    assert heights and set(heights) == {215}
 
 
 def test_the_recommended_row_is_marked(browser: Browser, pages: dict[str, Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -84,11 +85,13 @@ def test_narrow_is_one_column_and_wide_is_two(browser: Browser, pages: dict[str,
 
 
 def test_all_columns_of_the_table_fit_on_any_screen(browser: Browser, pages: dict[str, Path]) -> None:
-    fits = "const box = document.querySelector('.scroll'); return [box.scrollWidth, box.clientWidth];"
-    for width in (1400, 360):
-        show(browser, pages["many"], width=width)
-        content, box = browser.run(fits)
-        assert content <= box, width
+    widths = (
+        "return [...document.querySelectorAll('.scroll:has(table)')].map((box) => [box.scrollWidth, box.clientWidth]);"
+    )
+    for name, width in product(("strong", "grown", "many"), (1400, 360)):
+        show(browser, pages[name], width=width)
+        assert all(content <= box for content, box in browser.run(widths)), (name, width)
+    show(browser, pages["many"], width=360)
     # On a narrow screen a row is a card, and every cell of it names its column.
     named = browser.run(
         "const cell = document.querySelector('.results tbody td');"

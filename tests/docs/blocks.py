@@ -6,6 +6,7 @@ A comment before a block says what cannot be seen in it:
 
     <!-- file: train.py -->           the block is written to this file, where later blocks of the page find it
     <!-- not run: needs two nodes --> the block is not run, and why
+    <!-- run in docs/first-steps.md --> another page has the same commands, and they are run there
     <!-- setup                        run before the next block of Python, not shown to the reader
     import torch
     -->
@@ -35,8 +36,11 @@ PAGES = [
 """Pages for users. Experiments are left out: their commands measure for minutes, and belong to what was seen on a
 day."""
 
+NOTEBOOK_PAGE = ROOT / "docs" / "notebook.md"
+"""Its blocks are the cells of examples/notebook.ipynb, and run there."""
+
 _BLOCK = re.compile(
-    r"(?:<!-- (?P<marker>file|not run|setup)(?::|\n) *(?P<said>.*?)-->\n+)?"
+    r"(?:<!-- (?P<marker>file|not run|run in|setup)(?::|\n| ) *(?P<said>.*?)-->\n+)?"
     r"^```(?P<language>[^\n]*)\n(?P<text>.*?)^```$",
     re.DOTALL | re.MULTILINE,
 )
@@ -51,13 +55,24 @@ class Block:
     language: str
     text: str
     marker: str
-    """ "file", "not run", "setup", or nothing."""
+    """ "file", "not run", "run in", "setup", or nothing."""
     said: str
     """What the marker says."""
 
     @property
     def is_code(self) -> bool:
         return self.language in CODE
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether it is code that runs with the other blocks of its page."""
+        return self.is_code and self.marker not in ("not run", "run in")
+
+    @property
+    def commands(self) -> set[str]:
+        """Its lines without comments, those that a backslash continues in one."""
+        lines = (re.sub(r"(^|\s+)#.*", "", line).strip() for line in self.text.replace("\\\n", " ").splitlines())
+        return {" ".join(line.split()) for line in lines if line}
 
     @property
     def where(self) -> str:

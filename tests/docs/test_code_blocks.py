@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from paceline.spec import Job
-from tests.docs.blocks import NO_CODE, PAGES, ROOT, Block, blocks_of
+from tests.docs.blocks import NO_CODE, NOTEBOOK_PAGE, PAGES, ROOT, Block, blocks_of
 
 BLOCKS = {page: list(blocks_of(page, ROOT)) for page in PAGES}
 TO_RUN = [
     page
     for page, blocks in BLOCKS.items()
-    if any(block.is_code and block.marker != "not run" and block.language != "toml" for block in blocks)
+    if page != NOTEBOOK_PAGE and any(block.runs_here and block.language != "toml" for block in blocks)
 ]
 
 
@@ -27,6 +27,14 @@ def test_every_block_says_its_language_and_why_it_is_not_run() -> None:
     assert unknown == []
     unexplained = [block.where for block in blocks if block.marker == "not run" and len(block.said) < 10]
     assert unexplained == []
+
+
+def test_commands_that_another_page_runs_are_there_word_for_word() -> None:
+    elsewhere = [block for of_page in BLOCKS.values() for block in of_page if block.marker == "run in"]
+    assert elsewhere
+    for block in elsewhere:
+        there = {command for other in BLOCKS[ROOT / block.said] if other.runs_here for command in other.commands}
+        assert block.commands and block.commands <= there, (block.where, block.commands - there)
 
 
 def test_most_blocks_run() -> None:
@@ -49,7 +57,7 @@ def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
     """Files are written as they come; Python blocks of a page are one program; shell blocks run in their place."""
     program: list[Block] = []
     for block in BLOCKS[page]:
-        if not block.is_code or block.marker == "not run":
+        if not block.runs_here:
             continue
         if block.marker == "file":
             target = tmp_path / block.said

@@ -22,7 +22,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 TIMEOUT_S = 900.0
-PACKAGES = ("paceline", "torch", "accelerate", "lightning", "transformers")
+PACKAGES = ("paceline", "torch", "lightning")
 """With everything that they need."""
 
 _APPTAINER = ("apptainer", "squashfs-tools", "squashfuse", "fuse2fs", "uidmap")

@@ -1,75 +1,129 @@
-"""`paceline train` on two nodes by each launcher: it reaches the weights of one process and leaves nobody behind."""
+"""`paceline train` on two nodes by each launcher: it reaches the weights of one process and leaves nobody behind, and
+the user nobody of these nodes, who knows all about the run, can neither stop nor change it."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from paceline.spec import RunRecord
-from tests.hosts.cluster import Cluster, Node
+from paceline.spec import Plan, RunRecord
+from paceline.spec.plan import RunLimit
+from paceline.workflows.jobs import resolve_job
+from paceline.workflows.run_folder import write_run
+from tests.hosts.cluster import INTERFACE, Cluster, Node, NodeProcess
+from tests.hosts.mpirun import mpirun_argv, why_not_mpirun
 from tests.hosts.ray_cluster import RAY_VARIABLES, ray_on, why_not_ray
 from tests.hosts.slurm import slurm_on, why_not_slurm
 from tests.hosts.sshd import ssh_between, why_not_ssh
 from tests.hosts.stdio import commands_on, wait_until
+from tests.ranks.attacking import PATIENCE_S, ROOT, attack_command, attacked_folder, check_attacks
 
-pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(1500)]
 
-TIMEOUT_S = 500.0
-JOB = ("digits-lenet", "--set", "parity=bitwise", "--max-steps", "4", "--quiet")
+TIMEOUT_S = 600.0
+PROGRAM = "-m paceline"
+"""What stands in the command of every process of a run."""
+MAX_STEPS = 200
+SETTINGS = ("parity=bitwise", "virtual_shards=4", "epochs=10", "checkpoint.every_steps=20")
 VARIABLES = {"PACELINE_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.skipif(bool(why_not_ssh()), reason=why_not_ssh() or "")
-def test_ssh(cluster: Cluster, weights_alone: str, tmp_path: Path) -> None:
-    (tmp_path / "ssh").mkdir()
-    with ssh_between(cluster.nodes, tmp_path / "ssh"):
-        record = _train(cluster.nodes[0], tmp_path / "run", workers=["--hosts", "node0:2,node1:2"])
-        _check(record, weights_alone, cluster, ["node0", "node1"])
+@dataclass(frozen=True)
+class Launcher:
+    """How a run of two nodes is started."""
+
+    why_not: Callable[[], str | None]
+    services: Callable[[Sequence[Node], Path], AbstractContextManager[None]]
+    """What has to run on the nodes."""
+    command: Callable[[Path], Sequence[str]]
+    """On the first node, for a run folder."""
+    num_workers: int
 
 
-@pytest.mark.skipif(bool(why_not_slurm()), reason=why_not_slurm() or "")
-def test_slurm(cluster: Cluster, weights_alone: str, tmp_path: Path) -> None:
-    (tmp_path / "slurm").mkdir()
-    with slurm_on(cluster.nodes, tmp_path / "slurm", cpus_per_node=2):
-        salloc = ["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=2"]
-        record = _train(cluster.nodes[0], tmp_path / "run", workers=["--launcher", "slurm"], within=salloc)
-        _check(record, weights_alone, cluster, ["node0", "node1"])
-
-
-@pytest.mark.skipif(bool(why_not_ray()), reason=why_not_ray() or "")
-def test_ray(cluster: Cluster, weights_alone: str, tmp_path: Path) -> None:
-    with ray_on(cluster.nodes):
-        inside = ["env", *(f"{name}={value}" for name, value in RAY_VARIABLES.items())]
-        workers = ["--launcher", "ray", "-n", "4"]
-        record = _train(cluster.nodes[0], tmp_path / "run", workers=workers, within=inside)
-        # Without GPUs a node has a worker a core: where there are four cores, the first node is enough for all.
-        _check(record, weights_alone, cluster, [node.hostname for node in record.plan.nodes])
+def _train(run_dir: Path, *words: str) -> list[str]:
+    settings = [word for setting in SETTINGS for word in ("--set", setting)]
+    job = ["digits-lenet", *settings, "--max-steps", str(MAX_STEPS), "--threads", "1", "--quiet"]
+    return [sys.executable, "-m", "paceline", "train", *job, "--out", str(run_dir), *words]
 
 
 def command_alone(run_dir: Path) -> list[str]:
-    return _command(run_dir, ["-n", "1"])
+    return _train(run_dir, "-n", "1")
 
 
-def _command(run_dir: Path, workers: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "paceline", "train", *JOB, "--out", str(run_dir), *workers]
+def _mpirun(run_dir: Path) -> list[str]:
+    plan = Plan(world_size=2, threads_per_worker=1, algorithm="tree_exact")
+    program = write_run(resolve_job("digits-lenet", SETTINGS), plan, run_dir, RunLimit(MAX_STEPS), quiet=True)
+    variables = [*VARIABLES, "MASTER_ADDR=node0", f"GLOO_SOCKET_IFNAME={INTERFACE}"]
+    return mpirun_argv("node0:1,node1:1", variables, program)
 
 
-def _train(node: Node, run_dir: Path, *, workers: Sequence[str], within: Sequence[str] = ()) -> RunRecord:
-    training = node.exec([*within, *_command(run_dir, workers)], env=VARIABLES)
-    assert training.wait(TIMEOUT_S) == 0, training.output
-    return RunRecord.load(run_dir / "record.json")
+LAUNCHERS = {
+    "mpirun": Launcher(why_not_mpirun, ssh_between, _mpirun, num_workers=2),
+    "ssh": Launcher(
+        why_not_ssh, ssh_between, lambda run_dir: _train(run_dir, "--hosts", "node0:2,node1:2"), num_workers=4
+    ),
+    "slurm": Launcher(
+        why_not_slurm,
+        lambda nodes, folder: slurm_on(nodes, folder, cpus_per_node=1),
+        lambda run_dir: [
+            *("salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1"),
+            *_train(run_dir, "--launcher", "slurm"),
+        ],
+        num_workers=2,
+    ),
+    "ray": Launcher(
+        why_not_ray,
+        lambda nodes, _folder: ray_on(nodes),
+        lambda run_dir: [
+            *("env", *(f"{name}={value}" for name, value in RAY_VARIABLES.items())),
+            *_train(run_dir, "--launcher", "ray", "-n", "4"),
+        ],
+        num_workers=4,
+    ),
+}
 
 
-def _check(record: RunRecord, weights_alone: str, cluster: Cluster, hostnames: Sequence[str]) -> None:
-    assert record.weights_sha256 == weights_alone
-    assert record.plan.world_size == 4
-    assert [share.hostname for share in record.plan.nodes] == hostnames
-    for node in cluster.nodes:
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_a_job_of_two_nodes_under_attack(cluster: Cluster, weights_alone: str, tmp_path: Path, name: str) -> None:
+    launcher = LAUNCHERS[name]
+    if reason := launcher.why_not():
+        pytest.skip(reason)
+    with attacked_folder() as folder, launcher.services(cluster.nodes, tmp_path):
+        run_dir = folder / "run"
+        training = cluster.nodes[0].exec(launcher.command(run_dir), env=VARIABLES)
+        with _attacks(cluster.nodes, run_dir) as attacks:
+            assert training.wait(TIMEOUT_S) == 0, training.output
+            for attack in attacks:
+                assert attack.wait(PATIENCE_S) == 0, attack.output
+        check_attacks([attack.stdout for attack in attacks], run_dir)
+        record = RunRecord.load(run_dir / "record.json")
+        assert record.weights_sha256 == weights_alone
+        assert record.plan.world_size == launcher.num_workers
+        _check_nobody_is_left(cluster.nodes)
+        if name in ("ssh", "slurm"):  # mpirun has no plan of nodes; Ray fills one node where it has enough processors
+            assert [share.hostname for share in record.plan.nodes] == ["node0", "node1"]
+
+
+def _check_nobody_is_left(nodes: Sequence[Node]) -> None:
+    for node in nodes:
         wait_until(
-            lambda node=node: not any("paceline" in command for command in commands_on(node)),  # type: ignore[misc]
-            timeout_s=10.0,
+            lambda node=node: not any(PROGRAM in command for command in commands_on(node)),  # type: ignore[misc]
+            timeout_s=30.0,
             what=f"agents and workers of {node.hostname} have ended",
         )
+
+
+@contextlib.contextmanager
+def _attacks(nodes: Sequence[Node], run_dir: Path) -> Iterator[list[NodeProcess]]:
+    attacks = [node.exec(attack_command(run_dir), cwd=ROOT) for node in nodes]
+    try:
+        yield attacks
+    finally:
+        for attack in attacks:
+            attack.kill()

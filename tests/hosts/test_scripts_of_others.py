@@ -1,7 +1,8 @@
 """Scripts of other libraries, unchanged, by each launcher: on two nodes they learn what they learn on one.
 
-All of them run over SSH, and one by each other launcher: what a launcher gives to workers does not depend on what their
-script imports.
+Each library meets one launcher (Fabric is in test_apptainer.py), and each way to fail one library: what a launcher
+gives to workers does not depend on what their script imports. On one node every library meets every way
+(tests/ranks/test_plain_torch.py).
 """
 
 from __future__ import annotations
@@ -22,32 +23,24 @@ from tests.hosts.stdio import commands_on, wait_until
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(1500)]
 
-LIBRARIES = ("with_accelerate.py", "with_fabric.py", "with_lightning.py", "with_trainer.py")
 VARIABLES = {"PACELINE_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 SCRIPTS = Path(__file__).parents[1] / "plain_scripts"
 TIMEOUT_S = 500.0
 
 
-@pytest.fixture(scope="module")
-def alone(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What each script prints of its weights after two workers of one node."""
-    folder = tmp_path_factory.mktemp("alone")
-    return {script: _weights_of(cluster, folder, script, "-n", "2") for script in LIBRARIES}
-
-
 @pytest.mark.skipif(bool(why_not_ssh()), reason=why_not_ssh() or "")
-def test_over_ssh(cluster: Cluster, alone: dict[str, str], tmp_path: Path) -> None:
+def test_over_ssh(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "ssh").mkdir()
+    script = "with_lightning.py"
     with ssh_between(cluster.nodes, tmp_path / "ssh"):
-        found = {s: _weights_of(cluster, tmp_path, s, "--hosts", "node0:1,node1:1") for s in LIBRARIES}
-    assert found == alone
+        found = _weights_of(cluster, tmp_path, script, "--hosts", "node0:1,node1:1")
+    assert found == _weights_alone(cluster, tmp_path, script)
 
 
 @pytest.mark.skipif(bool(why_not_ssh()), reason=why_not_ssh() or "")
 @pytest.mark.parametrize(
     ("script", "fault", "cause", "words"),
     [
-        ("with_accelerate.py", "raise", "exception", "ValueError: sample 17 is damaged"),
         ("with_fabric.py", "kill", "signal", "killed by SIGKILL"),
         ("with_lightning.py", "hang", "hung", "in read_from_a_disk_that_hangs"),
         ("with_trainer.py", "raise", "exception", "ValueError: sample 17 is damaged"),
@@ -68,21 +61,27 @@ def test_what_happens_on_another_node_is_named(
 
 
 @pytest.mark.skipif(bool(why_not_slurm()), reason=why_not_slurm() or "")
-def test_in_an_allocation_of_slurm(cluster: Cluster, alone: dict[str, str], tmp_path: Path) -> None:
+def test_in_an_allocation_of_slurm(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "slurm").mkdir()
     salloc = ("salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1")
     script = "with_accelerate.py"
     with slurm_on(cluster.nodes, tmp_path / "slurm", cpus_per_node=2):
-        assert _weights_of(cluster, tmp_path, script, "--launcher", "slurm", within=salloc) == alone[script]
+        found = _weights_of(cluster, tmp_path, script, "--launcher", "slurm", within=salloc)
+    assert found == _weights_alone(cluster, tmp_path, script)
 
 
 @pytest.mark.skipif(bool(why_not_ray()), reason=why_not_ray() or "")
-def test_on_a_ray_cluster(cluster: Cluster, alone: dict[str, str], tmp_path: Path) -> None:
+def test_on_a_ray_cluster(cluster: Cluster, tmp_path: Path) -> None:
     inside = ("env", *(f"{name}={value}" for name, value in RAY_VARIABLES.items()))
     script = "with_trainer.py"
     with ray_on(cluster.nodes):
         found = _weights_of(cluster, tmp_path, script, "--launcher", "ray", "-n", "2", within=inside)
-    assert found == alone[script]
+    assert found == _weights_alone(cluster, tmp_path, script)
+
+
+def _weights_alone(cluster: Cluster, cwd: Path, script: str) -> str:
+    """What the script prints of its weights after two workers of one node."""
+    return _weights_of(cluster, cwd, script, "-n", "2")
 
 
 def _weights_of(cluster: Cluster, cwd: Path, script: str, *where: str, within: Sequence[str] = ()) -> str:

@@ -11,6 +11,7 @@ import pytest
 
 from paceline.launch.kubernetes import Pods, job_manifest
 from paceline.spec import Job, Plan, RunRecord
+from paceline.spec.plan import RunLimit
 from paceline.workflows.run_folder import write_run
 from tests.hosts.cluster import INTERFACE, MASTER_PORT, Cluster, Node, NodeProcess
 from tests.hosts.mpirun import mpirun_argv, why_not_mpirun
@@ -37,7 +38,7 @@ needs_slurm = pytest.mark.skipif(bool(why_not_slurm()), reason=why_not_slurm() o
 
 
 def command_alone(run_dir: Path) -> list[str]:
-    return [sys.executable, *write_run(JOB, Plan(), run_dir, max_steps=MAX_STEPS, quiet=True)]
+    return [sys.executable, *write_run(JOB, Plan(), run_dir, RunLimit(MAX_STEPS), quiet=True)]
 
 
 def test_torchrun(cluster: Cluster, weights_alone: str, tmp_path: Path) -> None:
@@ -122,7 +123,7 @@ def _torchrun(rendezvous: Sequence[str], program: Sequence[str]) -> list[str]:
 
 def _program(run_dir: Path, *, world_size: int) -> list[str]:
     plan = Plan(world_size=world_size, timeout_s=60, algorithm="tree_exact")
-    return write_run(JOB, plan, run_dir, max_steps=MAX_STEPS, quiet=True)
+    return write_run(JOB, plan, run_dir, RunLimit(MAX_STEPS), quiet=True)
 
 
 def _start(node: Node, argv: Sequence[str]) -> NodeProcess:

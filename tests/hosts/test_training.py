@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from paceline.spec import Job, Plan, RunRecord
+from paceline.spec.plan import RunLimit
 from paceline.workflows.run_folder import write_run
 from tests.hosts.cluster import Cluster
 from tests.hosts.forked import fork_on_nodes
@@ -46,7 +47,7 @@ def _train_alone(job: Job, run_dir: Path) -> None:
 
 def _spread(cluster: Cluster, workers: list[int], job: Job, run_dir: Path, **plan: Any) -> RunRecord:
     spread = Plan(world_size=sum(workers), timeout_s=60, **plan)
-    program = write_run(job, spread, run_dir, max_steps=MAX_STEPS, quiet=True)
+    program = write_run(job, spread, run_dir, RunLimit(MAX_STEPS), quiet=True)
     fork_on_nodes(cluster, workers, program, timeout_s=90)
     return RunRecord.load(run_dir / "record.json")
 

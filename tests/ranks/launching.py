@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import PacelineError, WorkerFailed
-from paceline.launch import run_workers
+from paceline.launch import LaunchOptions, run_workers
 from paceline.spec import Plan
 from tests.ranks.command_line import clean_environ
 
@@ -178,7 +178,7 @@ LAUNCHER = """\
 import json, signal, sys
 from pathlib import Path
 from paceline.errors import PacelineError
-from paceline.launch import run_workers
+from paceline.launch import LaunchOptions, run_workers
 from paceline.spec import Plan
 
 # A test run in the background ignores them.
@@ -187,7 +187,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 script, run_dir, world_size, options = sys.argv[1:]
 before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
 try:
-    run_workers(Plan(world_size=int(world_size)), (script,), run_dir=Path(run_dir), **json.loads(options))
+    run_workers(Plan(world_size=int(world_size)), (script,), LaunchOptions(Path(run_dir), **json.loads(options)))
 except KeyboardInterrupt:
     sys.exit(130)
 except PacelineError as error:
@@ -245,8 +245,8 @@ class Stage:
         return [int(mark.read_text()) for mark in self.folder.glob("[!.]*.pid")]
 
     def run(self, body: str, *, world_size: int, **options: Any) -> None:
-        """Run the script in workers of this very process; `options` are those of `run_workers`."""
-        run_workers(Plan(world_size=world_size), (self.script(body),), run_dir=self.run_dir, **options)
+        """Run the script in workers of this very process; `options` are fields of `LaunchOptions`."""
+        run_workers(Plan(world_size=world_size), (self.script(body),), LaunchOptions(self.run_dir, **options))
 
     def failure(self, body: str, *, world_size: int, **options: Any) -> WorkerFailed:
         """How the run of a script that must fail failed."""
@@ -266,7 +266,7 @@ class Stage:
     ) -> subprocess.Popen[str]:
         """A launcher in a process of its own, in a terminal if given one; exits as `paceline` does.
 
-        `options` are those of `run_workers`.
+        `options` are fields of `LaunchOptions`.
         """
         streams = subprocess.PIPE if terminal_fd is None else terminal_fd
         launcher = subprocess.Popen(

@@ -71,7 +71,7 @@ def test_ranks_are_spread_and_meet_at_a_socket_that_listened_before(
     with open_nodes([_here("a"), _here("b")]) as (teams, hellos):
         assert [hello.versions for hello in hellos] == [hellos[0].versions] * 2
         for _ in range(2):  # an agent serves one run after the other
-            run_workers(TWO_NODES, [script], run_dir=stage.run_dir, nodes=teams, output="all")
+            run_workers(TWO_NODES, [script], LaunchOptions(stage.run_dir, output="all"), nodes=teams)
             lines = sorted(capfd.readouterr().out.splitlines())
             assert lines == ["[rank 1] met 1 2", "[rank 2] met 0 1", "met 0 2"]
     assert (stage.run_dir / "logs" / "rank0.log").read_text() == "met 0 2\n"
@@ -88,7 +88,7 @@ def test_jobs_that_start_in_the_same_instant_do_not_meet_each_other(stage: Stage
             with open_nodes([_here("a"), _here("b")]) as (teams, _):
                 for attempt in range(6):
                     barrier.wait(60)
-                    run_workers(TWO_NODES, [script], run_dir=stage.folder / f"{name}{attempt}", nodes=teams)
+                    run_workers(TWO_NODES, [script], LaunchOptions(stage.folder / f"{name}{attempt}"), nodes=teams)
         except BaseException as problem:
             problems.append(problem)
             barrier.abort()
@@ -106,13 +106,13 @@ def test_workers_that_end_at_once_are_all_counted(stage: Stage) -> None:
     with open_nodes([_here("a"), _here("b")]) as (teams, _):
         for attempt in range(5):
             with pytest.raises(WorkerFailed, match=r"Rank 1 of 3 .* on a\) ended with exit code 3\."):
-                run_workers(TWO_NODES, [script], run_dir=stage.folder / str(attempt), nodes=teams)
+                run_workers(TWO_NODES, [script], LaunchOptions(stage.folder / str(attempt)), nodes=teams)
 
 
 def test_a_failure_on_another_node_carries_its_traceback_and_its_node(stage: Stage) -> None:
     script = stage.script("if RANK == 2: raise ValueError('no such label: 11')\npark()")
     with open_nodes([_here("a"), _here("b")]) as (teams, _), pytest.raises(WorkerFailed) as caught:
-        run_workers(TWO_NODES, [script], run_dir=stage.run_dir, nodes=teams)
+        run_workers(TWO_NODES, [script], LaunchOptions(stage.run_dir), nodes=teams)
     assert "Rank 2 of 3 (pid " in str(caught.value) and " on b) failed with ValueError: no such label: 11" in str(
         caught.value
     )
@@ -124,7 +124,7 @@ def test_a_failure_on_another_node_carries_its_traceback_and_its_node(stage: Sta
 def test_a_mistake_of_the_user_stays_one_sentence(stage: Stage) -> None:
     script = stage.script("from paceline.errors import DataError\nraise DataError('train.bin is cut short.')")
     with open_nodes([_here("a"), _here("b")]) as (teams, _), pytest.raises(PacelineError) as caught:
-        run_workers(TWO_NODES, [script], run_dir=stage.run_dir, nodes=teams)
+        run_workers(TWO_NODES, [script], LaunchOptions(stage.run_dir), nodes=teams)
     assert (type(caught.value), str(caught.value)) == (PacelineError, "train.bin is cut short.")
 
 
@@ -166,7 +166,7 @@ def test_a_run_folder_that_a_node_does_not_see(stage: Stage, monkeypatch: pytest
 
 def test_a_plan_for_nodes_that_are_not_there(stage: Stage) -> None:
     with pytest.raises(LaunchError, match="The plan needs node a, but this run was given none"):
-        run_workers(TWO_NODES, [stage.script("")], run_dir=stage.run_dir)
+        run_workers(TWO_NODES, [stage.script("")], LaunchOptions(stage.run_dir))
 
 
 class _Bare:
@@ -207,7 +207,9 @@ def test_workers_do_not_outlive_launcher_or_agent(stage: Stage, ending: str) -> 
     try:
         bare.receive(messages.Hello)
         command = _command(stage.script("tell('ready')\npark()"), stage)
-        bare.send(messages.Start([command], str(stage.run_dir), "marker", None, False, 2.0, 0, []))
+        # Only silence ends it within two seconds; a busy machine may take longer to start a worker.
+        hang_timeout_s = 2.0 if ending == "silence" else 600.0
+        bare.send(messages.Start([command], str(stage.run_dir), "marker", None, False, hang_timeout_s, 0, []))
         bare.receive(messages.Started)
         if ending == "end of input":
             stage.await_marks("ready")

@@ -19,13 +19,14 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.models.gpt import GPT
-from paceline.parallel.dry_run import CommBytes, DryRun, dry_run, on_paper
+from paceline.parallel.comm_bytes import CommBytes
+from paceline.parallel.dry_run import DryRun, dry_run, on_paper
 from paceline.parallel.mesh import MeshParallel
-from paceline.parallel.tensor import bytes_per_pass, bytes_per_sample, find_plan, layer_sizes
+from paceline.parallel.tensor import bytes_per_sample, find_plan, layer_sizes
 from paceline.spec import Job, Mesh, PipelineSpec, Plan, parse_mesh
 from paceline.spec.mesh import AXES, AxisName
 from tests.ranks.harness import run_ranks
-from tests.traffic import padded_bytes, sent_bytes, sum_bytes
+from tests.traffic import bytes_per_pass, padded_bytes, sent_bytes, sum_bytes
 
 WORKERS = 4
 ONE_EACH = PipelineSpec()
@@ -135,7 +136,7 @@ def _foretold(case: Case) -> Foretold:
         mesh,
         padded_bytes(shapes, 4, mesh.fsdp) if mesh.pp == mesh.tp == 1 else of_stage,
         # Of two workers, each sends what is summed once.
-        SHARD * bytes_per_sample(tensor_plan, sizes, 4) + bytes_per_pass(tensor_plan, sizes, 0, 4)
+        SHARD * bytes_per_sample(tensor_plan, sizes, 4) + bytes_per_pass(tensor_plan, model, 0, 4)
         if mesh.tp > 1
         else 0.0,
         SHARD * CONTEXT * WIDTH * 4 + generators,

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline import env
-from paceline.comm.compressor import Bucket, Compressor, Sum
-from paceline.comm.error_feedback import OWED
+from paceline.comm.compressor import OWED, Bucket, Compressor, Sum
 from paceline.comm.links import Links
 from paceline.comm.powersgd import PowerSGD
 from paceline.comm.randomk import RandomK

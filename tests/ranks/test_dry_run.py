@@ -15,13 +15,14 @@ import paceline
 from paceline.env import worker_facts
 from paceline.models.gpt import GPT
 from paceline.models.resnet import resnet18
-from paceline.parallel.dry_run import CommBytes, dry_run, on_paper, trace_model
+from paceline.parallel.comm_bytes import CommBytes
+from paceline.parallel.dry_run import dry_run, on_paper, trace_model
 from paceline.parallel.sharded import shard
-from paceline.parallel.tensor import bytes_per_pass, bytes_per_sample, find_plan, layer_sizes
+from paceline.parallel.tensor import bytes_per_sample, find_plan, layer_sizes
 from paceline.spec import Job, Mesh, Plan
 from tests.ranks.harness import run_ranks
 from tests.ranks.training import images, loss_fn
-from tests.traffic import padded_bytes, sent_bytes, sharding_bytes, sum_bytes
+from tests.traffic import bytes_per_pass, padded_bytes, sent_bytes, sharding_bytes, sum_bytes
 
 
 def _net() -> nn.Module:
@@ -97,7 +98,7 @@ def test_the_dp_axis_sums_every_gradient_once() -> None:
 def _tensor_bytes() -> tuple[float, float]:
     model, arguments = on_paper(_gpt, _TOKENS, 2)
     plan, sizes = find_plan(model, 4), layer_sizes(model, lambda one: one(*arguments), 2)
-    expected = 2 * bytes_per_sample(plan, sizes, 4) + bytes_per_pass(plan, sizes, 0, 4)
+    expected = 2 * bytes_per_sample(plan, sizes, 4) + bytes_per_pass(plan, model, 0, 4)
     return dry_run(model, arguments, Mesh(tp=4), 1).sent_bytes("tp"), expected
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from paceline import env
-from paceline.launch import run_workers
+from paceline.launch import LaunchOptions, run_workers
 from paceline.launch.commands import WORKER
 from paceline.launch.forking import ForkServer, Process
 from paceline.spec import Plan
@@ -242,7 +242,7 @@ print([name for name in ("decimal", "this_is_new") if name in sys.modules], file
 def test_a_run_waits_for_the_server_and_leaves_nothing_behind(server: ForkServer, tmp_path: Path) -> None:
     mark, script = tmp_path / "stray", tmp_path / "x.py"
     script.write_text(STRAY.format(mark=str(mark)))
-    run_workers(Plan(world_size=1), [str(script)], run_dir=tmp_path / "run", fork_server=server)
+    run_workers(Plan(world_size=1), [str(script)], LaunchOptions(tmp_path / "run"), fork_server=server)
     assert (tmp_path / "stray.modules").read_text() == "['decimal']\n"
     wait_until(lambda: not is_alive(int(mark.read_text())))
     assert server.pid is not None and is_alive(server.pid)  # for the next run

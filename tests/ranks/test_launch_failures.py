@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import LaunchError, PacelineError, WorkerFailed
-from paceline.launch import run_workers
+from paceline.launch import LaunchOptions, run_workers
 from paceline.spec import Plan
 from tests.ranks.launching import Stage, open_stage
 
@@ -253,7 +253,7 @@ def test_the_lines_of_all_workers_carry_their_rank(stage: Stage, capfd: pytest.C
         print("no newline", end="")
         """
     )
-    run_workers(Plan(world_size=3), (script,), run_dir=stage.run_dir, output="all")
+    run_workers(Plan(world_size=3), (script,), LaunchOptions(stage.run_dir, output="all"))
     out, err = capfd.readouterr()
     expected = [
         "out",
@@ -271,7 +271,7 @@ def test_the_lines_of_all_workers_carry_their_rank(stage: Stage, capfd: pytest.C
 @pytest.mark.parametrize("program", [("nowhere.py",), ("-m", "paceline_nowhere")])
 def test_a_program_that_does_not_exist_is_the_users_mistake(stage: Stage, program: tuple[str, ...]) -> None:
     with pytest.raises(PacelineError, match="nowhere") as caught:
-        run_workers(Plan(world_size=1), program, run_dir=stage.run_dir)
+        run_workers(Plan(world_size=1), program, LaunchOptions(stage.run_dir))
     assert not isinstance(caught.value, WorkerFailed)
 
 
@@ -288,7 +288,7 @@ def test_no_descriptor_or_thread_is_left_open(stage: Stage) -> None:
     script = stage.script("print(RANK)")
     before = resources()
     for _ in range(3):
-        run_workers(Plan(world_size=2), (script,), run_dir=stage.run_dir, output="all")
+        run_workers(Plan(world_size=2), (script,), LaunchOptions(stage.run_dir, output="all"))
     stage.failure("if RANK: sys.exit(1)\npark()", world_size=2)
     deadline = time.monotonic() + 5
     while resources() != before:  # the last waiting thread may be on its way out

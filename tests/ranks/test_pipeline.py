@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.models import MODELS
-from paceline.parallel.norm import NormStatistics, PassShards, ShardBatchNorm, replace_batch_norm
+from paceline.parallel.assignment import ShardRange
+from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm
 from paceline.parallel.pipeline import MicroBatch, ModelCall, Pipeline
 from paceline.partition import StageLimits
 from paceline.spec import PipelineSpec
@@ -68,13 +69,12 @@ def micro_batches(batch: Batch, step: int, norm: NormStatistics, sizes: Sequence
 
         def before_forward(shard: int = shard, size: int = size) -> None:
             torch.default_generator.manual_seed(1000 * step + shard)
-            norm.begin_pass(PassShards((size,), tuple(sizes)))
+            norm.begin_pass(ShardRange(0, (size,), tuple(sizes)))
 
         yield MicroBatch(
-            loss_of=lambda model, part=part: loss_fn(model, part),  # type: ignore[misc]
+            loss_of=lambda model, part=part, size=size: loss_fn(model, part) * (size / sum(sizes)),  # type: ignore[misc]
             before_forward=before_forward,
             backward=norm.backward,
-            weight=size / sum(sizes),
         )
         start += size
 
@@ -101,7 +101,7 @@ def alone(name: str, dtype: torch.dtype) -> Iterator[tuple[nn.Module, float]]:
         total = torch.zeros((), dtype=dtype)
         for micro_batch in micro_batches(batch, step, norm, SIZES[name]) if dist.get_rank() == 0 else ():
             micro_batch.before_forward()
-            loss = micro_batch.loss_of(model) * micro_batch.weight
+            loss = micro_batch.loss_of(model)
             with micro_batch.backward():
                 loss.backward()
             total += loss.detach()
@@ -235,9 +235,8 @@ def train_decoder(spec: PipelineSpec) -> dict[str, Tensor]:
     model = Decoder().double()
     parts_of_batch = [
         MicroBatch(
-            loss_of=lambda model, part=part: decoder_loss(model, part),  # type: ignore[misc]
+            loss_of=lambda model, part=part: decoder_loss(model, part) * (len(part) / 3),  # type: ignore[misc]
             before_forward=functools.partial(seed, len(part)),
-            weight=len(part) / 3,
         )
         for part in parts
     ]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline.launch import run_workers
+from paceline.launch import LaunchOptions, run_workers
 from paceline.launch.remote_team import NodeAccess, open_nodes
 from paceline.spec import NodePlacement, Plan
 from tests.ranks.command_line import clean_environ, paceline
@@ -61,7 +61,7 @@ def test_its_workers_may_be_on_two_nodes(tmp_path: Path, capfd: pytest.CaptureFi
     expected = output_of("paceline", "launch", "-n", "2", "--out", str(tmp_path / "one"), script)
     with open_nodes([NodeAccess(hostname, lambda program: program) for hostname in "ab"]) as (teams, _):
         plan = Plan(world_size=2, nodes=(NodePlacement("a", 1), NodePlacement("b", 1)))
-        run_workers(plan, [script], run_dir=tmp_path / "two", nodes=teams)
+        run_workers(plan, [script], LaunchOptions(tmp_path / "two"), nodes=teams)
     assert weights_in(capfd.readouterr().out) == weights_in(expected)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from paceline import env
-from paceline.launch import run_workers
+from paceline.launch import LaunchOptions, run_workers
 from paceline.measure.link_probe import time_loopback, time_shared_memory
-from paceline.measure.values import NetworkProbe, read_json
+from paceline.measure.values import NetworkProbe
 from paceline.spec import Cluster, Plan
 from tests.ranks.command_line import TRACEBACK, paceline, succeeded
 
@@ -31,8 +31,8 @@ def test_workers_time_what_they_send_each_other(tmp_path: Path) -> None:
     asked = tmp_path / "request.json"
     asked.write_text(json.dumps(request))
     program = ["-m", "paceline.measure.network_probe", str(asked), str(tmp_path / "out")]
-    run_workers(Plan(world_size=3), program, run_dir=tmp_path)
-    (link,) = read_json(NetworkProbe, tmp_path / "out" / "network.json").links
+    run_workers(Plan(world_size=3), program, LaunchOptions(tmp_path))
+    (link,) = NetworkProbe.load(tmp_path / "out" / "network.json").links
     assert link.ends == ("a", "c")
     assert link.interface == (env.own_interface() or "lo")
     assert link.single_stream_bytes_per_s is not None

@@ -43,7 +43,9 @@ def _in_order() -> tuple[list[float], bool]:
     futures = []
     for step in range(CHECKED_STEPS + 2):
         aggregator.scheduler.begin_step()
-        futures += [aggregator.sum_vector(torch.full((7,), float(10 * step + n)), f"bucket {n}") for n in range(9)]
+        for n in range(9):
+            values = torch.full((7,), float(10 * step + n))
+            futures.append(aggregator.sum_bucket(Bucket(values, ((f"bucket {n}", values),))))
     sums = [float(future.wait()[0]) for future in futures]
     aggregator.scheduler.raise_error()
     leave()
@@ -96,8 +98,8 @@ def _fails_on_the_thread() -> tuple[str, bool]:
 
     aggregator = replace(aggregator, algorithm=broken)
     values = torch.ones(3)
-    first = aggregator.sum_vector(values, "a").wait() is values
-    aggregator.sum_vector(values, "b").wait()
+    first = aggregator.sum_bucket(Bucket(values, (("a", values),))).wait() is values
+    aggregator.sum_bucket(Bucket(values, (("b", values),))).wait()
     try:
         aggregator.scheduler.raise_error()
     except ZeroDivisionError as error:

@@ -124,7 +124,7 @@ def _leg(
     if state is not None:
         progress.load_state_dict(state)
     reader = DatasetReader(job, world.device)
-    streams = StreamBatches(job, progress, reader, world, rank, num_workers, 60)
+    streams = StreamBatches(job, progress, reader, world, 60)
     streams._group = world.group
     seen: list[int] = []
     done = 0

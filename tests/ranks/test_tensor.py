@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import paceline
 from paceline.env import worker_facts
 from paceline.models import build
+from paceline.parallel.assignment import ShardRange
 from paceline.parallel.dtensor import local_shard
-from paceline.parallel.norm import NormStatistics, PassShards, ShardBatchNorm, replace_batch_norm
+from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm
 from paceline.parallel.sharded import recompute
 from paceline.parallel.tensor import (
-    bytes_per_pass,
     bytes_per_sample,
     find_plan,
     given_plan,
@@ -38,6 +38,7 @@ from paceline.train.optim import build_optimizer
 from paceline.train.process_group import join
 from tests.ranks.harness import run_ranks
 from tests.ranks.tensor_zoo import WORDS, ZOO, Asking, Language
+from tests.traffic import bytes_per_pass
 
 
 def _mesh(*degrees: int, names: tuple[str, ...] = ("tp",)) -> DeviceMesh:
@@ -93,7 +94,7 @@ def _train(case: Case, dtype: torch.dtype, num_steps: int) -> dict[str, Any]:
             pieces = torch.arange(len(inputs)).chunk(2)
             for shard, rows in enumerate(pieces):
                 torch.manual_seed(100 * step + shard)
-                norm.begin_pass(PassShards((len(rows),), tuple(map(len, pieces))))
+                norm.begin_pass(ShardRange(0, (len(rows),), tuple(map(len, pieces))))
                 loss = _loss(net, inputs[rows], targets[rows]) * (len(rows) / len(inputs))
                 loss.backward()
                 losses[which] += float(loss.detach())
@@ -428,7 +429,7 @@ def _count(cases: dict[str, Case]) -> dict[str, tuple[float, float]]:
             counted = _Counted(monkeypatch, mesh.size(), mesh.get_local_rank())
             _loss(model, inputs, targets).backward()
         with_forecasts = bytes_per_sample(plan, sizes, 4) * len(inputs) + bytes_per_pass(
-            plan, sizes, mesh.get_local_rank(), 4
+            plan, model, mesh.get_local_rank(), 4
         )
         found[name] = counted.num_bytes, with_forecasts
     return found

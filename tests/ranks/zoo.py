@@ -7,7 +7,7 @@ that call it, so that all columns of as many workers take one launch.
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -279,10 +279,10 @@ class Result:
     refusal: str = ""
 
 
-def train_columns(columns: Iterable[Column], names: Iterable[str] = tuple(ZOO)) -> dict[Column, dict[str, Result]]:
-    """Train every model for three steps in each of the columns, whose number of workers is that of this launch."""
+def train_columns(chosen: Mapping[Column, Iterable[str]]) -> dict[Column, dict[str, Result]]:
+    """Train the models of each column for three steps; all columns have as many workers as this launch."""
     torch.set_num_threads(1)
-    return {column: {name: train_entry(ZOO[name], column) for name in names} for column in columns}
+    return {column: {name: train_entry(ZOO[name], column) for name in names} for column, names in chosen.items()}
 
 
 def train_entry(entry: Entry, column: Column) -> Result:

@@ -67,7 +67,7 @@ def _scaled(native: Any) -> None:
     for is_on_device in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             if not is_on_device:
-                patch.setattr(device_skip, "_FUSED", ())
+                patch.setattr(device_skip, "FUSED", ())
             found.append(_train("float16", torch.optim.SGD, set(), is_late=True))
     on_device, on_host = found
     assert repr(on_device.model) == repr(on_host.model)

@@ -17,7 +17,7 @@ ON_ONE_GPU = dict.fromkeys(
 """Ways with waits; in all others there is none. In bitwise parity SGD takes the kernels that shards have, none of which
 leaves an update out by itself."""
 ON_TWO_GPUS = {
-    "powersgd": ("comm/error_feedback.py is_finite",) * 2,
+    "powersgd": ("comm/compressor.py is_finite",) * 2,
     "fsdp": ("parallel/mesh.py _sum_what_is_known",),
     "tp": ("parallel/mesh.py _sum_what_is_known",),
     "pp": ("parallel/mesh.py _sum_what_is_known",),

@@ -25,7 +25,7 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import ndtr
 
-from paceline.noise import noise_scale_of_gain, steps_to_progress
+from paceline.noise import lr_gain
 
 
 @dataclass(frozen=True)
@@ -141,3 +141,46 @@ def without_clipping(noise_scales: Sequence[float], batch_size: int, spread: flo
             signal = brentq(lambda signal, goal=recorded: clipped_mean(signal) - goal, 0.0, recorded)
             found.append(batch_size / (signal * spread) if signal > 0 else math.inf)
     return found
+
+
+def noise_scale_of_gain(gain: float, batch_size: float, base_batch_size: float) -> float:
+    """The inverse of `lr_gain("adascale", ...)`: the noise scale, in samples, at which a step was worth `gain` steps.
+
+    For a run that counts its progress in steps of the base batch (Johnson et al. 2020; Pollux): `gain` is progress over
+    steps in an interval. With k = B / B_0 a step of progress takes
+
+        1 / gain = 1 / k + (1 - 1 / k) / (1 + B_noise / B_0)    steps
+
+    where the last factor depends on the noise and not on k. Its mean over the interval therefore stands for the whole
+    interval: `steps_to_progress` of the value returned here is right at any other batch, however the noise scale
+    changed meanwhile; of a value measured at the end of the interval it is not. 0 for a gain of at most 1 and infinite
+    for one of at least k: counting whole steps can lead to either.
+
+    Raises:
+        ValueError: the batch is not larger than the base, where every gain is 1.
+    """
+    ratio = batch_size / base_batch_size
+    if ratio <= 1:
+        raise ValueError(f"a batch of {batch_size} is not larger than the base of {base_batch_size}")
+    if gain >= ratio:
+        return math.inf
+    return max(0.0, batch_size * (gain - 1) / (ratio - gain))
+
+
+def steps_to_progress(
+    progress: Sequence[float], noise_scales: Sequence[float], batch_size: float, base_batch_size: float
+) -> list[float]:
+    """Steps with `batch_size` to each point of `progress`, which counts steps with `base_batch_size`.
+
+    A step makes the progress of `lr_gain("adascale", ...)` steps of the base batch (Johnson et al. 2020:
+    scale-invariant iterations), so the steps are the sum of what each interval of progress divided by its gain takes.
+
+    Args:
+        progress: in ascending order; the first interval begins at 0.
+        noise_scales: B_noise during the interval that ends at each point, in samples; may be 0 or infinite.
+    """
+    steps, total = [], 0.0
+    for (begin, end), noise_scale in zip(pairwise([0.0, *progress]), noise_scales, strict=True):
+        total += (end - begin) / lr_gain("adascale", batch_size, base_batch_size, noise_scale)
+        steps.append(total)
+    return steps

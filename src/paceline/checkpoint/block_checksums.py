@@ -32,11 +32,8 @@ class BlockReader:
             raise CheckpointError(f"{file.name} does not have {file.num_bytes:,} bytes")
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes start … stop - 1; the blocks that they lie in are read and summed.
-
-        Raises:
-            CheckpointError: the file ends before, or what is read again has changed.
-        """
+        """Bytes start … stop - 1; the blocks that they lie in are read and summed. Raises `CheckpointError` where the
+        file ends before, or what is read again has changed."""
         if stop > self._file.num_bytes:
             raise CheckpointError(f"{self._file.name} ends too early")
         first, behind = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)

@@ -54,11 +54,8 @@ class StagedFile:
         """The place of each tensor, as a view of the block."""
 
     def stage(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy `tensors` into the block; when this returns, the originals may change.
-
-        Raises:
-            CheckpointError: a dtype that the format lacks.
-        """
+        """Copy `tensors` into the block; when this returns, the originals may change. Raises `CheckpointError` for a
+        dtype that the format lacks."""
         if self._places is None or not _are_alike(self._places, tensors):
             self._places = None
             self._places = self._lay_out(tensors)

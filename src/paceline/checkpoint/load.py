@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from paceline.checkpoint.storage import Catalogue, Storage
 from paceline.errors import CheckpointError, PacelineError
 
 FOLDER_PREFIX = "step-"
-WORKER_PREFIX = "worker:"
 
 _FOLDER_NAME = re.compile(rf"{FOLDER_PREFIX}([0-9]{{8,18}})")
 
@@ -36,13 +35,11 @@ class Checkpoint:
     @property
     def shared(self) -> dict[str, Any]:
         """The state that all workers had alike, as it was given to be saved."""
-        shared: dict[str, Any] = self._whole(self.manifest.values)
-        return shared
+        return cast(dict[str, Any], self._whole(self.manifest.values))
 
     def own(self, rank: int) -> dict[str, Any]:
         """The state that only one of the workers had that saved it."""
-        own: dict[str, Any] = self._whole(self.manifest.workers[rank])
-        return own
+        return cast(dict[str, Any], self._whole(self.manifest.workers[rank]))
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -69,7 +66,7 @@ class Checkpoint:
 
 def worker_prefix(rank: int) -> str:
     """How the names of the tensors begin that only this worker has."""
-    return f"{WORKER_PREFIX}{rank}"
+    return f"worker:{rank}"
 
 
 def folder_name(step: int) -> str:
@@ -175,11 +172,8 @@ def check_stored_slice(name: str, entry: TensorEntry, chunk: StoredSlice, held: 
 
 
 def check_cover(name: str, whole: Slice, boxes: Sequence[Slice]) -> None:
-    """That boxes inside of it make up a tensor, or a slice of one; the manifest has seen to it that they can.
-
-    Raises:
-        CheckpointError: some of it lies in none of them.
-    """
+    """That boxes inside of it make up a tensor, or a slice of one; the manifest has seen to it that they can. Raises
+    `CheckpointError` where some of it lies in none of them."""
     if len(boxes) == 1 and boxes[0] == whole:
         return
     # There are as many numbers as it needs, so one that is missing lies under another.

@@ -10,7 +10,7 @@ from paceline.checkpoint.load import list_checkpoints, read_manifest, verify_che
 from paceline.checkpoint.manifest import MANIFEST_FILE
 from paceline.checkpoint.storage import Storage
 from paceline.errors import PacelineError
-from paceline.spec.evaluation import smaller_is_better
+from paceline.spec.evaluation import best_place
 from paceline.spec.job import CheckpointSpec
 
 
@@ -50,10 +50,9 @@ def best_of(known: Sequence[KnownCheckpoint], spec: CheckpointSpec) -> str | Non
     """
     if spec.keep_best is None:
         return None
-    sign = -1.0 if smaller_is_better(spec.keep_best, spec.best_mode) else 1.0
-    scored = [(sign * one.metrics.get(spec.keep_best, math.nan), one.name) for one in known]
-    finite = [one for one in scored if math.isfinite(one[0])]
-    return max(finite, key=lambda one: one[0])[1] if finite else None
+    values = [one.metrics.get(spec.keep_best, math.nan) for one in known]
+    place = best_place(values, spec.keep_best, spec.best_mode)
+    return None if place is None else known[place].name
 
 
 @dataclass(frozen=True)

@@ -169,10 +169,7 @@ class Saver:
 
     def begin(self, snapshot: Snapshot) -> None:
         """Copy `snapshot`, and write it in the background. A collective of all workers; none of them may be busy.
-
-        Raises:
-            CheckpointError: the snapshot contains something that a checkpoint cannot hold.
-        """
+        Raises `CheckpointError` for something that a checkpoint cannot hold."""
         began = time.perf_counter()
         self.last_step = snapshot.step
         values, tensors = flatten_state(snapshot.shared)

@@ -40,30 +40,24 @@ def flatten_state(value: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
     Raises:
         CheckpointError: a value is neither a tensor nor plain data; the message says where.
     """
-    names = _Names()
+    tensors: dict[str, Tensor] = {}
+    known: dict[object, str] = {}
+
+    def name(path: str, tensor: Tensor) -> str:
+        place = _memory(tensor)
+        if place in known:
+            return known[place]
+        while path in tensors or path == _TAKEN:  # "a/b" is a key too, and b in a
+            path += "'"
+        tensors[path] = tensor.detach()
+        if place is not None:
+            known[place] = path
+        return path
+
     try:
-        return _plain(value, path, names), names.tensors
+        return _plain(value, path, name), tensors
     except RecursionError:
         raise CheckpointError(_TOO_DEEP) from None
-
-
-class _Names:
-    """Gives tensors their names."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self._known: dict[object, str] = {}
-
-    def name(self, path: str, tensor: Tensor) -> str:
-        place = _memory(tensor)
-        if place is not None and place in self._known:
-            return self._known[place]
-        while path in self.tensors or path == _TAKEN:  # "a/b" is a key too, and b in a
-            path += "'"
-        self.tensors[path] = tensor.detach()
-        if place is not None:
-            self._known[place] = path
-        return path
 
 
 def _memory(tensor: Tensor) -> object:
@@ -73,9 +67,9 @@ def _memory(tensor: Tensor) -> object:
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _plain(value: Any, path: str, names: _Names) -> Any:
+def _plain(value: Any, path: str, name: Callable[[str, Tensor], str]) -> Any:
     def inside(item: Any, key: object) -> Any:
-        return _plain(item, f"{path}/{key}" if path else str(key), names)
+        return _plain(item, f"{path}/{key}" if path else str(key), name)
 
     match value:
         case None | bool() | int() | str():
@@ -83,9 +77,9 @@ def _plain(value: Any, path: str, names: _Names) -> Any:
         case float():
             return value if math.isfinite(value) else {"number": repr(float(value))}
         case Tensor():
-            return {"tensor": names.name(path, value)}
+            return {"tensor": name(path, value)}
         case np.generic():
-            return _plain(value.item(), path, names)
+            return _plain(value.item(), path, name)
         case list():
             return [inside(item, number) for number, item in enumerate(value)]
         case tuple():
@@ -97,7 +91,7 @@ def _plain(value: Any, path: str, names: _Names) -> Any:
             if all(isinstance(key, str | int) for key in value):
                 return {"pairs": [[key, inside(item, key)] for key, item in value.items()]}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _plain({f.name: getattr(value, f.name) for f in dataclasses.fields(value)}, path, names)
+        return _plain({f.name: getattr(value, f.name) for f in dataclasses.fields(value)}, path, name)
     raise CheckpointError(
         f"The state at '{path}' is a {type(value).__name__}, which a checkpoint cannot hold; give tensors, numbers, "
         "texts, and lists and dictionaries of these."

@@ -129,10 +129,7 @@ class Folder:
 @contextlib.contextmanager
 def held(storage: Storage, token: str, say: Callable[[str], None]) -> Iterator[None]:
     """Lets no other run save there while the block is open (`hold_folder`); of stores of objects that is not known.
-
-    Raises:
-        LaunchError: another run saves there; says which.
-    """
+    Raises `LaunchError`, which says which, where one does."""
     with contextlib.ExitStack() as held:
         if isinstance(storage, Folder):
             with contextlib.suppress(OSError):  # nothing can be written there; that is told when it is tried

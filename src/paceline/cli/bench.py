@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Sequence
 from typing import Any, TypeVar, get_args
@@ -11,7 +10,7 @@ import typer
 
 from paceline.cli.console import table_console
 from paceline.cli.options import AsJson, options_of, reads
-from paceline.errors import JobError
+from paceline.errors import JobError, did_you_mean
 from paceline.spec.algorithm import algorithm_names
 from paceline.spec.comm_timing import TIMINGS_FILE, WireName
 from paceline.workflows import bench as workflow
@@ -34,8 +33,7 @@ def parse_names(text: str, option: str, known: Sequence[Name]) -> list[Name]:
     for part in text.split(","):
         found = next((name for name in known if name == part.strip()), None)
         if found is None:
-            near = difflib.get_close_matches(part.strip(), known, n=1, cutoff=0.5)
-            hint = f" (did you mean '{near[0]}'?)" if near else ""
+            hint = did_you_mean(part.strip(), known, " ({})")
             raise JobError(f"{option} {part.strip()!r} is not possible{hint}; there are {', '.join(known)}.")
         named[found] = None
     return list(named)

@@ -16,7 +16,7 @@ from paceline.cli.options import AsJson
 from paceline.workflows import doctor as workflow
 
 if TYPE_CHECKING:
-    from paceline.hardware.checks import Finding
+    from paceline.hardware.checks.engine import Finding
 
 WARNINGS_FOUND, ERRORS_FOUND = 1, 2
 LEVELS = ("error", "warning", "ok")

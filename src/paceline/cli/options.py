@@ -22,6 +22,7 @@ import typer
 from paceline.errors import JobError, LaunchError, PacelineError, WorkerFailed, shortened
 from paceline.spec import Job
 from paceline.spec.micro_batch import parse_micro_batch
+from paceline.workflows.catalog import field_meanings
 from paceline.workflows.strategy import Strategy
 from paceline.workflows.where import Elastic, Where
 
@@ -41,13 +42,6 @@ OnlyJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON a
 DryRun = Annotated[
     bool, typer.Option("--dry-run", rich_help_panel=OUTPUT, help="Print what would be started, and start nothing.")
 ]
-
-
-def parse_counts(text: str, option: str) -> list[int]:
-    """ "1,2,4" as [1, 2, 4], ascending. Raises `JobError` naming the option."""
-    if not re.fullmatch(r"\s*0*[1-9][0-9]{0,6}\s*(,\s*0*[1-9][0-9]{0,6}\s*)*", text):
-        raise JobError(f"{option} {shortened(text)} should be numbers of workers such as 1,2,4.")
-    return sorted({int(part) for part in text.split(",")})
 
 
 def parse_tolerance(text: str) -> float:
@@ -105,13 +99,17 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "help": "The file of `paceline probe`, for a forecast beside the measurement; ignored where there is none.",
     },
     "command": {"metavar": "COMMAND"},
+    "container": {"metavar": "IMAGE"},
+    "cut": {"metavar": "MODULE"},
     "data": {"kind": str, "metavar": "DIR", "help": "The data set's directory; used as it is."},
     "debug_comm": {"rich_help_panel": OUTPUT},
     "device_bytes": _size("--device-memory"),
     "directory": {"names": ("--dir",), "metavar": "DIR"},
     "efficiency_floor": {"max": 1},
+    "exclude_slower": {"min": 1.0},
     "folder": {"metavar": "DIR"},
-    "hosts": {"metavar": "NODES"},
+    "hang_timeout_s": {"names": ("--hang-timeout",), "min": 1.0},
+    "hosts": {"metavar": "a:8,b:8"},
     "job": {"kind": str, "metavar": "JOB"},
     "keep_best": {"metavar": "METRIC"},
     "keep_busy": {"names": ("--all",)},
@@ -122,6 +120,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "metavar": "MINUTES",
         "help": "Save and end after this time since the launch; the same command with the same --out goes on.",
     },
+    "max_restarts": {"min": 0},
     "memory_bytes": _size("--memory"),
     "micro_batch_size": {
         "names": ("--micro-batch", "--micro-batch-size"),
@@ -140,6 +139,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "place": {"kind": str, "metavar": "DIR"},
     "port": {"min": 0, "max": 65535},
     "price": {"metavar": "AMOUNT"},
+    "python": {"metavar": "PATH"},
     "quiet": {"default": False, "rich_help_panel": OUTPUT, "help": "Show no progress."},
     "script": {"kind": str, "metavar": "SCRIPT"},
     "servers": {"rich_help_panel": TUNING},
@@ -195,7 +195,7 @@ def options_of(
             if group is not None:
                 groups[name] = group, _fields(group)
             elif name not in taken:
-                said = {"help": meanings.get(name, "")} | dict(OPTIONS.get(name, {})) | dict(details.get(name, {}))
+                said = _said(name, meanings.get(name, ""), details.get(name))
                 derived.append(_parameter(name, hints[name], parameter.default, said))
         derived += [one for _, fields in groups.values() for one in fields]
         names = _option_names(derived)
@@ -232,12 +232,13 @@ def _option_names(parameters: Sequence[inspect.Parameter]) -> dict[str, str]:
 
 
 def naming_options(message: str, names: Mapping[str, str]) -> str:
-    """A sentence that names parameters, as it names options: "min_workers = 5 is" as "--min-workers 5 is".
+    """A sentence that names parameters, as it names options: "min_workers = 5 is" as "--min-workers 5 is", and
+    "with force = True" as "with --force".
 
     Names of one word are words of the language too, and are replaced before "=" only.
     """
     for name, option in names.items():
-        before_value = "( =)?" if "_" in name else " =(?= )"
+        before_value = "( = True| =)?" if "_" in name else "( = True| =(?= ))"
         message = re.sub(rf"(?<![\w.\-/'\"]){name}\b(?![.(]\w){before_value}", option, message)
     return message
 
@@ -274,12 +275,17 @@ def _as_help(text: str) -> str:
 
 
 def _fields(group: type) -> list[inspect.Parameter]:
-    """The fields of a dataclass as parameters of a command; their metadata says what `OPTIONS` says of others."""
-    hints, panel = get_type_hints(group), {"rich_help_panel": GROUPS[group]}
+    """The fields of a dataclass as parameters of a command; the texts below them are their help."""
+    hints, meanings, panel = get_type_hints(group), field_meanings(group), {"rich_help_panel": GROUPS[group]}
     return [
-        _parameter(one.name, hints[one.name], one.default, panel | dict(one.metadata))
+        _parameter(one.name, hints[one.name], one.default, panel | _said(one.name, _as_help(meanings[one.name])))
         for one in dataclasses.fields(group)
     ]
+
+
+def _said(name: str, meaning: str, details: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The help of a parameter, what `OPTIONS` says of it, and on top what a command says."""
+    return {"help": meaning, **OPTIONS.get(name, {}), **(details or {})}
 
 
 def _option(name: str) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from paceline.cli.options import AsJson, options_of, parse_counts, reads, to_stderr
+from paceline.cli.options import AsJson, options_of, to_stderr
 from paceline.errors import WorkerFailed
 from paceline.workflows import scale as workflow
-from paceline.workflows.jobs import resolve_job
+from paceline.workflows.jobs import read_counts, resolve_job
 from paceline.workflows.run_folder import new_run_dir
 
 
@@ -16,9 +16,8 @@ from paceline.workflows.run_folder import new_run_dir
     workflow.scale,
     devices={
         "metavar": "COUNTS",
-        "show_default": "1,2",
-        "parser": reads(parse_counts, "--devices"),
-        "help": "The numbers of devices, one worker each, such as 1,2,4.",
+        "default": "1,2",
+        "help": "The numbers of devices, one worker each, such as 1,2,4 or 1..4.",
     },
 )
 def scale(as_json: AsJson = False, **options: Any) -> None:
@@ -42,4 +41,5 @@ def scale(as_json: AsJson = False, **options: Any) -> None:
         Console().print(study_table(study))
         print(study_dir / "report.html")
     if failures:
-        raise WorkerFailed(workflow.failed_runs(failures, len(options["devices"]) * options["seeds"]))
+        num_runs = len(read_counts("devices", options["devices"])) * options["seeds"]
+        raise WorkerFailed(workflow.failed_runs(failures, num_runs))

@@ -12,7 +12,6 @@ from paceline.workflows.step_times import PAGE_FILE, FittedSteps, fit_step_times
 if TYPE_CHECKING:
     from paceline.plan.model import Layout, StepForecast
     from paceline.plan.step_constants import Placement
-    from paceline.spec.forecast import ForecastRow
 
 
 def fit_and_predict(
@@ -28,17 +27,14 @@ def fit_and_predict(
     if as_json:
         print(json.dumps(_answer(fitted)))
         return
-    rows_of = {} if fitted.forecast is None else {_key(row): row for row in fitted.forecast.rows}
     rows = []
-    for one, forecast in zip(fitted.placements, fitted.forecasts, strict=True):
-        samples = one.micro_batch_size * one.num_passes * one.layout.num_workers
-        compared = rows_of.get((one.layout.num_workers, one.layout.num_nodes, samples))
+    for one, forecast, compared in fitted.rows:
         cells = [
             _where(one.layout),
             f"{one.num_passes} x {one.micro_batch_size}" if one.num_passes > 1 else str(one.micro_batch_size),
             f"{forecast.total_s:.4g} s",
             f"{forecast.low_s:.4g} … {forecast.high_s:.4g} s",
-            f"{samples / forecast.total_s:.4g}",
+            f"{one.global_batch_size / forecast.total_s:.4g}",
             "" if compared is None else f"{compared.speedup:.3g}x",
             "" if compared is None else f"{100 * compared.efficiency:.0f} %",
             forecast.bound_by,
@@ -71,17 +67,10 @@ def fit_and_predict(
         print(out / PAGE_FILE)
 
 
-def _key(row: ForecastRow) -> tuple[int, int, int]:
-    return row.devices, row.nodes, row.global_batch_size
-
-
 def _answer(fitted: FittedSteps) -> dict[str, Any]:
     """The answer as JSON has it."""
-    rows_of = {} if fitted.forecast is None else {_key(row): row for row in fitted.forecast.rows}
     predictions = []
-    for one, forecast in zip(fitted.placements, fitted.forecasts, strict=True):
-        samples = one.micro_batch_size * one.num_passes * one.layout.num_workers
-        row = rows_of.get((one.layout.num_workers, one.layout.num_nodes, samples))
+    for one, forecast, row in fitted.rows:
         names = ("speedup", "efficiency", "cost_per_million_samples")
         compared = {} if row is None else {name: getattr(row, name) for name in names}
         predictions.append({**_placement(one), **_forecast(forecast), **compared})

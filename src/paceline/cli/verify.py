@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from paceline.cli.options import AsJson, options_of, parse_counts, reads, to_stderr
+from paceline.cli.options import AsJson, options_of, to_stderr
 from paceline.workflows import verify as workflow
 from paceline.workflows.jobs import silent
 
@@ -21,9 +21,8 @@ CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
     workers={
         "names": ("--workers",),
         "metavar": "COUNTS",
-        "show_default": "1,2,4",
-        "parser": reads(parse_counts, "--workers"),
-        "help": "The numbers of workers to compare, such as 1,2,4.",
+        "default": "1,2,4",
+        "help": "The numbers of workers to compare, such as 1,2,4 or 1..4.",
     },
 )
 def verify(context: typer.Context, as_json: AsJson = False, **options: Any) -> None:

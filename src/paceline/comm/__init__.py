@@ -3,7 +3,7 @@
     algorithm(values: Tensor, links: Links) -> None
 
 Wire formats say how its messages are written; compressors let it sum less than the gradients. `Aggregator` puts them
-together and `aggregate` is the hook through which DistributedDataParallel uses them.
+together.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from paceline.comm.all_to_one import all_to_one
 from paceline.comm.compressor import Bucket, Compressor
 from paceline.comm.halving_doubling import halving_doubling
 from paceline.comm.hierarchical import hierarchical
-from paceline.comm.hook import HookState, aggregate
 from paceline.comm.links import Links, open_links
 from paceline.comm.parameter_server import parameter_server, parameter_server_two_level
 from paceline.comm.ring import ring
@@ -40,10 +39,8 @@ __all__ = [
     "Algorithm",
     "Bucket",
     "Compressor",
-    "HookState",
     "Links",
     "Scheduler",
     "WireFormat",
-    "aggregate",
     "open_links",
 ]

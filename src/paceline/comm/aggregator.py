@@ -34,14 +34,15 @@ class Aggregator:
             "gradients", " … ".join(names), bucket.values, lambda: self._in_float(bucket, self._sum_bucket)
         )
 
-    def sum_vector(self, values: Tensor, name: str) -> torch.futures.Future[Tensor]:
-        """Begin to sum any vector by the algorithm, in the run's wire format; what it rounds off is lost."""
-        return self.scheduler.submit("vector", name, values, lambda: self._total(values))
-
     def sum_exactly(self, values: Tensor, name: str) -> torch.futures.Future[Tensor]:
         """Begin to sum a few numbers that no run may lose: losses, statistics, counts."""
         links = replace(self.links, wire=FLOAT32)
         return self.scheduler.submit("numbers", name, values, lambda: all_reduce(values, links))
+
+    def sum_now(self, values: Tensor, name: str) -> None:
+        """`sum_exactly`, waited for."""
+        self.sum_exactly(values, name).wait()
+        self.scheduler.raise_error()
 
     def _sum_bucket(self, bucket: Bucket) -> None:
         if self.compressor is None:

@@ -1,15 +1,25 @@
-"""The interface of lossy compressors: what a compressor is given, and what it has to leave in its place."""
+"""Lossy compressors: less is sent than the gradients, and what is left out is added to the next step's gradient.
+
+With such error feedback, sending a part of the gradient converges like sending all of it (Stich, Cordonnier, Jaggi:
+"Sparsified SGD with Memory", 2018; Karimireddy et al.: "Error Feedback Fixes SignSGD and other Gradient Compression
+Schemes", 2019). That holds because nothing disappears: what was sent so far plus what is owed is the sum of all
+gradients so far.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
+import torch
 from torch import Tensor
 
 Sum = Callable[[Tensor], None]
 """Adds a 1-D contiguous vector of one length over all workers, in place; any algorithm in any wire format."""
+
+OWED = "owed/"
+"""The prefix of these keys in a compressor's state; the parameter's name follows."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +36,15 @@ class Bucket:
     """Each parameter's name and its gradient in its own shape, a view of `values`."""
 
 
-class Compressor(Protocol):
-    """Sends less than the gradients. What it leaves out is added to the next step's gradients (error feedback)."""
+class Compressor:
+    """Sums less than the gradients, and owes the rest: in each parameter's own shape and dtype, always finite.
+
+    What is owed differs from worker to worker. Only its sum over all workers matters to training, so that a run that
+    goes on with other workers may hand it out anew as long as the sum stays.
+    """
+
+    def __init__(self) -> None:
+        self._owed: dict[str, Tensor] = {}
 
     def aggregate(self, bucket: Bucket, total: Sum) -> None:
         """Replace the bucket's values by (about) their sum over all workers, bit for bit the same on each of them.
@@ -35,10 +52,50 @@ class Compressor(Protocol):
         If the sum is not finite, the step will be skipped: the bucket says so (it holds NaN or infinity on every
         worker) and what is owed stays as it was.
         """
-        ...
+        raise NotImplementedError
+
+    def add_to(self, parts: Iterable[tuple[str, Tensor]]) -> None:
+        """Add to each named gradient what is owed to it, in place."""
+        for name, part in parts:
+            if name in self._owed:
+                # `to` moves what was loaded from a file; otherwise it does nothing.
+                self._owed[name] = self._owed[name].to(part)
+                part.add_(self._owed[name])
+
+    def remember(self, name: str, left_out: Tensor) -> None:
+        """From now on this, and no more, is owed to parameter `name`."""
+        if name in self._owed:
+            self._owed[name].copy_(left_out)
+        else:
+            self._owed[name] = left_out.clone()
+
+    def settle(self, bucket: Bucket, chosen: Tensor, sums: Tensor) -> None:
+        """Leave in the bucket the sums of what was sent, and zero elsewhere; owe what was not sent.
+
+        Args:
+            chosen: the indices of the values that were sent.
+            sums: theirs over all workers; more numbers may follow, which only have to be finite.
+        """
+        values = bucket.values
+        if not is_finite(sums):
+            values.fill_(torch.nan)
+            return
+        values[chosen] = 0.0
+        for name, part in bucket.parts:
+            self.remember(name, part)
+        values.zero_()
+        values[chosen] = sums[: len(chosen)]
 
     def state_dict(self) -> dict[str, Tensor]:
         """What is remembered from step to step, by parameter and kind."""
-        ...
+        return {OWED + name: owed for name, owed in self._owed.items()}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self._owed = {
+            key.removeprefix(OWED): owed.detach().clone() for key, owed in state.items() if key.startswith(OWED)
+        }
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether no value is NaN or infinite; one pass, no copy."""
+    return not values.numel() or math.isfinite(float(torch.linalg.vector_norm(values, math.inf)))

@@ -11,15 +11,14 @@ import math
 import torch
 from torch import Tensor
 
-from paceline.comm.compressor import Bucket, Sum
-from paceline.comm.error_feedback import ErrorFeedback, is_finite
+from paceline.comm.compressor import Bucket, Compressor, Sum, is_finite
 from paceline.comm.shared_generator import shared_generator
 from paceline.errors import JobError
 
 _FACTOR = "factor/"
 
 
-class PowerSGD:
+class PowerSGD(Compressor):
     """One step of subspace iteration per training step, begun where the last one ended.
 
     A parameter's gradient M (rows x columns: its first dimension x the rest) is sent as rank * (rows + columns) values
@@ -39,9 +38,9 @@ class PowerSGD:
     def __init__(self, rank: int, seed: int) -> None:
         if rank < 1:
             raise JobError(f"The rank of PowerSGD is {rank}; it needs to be at least 1.")
+        super().__init__()
         self._rank = rank
         self._seed = seed
-        self._owed = ErrorFeedback()
         self._factors: dict[str, Tensor] = {}
         """Q' of the last step by parameter, the same on all workers."""
 
@@ -51,7 +50,7 @@ class PowerSGD:
             total(bucket.values)
             return
         whole = [part for _, part in bucket.parts if not self._pays(part)]
-        self._owed.add_to(compressed)
+        self.add_to(compressed)
         # Copies, because a product's last bits depend on where in memory its factors begin: a bucket's parts lie
         # elsewhere after a resume.
         matrices = [part.reshape(len(part), -1).clone() for _, part in compressed]
@@ -75,7 +74,7 @@ class PowerSGD:
         for part, summed in zip(whole, sums, strict=False):
             part.copy_(summed)
         for (name, part), m, p, own, q in zip(compressed, matrices, left, mine, right, strict=True):
-            self._owed.remember(name, m.addmm_(p, own.T, alpha=-1).view(part.shape))
+            self.remember(name, m.addmm_(p, own.T, alpha=-1).view(part.shape))
             self._factors[name] = q.clone()
             part.copy_((p @ self._factors[name].T).view(part.shape))
 
@@ -92,10 +91,10 @@ class PowerSGD:
         return _orthonormal(factor.to(matrix))
 
     def state_dict(self) -> dict[str, Tensor]:
-        return self._owed.state_dict() | {_FACTOR + name: factor for name, factor in self._factors.items()}
+        return super().state_dict() | {_FACTOR + name: factor for name, factor in self._factors.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self._owed.load_state_dict(state)
+        super().load_state_dict(state)
         self._factors = {
             key.removeprefix(_FACTOR): factor.detach().clone()
             for key, factor in state.items()

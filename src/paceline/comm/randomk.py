@@ -7,15 +7,14 @@ import math
 import torch
 from torch import Tensor
 
-from paceline.comm.compressor import Bucket, Sum
-from paceline.comm.error_feedback import ErrorFeedback, is_finite
+from paceline.comm.compressor import Bucket, Compressor, Sum, is_finite
 from paceline.comm.shared_generator import shared_generator
 from paceline.errors import JobError
 
 _DRAWS = "draws/"
 
 
-class RandomK:
+class RandomK(Compressor):
     """Sends k = ceil(density x values) values of a bucket, and one that tells whether a worker has overflowed.
 
     What is chosen is the same on all workers, and what is sent is linear in the gradients, so that but for rounding the
@@ -23,27 +22,27 @@ class RandomK:
 
     Values are sent as they are, not multiplied by 1 / density. That would make each step's sum right on average, but
     what is not sent now is owed and will be sent: it would be counted twice, and what is owed would grow instead of
-    staying bounded (Stich et al. 2018, Karimireddy et al. 2019; both in `error_feedback`).
+    staying bounded (Stich et al. 2018, Karimireddy et al. 2019; both in `compressor`).
     """
 
     def __init__(self, density: float, seed: int) -> None:
         if not 0 < density <= 1:
             raise JobError(f"The density of random-k is {density}; it needs to be above 0 and at most 1.")
+        super().__init__()
         self._density = density
         self._seed = seed
-        self._feedback = ErrorFeedback()
         self._num_draws: dict[str, int] = {}
         """By the first parameter of a bucket: how often such a bucket has been drawn from."""
 
     def aggregate(self, bucket: Bucket, total: Sum) -> None:
         values = bucket.values
-        self._feedback.add_to(bucket.parts)
+        self.add_to(bucket.parts)
         chosen = self._draw(bucket.parts[0][0], values.numel()).to(values.device)
         # A value that is not finite may not have been chosen, but all workers have to know of it.
         alarm = values.new_tensor([0.0 if is_finite(values) else math.nan])
         vector = torch.cat([values[chosen], alarm])
         total(vector)
-        self._feedback.settle(bucket, chosen, vector)
+        self.settle(bucket, chosen, vector)
 
     def _draw(self, name: str, num_values: int) -> Tensor:
         """k indices, ascending: the values are cut into k runs as even as can be, and each run sends one of its own.
@@ -60,10 +59,10 @@ class RandomK:
 
     def state_dict(self) -> dict[str, Tensor]:
         counts = {_DRAWS + name: torch.tensor(number) for name, number in self._num_draws.items()}
-        return self._feedback.state_dict() | counts
+        return super().state_dict() | counts
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self._feedback.load_state_dict(state)
+        super().load_state_dict(state)
         self._num_draws = {
             key.removeprefix(_DRAWS): int(number) for key, number in state.items() if key.startswith(_DRAWS)
         }

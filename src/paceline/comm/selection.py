@@ -10,7 +10,7 @@ import torch
 
 from paceline.comm.aggregator import Algorithm
 from paceline.comm.links import Links
-from paceline.comm.timing import LinkCost, fit_cost, slowest, time_sum
+from paceline.comm.timing import LinkCost, fit_cost, largest, time_sum
 from paceline.comm.wire import FLOAT32, WireFormat
 from paceline.spec import AlgorithmName
 
@@ -116,7 +116,7 @@ def _measure(algorithm: Algorithm, links: Links, largest_bytes: int, budget_s: f
         # The better of two: noise only ever adds.
         times.append(min(time_sum(algorithm, links, part) for _ in range(2)))
         sizes.append(size_bytes)
-        spent_s = slowest(time.perf_counter() - started, links)
+        spent_s = largest(time.perf_counter() - started, links.group)
         growth = min(4, largest_bytes / size_bytes)
         if growth <= 1 or spent_s + 2 * growth * times[-1] > budget_s:
             return fit_cost(sizes, times)

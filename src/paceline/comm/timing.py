@@ -54,22 +54,12 @@ def fit_cost(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> LinkCost
 
 def time_sum(algorithm: Algorithm, links: Links, values: Tensor) -> float:
     """Seconds that one call takes on the slowest worker, counted from when all were ready; the same on every worker."""
-    wait_for_all(links)
+    largest(0.0, links.group)  # all are ready
     started = time.perf_counter()
     algorithm(values, links)
     if values.device.type == "cuda":
         torch.cuda.synchronize(values.device)
-    return slowest(time.perf_counter() - started, links)
-
-
-def wait_for_all(links: Links) -> None:
-    """A barrier of all workers."""
-    slowest(0.0, links)
-
-
-def slowest(seconds: float, links: Links) -> float:
-    """The largest of the workers' values, on all of them."""
-    return largest(seconds, links.group)
+    return largest(time.perf_counter() - started, links.group)
 
 
 def largest(value: float, group: dist.ProcessGroup | None) -> float:

@@ -7,13 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from paceline.comm.compressor import Bucket, Sum
-from paceline.comm.error_feedback import ErrorFeedback
+from paceline.comm.compressor import Bucket, Compressor, Sum
 from paceline.comm.links import Links
 from paceline.errors import JobError
 
 
-class TopK:
+class TopK(Compressor):
     """Sends about k = ceil(density x values) values of a bucket, those that are largest on some worker.
 
     Each worker chooses k values of gradient plus what it owes, by magnitude. The choices differ, so they go around the
@@ -28,26 +27,20 @@ class TopK:
     def __init__(self, density: float, links: Links) -> None:
         if not 0 < density <= 1:
             raise JobError(f"The density of top-k is {density}; it needs to be above 0 and at most 1.")
+        super().__init__()
         self._density = density
         self._links = links
-        self._feedback = ErrorFeedback()
 
     def aggregate(self, bucket: Bucket, total: Sum) -> None:
         values = bucket.values
-        self._feedback.add_to(bucket.parts)
+        self.add_to(bucket.parts)
         k = math.ceil(self._density * values.numel())
         # NaN counts as larger than any number, so whoever has overflowed sends that, and the sum tells everybody.
         own = values.abs().topk(k, sorted=False).indices
         chosen = _union(own, values.numel(), self._links)
         vector = values[chosen]
         total(vector)
-        self._feedback.settle(bucket, chosen, vector)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self._feedback.state_dict()
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self._feedback.load_state_dict(state)
+        self.settle(bucket, chosen, vector)
 
 
 def _union(own: Tensor, num_values: int, links: Links) -> Tensor:

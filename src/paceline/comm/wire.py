@@ -45,35 +45,20 @@ class WireFormat(Protocol):
 
 
 @dataclass(frozen=True)
-class FullPrecision:
-    """The values themselves."""
-
-    name: str = "float32"
-    is_exact: bool = True
-
-    def encode(self, values: Tensor) -> Tensor:
-        return values
-
-    def message_for(self, values: Tensor) -> Tensor:
-        return torch.empty_like(values)
-
-    def decode(self, message: Tensor, into: Tensor) -> None:
-        into.copy_(message)
-
-    def add(self, message: Tensor, into: Tensor) -> None:
-        into.add_(message)
-
-
-@dataclass(frozen=True)
-class HalfFloat:
-    """Rounded to 16 bits: bfloat16 keeps float32's range, float16 has finer steps and overflows at 65,504."""
+class Float:
+    """The values themselves, or rounded to 16 bits: bfloat16 keeps float32's range, float16 has finer steps and
+    overflows at 65,504."""
 
     name: str
-    dtype: torch.dtype
-    is_exact: bool = False
+    dtype: torch.dtype | None = None
+    """None: that of the values."""
+
+    @property
+    def is_exact(self) -> bool:
+        return self.dtype is None
 
     def encode(self, values: Tensor) -> Tensor:
-        return values.to(self.dtype)
+        return values if self.dtype is None else values.to(self.dtype)
 
     def message_for(self, values: Tensor) -> Tensor:
         return torch.empty_like(values, dtype=self.dtype)
@@ -130,11 +115,11 @@ def _in_chunks(values: Tensor) -> Tensor:
     return torch.nn.functional.pad(values, (0, -values.numel() % INT8_CHUNK)).view(-1, INT8_CHUNK)
 
 
-FLOAT32 = FullPrecision()
+FLOAT32 = Float("float32")
 
 WIRE_FORMATS: dict[str, WireFormat] = {
     "float32": FLOAT32,
-    "bfloat16": HalfFloat("bfloat16", torch.bfloat16),
-    "float16": HalfFloat("float16", torch.float16),
+    "bfloat16": Float("bfloat16", torch.bfloat16),
+    "float16": Float("float16", torch.float16),
     "int8": Int8(),
 }

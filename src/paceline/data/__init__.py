@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any, cast
@@ -23,7 +21,8 @@ from paceline.data.sample_reader import MapDataset, SampleRequest, read_samples
 from paceline.data.synthetic import load_synthetic
 from paceline.data.tar_shards import TarShards
 from paceline.data.text_corpus import load_text
-from paceline.errors import DataError
+from paceline.errors import DataError, did_you_mean
+from paceline.import_path import imported
 from paceline.spec import DataSpec
 
 __all__ = [
@@ -74,11 +73,9 @@ def source(name: str) -> Callable[[DataSpec], tuple[MapDataset, MapDataset]]:
         return _from_import_path
     if name in SOURCES:
         return SOURCES[name]
-    near = difflib.get_close_matches(name, SOURCES, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
     raise DataError(
-        f"There is no data set {name!r}: {hint}The names are {', '.join(SOURCES)}; your own is given by its import "
-        "path, 'package.module:build'."
+        f"There is no data set {name!r}: {did_you_mean(name, SOURCES)}The names are {', '.join(SOURCES)}; your own is "
+        "given by its import path, 'package.module:build'."
     )
 
 
@@ -103,24 +100,7 @@ def _limited(dataset: MapDataset, limit: int | None) -> MapDataset:
 
 
 def _from_import_path(spec: DataSpec) -> tuple[MapDataset, MapDataset]:
-    module_name, _, attribute = spec.name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        # A module that is missing inside the user's own code is their bug and keeps its traceback.
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise DataError(
-            f"data.name = {spec.name!r}: there is no module {error.name!r}; install it or put its directory "
-            "on PYTHONPATH."
-        ) from None
-    except (ValueError, TypeError):
-        raise DataError(f"data.name = {spec.name!r} is not an import path; write 'package.module:build'.") from None
-    build = getattr(module, attribute, None)
-    if not callable(build):
-        raise DataError(
-            f"data.name = {spec.name!r}: {module_name} has no callable {attribute!r}; name one that builds."
-        )
+    build = imported(spec.name, "data.name", DataError)
     if "split" in inspect.signature(build).parameters:
         pair: Any = build("train", **spec.options), build("test", **spec.options)
     else:

@@ -9,8 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.containers import on_device
 from paceline.data.array_set import ArraySet
-from paceline.data.augment import augment, on_device
+from paceline.data.augment import augment
 
 
 class ArrayReader:
@@ -39,7 +40,10 @@ class ArrayReader:
 
     def _per_channel(self, values: NDArray[np.float64]) -> Tensor:
         """Per-channel numbers laid out to be applied to a batch in this reader's memory format."""
-        channels = torch.from_numpy(values).to(self._device, _arithmetic(self._dtype))
+        # In single precision at least: half precision is for the result.
+        channels = torch.from_numpy(values).to(
+            self._device, torch.float64 if self._dtype == torch.float64 else torch.float32
+        )
         if not self._channels_last:
             return channels[:, None, None]
         return channels if len(channels) == 1 else channels.repeat(self._inputs.shape[-1])
@@ -76,11 +80,6 @@ class ArrayReader:
         pixels = images if c == 1 else torch.stack(images.unbind(1), dim=-1)
         rows = pixels.view(b * h, w * c).to(scale.dtype).mul_(scale).add_(shift)
         return rows.to(self._dtype).view(b, h, w, c).permute(0, 3, 1, 2)
-
-
-def _arithmetic(dtype: torch.dtype) -> torch.dtype:
-    """Normalise in at least single precision; half precision is for the result."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _resident(inputs: NDArray[Any], targets: NDArray[Any], device: torch.device) -> tuple[Tensor, Tensor] | None:

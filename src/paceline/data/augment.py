@@ -7,13 +7,13 @@ batch, and on whichever worker, it is processed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.containers import on_device
 from paceline.data import random_streams
 from paceline.data.counter_random import integers, uniform
 from paceline.spec import DataSpec
@@ -93,12 +93,6 @@ def _cutout(images: Tensor, size: int, y: NDArray[np.int64], x: NDArray[np.int64
     keep = ~(_within(y, size, height)[:, :, None] & _within(x, size, width)[:, None, :])
     # Multiplying by 0 and 1 of the images' own type is vectorised; masked_fill on bytes is 50 times slower.
     return images * on_device(keep, images.device).to(images.dtype)[:, None]
-
-
-def on_device(values: NDArray[Any], device: torch.device) -> Tensor:
-    """The same numbers on a device; on a GPU in the order of its stream, by way of pinned memory: nobody waits."""
-    tensor = torch.from_numpy(values)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _within(centre: NDArray[np.int64], size: int, length: int) -> NDArray[np.bool_]:

@@ -12,7 +12,7 @@ import io
 import pickle
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,16 +24,13 @@ from numpy.typing import NDArray
 from paceline.data.array_set import ArraySet
 from paceline.data.cache import decoded
 from paceline.data.download import directory_of
-from paceline.data.extras import import_extra
-from paceline.data.labels import checked_labels
-from paceline.data.source_options import no_options
+from paceline.data.sources import checked_labels, import_extra, no_options
 from paceline.errors import DataError
 from paceline.regular_files import open_regular, read_bytes
 from paceline.spec import DataSpec
 
 _IMAGE_BYTES = 3 * 32 * 32
 _Split = tuple[NDArray[np.uint8], NDArray[np.int64]]
-_Arrays = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,12 @@ def load_cifar100(spec: DataSpec) -> tuple[ArraySet, ArraySet]:
 def _load(spec: DataSpec, kind: _Cifar) -> tuple[ArraySet, ArraySet]:
     no_options(spec)
     sources, decode = _find(directory_of(spec), kind, spec.name)
-    arrays = decoded(spec.name, sources, decode)
+
+    def named() -> Mapping[str, NDArray[Any]]:
+        train, test = decode()
+        return {"train_inputs": train[0], "train_targets": train[1], "test_inputs": test[0], "test_targets": test[1]}
+
+    arrays = decoded(spec.name, sources, named)
     train, test = (
         ArraySet(arrays[f"{split}_inputs"], arrays[f"{split}_targets"], kind.num_classes, kind.mean, kind.std)
         for split in ("train", "test")
@@ -82,20 +84,20 @@ def _load(spec: DataSpec, kind: _Cifar) -> tuple[ArraySet, ArraySet]:
     return train, test
 
 
-def _find(directory: Path, kind: _Cifar, name: str) -> tuple[list[Path], Callable[[], _Arrays]]:
+def _find(directory: Path, kind: _Cifar, name: str) -> tuple[list[Path], Callable[[], tuple[_Split, _Split]]]:
     """The files of the first complete form in `directory`, and the function that decodes them."""
     for form in kind.batches:
         for folder in (directory, directory / form.folder):
             paths = [folder / file for file in form.train + form.test]
             if all(path.is_file() for path in paths):
-                return paths, partial(_decode_files, kind, form, paths)
+                return paths, partial(_decode_batches, kind, form, partial(_read_files, paths))
     train, test = _parquet_files(directory, "train"), _parquet_files(directory, "test")
     if train and test:
         return train + test, partial(_decode_parquet, kind, train, test)
     for form in kind.batches:
         archive = directory / form.archive
         if archive.is_file():
-            return [archive], partial(_decode_archive, kind, form, archive)
+            return [archive], partial(_decode_batches, kind, form, partial(_read_archive, archive, form))
     wanted = "; or ".join(f"{', '.join(form.train + form.test)} (or {form.archive})" for form in kind.batches)
     raise DataError(
         f"{directory} has no complete {name}: expected {wanted}; or train*.parquet and test*.parquet; point "
@@ -103,34 +105,24 @@ def _find(directory: Path, kind: _Cifar, name: str) -> tuple[list[Path], Callabl
     )
 
 
-def _named(train: _Split, test: _Split) -> _Arrays:
-    return {
-        "train_inputs": train[0],
-        "train_targets": train[1],
-        "test_inputs": test[0],
-        "test_targets": test[1],
-    }
+def _joined(parts: Iterable[_Split]) -> _Split:
+    images, labels = zip(*parts, strict=True)
+    return np.concatenate(images), np.concatenate(labels)
 
 
 # --- batches, Python and binary ---
 
 
-def _decode_files(kind: _Cifar, form: _Batches, paths: Sequence[Path]) -> _Arrays:
-    return _decode_batches(kind, form, _read_files(paths))
-
-
-def _decode_archive(kind: _Cifar, form: _Batches, archive: Path) -> _Arrays:
-    return _decode_batches(kind, form, _read_archive(archive, form))
-
-
-def _decode_batches(kind: _Cifar, form: _Batches, files: Mapping[str, tuple[str, bytes]]) -> _Arrays:
-    """`files` maps a file's name to the place that errors name and its content."""
+def _decode_batches(
+    kind: _Cifar, form: _Batches, read: Callable[[], Mapping[str, tuple[str, bytes]]]
+) -> tuple[_Split, _Split]:
+    """`read` gives for a file's name the place that errors name and its content."""
+    files = read()
 
     def split(names: Sequence[str]) -> _Split:
-        parts = [form.parse(kind, files[name][1], files[name][0]) for name in names]
-        return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+        return _joined(form.parse(kind, files[name][1], files[name][0]) for name in names)
 
-    return _named(split(form.train), split(form.test))
+    return split(form.train), split(form.test)
 
 
 def _read_files(paths: Sequence[Path]) -> dict[str, tuple[str, bytes]]:
@@ -253,15 +245,13 @@ def _parquet_files(directory: Path, split: str) -> list[Path]:
     return []
 
 
-def _decode_parquet(kind: _Cifar, train: Sequence[Path], test: Sequence[Path]) -> _Arrays:
-    return _named(_read_parquet(kind, train), _read_parquet(kind, test))
-
-
-def _read_parquet(kind: _Cifar, files: Sequence[Path]) -> _Split:
+def _decode_parquet(kind: _Cifar, train: Sequence[Path], test: Sequence[Path]) -> tuple[_Split, _Split]:
     import_extra("PIL.Image", "parquet", "Reading images from parquet files")
     import_extra("pyarrow.parquet", "parquet", "Reading parquet files")
-    parts = [_read_parquet_file(kind, file) for file in files]
-    return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+    return (
+        _joined(_read_parquet_file(kind, file) for file in train),
+        _joined(_read_parquet_file(kind, file) for file in test),
+    )
 
 
 def _read_parquet_file(kind: _Cifar, path: Path) -> _Split:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.array_set import ArraySet
-from paceline.data.source_options import no_options
+from paceline.data.sources import no_options
 from paceline.spec import DataSpec
 
 MEAN, STD = (0.2247,), (0.3497,)

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.data.augment import Augmentation
-from paceline.data.extras import import_extra
-from paceline.data.source_options import read_options
+from paceline.data.sources import import_extra, read_options
 from paceline.errors import DataError
 from paceline.regular_files import open_regular
 from paceline.spec import DataSpec

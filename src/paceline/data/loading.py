@@ -59,7 +59,11 @@ class Loading:
             raise DataError("A stream has an order of its own; leave the sampler out, or give a map-style set.")
         if loading.sampler is not None:
             check_sampler(loading.sampler)
-        _check_collate(loading.collate_fn)
+        if getattr(loading.collate_fn, "seed", None) is not None:
+            raise DataError(
+                f"The collate function {type(loading.collate_fn).__name__} has a seed, so its draws depend on how many "
+                "batches it made before; leave seed out: torch, NumPy and random are seeded for every virtual shard."
+            )
         return loading
 
     @classmethod
@@ -125,11 +129,3 @@ def _is_shuffle(loader: DataLoader[Any]) -> bool:
     """Whether the loader's sampler is what `shuffle=True` makes: every sample once, at random."""
     sampler = loader.sampler
     return type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
-
-
-def _check_collate(collate_fn: Collate | None) -> None:
-    if getattr(collate_fn, "seed", None) is not None:
-        raise DataError(
-            f"The collate function {type(collate_fn).__name__} has a seed, so its draws depend on how many batches it "
-            "made before; leave seed out: torch, NumPy and random are seeded for every virtual shard."
-        )

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from paceline.data.array_set import ArraySet
 from paceline.data.cache import decoded
 from paceline.data.download import directory_of
-from paceline.data.labels import checked_labels
-from paceline.data.source_options import no_options
+from paceline.data.sources import checked_labels, no_options
 from paceline.errors import DataError
 from paceline.regular_files import read_bytes
 from paceline.spec import DataSpec

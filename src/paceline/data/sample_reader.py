@@ -82,11 +82,8 @@ def loader_settings(loading: Loading, num_processes: int, device: torch.device) 
 
 
 def loaded(loader: DataLoader[Any]) -> Iterator[Any]:
-    """What a loader gives, with the caller's generators as they were, and its processes ended in any case.
-
-    Raises:
-        DataError, SystemExit: given as values by the loader's processes.
-    """
+    """What a loader gives, with the caller's generators as they were, and its processes ended in any case. Raises the
+    `DataError` or `SystemExit` that its processes gave as a value."""
     items = iter(loader)
     try:
         while True:

@@ -86,18 +86,15 @@ class Substreams:
         self._size = global_batch_size
         _set_epoch(stream, epoch)
         self._is_split = is_split(stream, self._num)
-        self._sources: dict[str, _Source] = {}
+        parts = {_WHOLE: (stream, 0, sum(position.taken))}
         if self._is_split:
-            for number in own:
-                part = stream.shard(num_shards=self._num, index=number)
-                _set_epoch(part, epoch)
-                source = _Source(part, seed, epoch, number << 40)
-                source.go_to(position.taken[number], position.states.get(str(number)))
-                self._sources[str(number)] = source
-        else:
-            source = _Source(stream, seed, epoch, 0)
-            source.go_to(sum(position.taken), position.states.get(_WHOLE))
-            self._sources[_WHOLE] = source
+            shards = {number: stream.shard(num_shards=self._num, index=number) for number in own}
+            parts = {str(n): (shard, n << 40, position.taken[n]) for n, shard in shards.items()}
+        self._sources: dict[str, _Source] = {}
+        for name, (part, first_key, count) in parts.items():
+            _set_epoch(part, epoch)
+            self._sources[name] = _Source(part, seed, epoch, first_key)
+            self._sources[name].go_to(count, position.states.get(name))
 
     def read(self, step: int) -> dict[int, list[Any]]:
         """The samples of global batch `step` in each own substream, fewer or none after its end."""

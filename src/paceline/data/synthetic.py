@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from paceline.data import random_streams
 from paceline.data.array_set import ArraySet
 from paceline.data.counter_random import hash_keys
-from paceline.data.source_options import read_options
+from paceline.data.sources import read_options
 from paceline.errors import JobError
 from paceline.spec import DataSpec
 from paceline.spec.codec import at_least

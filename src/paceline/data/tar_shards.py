@@ -59,12 +59,8 @@ class TarShards(IterableDataset[Any]):
 
     def shard(self, num_shards: int, index: int) -> TarShards:
         """The stream of every `num_shards`-th file, from the one with number `index` on."""
-        return TarShards._of(self._in_order()[index::num_shards], self._decode)
-
-    @classmethod
-    def _of(cls, files: Sequence[str], decode: Decode | None) -> TarShards:
-        made = cls([], decode)
-        made.files = tuple(files)
+        made = TarShards([], self._decode)
+        made.files = self._in_order()[index::num_shards]
         return made
 
     def set_epoch(self, epoch: int) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.array_set import ArraySet
-from paceline.data.source_options import read_options
+from paceline.data.sources import read_options
 from paceline.errors import DataError
 from paceline.regular_files import open_regular
 from paceline.spec import DataSpec

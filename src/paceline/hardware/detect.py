@@ -1,8 +1,7 @@
 """This node's devices and the links between them, found without loading torch.
 
-Three sources are laid over one another: NVML (or `nvidia-smi --query-gpu` where its Python module is missing) says
-which GPUs there are, sysfs where they hang and what else hangs there, and `nvidia-smi topo -m` how they reach each
-other. Any of them may be absent.
+Three sources are laid over one another: NVML says which GPUs there are, sysfs where they hang and what else hangs
+there, and `nvidia-smi topo -m` how they reach each other. Any of them may be absent.
 """
 
 from __future__ import annotations
@@ -16,12 +15,14 @@ from pathlib import Path
 
 from paceline import env
 from paceline.errors import ClusterError
-from paceline.hardware import nvidia_smi, nvml, sysfs
+from paceline.hardware import nvml, sysfs
 from paceline.hardware.pair_links import links_of_pairs
 from paceline.hardware.pci_path import distance
 from paceline.hardware.smi_matrix import parse_topology
-from paceline.hardware.sources import read_text
+from paceline.hardware.sources import output_of, read_text
 from paceline.spec import Cluster, Device, Link, Node, Peripheral
+
+SMI_LIMIT_S = 20.0
 
 
 def detect() -> Cluster:
@@ -29,7 +30,7 @@ def detect() -> Cluster:
 
     GPUs that the caller's CUDA_VISIBLE_DEVICES leaves out are left out, in its order, and a note says so.
     """
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_cores = len(os.sched_getaffinity(0))
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cpu_name = _cpu_name()
     bare = Node(socket.gethostname(), num_cores, memory_bytes, cpu_name)
@@ -44,13 +45,12 @@ def detect() -> Cluster:
 
 
 def with_gpus(node: Node, found: nvml.Gpus, root: Path) -> Node:
-    """`node` with its GPUs, cards, disks and the links between them; unchanged if there is no GPU.
+    """`node` with the GPUs that NVML found, cards, disks and the links between them; unchanged if there is no GPU.
 
     Args:
-        found: What NVML says; nothing of it where nvidia-smi has to answer instead.
         root: The folder that is /sys on the node.
     """
-    gpus = found.devices or tuple(nvidia_smi.list_gpus())
+    gpus = found.devices
     if not gpus:
         return node
     matrix, notes = _matrix() if len(gpus) > 1 else (None, ())
@@ -77,11 +77,9 @@ def with_gpus(node: Node, found: nvml.Gpus, root: Path) -> Node:
 
 def _matrix() -> tuple[Node | None, tuple[str, ...]]:
     """What `nvidia-smi topo -m` says, and a note if that is no matrix."""
-    text = nvidia_smi.run("topo", "-m")
-    if not text.strip():
-        return None, ()
+    text = output_of(["nvidia-smi", "topo", "-m"], SMI_LIMIT_S) or ""
     try:
-        return parse_topology(text), ()
+        return (parse_topology(text) if text.strip() else None), ()
     except ClusterError as problem:
         return None, (f"What nvidia-smi topo -m printed was left aside: {problem}",)
 

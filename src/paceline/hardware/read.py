@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.errors import ClusterError, shown
+from paceline.errors import ClusterError, file_problems, shown
 from paceline.hardware.nccl_xml import parse_nccl_xml
 from paceline.hardware.rocm_matrix import is_rocm, parse_rocm
 from paceline.hardware.smi_matrix import parse_topology
@@ -27,10 +27,8 @@ def read_topology(source: Path | str) -> Cluster:
     if isinstance(source, str) and (len(source.splitlines()) > 1 or source.startswith(("{", "<"))):
         return _parse(source)
     path = Path(source)
-    try:
+    with file_problems(f"The topology file {shown(str(source))} cannot be read", ClusterError):
         text = read_text(path, encoding="utf-8-sig", errors="replace")
-    except OSError as problem:
-        raise ClusterError(f"The topology file {shown(str(source))} cannot be read: {problem.strerror}.") from None
     try:
         return _parse(text)
     except ClusterError as problem:

@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from paceline.launch.commands import WorkerCommand, worker_commands
 from paceline.launch.run_workers import run_workers
+from paceline.launch.team import LaunchOptions
 
-__all__ = ["WorkerCommand", "run_workers", "worker_commands"]
+__all__ = ["LaunchOptions", "WorkerCommand", "run_workers", "worker_commands"]

@@ -12,6 +12,7 @@ import importlib.metadata
 import os
 import platform
 import queue
+import signal
 import socket
 import sys
 import threading
@@ -122,21 +123,13 @@ class _Agent:
             case messages.ShowStacks(ranks):
                 stacks = {} if self._team is None else self._team.stacks(ranks)
                 self.send(messages.Stacks({str(rank): text for rank, text in stacks.items()}))
-            case messages.SignalWorkers(method, ranks):
-                self._signal_workers(method, ranks)
+            case messages.SignalWorkers(number, ranks):
+                if self._team is not None:
+                    self._team.signal(number, ranks)
+                elif number == signal.SIGKILL:
+                    self.send(messages.RunEnded())
             case WorkerExited(_, rank):
                 self._note_exit(rank)
-
-    def _signal_workers(self, method: str, ranks: list[int] | None) -> None:
-        if self._team is None:
-            if method == "kill":
-                self.send(messages.RunEnded())
-        elif method == "kill":
-            self._team.kill(ranks)
-        elif method == "ask_to_end":
-            self._team.ask_to_end()
-        else:
-            self._team.ask_to_save()
 
     def _start(self, start: messages.Start) -> None:
         if self._team is not None:
@@ -162,11 +155,10 @@ class _Agent:
             run_dir,
             output="all" if start.show_all else "rank0",
             hang_timeout_s=start.hang_timeout_s,
-            preload=preload,
-            is_elastic=bool(preload),  # the launcher prepares no fork server here before the start
+            is_elastic=bool(preload),
             restart=start.restart,
         )
-        self._team = LocalTeam(0, options, self._inbox.put, self._fork_server)
+        self._team = LocalTeam(0, options, self._inbox.put, self._fork_server if preload else None)
         self._team.start(
             commands,
             sockets=sockets,

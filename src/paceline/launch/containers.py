@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Literal
 
 from paceline.errors import LaunchError
-from paceline.launch.output_of import output_of
 from paceline.launch.variables import with_variables
 
 Runtime = Literal["apptainer", "podman"]
@@ -85,10 +84,10 @@ def in_container(
     return ("podman", "run", *options, image.removeprefix("podman://"), *inside)
 
 
-def image_digest(image: str, run: Callable[[Sequence[str]], str] | None = None) -> str:
+def image_digest(image: str, run: Callable[[Sequence[str]], str]) -> str:
     """The digest ("sha256:…") of an image on a node; equal digests mean equal images. For a .sif it is the file's.
 
-    `run` runs a command on the node and returns its output; None runs it here. The node needs no Paceline.
+    `run` runs a command on the node and returns its output. The node needs no Paceline.
 
     Raises:
         LaunchError: there is no such image, or its name is ambiguous.
@@ -104,7 +103,7 @@ def image_digest(image: str, run: Callable[[Sequence[str]], str] | None = None) 
             f"{image} may be another image on every node and on every day; name it by its digest, {image}@sha256:…, or "
             f"make a file of it once (apptainer pull image.sif {image})."
         )
-    digest = re.search(r"(?:sha256:|\A\\?)([0-9a-f]{64})\b", (run or _here)(argv))
+    digest = re.search(r"(?:sha256:|\A\\?)([0-9a-f]{64})\b", run(argv))
     if digest is None:
         raise LaunchError(f"{argv[0]} does not say the digest of {image}; is it complete?")
     return f"sha256:{digest.group(1)}"
@@ -116,12 +115,3 @@ def _bindable(path: Path) -> Path:
             f"The folder {str(path)!r} cannot be shown to a container; its path should have no : and no ,"
         )
     return path
-
-
-def _here(argv: Sequence[str]) -> str:
-    return output_of(
-        argv,
-        timeout_s=DIGEST_TIMEOUT_S,
-        where="on this node; install it, or use another container",
-        refusal=f"There is no image {argv[-1]} on this node",
-    )

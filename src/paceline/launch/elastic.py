@@ -207,7 +207,7 @@ class _ElasticRun:
 
     @property
     def num_workers(self) -> int:
-        """The index of the next generation."""
+        """Of the next generation."""
         return min(self.limits.max_workers, self.fleet.num_slots)
 
     def run_generation(self, plan: Plan, program_for: Callable[[Plan], Sequence[str]]) -> GenerationEnd:
@@ -223,7 +223,7 @@ class _ElasticRun:
                 self.fleet.teams,
                 replace(self.options, preload=preload),
                 signals=self._signals,
-                fork_server=self._fork_server,
+                fork_server=self._fork_server if preload else None,
                 could_grow=lambda: can_grow and self.fleet.has_returned,
             )
         except LaunchError as error:

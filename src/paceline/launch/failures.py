@@ -9,7 +9,6 @@ import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from paceline.errors import JobError
 from paceline.regular_files import make_run_folder, read_json, replace_text
@@ -104,11 +103,6 @@ class Ending:
     """The name of the worker's node; empty: this node."""
     trained_s: float | None = None
     """Seconds between the worker's first update and its end; None: it made no update."""
-
-    @classmethod
-    def from_mapping(cls, mapping: dict[str, Any]) -> Ending:
-        failure = mapping["failure"]
-        return cls(**mapping | {"failure": None if failure is None else Failure(**failure)})
 
     @property
     def failed(self) -> bool:

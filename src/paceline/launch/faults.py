@@ -42,7 +42,7 @@ class Fault:
 
 _READ_LOG = "Read the last lines of the worker's log, {log}."
 _CRASHED = "Read where Python was, {stack}; a crash in native code is often a mismatch of versions: `paceline doctor`."
-_NODE_DOWN = "Is {node} up? `ping {node}`; then start the run again: --hosts without it works too."
+_NODE_DOWN = "Is {node} up? `ping {node}`; then start the run again, with this node or without."
 
 FAULTS: dict[str, Fault] = {
     "exception": Fault(
@@ -78,7 +78,7 @@ FAULTS: dict[str, Fault] = {
         "{who} was killed by the kernel: out of memory; try a smaller micro_batch_size, fewer workers a node, or a "
         "higher memory limit.",
         "{workers} ran out of memory",
-        "Try --micro-batch-size with half the samples, fewer workers a node, or a higher memory limit.",
+        "Try a micro_batch_size of half the samples, fewer workers a node, or a higher memory limit.",
     ),
     "lost_touch": Fault(
         "lost_touch",
@@ -92,7 +92,7 @@ FAULTS: dict[str, Fault] = {
         "{who} {hangs}{in_step}: {waiting} {have} waited for it for {seconds:.1f} s.",
         "{workers} hung",
         "Look at the stack: a loop, a lock, a slow read, or code that only some ranks run before a collective; "
-        "--hang-timeout raises the bound if that work is meant to take so long.",
+        "raise the hang timeout if that work is meant to take so long.",
     ),
     "stopped": Fault(
         "stopped",
@@ -104,7 +104,7 @@ FAULTS: dict[str, Fault] = {
         "mismatch",
         "{everybody} have waited for each other for {seconds:.1f} s: {doing}.",
         "the workers waited for each other",
-        "Compare the collectives: ranks in different ones took different branches (--debug-comm names the first "
+        "Compare the collectives: ranks in different ones took different branches (debug_comm names the first "
         "difference); in the same one, data does not get through: `paceline doctor --hosts …`.",
         blames_workers=False,
     ),
@@ -112,7 +112,7 @@ FAULTS: dict[str, Fault] = {
         "node_silent",
         "Node {node} ({ranks}) has been silent for {seconds:.1f} s: it lost power, hangs, or its link is cut.",
         "node {node} was lost",
-        "Is {node} powered on and its link up? `ping {node}`; then start the run again: --hosts without it works too.",
+        "Is {node} powered on and its link up? `ping {node}`; then start the run again, with this node or without.",
         blames_workers=False,
     ),
     "agent_lost": Fault(

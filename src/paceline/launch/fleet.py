@@ -38,15 +38,6 @@ class WorkerSlot:
     """The index of the GPU; on CPU the local rank."""
 
 
-@dataclass(frozen=True)
-class _LeftOut:
-    """A slot that is not used for a while."""
-
-    slot: WorkerSlot
-    until: float
-    """On the monotonic clock, in seconds."""
-
-
 def slots(plan: Plan) -> list[WorkerSlot]:
     """The slot of every rank."""
     return [
@@ -68,7 +59,8 @@ class Fleet:
         self._teams = {team.hostname: team for team in teams}
         self._first = teams[0] if teams else None
         self._num_losses: Counter[str] = Counter()
-        self._left_out: list[_LeftOut] = []
+        self._left_out: list[tuple[WorkerSlot, float]] = []
+        """Slots that are not used, and until when, on the monotonic clock in seconds."""
         self._num_left_out: Counter[WorkerSlot] = Counter()
         self._is_closing = threading.Event()
         self._lock = threading.Lock()
@@ -96,7 +88,7 @@ class Fleet:
     @property
     def has_returned(self) -> bool:
         """Whether a lost node, or a slot that was left out, can be used again."""
-        if any(one.until <= time.monotonic() for one in self._left_out):
+        if any(until <= time.monotonic() for _, until in self._left_out):
             return True
         with self._lock:
             return any(not team.is_gone for team, _ in self._returned)
@@ -113,7 +105,7 @@ class Fleet:
         if team is None:
             return
         del self._nodes[hostname]
-        self._left_out = [one for one in self._left_out if one.slot.hostname != hostname]
+        self._left_out = [one for one in self._left_out if one[0].hostname != hostname]
         team.close()
         self._try_again(team)
 
@@ -138,11 +130,11 @@ class Fleet:
             return
         pause_s = min(LEFT_OUT_S * 2 ** self._num_left_out[slot], LONGEST_LEFT_OUT_S)
         self._num_left_out[slot] += 1
-        self._left_out.append(_LeftOut(slot, math.inf if for_good else time.monotonic() + pause_s))
+        self._left_out.append((slot, math.inf if for_good else time.monotonic() + pause_s))
 
     def take_back(self) -> list[str]:
         """Use returned nodes again, and slots that were left out for long enough; returns the nodes' names."""
-        self._left_out = [one for one in self._left_out if one.until > time.monotonic()]
+        self._left_out = [one for one in self._left_out if one[1] > time.monotonic()]
         with self._lock:
             returned, self._returned = self._returned, []
         names = []
@@ -168,7 +160,7 @@ class Fleet:
     def _usable(self, name: str) -> Node:
         """The node without the slots that are left out."""
         node = self._nodes[name]
-        left_out = [one.slot.device for one in self._left_out if one.slot.hostname == name]
+        left_out = [slot.device for slot, _ in self._left_out if slot.hostname == name]
         if node.device_kind == "cuda":
             devices = tuple(device for device in node.devices if device.index not in left_out)
         else:

@@ -65,7 +65,6 @@ class ForkServer:
     """The fork server of this node, seen from the process that starts workers; the kernel ends it with that process."""
 
     def __init__(self, preload: Sequence[str]) -> None:
-        """`preload` names the modules to load."""
         self._preload = tuple(preload)
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
@@ -83,11 +82,6 @@ class ForkServer:
     def mark(self) -> bytes:
         """What stands in the environment of the server, of the workers that it forks, and of what these fork."""
         return f"{env.FORKED_BY}={self._name}".encode()
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """The modules that it loads."""
-        return self._preload
 
     @property
     def has_loaded(self) -> bool:
@@ -111,7 +105,7 @@ class ForkServer:
         It loads at low priority, beside workers that train, unless it `is_awaited`.
         """
         early = env.read_early(variables)
-        if sys.platform != "linux" or (self._is_alive and self._early == early):
+        if self._is_alive and self._early == early:
             return
         self.close()
         ours, theirs = socket.socketpair()

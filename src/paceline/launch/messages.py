@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from paceline.errors import LaunchError
 
@@ -164,11 +164,11 @@ class Start(AgentMessage):
 
 @dataclass(frozen=True)
 class SignalWorkers(AgentMessage):
-    """Call the `Team` method of that name; "kill" is answered by `RunEnded` if there are no workers left."""
+    """Send a signal, as `Team.signal` does; SIGKILL is answered by `RunEnded` if there are no workers left."""
 
-    method: Literal["ask_to_save", "ask_to_end", "kill"]
+    number: int
     ranks: list[int] | None = None
-    """The ranks to kill; None: all."""
+    """None: all."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.errors import LaunchError, shown
+from paceline.errors import LaunchError, file_problems, shown
 from paceline.regular_files import read_text
 
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
@@ -44,7 +44,7 @@ def parse_node_list(text: str) -> tuple[NodeSlots, ...]:
     Raises:
         LaunchError: an invalid entry, a node named twice, or no node.
     """
-    entries = [(f"--hosts, entry {number}", entry.strip()) for number, entry in enumerate(text.split(","), 1)]
+    entries = [(f"hosts, entry {number}", entry.strip()) for number, entry in enumerate(text.split(","), 1)]
     return _distinct((where, _parse_entry(entry, where)) for where, entry in entries)
 
 
@@ -54,10 +54,8 @@ def read_node_file(path: Path) -> tuple[NodeSlots, ...]:
     Raises:
         LaunchError: the file cannot be read or names no node, a line is invalid, or a node is named twice.
     """
-    try:
+    with file_problems(f"The hosts file {path} cannot be read", LaunchError):
         lines = read_text(path).splitlines()
-    except OSError as problem:
-        raise LaunchError(f"The hosts file {path} cannot be read: {problem.strerror}.") from None
     entries = [(f"{path}, line {number}", line.partition("#")[0].strip()) for number, line in enumerate(lines, 1)]
     if not any(entry for _, entry in entries):
         raise LaunchError(f"The hosts file {path} names no node; write one per line, such as gpu1 slots=8.")

@@ -25,6 +25,7 @@ from paceline.launch.hang import WatchClock, WorkerState, interval_s
 from paceline.launch.messages import AgentMessage
 from paceline.launch.output import show_here
 from paceline.launch.team import STACKS_WAIT_S, LaunchOptions, with_age
+from paceline.spec.codec import from_mapping
 
 OPEN_TIMEOUT_S = 60.0
 """Timeout for an agent's first message: login, start of a container and an interpreter, hardware detection."""
@@ -58,11 +59,10 @@ class RemoteTeam:
     """The connection to one node's agent; it may serve several runs."""
 
     def __init__(self, access: NodeAccess) -> None:
-        """Start the agent."""
         self.hostname = access.hostname
         self.access = access
         self.versions: dict[str, str] = {}
-        """The node as the agent's first message described it."""
+        """Those in the agent's first message; empty before it."""
         self._number = 0
         self._notify: Callable[[Event], None] | None = None
         self._running: set[int] = set()
@@ -177,7 +177,7 @@ class RemoteTeam:
         """Wait until the agent has released the run's workers, killing those still running."""
         if self._notify is None:
             return
-        self.send(messages.SignalWorkers("kill"))
+        self.send(messages.SignalWorkers(signal.SIGKILL))
         self._has_ended.wait(self._last_word_timeout_s())
         self._notify = None
         self._running.clear()
@@ -209,14 +209,8 @@ class RemoteTeam:
     def prepare_standby(self) -> None:
         """The agent does."""
 
-    def ask_to_save(self) -> None:
-        self.send(messages.SignalWorkers("ask_to_save"))
-
-    def ask_to_end(self) -> None:
-        self.send(messages.SignalWorkers("ask_to_end"))
-
-    def kill(self, ranks: Sequence[int] | None = None) -> None:
-        self.send(messages.SignalWorkers("kill", None if ranks is None else list(ranks)))
+    def signal(self, number: int, ranks: Sequence[int] | None = None) -> None:
+        self.send(messages.SignalWorkers(number, None if ranks is None else list(ranks)))
 
     def answers(self) -> bool:
         """Whether the node itself still answers."""
@@ -285,7 +279,7 @@ class RemoteTeam:
             case messages.OutputText(target_fd, text):
                 show_here(target_fd, text.encode())
             case messages.Exited(mapping):
-                ending = with_age(Ending.from_mapping(mapping), time.time())
+                ending = with_age(from_mapping(Ending, mapping), time.time())
                 self._endings[ending.rank] = ending
                 if self._notify is not None:
                     self._notify(WorkerExited(self._number, ending.rank))
@@ -371,6 +365,6 @@ def _no_endpoint_sentence(
             )
             return (
                 f"{name} reaches no address of {first}: {tried}; open the firewall between the nodes, or name the "
-                "network with --interface."
+                "network with interface = NAME."
             )
-    return f"No address of {first} is reached by all other nodes; name a common network with --interface."
+    return f"No address of {first} is reached by all other nodes; name a common network with interface = NAME."

@@ -8,14 +8,14 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from paceline import env
-from paceline.errors import LaunchError, PacelineError, WorkerFailed
+from paceline.errors import LaunchError, PacelineError, WorkerFailed, file_problems
 from paceline.launch.commands import Rendezvous, WorkerCommand, rendezvous_on_one_node, worker_commands
 from paceline.launch.endpoints import listen
 from paceline.launch.events import Events, Signalled
@@ -23,7 +23,7 @@ from paceline.launch.failure_report import FailureReport, clear_report, describe
 from paceline.launch.forking import ForkServer
 from paceline.launch.remote_team import RemoteTeam, arrange_rendezvous
 from paceline.launch.supervise import Outcome, Supervisor
-from paceline.launch.team import GRACE_S, HANG_TIMEOUT_S, LaunchOptions, LocalTeam, Output, Team
+from paceline.launch.team import LaunchOptions, LocalTeam, Team
 from paceline.launch.workers_file import WorkersFile
 from paceline.regular_files import make_run_folder
 from paceline.run_lease import temporary_folder
@@ -40,57 +40,42 @@ _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def run_workers(
     plan: Plan,
     program: Sequence[str],
+    options: LaunchOptions,
     *,
-    run_dir: Path,
     nodes: Sequence[RemoteTeam] = (),
-    interface: str | None = None,
-    output: Output = "rank0",
-    grace_s: float = GRACE_S,
-    save_s: float | None = None,
-    hang_timeout_s: float = HANG_TIMEOUT_S,
-    environ: Mapping[str, str] | None = None,
     fork_server: ForkServer | None = None,
 ) -> None:
     """Run `program` in every worker of `plan` and return when all of them have ended without an error.
 
     `program` is what would follow `python` on a command line. On this node rank 0 writes to this process's own standard
-    output and error; the others write to `run_dir`/logs/rankK.log and, with `output="all"`, here as well, each line
-    with its rank in front. `environ` holds variables for the workers over those of their node.
+    output and error, and the others to logs/rankK.log in the run folder.
 
     When a worker fails, hangs, or is lost with its node, or when this process gets SIGINT, SIGTERM or SIGHUP, every
-    worker gets SIGTERM, and SIGKILL `grace_s` seconds later; a second signal kills at once. What a worker started is
-    killed when it has ended. SIGUSR1 is passed on: it asks training to save a checkpoint.
+    worker gets SIGTERM, and SIGKILL later; a second signal kills at once. What a worker started is killed when it has
+    ended. SIGUSR1 is passed on: it asks training to save a checkpoint.
     Signals are handled only where this is called from the main thread, and the handlers found are put back.
 
     Args:
-        save_s: in place of `grace_s` after SIGTERM or SIGHUP, for workers that have something to save.
         nodes: the agents on the nodes that the plan names; where it names none the workers run here.
-        interface: the network interface between nodes; None: one on which all nodes reach the first.
-        hang_timeout_s: how long workers may wait for another one, or a node be silent, before the run is ended.
         fork_server: forks the workers on this node, so that they need not load torch each.
 
     Raises:
         LaunchError: a worker cannot be started, or the nodes do not reach each other.
         PacelineError: a worker met a mistake of the user; carries its sentence.
         WorkerFailed: a worker failed, hangs, or is lost; names the first one that did so on its own. The report is in
-            `run_dir`/failure.json and failure.txt.
+            failure.json and failure.txt in the run folder.
         KeyboardInterrupt: SIGINT came.
         SystemExit: SIGTERM or SIGHUP came; the code is 128 + the number of the signal.
     """
-    prepare(run_dir)
-    options = LaunchOptions(
-        run_dir,
-        interface=interface,
-        output=output,
-        grace_s=grace_s,
-        save_s=save_s,
-        hang_timeout_s=hang_timeout_s,
-        environ=environ or {},
-        preload=() if fork_server is None else fork_server.modules,
-    )
+    prepare(options.run_dir)
     outcome = run_once(plan, program, nodes, options, fork_server=fork_server)
     raise_interruption(outcome.interrupted_by)
-    raise_failure(outcome, plan.world_size, run_dir, still_answers(outcome, nodes))
+    mistake = user_mistake(outcome)
+    if mistake is not None:
+        raise PacelineError(mistake)
+    report = describe_failure(outcome, plan.world_size, options.run_dir, answers=_still_answers(outcome, nodes))
+    if report is not None:
+        raise worker_failed(report, report.save(options.run_dir))
 
 
 def run_once(
@@ -122,16 +107,8 @@ def run_once(
             teams = start.on(_chosen(nodes, plan))
         else:
             teams = start.here(fork_server)
-        supervisor = Supervisor(
-            teams,
-            events,
-            grace_s=options.grace_s,
-            save_s=options.save_s,
-            hang_timeout_s=options.hang_timeout_s,
-            is_elastic=options.is_elastic,
-            could_grow=could_grow,
-            publish=WorkersFile(options.run_dir).write,
-        )
+        publish = WorkersFile(options.run_dir).write
+        supervisor = Supervisor(teams, events, options, could_grow=could_grow, publish=publish)
         supervisor.wait()
         at_end.close()
         supervisor.drain()
@@ -215,7 +192,6 @@ class Signals:
         self._events = self._waiting
 
     def note(self, number: int, _frame: FrameType | None) -> None:
-        """The handler."""
         self._events.put(Signalled(number))  # SimpleQueue.put may interrupt a get, and itself
 
     @contextlib.contextmanager
@@ -268,7 +244,7 @@ def raise_interruption(number: int | None) -> None:
         raise SystemExit(128 + number)
 
 
-def still_answers(outcome: Outcome, nodes: Sequence[RemoteTeam]) -> bool:
+def _still_answers(outcome: Outcome, nodes: Sequence[RemoteTeam]) -> bool:
     """Whether a node whose agent ended still answers, so that only the agent ended."""
     lost = {loss.hostname for loss in outcome.losses if loss.silent_s is None}
     return any(node.answers() for node in nodes if node.hostname in lost)
@@ -276,39 +252,22 @@ def still_answers(outcome: Outcome, nodes: Sequence[RemoteTeam]) -> bool:
 
 def prepare(run_dir: Path) -> None:
     """Make the folders, readable only by the user, and delete files of an earlier run in the same folder."""
-    try:
+    with file_problems(f"The run folder {run_dir} cannot be used", LaunchError):
         for folder in (run_dir, run_dir / "logs", run_dir / "failures"):
             make_run_folder(folder)
         for note in (*run_dir.glob("failures/rank*"), *run_dir.glob("logs/rank*")):
             note.unlink()
         clear_report(run_dir)
-    except OSError as error:
-        raise LaunchError(f"The run folder {run_dir} cannot be used: {error}.") from error
-
-
-def raise_failure(outcome: Outcome, world_size: int, run_dir: Path, answers: bool) -> None:
-    """Report a run in which at least one worker failed; does nothing if none did."""
-    mistake = user_mistake(outcome)
-    if mistake is not None:
-        raise PacelineError(mistake)
-    report = describe_failure(outcome, world_size, run_dir, answers=answers)
-    if report is not None:
-        raise worker_failed(report, report.save(run_dir))
 
 
 def worker_failed(report: FailureReport, file: Path | None, more: str = "") -> WorkerFailed:
     """The error of a run that failed as the report in `file` describes; `more` is another sentence for the user."""
+    code = report.exit_code
     stop = "" if not more or report.sentence.endswith((".", "!", "?")) else "."
     return WorkerFailed(
         f"{report.sentence}{stop} {more}".rstrip(),
         rank=report.ranks[0],
         details=report.evidence,
-        exit_code=_exit_code(report),
+        exit_code=1 if code is None else code if code > 0 else 128 - code,
         report=file,
     )
-
-
-def _exit_code(report: FailureReport) -> int:
-    if report.exit_code is None:
-        return 1
-    return report.exit_code if report.exit_code > 0 else 128 - report.exit_code

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import re
 import shlex
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from paceline.errors import LaunchError
 from paceline.launch.node_list import NodeSlots
-from paceline.launch.output_of import output_of
 from paceline.launch.variables import with_variables
 
 ASK_TIMEOUT_S = 30.0
@@ -52,58 +52,20 @@ def srun_argv(node: str, program: Sequence[str], *, cwd: Path, environ: Mapping[
     )
 
 
-def is_inside_allocation(environ: Mapping[str, str]) -> bool:
-    return "SLURM_JOB_NODELIST" in environ
-
-
 def allocation(environ: Mapping[str, str], run: Run | None = None) -> tuple[NodeSlots, ...]:
     """The nodes of the current allocation, with as many workers as GPUs were asked for there, else as tasks.
 
     Raises:
         LaunchError: there is no allocation, or Slurm's description of it cannot be read.
     """
-    if not is_inside_allocation(environ):
+    nodelist = environ.get("SLURM_JOB_NODELIST")
+    if nodelist is None:
         raise LaunchError(
             "This is not a Slurm allocation; get one with salloc or sbatch, or let paceline submit a job."
         )
-    nodelist = environ["SLURM_JOB_NODELIST"]
-    try:
-        names = (run or _here)(["scontrol", "show", "hostnames", nodelist], "").split()
-    except LaunchError:
-        names = list(expand_nodelist(nodelist))  # a container may lack scontrol
+    names = (run or _here)(["scontrol", "show", "hostnames", nodelist], "").split()
     counts = _workers_per_node(environ, len(names))
     return tuple(NodeSlots(name, count) for name, count in zip(names, counts, strict=True))
-
-
-def expand_nodelist(text: str) -> tuple[str, ...]:
-    """Expand "gpu[03-05,9],login" to the names gpu03, gpu04, gpu05, gpu9, login.
-
-    Raises:
-        LaunchError: the list is invalid.
-    """
-    parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
-    if not text or ",".join(parts) != text:
-        raise LaunchError(f"Slurm's node list {text!r} cannot be read.")
-    return tuple(name for part in parts for name in _expand(part, text))
-
-
-def _expand(part: str, text: str) -> list[str]:
-    """Expand one entry, brackets from the left: "r[1-2]n[01-02]" is four names."""
-    before, bracket, rest = part.partition("[")
-    if not bracket:
-        return [part]
-    inside, _, after = rest.partition("]")
-    numbers = [number for span in inside.split(",") for number in _span(span, text)]
-    return [before + number + ending for number in numbers for ending in _expand(after, text)]
-
-
-def _span(span: str, text: str) -> list[str]:
-    """Expand "08-10" to 08, 09, 10."""
-    found = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", span)
-    first, last = (found.group(1), found.group(2) or found.group(1)) if found else ("1", "0")
-    if not 0 <= int(last) - int(first) < 100_000:
-        raise LaunchError(f"Slurm's node list {text!r} cannot be read: {span!r} is not a range of numbers.")
-    return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
 
 
 def _workers_per_node(environ: Mapping[str, str], num_nodes: int) -> list[int]:
@@ -152,8 +114,8 @@ def batch_script(
         f"--cpus-per-task={cpus_per_worker}",
         *([f"--gpus-per-node={workers_per_node}"] if use_gpus else []),
         *([f"--time={_clock(time_limit_s)}"] if time_limit_s is not None else []),
-        *([f"--partition={_word('--partition', partition)}"] if partition is not None else []),
-        *([f"--account={_word('--account', account)}"] if account is not None else []),
+        *([f"--partition={_word('partition =', partition)}"] if partition is not None else []),
+        *([f"--account={_word('account =', account)}"] if account is not None else []),
         f"--output={_log_pattern(run_dir)}",
     ]
     lines = [
@@ -201,5 +163,13 @@ def _clock(seconds: float) -> str:
 
 
 def _here(argv: Sequence[str], stdin: str) -> str:
-    where = "on this machine; run on a login node of the Slurm cluster"
-    return output_of(argv, timeout_s=ASK_TIMEOUT_S, where=where, refusal=f"{argv[0]} refused", stdin=stdin)
+    try:
+        done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=ASK_TIMEOUT_S)
+    except FileNotFoundError:
+        where = "on this machine; run on a login node of the Slurm cluster"
+        raise LaunchError(f"There is no {argv[0]} {where}.") from None
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{argv[0]} has not answered within {ASK_TIMEOUT_S:.0f} s; is it overloaded?") from None
+    if done.returncode != 0:
+        raise LaunchError(f"{argv[0]} refused: {' '.join(done.stderr.split()) or f'exit code {done.returncode}'}")
+    return done.stdout

@@ -12,7 +12,7 @@ from typing import Any
 from paceline.launch.events import Events, Signalled, TeamLost, WorkerExited
 from paceline.launch.failures import Ending, is_consequence
 from paceline.launch.hang import Hang, WorkerState, find_hang, interval_s
-from paceline.launch.team import Team
+from paceline.launch.team import LaunchOptions, Team
 
 CULPRIT_WAIT_S = 1.0
 """How long to wait for the cause: a worker may report that it lost a peer before the peer reports why it ended."""
@@ -74,38 +74,31 @@ class Supervisor:
         self,
         teams: Sequence[Team],
         events: Events,
+        options: LaunchOptions,
         *,
-        grace_s: float,
-        hang_timeout_s: float,
-        save_s: float | None = None,
-        is_elastic: bool = False,
         could_grow: Callable[[], bool] = lambda: False,
         publish: Callable[[StatesByNode], object] = lambda _states: None,
     ) -> None:
         """Watch workers that have been started.
 
         Args:
-            grace_s: between SIGTERM and SIGKILL.
-            save_s: the same for workers that are asked to save a checkpoint; None: `grace_s`.
-            is_elastic: the run will restart after a failure, so that no worker is asked to end. A worker that does not
-            end by itself within a moment, and is not saving a checkpoint, is killed.
             could_grow: whether there is a reason to start again with more workers.
             publish: receives the states of all workers every time they are checked.
         """
         self._teams = teams
         self._events = events
-        self._grace_s = grace_s
-        self._save_s = grace_s if save_s is None else save_s
-        self._is_elastic = is_elastic
+        self._grace_s = options.grace_s
+        self._save_s = options.grace_s if options.save_s is None else options.save_s
+        self._is_elastic = options.is_elastic
         self._could_grow = could_grow
         self._publish = publish
         self._outcome = Outcome()
         self._stopped_at = float("inf")
         """As in the outcome, but on the monotonic clock."""
-        self._interval_s = interval_s(hang_timeout_s)
+        self._interval_s = interval_s(options.hang_timeout_s)
         # Heartbeat, agent and launcher each see a state up to one interval late, but a hang must be reported within
         # its bound.
-        self._bound_s = hang_timeout_s - 4 * self._interval_s
+        self._bound_s = options.hang_timeout_s - 4 * self._interval_s
         self._lost: set[int] = set()
         self._deadline: float | None = None
         """On the monotonic clock: when to send SIGTERM, or after it SIGKILL."""
@@ -127,8 +120,7 @@ class Supervisor:
                 case TeamLost(team):
                     self._lose(team, silent_s=None)
                 case Signalled(signal.SIGUSR1):
-                    for each in self._teams:
-                        each.ask_to_save()
+                    self._signal(signal.SIGUSR1)
                 case Signalled(number):
                     hurries = self._outcome.signalled is not None or (self._is_stopping and not self._is_elastic)
                     self._note_signal(number)
@@ -261,7 +253,7 @@ class Supervisor:
             self._note(interrupted_by=number)
 
     def _end(self, hanging: Sequence[int] = ()) -> None:
-        """Find hanging workers after a failure: those that others wait for."""
+        """End the run after a failure; where it will go on, kill only those that hang."""
         if not self._is_elastic:
             self._ask_to_end(self._grace_s)
             return
@@ -269,25 +261,26 @@ class Supervisor:
         self._deadline = time.monotonic() + self._settle_s
         for team in self._teams:
             if ranks := [rank for rank in team.running if rank in hanging]:
-                team.kill(ranks)
+                team.signal(signal.SIGKILL, ranks)
 
     def _note_stop(self) -> None:
-        """The first time counts."""
-        if not self._is_stopping:
+        if not self._is_stopping:  # the first time counts
             self._note(stopped_at=time.time())
             self._stopped_at = time.monotonic()
 
     def _ask_to_end(self, grace_s: float) -> None:
         self._note_stop()
         self._deadline = time.monotonic() + grace_s
-        for team in self._teams:
-            team.ask_to_end()
+        self._signal(signal.SIGTERM)
 
     def _kill(self) -> None:
         self._note_stop()
         self._deadline = None
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
         for team in self._teams:
-            team.kill()
+            team.signal(number)
 
 
 def _by_rank(states: StatesByNode) -> list[WorkerState]:

@@ -40,19 +40,26 @@ GRACE_S = 3.0
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Settings of all workers of a run, on all nodes; the names are those of `run_workers`."""
+    """Settings of all workers of a run, on all nodes."""
 
     run_dir: Path
     interface: str | None = None
+    """The network interface between nodes; None: one on which all nodes reach the first."""
     output: Output = "rank0"
+    """Whose lines are shown: those of rank 0, or all, each with its rank in front; logs have the others'."""
     grace_s: float = GRACE_S
+    """Seconds between SIGTERM and SIGKILL."""
     save_s: float | None = None
+    """The same for workers that have something to save after SIGTERM or SIGHUP; None: `grace_s`."""
     hang_timeout_s: float = HANG_TIMEOUT_S
+    """How long workers may wait for another one, or a node be silent, before the run is ended."""
     environ: Mapping[str, str] = field(default_factory=dict)
+    """Variables for the workers over those of their node."""
     preload: tuple[str, ...] = ()
     """Modules that a fork server on each node loads for the next start; empty: no fork server."""
     is_elastic: bool = False
-    """Whether a failure is followed by a restart, so that workers get no time to end."""
+    """Whether a failure is followed by a restart: no worker is asked to end, and one that does not end by itself within
+    a moment, and is not saving a checkpoint, is killed."""
     restart: int = 0
     """How often the run has been started before; output is appended to the logs."""
 
@@ -82,17 +89,11 @@ class Team(Protocol):
     def prepare_standby(self) -> None:
         """Make a restart of an elastic run quick; called regularly by the thread that started the workers."""
 
-    def ask_to_save(self) -> None:
-        """Send SIGUSR1 to all workers."""
+    def signal(self, number: int, ranks: Sequence[int] | None = None) -> None:
+        """Send a signal to these workers (None: to all), SIGKILL to what they have started too.
 
-    def ask_to_end(self) -> None:
-        """Send SIGTERM to all workers; their child processes are killed after them."""
-
-    def kill(self, ranks: Sequence[int] | None = None) -> None:
-        """Send SIGKILL to these workers (None: to all) and to their child processes."""
-
-    def close(self) -> None:
-        """Kill running workers and release everything."""
+        SIGUSR1 asks to save a checkpoint, SIGTERM to end; the child processes of a worker are killed after it.
+        """
 
 
 class LocalTeam:
@@ -112,10 +113,10 @@ class LocalTeam:
         Args:
             number: the index of the team in its events.
             notify: receives events; called from any thread.
-            fork_server: forks the workers if it can, and is prepared for the next start if anything is preloaded.
+            fork_server: forks the workers if it can, and is prepared for the next start of an elastic run.
         """
         self._notify = notify
-        self._fork_server = fork_server if options.preload else None
+        self._fork_server = fork_server
         self._variables: list[dict[str, str]] = []
         self._number = number
         self._options = options
@@ -155,8 +156,7 @@ class LocalTeam:
             try:
                 process = self._popen(command, inherited, inherits=command.rank == 0 and show is None)
             except OSError as error:
-                where = f"on {self.hostname}" if self.hostname else "on this machine"
-                raise LaunchError(f"Worker {command.rank} cannot be started {where}: {error}.") from error
+                raise LaunchError(f"Worker {command.rank} cannot be started on this machine: {error}.") from error
             self._running[command.rank] = process
             self._variables.append(command.variables)
             self._oom_kills[command.rank] = count_oom_kills(process.pid)
@@ -175,7 +175,7 @@ class LocalTeam:
         process = self._running.pop(rank)
         before, after = self._oom_kills.pop(rank), count_oom_kills(process.pid)
         # Its children first: until it is reaped, its pid cannot have become another group's.
-        _signal_group(process, signal.SIGKILL)
+        _kill_group(process)
         exit_code = process.wait()
         _reap_group(process.pid)
         ran_out = exit_code == -signal.SIGKILL and (
@@ -206,8 +206,8 @@ class LocalTeam:
 
     def _state(self, rank: int, pid: int) -> WorkerState:
         now = time.monotonic()
-        process = _read_process(pid)
-        if process is not None and process.is_stopped:
+        is_stopped, memory_bytes, processor_s = _read_process(pid)
+        if is_stopped:
             self._stopped_since.setdefault(rank, now)
         else:
             self._stopped_since.pop(rank, None)
@@ -229,8 +229,8 @@ class LocalTeam:
             trained_s=vitals.trained_s,
             is_saving=vitals.is_saving,
             output_blocked_s=None if rank not in self._blocked_at else now - self._blocked_at[rank],
-            memory_bytes=None if process is None else process.memory_bytes,
-            processor_s=None if process is None else process.processor_s,
+            memory_bytes=memory_bytes,
+            processor_s=processor_s,
         )
 
     def _awaits_reader(self, rank: int) -> bool:
@@ -266,23 +266,20 @@ class LocalTeam:
         if all(state.trained_s is not None for state in self.states()):
             self._fork_server.prepare(self._variables[0])
 
-    def ask_to_save(self) -> None:
+    def signal(self, number: int, ranks: Sequence[int] | None = None) -> None:
         for rank, process in self._running.items():
-            if read_vitals(self._heartbeat(rank)).heartbeat_age_s is not None:  # before that it would die of the signal
-                _send(process, signal.SIGUSR1)
-
-    def ask_to_end(self) -> None:
-        # Not to their child processes: a worker may need its loaders to save a checkpoint.
-        for process in self._running.values():
-            _send(process, signal.SIGTERM)
-
-    def kill(self, ranks: Sequence[int] | None = None) -> None:
-        for rank, process in self._running.items():
-            if ranks is None or rank in ranks:
-                _signal_group(process, signal.SIGKILL)
+            if ranks is not None and rank not in ranks:
+                continue
+            if number == signal.SIGKILL:
+                _kill_group(process)
+            # Before its first heartbeat it would die of a request to save.
+            elif number == signal.SIGTERM or read_vitals(self._heartbeat(rank)).heartbeat_age_s is not None:
+                # Not to its child processes: a worker may need its loaders to save a checkpoint.
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, number)  # not yet reaped: the pid is its own
 
     def close(self) -> None:
-        self.kill()
+        self.signal(signal.SIGKILL)
         for rank in tuple(self._running):
             self.collect(rank)
         if self._pump is not None:
@@ -358,13 +355,10 @@ class LocalTeam:
         )
 
     def _report_exit(self, rank: int, process: Process) -> None:
-        if hasattr(os, "waitid"):
-            try:
-                os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # leaves it to be reaped
-            except ChildProcessError:
-                return  # `close` has reaped it
-        else:
-            process.wait()
+        try:
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # leaves it to be reaped
+        except ChildProcessError:
+            return  # `close` has reaped it
         self._notify(WorkerExited(self._number, rank))
 
 
@@ -380,14 +374,9 @@ def _pipe(ours: contextlib.ExitStack, theirs: contextlib.ExitStack) -> tuple[IO[
     return ours.enter_context(os.fdopen(read_fd, "rb", buffering=0)), write_fd
 
 
-def _send(process: Process, number: signal.Signals) -> None:
+def _kill_group(process: Process) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.kill(process.pid, number)  # not yet reaped: the pid is its own
-
-
-def _signal_group(process: Process, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS forbids what Linux does not find
-        os.killpg(process.pid, number)
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _reap_group(group: int) -> None:
@@ -415,25 +404,15 @@ def _reap(killed: Sequence[int]) -> None:
             time.sleep(0.01)
 
 
-@dataclass(frozen=True)
-class _Process:
-    """What the kernel says of a process."""
-
-    is_stopped: bool
-    """By SIGSTOP or a debugger."""
-    memory_bytes: int
-    processor_s: float
-
-
-def _read_process(pid: int) -> _Process | None:
-    """None where there is no such process, or no Linux."""
+def _read_process(pid: int) -> tuple[bool, int | None, float | None]:
+    """Whether SIGSTOP or a debugger has stopped a process, its memory in bytes, and the processor time it has used."""
     try:
         # proc(5): behind the name come state, 10 fields, utime and stime in ticks, 8 fields, resident pages.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return None
+        return False, None, None
     ticks = int(fields[11]) + int(fields[12])
-    return _Process(fields[0] in "Tt", int(fields[21]) * os.sysconf("SC_PAGE_SIZE"), ticks / os.sysconf("SC_CLK_TCK"))
+    return fields[0] in "Tt", int(fields[21]) * os.sysconf("SC_PAGE_SIZE"), ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _size(path: Path) -> int:

@@ -84,9 +84,8 @@ def main(program: Sequence[str]) -> None:
 
 
 def die_with_launcher() -> None:
-    """Ask the kernel (Linux) to kill this process when its launcher dies; end now if it is dead already."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    """Ask the kernel to kill this process when its launcher dies; end now if it is dead already."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     # The launcher may have died before the line above; no signal will come then. Its end of the pipe shows
     # it, where a parent's pid could not: which pid to expect is unknown.
     if not stat.S_ISFIFO(os.fstat(0).st_mode):

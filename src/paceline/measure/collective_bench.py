@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from paceline.comm import ALGORITHMS, WIRE_FORMATS, Algorithm, Links, open_links
-from paceline.comm.timing import fit_cost, slowest, time_sum
+from paceline.comm.timing import fit_cost, largest, time_sum
 from paceline.errors import JobError, LaunchError, PacelineError
 from paceline.measure.load import LoadMeter
 from paceline.measure.program import Report, run_program, unreported
@@ -222,21 +222,21 @@ class _Bench:
         sum_s = time_sum(_in_float(self._algorithms[case.algorithm]), self._links_for(case), values)
         after = self._link_bytes()
         self._check(case, values)
-        whole_s = slowest(clock.spent_s, self._links)
+        whole_s = largest(clock.spent_s, self._links.group)
         crossed = None
         if before is not None and after is not None:
-            crossed = slowest(max(now - then for now, then in zip(after, before, strict=True)), self._links)
+            crossed = largest(max(now - then for now, then in zip(after, before, strict=True)), self._links.group)
         return _Sample(sum_s, whole_s, crossed)
 
     def left_s(self) -> float:
         """What is left of the budget, by the slowest worker's clock."""
-        return self._budget_s - slowest(self._stopwatch.spent_s, self._links)
+        return self._budget_s - largest(self._stopwatch.spent_s, self._links.group)
 
     def fits_into_memory(self, size_bytes: int) -> bool:
         """Whether every node has room: three vectors a worker, and one of each worker where all send to one."""
         num_local = 1 if self._links.device.type == "cuda" else len(self._links.node)
         missing = size_bytes * (3 * num_local + self._links.world_size) - free_bytes(self._links.device)
-        return slowest(missing, self._links) <= 0
+        return largest(missing, self._links.group) <= 0
 
     def _links_for(self, case: CommCase) -> Links:
         links = replace(self._links, wire=WIRE_FORMATS[case.wire], num_servers=self._num_servers)
@@ -253,8 +253,8 @@ class _Bench:
             slice_.sub_(numbers)
         error = float(torch.stack(values.aminmax()).abs().max())  # undefined if a value is
         allowed = self._allowed(case)
-        if slowest(float(not error <= allowed), self._links):
-            worst = slowest(error if error < float("inf") else sys.float_info.max, self._links)
+        if largest(float(not error <= allowed), self._links.group):
+            worst = largest(error if error < float("inf") else sys.float_info.max, self._links.group)
             raise PacelineError(
                 f"{case} summed {values.nbytes:,} bytes over {self._links.world_size} workers wrongly: a value is off "
                 f"by {worst:.3g} where {allowed:.3g} is allowed; do not train with it here."

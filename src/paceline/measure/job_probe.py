@@ -31,7 +31,7 @@ from paceline.measure.load import LoadMeter, most_disturbed
 from paceline.measure.program import Report, run_program, unreported
 from paceline.measure.steps import StepTiming, Subject, num_passes, time_steps
 from paceline.measure.stopwatch import Stopwatch, seconds_of
-from paceline.measure.values import JOB_FILE, JobProbe, JobRequest, read_json, write_json
+from paceline.measure.values import JOB_FILE, JobProbe, JobRequest
 from paceline.measure.workers import free_bytes
 from paceline.measure.workers_together import Together, TogetherTiming, time_together
 from paceline.parallel.micro_batch import is_out_of_memory
@@ -89,7 +89,7 @@ def probe_job(request: JobRequest, report: Report = unreported) -> JobProbe | No
         first = FirstWorker(subject, request, facts, report)
         alone = first.time_alone()
         together = first.what_fits_together(alone.step, alone.peak_bytes)
-        write_json(together, orders)
+        together.save(orders)
         timed = None
         if alone.step is not None and together.micro_batch_size:
             report(f"{facts.world_size} workers at the same time", 1.0 - _TOGETHER_SHARE)
@@ -101,7 +101,7 @@ def _wait_for_orders(path: Path) -> Together:
     """Wait without a collective: the first worker may be busy for any time, and a collective would count as a hang."""
     while not path.exists():
         time.sleep(_LOOK_S)
-    return read_json(Together, path)
+    return Together.load(path)
 
 
 @dataclass(frozen=True)

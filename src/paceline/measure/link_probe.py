@@ -14,7 +14,8 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -79,7 +80,7 @@ def measure_links(node: Node) -> LinkProbe:
 
 def time_loopback() -> LinkTimes:
     """Two processes on a TCP connection: a byte there and back, then a stream one way."""
-    with socket.create_server(("127.0.0.1", 0)) as server, _Partner(_send_on_loopback, server.getsockname()[1]):
+    with socket.create_server(("127.0.0.1", 0)) as server, _partner(_send_on_loopback, server.getsockname()[1]):
         server.settimeout(LIMIT_S)
         connection, _ = server.accept()
         with connection:
@@ -124,7 +125,7 @@ def time_shared_memory() -> LinkTimes:
         )
     with (
         mmap.mmap(-1, mmap.PAGESIZE + _NUM_SLOTS * _SLOT_BYTES) as shared,
-        _Partner(_send_through_memory, shared),
+        _partner(_send_through_memory, shared),
         _Ring(shared) as ring,
     ):
         arrived = memoryview(bytearray(_STREAM_BYTES))
@@ -214,23 +215,19 @@ class _Ring:
             view.release()
 
 
-class _Partner:
+@contextmanager
+def _partner(work: Callable[..., None], *arguments: Any) -> Iterator[None]:
     """Another process for the time of a `with`; it inherits what it is given."""
-
-    def __init__(self, work: Callable[..., None], *arguments: Any) -> None:
-        # Inheriting an unnamed mapping leaves nothing behind, whatever happens to either process.
-        self._process = multiprocessing.get_context("fork").Process(target=work, args=arguments, daemon=True)
-
-    def __enter__(self) -> None:
-        self._process.start()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self._process.kill()
-        self._process.join(LIMIT_S)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+    # Inheriting an unnamed mapping leaves nothing behind, whatever happens to either process.
+    process = multiprocessing.get_context("fork").Process(target=work, args=arguments, daemon=True)
+    process.start()
+    try:
+        yield
+        process.join(LIMIT_S)
+    finally:
+        if process.is_alive():
+            process.kill()
+        process.join()
 
 
 # --- between GPUs ---

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from paceline import env
-from paceline.measure.values import read_json, write_json
+from paceline.spec.codec import JsonValue
 
-Q = TypeVar("Q")
+Q = TypeVar("Q", bound=JsonValue)
 
 Report = Callable[[str, float], None]
 """Receives a description of the current work, and the completed fraction."""
@@ -28,13 +28,13 @@ def unreported(_doing: str, _done: float) -> None:
 
 
 def run_program(
-    doc: str | None, request_type: type[Q], measure: Callable[[Q, Report], object | None], result_file: str
+    doc: str | None, request_type: type[Q], measure: Callable[[Q, Report], JsonValue | None], result_file: str
 ) -> None:
     """Parse the command line, measure, and write the result to OUT/`result_file`.
 
     Args:
         doc: what --help says.
-        measure: called on every worker; its result is a dataclass, or None on workers that leave none.
+        measure: called on every worker; its result, or None on workers that leave none.
         result_file: "{rank}" in it is replaced by the worker's rank.
     """
     parser = argparse.ArgumentParser(
@@ -46,12 +46,13 @@ def run_program(
     parser.add_argument("out", type=Path, help=f"folder for {result_file}")
     parser.add_argument("--quiet", action="store_true", help="show no progress")
     arguments = parser.parse_args()
-    request = read_json(request_type, arguments.request)
+    request = request_type.load(arguments.request)
     rank = env.worker_facts().rank
     with progress_bar(is_shown=rank == 0 and not arguments.quiet) as report:
         result = measure(request, report)
     if result is not None:
-        write_json(result, arguments.out / result_file.format(rank=rank))
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        result.save(arguments.out / result_file.format(rank=rank))
 
 
 @contextmanager

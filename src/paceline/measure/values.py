@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
 
-from paceline.errors import JobError
-from paceline.regular_files import read_json as read_plain
-from paceline.regular_files import replace_text
 from paceline.spec import DeviceKind, Job, JobTiming, Link, NetworkLink, Node
-from paceline.spec.codec import above, at_least, from_mapping, to_mapping
-
-T = TypeVar("T")
+from paceline.spec.codec import JsonValue, above, at_least
 
 REQUEST_FILE = "request.json"
 LINKS_FILE, NETWORK_FILE, JOB_FILE = "links{rank}.json", "network.json", "probe.json"
@@ -23,14 +13,14 @@ LINKS_FILE, NETWORK_FILE, JOB_FILE = "links{rank}.json", "network.json", "probe.
 
 
 @dataclass(frozen=True)
-class LinkRequest:
+class LinkRequest(JsonValue):
     """Inside which nodes to time the links; rank r is on node r."""
 
     nodes: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
-class LinkProbe:
+class LinkProbe(JsonValue):
     """The measured links of one node, and a sentence for everything that was not measured."""
 
     links: tuple[Link, ...] = ()
@@ -38,7 +28,7 @@ class LinkProbe:
 
 
 @dataclass(frozen=True)
-class NetworkRequest:
+class NetworkRequest(JsonValue):
     """Between which nodes to time what they send each other; rank r is on node r."""
 
     hostnames: tuple[str, ...]
@@ -51,14 +41,14 @@ class NetworkRequest:
 
 
 @dataclass(frozen=True)
-class NetworkProbe:
+class NetworkProbe(JsonValue):
     """What was measured between nodes."""
 
     links: tuple[NetworkLink, ...]
 
 
 @dataclass(frozen=True)
-class JobRequest:
+class JobRequest(JsonValue):
     """The job whose parts are timed, and how."""
 
     job: Job
@@ -80,29 +70,8 @@ class JobRequest:
 
 
 @dataclass(frozen=True)
-class JobProbe:
+class JobProbe(JsonValue):
     """The timing of a job, and a sentence for everything that was not measured."""
 
     timing: JobTiming
     not_measured: tuple[str, ...] = ()
-
-
-def write_json(value: Any, path: Path) -> None:
-    """Write a dataclass, whole or not at all; its folder is made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, json.dumps(to_mapping(value), indent=2) + "\n")
-
-
-def read_json(cls: type[T], path: Path) -> T:
-    """Read a dataclass that `write_json` or a person wrote.
-
-    Raises:
-        JobError: no such file, no JSON, or keys and values that `cls` does not have.
-    """
-    try:
-        plain = read_plain(path)
-    except (OSError, ValueError) as problem:
-        raise JobError(f"The file {path} cannot be read: {problem}.") from None
-    # Some values of `spec` check more than their types.
-    from_plain: Callable[[Mapping[str, Any]], T] = getattr(cls, "from_mapping", partial(from_mapping, cls))
-    return from_plain(plain)

@@ -22,7 +22,7 @@ from paceline.measure.stopwatch import Stopwatch, seconds_of
 from paceline.parallel import DataParallel
 from paceline.parallel.aggregation import candidates, set_up_aggregation
 from paceline.spec import AlgorithmName, Job, MachineLoad, Plan, SumTiming
-from paceline.spec.codec import at_least
+from paceline.spec.codec import JsonValue, at_least
 from paceline.train.process_group import World
 
 _MOST_ROUNDS = 40
@@ -34,7 +34,7 @@ Steps = Mapping[AlgorithmName | None, Callable[[], object]]
 
 
 @dataclass(frozen=True)
-class Together:
+class Together(JsonValue):
     """What all workers are asked to time at once; a micro-batch of 0 samples: nothing, they may end."""
 
     micro_batch_size: int = at_least(0, 0)

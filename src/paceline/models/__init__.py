@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import inspect
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import field, make_dataclass
 from functools import partial
@@ -13,7 +10,8 @@ from typing import Any, Final
 
 from torch import nn
 
-from paceline.errors import JobError, ModelError
+from paceline.errors import JobError, ModelError, did_you_mean
+from paceline.import_path import imported
 from paceline.models.alexnet import alexnet
 from paceline.models.cifarnet import cifarnet
 from paceline.models.efficientnet import VARIANTS, efficientnet
@@ -68,42 +66,20 @@ def build(spec: ModelSpec | str, **data_facts: Any) -> nn.Module:
 def constructor(name: str) -> Callable[..., Any]:
     """What builds the model of a name or an import path. Raises `ModelError` if there is nothing."""
     if ":" in name:
-        return _imported(name)
+        found = imported(name, "model.name", ModelError)
+        # A module that is already built is callable too, but calling it would run it.
+        if isinstance(found, nn.Module):
+            raise ModelError(
+                f"model.name = '{name}' is of type {type(found).__name__}; name a function or class that returns the "
+                "model."
+            )
+        return found
     if name not in MODELS:
-        near = difflib.get_close_matches(name.lower(), MODELS, n=1, cutoff=0.5)
-        hint = f"did you mean '{near[0]}'? " if near else ""
         raise ModelError(
-            f"There is no model '{name}': {hint}The models are {', '.join(MODELS)}, "
+            f"There is no model '{name}': {did_you_mean(name.lower(), MODELS)}The models are {', '.join(MODELS)}, "
             "or any import path 'package.module:build'."
         )
     return MODELS[name]
-
-
-def _imported(path: str) -> Callable[..., Any]:
-    module_name, _, attribute = path.partition(":")
-    if not attribute or not all(part.isidentifier() for part in f"{module_name}.{attribute}".split(".")):
-        raise ModelError(f"model.name = '{path}' is not an import path; write it as 'package.module:build'.")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as problem:
-        raise ModelError(
-            f"model.name = '{path}': the module '{module_name}' cannot be imported ({problem}); install "
-            "what is missing, or put its directory on PYTHONPATH."
-        ) from problem
-    try:
-        constructor = operator.attrgetter(attribute)(module)
-    except AttributeError:
-        raise ModelError(
-            f"model.name = '{path}': the module '{module_name}' has no '{attribute}'; name a function or "
-            "class in it that returns the model."
-        ) from None
-    # A module that is already built is callable too, but calling it would run it.
-    if not callable(constructor) or isinstance(constructor, nn.Module):
-        raise ModelError(
-            f"model.name = '{path}' is of type {type(constructor).__name__}; name a function or class "
-            "that returns the model."
-        )
-    return constructor  # type: ignore[no-any-return]
 
 
 def _arguments(constructor: Callable[..., Any], spec: ModelSpec, data_facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch.nn.functional as F
@@ -19,14 +19,9 @@ def resnet20(num_classes: int = 10, in_channels: int = 3, zero_init_residual: bo
 
     Three stages of 16, 32 and 64 channels with parameter-free shortcuts (option A).
     """
-    stages: OrderedDict[str, nn.Module] = OrderedDict(
-        stem=nn.Sequential(_conv(in_channels, 16, kernel_size=3), nn.BatchNorm2d(16), nn.ReLU()),
-        stage1=_stage(basic_block, PaddedShortcut, 16, 16, num_blocks=3, stride=1),
-        stage2=_stage(basic_block, PaddedShortcut, 16, 32, num_blocks=3, stride=2),
-        stage3=_stage(basic_block, PaddedShortcut, 32, 64, num_blocks=3, stride=2),
-        head=_head(64, num_classes),
-    )
-    return _initialized(nn.Sequential(stages), zero_init_residual)
+    stem = nn.Sequential(_conv(in_channels, 16, kernel_size=3), nn.BatchNorm2d(16), nn.ReLU())
+    stages = [(16, 3), (32, 3), (64, 3)]
+    return _resnet(stem, basic_block, PaddedShortcut, 16, stages, num_classes, zero_init_residual)
 
 
 def resnet18(
@@ -37,15 +32,10 @@ def resnet18(
     The "imagenet" stem (7 x 7, stride 2, max pool) divides the image's side by 4 before the first stage; the
     "cifar" stem (3 x 3, stride 1) keeps it, for images of some 32 pixels.
     """
-    stages: OrderedDict[str, nn.Module] = OrderedDict(
-        stem=_stem(stem, in_channels),
-        stage1=_stage(basic_block, projected_shortcut, 64, 64, num_blocks=2, stride=1),
-        stage2=_stage(basic_block, projected_shortcut, 64, 128, num_blocks=2, stride=2),
-        stage3=_stage(basic_block, projected_shortcut, 128, 256, num_blocks=2, stride=2),
-        stage4=_stage(basic_block, projected_shortcut, 256, 512, num_blocks=2, stride=2),
-        head=_head(512, num_classes),
+    stages = [(64, 2), (128, 2), (256, 2), (512, 2)]
+    return _resnet(
+        _stem(stem, in_channels), basic_block, projected_shortcut, 64, stages, num_classes, zero_init_residual
     )
-    return _initialized(nn.Sequential(stages), zero_init_residual)
 
 
 def resnet50(
@@ -56,15 +46,10 @@ def resnet50(
     Stems as in `resnet18`. A stage halves the image in its 3 x 3 convolution and not in the 1 x 1 before it
     (often called v1.5): the 1 x 1 would throw away three pixels of four unseen.
     """
-    stages: OrderedDict[str, nn.Module] = OrderedDict(
-        stem=_stem(stem, in_channels),
-        stage1=_stage(bottleneck, projected_shortcut, 64, 256, num_blocks=3, stride=1),
-        stage2=_stage(bottleneck, projected_shortcut, 256, 512, num_blocks=4, stride=2),
-        stage3=_stage(bottleneck, projected_shortcut, 512, 1024, num_blocks=6, stride=2),
-        stage4=_stage(bottleneck, projected_shortcut, 1024, 2048, num_blocks=3, stride=2),
-        head=_head(2048, num_classes),
+    stages = [(256, 3), (512, 4), (1024, 6), (2048, 3)]
+    return _resnet(
+        _stem(stem, in_channels), bottleneck, projected_shortcut, 64, stages, num_classes, zero_init_residual
     )
-    return _initialized(nn.Sequential(stages), zero_init_residual)
 
 
 class Residual(nn.Module):
@@ -127,19 +112,44 @@ def bottleneck(in_channels: int, out_channels: int, stride: int) -> nn.Sequentia
     )
 
 
-def _stage(
+def _resnet(
+    stem: nn.Module,
     branch: Callable[[int, int, int], nn.Sequential],
     shortcut: Callable[[int, int, int], nn.Module],
-    in_channels: int,
-    out_channels: int,
-    num_blocks: int,
-    stride: int,
+    channels: int,
+    stages: Sequence[tuple[int, int]],
+    num_classes: int,
+    zero_init_residual: bool,
 ) -> nn.Sequential:
-    same_shape = in_channels == out_channels and stride == 1
-    first = nn.Identity() if same_shape else shortcut(in_channels, out_channels, stride)
-    blocks = [Residual(branch(in_channels, out_channels, stride), first)]
-    blocks += [Residual(branch(out_channels, out_channels, 1), nn.Identity()) for _ in range(num_blocks - 1)]
-    return nn.Sequential(*blocks)
+    """A stem, stages and a classifier.
+
+    Args:
+        channels: of the stem's output.
+        stages: the channels and the number of blocks of each; every stage but the first halves the image.
+        zero_init_residual: every block starts as its shortcut, by a gamma of 0 in its last batch norm (Goyal et al.
+            2017, "Accurate, large minibatch SGD", section 5.1).
+    """
+    parts: OrderedDict[str, nn.Module] = OrderedDict(stem=stem)
+    for number, (out_channels, num_blocks) in enumerate(stages, start=1):
+        blocks = []
+        for place in range(num_blocks):
+            stride = 2 if number > 1 and place == 0 else 1
+            block = branch(channels, out_channels, stride)
+            is_same_shape = channels == out_channels and stride == 1
+            blocks.append(Residual(block, nn.Identity() if is_same_shape else shortcut(channels, out_channels, stride)))
+            channels = out_channels
+        parts[f"stage{number}"] = nn.Sequential(*blocks)
+    parts["head"] = nn.Sequential(
+        OrderedDict(pool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), fc=nn.Linear(channels, num_classes))
+    )
+    model = nn.Sequential(parts)
+    kaiming(model)
+    for module in model.modules():
+        if zero_init_residual and isinstance(module, Residual):
+            last_norm = module.branch[-1]
+            assert isinstance(last_norm, nn.BatchNorm2d)
+            nn.init.zeros_(last_norm.weight)
+    return model
 
 
 def _stem(stem: Stem, in_channels: int) -> nn.Sequential:
@@ -153,27 +163,6 @@ def _stem(stem: Stem, in_channels: int) -> nn.Sequential:
     )
 
 
-def _head(in_channels: int, num_classes: int) -> nn.Sequential:
-    return nn.Sequential(
-        OrderedDict(pool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), fc=nn.Linear(in_channels, num_classes))
-    )
-
-
 def _conv(in_channels: int, out_channels: int, kernel_size: int, stride: int = 1) -> nn.Conv2d:
     # No bias: the batch norm behind it has one.
     return nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding=kernel_size // 2, bias=False)
-
-
-def _initialized(model: nn.Sequential, zero_init_residual: bool) -> nn.Sequential:
-    """Kaiming weights; with `zero_init_residual` every block starts as its shortcut.
-
-    Goyal et al. 2017, "Accurate, large minibatch SGD", section 5.1: gamma of a block's last batch norm is 0.
-    """
-    kaiming(model)
-    if zero_init_residual:
-        for module in model.modules():
-            if isinstance(module, Residual):
-                last_norm = module.branch[-1]
-                assert isinstance(last_norm, nn.BatchNorm2d)
-                nn.init.zeros_(last_norm.weight)
-    return model

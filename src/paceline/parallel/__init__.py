@@ -9,7 +9,7 @@ from paceline.parallel.companions import Companion, Companions
 from paceline.parallel.dp import DataParallel
 from paceline.parallel.engine import AnyShard, Engine, StepInput
 from paceline.parallel.local_sgd import LocalSGD
-from paceline.parallel.parallelize import Parallelized, parallelize
+from paceline.parallel.parallelize import parallelize
 
 __all__ = [
     "AnyShard",
@@ -22,7 +22,6 @@ __all__ = [
     "Engine",
     "LocalSGD",
     "Mark",
-    "Parallelized",
     "StepInput",
     "check_shards",
     "parallelize",

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm import ALGORITHMS, WIRE_FORMATS, Aggregator, Compressor, Links, Scheduler, open_links
-from paceline.comm.error_feedback import OWED
+from paceline.comm.compressor import OWED
 from paceline.comm.powersgd import PowerSGD
 from paceline.comm.randomk import RandomK
 from paceline.comm.selection import AlgorithmCandidate, choose, sensible

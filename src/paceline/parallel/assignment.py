@@ -40,15 +40,33 @@ class ShardRange:
     first_shard: int
     sizes: tuple[int, ...]
     """Number of samples in each shard."""
-    start: int
-    """Positions start … stop - 1 of the shards' samples in the worker's batch."""
-    stop: int
-    weight: float
-    """Fraction of the global batch in these shards."""
+    all_sizes: tuple[int, ...]
+    """Number of samples in each shard of the whole global batch."""
+    start: int = 0
+    """Position of their first sample in the worker's batch."""
+    are_interleaved: bool = False
+    """Whether they, equal in size, take turns: the first sample of each, then the second of each."""
 
     @property
     def stop_shard(self) -> int:
         return self.first_shard + len(self.sizes)
+
+    @property
+    def stop(self) -> int:
+        return self.start + sum(self.sizes)
+
+    @property
+    def weight(self) -> float:
+        """Fraction of the global batch in these shards."""
+        return sum(self.sizes) / sum(self.all_sizes)
+
+    def norm_weights(self, values_per_sample: int) -> list[float]:
+        """The part of the global batch that each shard is in the statistics of a batch norm layer.
+
+        A shard with one value a channel has no variance: it says nothing, and its weight is 0.
+        """
+        total = sum(size for size in self.all_sizes if size * values_per_sample > 1)
+        return [size / total if size * values_per_sample > 1 else 0.0 for size in self.sizes]
 
 
 @dataclass(frozen=True)
@@ -112,5 +130,4 @@ class Assignment:
         ):
             stop_shard += 1
         start = sum(self.shard_sizes[own_start:first_shard])
-        sizes = self.shard_sizes[first_shard:stop_shard]
-        return ShardRange(first_shard, sizes, start, start + sum(sizes), sum(sizes) / self.global_size)
+        return ShardRange(first_shard, self.shard_sizes[first_shard:stop_shard], self.shard_sizes, start)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -14,11 +13,10 @@ from torch import Tensor, nn
 from paceline.comm.links import node_of_every_rank, open_node_group
 from paceline.comm.parameter_server_async import ParameterServerAsync, ServerSettings, UpdateSchedule
 from paceline.errors import JobError
-from paceline.parallel.clock import Clock
 from paceline.parallel.engine import AnyShard, Engine, StepInput, Update, broadcast
 from paceline.parallel.loss_functions import LossFunctions
 from paceline.parallel.losses import LossLayout, StepLoss
-from paceline.parallel.passes import ShardByShard
+from paceline.parallel.shard_by_shard import ShardByShard
 from paceline.spec import AggregationSpec, Job, Plan
 
 _LOSS_NAME = "loss"
@@ -38,24 +36,21 @@ class AsyncServers(Engine):
     buffers_rule = "each worker's are its own, and become the first worker's when all workers rest"
 
     def __init__(self, model: nn.Module, job: Job, plan: Plan, device: torch.device, group: dist.ProcessGroup) -> None:
-        self.functions = LossFunctions(None)
-        self._shards = ShardByShard(model, device, self.functions)
-        self.module = self._shards.module
+        functions = LossFunctions(None)
+        self._shards = ShardByShard(model, device, functions)
+        super().__init__(self._shards.module, device, functions)
         self.forward_buffers = self._shards.buffers
+        self.notes = (describe_asynchrony(job.aggregation, plan),)
         self._spec = job.aggregation
         self._plan = plan
-        self._device = device
         self._group = group
         self._servers: ParameterServerAsync | None = None
         self._work: Iterator[tuple[int, Tensor]] | None = None
         """The number of updates until the next rest; None: this worker rests."""
         self._any_shard: AnyShard | None = None
-        """The timing of the last step."""
         self._layout: LossLayout | None = None
         """Which numbers the loss function returns; the same in all steps."""
         self._has_optimizer_state = False
-        now = Clock(device).mark()
-        self.communication = now, now
         broadcast([*self.module.parameters(), *self.module.buffers()], group)
 
     def step(self, step: StepInput, update: Update) -> StepLoss:  # noqa: ARG002 - the servers make it
@@ -113,15 +108,10 @@ class AsyncServers(Engine):
                 optimizer, course, terms, store=store, rank=rank, nodes=nodes, node_group=node_group
             )
 
-    def close(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Disconnect from the servers: with the other workers, or without them if an error ends the run."""
         if self._servers is not None:
-            self._servers.__exit__(kind, error, trace)
+            self._servers.__exit__(None, error, None)
             self._servers = None
 
     @property

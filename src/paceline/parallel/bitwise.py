@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.comm.tree_exact import TreeSum, tree_all_reduce
+from paceline.containers import on_device
 from paceline.parallel.assignment import Assignment
-from paceline.parallel.clock import Clock
 from paceline.parallel.engine import Engine, StepInput, broadcast
 from paceline.parallel.gradient_norms import GradientNorms, mean_of_squares, squared_norm
 from paceline.parallel.loss_functions import LossFunctions
 from paceline.parallel.losses import LossLayout, ShardLoss, StepLoss
-from paceline.parallel.passes import ShardByShard
+from paceline.parallel.shard_by_shard import ShardByShard
 
 
 @dataclass(frozen=True)
@@ -74,16 +74,12 @@ class BitwiseDataParallel(Engine):
             model: with equal weights on all workers.
             group: the workers that divide the virtual shards among them; None: this one alone.
         """
-        self.functions = LossFunctions(group)
-        self._shards = ShardByShard(model, device, self.functions)
-        self.module = self._shards.module
+        functions = LossFunctions(group)
+        self._shards = ShardByShard(model, device, functions)
+        super().__init__(self._shards.module, device, functions)
         self._group = group
-        self._clock = Clock(device)
         self._parameters = self._shards.parameters
-        self._device = device
         self.forward_buffers = self._shards.buffers
-        now = self._clock.mark()
-        self.communication = now, now
         self._all_used = torch.ones(0)
         """What a shard in which every parameter has a gradient says of its users."""
 
@@ -203,8 +199,7 @@ class BitwiseDataParallel(Engine):
     def _users(self, usage: Sequence[bool]) -> Tensor:
         """For each parameter whether a shard used it, as a number."""
         if not all(usage):  # there may be as many patterns as shards, so none is kept
-            here = torch.tensor(usage, dtype=self._shards.dtype, pin_memory=self._device.type == "cuda")
-            return here.to(self._device, non_blocking=True)
+            return on_device(usage, self._device, self._shards.dtype)
         if len(self._all_used) != len(usage):
             self._all_used = torch.ones(len(usage), dtype=self._shards.dtype, device=self._device)
         return self._all_used

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from paceline.parallel.assignment import ShardRange
 from paceline.parallel.forward_buffers import ForwardBuffers
-from paceline.parallel.norm import NormStatistics, PassShards, standing_in
+from paceline.parallel.norm import NormStatistics, standing_in
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Companion:
             model: its batch norm layers are those of `parallel.norm`.
             buffers: those of the engine that trains the model in steps of its own.
         """
-        return cls(model, NormStatistics(model), buffers or ForwardBuffers(model))
+        norm = NormStatistics(model)
+        return cls(model, norm, buffers or ForwardBuffers(model, norm))
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Companions:
         """Whether there are batch norm layers in them."""
         return any(one.norm.exist for one in self.models)
 
-    def enter(self, shards: PassShards) -> None:
+    def enter(self, shards: ShardRange) -> None:
         """Set which virtual shards are in the models; every pass begins with the buffers of the step."""
         for one in self.models:
             one.norm.current.shards, one.norm.current.is_noted = shards, False

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.comm import Aggregator, HookState, aggregate
+from paceline.comm import Aggregator, Bucket
 from paceline.errors import ModelError
 from paceline.parallel.aggregation import compressor_state, load_compressor_state
-from paceline.parallel.clock import Clock
 from paceline.parallel.dtensor import rescale_gradients
-from paceline.parallel.engine import Engine, Randomness, StepInput, broadcast, statistics_dtype
+from paceline.parallel.engine import Engine, StepInput, broadcast, statistics_dtype
 from paceline.parallel.gradient_norms import GradientNorms, WorkerNorms, squared_norm
 from paceline.parallel.loss_functions import LossFunctions
 from paceline.parallel.losses import LossLayout, StepLoss
-from paceline.parallel.micro_batch import DidNotFitError, MicroBatchLimit, free_memory, is_out_of_memory, nothing_of
+from paceline.parallel.micro_batch import MicroBatchLimit, free_memory, is_out_of_memory, nothing_of
 from paceline.parallel.norm import ShardBatchNorm, has_other_norms, replace_batch_norm, unknown_buffers
-from paceline.parallel.passes import Passes
+from paceline.parallel.passes import Passes, StartOverError
 from paceline.parallel.sync_norm import SyncBatchNorm
 from paceline.private_groups import private_group
 from paceline.process_groups import open_group
@@ -51,18 +53,17 @@ class DataParallel(Engine):
         aggregator: Aggregator | None,
         find_unused_parameters: bool,
     ) -> None:
-        self._model = _with_norm(model, job, plan, group)
+        super().__init__(_with_norm(model, job, plan, group), device, LossFunctions(group))
         self._plan = plan
         self._group = group
-        self._device = device
-        self._clock = Clock(device)
-        self._dtype = statistics_dtype(self._model)
-        self._last_gradient = self._clock.mark()
-        self.communication = self._last_gradient, self._last_gradient
+        self._zero = torch.zeros((), dtype=statistics_dtype(self.module), device=device)
+        self._last_gradient = self.communication[1]
         self._hook_called = False
-        self._worker_norms = WorkerNorms(self._zero_loss())
+        self._is_idle = False
+        """Whether this worker's gradients come from a stand-in and must count for nothing."""
+        self._worker_norms = WorkerNorms(self._zero)
         self._aggregator = aggregator
-        self._hook_state: HookState | None = None
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in self.module.named_parameters()}
         self._arrived: Callable[[], object] | None = None
         """Waits for the sum of the step's losses, once it has begun."""
         self._in_buckets: set[Tensor] = set()
@@ -70,34 +71,32 @@ class DataParallel(Engine):
         self.micro_batch: MicroBatchLimit = MicroBatchLimit(plan, job)
         self._watched: set[Tensor] = set()
         self._has_stepped = False
-        self._trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        self._of_uses = _group_of_uses(group, plan) if find_unused_parameters else None
+        self._trained = self._trained_now()
         # It arranges and sends buckets. Its forward pass is never called: the loss function gets the model itself, so
         # that attributes and other methods than `forward` are there, and right, on any number of workers.
-        self._ddp = None if aggregator is None else self._wrap(aggregator, find_unused_parameters)
-        self.module = self._model
-        self.functions = LossFunctions(group)
-        self._is_sync = any(isinstance(layer, SyncBatchNorm) for layer in self._model.modules())
-        self.randomness: Randomness = Randomness()
+        self._ddp: DistributedDataParallel | None = None
+        of_uses = _group_of_uses(group, plan) if find_unused_parameters else None
+        if aggregator is not None:
+            self._ddp = DistributedDataParallel.__new__(DistributedDataParallel)
+            self._set_up(self._ddp, of_uses or aggregator.links.group, find_unused_parameters)
+        self._is_sync = any(isinstance(layer, SyncBatchNorm) for layer in self.module.modules())
         self._passes = Passes(
-            self._model,
+            self.module,
             device,
+            self.functions,
             self.micro_batch,
-            randomness=self.randomness,
-            functions=self.functions,
             one_by_one=job.shard_by_shard,
-            may_split=not has_other_norms(self._model),
+            may_split=not has_other_norms(self.module),
             refusal=_SYNC_REFUSAL if self._is_sync else "",
         )
         self.forward_buffers = self._passes.buffers
 
-    def _wrap(self, aggregator: Aggregator, find_unused_parameters: bool) -> DistributedDataParallel:
-        group = aggregator.links.group if self._of_uses is None else self._of_uses
-        names: dict[Tensor, str] = {parameter: name for name, parameter in self._model.named_parameters()}
-        self._hook_state = HookState(aggregator, names, on_last_bucket=self._on_last_bucket)
-        ddp = DistributedDataParallel.__new__(DistributedDataParallel)
-        self._set_up(ddp, group, find_unused_parameters)
-        return ddp
+    def close(self, error: BaseException | None = None) -> None:  # noqa: ARG002 - whatever it is
+        if self._aggregator is not None:
+            self._aggregator.scheduler.close()
+
+    def _trained_now(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     def _set_up(self, ddp: DistributedDataParallel, group: dist.ProcessGroup, find_unused_parameters: bool) -> None:
         """Have `ddp` aggregate the gradients of all parameters that are trained now; a collective.
@@ -106,7 +105,7 @@ class DataParallel(Engine):
         """
         DistributedDataParallel.__init__(
             ddp,
-            self._model,
+            self.module,
             device_ids=[self._device] if self._device.type == "cuda" else None,
             process_group=group,
             gradient_as_bucket_view=True,
@@ -114,15 +113,9 @@ class DataParallel(Engine):
         )
         # `gradients` does it, however many forward passes there are. (The argument has another name since torch 2.13.)
         ddp.broadcast_buffers = False
-
-        def hook(state: HookState, bucket: Any) -> Any:
-            self._worker_norms.bucket_filled(bucket.buffer())
-            return aggregate(state, bucket)
-
-        # DDP compares annotations, if there are any, with the classes themselves.
-        hook.__annotations__.clear()
-        ddp.register_comm_hook(self._hook_state, hook)
-        self._trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        # DDP compares annotations, if there are any, with the classes themselves: a lambda has none.
+        ddp.register_comm_hook(None, lambda _state, bucket: self._aggregate(bucket))
+        self._trained = self._trained_now()
         if self.micro_batch.is_automatic:
             for parameter in self._trained:
                 if parameter not in self._watched:
@@ -130,31 +123,51 @@ class DataParallel(Engine):
                     parameter.register_post_accumulate_grad_hook(self._in_buckets.add)
 
     def _set_up_again(self) -> None:
-        self._trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        self._trained = self._trained_now()
         ddp = self._ddp
         if ddp is not None:
-            for parameter in self._model.parameters():
+            for parameter in self.module.parameters():
                 parameter.grad = None  # a slice of an old bucket
             self._set_up(ddp, ddp.process_group, ddp.find_unused_parameters)
 
-    def _on_last_bucket(self) -> None:
-        self._hook_called = True
-        self._last_gradient = self._clock.mark()
+    def _aggregate(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """DDP's hook: a future of the bucket's *sum* over all workers, in flight while backward goes on.
+
+        The mean over samples is in the loss weights already.
+        """
+        assert self._aggregator is not None
+        if bucket.is_last():
+            self._hook_called = True
+            self._last_gradient = self._clock.mark()
+        values = bucket.buffer()
+        self._worker_norms.bucket_filled(values)
+        if self._is_idle:
+            # Not by a loss of weight zero alone: zero times a stand-in's overflow would be NaN for everybody.
+            values.zero_()
+        names = [self._names[parameter] for parameter in bucket.parameters()]
+        return self._aggregator.sum_bucket(Bucket(values, tuple(zip(names, bucket.gradients(), strict=True))))
+
+    @contextmanager
+    def _idling(self) -> Iterator[None]:
+        self._is_idle = True
+        try:
+            yield
+        finally:
+            self._is_idle = False
 
     def gradients(self, step: StepInput) -> StepLoss:
         self._hook_called = False
         if self._aggregator is not None:
             self._aggregator.scheduler.begin_step()
-        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        if list(map(id, trained)) != list(map(id, self._trained)):
+        if list(map(id, self._trained_now())) != list(map(id, self._trained)):
             self._set_up_again()
-        if has_other_norms(self._model):
+        if has_other_norms(self.module):
             self.sync_buffers()
         notes = self._passes.find_coupling(step, self.module)
         if self._ddp is not None:
             self._ddp.reducer._rebuild_buckets()  # a collective after the first backward pass, then nothing
         if step.assignment.sizes or self.micro_batch.is_automatic:
-            sums = self._passes.starting_over(lambda: self._attempt(step), step.assignment)
+            sums = self._passes.starting_over(lambda: self._attempt(step))
         else:
             sums = self._idle(step)
         if self._aggregator is not None:
@@ -169,7 +182,7 @@ class DataParallel(Engine):
         self._passes.norm.apply(statistics)
         self.forward_buffers.combine(changed, self._sum_moves, lambda values: broadcast(values, self._group))
         result = replace(StepLoss.of(losses, sums.layout, notes), own_notes=self.functions.take_found_late())
-        rescale_gradients(self._model.parameters(), result.rescale)
+        rescale_gradients(self.module.parameters(), result.rescale)
         self.communication = self._last_gradient, self._clock.mark()
         own_weight = sums.own[1] if sums.layout.is_weighted else None
         self._worker_norms.end(small_sqr, own_weight, result.rescale)
@@ -181,15 +194,14 @@ class DataParallel(Engine):
     def _sum_moves(self, numbers: list[int]) -> Tensor:
         total = self.forward_buffers.moves(numbers)
         if self._aggregator is not None:
-            self._aggregator.sum_exactly(total, "buffers").wait()
-            self._aggregator.scheduler.raise_error()
+            self._aggregator.sum_now(total, "buffers")
         return total
 
     def _attempt(self, step: StepInput) -> _Sums:
         """`_train`, or `_idle` without samples; with micro_batch_size = "auto" all workers end it alike.
 
         Raises:
-            DidNotFitError: some worker ran out of memory with several shards in the model.
+            StartOverError: some worker ran out of memory with several shards in the model.
             ModelError: some worker ran out of memory with one.
         """
         if not self.micro_batch.is_automatic:
@@ -211,24 +223,21 @@ class DataParallel(Engine):
         if several:
             if not self._has_stepped:  # the first backward pass arranges the buckets; the next one is to be the first
                 self._set_up_again()
-            raise DidNotFitError
+            raise StartOverError(partial(self._passes.halve, step.assignment))
         return sums
 
     def _take_part_with_nothing(self, step: StepInput) -> None:
         """Go through what is left of the step's sums, which other workers wait for; the result is thrown away."""
-        if self._ddp is None or self._hook_state is None:
+        if self._ddp is None:
             return
         self._passes.norm.reset()
-        self._hook_state.idle = True
-        try:
+        with self._idling():
             if self._arrived is None:  # the last backward pass had not begun
                 self._start_sum(step, None)
-                self._aggregate_next(self._zero_loss())
+                self._aggregate_next(self._zero)
             missing = [parameter for parameter in self._trained if parameter not in self._in_buckets]
             if missing:
                 nothing_of(missing).backward()
-        finally:
-            self._hook_state.idle = False
         if self._arrived is not None:
             self._arrived()
 
@@ -240,8 +249,7 @@ class DataParallel(Engine):
         """
         counts = torch.tensor([float(num_shards > 1), float(num_shards == 1)], device=self._device)
         if self._aggregator is not None:
-            self._aggregator.sum_exactly(counts, "out of memory").wait()
-            self._aggregator.scheduler.raise_error()
+            self._aggregator.sum_now(counts, "out of memory")
         several, one = counts.tolist()
         return int(several), int(one)
 
@@ -255,7 +263,7 @@ class DataParallel(Engine):
                 f"micro-batches of {self._plan.micro_batch_size}; leave micro_batch_size out or use norm = 'shard'."
             )
         # The first step is split in two only to detect whether the model draws random numbers.
-        wants_norms = step.take_norms is not None and self._group is None and self.randomness.is_drawn is not None
+        wants_norms = step.take_norms is not None and self._group is None and self.functions.draws is not None
         losses: Tensor | None = None
         first: tuple[Tensor, int] | None = None
         for shards, loss in self._passes.losses(step, self.module):
@@ -273,17 +281,12 @@ class DataParallel(Engine):
 
     def _idle(self, step: StepInput) -> _Sums:
         """`_train` for a worker without samples: a stand-in sample lets it take part in all collectives."""
-        assert self._hook_state is not None  # a single worker has every sample
         self.forward_buffers.begin_step()
         self._begin_norms(step)
-        self._hook_state.idle = True
-        try:
-            with self._passes.stand_in(step, self.module) as loss:
-                sums, arrived = self._start_sum(step, None)
-                self._aggregate_next(loss)
-                loss.backward()
-        finally:
-            self._hook_state.idle = False
+        with self._idling(), self._passes.stand_in(step, self.module) as loss:
+            sums, arrived = self._start_sum(step, None)
+            self._aggregate_next(loss)
+            loss.backward()
         arrived()
         return sums
 
@@ -305,7 +308,7 @@ class DataParallel(Engine):
             losses: this worker's sums; None where it has no sample.
         """
         layout = self.functions.layout(step.loss_name)
-        own = self._zero_loss().new_zeros(layout.length) if losses is None else losses
+        own = self._zero.new_zeros(layout.length) if losses is None else losses
         norms = self._worker_norms.to_be_summed
         mine = torch.cat([own, *self._passes.norm.collect(own), norms, self.forward_buffers.changed(own)])
         sums = _Sums(mine, own, layout)
@@ -315,13 +318,10 @@ class DataParallel(Engine):
         return sums, self._arrived
 
     def _squared_norm(self) -> Tensor:
-        return squared_norm(parameter.grad for parameter in self._model.parameters() if parameter.grad is not None)
-
-    def _zero_loss(self) -> Tensor:
-        return torch.zeros((), dtype=self._dtype, device=self._device)
+        return squared_norm(parameter.grad for parameter in self.module.parameters() if parameter.grad is not None)
 
     def _why_nothing_was_aggregated(self) -> str:
-        trained = [(name, p.grad) for name, p in self._model.named_parameters() if p.requires_grad]
+        trained = [(name, p.grad) for name, p in self.module.named_parameters() if p.requires_grad]
         without = [name for name, grad in trained if grad is None]
         if 0 < len(without) < len(trained):
             return (
@@ -334,7 +334,7 @@ class DataParallel(Engine):
         )
 
     def sync_buffers(self) -> bool:
-        broadcast(unknown_buffers(self._model), self._group)
+        broadcast(unknown_buffers(self.module), self._group)
         return True
 
     @property

@@ -7,7 +7,7 @@ pass, and the bytes that would be sent and kept are counted.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.errors import JobError
+from paceline.parallel.comm_bytes import CommBytes
 from paceline.parallel.dtensor import device_mesh_of, local_bytes, local_shard
 from paceline.parallel.initial_weights import allocate
 from paceline.parallel.pipeline.calls import ModelCall, generator_state
@@ -300,10 +301,9 @@ def _try_stage(
         given = [_fake(argument) for argument in arguments]
         if isinstance(stage, Stage):
             given = [ModelCall(tuple(given)), *([recording.outline(start), *arriving] if start else [])]
-        kept = _Kept({id(p) for p in stage.parameters()})
         counter = CommBytes({device_mesh[axis].get_group().group_name: axis for axis in ("fsdp", "tp")})
         with _Answers() as answers, counter:
-            with torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda tensor: tensor):
+            with counting_kept() as kept_bytes:
                 leaving = stage(*given)
             backward(leaving)
         leaving_tensors = [leaf for leaf in pytree.tree_leaves(leaving) if isinstance(leaf, Tensor)]
@@ -321,7 +321,7 @@ def _try_stage(
         layers=(recording.name(start), recording.name(stop - 1)),
         time=sum(cost.time_s for cost in costs[start:stop]),
         parameter_bytes=local_bytes(stage.parameters()),
-        activation_bytes=kept.num_bytes,
+        activation_bytes=kept_bytes(),
         sent_bytes=sent,
         whole_parameter_bytes=whole_bytes,
         gradient_bytes=sum(trained.values()),
@@ -348,25 +348,6 @@ def _fake(value: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="cpu"), value)
 
 
-class _Kept:
-    """Counts the bytes that autograd keeps, each storage once, without parameters."""
-
-    def __init__(self, parameters: set[int]) -> None:
-        self._parameters = parameters
-        self._seen: dict[int, int] = {}
-
-    def keep(self, tensor: Tensor) -> Tensor:
-        base = tensor if tensor._base is None else tensor._base
-        if id(base) not in self._parameters and not isinstance(base, nn.Parameter):
-            storage = tensor.untyped_storage()
-            self._seen[storage._cdata] = storage.nbytes()
-        return tensor
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(self._seen.values())
-
-
 class _Answers(TorchDispatchMode):
     """Answers 1 where a number is read out of a fake tensor, so checks of values pass; notices random draws."""
 
@@ -389,60 +370,6 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     given |= {one.name: value for one, value in zip(arguments, args, strict=False)}
     # Attention is tagged as well, and draws only where it drops something.
     return (given | dict(kwargs)).get("dropout_p") != 0.0
-
-
-class CommBytes(TorchDispatchMode):
-    """Counts the bytes that this worker sends in some groups while it is active, assuming ring collectives.
-
-    It only sees the calls of its own thread.
-    """
-
-    def __init__(self, axis_of_group: Mapping[str, AxisName]) -> None:
-        """
-        Args:
-            axis_of_group: the axis of each group, by group name.
-        """
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._axis_of_group = axis_of_group
-        self.sent_bytes: defaultdict[AxisName, float] = defaultdict(float)
-        self.bytes_of_calls: defaultdict[str, float] = defaultdict(float)
-        """Bytes by axis and kind, such as "fsdp allreduce_"."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self._count(func._schema.name.split("::")[1], args)
-        return func(*args, **(kwargs or {}))
-
-    def _count(self, name: str, args: tuple[Any, ...]) -> None:
-        group = next((found for found in map(_group_of, args) if found is not None), None)
-        axis = None if group is None else self._axis_of_group.get(group.group_name)
-        if group is None or axis is None:
-            return
-        n = group.size()
-        # Outputs, then inputs; a sum has one for both.
-        tensors = [[leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)] for value in args[:2]]
-        factor, counted = {
-            "allreduce_": (2.0, tensors[0]),
-            "_allgather_base_": (1.0, tensors[0]),  # the output, which holds all shards
-            "allgather_": (1.0, tensors[0]),
-            "_reduce_scatter_base_": (1.0, tensors[1]),  # the input
-            "reduce_scatter_": (1.0, tensors[1]),
-        }.get(name, (0.0, []))
-        num_bytes = factor * (n - 1) / n * tensor_bytes(counted)
-        if name == "send":
-            num_bytes = tensor_bytes(tensors[0])
-        elif name == "alltoall_base_":
-            # Rows for each worker, of which a worker sends all but its own; without sizes: equal splits.
-            rows = args[4] or [1] * n
-            num_bytes = (1 - rows[group.rank()] / sum(rows)) * tensor_bytes(tensors[1])
-        self.sent_bytes[axis] += num_bytes
-        self.bytes_of_calls[f"{axis} {name}"] += num_bytes
-
-
-def _group_of(value: Any) -> dist.ProcessGroup | None:
-    if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
-        return dist.ProcessGroup.unbox(value)
-    return None
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from paceline.parallel.assignment import Assignment
 from paceline.parallel.buckets import buckets
-from paceline.parallel.clock import Mark
+from paceline.parallel.clock import Clock, Mark
 from paceline.parallel.companions import ALONE, Companions
 from paceline.parallel.forward_buffers import ForwardBuffers
 from paceline.parallel.gradient_norms import TakeNorms
@@ -23,6 +23,7 @@ from paceline.parallel.losses import StepLoss
 from paceline.parallel.micro_batch import MicroBatchLimit
 from paceline.process_groups import device_of
 from paceline.samples import Samples
+from paceline.spec import AlgorithmName
 
 
 @dataclass(frozen=True)
@@ -78,28 +79,14 @@ Update = Callable[[Tensor], None]
 """Called with the loss when the gradient is in `.grad` of every parameter: makes the optimizer's step."""
 
 
-class Randomness:
-    """Whether a model's forward pass draws random numbers; None before the first one."""
-
-    is_drawn: bool | None = None
-
-
 class Engine:
     """Trains a model together with the other workers, one global batch at a time.
 
     The defaults suit an engine whose workers each hold the whole model, equal after every step.
     """
 
-    module: nn.Module
-    """The model as the loss function calls it."""
-    communication: tuple[Mark, Mark]
-    """The interval of the last step's exposed communication: last gradient computed to last gradient aggregated."""
     micro_batch: MicroBatchLimit | None = None
     """The most samples that go through the model together; None: shards go one by one."""
-    randomness: Randomness | None = None
-    """Decides which shards share a pass; saved, so that a resumed run behaves the same."""
-    functions: LossFunctions
-    """What is known of the loss functions; decides it, too."""
     forward_buffers: ForwardBuffers
     """The buffers that forward passes change."""
     buffers_rule = (
@@ -107,6 +94,31 @@ class Engine:
         "samples, and the first shard's of the others"
     )
     """What becomes of them, for the user."""
+    algorithm: AlgorithmName | None = None
+    """How gradients are summed, where that was chosen here; None: as the plan says."""
+    notes: Sequence[str] = ()
+    """Notes for the run's log and report."""
+
+    def __init__(self, module: nn.Module, device: torch.device, functions: LossFunctions) -> None:
+        """
+        Args:
+            module: the model as the loss function calls it.
+            functions: what is known of the loss functions, which decides which shards share a pass.
+        """
+        self.module = module
+        self.functions = functions
+        self._device = device
+        self._clock = Clock(device)
+        now = self._clock.mark()
+        self.communication: tuple[Mark, Mark] = now, now
+        """The interval of the last step's exposed communication: last gradient computed to last gradient aggregated."""
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End what runs in the background.
+
+        Args:
+            error: that ends the run, if one does.
+        """
 
     # --- a step ---
 
@@ -184,10 +196,9 @@ class Engine:
 
     def shared_state(self) -> dict[str, Any]:
         """The engine's state besides model and optimizer that is the same on all workers."""
-        if self.randomness is None:
-            known: dict[str, Any] = {}
-        else:
-            known = {"draws_randomness": self.randomness.is_drawn, "couples_samples": dict(self.functions.couples)}
+        known: dict[str, Any] = {}
+        if self.micro_batch is not None:
+            known = {"draws_randomness": self.functions.draws, "couples_samples": dict(self.functions.couples)}
         hidden = self.forward_buffers.hidden_state()
         return known | ({"hidden_buffers": hidden} if hidden else {})
 
@@ -197,8 +208,8 @@ class Engine:
 
     def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:  # noqa: ARG002 - most have none
         """Restore saved states, empty if nothing was saved; the model has its weights already."""
-        if self.randomness is not None:
-            self.randomness.is_drawn = shared.get("draws_randomness")
+        if self.micro_batch is not None:
+            self.functions.draws = shared.get("draws_randomness")
             self.functions.couples.update(shared.get("couples_samples", {}))
         self.forward_buffers.load_hidden_state(shared.get("hidden_buffers", {}))
 

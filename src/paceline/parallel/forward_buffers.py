@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.errors import ModelError
 from paceline.parallel.assignment import ShardRange
 from paceline.parallel.dtensor import local_shard
-from paceline.parallel.norm import ShardBatchNorm
+from paceline.parallel.norm import NormStatistics, ShardBatchNorm
 
 
 class _Buffer:
@@ -85,16 +85,14 @@ class _Buffer:
 
     @torch.no_grad()
     def set(self, value: Tensor) -> None:
-        """Take a value for that before the step."""
-        self.before = value.to(self.before.dtype, copy=True)
-        self.restore()
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Hold the value before the step again, in the tensor that the model held then."""
+        """Hold a value in the tensor that the model held before the step."""
         for buffers, name in self.holders:
             buffers[name] = self.tensor
-        local_shard(self.tensor).copy_(self.before)
+        local_shard(self.tensor).copy_(value)
+
+    def restore(self) -> None:
+        """Hold the value before the step again."""
+        self.set(self.before)
         self._version = self.tensor._version
 
 
@@ -112,7 +110,12 @@ class _Pass:
 class ForwardBuffers:
     """The buffers of a model that its forward passes may change, and what the passes of a step made of them."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, norm: NormStatistics) -> None:
+        """
+        Args:
+            norm: moves the buffers of batch norm layers.
+        """
+        self._norm = norm
         found: dict[int, _Buffer] = {}
         for path, module in model.named_modules():
             for name, tensor in module._buffers.items():
@@ -128,6 +131,9 @@ class ForwardBuffers:
                 found[id(tensor)].holders.append((module._buffers, name))
         self._all = list(found.values())
         self._combined = [buffer for buffer in self._all if buffer.is_combined]
+        others = [buffer for buffer in self._all if not buffer.is_combined]
+        dtypes = dict.fromkeys(buffer.tensor.dtype for buffer in others)
+        self._of_norms = [[one for one in others if one.tensor.dtype == dtype] for dtype in dtypes]
         self._passes: list[_Pass] = []
         self._moving: set[int] = set()
         """The numbers of the buffers that passes have changed so far."""
@@ -139,10 +145,14 @@ class ForwardBuffers:
 
     # --- the passes of a step ---
 
+    @torch.no_grad()
     def begin_step(self) -> None:
         """Take the present values for those that every pass of this step begins with."""
         for buffer in self._all:
             buffer.remember()
+        for same in self._of_norms:  # the kernels of batch norm write without autograd's notice
+            torch._foreach_copy_([one.before for one in same], [local_shard(one.tensor) for one in same])
+        self._norm.begin_step()
         self._passes = []
 
     def begin_pass(self) -> None:
@@ -150,8 +160,9 @@ class ForwardBuffers:
         _restore(self._combined)
 
     def start_over(self) -> None:
-        """Forget the passes of this step."""
+        """Have the model hold the buffers before the step again, and forget its passes."""
         _restore(self._all)
+        self._norm.undo()
         self._passes = []
 
     def end_forward(self, shards: ShardRange) -> bool:

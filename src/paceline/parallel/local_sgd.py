@@ -39,7 +39,6 @@ from paceline.errors import JobError
 from paceline.object_collectives import all_gather_objects
 from paceline.parallel.aggregation import compressor_state, load_compressor_state
 from paceline.parallel.buckets import buckets
-from paceline.parallel.clock import Clock
 from paceline.parallel.dp import DataParallel
 from paceline.parallel.engine import Engine, StepInput, Update, broadcast
 from paceline.parallel.losses import StepLoss
@@ -82,21 +81,21 @@ class LocalSGD(Engine):
             self._ranks = aggregator.links.node
         group = None if inside is None else inside.links.group
         self._every_step = DataParallel(model, job, plan, device, group, inside, find_unused_parameters)
-        self.module = self._every_step.module
+        super().__init__(self._every_step.module, device, self._every_step.functions)
+        self.notes = (describe_outer_steps(self._spec),)
         self.forward_buffers = self._every_step.forward_buffers
         self.micro_batch = self._every_step.micro_batch
-        self._model = self.module
         is_local_sgd = self._spec.method == "local_sgd"
         self._outer_lr = 1.0 if is_local_sgd else self._spec.outer_lr
         self._outer_momentum = 0.0 if is_local_sgd else self._spec.outer_momentum
         self._weights = [
             _Weights(bucket, bool(self._outer_momentum))
             for bucket in buckets(
-                ((name, p) for name, p in self._model.named_parameters() if p.requires_grad),
+                ((name, p) for name, p in self.module.named_parameters() if p.requires_grad),
                 lambda named: (_wide(named[1]), named[1].numel() * _wide(named[1]).itemsize),
             )
         ]
-        self._buffers = _floating_buffers(self._model)
+        self._buffers = _floating_buffers(self.module)
         self._has_begun = False
         self._num_steps = 0
         """Counted since the last outer step, as the next three."""
@@ -108,10 +107,11 @@ class LocalSGD(Engine):
         self._is_weighted: dict[str, bool] = {}
         """Whether a loss function returns a `Mean`, as far as all workers know."""
         self._holds_consensus = False
-        self._device = device
-        self._clock = Clock(device)
-        self.communication = self._every_step.communication
-        """The timing of an outer step at the end of the last step; else that of the sum inside the node, if any."""
+
+    def close(self, error: BaseException | None = None) -> None:
+        self._every_step.close(error)
+        if self._aggregator is not None:
+            self._aggregator.scheduler.close()
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
@@ -146,7 +146,7 @@ class LocalSGD(Engine):
             self.communication = now, now
             return StepLoss(torch.full((), torch.nan, device=self._device))
         result = self._every_step.gradients(mine)
-        self.communication = self._every_step.communication
+        self.communication = self._every_step.communication  # unless an outer step follows
         if result.rescale is None:
             self._own_samples += sum(step.assignment.sizes)
             return result
@@ -154,7 +154,7 @@ class LocalSGD(Engine):
         weight = mine.assignment.global_size / float(result.rescale) / len(mine.assignment.shards_of_rank)
         self._own_samples += weight
         if not weight:
-            for parameter in self._model.parameters():
+            for parameter in self.module.parameters():
                 parameter.grad = None
         return result
 
@@ -168,7 +168,7 @@ class LocalSGD(Engine):
             weights.step(move, self._outer_lr, self._outer_momentum)
             weights.write(weights.agreed)
         self._average_buffers(own_part)
-        self._buffers = _floating_buffers(self._model)
+        self._buffers = _floating_buffers(self.module)
         self._num_steps = self._all_samples = 0
         self._own_samples = 0
         self._losses.clear()
@@ -182,7 +182,7 @@ class LocalSGD(Engine):
         if self._holds_consensus:
             yield
             return
-        tensors = [*self._model.parameters(), *self._model.buffers()]
+        tensors = [*self.module.parameters(), *self.module.buffers()]
         with torch.no_grad():
             kept = [tensor.detach().clone() for tensor in tensors]
             own_part = self._own_part()
@@ -219,7 +219,7 @@ class LocalSGD(Engine):
         self._every_step.load_state(shared.get("inside", {}), {})
         if shared.get("meetings") is not None:
             self.load_state_dict(shared["meetings"])
-            self._buffers = _floating_buffers(self._model)
+            self._buffers = _floating_buffers(self.module)
         load_compressor_state(self._aggregator, own)
 
     def state_dict(self) -> dict[str, Any]:
@@ -286,7 +286,7 @@ class LocalSGD(Engine):
     def _average_buffers(self, own_part: float) -> None:
         others: list[Tensor] = []
         floating: list[tuple[Tensor, Tensor]] = []
-        for name, buffer in self._model.named_buffers():
+        for name, buffer in self.module.named_buffers():
             if not buffer.is_floating_point():
                 others.append(buffer)
             else:
@@ -310,7 +310,7 @@ class LocalSGD(Engine):
     def _remember(self) -> None:
         for weights in self._weights:
             weights.agreed.copy_(weights.current())
-        self._buffers = _floating_buffers(self._model)
+        self._buffers = _floating_buffers(self.module)
 
 
 class _Weights:

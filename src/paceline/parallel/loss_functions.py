@@ -23,6 +23,8 @@ class LossFunctions:
         self._group = group
         self._own: dict[str, LossLayout] = {}
         self._agreed: dict[str, LossLayout] = {}
+        self.draws: bool | None = None
+        """Whether the forward pass draws random numbers; None before the first one. Saved with checkpoints."""
         self.couples: dict[str, bool] = {}
         """Whether shards have to go through the model one by one; saved with checkpoints."""
         self.found_late = ""

@@ -16,23 +16,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.comm import Aggregator
+from paceline.containers import on_device
 from paceline.parallel.aggregation import set_up_aggregation
 from paceline.parallel.assignment import Assignment, ShardRange
 from paceline.parallel.axes import Axes
-from paceline.parallel.clock import Clock
 from paceline.parallel.dtensor import local_shard, rescale_gradients
-from paceline.parallel.engine import Engine, Randomness, StepInput, broadcast, statistics_dtype
+from paceline.parallel.engine import Engine, StepInput, broadcast
 from paceline.parallel.forward_buffers import refused_in_pipeline
 from paceline.parallel.gradient_norms import GradientNorms, PartWeights, mean_of_squares
 from paceline.parallel.loss_functions import LossFunctions
-from paceline.parallel.losses import LossLayout, StepLoss, ignore_unless, read_loss, watching_outputs
+from paceline.parallel.losses import LossLayout, StepLoss
 from paceline.parallel.micro_batch import MicroBatchLimit
 from paceline.parallel.norm import ShardBatchNorm, replace_batch_norm, standing_in, unknown_buffers
-from paceline.parallel.passes import DrewTogetherError, LooksNewError, Passed, Passes
+from paceline.parallel.passes import Passed, Passes, StartOverError
 from paceline.parallel.pipeline import MicroBatch, ModelCall, Pipeline
 from paceline.parallel.replica_sums import ReplicaSums
 from paceline.parallel.spread_model import SpreadModel
-from paceline.spec import AlgorithmName, Job, Plan
+from paceline.spec import Job, Plan
 
 
 class MeshParallel(Engine):
@@ -59,56 +59,45 @@ class MeshParallel(Engine):
             example: how the model is called, for a few samples; to cut it into stages.
             may_skip: whether some parameters get no gradient in some steps, on some workers.
         """
-        self._axes = axes
-        self._may_skip = may_skip
-        self._plan = plan
-        self._device = device
-        self._clock = Clock(device)
         if job.norm == "shard":
             model = replace_batch_norm(model, ShardBatchNorm)
-        self._dtype = statistics_dtype(model)  # of all of it: a stage may have no parameter
+        self._axes = axes
         self._spread = SpreadModel(
             model, job, plan, device, axes, example, may_skip=may_skip, before_last_backward=self._before_last_backward
         )
-        self.module = model = self._spread.module
+        super().__init__(self._spread.module, device, LossFunctions(axes.world))
         self._pipeline = self._spread.pipeline
-        self.notes = list(self._spread.notes)
-        self.randomness: Randomness = Randomness()
-        self.functions = LossFunctions(axes.world)
+        self.notes: list[str] = list(self._spread.notes)
         self.micro_batch = MicroBatchLimit(plan, job)
         self._passes = Passes(
-            model,
+            self.module,
             device,
+            self.functions,
             self.micro_batch,
-            randomness=self.randomness,
-            functions=self.functions,
             one_by_one=self._pipeline is not None or job.shard_by_shard,
         )
-        self._passes.like = torch.zeros((), dtype=self._dtype, device=device)
+        self._zero = self._passes.like = self._spread.zero  # of all of the model: a stage may have no parameter
         self.forward_buffers = self._passes.buffers
         self._has_drawn = False
         self._suspect: ShardRange | None = None
         """Shards that look new in this step."""
-        now = self._clock.mark()
-        self.communication = now, now
         self._aggregator: Aggregator | None = None
         self._replica_sums: ReplicaSums | None = None
-        self.algorithm: AlgorithmName = plan.algorithm
         if axes.dp is not None:
-            self._aggregate_replicas(job, axes.dp, self._spread.stages)
+            self._aggregate_replicas(job, plan, axes.dp)
         if job.measure_noise and not (axes.mesh.dp > 1 or self._adds_up_every_pass):
             self.notes.append(f"the gradient noise scale is not measured under the strategy {axes.mesh}")
 
-    def _aggregate_replicas(self, job: Job, group: dist.ProcessGroup, stages: Sequence[nn.Module]) -> None:
+    def _aggregate_replicas(self, job: Job, plan: Plan, group: dist.ProcessGroup) -> None:
         trained = [local_shard(parameter) for parameter in self.module.parameters() if parameter.requires_grad]
-        of_axis = replace(self._plan, world_size=self._axes.mesh.dp)
+        of_axis = replace(plan, world_size=self._axes.mesh.dp)
         aggregation = set_up_aggregation(job, of_axis, self._device, group, trained)
         self._aggregator, self.algorithm = aggregation.aggregator, aggregation.algorithm
         self.notes += aggregation.notes
         shared = () if self._pipeline is None else self._pipeline.shared_parameters
-        self._replica_sums = ReplicaSums(self.module, stages, shared, aggregation.aggregator, self._device)
+        self._replica_sums = ReplicaSums(self.module, self._spread.stages, shared, aggregation.aggregator, self._device)
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:  # noqa: ARG002 - whatever it is
         if self._aggregator is not None:
             self._aggregator.scheduler.close()
 
@@ -118,28 +107,15 @@ class MeshParallel(Engine):
         if self._aggregator is not None:
             self._aggregator.scheduler.begin_step()
         step = replace(step, loss_of=self._spread.checked(step.loss_of))
-        notes = self._passes.find_coupling(step, self.module, in_step=True)
-        looks_new = False
+        notes = list(self._passes.find_coupling(step, self.module, in_step=True))
+        return self._passes.starting_over(lambda: self._train(step, notes))
 
-        def attempt() -> StepLoss:
-            nonlocal looks_new
-            more: tuple[str, ...] = ()
-            if looks_new:
-                more = self._passes.find_coupling_again(step, self.module, self._suspect, in_step=True)
-            try:
-                return self._train(step, [*notes, *more])
-            except LooksNewError:
-                looks_new = True
-                raise
-
-        return self._passes.starting_over(attempt, step.assignment)
-
-    def _train(self, step: StepInput, notes: Sequence[str]) -> StepLoss:
+    def _train(self, step: StepInput, notes: list[str]) -> StepLoss:
         """Compute and aggregate the gradient; returns the loss.
 
         Raises:
-            DrewTogetherError: on all workers, if the model of any of them has begun to draw random numbers.
-            LooksNewError: on all workers, if the shards of any of them are to be examined again.
+            StartOverError: on all workers, if the model of any of them has begun to draw random numbers, or the shards
+                of any of them are to be examined again, which adds to `notes`.
         """
         assignment = step.assignment
         self._has_drawn = False
@@ -149,7 +125,7 @@ class MeshParallel(Engine):
         passed = self._compute(step) if self._pipeline is None else self._piped(self._pipeline, step)
         self._passes.norm.end_pass()
         layout = self.functions.layout(step.loss_name)
-        sums, weights = self._sum_what_is_known(step, layout, passed)
+        sums, weights = self._sum_what_is_known(step, layout, passed, notes)
         result = StepLoss.of(sums, layout, notes)
         last_gradient = self._clock.mark()
         num_replicas = sum(self._samples_of_replica(assignment, one) > 0 for one in range(self._axes.mesh.dp))
@@ -169,10 +145,12 @@ class MeshParallel(Engine):
         self.communication = last_gradient, self._clock.mark()
         return result
 
-    def _sum_what_is_known(self, step: StepInput, layout: LossLayout, passed: Passed) -> tuple[Tensor, PartWeights]:
+    def _sum_what_is_known(
+        self, step: StepInput, layout: LossLayout, passed: Passed, notes: list[str]
+    ) -> tuple[Tensor, PartWeights]:
         """The sums over workers that a step needs besides its gradients, in one message; returns those of the loss."""
         trained = [p for p in self.module.parameters() if p.requires_grad] if self._gradients_may_differ else []
-        zero = torch.zeros((), dtype=self._dtype, device=self._device)
+        zero = self._zero
         losses = zero.new_zeros(layout.length) if passed.losses is None else passed.losses
         uses = self._sent([self._has_gradient(p) for p in trained])
         changed_in_pipeline = None if self._pipeline is None else self.forward_buffers.changed_now()
@@ -197,14 +175,16 @@ class MeshParallel(Engine):
         somebody_draws, somebody_changes, somebody_suspects = told[: len(draws)]
         if somebody_changes:
             raise refused_in_pipeline(changed_in_pipeline or "of another stage")
-        if self._must_start_over(somebody_draws):
+        has_to_split = self._has_to_split(somebody_draws)
+        if has_to_split or somebody_suspects:
             if self._replica_sums is not None:
                 self._replica_sums.finish()  # other replicas may have begun more sums than this one
-            raise DrewTogetherError
-        if somebody_suspects:
-            if self._replica_sums is not None:
-                self._replica_sums.finish()
-            raise LooksNewError
+            if has_to_split:
+                raise StartOverError(self._passes.go_one_by_one)
+            suspect = self._suspect
+            raise StartOverError(
+                lambda: notes.extend(self._passes.find_coupling_again(step, self.module, suspect, in_step=True))
+            )
         self._passes.norm.apply(statistics)
         self.forward_buffers.combine(changed, self._sum_moves, lambda values: broadcast(values, self._axes.data))
         _agree_on_gradients(trained, told[len(draws) :])
@@ -232,20 +212,18 @@ class MeshParallel(Engine):
         return total
 
     def _sent(self, facts: Sequence[bool]) -> Tensor:
-        """Facts that the host knows as numbers on the device, for which neither waits."""
-        here = torch.tensor(facts, dtype=self._dtype, pin_memory=self._device.type == "cuda")
-        return here.to(self._device, non_blocking=True)
+        return on_device(facts, self._device, self._zero.dtype)
 
     def _has_gradient(self, parameter: Tensor) -> bool:
         if parameter.grad is None:
             return False
         # Where a parameter may be unused, it was added up all the same, as zeros.
-        return not self._may_skip or bool(local_shard(parameter.grad).any())
+        return not self._spread.may_skip or bool(local_shard(parameter.grad).any())
 
     @property
     def _gradients_may_differ(self) -> bool:
         """Whether workers may have gradients of different parameters."""
-        return self._axes.dp is not None or self._may_skip
+        return self._axes.dp is not None or self._spread.may_skip
 
     def _samples_of_replica(self, assignment: Assignment, replica: int) -> int:
         degree = self._axes.mesh.fsdp
@@ -262,13 +240,14 @@ class MeshParallel(Engine):
             return self._spread.squared_norm(mean_of_squares(one, weight) * mesh.dp * rescale)
         return self._spread.squared_norm(mesh.dp / weight if weight else 0.0)
 
-    def _must_start_over(self, somebody_draws: bool) -> bool:
+    def _has_to_split(self, somebody_draws: bool) -> bool:
+        """Whether the step has to start over because of random numbers."""
         if self._pipeline is not None:
             if somebody_draws:
                 self._pipeline.carry_generators()
             return somebody_draws
-        if self.randomness.is_drawn is None:  # all shards went one by one
-            self.randomness.is_drawn = somebody_draws
+        if self.functions.draws is None:  # all shards went one by one
+            self.functions.draws = somebody_draws
             return False
         return somebody_draws
 
@@ -329,7 +308,7 @@ class MeshParallel(Engine):
         @contextmanager
         def backward() -> Iterator[None]:
             # Layers may run again, and other shards were here meanwhile.
-            self._passes.norm.current.shards = self._passes.pass_shards(step, shards)
+            self._passes.norm.current.shards = shards
             with self._passes.norm.backward():
                 yield
 
@@ -352,13 +331,12 @@ class MeshParallel(Engine):
             with step.within(), standing_in(self.module):
                 yield
 
-        def loss_of(model: nn.Module) -> Tensor:
-            with watching_outputs(model) as outputs:
-                loss = read_loss(step.loss_of(model, step.batch.cut(0, 1)), 0.0, 1, self._passes.like).mean
-            ignore_unless(False, outputs)
-            return loss * 0.0
-
-        return MicroBatch(loss_of=loss_of, within=within, backward=self._passes.norm.backward, scale=step.scale)
+        return MicroBatch(
+            loss_of=lambda model: self._passes.loss_of_nothing(step, model),
+            within=within,
+            backward=self._passes.norm.backward,
+            scale=step.scale,
+        )
 
     # --- the whole model ---
 
@@ -380,7 +358,7 @@ class MeshParallel(Engine):
 
     def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
         super().load_state(shared, own)
-        if self._pipeline is not None and self.randomness.is_drawn:
+        if self._pipeline is not None and self.functions.draws:
             self._pipeline.carry_generators()
 
 

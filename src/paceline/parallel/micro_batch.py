@@ -17,10 +17,6 @@ from paceline.parallel.assignment import Assignment
 from paceline.spec import Job, Plan
 
 
-class DidNotFitError(Exception):
-    """Some worker ran out of memory in a step, so the step has to start over with a smaller micro-batch."""
-
-
 class MicroBatchLimit:
     """The most samples of one forward pass; a whole number of virtual shards."""
 

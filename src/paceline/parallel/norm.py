@@ -23,35 +23,16 @@ from torch._prims_common import suggest_memory_format
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import ModelError
+from paceline.parallel.assignment import ShardRange
 from paceline.parallel.repeated import RepeatedParameter, RepeatedParameters, shard_by_shard
-from paceline.parallel.sync_norm import SyncBatchNorm
-
-
-@dataclass(frozen=True)
-class PassShards:
-    """The virtual shards that go through the model together."""
-
-    sizes: tuple[int, ...]
-    """Samples in each of them."""
-    all_sizes: tuple[int, ...]
-    """Samples in each shard of the whole global batch."""
-    are_interleaved: bool = False
-    """Whether they, equal in size, take turns: the first sample of each, then the second of each."""
-
-    def weights(self, values_per_sample: int) -> list[float]:
-        """The part of the global batch that each of them is.
-
-        A shard with one value a channel has no variance: it says nothing, and its weight is 0.
-        """
-        total = sum(size for size in self.all_sizes if size * values_per_sample > 1)
-        return [size / total if size * values_per_sample > 1 else 0.0 for size in self.sizes]
+from paceline.parallel.sync_norm import BatchNorm, SyncBatchNorm
 
 
 class CurrentPass:
     """What is in the model right now; one value shared by all norm layers of a model."""
 
     def __init__(self) -> None:
-        self.shards: PassShards | None = None
+        self.shards: ShardRange | None = None
         """None outside of a training step."""
         self.is_noted = True
         """Whether the pass trains the model, so that its statistics count."""
@@ -72,7 +53,7 @@ class _Seen:
     """For each shard the sum over the calls."""
 
 
-class ShardBatchNorm(_BatchNorm):
+class ShardBatchNorm(BatchNorm):
     """Normalises every virtual shard by itself; notes the statistics of passes that train the model."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -80,10 +61,6 @@ class ShardBatchNorm(_BatchNorm):
         self.current = CurrentPass()
         self.seen: _Seen | None = None
         """None where nothing is to be noted."""
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ModelError(f"A batch norm layer needs at least 2 dimensions, batch and channels; got {input.dim()}.")
 
     @_disable_dynamo  # which shards it sees is no part of a compiled graph's input
     def forward(self, input: Tensor) -> Tensor:
@@ -105,7 +82,7 @@ class ShardBatchNorm(_BatchNorm):
                 (2, len(sizes) * self.num_features), dtype=_dtype_of(self), device=input.device
             ).unbind()
             seen = _Seen(mean, var, [0.0] * len(sizes))
-        weights = shards.weights(rows * math.prod(input.shape[2:])) if seen is not None else [0.0] * len(sizes)
+        weights = shards.norm_weights(rows * math.prod(input.shape[2:])) if seen is not None else [0.0] * len(sizes)
         if shards.are_interleaved:
             return self._normalise_interleaved(input, sizes, rows, seen, weights[0])
         pieces = [input] if len(sizes) == 1 else input.split([size * rows for size in sizes])
@@ -188,11 +165,13 @@ class NormStatistics:
         """The statistics of the current pass, a tensor for each dtype, and the number of its shards."""
         self._sums: Tensor | None = None
         """Those of the step's passes before it."""
+        self._moved: tuple[list[Tensor] | tuple[Tensor, ...], ...] | None = None
+        """What `undo` needs: counts, what was added to them, and running statistics with their values before."""
         self._constants: dict[tuple[str, int], tuple[Any, Tensor]] = {}
         """What was made of Python's numbers for so many shards, and of which: a GPU would have to wait for it in every
         step."""
 
-    def begin_pass(self, shards: PassShards) -> None:
+    def begin_pass(self, shards: ShardRange) -> None:
         """Begin a pass that trains the model on these shards."""
         self.current.shards, self.current.is_noted = shards, True
         self.current.repeated = self._parameters.repeated(len(shards.sizes)) if shards.are_interleaved else {}
@@ -288,6 +267,19 @@ class NormStatistics:
         finally:
             self.current.in_backward = False
 
+    def begin_step(self) -> None:
+        """Take the present running statistics for those that `undo` restores."""
+        self._moved = None
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Put the running statistics back as they were before this step's `apply`."""
+        if self._moved is not None:
+            counts, increments, running, before = self._moved
+            torch._foreach_sub_(counts, increments)
+            torch._foreach_copy_(running, before)
+            self._moved = None
+
     @torch.no_grad()
     def apply(self, total: Tensor) -> None:
         """Move the running statistics by the sum over all workers of what they collected, if all of it is finite."""
@@ -297,7 +289,8 @@ class NormStatistics:
         # Tensor arithmetic instead of an `if`: reading a number would make the CPU wait for the device.
         weights = weights + total.sum() * 0  # NaN, which is not above 0, if anything is not finite
         counts = [cast(Tensor, layer.num_batches_tracked) for layer in self.layers]
-        torch._foreach_add_(counts, (weights > 0).to(counts[0].dtype).unbind())
+        increments = (weights > 0).to(counts[0].dtype).unbind()
+        torch._foreach_add_(counts, increments)
         momenta = [math.nan if layer.momentum is None else layer.momentum for layer in self.layers]
         factors = self._constant(("momenta", 1), momenta, lambda: self._of_values(_float64(momenta)), total)
         of_layer = self._constant(("layers", 1), None, lambda: self._of_values(torch.arange(len(self.layers))), total)
@@ -306,7 +299,9 @@ class NormStatistics:
             factors = torch.where(factors.isnan(), means[of_layer], factors)
         weights = weights[of_layer]
         running = [cast(Tensor, one) for layer in self.layers for one in (layer.running_mean, layer.running_var)]
-        before = torch.cat(running).to(total.dtype)
+        exact = torch.cat(running)
+        self._moved = counts, increments, running, exact.split(self._widths)
+        before = exact.to(total.dtype)
         after = torch.where(weights > 0, before.lerp(values / weights, factors), before)
         torch._foreach_copy_(running, after.split(self._widths))
 
@@ -322,20 +317,18 @@ def has_other_norms(model: nn.Module) -> bool:
 
 def unknown_buffers(model: nn.Module) -> list[Tensor]:
     """All buffers but those of our norm layers, which keep theirs equal on all workers."""
-    layers = [layer for layer in model.modules() if isinstance(layer, ShardBatchNorm | SyncBatchNorm)]
+    layers = [layer for layer in model.modules() if isinstance(layer, BatchNorm)]
     known = {id(buffer) for layer in layers for buffer in layer._buffers.values()}
     return [buffer for buffer in model.buffers() if id(buffer) not in known]
 
 
-def replace_batch_norm(model: nn.Module, kind: type[ShardBatchNorm] | type[SyncBatchNorm]) -> nn.Module:
+def replace_batch_norm(model: nn.Module, kind: type[BatchNorm]) -> nn.Module:
     """Every batch norm layer of `model` as one of `kind`, holding the very same parameters and buffers.
 
     A layer that stands in several places still does. In place but for the model itself being such a layer, so use
     what is returned.
     """
-    layers = [
-        m for m in model.modules() if isinstance(m, _BatchNorm) and not isinstance(m, ShardBatchNorm | SyncBatchNorm)
-    ]
+    layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and not isinstance(layer, BatchNorm)]
     replacements: dict[nn.Module, nn.Module] = {layer: _replacement(layer, kind) for layer in layers}
     for module in list(model.modules()):
         for name, child in list(module._modules.items()):  # named_children() would name a layer once only
@@ -344,7 +337,7 @@ def replace_batch_norm(model: nn.Module, kind: type[ShardBatchNorm] | type[SyncB
     return replacements.get(model, model)
 
 
-def _replacement(original: _BatchNorm, kind: type[ShardBatchNorm] | type[SyncBatchNorm]) -> nn.Module:
+def _replacement(original: _BatchNorm, kind: type[BatchNorm]) -> nn.Module:
     layer = kind(original.num_features, original.eps, original.momentum, False, original.track_running_stats)
     layer.affine = original.affine
     layer._parameters = original._parameters

@@ -41,8 +41,8 @@ class Novelty:
         for number, tensor in enumerate(tensors(content)):
             if tensor.is_cuda:
                 return self._learn_later(content)
-            for name, value in _facts(tensor):
-                found |= self._is_more((number, name), value)
+            for name, sign, value in _facts(tensor):
+                found |= self._is_more((number, name), sign * float(value))
         return found and self._may_look()
 
     def learn_graph(self, loss: Tensor) -> bool:
@@ -70,10 +70,14 @@ class Novelty:
             arrived.synchronize()  # it was sent before the last step's passes
             for key, value in zip(keys, values.tolist(), strict=True):
                 found |= self._is_more(key, value)
-        facts = [((number, name), value) for number, one in enumerate(tensors(content)) for name, value in _lazy(one)]
+        facts = [
+            ((number, name), value.double() if sign > 0 else -value.double())
+            for number, one in enumerate(tensors(content))
+            for name, sign, value in _facts(one)
+        ]
         self._on_its_way = None
         if facts:
-            values = torch.stack([value.double() for _, value in facts]).to("cpu", non_blocking=True)
+            values = torch.stack([value for _, value in facts]).to("cpu", non_blocking=True)
             sent = torch.cuda.Event()
             sent.record()
             self._on_its_way = sent, [key for key, _ in facts], values
@@ -87,34 +91,21 @@ def _is_looked_at(tensor: Tensor) -> bool:
     return tensor.numel() > 0 and (tensor.ndim <= 2 or not tensor.is_floating_point())
 
 
-def _facts(tensor: Tensor) -> Iterator[tuple[str, float]]:
-    """By NumPy, whose functions cost a few microseconds."""
-    if not _is_looked_at(tensor) or tensor.dtype == torch.bfloat16:
-        return
-    values = (tensor.detach() if tensor.requires_grad else tensor).numpy()
-    if tensor.is_floating_point():
-        yield "has zeros", float((values == 0).any())
-        yield "has values that are no numbers", float(np.isnan(values.min()))
-        return
-    yield "smallest", -float(values.min())
-    yield "largest", float(values.max())
-    if values.ndim > 1 and values.shape[-1] > 1:
-        yield "ends in a repetition", float((values[..., -1] == values[..., -2]).any())
-
-
-def _lazy(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """As `_facts`, computed on the tensor's device."""
+def _facts(tensor: Tensor) -> Iterator[tuple[str, int, Any]]:
+    """Name, sign and value of what is to be known of a tensor's values; computed on its device."""
     if not _is_looked_at(tensor):
         return
-    values = tensor.detach()
+    values: Any = tensor.detach()
+    if not tensor.is_cuda and tensor.dtype != torch.bfloat16:
+        values = values.numpy()  # whose functions cost a few microseconds
     if tensor.is_floating_point():
-        yield "has zeros", (values == 0).any()
-        yield "has values that are no numbers", values.isnan().any()
+        yield "has zeros", 1, (values == 0).any()
+        yield "has values that are no numbers", 1, (values != values).any()
         return
-    yield "smallest", -values.amin().double()
-    yield "largest", values.amax()
+    yield "smallest", -1, values.min()
+    yield "largest", 1, values.max()
     if values.ndim > 1 and values.shape[-1] > 1:
-        yield "ends in a repetition", (values[..., -1] == values[..., -2]).any()
+        yield "ends in a repetition", 1, (values[..., -1] == values[..., -2]).any()
 
 
 def _operations(loss: Tensor) -> tuple[str, ...]:

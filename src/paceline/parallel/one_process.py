@@ -26,15 +26,14 @@ from torch import Tensor, nn
 from paceline.containers import to_device
 from paceline.errors import JobError, ModelError
 from paceline.parallel.assignment import Assignment, shards_of_rank
-from paceline.parallel.clock import Clock
 from paceline.parallel.dtensor import rescale_gradients
-from paceline.parallel.engine import Engine, Randomness, StepInput
+from paceline.parallel.engine import Engine, StepInput
 from paceline.parallel.gradient_norms import GradientNorms, mean_of_squares, squared_norm
 from paceline.parallel.loss_functions import LossFunctions
 from paceline.parallel.losses import StepLoss
-from paceline.parallel.micro_batch import DidNotFitError, MicroBatchLimit, is_out_of_memory
+from paceline.parallel.micro_batch import MicroBatchLimit, is_out_of_memory
 from paceline.parallel.norm import ShardBatchNorm, has_other_norms, replace_batch_norm
-from paceline.parallel.passes import Passes
+from paceline.parallel.passes import Passes, StartOverError
 from paceline.spec import Job, Plan
 
 
@@ -87,32 +86,26 @@ class OneProcessDataParallel(Engine):
                 "norm = 'sync' needs the strategy dp: with dp_one_process no layer sees more than its own device's "
                 "part of the batch; use norm = 'shard'."
             )
-        self.module = replace_batch_norm(model, ShardBatchNorm) if job.norm == "shard" else model
-        self._plan = plan
         first, *others = devices
-        self.randomness: Randomness = Randomness()
-        self.functions = LossFunctions(None)
+        model = replace_batch_norm(model, ShardBatchNorm) if job.norm == "shard" else model
+        super().__init__(model, first, LossFunctions(None))
+        self.notes = (describe_one_process(len(devices)),)
         self._one_by_one = job.shard_by_shard
         self.micro_batch: MicroBatchLimit = MicroBatchLimit(plan, job)
         models = [self.module, *(copy.deepcopy(self.module).to(device) for device in others)]
         self._replicas = [self._replica(model, device) for model, device in zip(models, devices, strict=True)]
         self.forward_buffers = self._replicas[0].passes.buffers
-        self._clock = Clock(first)
-        now = self._clock.mark()
-        self.communication = now, now
         self._threads = ThreadPoolExecutor(max(1, len(others)), "paceline-device")
 
-    def close(self) -> None:
-        """End the threads."""
+    def close(self, error: BaseException | None = None) -> None:  # noqa: ARG002 - whatever it is
         self._threads.shutdown()
 
     def _replica(self, model: nn.Module, device: torch.device) -> _Replica:
         passes = Passes(
             model,
             device,
+            self.functions,
             self.micro_batch,
-            randomness=self.randomness,
-            functions=self.functions,
             one_by_one=self._one_by_one,
             may_split=not has_other_norms(model),
             is_concurrent=True,
@@ -121,17 +114,17 @@ class OneProcessDataParallel(Engine):
 
     def gradients(self, step: StepInput) -> StepLoss:
         notes = self._find_coupling(step)
-        return self._replicas[0].passes.starting_over(lambda: self._attempt(step, notes), step.assignment)
+        return self._replicas[0].passes.starting_over(lambda: self._attempt(step, notes))
 
     def _attempt(self, step: StepInput, notes: Sequence[str]) -> StepLoss:
-        """`_train`; if memory ran out and may suffice for fewer shards at a time, `DidNotFitError`."""
+        """`_train`; if memory ran out and may suffice for fewer shards at a time, `StartOverError`."""
         try:
             return self._train(step, notes)
         except (RuntimeError, MemoryError) as problem:
             most = max(replica.passes.num_shards_in_pass for replica in self._replicas)
             if not (self.micro_batch.is_automatic and most > 1 and is_out_of_memory(problem)):
                 raise
-        raise DidNotFitError
+        raise StartOverError(functools.partial(self._replicas[0].passes.halve, step.assignment))
 
     def _train(self, step: StepInput, notes: Sequence[str]) -> StepLoss:
         """Compute and aggregate the gradient; returns the loss."""
@@ -170,7 +163,7 @@ class OneProcessDataParallel(Engine):
 
     def _run(self, computing: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
         """A thread for each device, this one for the first; an error is raised when none of them computes any more."""
-        if self.randomness.is_drawn is not False:
+        if self.functions.draws is not False:
             return [compute() for compute in computing]
         others = [self._threads.submit(compute) for compute in computing[1:]]
         try:

@@ -18,39 +18,27 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from paceline.containers import copied
 from paceline.errors import ModelError
 from paceline.parallel.assignment import Assignment, ShardRange
 from paceline.parallel.coupling import AUX_LOSS, describe_coupling, leaving_no_trace, returns_aux_loss, tolerance
-from paceline.parallel.engine import Randomness, StepInput, statistics_dtype
+from paceline.parallel.engine import StepInput, statistics_dtype
 from paceline.parallel.forward_buffers import ForwardBuffers
 from paceline.parallel.generators import generator_states
 from paceline.parallel.loss_functions import DRAWS, LossFunctions
-from paceline.parallel.losses import LossLayout, ShardLoss, StepLoss, counts, ignore_unless, read_loss, watching_outputs
-from paceline.parallel.micro_batch import DidNotFitError, MicroBatchLimit, free_memory, is_out_of_memory
-from paceline.parallel.norm import (
-    NormStatistics,
-    PassShards,
-    ShardBatchNorm,
-    has_other_norms,
-    replace_batch_norm,
-    standing_in,
-)
+from paceline.parallel.losses import ShardLoss, counts, ignore_unless, read_loss, watching_outputs
+from paceline.parallel.micro_batch import MicroBatchLimit, free_memory, is_out_of_memory
+from paceline.parallel.norm import NormStatistics, has_other_norms, standing_in
 from paceline.parallel.novelty import Novelty
 
 Result = TypeVar("Result")
 
 
-class DrewTogetherError(Exception):
-    """Shards that went through the model together drew random numbers, so the step has to start over."""
+class StartOverError(Exception):
+    """The passes of a step have to be made again, after `prepare`."""
 
-
-class LooksNewError(Exception):
-    """The step has to start over, because shards that went through the model together are to be examined first."""
-
-    def __init__(self, examine: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, prepare: Callable[[], object]) -> None:
         super().__init__()
-        self.examine = examine
+        self.prepare = prepare
 
 
 @dataclass
@@ -78,29 +66,26 @@ class Passes:
         self,
         model: nn.Module,
         device: torch.device,
+        functions: LossFunctions,
         micro_batch: MicroBatchLimit | None = None,
         *,
         may_split: bool = True,
         one_by_one: bool = False,
         refusal: str = "",
         is_concurrent: bool = False,
-        randomness: Randomness | None = None,
-        functions: LossFunctions | None = None,
     ) -> None:
         """
         Args:
-            micro_batch: the most samples that go through the model together; shared by the devices of a worker; None:
-                all of an assignment.
+            functions, micro_batch: shared by the devices of a worker; without a limit all of an assignment goes
+                together.
             may_split: whether shards that could go together may also go one by one.
             one_by_one: whether they always do.
             refusal: the error message for a model that draws random numbers, if the engine cannot train one.
             is_concurrent: whether other devices use the same generators at the same time, until numbers are drawn.
-            randomness, functions: shared by the devices of a worker.
         """
         self.norm = NormStatistics(model)
-        self.buffers = ForwardBuffers(model)
-        self.randomness = randomness or Randomness()
-        self.functions = functions or LossFunctions(None)
+        self.buffers = ForwardBuffers(model, self.norm)
+        self.functions = functions
         self.like = torch.zeros((), dtype=statistics_dtype(model), device=device)
         """A tensor of the dtype, and on the device, in which losses are added."""
         self._model = model
@@ -120,26 +105,36 @@ class Passes:
 
     def ranges(self, step: StepInput, rank: int) -> list[ShardRange]:
         """The shards of each pass of worker `rank`, by the current knowledge of random draws and of the loss."""
+        return self._ranges(step, rank, self._most_samples(step))
+
+    def _ranges(self, step: StepInput, rank: int, max_samples: int | None) -> list[ShardRange]:
         of_rank = replace(step, assignment=replace(step.assignment, rank=rank))
         next_shard, stop = of_rank.assignment.own
         found: list[ShardRange] = []
         while next_shard < stop:
-            found.append(self._next_range(of_rank, next_shard))
+            found.append(self._range(of_rank, next_shard, max_samples))
             next_shard = found[-1].stop_shard
         return found
 
-    def _next_range(self, step: StepInput, first_shard: int) -> ShardRange:
-        one_by_one = self._one_by_one or (self._may_split and self._must_split(step))
-        return step.assignment.shard_range(first_shard, 1 if one_by_one else self._most_samples)
+    def _range(self, step: StepInput, first_shard: int, max_samples: int | None) -> ShardRange:
+        """Shards that go together; where batch norm layers gain by it, they take turns."""
+        shards = step.assignment.shard_range(first_shard, max_samples)
+        have_norms = self.norm.exist or step.companions.have_norms
+        if len(shards.sizes) > 1 == len(set(shards.sizes)) and have_norms and step.batch.can_interleave:
+            return replace(shards, are_interleaved=True)
+        return shards
+
+    def _most_samples(self, step: StepInput) -> int | None:
+        """The most samples of a pass: 1, less than a shard, where the model draws random numbers or the loss couples
+        samples, as far as is known."""
+        couples = self._examines and self.functions.couples.get(step.loss_name) is not False
+        if self._one_by_one or (self._may_split and (couples or self.functions.draws is not False)):
+            return 1
+        return self._limit
 
     @property
-    def _most_samples(self) -> int | None:
+    def _limit(self) -> int | None:
         return None if self._micro_batch is None else self._micro_batch.size
-
-    def _must_split(self, step: StepInput) -> bool:
-        """Whether the model draws random numbers or the loss couples samples, as far as is known."""
-        couples = self._examines and self.functions.couples.get(step.loss_name) is not False
-        return couples or self.randomness.is_drawn is not False
 
     # --- a loss that couples samples ---
 
@@ -154,29 +149,17 @@ class Passes:
         """
         if not self._examines or step.loss_name in self.functions.couples:
             return ()
-        return self._examine(step, module, self._first_shards(step), in_step=in_step)
+        return self.find_coupling_again(step, module, None, in_step=in_step)
 
     def find_coupling_again(
-        self, step: StepInput, module: nn.Module, suspect: ShardRange | None, *, in_step: bool = False
+        self, step: StepInput, module: nn.Module, suspect: ShardRange | None, *, in_step: bool
     ) -> tuple[str, ...]:
         """As `find_coupling`, in a later step, of shards that look new on this worker; a collective."""
-        return self._examine(step, module, suspect or self._first_shards(step), in_step=in_step)
-
-    def _first_shards(self, step: StepInput) -> ShardRange | None:
-        """Those of this worker that could go through the model together first."""
-        start, stop = step.assignment.own
-        return step.assignment.shard_range(start, self._most_samples) if start < stop else None
-
-    def _examine(self, step: StepInput, module: nn.Module, own: ShardRange | None, *, in_step: bool) -> tuple[str, ...]:
-        assignment = step.assignment
-        most = 1
-        for rank in range(len(assignment.shards_of_rank)):
-            next_shard, stop = replace(assignment, rank=rank).own
-            while next_shard < stop:
-                shards = replace(assignment, rank=rank).shard_range(next_shard, self._most_samples)
-                most, next_shard = max(most, len(shards.sizes)), shards.stop_shard
+        every = [self._ranges(step, rank, self._limit) for rank in range(len(step.assignment.shards_of_rank))]
+        most = max((len(shards.sizes) for of_rank in every for shards in of_rank), default=1)
         if most == 1:
             return ()
+        own = suspect or next(iter(every[step.assignment.rank]), None)
         reason = ""
         if in_step:
             reason = self._compare(step, module, own, 1 + most)
@@ -186,9 +169,7 @@ class Passes:
 
     def shows_new_values(self, step: StepInput, shards: ShardRange, samples: Any) -> bool:
         """Whether samples that are to go through the model together show what no step has shown before."""
-        if len(shards.sizes) == 1 or not self._examines:
-            return False
-        return self._novelties[step.loss_name].learn(samples)
+        return len(shards.sizes) > 1 and self._examines and self._novelties[step.loss_name].learn(samples)
 
     def shows_new_operations(self, step: StepInput, shards: ShardRange, loss: ShardLoss) -> bool:
         """Whether the loss of shards that went through the model together was computed as in no step before."""
@@ -212,8 +193,7 @@ class Passes:
                 if self._micro_batch is None or not self._micro_batch.is_automatic or not is_out_of_memory(problem):
                     raise
             free_memory(self._device)
-            half = sum(shards.sizes[: len(shards.sizes) // 2])
-            shards = step.assignment.shard_range(shards.first_shard, half)
+            shards = self._range(step, shards.first_shard, sum(shards.sizes[: len(shards.sizes) // 2]))
         return ""
 
     def _compare(self, step: StepInput, module: nn.Module, shards: ShardRange | None, num_passes: int = 0) -> str:
@@ -222,8 +202,7 @@ class Passes:
         draws = has_aux_loss = False
         passes: list[ShardRange | None] = [None]
         if shards is not None:
-            firsts = range(shards.first_shard, shards.stop_shard)
-            passes = [shards, *(step.assignment.shard_range(shard, 1) for shard in firsts)]
+            passes = [shards, *(self._range(step, one, 1) for one in range(shards.first_shard, shards.stop_shard))]
         passes += [passes[-1]] * (num_passes - len(passes))
         for one in passes:
             with self._leaving_no_trace(step):
@@ -262,7 +241,7 @@ class Passes:
             yield
 
     def _must_not_draw(self, shards: ShardRange) -> bool:
-        if self._refusal or self.randomness.is_drawn is not False:
+        if self._refusal or self.functions.draws is not False:
             return bool(self._refusal)
         return self._is_concurrent or (self._may_split and len(shards.sizes) > 1)
 
@@ -272,22 +251,22 @@ class Passes:
         """A forward pass over each range of this worker's shards; `backward` has to follow before the next one.
 
         Raises:
-            DrewTogetherError, LooksNewError: caught by `starting_over`.
+            StartOverError: caught by `starting_over`.
         """
         next_shard, stop = step.assignment.own
         while next_shard < stop:
-            shards = self._next_range(step, next_shard)
+            shards = self._range(step, next_shard, self._most_samples(step))
             samples = self.samples(step, shards)
             if self.shows_new_values(step, shards, samples) and self._couples_now(step, module, shards):
                 continue  # with the first of them alone
             is_wrong_if_drawn = self._must_not_draw(shards)
             loss, drew = self.compute_loss(step, module, shards, samples)
             if drew and is_wrong_if_drawn:
-                raise DrewTogetherError
-            if self.randomness.is_drawn is None:
-                self.randomness.is_drawn = drew
+                raise StartOverError(self.go_one_by_one)
+            if self.functions.draws is None:
+                self.functions.draws = drew
             if self.shows_new_operations(step, shards, loss):
-                raise LooksNewError(partial(self._couples_now, step, module, shards))
+                raise StartOverError(partial(self._couples_now, step, module, shards))
             yield shards, loss
             next_shard = shards.stop_shard
 
@@ -298,25 +277,17 @@ class Passes:
         drew random numbers, or changed buffers."""
         self.enter(step, shards)
         self.buffers.begin_pass()
-        is_watched = self.randomness.is_drawn is None or self._must_not_draw(shards)
+        is_watched = self.functions.draws is None or self._must_not_draw(shards)
         before = generator_states(self._device) if is_watched else None
         loss = self.read(step, module, shards, samples)
         changed = (self.buffers.end_forward(shards) | step.companions.have_changed()) and not self._refusal
         return loss, before is not None and (changed or before != generator_states(self._device))
 
     def samples(self, step: StepInput, shards: ShardRange) -> Any:
-        """The content of the batch for some shards; where batch norm layers gain by it, they take turns in it."""
-        if self.pass_shards(step, shards).are_interleaved:
+        """The content of the batch for some shards."""
+        if shards.are_interleaved:
             return step.batch.interleaved(shards.start, shards.stop, len(shards.sizes))
         return step.batch.cut(shards.start, shards.stop)
-
-    def pass_shards(self, step: StepInput, shards: ShardRange) -> PassShards:
-        """These shards as norm layers see them."""
-        are_equal = len(shards.sizes) > 1 and len(set(shards.sizes)) == 1
-        have_norms = self.norm.exist or step.companions.have_norms
-        return PassShards(
-            shards.sizes, step.assignment.shard_sizes, are_equal and have_norms and step.batch.can_interleave
-        )
 
     def read(self, step: StepInput, module: nn.Module, shards: ShardRange, samples: Any) -> ShardLoss:
         """Call the loss function with some shards' samples, and see what it returned."""
@@ -332,9 +303,8 @@ class Passes:
     def enter(self, step: StepInput, shards: ShardRange) -> None:
         """Set which shards are in the model, and seed the generators for them if numbers may be drawn."""
         self.num_shards_in_pass = len(shards.sizes)
-        now = self.pass_shards(step, shards)
-        self.norm.begin_pass(now)
-        step.companions.enter(now)
+        self.norm.begin_pass(shards)
+        step.companions.enter(shards)
         if not self._must_not_draw(shards):
             step.seed_shard(shards.first_shard)
 
@@ -352,100 +322,45 @@ class Passes:
         """
         self.num_shards_in_pass = 1
         with standing_in(self._model), step.companions.standing_in():
-            with watching_outputs(module) as outputs:
-                loss = read_loss(step.loss_of(module, step.batch.cut(0, 1)), 0.0, 1, self.like).mean
-            ignore_unless(False, outputs)
-            yield step.scale(loss * 0.0)
+            yield step.scale(self.loss_of_nothing(step, module))
 
-    def starting_over(self, attempt: Callable[[], Result], assignment: Assignment) -> Result:
-        """Run `attempt`, the passes of a step; repeated if shards drew random numbers together, or did not fit.
+    def loss_of_nothing(self, step: StepInput, module: nn.Module) -> Tensor:
+        """The loss of the first sample times 0, through which nothing flows back."""
+        with watching_outputs(module) as outputs:
+            loss = read_loss(step.loss_of(module, step.batch.cut(0, 1)), 0.0, 1, self.like).mean
+        ignore_unless(False, outputs)
+        return loss * 0.0
 
-        Nothing is left of a failed attempt: no gradients, no norm statistics, no changes of buffers. From then on
-        shards go one by one, or half as many together.
+    # --- a step that starts over ---
+
+    def starting_over(self, attempt: Callable[[], Result]) -> Result:
+        """Run `attempt`, the passes of a step; repeated where it raises `StartOverError`.
+
+        Nothing is left of a failed attempt: no gradients, no norm statistics, no changes of buffers.
         """
-        was_drawn = self.randomness.is_drawn
+        drew_before = self.functions.draws
         self.buffers.begin_step()
         while True:
-            examine = None
             try:
                 with self.norm.forgotten_after_error():
                     return attempt()
-            except DrewTogetherError:
-                drew = True
-            except DidNotFitError:
-                drew = False
-            except LooksNewError as problem:
-                drew, examine = False, problem.examine
-            self._forget_attempt()
-            if examine is not None:
-                self.randomness.is_drawn = was_drawn
-                examine()
-            elif drew:
-                if self._refusal:
-                    raise ModelError(self._refusal)
-                self.randomness.is_drawn = True
-            elif self._micro_batch is not None:
-                free_memory(self._device)
-                self._micro_batch.halve(assignment)
-                self.randomness.is_drawn = was_drawn  # the first pass of a run is one shard, in each attempt
+            except StartOverError as problem:
+                prepare = problem.prepare
+            self.buffers.start_over()
+            self.norm.reset()
+            for parameter in self._model.parameters():
+                parameter.grad = None
+            self.functions.draws = drew_before  # the first pass of a run is one shard, in each attempt
+            prepare()
 
-    def _forget_attempt(self) -> None:
-        self.buffers.start_over()
-        self.norm.reset()
-        for parameter in self._model.parameters():
-            parameter.grad = None
+    def go_one_by_one(self) -> None:
+        """Have shards that drew random numbers together go one by one from now on."""
+        if self._refusal:
+            raise ModelError(self._refusal)
+        self.functions.draws = True
 
-
-class ShardByShard:
-    """Computes the gradient and the statistics of single shards; the caller sums them.
-
-    The result depends only on the shard, never on the worker. A shard's statistics are the sums of its loss and what
-    its norm layers have seen, one flat vector; summed over the shards of a global batch they are the batch's loss and
-    what moves the running statistics.
-    """
-
-    def __init__(self, model: nn.Module, device: torch.device, functions: LossFunctions) -> None:
-        self.module = replace_batch_norm(model, ShardBatchNorm)
-        self.parameters = [p for p in self.module.parameters() if p.requires_grad]
-        self.dtype = statistics_dtype(self.module)
-        self.functions = functions
-        self._passes = Passes(self.module, device, functions=functions, one_by_one=True)
-        self._passes.randomness.is_drawn = True
-        self.buffers = self._passes.buffers
-
-    def num_statistics(self, layout: LossLayout) -> int:
-        return layout.length + self._passes.norm.length
-
-    def layout_of_stand_in(self, step: StepInput) -> LossLayout:
-        """Which numbers the loss function returns, by a sample that leaves no trace."""
-        with (
-            self.buffers.untouched(),
-            leaving_no_trace(self.module, self._passes.like.device),
-            standing_in(self.module),
-            step.companions.standing_in(),
-        ):
-            layout = read_loss(step.loss_of(self.module, step.batch.cut(0, 1)), 0.0, 1, self._passes.like).layout
-        self.functions.has_returned(step.loss_name, layout)
-        return layout
-
-    def compute(self, step: StepInput, shard: int) -> tuple[ShardLoss, Tensor]:
-        """Leave the gradient of the weighted loss in `.grad` (None where there is none); return loss and statistics."""
-        for parameter in self.parameters:
-            parameter.grad = None
-        shards = step.assignment.shard_range(shard, max_samples=1)
-        # Copies, because a product's last bits depend on where in memory its factors begin, and a shard lies elsewhere
-        # in the batch of another worker.
-        with self._passes.norm.forgotten_after_error():
-            loss, _ = self._passes.compute_loss(step, self.module, shards, copied(self._passes.samples(step, shards)))
-            self._passes.backward(step, loss)
-            return loss, torch.cat([loss.sums, *self._passes.norm.collect(loss.sums)])
-
-    def stand_in(self, step: StepInput) -> None:
-        """Go through the model with a sample that counts for nothing, because other workers wait for it there."""
-        with self._passes.stand_in(step, self.module) as loss:
-            loss.backward()
-
-    def apply(self, statistics: Tensor, layout: LossLayout) -> StepLoss:
-        """Move the running statistics by the sum over a batch's shards; return its loss."""
-        self._passes.norm.apply(statistics[layout.length :])
-        return StepLoss.of(statistics, layout)
+    def halve(self, assignment: Assignment) -> None:
+        """Have half as many shards go together from now on, because memory ran out."""
+        assert self._micro_batch is not None
+        free_memory(self._device)
+        self._micro_batch.halve(assignment)

@@ -55,6 +55,8 @@ class SpreadModel:
         pipeline: None where the mesh has no axis pp.
         stages: the parts of it that this worker holds.
         notes: notes for the run's log and report.
+        may_skip: whether some parameters get no gradient in some steps, on some workers.
+        zero: of the dtype, and on the device, in which losses and norms are added.
     """
 
     def __init__(
@@ -77,8 +79,8 @@ class SpreadModel:
         self._axes = axes
         self._plan = plan
         self._device = device
-        self._may_skip = may_skip
-        self._dtype = statistics_dtype(model)
+        self.may_skip = may_skip
+        self.zero = torch.zeros((), dtype=statistics_dtype(model), device=device)
         weights = initial_weights(model, axes.world)
         self._tensor_plan = declared_plan(model, plan.tensor_plan, axes.mesh.tp) if axes.mesh.tp > 1 else None
         self.pipeline: Pipeline | None = None
@@ -124,7 +126,7 @@ class SpreadModel:
         if plan.recompute:
             recompute(stage)
         if mesh.fsdp > 1:
-            shard(stage, device_mesh["fsdp"], mesh.zero_stage, cpu_offload=plan.cpu_offload, may_skip=self._may_skip)
+            shard(stage, device_mesh["fsdp"], mesh.zero_stage, cpu_offload=plan.cpu_offload, may_skip=self.may_skip)
         _place(stage, self._device, plan)
 
     def _before_forward(self, _module: nn.Module, _arguments: Any) -> None:
@@ -192,8 +194,7 @@ class SpreadModel:
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None:
                 shards.setdefault(self._num_copies(name, parameter), []).append(local_shard(parameter.grad))
-        zero = torch.zeros((), dtype=self._dtype, device=self._device)
-        total = sum((squared_norm(tensors).to(zero) / copies for copies, tensors in shards.items()), zero)
+        total = sum((squared_norm(tensors).to(self.zero) / copies for copies, tensors in shards.items()), self.zero)
         total = total * factor
         dist.all_reduce(total, group=self._axes.world)
         return total

@@ -15,7 +15,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.errors import ModelError
 
 
-class SyncBatchNorm(_BatchNorm):
+class BatchNorm(_BatchNorm):
+    """Batch norm of inputs (b, channels, ...) with any number of dimensions."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ModelError(f"A batch norm layer needs at least 2 dimensions, batch and channels; got {input.dim()}.")
+
+
+class SyncBatchNorm(BatchNorm):
     """Batch norm over the global batch: every worker contributes as many values as it has, even none."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -23,10 +31,6 @@ class SyncBatchNorm(_BatchNorm):
         self.group: dist.ProcessGroup | None = None
         self.idle = False
         """Set where this worker's batch is a stand-in that must not be counted."""
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ModelError(f"A batch norm layer needs at least 2 dimensions, batch and channels; got {input.dim()}.")
 
     @_disable_dynamo  # which shards it sees is no part of a compiled graph's input
     def forward(self, input: Tensor) -> Tensor:

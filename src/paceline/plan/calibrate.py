@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -64,10 +64,19 @@ class Calibration:
     """Arrays [num_samples, 1]."""
     errors: Array
     """[num_samples, 1]: the scale of log(measured / forecast)."""
+    priors: Mapping[str, Prior]
+    """What the constants were taken to be before anything was measured."""
     gradient_bytes: float
     """The gradient size of placements without one."""
     link_bytes_per_s: float | None
     """The datasheet rate that `between_beta_s_per_byte` belongs to, if the rows give it."""
+
+    @classmethod
+    def at(
+        cls, coordinates: Array, priors: Mapping[str, Prior], gradient_bytes: float, link: float | None
+    ) -> Calibration:
+        """The samples at points of the priors, [num_samples, num_constants + 1]; the last number is the error's."""
+        return cls(Constants.at(priors, coordinates), _errors_at(coordinates), priors, gradient_bytes, link)
 
     @property
     def error(self) -> float:
@@ -97,7 +106,10 @@ def fit(observations: Sequence[Observation], usual: Mapping[str, Prior] = USUAL)
     if not observations:
         raise JobError("There is no measured row to fit; measure one device and two devices at least.")
     gradient_bytes, link = usual_sizes([observation.placement for observation in observations])
-    priors = priors_beside(observations, usual)
+    # The row that says most about computing alone: that of the fewest workers, then the fastest.
+    anchor = min(observations, key=lambda row: (row.placement.layout.num_workers, row.step_time_s / row.num_samples))
+    one = anchor.placement
+    priors = priors_of(anchor.step_time_s, one.micro_batch_size, gradient_bytes, link, one.num_passes, usual)
     vector_bytes = gradient_bytes or UNKNOWN_GRADIENT_BYTES
     some = observations
     if len(observations) > _MOST_ROWS:
@@ -109,21 +121,7 @@ def fit(observations: Sequence[Observation], usual: Mapping[str, Prior] = USUAL)
     if len(observations) > _MOST_ROWS:
         all_rows = _Rows.of(observations, priors, vector_bytes, link)
         coordinates = all_rows.samples_near(coordinates.mean(axis=0))
-    return Calibration(
-        constants=Constants.at(priors, coordinates),
-        errors=_errors_at(coordinates),
-        gradient_bytes=vector_bytes,
-        link_bytes_per_s=link,
-    )
-
-
-def priors_beside(observations: Sequence[Observation], usual: Mapping[str, Prior] = USUAL) -> dict[str, Prior]:
-    """What the constants are likely to be beside the row that says most about computing alone: that of the fewest
-    workers, then the fastest."""
-    anchor = min(observations, key=lambda row: (row.placement.layout.num_workers, row.step_time_s / row.num_samples))
-    gradient_bytes, link = usual_sizes([observation.placement for observation in observations])
-    one = anchor.placement
-    return priors_of(anchor.step_time_s, one.micro_batch_size, gradient_bytes, link, one.num_passes, usual)
+    return Calibration.at(coordinates, priors, vector_bytes, link)
 
 
 @dataclass(frozen=True)
@@ -157,13 +155,9 @@ class _Rows:
         of_compute = np.log(parts.compute_s[:, with_compute]) - self.compute_only[with_compute]
         return np.concatenate([misses, of_compute], axis=1) / _errors_at(coordinates)
 
-    def _surprises(self, coordinates: Array) -> Array:
-        """Minus the logarithm of the likelihood of each error, but for a constant."""
-        scale = np.log(_errors_at(coordinates))
-        return (_FREEDOM + 1) / 2 * np.log1p(np.square(self.errors(coordinates)) / _FREEDOM) + scale
-
     def log_likelihood(self, coordinates: Array) -> Array:
-        return np.asarray(-self._surprises(coordinates).sum(axis=1))
+        """[num_points], but for a constant."""
+        return np.asarray(_log_density(self.errors(coordinates), _errors_at(coordinates)).sum(axis=1))
 
     def samples_near(self, start: Array) -> Array:
         """Samples around the most probable constants, found from `start`; all with the usual error of a row."""
@@ -181,27 +175,13 @@ class _Rows:
         return np.concatenate([found, np.broadcast_to(scale, (len(found), 1))], axis=1)
 
 
-def uninformed(placements: Sequence[Placement], step_time_s: float = 0.1) -> Calibration:
+def from_priors(placements: Sequence[Placement], step_time_s: float = 0.1) -> Calibration:
     """The constants from the priors only, for a job whose largest micro-batch takes `step_time_s` on one device."""
     largest = max(placement.micro_batch_size for placement in placements)
     gradient_bytes, link = usual_sizes(placements)
     priors = priors_of(step_time_s, largest, gradient_bytes, link)
     coordinates = np.random.default_rng(0).normal(size=(_NUM_SAMPLES, len(priors) + 1))
-    return Calibration(
-        constants=Constants.at(priors, coordinates),
-        errors=_errors_at(coordinates),
-        gradient_bytes=gradient_bytes or UNKNOWN_GRADIENT_BYTES,
-        link_bytes_per_s=link,
-    )
-
-
-def certain(constants: Constants, placements: Sequence[Placement], error: float = _ROW_ERROR) -> Calibration:
-    """A calibration that has no doubt about these constants."""
-    gradient_bytes, link = usual_sizes(placements)
-    as_arrays = {field.name: np.full((1, 1), getattr(constants, field.name)) for field in fields(Constants)}
-    return Calibration(
-        replace(constants, **as_arrays), np.full((1, 1), error), gradient_bytes or UNKNOWN_GRADIENT_BYTES, link
-    )
+    return Calibration.at(coordinates, priors, gradient_bytes or UNKNOWN_GRADIENT_BYTES, link)
 
 
 def predict(calibration: Calibration, placements: Sequence[Placement]) -> list[StepForecast]:
@@ -243,7 +223,12 @@ def log_density(calibration: Calibration, rows: Sequence[Observation]) -> Array:
     """[num_samples, num_rows]: the logarithm of the density of log(step_time_s) that each sample gives to a row."""
     misses = log_steps(calibration, [row.placement for row in rows]) - np.log([row.step_time_s for row in rows])
     scales = _scales(calibration)
-    return np.asarray(_LOG_T - (_FREEDOM + 1) / 2 * np.log1p(np.square(misses / scales) / _FREEDOM) - np.log(scales))
+    return _LOG_T + _log_density(misses / scales, scales)
+
+
+def _log_density(errors: Array, scales: Array) -> Array:
+    """Of misses that are `errors` times their scale, but for a constant."""
+    return np.asarray(-(_FREEDOM + 1) / 2 * np.log1p(np.square(errors) / _FREEDOM) - np.log(scales))
 
 
 def _scales(calibration: Calibration) -> Array:

@@ -73,7 +73,7 @@ def fit_without_mistakes(observations: Sequence[Observation]) -> tuple[Calibrati
 
 
 def _contradictions(observations: Sequence[Observation], calibration: Calibration) -> list[Contradiction]:
-    """The rows that a fit of all others misses by far: those that cannot be true first, then the most surprising."""
+    """The rows that a fit of all others misses by far: those that cannot be true first, then those missed by most."""
     if len(observations) < 2:
         return []
     forecasts = predict(calibration, [observation.placement for observation in observations])
@@ -95,9 +95,9 @@ def _contradictions(observations: Sequence[Observation], calibration: Calibratio
         sigma = abs(math.log(end_s / forecast.total_s)) / INTERVAL_SIGMAS
         if abs(miss) > max(_SIGMAS * sigma, math.log(_FACTOR)):
             # A row that cannot be true makes others look so too; without it these agree, and miss it by most.
-            surprise = abs(miss) / (others.error if _is_impossible(miss) else max(sigma, 1e-9))
+            distance = abs(miss) / (others.error if _is_impossible(miss) else max(sigma, 1e-9))
             one = Contradiction(row, observations[row].step_time_s, forecast.total_s, _is_impossible(miss))
-            found.append((one.is_left_out, surprise, one))
+            found.append((one.is_left_out, distance, one))
     found.sort(key=lambda entry: entry[:2], reverse=True)
     if len(observations) <= _ALL_ROWS:  # one mistake among few rows makes the others contradict what is left
         found = found[:1]

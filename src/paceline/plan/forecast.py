@@ -76,7 +76,8 @@ def forecast(
         reason += batch_advice(chosen, request.noise_scale, better)
     load = inputs.timing.load
     if load is not None and load.is_disturbing:
-        verdict = f"Not reliable, probe again on a quiet machine: {load.sentence()}. By these timings: {verdict}"
+        doubt = f"These figures may be wrong: {load.sentence()}. Probe again while the machine is idle."
+        verdict = f"{doubt} By these timings: {verdict}"
     return Forecast(
         job=job.name,
         device=inputs.timing.device,

@@ -14,12 +14,11 @@ from paceline.plan.gradient_sums import (
     network_in_steps,
     sums_are_hidden,
 )
-from paceline.plan.inputs import PlanInputs, largest_assignment, needs_replicas, pass_s, spread_near
+from paceline.plan.inputs import PlanInputs, largest_assignment, needs_replicas, pass_s, spread_of_passes
 from paceline.plan.memory import StateBytes, device_memory, largest_micro_batch, state_bytes, worker_memory_bytes
 from paceline.plan.model import Layout
 from paceline.plan.search import SearchResult, Workload, search
 from paceline.plan.step_time import INTERVAL_SIGMAS, bound_by, expected_maximum, slowest_s
-from paceline.plan.words import gib
 from paceline.spec import Job, Mesh
 from paceline.spec.forecast import ForecastRow
 from paceline.spec.model_cost import Activations
@@ -53,7 +52,7 @@ def forecast_row(inputs: PlanInputs, count: int) -> ForecastRow:
     loader_s = _loader_s(inputs, samples, neighbours)
     busy_s = compute_s + exposed_s + overhead_s
     step_s = busy_s + loader_s if timing.loads_between_passes else max(busy_s, loader_s)
-    spread = spread_near(timing, micro_batch_size)
+    spread = spread_of_passes(timing, micro_batch_size)
     width = math.exp(INTERVAL_SIGMAS * _error(inputs, count, spread, exposed_s / step_s))
     row = ForecastRow(
         devices=count,
@@ -74,11 +73,6 @@ def forecast_row(inputs: PlanInputs, count: int) -> ForecastRow:
         samples_per_s=job.global_batch_size / step_s,
         speedup=1.0,
         efficiency=1.0,
-        useful_efficiency=None,
-        samples_to_target=None,
-        time_to_target_s=None,
-        cost_to_target=None,
-        cost_per_million_samples=None,
         memory_bytes=_replica_bytes(inputs, count, micro_batch_size, num_passes),
         objection=objection or _too_many_workers(job, count),
     )
@@ -189,8 +183,9 @@ def _micro_batch(inputs: PlanInputs, job: Job, count: int, samples: int, shard: 
             num_shards := -(-samples // shard),
         )
         if fitting < shard:
-            needed = gib(_replica_bytes(inputs, count, shard, num_shards))
-            return shard, f"a virtual shard of {shard} samples needs {needed} of a device's {gib(memory_bytes)}"
+            needed = (_replica_bytes(inputs, count, shard, num_shards) or 0.0) / 2**30
+            room = f"{needed:.3g} GiB of a device's {memory_bytes / 2**30:.3g} GiB"
+            return shard, f"a virtual shard of {shard} samples needs {room}"
     # As few passes as fit, all of nearly the same size.
     num_passes = -(-samples // (fitting // shard * shard))
     return min(samples, -(-samples // num_passes // shard) * shard), ""
@@ -233,5 +228,5 @@ def _too_many_workers(job: Job, count: int) -> str:
     if count > job.global_batch_size:
         return f"a global batch of {job.global_batch_size} has no sample for each of {count} devices"
     if count > job.virtual_shards:
-        return f"it needs --set virtual_shards={count}, which is part of the job"
+        return f"it needs virtual_shards = {count}, which is part of the job"
     return ""

@@ -103,7 +103,7 @@ def plan_inputs(
     if between is None and most_devices > sizes[0]:
         raise ClusterError(
             f"{most_devices} devices need several nodes, and the links between them were not measured (one node has "
-            f"{sizes[0]}); run paceline probe with --hosts, or give the rate in one direction: --link-rate 1.25e9."
+            f"{sizes[0]}); probe them all, or give the rate in one direction: link_rate = 1.25e9."
         )
     measured = measured_activations(timing.micro_batches, timing.num_parameters, state_bytes(job))
     shape = transformer_shape(job)
@@ -151,7 +151,7 @@ def pass_s(timing: JobTiming, num_samples: float) -> float:
     return float(times_s[-1] + max(0.0, slope) * (num_samples - sizes[-1]))
 
 
-def spread_near(timing: JobTiming, num_samples: float) -> float:
+def spread_of_passes(timing: JobTiming, num_samples: float) -> float:
     """The spread of passes of the timed size that is nearest to `num_samples`: the standard deviation of logarithms."""
     return min(timing.micro_batches, key=lambda row: abs(row.micro_batch_size - num_samples)).spread
 

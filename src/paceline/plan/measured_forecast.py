@@ -79,12 +79,7 @@ def _row(placement: Placement, forecast: StepForecast, per_device: float, price:
         samples_per_s=samples_per_s,
         speedup=speedup,
         efficiency=speedup / devices,
-        useful_efficiency=None,
-        samples_to_target=None,
-        time_to_target_s=None,
-        cost_to_target=None,
         cost_per_million_samples=None if price is None else price * devices / 3600 * 1e6 / samples_per_s,
-        memory_bytes=None,
     )
 
 

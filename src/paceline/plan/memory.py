@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import fmean, linear_regression
 
 from paceline.errors import ModelError
 from paceline.partition import StageLimits, best_cut, micro_batches_in_flight, split
@@ -81,12 +82,10 @@ def measured_activations(
     peaks = [(t.micro_batch_size, t.peak_memory_bytes) for t in timings if t.peak_memory_bytes is not None]
     if len({size for size, _ in peaks}) < 2:
         return None
-    mean_size = sum(size for size, _ in peaks) / len(peaks)
-    mean_peak = sum(peak for _, peak in peaks) / len(peaks)
-    covariance = sum((size - mean_size) * (peak - mean_peak) for size, peak in peaks)
-    slope = max(0.0, covariance / sum((size - mean_size) ** 2 for size, _ in peaks))
+    sizes, peak_bytes = zip(*peaks, strict=True)
+    slope = max(0.0, linear_regression(sizes, peak_bytes).slope)
     held = num_parameters * (state.parameter + state.gradient)
-    return Activations(slope, max(0.0, mean_peak - slope * mean_size - held))
+    return Activations(slope, max(0.0, fmean(peak_bytes) - slope * fmean(sizes) - held))
 
 
 def transformer_layers(shape: TransformerShape, num_parameters: float) -> Layers:

@@ -131,7 +131,7 @@ def check_fits(job: Job, model: ModelCost, mesh: Mesh, memory_bytes: float, *, r
     )
     raise JobError(
         f"This job does not fit: {what} {size(needed.total_bytes)} on each worker ({parts}), where "
-        f"{size(USABLE_FRACTION * memory_bytes)} can be used; let --strategy auto choose, name fsdp, pp or a mesh of "
+        f"{size(USABLE_FRACTION * memory_bytes)} can be used; let strategy = 'auto' choose, name fsdp, pp or a mesh of "
         "more workers, or set virtual_shards higher."
     )
 

@@ -56,7 +56,7 @@ def pick(node: Node, num_devices: int, allowed: Sequence[int] | None = None) -> 
     if num_devices == 1 or graph.is_uniform:
         ring = _lowest(graph, num_devices)
     elif num_devices == 2:
-        ring = _best_pair(graph)
+        ring = max(combinations(range(present), 2), key=graph.rank)
     elif present <= MOST_EXACT:
         ring = _best_ring(graph, num_devices)
     else:
@@ -112,7 +112,7 @@ class _Graph:
         return -num_numa_nodes, nearest, [-vertex for vertex in sorted(vertices)]
 
     def rank(self, ring: Sequence[int]) -> tuple[object, ...]:
-        """What 1 to 7 compare, for one ring over three vertices or more, the larger the better."""
+        """What 1 to 7 compare, for one ring or pair, the larger the better."""
         hops = list(zip(ring, [*ring[1:], *ring[:1]], strict=True))
         weights = [self.weights[one][other] for one, other in hops]
         return (
@@ -176,13 +176,6 @@ def _lowest(graph: _Graph, num_devices: int) -> tuple[int, ...]:
             others = [vertex for vertex in vertices if vertex != nearest]
             candidates.append(tuple(sorted([nearest, *others[: num_devices - 1]])))
     return max(candidates, key=graph.place_rank)
-
-
-def _best_pair(graph: _Graph) -> tuple[int, ...]:
-    pairs = combinations(range(len(graph.devices)), 2)
-    return max(
-        pairs, key=lambda pair: (not graph.crosses(*pair), graph.weights[pair[0]][pair[1]], *graph.place_rank(pair))
-    )
 
 
 def _best_ring(graph: _Graph, num_devices: int) -> tuple[int, ...]:

@@ -97,7 +97,7 @@ def place(
     if num_assignments > job.virtual_shards:
         raise JobError(
             f"{num_assignments} workers cannot share virtual_shards = {job.virtual_shards}; use at most "
-            f"{job.virtual_shards} workers, or --set virtual_shards={num_assignments} (it is part of the job: the same "
+            f"{job.virtual_shards} workers, or virtual_shards = {num_assignments} (it is part of the job: the same "
             "for every worker count)."
         )
     job.check_micro_batch(micro_batch_size)
@@ -105,7 +105,7 @@ def place(
         raise JobError(f"{num_servers} servers are more than {num_workers} workers; servers are some of the workers.")
     if job.parity == "bitwise" and algorithm not in ("auto", "tree_exact"):
         raise JobError(
-            f"parity = 'bitwise' sums gradients by tree_exact, not by {algorithm}; leave --algorithm out or train with "
+            f"parity = 'bitwise' sums gradients by tree_exact, not by {algorithm}; leave algorithm out or train with "
             "parity = 'numeric'."
         )
     return dataclasses.replace(

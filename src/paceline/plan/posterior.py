@@ -66,7 +66,7 @@ def samples_near_best(errors: Callable[[Array], Array], start: Array, num_sample
     def residuals(point: Array) -> Array:
         return np.concatenate([point, errors(point)])
 
-    def surprise(squares: Array) -> Array:
+    def loss(squares: Array) -> Array:
         """Value and two derivatives: (freedom + 1) log(1 + z / freedom) for the errors, z itself for the priors."""
         told = np.zeros((3, len(squares)))
         told[0], told[1] = squares, 1.0
@@ -76,7 +76,7 @@ def samples_near_best(errors: Callable[[Array], Array], start: Array, num_sample
         told[2, len(start) :] = -(freedom + 1) / far**2
         return told
 
-    best = least_squares(residuals, start, loss=surprise, xtol=1e-4, ftol=1e-5, max_nfev=60)
+    best = least_squares(residuals, start, loss=loss, xtol=1e-4, ftol=1e-5, max_nfev=60)
     shape = np.linalg.cholesky(np.linalg.inv(best.jac.T @ best.jac))
     return np.asarray(best.x + np.random.default_rng(_SEED).normal(size=(num_samples, len(start))) @ shape.T)
 

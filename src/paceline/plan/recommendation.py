@@ -120,7 +120,7 @@ def batch_advice(chosen: ForecastRow, noise_scale: float, better: tuple[int, flo
     if better is not None and better[0] < batch:
         gain = better[1] / (chosen.samples_per_s * useful)
         if gain > 1 / _NEARLY:
-            said += f" With --set global_batch_size={better[0]} as many devices make progress {gain:.2f}x as fast."
+            said += f" With global_batch_size = {better[0]} as many devices make progress {gain:.2f}x as fast."
     return said
 
 

@@ -22,20 +22,16 @@ class Faults:
         return self.node_mtbf_s / num_nodes
 
 
-def young_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
-    """Seconds of work between checkpoints that take delta seconds: sqrt(2 delta M) (Young 1974)."""
-    return math.sqrt(2 * checkpoint_s * mtbf_s)
-
-
 def daly_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
-    """The same to a higher order: sqrt(2 delta M) (1 + sqrt(x) / 3 + x / 9) - delta with x = delta / (2 M).
+    """Seconds of work between checkpoints that take delta seconds, which lose least.
 
-    M where delta reaches 2 M (Daly 2006, equation 37).
+    sqrt(2 delta M) (1 + sqrt(x) / 3 + x / 9) - delta with x = delta / (2 M), and M where delta reaches 2 M (Daly 2006,
+    equation 37).
     """
     x = checkpoint_s / (2 * mtbf_s)
     if x >= 1:
         return mtbf_s
-    return young_interval_s(checkpoint_s, mtbf_s) * (1 + math.sqrt(x) / 3 + x / 9) - checkpoint_s
+    return math.sqrt(2 * checkpoint_s * mtbf_s) * (1 + math.sqrt(x) / 3 + x / 9) - checkpoint_s
 
 
 def expected_run_s(work_s: float, interval_s: float, faults: Faults, num_nodes: int) -> float:

@@ -10,19 +10,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from paceline.plan.buckets import BACKWARD_SHARE
 from paceline.plan.model import AlphaBeta, Network
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Array = NDArray[np.float64]
+Array = NDArray[np.float64]
 
 Pattern = Literal["ring", "halving_doubling"]
-"""How nodes exchange the sums of their devices."""
+"""How nodes exchange the sums of their devices; halving and doubling: a power of two of them."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,6 @@ def simulate_steps(
     a ring of 2 (n - 1) messages of 1/n (Patarasuk and Yuan 2009), or halving and doubling, 2 log2 n messages of
     1/2, 1/4, … (Thakur et al. 2005). A node sends its buckets one after the other.
     """
-    import numpy as np
-
     jitter = jitter or Jitter()
     rng = np.random.default_rng(seed)
     shape = (num_steps, machine.num_nodes)
@@ -106,8 +103,6 @@ def simulate_steps(
 
 def _slowest_of(num_devices: int, spread: float, uniform: Array) -> Array:
     """The maximum of `num_devices` normal numbers around 1: F^-1(u^(1/n)), exact and as cheap as one number."""
-    import numpy as np
-
     if spread == 0:
         return np.ones_like(uniform)
     # 1 - u^(1/n) keeps its digits where u^(1/n) is almost 1.
@@ -118,19 +113,13 @@ def _slowest_of(num_devices: int, spread: float, uniform: Array) -> Array:
 
 def _inside_s(machine: Machine, size_bytes: float) -> float:
     g = machine.devices_per_node
-    return 2 * (g - 1) * _message_s(machine.network.inside, size_bytes / g, machine.network.per_message_s)
-
-
-def _message_s(level: AlphaBeta, size_bytes: float, per_message_s: float) -> float:
-    return per_message_s + level.alpha_s + size_bytes * level.beta_s_per_byte
+    return 2 * (g - 1) * (machine.network.per_message_s + machine.network.inside.message_s(size_bytes / g))
 
 
 def _ring(start: Array, size_bytes: float, level: AlphaBeta, per_message_s: float, links: Array) -> Array:
     """When each node has the sum: in every phase it waits for its own last message and for that of its neighbour."""
-    import numpy as np
-
     num_nodes = start.shape[1]
-    hop = _message_s(level, size_bytes / num_nodes, per_message_s) * links
+    hop = (per_message_s + level.message_s(size_bytes / num_nodes)) * links
     time = start
     for _ in range(2 * (num_nodes - 1)):
         time = np.maximum(time, np.roll(time, 1, axis=1)) + hop
@@ -138,29 +127,14 @@ def _ring(start: Array, size_bytes: float, level: AlphaBeta, per_message_s: floa
 
 
 def _halving_doubling(start: Array, size_bytes: float, level: AlphaBeta, per_message_s: float, links: Array) -> Array:
-    """Nodes beyond a power of two give theirs to a partner first, and get the sum from it at last."""
-    import numpy as np
-
     num_nodes = start.shape[1]
-    if num_nodes == 1:
-        return start
-    core = 1 << (num_nodes.bit_length() - 1)
-    num_more = num_nodes - core
-    whole_s = _message_s(level, size_bytes, per_message_s)
-    time = start[:, :core].copy()
-    if num_more:
-        given = start[:, core:] + whole_s * links[:, core:]
-        time[:, :num_more] = np.maximum(time[:, :num_more], given)
-    ranks = np.arange(core)
-    distances = [core >> power for power in range(1, core.bit_length())]
+    nodes = np.arange(num_nodes)
+    distances = [num_nodes >> power for power in range(1, num_nodes.bit_length())]
+    time = start
     for distance in [*distances, *reversed(distances)]:
-        partner = ranks ^ distance
-        part_s = _message_s(level, size_bytes * distance / core, per_message_s)
-        slower = np.maximum(links[:, :core], links[:, partner])
-        time = np.maximum(time, time[:, partner]) + part_s * slower
-    if num_more:
-        late = time[:, :num_more] + whole_s * links[:, :num_more]
-        return np.concatenate([np.maximum(time, np.pad(late, ((0, 0), (0, core - num_more)))), late], axis=1)
+        partner = nodes ^ distance
+        part_s = per_message_s + level.message_s(size_bytes * distance / num_nodes)
+        time = np.maximum(time, time[:, partner]) + part_s * np.maximum(links, links[:, partner])
     return time
 
 
@@ -168,12 +142,7 @@ def exchange_s(machine: Machine, gradient_bytes: float, pattern: Pattern = "ring
     """The closed form of one sum of the whole gradient with all nodes ready: what `simulate_steps` adds."""
     n, network = machine.num_nodes, machine.network
     inside_s = _inside_s(machine, gradient_bytes)
-    if n == 1:
-        return inside_s
     if pattern == "ring":
-        return inside_s + 2 * (n - 1) * _message_s(network.between, gradient_bytes / n, network.per_message_s)
-    core = 1 << (n.bit_length() - 1)
+        return inside_s + 2 * (n - 1) * (network.per_message_s + network.between.message_s(gradient_bytes / n))
     latency_s = network.between.alpha_s + network.per_message_s
-    doubling_s = 2 * math.log2(core) * latency_s
-    doubling_s += 2 * (core - 1) / core * gradient_bytes * network.between.beta_s_per_byte
-    return inside_s + doubling_s + (2 * _message_s(network.between, gradient_bytes, network.per_message_s)) * (n > core)
+    return inside_s + 2 * math.log2(n) * latency_s + 2 * (n - 1) / n * gradient_bytes * network.between.beta_s_per_byte

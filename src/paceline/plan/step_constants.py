@@ -52,6 +52,10 @@ class Placement:
     num_passes: int = 1
     """Passes of a worker in a step, which accumulate gradients and then sum them once."""
 
+    @property
+    def global_batch_size(self) -> int:
+        return self.micro_batch_size * self.num_passes * self.layout.num_workers
+
 
 @dataclass(frozen=True)
 class Observation:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.plan.calibrate import fit, log_steps, predict, uninformed
+from paceline.plan.calibrate import fit, from_priors, log_steps, predict
 from paceline.plan.step_constants import Observation, Placement
 from paceline.plan.step_time import INTERVAL_SIGMAS
 
@@ -56,7 +56,7 @@ def suggest(
     """
     if not candidates:
         return []
-    calibration = fit(observations) if observations else uninformed(candidates)
+    calibration = fit(observations) if observations else from_priors(candidates)
     covariance = np.atleast_2d(np.cov(log_steps(calibration, candidates).T))
     error = max(calibration.error, _LEAST_ERROR)
     step_s = np.array([forecast.total_s for forecast in predict(calibration, candidates)])

@@ -8,10 +8,6 @@ def duration(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def gib(num_bytes: float | None) -> str:
-    return "more" if num_bytes is None else f"{num_bytes / 2**30:.3g} GiB"
-
-
 def size(num_bytes: float) -> str:
     for name, unit in (("GiB", 2**30), ("MiB", 2**20)):
         if num_bytes >= unit / 2:

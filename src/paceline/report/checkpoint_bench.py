@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from paceline.report.formats import megabytes_text, percent, rate_text, ratio_text, time_text
+from paceline.report.tables import plain_table
 from paceline.spec import CheckpointSpec
 from paceline.spec.checkpoint_timing import CheckpointTimings
 
@@ -37,16 +36,12 @@ def checkpoint_mapping(timings: CheckpointTimings) -> dict[str, Any]:
 def checkpoint_table(timings: CheckpointTimings) -> RenderableType:
     """The stall of training, the background work, and their effect on a run."""
     n, rounds = timings.world_size, len(timings.stalls_s)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_column()
-    table.add_row(
-        "training stalls", time_text(timings.stall_s), f"{ratio_text(timings.stall_over_copy)} a copy in memory"
-    )
-    table.add_row("the first time", time_text(timings.first_stall_s), "memory for the copy has to be found")
-    table.add_row("complete after", time_text(timings.complete_s), rate_text(timings.num_bytes / timings.complete_s))
-    table.add_row("read and checked", time_text(timings.read_s), rate_text(timings.num_bytes / timings.read_s))
+    figures = [
+        ("training stalls", time_text(timings.stall_s), f"{ratio_text(timings.stall_over_copy)} a copy in memory"),
+        ("the first time", time_text(timings.first_stall_s), "memory for the copy has to be found"),
+        ("complete after", time_text(timings.complete_s), rate_text(timings.num_bytes / timings.complete_s)),
+        ("read and checked", time_text(timings.read_s), rate_text(timings.num_bytes / timings.read_s)),
+    ]
     return Group(
         Text(
             f"{timings.request.num_parameters:,} parameters with Adam's state, {megabytes_text(timings.num_bytes)} MB, "
@@ -54,7 +49,7 @@ def checkpoint_table(timings: CheckpointTimings) -> RenderableType:
             style="bold",
         ),
         Text(f"{timings.request.address}, median of {rounds} round{'s' * (rounds > 1)}"),
-        table,
+        plain_table(figures, right=(1,)),
         Text(f"\n{_meaning(timings)}", style="bold"),
     )
 

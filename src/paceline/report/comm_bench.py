@@ -160,8 +160,11 @@ def left_out_sentences(timings: CommTimings) -> list[str]:
 
 def verdict(timings: CommTimings) -> str:
     """Which exact sum is the fastest where messages are longest; and what disturbed the timings, if anything did."""
-    if timings.machine_load is not None and timings.machine_load.is_disturbing:
-        return f"Not reliable, time again on a quiet machine: {timings.machine_load.sentence()}. {_fastest(timings)}"
+    load = timings.machine_load
+    if load is not None and load.is_disturbing:
+        return (
+            f"These figures may be wrong: {load.sentence()}. Time again while the machine is idle. {_fastest(timings)}"
+        )
     return _fastest(timings)
 
 

@@ -9,6 +9,7 @@ from paceline.regular_files import read_json
 from paceline.report.comm_bench import MARKDOWN_FILE, PAGE_FILE
 from paceline.report.comm_page import render_comm_page
 from paceline.report.comm_table import comm_markdown
+from paceline.report.files import write_files
 from paceline.spec.comm_timing import TIMINGS_FILE, CommTimings
 
 
@@ -33,9 +34,4 @@ def write_comm_bench(timings: CommTimings, out: Path) -> None:
     Raises:
         PacelineError: the folder cannot be made or written to.
     """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / PAGE_FILE).write_text(render_comm_page(timings), encoding="utf-8", newline="\n")
-        (out / MARKDOWN_FILE).write_text(comm_markdown(timings), encoding="utf-8", newline="\n")
-    except OSError as problem:
-        raise PacelineError(f"The report cannot be written into '{out}': {problem.strerror}.") from None
+    write_files({PAGE_FILE: render_comm_page(timings), MARKDOWN_FILE: comm_markdown(timings)}, out)

@@ -25,6 +25,7 @@ def render_comm_page(timings: CommTimings) -> str:
     largest = comm_bench.at_size(timings, sizes[-1])
     cases = comm_bench.cases(timings)
     limit = [(LIMIT, INK, _DASHES["dash"])] if any(row.minimum_s is not None for row in rows) else []
+    ranks = " | ".join(", ".join(map(str, node)) for node in timings.nodes)
     return render(
         "comm_page.html",
         timings=timings,
@@ -44,6 +45,7 @@ def render_comm_page(timings: CommTimings) -> str:
         # One legend for all plots.
         keys=[(str(case), series_color(series(case) - 1), _DASHES[dash(case)]) for case in cases] + limit,
         plots=comm_plots(timings),
+        environment=[("ranks by node", ranks), *timings.environment.items()],
         has_wires=any(row.case.wire != "float32" for row in rows),
         has_link_bytes=any(row.timing.link_bytes is not None for row in rows),
     )

@@ -65,8 +65,8 @@ def comm_plots(timings: CommTimings) -> list[Plot]:
         _plot(
             timings,
             ("comm-time", "Time by message size", "Median time against message size.", "time"),
-            "Both axes are logarithmic. Flat is all latency; ten times the time for ten times the bytes is all "
-            "bandwidth." + limit_caption,
+            "Both axes are logarithmic. Where a line is flat, latency limits; where it takes ten times as long for "
+            "ten times the bytes, bandwidth does." + limit_caption,
             lambda row: row.timing.median_s,
             time_text,
             known,

@@ -84,18 +84,17 @@ def _measured(run: RunRecord, measure: Measure) -> list[tuple[int, float, float]
 def _curves(study: Study, curves: list[list[_Point]], over_time: bool) -> list[Trace]:
     """One line per device count, over the range from the lowest to the highest seed where there are several."""
     data: list[Trace] = []
-    # Where all device counts give the same curve the lines lie on one another: wide below, narrow on top.
+    # Where all device counts give the same curve, one line stands for all.
     is_same = study.same_weights and not over_time
-    for index, (row, curve) in enumerate(zip(study.rows, curves, strict=True)):
+    for index, (row, curve) in enumerate(zip(study.rows[:1] if is_same else study.rows, curves, strict=not is_same)):
         if not curve:
             continue
-        color, name = series_color(index), formats.devices(row.devices)
+        color, name = series_color(index), "all device counts" if is_same else formats.devices(row.devices)
         x = [point.time_s if over_time else point.epoch for point in curve]
-        width = 2 + 3.0 * (len(study.rows) - 1 - index) if is_same else 2.25
-        if len(row.runs) > 1 and not (is_same and index > 0):
+        if len(row.runs) > 1:
             low, high = [point.low for point in curve], [point.high for point in curve]
             data.append(interval(x, low, high, color, legendgroup=name))
-        marker = {"size": 6 + (width if is_same else 0), "symbol": SYMBOLS[index % len(SYMBOLS)]}
+        marker = {"size": 6, "symbol": SYMBOLS[index % len(SYMBOLS)]}
         data.append(
             line(
                 x,
@@ -103,8 +102,8 @@ def _curves(study: Study, curves: list[list[_Point]], over_time: bool) -> list[T
                 color,
                 name=name,
                 legendgroup=name,
-                width=width,
-                dash="solid" if is_same else _DASHES[index % len(_DASHES)],
+                width=2.25,
+                dash=_DASHES[index % len(_DASHES)],
                 marker=marker if len(curve) <= 30 else None,
                 hover=name + (": %{y:.4~g} after %{x:.1f} s" if over_time else ": %{y:.4~g} after epoch %{x}"),
             )
@@ -114,7 +113,7 @@ def _curves(study: Study, curves: list[list[_Point]], over_time: bool) -> list[T
 
 def _curves_caption(study: Study, curves: Sequence[Sequence[_Point]], over_time: bool = False) -> str:
     if study.same_weights and not over_time:
-        return "The curves of all device counts lie on one another: they learn the same, bit for bit."
+        return "One line for all device counts: their curves are equal, bit for bit."
     said = "One line per device count."
     if len(study.seeds) > 1:
         said = "Mean over seeds; the coloured area reaches from the lowest to the highest."

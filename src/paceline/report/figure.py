@@ -141,6 +141,22 @@ def points(
     return {"type": "scatter", "mode": "markers", "x": list(x), "y": list(y), "marker": style, **_hover(hover)}
 
 
+def stacked_bar(
+    name: str, color: str, y: Sequence[str], x: Sequence[float], *, hover: str = "%{text}", **more: Any
+) -> Trace:
+    """A part of horizontal bars, in a colour of parts of a step."""
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": name,
+        "y": list(y),
+        "x": list(x),
+        "marker": {"color": f"var(--part-{color})", "line": {"color": SURFACE, "width": 1.5}},
+        **_hover("%{y}, " + f"{name}: {hover}"),
+        **more,
+    }
+
+
 def dashed(x: Sequence[Any], y: Values, name: str, *, color: str = INK, hover: str | Sequence[str] = "") -> Trace:
     """A reference line: an ideal, a floor, a limit."""
     return line(x, y, color, name=name, hover=hover, width=1.5, dash="dash")

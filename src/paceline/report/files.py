@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import PacelineError
+from paceline.errors import file_problems
 from paceline.report.page import render_page
 from paceline.report.study import Study, StudyRow, peak_learning_rate
 from paceline.spec.record import RECORD_FILE, RunRecord
@@ -37,12 +37,19 @@ def write_study(study: Study, out: Path) -> None:
         "scaling.csv": _csv(study),
         "report.html": render_page(study),
     }
-    try:
+    write_files(files, out)
+
+
+def write_files(files: Mapping[str, str], out: Path, what: str = "report") -> None:
+    """Write texts by their names into the folder `out`, which is made.
+
+    Raises:
+        PacelineError: the folder cannot be made or written to; says that `what` could not be written.
+    """
+    with file_problems(f"The {what} cannot be written into '{out}'"):
         out.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             (out / name).write_text(text, encoding="utf-8", newline="\n")
-    except OSError as problem:
-        raise PacelineError(f"The report cannot be written into '{out}': {problem.strerror}.") from None
 
 
 def study_mapping(study: Study) -> dict[str, Any]:
@@ -68,8 +75,8 @@ def study_mapping(study: Study) -> dict[str, Any]:
 _ROW_KEYS = (
     *("devices", "seeds", "global_batch_size", "learning_rate", "accuracy", "accuracy_min", "accuracy_max"),
     *("accuracy_std", "accuracy_change", "within_spread", "train_s", "speedup", "efficiency", "samples_per_s"),
-    *("forecast_samples_per_s", "forecast_error", "time_to_first_step_s", "wall_s", "step_time", "same_weights"),
-    "weights_sha256",
+    *("forecast_samples_per_s", "forecast_error", "time_to_first_step_s", "wall_s", "step_time", "step_p10_s"),
+    *("step_p90_s", "same_weights", "weights_sha256"),
 )
 """What scaling.json holds of a row, by the names of its attributes."""
 
@@ -90,6 +97,8 @@ def _run_mapping(run: RunRecord) -> dict[str, Any]:
         "train_loss": run.train_loss,
         "train_s": run.train_s,
         "step_time": asdict(run.step_time),
+        "step_p10_s": run.step_p10_s,
+        "step_p90_s": run.step_p90_s,
         "plan": run.plan.to_mapping(),
         "epochs": [asdict(epoch) for epoch in run.epochs],
         "notes": list(run.notes),
@@ -105,16 +114,19 @@ def _csv(study: Study) -> str:
         step_time = {f"step_{part}": seconds for part, seconds in plain.pop("step_time").items()}
         for nested in ("plan", "epochs", "notes", "environment", "world_size"):
             plain.pop(nested)
-        lines.append({"name": run.job.name, **plain, **step_time, "recommended": _is_recommended(study, run)})
+        lines.append(
+            {
+                "name": run.job.name,
+                **plain,
+                **step_time,
+                "recommended": int(run.world_size == study.recommendation.devices),
+            }
+        )
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(lines[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
     return text.getvalue()
-
-
-def _is_recommended(study: Study, run: RunRecord) -> int:
-    return int(run.world_size == study.recommendation.devices)
 
 
 def _finite(value: Any) -> Any:

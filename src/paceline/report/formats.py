@@ -62,6 +62,16 @@ def duration(seconds: float | None) -> str:
     return f"{_significant(seconds * 1e6)} µs" if seconds > 0 else "0 s"
 
 
+def duration_range(low: float | None, high: float | None) -> str:
+    """Two durations, the unit once where both have it: "17.0 to 19.9 ms" with a dash."""
+    if low is None or high is None:
+        return NOTHING
+    first, last = duration(low), duration(high)
+    number, _, unit = first.rpartition(" ")
+    shares_unit = last.endswith(f" {unit}") and last.count(" ") == first.count(" ") == 1
+    return f"{number if shares_unit else first}\N{EN DASH}{last}"
+
+
 def times(factor: float | None) -> str:
     """A speed-up: 1.786 as "1.79x"."""
     return NOTHING if factor is None else f"{factor:.2f}x"

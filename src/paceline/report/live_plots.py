@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from paceline.report import formats
 from paceline.report.figure import (
-    SURFACE,
     SYMBOLS,
     Plot,
     Trace,
@@ -15,6 +14,7 @@ from paceline.report.figure import (
     fill_the_grid,
     line,
     series_color,
+    stacked_bar,
 )
 from paceline.report.live_run import LiveRun
 
@@ -107,16 +107,9 @@ def _curves(
 def _step_time(runs: Sequence[LiveRun]) -> Plot:
     """Stacked bars: where the time of the latest steps went."""
     times = [(run.name, run.step_time) for run in runs if run.step_time is not None]
-    data: list[Trace] = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": name,
-            "y": [run for run, _ in times],
-            "x": [1e3 * getattr(step, part) for _, step in times],
-            "marker": {"color": f"var(--part-{token})", "line": {"color": SURFACE, "width": 1.5}},
-            "hovertemplate": "%{y}, " + name + ": %{x:.2f} ms<extra></extra>",
-        }
+    names = [run for run, _ in times]
+    data = [
+        stacked_bar(name, token, names, [1e3 * getattr(step, part) for _, step in times], hover="%{x:.2f} ms")
         for name, token, part in _PARTS
     ]
     said = [f"{run}: {formats.duration(step.total_s)}" for run, step in times]

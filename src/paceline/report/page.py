@@ -9,6 +9,7 @@ from paceline.report.figure import NUM_SERIES
 from paceline.report.job_text import job_toml
 from paceline.report.study import Study, StudyRow
 from paceline.report.study_plots import study_plots
+from paceline.report.study_table import figures
 from paceline.report.templates import render
 from paceline.spec.record import RunRecord
 
@@ -18,7 +19,7 @@ def render_page(study: Study) -> str:
     return render(
         "page.html",
         study=study,
-        best=next(row for row in study.rows if row.devices == study.recommendation.devices),
+        best=study.recommended,
         accuracy_aside=_accuracy_aside(study),
         columns=_columns(study),
         series=lambda row: study.rows.index(row) % NUM_SERIES + 1,
@@ -34,7 +35,7 @@ def render_page(study: Study) -> str:
 
 def _accuracy_aside(study: Study) -> str:
     """What stands below the accuracy of the recommended device count."""
-    best = next(row for row in study.rows if row.devices == study.recommendation.devices)
+    best = study.recommended
     if best is not study.base:
         return "same weights" if best.same_weights else f"{formats.points(best.accuracy_change)} points"
     return f"seeds {formats.spread(best.accuracy_min, best.accuracy_max)} %" if best.has_spread else "one seed"
@@ -42,41 +43,19 @@ def _accuracy_aside(study: Study) -> str:
 
 def _columns(study: Study) -> list[tuple[str, Callable[[StudyRow], str]]]:
     """Heading and cell of every column that this study has figures for."""
-    found: list[tuple[str, Callable[[StudyRow], str]]] = [
-        ("Devices", lambda row: str(row.devices)),
-        ("Training time", lambda row: formats.duration(row.train_s)),
-        ("Speed-up", lambda row: formats.times(row.speedup)),
-        ("Efficiency", lambda row: formats.percent(row.efficiency)),
-    ]
+    shown = {"devices": "Devices", "time": "Training time", "step": "Step", "p10 to p90": "p10\N{EN DASH}p90"}
+    shown |= {"samples/s": "Samples/s", "speed-up": "Speed-up", "efficiency": "Efficiency"}
     if study.has_accuracy:
-        found += [
-            ("Accuracy", lambda row: formats.percent(row.accuracy, 2)),
-            # A spread of one seed is no spread.
-            (
-                "Spread (%)",
-                lambda row: formats.spread(row.accuracy_min, row.accuracy_max) if row.has_spread else formats.NOTHING,
-            ),
-            (
-                "Change (points)",
-                lambda row: formats.NOTHING if row is study.base else formats.points(row.accuracy_change),
-            ),
-        ]
-    found.append(("Samples/s", lambda row: formats.quantity(row.samples_per_s)))
+        shown |= {"accuracy": "Accuracy", "spread": "Spread (%)", "change": "Change (points)"}
     if study.has_forecast:
-        found.append(("Forecast", lambda row: formats.quantity(row.forecast_samples_per_s)))
-        found.append(("Error", lambda row: formats.signed_percent(row.forecast_error)))
-    found += [
-        ("Global batch", lambda row: str(row.global_batch_size)),
-        ("Learning rate", lambda row: formats.rate(row.learning_rate)),
-        ("First step", lambda row: formats.duration(row.time_to_first_step_s)),
-        ("Wall", lambda row: formats.duration(row.wall_s)),
-    ]
+        shown |= {"forecast": "Forecast", "error": "Error"}
+    if study.grow == "batch":
+        shown |= {"batch": "Global batch", "rate": "Learning rate"}
+    shown |= {"first step": "First step", "wall": "Wall"}
     if len(study.rows) > 1 and study.grow == "none":
-        found.append(("Weights", lambda row: "reference" if row is study.base else _SAME[row.same_weights]))
-    return found
-
-
-_SAME = {None: formats.NOTHING, True: "same", False: "differ"}
+        shown["weights"] = "Weights"
+    cells = figures(study)
+    return [(heading, cells[name]) for name, heading in shown.items()]
 
 
 def _notes(study: Study) -> list[tuple[str, str]]:

@@ -25,13 +25,13 @@ def render_plan_page(forecast: Forecast) -> str:
     )
 
 
-def _objections(forecast: Forecast) -> dict[str, str]:
-    """Why some counts cannot run the job: the sentence, and for which counts it holds."""
+def _objections(forecast: Forecast) -> list[str]:
+    """Which counts cannot run the job, and why."""
     counts: dict[str, list[int]] = {}
     for row in forecast.rows:
         if row.objection:
             counts.setdefault(row.objection, []).append(row.devices)
-    return {sentence: _ranges(found) for sentence, found in counts.items()}
+    return [f"{_ranges(found)}: {sentence}" for sentence, found in counts.items()]
 
 
 def _ranges(numbers: list[int]) -> str:

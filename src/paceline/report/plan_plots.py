@@ -273,10 +273,7 @@ def _line(forecast: Forecast, value: Value, say: Say, series: int) -> Trace:
 def _interval(forecast: Forecast, rate: Callable[[ForecastRow], float]) -> Trace:
     """The prediction interval of a quantity that is inverse to the time of a step."""
     rows = forecast.rows
-    low, high = (
-        [rate(row) * row.step_s / row.high_s for row in rows],
-        [rate(row) * row.step_s / row.low_s for row in rows],
-    )
+    low, high = ([rate(row) * row.step_s / getattr(row, end) for row in rows] for end in ("high_s", "low_s"))
     return interval([row.devices for row in rows], low, high, series_color(0), name="interval")
 
 

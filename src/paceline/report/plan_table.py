@@ -41,7 +41,8 @@ def columns(forecast: Forecast) -> list[Column]:
     if any(row.memory_bytes is not None for row in rows):
         found.append(("memory", lambda row: memory_text(row.memory_bytes)))
     if any(row.samples_to_target is not None for row in rows):
-        found.append(("samples to target", lambda row: formats.quantity(row.samples_to_target)))
+        if forecast.grow == "batch":  # else it is one number, which the page's head says
+            found.append(("samples to target", lambda row: formats.quantity(row.samples_to_target)))
         found.append(("time to target", lambda row: formats.duration(row.time_to_target_s)))
     if any(row.cost_to_target is not None for row in rows):
         found.append(("cost to target", lambda row: cost_text(row.cost_to_target, forecast.currency)))

@@ -42,18 +42,21 @@ class StudyRow:
     """Whether the seeds' ranges here and at the smallest device count overlap; None without a spread."""
     train_s: float
     """Median over seeds of the time spent in training steps."""
+    samples_per_s: float
     speedup: float | None
-    """train_s at the smallest device count over train_s here."""
+    """samples_per_s here over samples_per_s at the smallest device count."""
     efficiency: float | None
     """speedup / (devices / smallest device count)."""
-    samples_per_s: float
     forecast_samples_per_s: float | None
     """The planner's forecast; None if there is none."""
     time_to_first_step_s: float
     wall_s: float
-    """This one and the two above: medians over seeds."""
+    """Median over seeds, as the other times and rates above."""
     step_time: StepTime
     """Mean over seeds, part by part, so that the parts still add up."""
+    step_p10_s: float | None
+    step_p90_s: float | None
+    """Means over seeds of the 10th and 90th percentile of a run's steps."""
     same_weights: bool | None
     """Whether every seed ended with the weights of that seed at the smallest device count, bit for bit."""
 
@@ -75,6 +78,18 @@ class StudyRow:
     @property
     def has_spread(self) -> bool:
         return self.accuracy_std is not None
+
+    @property
+    def speedup_range(self) -> tuple[float, float] | None:
+        """The speed-up at a step of the 90th and of the 10th percentile; None where a step's time is no measure of
+        throughput, because workers synchronise every few steps only."""
+        is_steady = self.runs[0].job.aggregation.method == "every_step"
+        if not (is_steady and self.speedup and self.step_p10_s and self.step_p90_s):
+            return None
+        return (
+            self.speedup * self.step_time.total_s / self.step_p90_s,
+            self.speedup * self.step_time.total_s / self.step_p10_s,
+        )
 
 
 @dataclass(frozen=True)
@@ -105,6 +120,10 @@ class Study:
     @property
     def base(self) -> StudyRow:
         return self.rows[0]
+
+    @property
+    def recommended(self) -> StudyRow:
+        return next(row for row in self.rows if row.devices == self.recommendation.devices)
 
     @property
     def job(self) -> Job:
@@ -153,8 +172,9 @@ class Study:
 def analyse(records: Sequence[RunRecord], *, grow: Grow, tolerance: float, efficiency_floor: float = 0.5) -> Study:
     """The study of one job's runs on several device counts and seeds.
 
-    Speed-up is T1/Tn and scaling efficiency (T1/Tn) / (n/n1), where 1 stands for the smallest device count
-    among the records. Both ways of growing train on as many samples, so T is the whole training time.
+    Speed-up is Xn/X1 and scaling efficiency (Xn/X1) / (n/n1), where X is the throughput that the records hold, from the
+    median step, and 1 stands for the smallest device count among them. Slow first steps are part of the training time
+    and not of the throughput.
 
     Args:
         records: finished runs, in any order; runs that failed are simply not among them.
@@ -228,8 +248,8 @@ def _row(runs: tuple[RunRecord, ...], base: tuple[RunRecord, ...]) -> StudyRow:
     accuracies, base_accuracies = _accuracies(runs), _accuracies(base)
     accuracy, base_accuracy = _mean(accuracies), _mean(base_accuracies)
     devices, base_devices = runs[0].world_size, base[0].world_size
-    train_s, base_train_s = median(run.train_s for run in runs), median(run.train_s for run in base)
-    speedup = base_train_s / train_s if train_s > 0 and base_train_s > 0 else None
+    rate, base_rate = median(run.samples_per_s for run in runs), median(run.samples_per_s for run in base)
+    speedup = rate / base_rate if rate > 0 and base_rate > 0 else None
     within_spread = None
     if runs is not base and len(accuracies) > 1 and len(base_accuracies) > 1:
         within_spread = min(accuracies) <= max(base_accuracies) and min(base_accuracies) <= max(accuracies)
@@ -244,10 +264,10 @@ def _row(runs: tuple[RunRecord, ...], base: tuple[RunRecord, ...]) -> StudyRow:
         accuracy_std=stdev(accuracies) if len(accuracies) > 1 else None,
         accuracy_change=None if accuracy is None or base_accuracy is None else accuracy - base_accuracy,
         within_spread=within_spread,
-        train_s=train_s,
+        train_s=median(run.train_s for run in runs),
+        samples_per_s=rate,
         speedup=speedup,
         efficiency=None if speedup is None else speedup * base_devices / devices,
-        samples_per_s=median(run.samples_per_s for run in runs),
         forecast_samples_per_s=_expected(runs),
         time_to_first_step_s=median(run.time_to_first_step_s for run in runs),
         wall_s=median(run.wall_s for run in runs),
@@ -257,6 +277,8 @@ def _row(runs: tuple[RunRecord, ...], base: tuple[RunRecord, ...]) -> StudyRow:
             compute_s=fmean(run.step_time.compute_s for run in runs),
             exposed_comm_s=fmean(run.step_time.exposed_comm_s for run in runs),
         ),
+        step_p10_s=_mean([run.step_p10_s for run in runs if run.step_p10_s is not None]),
+        step_p90_s=_mean([run.step_p90_s for run in runs if run.step_p90_s is not None]),
         same_weights=_same_weights(runs, base),
     )
 
@@ -313,7 +335,7 @@ def _objections(row: StudyRow, base: StudyRow, tolerance: float, floor: float) -
                 f"the tolerance of {formats.short_points(tolerance)}"
             )
     if row.efficiency is None:
-        found.append("its speed-up is unknown because a training time is missing")
+        found.append("its speed-up is unknown because a throughput is missing")
     elif row.efficiency < floor - _ROUNDING:
         found.append(
             f"its efficiency of {formats.percent(row.efficiency)} is below the floor of "
@@ -357,10 +379,10 @@ def _reason(
     if base.accuracy is None:
         sentence += " No accuracy was measured, so this rests on time alone."
     # The rule asks for the largest count, which need not be the fastest: the reader should know.
-    fastest = min(accepted, key=lambda row: row.train_s)
-    if fastest.train_s < best.train_s:
+    fastest = max(accepted, key=lambda row: row.samples_per_s)
+    if fastest.samples_per_s > best.samples_per_s:
         sentence += (
             f" But the fastest of those within the limits is {formats.devices(fastest.devices)}: "
-            f"{formats.duration(fastest.train_s)} instead of {formats.duration(best.train_s)}."
+            f"{formats.quantity(fastest.samples_per_s)} instead of {formats.quantity(best.samples_per_s)} samples/s."
         )
     return sentence

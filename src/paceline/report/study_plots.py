@@ -26,6 +26,7 @@ from paceline.report.figure import (
     log_axis,
     points,
     series_color,
+    stacked_bar,
 )
 from paceline.report.study import Study, StudyRow
 
@@ -41,7 +42,6 @@ def study_plots(study: Study) -> list[Plot]:
         _efficiency(study) if shows_trend else None,
         _accuracy(study) if study.has_accuracy else None,
         _train_time(study),
-        _throughput(study) if shows_trend else None,
         accuracy_over_time(study),
         _step_time(study) if any(row.step_time.total_s > 0 for row in study.rows) else None,
         over_epochs(study, "loss-epochs", "Training loss over epochs", "training loss", train_loss),
@@ -112,6 +112,11 @@ def _speedup(study: Study) -> Plot:
         cliponaxis=False,
     )
     measured["mode"] += "+text"
+    ranges = [row.speedup_range for row in study.rows]
+    if all(ranges):
+        values = [row.speedup or 0.0 for row in study.rows]
+        low, high = zip(*(ends for ends in ranges if ends is not None), strict=True)
+        measured["error_y"] = error_bars(values, low, high, INK, thickness=1.5, width=6)
     xaxis = axis("devices", tickvals=counts, ticktext=_counts(study), fixedrange=True)
     if is_log:
         doublings = [2**power for power in range(math.ceil(math.log2(counts[-1] / base)) + 1)]
@@ -120,12 +125,13 @@ def _speedup(study: Study) -> Plot:
     else:
         span = counts[-1] - counts[0]
         xaxis["range"] = [counts[0] - 0.08 * span, counts[-1] + 0.2 * span]
-        top = 1.1 * max(counts[-1] / base, *(row.speedup or 0 for row in study.rows))
+        top = 1.1 * max(counts[-1] / base, *((row.speedup_range or (0, row.speedup or 0))[1] for row in study.rows))
         yaxis = axis("speed-up", ticksuffix="x", range=[0, top], fixedrange=True)
     return Plot(
         "speedup",
         "Speed-up",
-        f"Training time on {formats.devices(base)} over the time on more; the dashed line is the ideal.",
+        f"Samples/s over those on {formats.devices(base)}; the dashed line is the ideal."
+        + (" Bars: at steps of the 10th to the 90th percentile." if all(ranges) else ""),
         "Speed-up against devices. " + _in_words(study, lambda row: formats.times(row.speedup)),
         figure([ideal, measured], xaxis, yaxis, showlegend=True),
     )
@@ -237,38 +243,23 @@ def _train_time(study: Study) -> Plot:
     )
 
 
-def _throughput(study: Study) -> Plot:
-    labels = [formats.quantity(row.samples_per_s) for row in study.rows]
-    yaxis = axis("samples/s", tickformat="~s")
-    return Plot(
-        "throughput",
-        "Throughput",
-        "Training samples a second over all devices, from the median step.",
-        "Throughput in samples a second. " + _in_words(study, lambda row: formats.quantity(row.samples_per_s)),
-        _bars(study, [row.samples_per_s for row in study.rows], labels, yaxis),
-    )
-
-
 def _step_time(study: Study) -> Plot:
     unit, scale = ("s", 1.0) if max(row.step_time.total_s for row in study.rows) >= 1 else ("ms", 1e3)
     parts = _step_parts(study)
     counts = [formats.devices(row.devices) for row in study.rows]
     data = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": name,
-            "y": counts,
-            "x": [scale * seconds for seconds in values],
-            "text": [formats.duration(seconds) if seconds > 0 else "" for seconds in values],
-            "textposition": "inside",
-            "insidetextanchor": "middle",
-            "textangle": 0,
-            "textfont": {"color": f"var(--part-{token}-ink)", "size": 12},
-            "width": 0.6,
-            "marker": {"color": f"var(--part-{token})", "line": {"color": SURFACE, "width": 1.5}},
-            "hovertemplate": "%{y}, " + name + ": %{text}<extra></extra>",
-        }
+        stacked_bar(
+            name,
+            token,
+            counts,
+            [scale * seconds for seconds in values],
+            text=[formats.duration(seconds) if seconds > 0 else "" for seconds in values],
+            textposition="inside",
+            insidetextanchor="middle",
+            textangle=0,
+            textfont={"color": f"var(--part-{token}-ink)", "size": 12},
+            width=0.6,
+        )
         for name, token, values in parts
     ]
     exposed = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -21,9 +23,11 @@ def study_table(study: Study) -> RenderableType:
     headings += [] if grows else ["samples/s"]
     headings += ["forecast", "error"] if study.has_forecast else []
     headings += ["accuracy", *(["spread"] if study.has_spread else []), "change"] if study.has_accuracy else []
-    rows = table(*headings)
+    rows, cells = table(*headings), figures(study)
     for row in study.rows:
-        rows.add_row(*_cells(study, row, grows), style="bold green" if _is_marked(study, row) else None)
+        is_marked = len(study.rows) > 1 and row is study.recommended  # one row alone is no choice
+        first, *others = (cells[heading](row) for heading in headings)
+        rows.add_row(f"{MARK} {first}" if is_marked else first, *others, style="bold green" if is_marked else None)
     found = study.recommendation
     lines = [Text(found.verdict, style="bold"), Text(found.reason), *map(Text, found.rejected.values())]
     if study.same_weights:
@@ -33,32 +37,31 @@ def study_table(study: Study) -> RenderableType:
     return Group(rows, legend, Text(), *lines)
 
 
-def _is_marked(study: Study, row: StudyRow) -> bool:
-    """A single device count is no choice and gets no mark."""
-    return len(study.rows) > 1 and row.devices == study.recommendation.devices
+def figures(study: Study) -> dict[str, Callable[[StudyRow], str]]:
+    """What tables say of a row, by the heading in a terminal."""
+    return {
+        "devices": lambda row: str(row.devices),
+        "batch": lambda row: str(row.global_batch_size),
+        "rate": lambda row: formats.rate(row.learning_rate),
+        "time": lambda row: formats.duration(row.train_s),
+        "step": lambda row: formats.duration(row.step_time.total_s),
+        "p10 to p90": lambda row: formats.duration_range(row.step_p10_s, row.step_p90_s),
+        "speed-up": lambda row: formats.times(row.speedup),
+        "efficiency": lambda row: formats.percent(row.efficiency),
+        "samples/s": lambda row: formats.quantity(row.samples_per_s),
+        "forecast": lambda row: formats.quantity(row.forecast_samples_per_s),
+        "error": lambda row: formats.signed_percent(row.forecast_error),
+        "accuracy": lambda row: formats.percent(row.accuracy, 2),
+        # A spread of one seed is no spread.
+        "spread": lambda row: formats.spread(row.accuracy_min, row.accuracy_max) if row.has_spread else formats.NOTHING,
+        "change": lambda row: formats.NOTHING if row is study.base else formats.points(row.accuracy_change),
+        "first step": lambda row: formats.duration(row.time_to_first_step_s),
+        "wall": lambda row: formats.duration(row.wall_s),
+        "weights": lambda row: "reference" if row is study.base else _SAME[row.same_weights],
+    }
 
 
-def _cells(study: Study, row: StudyRow, grows: bool) -> list[str]:
-    mark = f"{MARK} " if _is_marked(study, row) else ""
-    cells = [f"{mark}{row.devices}"]
-    if grows:
-        cells += [str(row.global_batch_size), formats.rate(row.learning_rate)]
-    cells += [
-        formats.duration(row.train_s),
-        formats.times(row.speedup),
-        formats.percent(row.efficiency),
-    ]
-    if not grows:
-        cells.append(formats.quantity(row.samples_per_s))
-    if study.has_forecast:
-        cells += [formats.quantity(row.forecast_samples_per_s), formats.signed_percent(row.forecast_error)]
-    if study.has_accuracy:
-        cells.append(formats.percent(row.accuracy, 2))
-        if study.has_spread:
-            # A spread of one seed is no spread.
-            cells.append(formats.spread(row.accuracy_min, row.accuracy_max) if row.has_spread else formats.NOTHING)
-        cells.append(formats.NOTHING if row is study.base else formats.points(row.accuracy_change))
-    return cells
+_SAME = {None: formats.NOTHING, True: "same", False: "differ"}
 
 
 def _hashes(study: Study) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 
 def table(*headings: str, left: Collection[str] = (), no_wrap: bool = False) -> Table:
@@ -13,6 +14,16 @@ def table(*headings: str, left: Collection[str] = (), no_wrap: bool = False) -> 
     found = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for heading in headings:
         found.add_column(heading, justify="left" if heading in left else "right", overflow="fold", no_wrap=no_wrap)
+    return found
+
+
+def plain_table(rows: Iterable[Sequence[str | Text]], right: Collection[int] = ()) -> Table:
+    """A table without headings, to the left but for the columns in `right`."""
+    found = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for row in rows:
+        found.add_row(*row)
+    for place in right:
+        found.columns[place].justify = "right"
     return found
 
 

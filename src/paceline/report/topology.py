@@ -7,11 +7,10 @@ from itertools import combinations
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from paceline.report.formats import NOTHING, duration, listing, times
-from paceline.report.tables import table
+from paceline.report.tables import plain_table, table
 from paceline.spec import Device, Link, Node, Peripheral
 from paceline.spec.device_choice import DeviceChoice, DeviceRing
 
@@ -233,13 +232,12 @@ def _hops(ring: Sequence[int]) -> set[frozenset[str]]:
 
 
 def _legend(node: Node, ring: Sequence[int]) -> list[RenderableType]:
-    legend = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    rows = []
     for label in labels_in_use(node):
         words = label_words(label)
-        legend.add_row(
-            Text(label, style=_STYLES[label_class(label)]), words[0].upper() + words[1:], label_bandwidth(node, label)
-        )
-    lines: list[RenderableType] = [Text(), legend] if legend.row_count else []
+        name = Text(label, style=_STYLES[label_class(label)])
+        rows.append((name, words[0].upper() + words[1:], label_bandwidth(node, label)))
+    lines: list[RenderableType] = [Text(), plain_table(rows)] if rows else []
     return [*lines, Text(f"{RING_MARK} a link of the ring")] if len(ring) > 1 else lines
 
 

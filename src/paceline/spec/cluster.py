@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from paceline.errors import ClusterError, JobError
+from paceline.errors import ClusterError, JobError, file_problems
 from paceline.regular_files import parse_json, read_text, replace_text
 from paceline.spec.algorithm import AlgorithmName
 from paceline.spec.codec import ABOVE_ZERO, NOT_NEGATIVE, POSITIVE, JsonValue, above, at_least, between
@@ -222,10 +222,8 @@ class Cluster(JsonValue):
         Raises:
             ClusterError: no such file, not JSON, of another version, or unknown keys and invalid values.
         """
-        try:
+        with file_problems(f"{path} cannot be read as a cluster", ClusterError):
             text = read_text(path)
-        except OSError as problem:
-            raise ClusterError(f"{path} cannot be read as a cluster: {problem.strerror}.") from None
         return cls.from_json(text, str(path))
 
     @classmethod

@@ -7,7 +7,6 @@ choices or bounds are a `JobError` whose sentence names the key, the value, and 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import json
 import math
@@ -17,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from paceline.errors import JobError, shortened, shown
+from paceline.errors import JobError, did_you_mean, shortened, shown
 from paceline.regular_files import read_json, replace_text
 
 T = TypeVar("T")
@@ -135,14 +134,8 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _unknown_key(path: str, key: str, allowed: Sequence[str]) -> str:
-    hint = _hint(key, allowed)
+    hint = did_you_mean(key, allowed)
     return f"There is no key '{shortened(path)}': {hint}The keys here are {', '.join(sorted(allowed))}."
-
-
-def _hint(word: str, allowed: Sequence[str]) -> str:
-    """ "did you mean …? " for the nearest of the words that are allowed; may be empty."""
-    near = difflib.get_close_matches(word, allowed, n=1, cutoff=0.5) if len(word) < 100 else []
-    return f"did you mean '{near[0]}'? " if near else ""
 
 
 def _convert(expected: Any, raw: Any, path: str, rules: Mapping[str, Any]) -> Any:
@@ -157,11 +150,8 @@ def _convert(expected: Any, raw: Any, path: str, rules: Mapping[str, Any]) -> An
             return "none"
         if raw in args and not isinstance(raw, bool):
             return raw
-        hint = _hint(raw, [str(one) for one in args]) if isinstance(raw, str) else ""
-        raise JobError(
-            f"{path} = {shown(raw)} is not possible{f' ({hint.strip()})' if hint else ''}; it is one of "
-            f"{', '.join(map(repr, args))}."
-        )
+        hint = did_you_mean(raw, map(str, args), " ({})") if isinstance(raw, str) else ""
+        raise JobError(f"{path} = {shown(raw)} is not possible{hint}; it is one of {', '.join(map(repr, args))}.")
     if origin in (Union, types.UnionType):
         return _convert_union(args, raw, path, rules)
     if origin is tuple:

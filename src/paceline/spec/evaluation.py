@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -41,3 +43,16 @@ class EvaluationRecord:
 def smaller_is_better(metric: str, mode: Mode) -> bool:
     """Whether the best value of a metric is its smallest."""
     return mode == "min" or (mode == "auto" and any(word in metric for word in ("loss", "error", "perplexity")))
+
+
+def best_place(values: Sequence[float], metric: str, mode: Mode = "auto", min_change: float = 0.0) -> int | None:
+    """The place of the best of a metric's values; None if none is finite.
+
+    Of equals it is the first; a later one has to be better by more than `min_change`.
+    """
+    sign = -1.0 if smaller_is_better(metric, mode) else 1.0
+    best: int | None = None
+    for place, value in enumerate(values):
+        if math.isfinite(value) and (best is None or sign * value > sign * values[best] + min_change):
+            best = place
+    return best

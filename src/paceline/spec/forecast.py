@@ -42,14 +42,14 @@ class ForecastRow:
     """Throughput divided by that of one device."""
     efficiency: float
     """speedup / devices."""
-    useful_efficiency: float | None
+    useful_efficiency: float | None = None
     """Speed-up in useful samples, weighted by statistical efficiency; needs a noise scale."""
-    samples_to_target: float | None
-    time_to_target_s: float | None
+    samples_to_target: float | None = None
+    time_to_target_s: float | None = None
     """Time including failures and checkpoints."""
-    cost_to_target: float | None
-    cost_per_million_samples: float | None
-    memory_bytes: float | None
+    cost_to_target: float | None = None
+    cost_per_million_samples: float | None = None
+    memory_bytes: float | None = None
     """Memory of the device that needs most."""
     objection: str = ""
     """Why the job cannot run on this number of devices; empty: it can."""

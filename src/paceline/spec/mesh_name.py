@@ -109,7 +109,7 @@ def _check_bitwise(job: Job, mesh: Mesh) -> None:
     if job.channels_last:
         raise JobError(
             f"parity = 'bitwise' needs channels_last = false with {mesh}: shards have the plain format, whose kernels "
-            "may round differently; use --set channels_last=false, or the strategy dp."
+            "may round differently; use channels_last = false, or the strategy dp."
         )
 
 

@@ -66,6 +66,9 @@ class RunRecord(JsonValue):
     synchronise every few steps only."""
     step_time: StepTime
     weights_sha256: str
+    step_p10_s: float | None = field(default=None, metadata=NOT_NEGATIVE)
+    step_p90_s: float | None = field(default=None, metadata=NOT_NEGATIVE)
+    """One step in ten was shorter than `step_p10_s`, one in ten longer than `step_p90_s`; None: not measured."""
     epochs: tuple[EpochRecord, ...] = ()
     notes: tuple[str, ...] = ()
     """Notes on the result: scaled learning rate, warnings."""

@@ -11,10 +11,7 @@ from paceline.parallel import Engine
 
 def averaged(model: nn.Module, engine: Engine, decay: float) -> AveragedModel:
     """A copy of `model` that moves by 1 - decay towards it with every `update_parameters`; buffers are the model's.
-
-    Raises:
-        JobError: a decay outside of [0, 1), or workers that do not all hold the same whole model.
-    """
+    Raises `JobError` for a decay outside of [0, 1), or where workers do not all hold the same whole model."""
     if not 0 <= decay < 1:
         raise JobError(f"run.average({decay!r}) should have a decay of at least 0 and below 1, such as 0.999.")
     if not engine.holds_all or engine.weights_diverge:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from paceline.errors import JobError
+from paceline.import_path import checked_options, imported
 from paceline.spec import CallbackSpec
-from paceline.train.import_path import checked_options, imported
 
 if TYPE_CHECKING:
     from paceline.train.training import Training
@@ -53,11 +53,8 @@ class Callback:
 
 
 def build_callbacks(specs: Sequence[CallbackSpec]) -> list[Callback]:
-    """The callbacks that a job names.
-
-    Raises:
-        JobError: an import path that names no subclass of `Callback`, or an option that it does not have.
-    """
+    """The callbacks that a job names. Raises `JobError` for an import path that names no subclass of `Callback`, or an
+    option that it does not have."""
     callbacks = []
     for number, spec in enumerate(specs):
         make = imported(spec.name, f"callbacks[{number}].name")

@@ -17,11 +17,8 @@ from paceline.train.joint_optimizer import JointOptimizer
 
 def takes_closure(optimizer: Optimizer, engine: Engine, job: Job) -> bool:
     """Whether `optimizer.step` is given a closure: it has such a parameter without a default; or with one, and is none
-    of torch's own, which then compute the gradient once.
-
-    Raises:
-        JobError: it must be given one, and this run cannot compute a step's gradient again.
-    """
+    of torch's own, which then compute the gradient once. Raises `JobError` where it must be given one, and this run
+    cannot compute a step's gradient again."""
     if isinstance(optimizer, JointOptimizer):
         for one in optimizer.optimizers:
             if _must_have(one):

@@ -15,6 +15,7 @@ from paceline.data.order import EpochOrder
 from paceline.data.substreams import StreamPosition
 from paceline.errors import DataError
 from paceline.parallel import Assignment
+from paceline.parallel.assignment import shards_of_rank
 from paceline.spec import Job
 from paceline.spec.codec import NOT_NEGATIVE, from_mapping
 
@@ -168,6 +169,11 @@ class DataProgress:
             position = StreamPosition(0, (0,) * self._job.virtual_shards)
         self._position = position
         return position
+
+    @property
+    def own_substreams(self) -> range:
+        """The numbers of the substreams that this worker reads."""
+        return range(*shards_of_rank(self._rank, self._num_assignments, self._job.virtual_shards))
 
     def stream_batch(
         self, sizes: Sequence[int], states: Mapping[str, Any], samples_per_epoch: int, *, one_by_one: bool
@@ -338,8 +344,8 @@ def _other_order(epoch: int, *, is_known: bool) -> str:
     if not is_known:
         return (
             f"The checkpoint is from the middle of epoch {epoch} of an earlier version of Paceline, whose order of "
-            "samples was another one; finish the epoch with that version, or go on with --force "
-            "(paceline.init(force=True)), and then some samples come twice in this epoch and some not at all."
+            "samples was another one; finish the epoch with that version, or go on with "
+            "force = True, and then some samples come twice in this epoch and some not at all."
         )
     return (
         f"The samples of epoch {epoch} come in another order than when this run was saved in the middle of it; give "

@@ -7,12 +7,10 @@ from contextlib import contextmanager
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Optimizer
 
-from paceline.train.joint_optimizer import JointOptimizer
-
-_FUSED = (SGD, Adam, AdamW)
-"""Optimizers whose fused kernels look at `found_inf`, exactly these and none made from them."""
+from paceline.train.joint_optimizer import parts_of
+from paceline.train.optim import FUSED
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
@@ -22,33 +20,29 @@ def skips_on_device(optimizer: Optimizer) -> bool:
     the momentum of the second one. Nor one that hooks of the script's hear of.
     """
     return all(
-        type(one) in _FUSED
+        type(one) in FUSED
         and not (one._optimizer_step_pre_hooks or one._optimizer_step_post_hooks)
         and all(group.get("fused") and not _is_new(one, group["params"]) for group in one.param_groups)
-        for one in _each(optimizer)
+        for one in parts_of(optimizer)
     )
 
 
 @contextmanager
 def left_out_where(optimizer: Optimizer, is_bad: Tensor) -> Iterator[None]:
     """Inside, an optimizer that `skips_on_device` makes its update where `is_bad`, a float32 scalar, is 0, not 1."""
-    for one in _each(optimizer):
+    for one in parts_of(optimizer):
         one.found_inf = is_bad  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        for one in _each(optimizer):
+        for one in parts_of(optimizer):
             del one.found_inf  # type: ignore[attr-defined]
 
 
 def tell_scaler(optimizer: Optimizer) -> None:
     """Have a GradScaler leave the next update to the device if that is possible, else read on the host."""
-    for one in _each(optimizer):
+    for one in parts_of(optimizer):
         one._step_supports_amp_scaling = skips_on_device(one)  # type: ignore[attr-defined]
-
-
-def _each(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    return optimizer.optimizers if isinstance(optimizer, JointOptimizer) else (optimizer,)
 
 
 def _is_new(optimizer: Optimizer, parameters: list[Tensor]) -> bool:

@@ -6,30 +6,22 @@ ends at the same step on any number of workers, and however often it was interru
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from paceline.errors import JobError
 from paceline.spec import Job
-from paceline.spec.evaluation import EarlyStoppingSpec, EvaluationRecord, Mode, smaller_is_better
+from paceline.spec.evaluation import EarlyStoppingSpec, EvaluationRecord, Mode, best_place
 from paceline.train.callbacks import Callback
+from paceline.train.end_table import number_of
 from paceline.train.training import Training
 
 
 def best_evaluation(
     evaluations: Sequence[EvaluationRecord], metric: str, mode: Mode = "auto", min_change: float = 0.0
 ) -> EvaluationRecord | None:
-    """The evaluation with the best value of `metric`; None if no value is finite.
-
-    Of equals it is the first; a later one has to be better by more than `min_change`.
-    """
-    sign = -1.0 if smaller_is_better(metric, mode) else 1.0
-    best: EvaluationRecord | None = None
-    for evaluation in evaluations:
-        value = sign * evaluation.metrics[metric]
-        if math.isfinite(value) and (best is None or value > sign * best.metrics[metric] + min_change):
-            best = evaluation
-    return best
+    """The evaluation with the best value of `metric`, as `best_place` says; None if no value is finite."""
+    place = best_place([one.metrics[metric] for one in evaluations], metric, mode, min_change)
+    return None if place is None else evaluations[place]
 
 
 def why_to_stop(evaluations: Sequence[EvaluationRecord], spec: EarlyStoppingSpec) -> str | None:
@@ -44,7 +36,7 @@ def why_to_stop(evaluations: Sequence[EvaluationRecord], spec: EarlyStoppingSpec
     num_since = len(counted) if best is None else len(counted) - 1 - counted.index(best)
     if num_since < spec.patience:
         return None
-    times = "1 evaluation" if num_since == 1 else f"{num_since} evaluations"
+    times = number_of(num_since, "evaluation")
     if best is None:
         return f"{spec.metric} was not finite in {times}"
     return f"{spec.metric} has not improved for {times}; best {best.metrics[spec.metric]:.6g} at step {best.step}"

@@ -21,7 +21,10 @@ def end_rows(run: Run, progress: DataProgress, checkpoint: str | None) -> list[t
     """
     if run.rank != 0:
         return []
-    rows = [("steps", _steps(progress)), ("workers", f"{number_of(run.world_size, 'worker')}, {run.device.type}")]
+    done = progress.epochs_done
+    epochs = f"epoch {progress.epoch + 1} of {progress.num_epochs}" if done is None else number_of(done, "epoch")
+    steps = f"{progress.steps:,} in {epochs}, {number_of(progress.samples_seen, 'sample')}"
+    rows = [("steps", steps), ("workers", f"{number_of(run.world_size, 'worker')}, {run.device.type}")]
     if run.metrics:
         rows.append(("evaluated", shown_metrics(run.metrics)))
     rows += run.display.rows.items()
@@ -34,12 +37,6 @@ def end_rows(run: Run, progress: DataProgress, checkpoint: str | None) -> list[t
     if checkpoint is not None:
         rows.append(("checkpoint", checkpoint))
     return rows
-
-
-def _steps(progress: DataProgress) -> str:
-    done = progress.epochs_done
-    epochs = f"epoch {progress.epoch + 1} of {progress.num_epochs}" if done is None else number_of(done, "epoch")
-    return f"{progress.steps:,} in {epochs}, {number_of(progress.samples_seen, 'sample')}"
 
 
 def samples_per_s(run: Run) -> float:
@@ -70,8 +67,6 @@ def number_of(count: int, what: str) -> str:
 
 def shown_metrics(metrics: Mapping[str, float]) -> str:
     """Metrics as people read them."""
-    return "  ".join(f"{name} {_shown(name, value)}" for name, value in metrics.items())
-
-
-def _shown(name: str, value: float) -> str:
-    return f"{value:.2%}" if name == "accuracy" else f"{value:.4f}"
+    return "  ".join(
+        f"{name} {value:.2%}" if name == "accuracy" else f"{name} {value:.4f}" for name, value in metrics.items()
+    )

@@ -191,13 +191,22 @@ def evaluate(
         size = chunks.size(number)
         pending[number] = {name: _chunk_sums(name, one, size) for name, one in values.items() if name not in others}
     sums = _read(pending)
-    kinds = _agreed_kinds({name: len(numbers) for name, numbers in next(iter(sums.values()), {}).items()}, world)
+    # The metrics of the first worker that has a chunk, and how many sums each has.
+    own_kinds = {name: len(numbers) for name, numbers in next(iter(sums.values()), {}).items()}
+    kinds: dict[str, int] = next(filter(None, all_gather_objects(own_kinds, world.group)), {})
     numbers = chunks.numbers
     table = torch.zeros(len(numbers), sum(kinds.values()), dtype=torch.float64, device=world.device)
     for place, number in enumerate(numbers):
         if chunks.counts_here(number):
-            row = [_checked(name, sums[number].get(name, []), length) for name, length in kinds.items()]
-            table[place] = torch.tensor([one for sums_of_one in row for one in sums_of_one], dtype=torch.float64)
+            found = sums[number]
+            for name, length in kinds.items():
+                if len(found.get(name, [])) != length:
+                    raise ModelError(
+                        f"measure returned the metric '{name}' in different forms for different batches; it should be "
+                        "a value for each sample of every batch, or a paceline.Mean of every batch."
+                    )
+            row = [one for name in kinds for one in found[name]]
+            table[place] = torch.tensor(row, dtype=torch.float64)
     if world.group is not None:
         dist.all_reduce(table, group=world.group)
     totals = iter([sum(column) for column in table.t().tolist()])
@@ -225,11 +234,7 @@ def _chunk_sums(name: str, value: Any, num_samples: int) -> list[Any]:
 
 
 def _read(pending: Mapping[int, Mapping[str, Sequence[Tensor]]]) -> dict[int, dict[str, list[float]]]:
-    """The sums of all chunks as numbers; waits once for each device.
-
-    Raises:
-        ModelError: a weight that is negative, or no number.
-    """
+    """The sums of all chunks as numbers; waits once for each device."""
     tensors = [one for of_chunk in pending.values() for sums in of_chunk.values() for one in sums]
     values: dict[int, float] = {}
     for device in dict.fromkeys(tensor.device for tensor in tensors):
@@ -244,18 +249,3 @@ def _read(pending: Mapping[int, Mapping[str, Sequence[Tensor]]]) -> dict[int, di
             if len(sums) == 2 and not sums[1] >= 0:
                 raise ModelError(f"The weight of the metric '{name}' is {sums[1]:g}; it should be 0 or more.")
     return found
-
-
-def _checked(name: str, sums: list[float], length: int) -> list[float]:
-    if len(sums) != length:
-        raise ModelError(
-            f"measure returned the metric '{name}' in different forms for different batches; it should be a value for "
-            "each sample of every batch, or a paceline.Mean of every batch."
-        )
-    return sums
-
-
-def _agreed_kinds(kinds: dict[str, int], world: World) -> dict[str, int]:
-    """The metrics of the first worker that has a chunk, and how many sums each has."""
-    everyone: list[dict[str, int]] = all_gather_objects(kinds, world.group)
-    return next(filter(None, everyone), {})

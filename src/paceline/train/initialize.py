@@ -55,8 +55,9 @@ def init(
     """
     job = (job or Job()).with_values(**values)  # a Job made in Python is checked here too
     facts = env.worker_facts()
-    check_strategy(strategy or env.text(env.STRATEGY) or "dp")
-    plan = plan or _default_plan(job, facts, strategy or env.text(env.STRATEGY) or "dp")
+    strategy = strategy or env.text(env.STRATEGY) or "dp"
+    check_strategy(strategy)
+    plan = plan or _default_plan(job, facts, strategy)
     limits = [limit for limit in (max_steps, env.number(env.MAX_STEPS)) if limit is not None]
     plan = dataclasses.replace(plan, world_size=facts.world_size, micro_batch_size=_micro_batch_size(job, plan))
     if plan.mesh is not None and plan.mesh.num_workers != facts.world_size:
@@ -65,6 +66,7 @@ def init(
             "start as many, or leave the plan's mesh out."
         )
     address = job.checkpoint.dir or checkpoint_dir
+    stream = sys.stderr if isinstance(progress, bool) else progress
     return Run(
         job,
         plan,
@@ -73,13 +75,8 @@ def init(
         None if address is None else str(address),
         force=force,
         max_minutes=RunLimit.from_mapping({"max_minutes": max_minutes}).max_minutes,
-        display=_display(progress) if facts.rank == 0 else None,
+        display=Progress(stream, is_shown=progress is not False) if facts.rank == 0 else None,
     )
-
-
-def _display(progress: bool | TextIO) -> Progress:
-    stream = sys.stderr if isinstance(progress, bool) else progress
-    return Progress(stream, is_shown=progress is not False)
 
 
 def _micro_batch_size(job: Job, plan: Plan) -> MicroBatchSize | None:

@@ -73,3 +73,8 @@ class JointOptimizer(Optimizer):
                 }
             )
             first = stop
+
+
+def parts_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    """The optimizers that a model's optimizer consists of: itself, unless it joins several."""
+    return optimizer.optimizers if isinstance(optimizer, JointOptimizer) else (optimizer,)

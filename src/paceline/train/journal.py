@@ -222,7 +222,7 @@ class Journal(Callback):
         best = None if kept.keep_best is None else best_evaluation(evaluations, kept.keep_best, kept.best_mode)
         if best is not None:
             run.display.rows["best"] = f"{shown_metrics(best.metrics)} at step {best.step}"
-        step_time = run.timer.median()
+        step_time, (step_p10_s, step_p90_s) = run.timer.median(), run.timer.p10_p90()
         # A checkpoint of an earlier release has the evaluations of epochs alone.
         evaluated = [*(epoch.metrics for epoch in self._epochs), *(one.metrics for one in evaluations)]
         last = next((metrics for metrics in reversed(evaluated) if metrics), {})
@@ -239,6 +239,8 @@ class Journal(Callback):
             time_to_first_step_s=self._first_step_s,
             samples_per_s=samples_per_s(run),
             step_time=step_time,
+            step_p10_s=step_p10_s,
+            step_p90_s=step_p90_s,
             weights_sha256=run.weights_sha256() if average is None else weights_sha256(average.module.state_dict()),
             epochs=tuple(self._epochs),
             notes=(*run.notes, *self._notes),

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.optim.swa_utils import AveragedModel
 
 from paceline import data, models
 from paceline.checkpoint import save_weights
@@ -80,14 +79,12 @@ def train(
 
         with run.consensus():
             record = journal.record(training, average)
-            weights = _final_weights(run, average) if job.checkpoint.save_final else None
+            weights = None
+            if job.checkpoint.save_final:
+                weights = run.whole_state() if average is None else average.module.state_dict()
             if run.rank == 0:
                 save_at_the_end(functools.partial(_write_results, weights, record), output.run_dir, run.say)
         return record
-
-
-def _final_weights(run: Run, average: AveragedModel | None) -> dict[str, Tensor]:
-    return run.whole_state() if average is None else average.module.state_dict()
 
 
 def _write_results(weights: dict[str, Tensor] | None, record: RunRecord, folder: Path) -> None:

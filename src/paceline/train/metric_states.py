@@ -187,11 +187,8 @@ def _named_numbers(name: str, value: Any) -> dict[str, float]:
 def update_trees(
     metrics: Mapping[str, MetricFunctions], trees: Mapping[str, MergeTree], number: int, values: Mapping[str, Any]
 ) -> None:
-    """Count chunk `number` in every metric, from what `measure` returned for it.
-
-    Raises:
-        ModelError: it returned nothing for a metric.
-    """
+    """Count chunk `number` in every metric, from what `measure` returned for it. Raises `ModelError` if it returned
+    nothing for a metric."""
     for name, functions in metrics.items():
         if name not in values:
             raise ModelError(f"measure returned nothing for the metric '{name}', but only {sorted(values)}.")

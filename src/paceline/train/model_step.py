@@ -21,7 +21,6 @@ from paceline.parallel.losses import StepLoss
 from paceline.parallel.micro_batch import is_out_of_memory
 from paceline.samples import Readings, Samples
 from paceline.spec import Mesh
-from paceline.train.buffer_copies import BufferCopies
 from paceline.train.closures import closure_after, takes_closure
 from paceline.train.data_progress import Batch
 from paceline.train.device_skip import left_out_where, skips_on_device, tell_scaler
@@ -79,7 +78,6 @@ class ModelStepper:
         self._reader = reader
         self._tracer = tracer
         self._begin_change = begin_change
-        self._buffers = BufferCopies(prepared.trained.model)
         self._guard = NonFiniteGuard(session, self.trained, begin_change)
         self._takes_closure = takes_closure(self.trained.optimizer, self.trained.engine, session.state.job)
         self._readings: Readings = {}
@@ -98,7 +96,7 @@ class ModelStepper:
         engine = trained.engine
         if engine.changes_state:
             self._begin_change()
-        self._buffers.remember()
+        engine.forward_buffers.begin_step()
         if engine.reads_assignment:
             num_samples = sum(batch.assignment.sizes) or 1  # a stand-in
             step_input = self._input(pending, pending.index, batch.assignment, num_samples, content, loss_fn)
@@ -138,7 +136,7 @@ class ModelStepper:
     def _restore_buffers(self) -> None:
         """After an error: the run is whole if it came before the update."""
         try:
-            self._buffers.restore(self.trained.engine.forward_buffers)
+            self.trained.engine.forward_buffers.start_over()
         except RuntimeError:  # the device is of no more use
             self._begin_change()
 
@@ -237,12 +235,7 @@ class ModelStepper:
         return loss
 
     def _any_shard(self, pending: Pending, content: Any, loss_fn: LossFn) -> AnyShard:
-        """The input for asynchronous servers, whose workers read the shards they compute.
-
-        Raises:
-            JobError: the run's updates so far are not those by the batches before this one.
-            ModelError: the script changed the batch, which is not used.
-        """
+        """The input for asynchronous servers, whose workers read the shards they compute."""
         job, progress, batch = self._state.job, self._state.progress, pending.batch
         if batch.index != progress.steps:
             raise JobError(
@@ -250,7 +243,8 @@ class ModelStepper:
                 f"{job.global_batch_size} come before this one, and asynchronous servers count batches by updates; "
                 "train on every batch of every epoch once, with one global_batch_size, or begin in another folder."
             )
-        if _tensors(content) != _tensors(pending.content):
+        before, now = ([id(tensor) for tensor in tensors(one)] for one in (pending.content, content))
+        if now != before:
             raise ModelError(
                 "With aggregation.method = 'parameter_server_async' workers read the shards they compute themselves, "
                 "so what the script changed in a batch before run.step would be lost; do it in the loss function."
@@ -285,8 +279,3 @@ class ModelStepper:
             wants_rest=self.session.wants_rest,
             at_rest=self.session.at_rest,
         )
-
-
-def _tensors(content: Any) -> list[int]:
-    """Which tensors a batch consists of."""
-    return [id(tensor) for tensor in tensors(content)]

@@ -36,7 +36,7 @@ class _OnItsWay:
     step: int
     samples: NDArray[Any]
     names: list[str]
-    """Of the parameters that have a gradient."""
+    """The parameters that have a gradient."""
     found: Tensor
     """The loss and the norms of these gradients, in host memory once they have arrived."""
     arrived: torch.cuda.Event

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,11 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.errors import JobError
+from paceline.errors import JobError, did_you_mean
+from paceline.import_path import checked_options, imported, takes
 from paceline.spec import Job, Mesh, OptimSpec
 from paceline.spec.optim import SchedulerSpec
-from paceline.train.import_path import checked_options, imported, takes
-from paceline.train.joint_optimizer import JointOptimizer
+from paceline.train.joint_optimizer import parts_of
 
 _OF_SGD = ("momentum", "nesterov")
 _OF_ADAM = ("betas", "eps")
@@ -26,10 +25,11 @@ _OURS: Mapping[str, tuple[str, ...]] = {"SGD": _OF_SGD, "Adam": _OF_ADAM, "AdamW
 _TOTALS = ("total_steps", "num_training_steps")
 """What schedulers call the number of steps of the whole run."""
 _FUSED_ON_SHARDS = (torch.optim.Adam, torch.optim.AdamW)
-_FUSED = (*_FUSED_ON_SHARDS, torch.optim.SGD)
-"""Optimizers that torch has fused kernels for on GPUs, exactly these and none made from them."""
+FUSED = (*_FUSED_ON_SHARDS, torch.optim.SGD)
+"""Optimizers that torch has fused kernels for on GPUs, exactly these and none made from them. The kernels look at
+`found_inf`."""
 _BY_ELEMENT = (
-    *_FUSED,
+    *FUSED,
     torch.optim.Adadelta,
     torch.optim.Adagrad,
     torch.optim.Adamax,
@@ -66,11 +66,8 @@ def build_optimizer(optim: OptimSpec, model: nn.Module) -> Optimizer:
 
 
 def parameter_groups(optim: OptimSpec, model: nn.Module) -> list[dict[str, Any]]:
-    """The trainable parameters in groups of equal options, in the model's order.
-
-    Raises:
-        JobError: a pattern fits no trainable parameter.
-    """
+    """The trainable parameters in groups of equal options, in the model's order. Raises `JobError` for a pattern that
+    fits no trainable parameter."""
     found: dict[tuple[tuple[str, str], ...], dict[str, Any]] = {}
     unused = set(optim.groups)
     for name, parameter in model.named_parameters():
@@ -113,7 +110,7 @@ def choose_kernels(optimizer: Optimizer, device: torch.device, *, alike_on_shard
             group.update({way: False for way in ("foreach", "fused") if way in group})
         if device.type == "cpu" or group.get("foreach", False) is not None or group.get("fused") is not None:
             continue
-        is_fused = type(optimizer) in (_FUSED if kinds == {None} and not alike_on_shards else _FUSED_ON_SHARDS)
+        is_fused = type(optimizer) in (FUSED if kinds == {None} and not alike_on_shards else _FUSED_ON_SHARDS)
         if len(kinds) > 1:
             group["foreach"] = False
         elif is_fused and all(one.device.type == device.type and one.is_floating_point() for one in parameters):
@@ -122,7 +119,7 @@ def choose_kernels(optimizer: Optimizer, device: torch.device, *, alike_on_shard
 
 def check_updates_by_element(optimizer: Optimizer, mesh: Mesh, device: torch.device) -> None:
     """Raise `JobError` for an optimizer that may give a shard other bits than that slice of a whole parameter."""
-    for one in optimizer.optimizers if isinstance(optimizer, JointOptimizer) else [optimizer]:
+    for one in parts_of(optimizer):
         name = type(one).__name__
         parameters = [parameter for group in one.param_groups for parameter in group["params"]]
         why = ""
@@ -179,10 +176,8 @@ def optimizer_class(name: str) -> Callable[..., Any]:
         if isinstance(one, type) and issubclass(one, Optimizer) and one is not Optimizer
     }
     if name.lower() not in known:
-        near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}? " if near else ""
         raise JobError(
-            f"There is no optimizer {name!r}: {hint}torch.optim has {', '.join(sorted(known))}; others are named by an "
-            "import path 'package.module:Optimizer'."
+            f"There is no optimizer {name!r}: {did_you_mean(name.lower(), known)}torch.optim has "
+            f"{', '.join(sorted(known))}; others are named by an import path 'package.module:Optimizer'."
         )
     return known[name.lower()]

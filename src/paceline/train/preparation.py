@@ -20,7 +20,7 @@ from paceline.parallel.initial_weights import is_on_meta
 from paceline.parallel.norm import ShardBatchNorm, replace_batch_norm
 from paceline.spec import AlgorithmName, Job, Mesh, Plan
 from paceline.train.compilation import check_can_be_compiled, draws_as_uncompiled, without_compiler
-from paceline.train.joint_optimizer import JointOptimizer
+from paceline.train.joint_optimizer import JointOptimizer, parts_of
 from paceline.train.numerics import Precision
 from paceline.train.optim import check_updates_by_element, choose_kernels
 from paceline.train.process_group import World
@@ -62,8 +62,8 @@ def prepare_model(
         JobError: a strategy that this job cannot be trained with.
         ModelError: an optimizer that is not this model's.
     """
-    schedulers = _checked_schedulers(scheduler, optimizer, job)
     optimizer = optimizer if isinstance(optimizer, Optimizer) else JointOptimizer(optimizer)
+    schedulers = _checked_schedulers(scheduler, optimizer, job)
     is_plain = (plan.mesh or Mesh()).is_plain
     model, compile_again = without_compiler(model, job)
     if compile_again is not None:
@@ -77,7 +77,7 @@ def prepare_model(
     if job.channels_last and is_plain:  # torch shards parameters of the plain format only
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model.train()
-    parallelized = parallelize(
+    engine = parallelize(
         model,
         job,
         plan,
@@ -86,21 +86,32 @@ def prepare_model(
         find_unused_parameters=find_unused_parameters,
         example=to_device(example, world.device, torch.float64 if job.precision == "float64" else None),
     )
-    trained = Trained(optimizer, names, parallelized.engine, precision)
+    background = ExitStack()
+    background.push(lambda _kind, error, _trace: engine.close(error))
+    trained = Trained(optimizer, names, engine, precision)
     if compile_again is not None:
         compile_again(trained.model)
-        parallelized.background.enter_context(draws_as_uncompiled())
+        background.enter_context(draws_as_uncompiled())
     rebind(optimizer, names, trained.model)
     choose_kernels(optimizer, world.device, alike_on_shards=job.parity == "bitwise")
     if job.parity == "bitwise" and not trained.engine.holds_all:
         check_updates_by_element(optimizer, plan.mesh or Mesh(), world.device)
-    return Prepared(trained, rates, parallelized.algorithm, parallelized.notes, schedulers, parallelized.background)
+    return Prepared(trained, rates, engine.algorithm or plan.algorithm, tuple(engine.notes), schedulers, background)
 
 
 def freeze(model: nn.Module, job: Job, plan: Plan, world: World) -> Companion:
     """Make `model` one that is called and not trained: on this worker's device, in evaluation mode, without gradients,
-    with rank 0's weights. A collective."""
-    _check_may_freeze(job, plan)
+    with rank 0's weights. A collective.
+
+    Raises:
+        JobError: a run that cannot have a frozen model beside the one that it trains.
+    """
+    is_asynchronous = job.aggregation.method == "parameter_server_async"
+    if plan.devices_in_process > 1 or is_asynchronous:
+        what = "aggregation.method = 'parameter_server_async'" if is_asynchronous else "several devices in one process"
+        raise JobError(
+            f"A frozen model cannot be called by several threads at once, as {what} would; choose another strategy."
+        )
     if is_on_meta(model):
         raise ModelError("A frozen model must have its weights before run.prepare; load them first.")
     model.to(world.device)
@@ -132,31 +143,16 @@ def check_several(job: Job, plan: Plan) -> None:
         )
 
 
-def _check_may_freeze(job: Job, plan: Plan) -> None:
-    """Raise `JobError` where a run cannot have a frozen model beside the one that it trains."""
-    is_asynchronous = job.aggregation.method == "parameter_server_async"
-    if plan.devices_in_process > 1 or is_asynchronous:
-        what = "aggregation.method = 'parameter_server_async'" if is_asynchronous else "several devices in one process"
-        raise JobError(
-            f"A frozen model cannot be called by several threads at once, as {what} would; choose another strategy."
-        )
-
-
-def _checked_schedulers(scheduler: Any, optimizer: Optimizer | Sequence[Optimizer], job: Job) -> tuple[Any, ...]:
-    """The schedulers given to `Run.prepare`.
-
-    Raises:
-        JobError: one cannot be moved by the run.
-    """
+def _checked_schedulers(scheduler: Any, optimizer: Optimizer, job: Job) -> tuple[Any, ...]:
+    """The schedulers given to `Run.prepare`."""
     given = () if scheduler is None else tuple(scheduler) if isinstance(scheduler, list | tuple) else (scheduler,)
-    known = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     for one in given:
         name = type(one).__name__
         if isinstance(one, ReduceLROnPlateau):
             raise JobError(f"{name} needs a metric: give it to run.keep, and call its step after run.evaluate.")
         if not hasattr(one, "step") or not hasattr(one, "state_dict"):
             raise JobError(f"run.prepare got {name} as scheduler; give it one of torch or transformers, or a list.")
-        if not any(getattr(one, "optimizer", None) is other for other in known):
+        if not any(getattr(one, "optimizer", None) is other for other in parts_of(optimizer)):
             raise JobError(f"The {name} given to run.prepare belongs to another optimizer; build it from this one.")
         if counts_epochs(job):
             raise JobError(

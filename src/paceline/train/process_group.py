@@ -95,11 +95,7 @@ def join(facts: env.WorkerFacts, plan: Plan) -> World:
 
 
 def _connect_among_us(connect: Callable[..., None], store: Store, facts: env.WorkerFacts) -> None:
-    """Make the group of all workers, again on other ports if a process of another user connected meanwhile.
-
-    Raises:
-        StrangerError: it happened each time.
-    """
+    """Make the group of all workers, again on other ports if a process of another user connected meanwhile."""
     for attempt in range(_MOST_ATTEMPTS):
         here = PrefixStore(f"attempt{attempt}", store)
         # Ports open at the same time, and so for milliseconds: a worker may come much later than another.

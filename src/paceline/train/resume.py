@@ -107,7 +107,7 @@ class CheckpointReader:
         if any(manifest.workers):
             raise CheckpointError(
                 f"{name} in {self._storage.address} holds state of each worker's own (means of weights that differed, "
-                "or gradients not sent yet), from which a sharded model cannot resume; resume it with --strategy dp."
+                "or gradients not sent yet), from which a sharded model cannot resume; resume it with strategy = 'dp'."
             )
         return Found(name, {"job": manifest.job, **shared}, {})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
@@ -15,10 +15,9 @@ from torch.optim.swa_utils import AveragedModel
 from paceline import env
 from paceline.data import Loading
 from paceline.data.loading import Collate
-from paceline.data.substreams import is_stream
 from paceline.errors import JobError
 from paceline.heartbeat import Heartbeat
-from paceline.parallel import Companion, Engine, check_shards
+from paceline.parallel import Companions, Engine, check_shards
 from paceline.spec import Job, Mesh, Plan
 from paceline.train.averaging import averaged
 from paceline.train.data_progress import DataProgress
@@ -34,13 +33,12 @@ from paceline.train.process_group import abandon, join
 from paceline.train.progress import Progress
 from paceline.train.reading import DatasetReader, loading_of
 from paceline.train.run_view import RunView
-from paceline.train.sample_batches import check_server_order, sample_batches
+from paceline.train.sample_batches import GlobalBatches
 from paceline.train.seeding import seed_between_steps, seed_generators
 from paceline.train.session import Kept, RunState, Session, Stateful
 from paceline.train.state import Trained
 from paceline.train.step import Stepper
 from paceline.train.stopping import Stopping
-from paceline.train.stream_batches import StreamBatches
 from paceline.train.timing import StepTimer
 from paceline.train.torch_settings import TorchSettings, decide_precision, has_tf32
 from paceline.train.trace import ParityTracer
@@ -84,9 +82,8 @@ class Run(RunView):
         self.job = job
         settings = TorchSettings.of(job, plan, has_tf32=has_tf32(world.device))
         self._at_close.enter_context(settings.applied())
-        share, num_assignments = self.mesh.share(facts.rank), self.mesh.num_assignments
         self.reader, self.precision = DatasetReader(job, world.device), Precision(job, world.device)
-        progress = DataProgress(job, share, num_assignments, max_steps)
+        progress = DataProgress(job, self.mesh.share(facts.rank), self.mesh.num_assignments, max_steps)
         super().__init__(world, facts.world_size, progress, NoiseMeter(job, self.precision.scaler, world.device))
         self.notes: list[str] = notes + settings.notes(job)
         self.metrics: dict[str, float] = {}
@@ -96,12 +93,11 @@ class Run(RunView):
         self.say: Callable[[str], None] = self.display.say
         self.timer = StepTimer()
         self.stopping = Stopping(world, progress, env.launched_at(), max_minutes)
-        self._streams = StreamBatches(job, progress, self.reader, world, share, num_assignments, plan.timeout_s)
+        self._batches = GlobalBatches(job, progress, self.reader, world, plan.timeout_s)
         self._evaluator = Evaluator(job, self.mesh, self.world, self.reader, self.precision)
         self._kept = Kept()
         self._resume_from: dict[str, Any] = {"checkpoint_address": checkpoint_address, "force": force}
         self._prepared: Stepper | None = None
-        self._frozen: dict[str, Companion] = {}
         self._has_read_batches = False
         self._averages: list[tuple[AveragedModel, Trained]] = []
         self._pending: Pending | None = None
@@ -162,9 +158,7 @@ class Run(RunView):
             return self._freeze(name, model)
         if self._models.by_name:
             check_several(self.job, self.plan)
-        plan = self.plan
-        if tensor_plan is not None:
-            plan = dataclasses.replace(plan, tensor_plan=dict(tensor_plan))
+        plan = self.plan if tensor_plan is None else dataclasses.replace(self.plan, tensor_plan=dict(tensor_plan))
         prepared = prepare_model(
             model,
             optimizer,
@@ -183,33 +177,28 @@ class Run(RunView):
 
     def _add(self, name: str, prepared: Prepared, plan: Plan) -> None:
         """Train a prepared model from now on, gone on from a checkpoint if there is one."""
-        trained = prepared.trained
-        self._models.add(name, trained)
+        self._models.add(name, prepared.trained)
         if self._prepared is None:
             self.plan = dataclasses.replace(plan, algorithm=prepared.algorithm)
             self._prepared = Stepper(self._open_session(), self.timer)
-            self._at_close.enter_context(memory_limit(env.memory_limit_bytes(), self.device, trained.model))
-        elif self._prepared.session.add(name):
-            seed_between_steps(self.job.seed, self.steps, self.device)
-        stepper = self.stepper
+            self._at_close.enter_context(memory_limit(env.memory_limit_bytes(), self.device, prepared.trained.model))
+        else:
+            self._restore(name)
         for number, scheduler in enumerate(prepared.schedulers):
             self._kept.add(f"scheduler {number} of {name}", scheduler, in_step=True)
-        for frozen, companion in self._frozen.items():
-            stepper.add_companion(frozen, companion)
-        stepper.add(name, prepared, self.mesh, self.reader, self._tracer)
+        self.stepper.add(name, prepared, self.mesh, self.reader, self._tracer)
 
     def _freeze(self, name: str, model: nn.Module) -> nn.Module:
         companion = freeze(model, self.job, self.plan, self.world)
-        digest = (
-            None if self._resume_from["checkpoint_address"] is None else weights_sha256(companion.model.state_dict())
-        )
-        self._models.add_frozen(name, companion.model, digest)
-        self._frozen[name] = companion
-        if self._prepared is not None:
-            self._prepared.add_companion(name, companion)
-            if self._prepared.session.add(name):
-                seed_between_steps(self.job.seed, self.steps, self.device)
+        is_kept = self._resume_from["checkpoint_address"] is not None
+        self._models.add_frozen(name, companion, weights_sha256(companion.model.state_dict()) if is_kept else None)
+        self._restore(name)
         return companion.model
+
+    def _restore(self, name: str) -> None:
+        """Give a model that was prepared after the first what a checkpoint holds of it."""
+        if self._prepared is not None and self._prepared.session.add(name):
+            seed_between_steps(self.job.seed, self.steps, self.device)
 
     def _open_session(self) -> Session:
         """What runs beside the steps, gone on from a checkpoint if there is one."""
@@ -302,14 +291,8 @@ class Run(RunView):
         progress = self._progress
         if progress.is_over(epoch):
             return
-        reads_assignment = self.engine.reads_assignment
-        check_server_order(loading, reads_assignment=reads_assignment)
-        if is_stream(loading.dataset):
-            batches = self._streams.batches(loading, epoch, samples_per_epoch)
-        else:
-            batches = sample_batches(
-                loading, epoch, self.job, progress, self.reader, self.world, reads_assignment=reads_assignment
-            )
+        is_read = self.engine.reads_assignment
+        batches = self._batches.of_epoch(loading, epoch, samples_per_epoch, reads_assignment=is_read)
         if self.steps and progress.at_epoch_start:
             self.stepper.session.epoch_ended()
         self.timer.resume()
@@ -372,9 +355,9 @@ class Run(RunView):
             return
         if not isinstance(known, int) or found.size < known:
             self.plan = dataclasses.replace(self.plan, micro_batch_size=found.size)
-            note = f"micro_batch_size = {found.size} from step {self.steps} on: memory has no room for more"
-            self.notes.append(note)
-            self.say(note)
+            self.stepper.session.note(
+                f"micro_batch_size = {found.size} from step {self.steps} on: memory has no room for more"
+            )
 
     def evaluate(
         self,
@@ -401,9 +384,9 @@ class Run(RunView):
                 compute). `measure` then returns under this name what `update` takes, {"f1": (predictions, targets)}.
         """
         loading = loading_of(self.job, dataset, "evaluation", collate_fn=collate_fn, num_workers=num_workers)
-        results = self._evaluator.evaluate(
-            loading, measure, metrics, model or self.model, self.stepper.companions, self.engine, self.steps
-        )
+        companions = Companions(list(self._models.companions.values()))
+        model = model or self.model
+        results = self._evaluator.evaluate(loading, measure, metrics, model, companions, self.engine, self.steps)
         self.timer.resume()
         self.metrics.clear()
         self.metrics.update(results)
@@ -419,23 +402,14 @@ class Run(RunView):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        stepper = self._prepared
         if error is not None:
             abandon()
-        if stepper is not None and error is None:
-            stepper.catch_up()
-            stepper.session.finish()
-            self.display.end(end_rows(self, self._progress, stepper.session.newest_checkpoint))
-        elif stepper is not None and isinstance(error, Exception | KeyboardInterrupt):
-            with suppress(RuntimeError):  # of a device that is of no more use
-                stepper.catch_up()
-            peers = stepper.session.peers
-            lost = None if peers is None else peers.cause_of(error)
-            stepper.session.rescue(is_whole=stepper.is_whole)
-            if lost is not None:
-                self._at_close.__exit__(kind, error, trace)
-                raise lost from error
+        lost = None if self._prepared is None else self._prepared.end(error)
+        if self._prepared is not None and error is None:
+            self.display.end(end_rows(self, self._progress, self._prepared.session.newest_checkpoint))
         self._at_close.__exit__(kind, error, trace)
+        if lost is not None:
+            raise lost from error
 
     @property
     def stepper(self) -> Stepper:

@@ -1,4 +1,4 @@
-"""Global batches of a map-style data set, in the order that the job or a sampler says."""
+"""Global batches: of a map-style data set in the order that the job or a sampler says, of a stream as it comes."""
 
 from __future__ import annotations
 
@@ -15,44 +15,51 @@ from paceline.train.agreement import check_same_order
 from paceline.train.data_progress import Batch, DataProgress
 from paceline.train.process_group import World
 from paceline.train.reading import DatasetReader, num_samples
+from paceline.train.stream_batches import StreamBatches
 
 
-def sample_batches(
-    loading: Loading,
-    epoch: int,
-    job: Job,
-    progress: DataProgress,
-    reader: DatasetReader,
-    world: World,
-    *,
-    reads_assignment: bool,
-) -> Iterator[tuple[Batch, Any]]:
-    """The remaining global batches of an epoch with this worker's content of each. A collective.
+class GlobalBatches:
+    """The global batches of one run with this worker's content of each: of data sets and of streams."""
 
-    Args:
-        reads_assignment: whether a worker computes the samples assigned to it; else its content is one sample, always
-            the same.
-    """
-    set_size = num_samples(loading.dataset, "training")
-    orders = functools.partial(loading.order, set_size, job.global_batch_size, job.seed)
-    numbers = progress.enter(epoch, orders, set_size, one_by_one=loading.collate_fn is not None)
-    check_same_order(progress.digest, epoch, world.group)
-    read = (progress.batch(number, numbers.stop) for number in (numbers if reads_assignment else numbers[:1]))
-    requests = (
-        SampleRequest(
-            batch.own_shards if reads_assignment else (batch.samples[:1],), batch.number, batch.assignment.own[0]
+    def __init__(self, job: Job, progress: DataProgress, reader: DatasetReader, world: World, timeout_s: float) -> None:
+        self._job = job
+        self._progress = progress
+        self._reader = reader
+        self._world = world
+        self._streams = StreamBatches(job, progress, reader, world, timeout_s)
+
+    def of_epoch(
+        self, loading: Loading, epoch: int, samples_per_epoch: int | None, *, reads_assignment: bool
+    ) -> Iterator[tuple[Batch, Any]]:
+        """Those of an epoch that remain. A collective.
+
+        Args:
+            samples_per_epoch: by which schedules count the epochs of a stream; None: its own length, if it has one.
+            reads_assignment: whether a worker computes the samples assigned to it; else its content is one sample,
+                always the same.
+
+        Raises:
+            DataError: what the data set, the loader or the sampler says cannot be done.
+        """
+        job, progress = self._job, self._progress
+        if not reads_assignment and (loading.sampler is not None or is_stream(loading.dataset)):
+            raise DataError(
+                "With aggregation.method = 'parameter_server_async' samples come in the job's own order; give a "
+                "map-style data set without a sampler, or aggregate in another way."
+            )
+        if is_stream(loading.dataset):
+            return self._streams.batches(loading, epoch, samples_per_epoch)
+        set_size = num_samples(loading.dataset, "training")
+        orders = functools.partial(loading.order, set_size, job.global_batch_size, job.seed)
+        numbers = progress.enter(epoch, orders, set_size, one_by_one=loading.collate_fn is not None)
+        check_same_order(progress.digest, epoch, self._world.group)
+        read = (progress.batch(number, numbers.stop) for number in (numbers if reads_assignment else numbers[:1]))
+        requests = (
+            SampleRequest(
+                batch.own_shards if reads_assignment else (batch.samples[:1],), batch.number, batch.assignment.own[0]
+            )
+            for batch in read
         )
-        for batch in read
-    )
-    contents = reader.read_shards(loading, epoch, requests)
-    batches = (progress.batch(number, numbers.stop) for number in numbers)
-    return zip(batches, contents if reads_assignment else itertools.cycle(contents), strict=False)
-
-
-def check_server_order(loading: Loading, *, reads_assignment: bool) -> None:
-    """Raises `DataError` for data that asynchronous servers, which hand out batches by their numbers, cannot have."""
-    if not reads_assignment and (loading.sampler is not None or is_stream(loading.dataset)):
-        raise DataError(
-            "With aggregation.method = 'parameter_server_async' samples come in the job's own order; give a map-style "
-            "data set without a sampler, or aggregate in another way."
-        )
+        contents = self._reader.read_shards(loading, epoch, requests)
+        batches = (progress.batch(number, numbers.stop) for number in numbers)
+        return zip(batches, contents if reads_assignment else itertools.cycle(contents), strict=False)

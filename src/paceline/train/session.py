@@ -144,29 +144,22 @@ class RunState:
         """Resume from a checkpoint. Raises `JobError` if it is of another job, unless `force` is set."""
         shared = found.shared
         with _as_saved(found.name):
-            self._restore(shared, found.own, force=force)
-
-    def _restore(self, shared: dict[str, Any], own: dict[str, Any], *, force: bool) -> None:
-        before, changes = self._changes(shared)
-        if changes and not force:
-            raise JobError(
-                f"The checkpoint to resume belongs to another job: "
-                f"{'; '.join(changes)}{_why_not_on(before, self.job)}. "
-                "Set it back, choose another folder, or resume nevertheless with --force (paceline.init(force=True))."
-            )
-        self.models.put(shared, own, hyper=not changes)
-        self.progress.load_state_dict(shared["progress"], check_order=not force)
-        self.noise.load_state_dict(shared["noise"])
-        self.metrics.update(from_mapping(_SavedMetrics, {"metrics": shared["metrics"]}).metrics)
-        # A new scheduler writes its first learning rate into the optimizer, and loading its state leaves it there.
-        self.kept.load_state_dict(shared["kept"], (lambda: None) if changes else self.models.hyperparameters())
+            before, changes = self._changes(shared)
+            if changes and not force:
+                raise JobError(
+                    f"The checkpoint to resume belongs to another job: {'; '.join(changes)}{_why(before, self.job)}. "
+                    "Set it back, choose another folder, or resume nevertheless with force = True."
+                )
+            self.models.put(shared, found.own, hyper=not changes)
+            self.progress.load_state_dict(shared["progress"], check_order=not force)
+            self.noise.load_state_dict(shared["noise"])
+            self.metrics.update(from_mapping(_SavedMetrics, {"metrics": shared["metrics"]}).metrics)
+            # A new scheduler writes its first learning rate into the optimizer, and loading its state leaves it there.
+            self.kept.load_state_dict(shared["kept"], (lambda: None) if changes else self.models.hyperparameters())
 
     def restore_model(self, name: str, found: Found, *, force: bool) -> None:
         """Give a model that was prepared after the others its state; with `force` it begins anew if there is none.
-
-        Raises:
-            CheckpointError: the checkpoint has no such model.
-        """
+        Raises `CheckpointError` where the checkpoint has no such model."""
         if force and name not in found.shared.get("models", {}):
             return
         with _as_saved(found.name):
@@ -182,11 +175,13 @@ class RunState:
         return before, changes
 
 
-def _why_not_on(before: Job, job: Job) -> str:
-    """Why a run cannot go on for more epochs, if that is wanted of it and its schedule is the reason."""
-    if job.epochs <= before.epochs or not ends_with_epochs(before):
-        return ""
-    return " (its learning rates follow a schedule that ends with the epochs, so more would have changed them all)"
+def _why(before: Job, job: Job) -> str:
+    """Why a run cannot go on as another job, where that is not plain from what differs."""
+    if job.epochs > before.epochs and ends_with_epochs(before):
+        return " (its learning rates follow a schedule that ends with the epochs, so more would have changed them all)"
+    if job.precision != before.precision:
+        return f" (where 'auto' means {job.precision!r}, name precision = {before.precision!r} to go on in it)"
+    return ""
 
 
 _SPLIT_ELSEWHERE = (

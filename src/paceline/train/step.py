@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.errors import JobError
-from paceline.parallel import Companion, Companions
+from paceline.errors import JobError, PeerLost
+from paceline.parallel import Companions
 from paceline.parallel.losses import StepLoss
 from paceline.spec import Mesh
-from paceline.train.joint_optimizer import JointOptimizer
+from paceline.train.joint_optimizer import parts_of
 from paceline.train.model_step import ModelStepper, Pending
 from paceline.train.numerics import LossFn
 from paceline.train.preparation import Prepared
@@ -38,7 +38,6 @@ class Stepper:
         self._device = session.world.device
         self._timer = timer
         self._steppers: dict[str, ModelStepper] = {}
-        self._companions: dict[str, Companion] = {}
         self._is_finished = True
         """Whether the script has done what belongs to the last batch."""
         self._may_go_on = False
@@ -48,35 +47,14 @@ class Stepper:
 
     def add(self, name: str, prepared: Prepared, mesh: Mesh, reader: DatasetReader, tracer: ParityTracer) -> None:
         """Have a model trained."""
-        trained = prepared.trained
         self._steppers[name] = ModelStepper(prepared, self.session, mesh, reader, tracer, self._begin_change)
-        self.add_companion(name, Companion.of(trained.model, trained.engine.forward_buffers))
-
-    def add_companion(self, name: str, companion: Companion) -> None:
-        """Let loss functions call a model."""
-        self._companions[name] = companion
 
     def _begin_change(self) -> None:
         """Note that something of the run begins to change."""
         self._is_consistent = False
 
-    @property
-    def companions(self) -> Companions:
-        """All models that are trained or called."""
-        return Companions(list(self._companions.values()))
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the run could be saved as it is: all of its state, the script's own included, is of one batch."""
-        may_miss_some = self._may_go_on or self._state.kept.moves_between_steps
-        return self._is_consistent and (self._is_finished or not may_miss_some)
-
-    def trained_by(self, model: nn.Module | None, optimizer: Optimizer | None) -> tuple[str, Optimizer]:
-        """The name of the model that a step trains, and the optimizer that updates it.
-
-        Raises:
-            JobError: it is none of this run's, or there are several and none is named.
-        """
+    def _trained_by(self, model: nn.Module | None, optimizer: Optimizer | None) -> tuple[str, Optimizer]:
+        """The name of the model that a step trains, and the optimizer that updates it."""
         found = [
             (name, chosen)
             for name, stepper in self._steppers.items()
@@ -98,9 +76,9 @@ class Stepper:
         Args:
             content: `pending.content` as the script passed it to `step`.
         """
-        name, chosen = self.trained_by(model, optimizer)
+        name, chosen = self._trained_by(model, optimizer)
         stepper, progress = self._steppers[name], self._state.progress
-        companions = Companions([one for other, one in self._companions.items() if other != name])
+        companions = Companions([one for other, one in self._state.models.companions.items() if other != name])
         result = stepper.step(pending, content, loss_fn, companions, chosen)
         pending.num_steps += 1
         if pending.num_steps == 1:
@@ -137,6 +115,25 @@ class Stepper:
             if all(stepper.trained.engine.is_synchronised for stepper in self._steppers.values()):
                 self.session.step_ended(self._timer.own_s)
 
+    def end(self, error: BaseException | None) -> PeerLost | None:
+        """After the last step, save; after an error, save what is whole without the others.
+
+        Returns:
+            The loss of a worker that led to the error; None if none did.
+        """
+        if error is None:
+            self.catch_up()
+            self.session.finish()
+        if not isinstance(error, Exception | KeyboardInterrupt):
+            return None
+        with contextlib.suppress(RuntimeError):  # of a device that is of no more use
+            self.catch_up()
+        lost = None if self.session.peers is None else self.session.peers.cause_of(error)
+        # Whether all of the state, the script's own included, is of one batch.
+        may_miss_some = self._may_go_on or self._state.kept.moves_between_steps
+        self.session.rescue(is_whole=self._is_consistent and (self._is_finished or not may_miss_some))
+        return lost
+
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[None]:
         """Inside, the run can be saved as it is: nothing of the last step is half done."""
@@ -150,4 +147,4 @@ def _chosen(trained: Trained, optimizer: Optimizer | None) -> Optimizer | None:
     whole = trained.optimizer
     if optimizer in (None, whole):
         return whole
-    return optimizer if isinstance(whole, JointOptimizer) and optimizer in whole.optimizers else None
+    return optimizer if optimizer in parts_of(whole) else None

@@ -6,7 +6,7 @@ for them, all divide a short batch by the same number of samples, and all know t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -19,8 +19,9 @@ from paceline.data.stream_reader import StreamStep, stand_in
 from paceline.data.substreams import check_stream, is_split
 from paceline.errors import DataError
 from paceline.object_collectives import all_gather_objects
-from paceline.parallel.assignment import Assignment, shards_of_rank
+from paceline.parallel.assignment import Assignment
 from paceline.private_groups import private_group
+from paceline.process_groups import device_of
 from paceline.sharded_batch import ShardedBatch
 from paceline.spec import Job
 from paceline.train.agreement import check_same_order
@@ -39,28 +40,18 @@ class StreamBatches:
         progress: DataProgress,
         reader: DatasetReader,
         world: World,
-        rank: int,
-        num_assignments: int,
         timeout_s: float,
     ) -> None:
-        """
-        Args:
-            rank: the index of this worker among the `num_assignments` of a global batch.
-        """
         self._job = job
         self._progress = progress
         self._reader = reader
         self._world = world
-        self._own = range(*shards_of_rank(rank, num_assignments, job.virtual_shards))
         self._timeout_s = timeout_s
         self._group: dist.ProcessGroup | None = None
 
     def batches(self, loading: Loading, epoch: int, samples_per_epoch: int | None) -> Iterator[tuple[Batch, Any]]:
-        """The remaining global batches of an epoch with this worker's content of each. A collective.
-
-        Raises:
-            DataError: workers cannot share the stream, or read other samples of it.
-        """
+        """The remaining global batches of an epoch with this worker's content of each. A collective. Raises `DataError`
+        where workers cannot share the stream, or read other samples of it."""
         job, progress, stream = self._job, self._progress, loading.dataset
         check_stream(stream)
         samples_per_epoch = _epoch_length(job, stream, samples_per_epoch)
@@ -71,7 +62,7 @@ class StreamBatches:
         progress.gather = lambda value: all_gather_objects(value, self._group)
         digest = _digest(stream, job)
         position = progress.enter_stream(epoch, digest)
-        steps = self._reader.read_stream(loading, epoch, list(self._own), position)
+        steps = self._reader.read_stream(loading, epoch, progress.own_substreams, position)
         first = next(steps)
         check_same_order(f"{digest} {first.fingerprint}", epoch, self._group)
         return self._train_on(loading, first, steps, samples_per_epoch)
@@ -80,7 +71,7 @@ class StreamBatches:
         self, loading: Loading, first: StreamStep, steps: Iterator[StreamStep], samples_per_epoch: int
     ) -> Iterator[tuple[Batch, Any]]:
         progress, job = self._progress, self._job
-        ahead, exchange = first, _SizeExchange(first.sizes, job.virtual_shards, self._group)
+        ahead, exchange = first, SizeExchange(first.sizes, job.virtual_shards, self._group)
         contents = _Contents(loading, self._reader)
         while progress.steps_left != 0:
             step, sizes = ahead, exchange.received()
@@ -89,7 +80,7 @@ class StreamBatches:
                 return
             if progress.steps_left != 1:
                 ahead = next(steps)
-                exchange = _SizeExchange(ahead.sizes, job.virtual_shards, self._group)
+                exchange = SizeExchange(ahead.sizes, job.virtual_shards, self._group)
             one_by_one = loading.collate_fn is not None
             batch = progress.stream_batch(sizes, step.states, samples_per_epoch, one_by_one=one_by_one)
             yield batch, contents.of(step, batch.assignment)
@@ -113,11 +104,12 @@ class _Contents:
         return contents[0] if self._loading.collate_fn is None else ShardedBatch(tuple(contents), sizes)
 
 
-class _SizeExchange:
-    """The number of samples that each substream gives for one global batch, on its way to all workers."""
+class SizeExchange:
+    """The number of samples that each substream gives in one step, on its way to all workers."""
 
     def __init__(self, own: dict[int, int], num_substreams: int, group: dist.ProcessGroup | None) -> None:
-        self._sizes = torch.zeros(num_substreams, dtype=torch.int64)
+        device = None if group is None else device_of(group)
+        self._sizes = torch.zeros(num_substreams, dtype=torch.int64, device=device)
         for number, size in own.items():
             self._sizes[number] = size
         # The maximum: each worker writes its own substreams; workers of one pipeline or tensor group read the same.
@@ -125,7 +117,7 @@ class _SizeExchange:
             None if group is None else dist.all_reduce(self._sizes, dist.ReduceOp.MAX, group=group, async_op=True)
         )
 
-    def received(self) -> Sequence[int]:
+    def received(self) -> list[int]:
         if self._work is not None:
             self._work.wait()
         sizes: list[int] = self._sizes.tolist()

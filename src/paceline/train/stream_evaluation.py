@@ -11,9 +11,6 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from paceline.data import Loading
 from paceline.data.sample_reader import collated
 from paceline.data.stream_reader import stand_in
@@ -25,6 +22,7 @@ from paceline.train.agreement import check_same_order
 from paceline.train.metric_states import Merge, MergeTree
 from paceline.train.process_group import World
 from paceline.train.reading import DatasetReader
+from paceline.train.stream_batches import SizeExchange
 
 _STAND_IN = -1
 
@@ -64,7 +62,7 @@ class StreamChunks:
         fingerprint = 0
         for step in self._reader.read_stream(self._loading, 0, list(self._own), start, self._batch_size):
             fingerprint = step.fingerprint
-            sizes = self._agreed(step.sizes)
+            sizes = SizeExchange(step.sizes, self._num, self._world.group).received()
             if not any(sizes):
                 break
             self._steps.append(sizes)
@@ -79,15 +77,6 @@ class StreamChunks:
         check_same_order(str(fingerprint), None, self._world.group)
         if not self._steps:
             raise DataError("The evaluation stream is empty.")
-
-    def _agreed(self, own: dict[int, int]) -> list[int]:
-        sizes = torch.zeros(self._num, dtype=torch.int64, device=self._world.device)
-        for number, size in own.items():
-            sizes[number] = size
-        if self._world.group is not None:
-            dist.all_reduce(sizes, dist.ReduceOp.MAX, group=self._world.group)
-        found: list[int] = sizes.tolist()
-        return found
 
     def size(self, number: int) -> int:
         """The number of samples in a chunk."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections import deque
@@ -77,13 +78,18 @@ class StepTimer:
             self._read_oldest()
         return _median(self._read)
 
+    def p10_p90(self) -> tuple[float, float] | tuple[None, None]:
+        """Seconds than which one step in ten was shorter, and one in ten longer; None before there are two steps."""
+        while self._unread:
+            self._read_oldest()
+        if len(self._read) < 2:
+            return None, None
+        tenths = statistics.quantiles((step.total_s for step in self._read), n=10, method="inclusive")
+        return tenths[0], tenths[-1]
+
 
 def _median(steps: Collection[StepTime]) -> StepTime:
     if not steps:
         return StepTime()
-    return StepTime(
-        *(
-            statistics.median(getattr(step, component) for step in steps)
-            for component in ("total_s", "data_s", "compute_s", "exposed_comm_s")
-        )
-    )
+    components = zip(*map(dataclasses.astuple, steps), strict=True)
+    return StepTime(*map(statistics.median, components))

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from paceline.errors import CheckpointError, ModelError
+from paceline.parallel import Companion
 from paceline.train.state import Trained
 
 _OWN = ("sums", "means")
@@ -24,8 +25,8 @@ class TrainedModels:
         self.by_name: dict[str, Trained] = {}
         self.frozen: dict[str, str | None] = {}
         """The fingerprint of the weights of each frozen model; None where it is not needed."""
-        self._holders: dict[int, str] = {}
-        """The name of the model that holds a parameter."""
+        self.companions: dict[str, Companion] = {}
+        """All of them, as loss functions call them."""
 
     @property
     def first(self) -> Trained:
@@ -38,24 +39,22 @@ class TrainedModels:
         """
         if name in self.by_name or name in self.frozen:
             raise ModelError(f"This run has a model called '{name}' already; call run.prepare with another name.")
+        holders = {id(one): other for other, held in self.companions.items() for one in held.model.parameters()}
         for parameter_name, parameter in model.named_parameters():
-            if id(parameter) in self._holders:
+            if id(parameter) in holders:
                 raise ModelError(
-                    f"The parameter '{parameter_name}' belongs to the model '{self._holders[id(parameter)]}' already, "
+                    f"The parameter '{parameter_name}' belongs to the model '{holders[id(parameter)]}' already, "
                     "and each model of a run needs parameters of its own; prepare the whole as one model, with a list "
                     "of optimizers."
                 )
 
     def add(self, name: str, trained: Trained) -> None:
         self.by_name[name] = trained
-        self._hold(name, trained.model)
+        self.companions[name] = Companion.of(trained.model, trained.engine.forward_buffers)
 
-    def add_frozen(self, name: str, model: nn.Module, sha256: str | None) -> None:
+    def add_frozen(self, name: str, companion: Companion, sha256: str | None) -> None:
         self.frozen[name] = sha256
-        self._hold(name, model)
-
-    def _hold(self, name: str, model: nn.Module) -> None:
-        self._holders.update((id(parameter), name) for parameter in model.parameters())
+        self.companions[name] = companion
 
     def of(self, model: nn.Module) -> Trained:
         """
@@ -89,11 +88,8 @@ class TrainedModels:
             self.put_one(name, shared, own, hyper=hyper)
 
     def put_one(self, name: str, shared: Mapping[str, Any], own: Mapping[str, Any], *, hyper: bool) -> None:
-        """As `Trained.put`, of the model with this name.
-
-        Raises:
-            CheckpointError: it is of another model or optimizer, or the checkpoint has no such model.
-        """
+        """As `Trained.put`, of the model with this name. Raises `CheckpointError` where it is of another model or
+        optimizer, or the checkpoint has no such model."""
         trained = self.by_name[name]
         if trained is self.first:
             mine = {kind: {key: one for key, one in own.get(kind, {}).items() if key != "models"} for kind in own}

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 from paceline import env
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, file_problems
 from paceline.hardware import detect
 from paceline.launch import run_workers
 from paceline.launch.contained import contained
-from paceline.launch.elastic import ElasticLimits, run_elastic
+from paceline.launch.elastic import run_elastic
 from paceline.launch.fleet import Describe, Fleet
 from paceline.launch.forking import ForkServer
 from paceline.launch.messages import Hello
@@ -27,11 +27,12 @@ from paceline.launch.slurm import allocation, srun_argv
 from paceline.launch.ssh import explain_ssh_failure, ssh_argv
 from paceline.launch.team import LaunchOptions, Output
 from paceline.launch.worker import run_program
+from paceline.measure.values import REQUEST_FILE
 from paceline.plan import pick
 from paceline.regular_files import make_run_folder
 from paceline.run_lease import hold_folder
 from paceline.spec import Cluster, Device, Node, Plan
-from paceline.spec.codec import from_mapping
+from paceline.spec.codec import JsonValue, from_mapping
 from paceline.workflows.strategy import PlanFor, check_may_shrink, largest_that_fits
 from paceline.workflows.where import Elastic, LauncherName, Where
 
@@ -73,53 +74,41 @@ class Allocation:
             make_run_folder(run_dir)
             run_program(program)
             return
-        run_workers(
-            plan,
-            program,
-            run_dir=run_dir,
-            nodes=self.teams,
+        options = self._options(run_dir, output, environ, save_s=save_s)
+        fork_server = self.fork_server if self._saves_loading(plan, program) else None
+        run_workers(plan, program, options, nodes=self.teams, fork_server=fork_server)
+
+    def measure(
+        self, program: str, request: JsonValue, plan: Plan, folder: Path, *, quiet: bool, **environ: str
+    ) -> None:
+        """Run a program of `paceline.measure` in every worker of `plan`.
+
+        Each reads the request in `folder`, and leaves its results there.
+        """
+        there = folder.absolute()  # on another node the working directory may be another
+        with file_problems(f"The folder {folder} cannot be used"):
+            make_run_folder(folder)
+            request.save(there / REQUEST_FILE)
+        argv = ["-m", f"paceline.measure.{program}", str(there / REQUEST_FILE), str(there)]
+        terminal = {} if quiet else env.terminal()
+        self.run(plan, [*argv, *(["--quiet"] if quiet else [])], run_dir=folder, environ=terminal | environ)
+
+    def _options(
+        self, run_dir: Path, output: Output, environ: Mapping[str, str] | None, **options: Any
+    ) -> LaunchOptions:
+        return LaunchOptions(
+            run_dir,
             interface=self.where.interface,
             output=output,
             hang_timeout_s=self.where.hang_timeout_s,
             environ={**env.note(env.CONTAINER, self.image), **(environ or {})},
-            save_s=save_s,
-            fork_server=self.fork_server if self._saves_loading(plan, program) else None,
+            **options,
         )
 
     def _saves_loading(self, plan: Plan, program: Sequence[str]) -> bool:
         if self.fork_server is None or program[0] != "-m" or not program[1].startswith("paceline."):
             return False
         return plan.world_size > 1 or self.fork_server.has_loaded
-
-    def run_elastic(
-        self,
-        limits: ElasticLimits,
-        plan_for: PlanFor,
-        program_for: Callable[[Plan], Sequence[str]],
-        *,
-        run_dir: Path,
-        output: Output = "rank0",
-        environ: Mapping[str, str] | None = None,
-        standby: bool = True,
-    ) -> None:
-        """Run a program with restarts after failures; arguments and errors as in `launch.elastic.run_elastic`."""
-        self._check_elastic()
-        cluster = with_room(self.cluster, plan_for(self.cluster, limits.max_workers))
-        options = LaunchOptions(
-            run_dir,
-            interface=self.where.interface,
-            output=output,
-            save_s=SAVE_S,
-            hang_timeout_s=self.where.hang_timeout_s,
-            environ={
-                **env.note(env.CONTAINER, self.image),
-                **env.note(env.MAX_RESTARTS, limits.max_restarts),
-                **(environ or {}),
-            },
-            preload=PRELOAD if standby else (),
-        )
-        with contextlib.closing(Fleet(cluster, self.teams, self.describe)) as fleet:
-            run_elastic(fleet, limits, plan_for, program_for, options)
 
     def run_job(
         self,
@@ -143,21 +132,17 @@ class Allocation:
         if limits is None:
             self.run(plan, program_for(plan), run_dir=run_dir, output=output, environ=environ, save_s=SAVE_S)
             return
-        plan_within = largest_that_fits(plan_for, limits.min_workers)
-        self.run_elastic(
-            limits, plan_within, program_for, run_dir=run_dir, output=output, environ=environ, standby=elastic.standby
-        )
+        # Who never starts again needs nothing that is prepared for that.
+        preload = PRELOAD if elastic.standby and limits.max_restarts else ()
+        noted = {**env.note(env.MAX_RESTARTS, limits.max_restarts), **(environ or {})}
+        options = self._options(run_dir, output, noted, save_s=SAVE_S, preload=preload)
+        with contextlib.closing(Fleet(with_room(self.cluster, plan), self.teams, self.describe)) as fleet:
+            run_elastic(fleet, limits, largest_that_fits(plan_for, limits.min_workers), program_for, options)
 
     def _check_debug(self, plan: Plan) -> None:
         if self.where.launcher == "debug" and plan.world_size != 1:
             raise LaunchError(
                 f"launcher = 'debug' runs one worker in this process, not {plan.world_size}; ask for 1 worker."
-            )
-
-    def _check_elastic(self) -> None:
-        if self.where.launcher == "debug":
-            raise LaunchError(
-                "launcher = 'debug' runs in this process, which cannot outlive a failure; leave min_workers out."
             )
 
     def first_plan(self, num_workers: int, elastic: Elastic, plan_for: PlanFor) -> Plan:
@@ -167,7 +152,10 @@ class Allocation:
             plan = plan_for(self.cluster, num_workers)
             self._check_debug(plan)
             return plan
-        self._check_elastic()
+        if self.where.launcher == "debug":
+            raise LaunchError(
+                "launcher = 'debug' runs in this process, which cannot outlive a failure; leave min_workers out."
+            )
         plan_within = largest_that_fits(plan_for, limits.min_workers)
         check_may_shrink(plan_within, self.cluster, limits.min_workers, limits.max_workers)
         return plan_within(self.cluster, limits.max_workers)
@@ -197,11 +185,9 @@ def open_allocation(where: Where, run_dir: Path | None = None, script: Path | No
 def _held(run_dir: Path) -> Iterator[None]:
     """Keep other runs out of the run folder."""
     with contextlib.ExitStack() as held:
-        try:
+        with file_problems(f"The run folder {run_dir} cannot be used", LaunchError):
             make_run_folder(run_dir)
             held.enter_context(hold_folder(run_dir, say=lambda line: print(f"paceline: {line}", file=sys.stderr)))
-        except OSError as problem:
-            raise LaunchError(f"The run folder {run_dir} cannot be used: {problem.strerror}.") from None
         yield
 
 

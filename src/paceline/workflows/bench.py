@@ -7,10 +7,8 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline import env
 from paceline.errors import PacelineError
 from paceline.plan import spread
-from paceline.regular_files import make_run_folder
 from paceline.spec import AlgorithmName, Cluster, Plan
 from paceline.spec.algorithm import algorithm_names
 from paceline.spec.checkpoint_timing import CheckpointRequest, CheckpointTimings
@@ -22,14 +20,12 @@ from paceline.spec.comm_timing import (
     WireName,
     message_sizes,
 )
-from paceline.workflows.allocation import Allocation, open_allocation
-from paceline.workflows.jobs import check_amounts, check_counts
+from paceline.workflows.allocation import open_allocation
+from paceline.workflows.jobs import check_amounts, check_counts, check_words
 from paceline.workflows.run_folder import new_run_dir
 from paceline.workflows.where import HERE, Where
 
 __all__ = ["checkpoint", "comm"]
-
-REQUEST_FILE = "request.json"
 
 
 def comm(
@@ -82,6 +78,7 @@ def comm(
         timings = load_timings(drawn)
     else:
         check_counts(workers=workers)
+        check_words(algorithms=algorithms or (), wires=wires)
         request = CommRequest.from_mapping(
             {
                 "cases": [CommCase(name, wire) for wire in wires for name in algorithms or algorithm_names()],
@@ -99,7 +96,7 @@ def comm(
             # Bytes are counted on an interface that every node has under one name; only the user can say that.
             counted = where.interface if len(plan.placements) > 1 else None
             request = dataclasses.replace(request, device_kind=plan.device_kind, interface=counted)
-            _run("paceline.measure.collective_bench", request, allocation, plan, folder, quiet)
+            allocation.measure("collective_bench", request, plan, folder, quiet=quiet)
         timings = load_timings(folder)
     write_comm_bench(timings, folder)
     return timings
@@ -143,7 +140,7 @@ def checkpoint(
     with open_allocation(where, folder) as allocation:
         plan = bench_plan(allocation.cluster, workers)
         request = dataclasses.replace(request, device_kind=plan.device_kind)
-        _run("paceline.measure.checkpoint_bench", request, allocation, plan, folder, quiet)
+        allocation.measure("checkpoint_bench", request, plan, folder, quiet=quiet)
     return CheckpointTimings.load(folder / TIMINGS_FILE)
 
 
@@ -158,18 +155,3 @@ def results_folder(out: Path | str | None, name: str) -> Path:
 def bench_plan(cluster: Cluster, workers: int | None) -> Plan:
     """One worker for each device; on CPU at least two, since a sum needs two."""
     return spread(cluster, workers or max(len(cluster.devices), 2 if cluster.device_kind == "cpu" else 1))
-
-
-def _run(
-    module: str, request: CommRequest | CheckpointRequest, allocation: Allocation, plan: Plan, folder: Path, quiet: bool
-) -> None:
-    """Run the workers of `plan`: each reads the request in the folder, and the first leaves its timings there."""
-    try:
-        make_run_folder(folder)
-        request.save(folder / REQUEST_FILE)
-    except OSError as problem:
-        raise PacelineError(f"The folder {folder} cannot be used: {problem}.") from None
-    # Absolute: on another node the working directory may be another.
-    there = folder.absolute()
-    program = ["-m", module, str(there / REQUEST_FILE), str(there), *(["--quiet"] if quiet else [])]
-    allocation.run(plan, program, run_dir=folder, environ=env.terminal())

@@ -84,7 +84,7 @@ def verify(place: str | Path, on_each: Callable[[CheckpointState], None] | None 
     states = []
     with open_checkpoints(place) as (storage, names):
         for name in names:
-            states.append(_verified(storage, name))
+            states.append(_state(storage, name, is_verified=True))
             if on_each is not None:
                 on_each(states[-1])
     return tuple(states)
@@ -151,9 +151,7 @@ def export(checkpoint: str | Path, target: str | Path, *, force: bool = False, s
     with storage_problems(target):
         beside = open_storage(folder)
         if not force and file in beside.names():
-            raise CheckpointError(
-                f"{target} is there already; choose another name, or replace it with --force (force=True in Python)."
-            )
+            raise CheckpointError(f"{target} is there already; choose another name, or replace it with force = True.")
     with storage_problems(checkpoint):
         place = find_location(checkpoint)
         if place.name is None:
@@ -190,12 +188,17 @@ def open_checkpoints(place: Path | str) -> Iterator[tuple[Storage, list[str]]]:
         yield found.storage, names
 
 
-def _state(storage: Storage, name: str) -> CheckpointState:
+def _state(storage: Storage, name: str, *, is_verified: bool = False) -> CheckpointState:
+    """What the manifest of a checkpoint says; `is_verified`: what every byte of it does."""
+    from paceline.checkpoint import verify_checkpoint
     from paceline.checkpoint.load import is_complete, read_manifest
 
     if not is_complete(storage, name):
         return CheckpointState(name, "unfinished")
     try:
+        if is_verified:
+            verify_checkpoint(storage, name)
+            return CheckpointState(name, "good")
         manifest = read_manifest(storage, name)
     except CheckpointError as problem:
         return CheckpointState(name, "damaged", str(problem))
@@ -208,16 +211,3 @@ def _state(storage: Storage, name: str) -> CheckpointState:
         num_bytes=manifest.num_bytes,
         metrics=manifest.metrics,
     )
-
-
-def _verified(storage: Storage, name: str) -> CheckpointState:
-    from paceline.checkpoint import verify_checkpoint
-    from paceline.checkpoint.load import is_complete
-
-    if not is_complete(storage, name):
-        return CheckpointState(name, "unfinished")
-    try:
-        verify_checkpoint(storage, name)
-    except CheckpointError as problem:
-        return CheckpointState(name, "damaged", str(problem))
-    return CheckpointState(name, "good")

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from paceline import env
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, file_problems
 
 if TYPE_CHECKING:
-    from paceline.hardware.checks import Finding, NodeFacts, ReachTest
+    from paceline.hardware.checks.engine import Finding
+    from paceline.hardware.checks.node_facts import NodeFacts
+    from paceline.hardware.checks.reachability import ReachTest
 
 
 def doctor(*, hosts: str = "", folder: Path | str = Path("runs")) -> tuple[Finding, ...]:
@@ -31,7 +33,9 @@ def doctor(*, hosts: str = "", folder: Path | str = Path("runs")) -> tuple[Findi
     Raises:
         LaunchError: names of nodes that are invalid, or ssh cannot be started.
     """
-    from paceline.hardware.checks import check_node, check_nodes, survey
+    from paceline.hardware.checks.between_nodes import check_nodes
+    from paceline.hardware.checks.node_checks import check_node
+    from paceline.hardware.checks.survey import survey
     from paceline.launch.ssh import explain_ssh_failure
 
     names, folder = _names(hosts), Path(folder).absolute()
@@ -49,7 +53,7 @@ def doctor(*, hosts: str = "", folder: Path | str = Path("runs")) -> tuple[Findi
 
 def own_facts(folder: Path, marker: Path | None = None, hosts: str = "") -> NodeFacts:
     """The facts of this node, for the doctor on another one; `marker` is a file that both should see."""
-    from paceline.hardware.checks import node_facts
+    from paceline.hardware.checks.node_facts import node_facts
     from paceline.network_addresses import addresses
 
     return node_facts(addresses(), env.socket_interfaces(), folder=folder, marker=marker, peers=_names(hosts))
@@ -57,17 +61,15 @@ def own_facts(folder: Path, marker: Path | None = None, hosts: str = "") -> Node
 
 def listen(address: str, until: TextIO, output: TextIO) -> None:
     """Accept connections on an address until the stream `until` ends; the port is written to `output`."""
-    from paceline.hardware.checks import answer_until
+    from paceline.hardware.checks.reachability import answer_until
 
-    try:
+    with file_problems(f"Nothing can listen on {address} here", LaunchError):
         answer_until(until, address, output)
-    except OSError as problem:
-        raise LaunchError(f"Nothing can listen on {address} here: {problem.strerror or problem}.") from None
 
 
 def connect(targets: str) -> list[ReachTest]:
     """Try to connect to "NAME=ADDRESS:PORT,…". Raises `LaunchError` for other texts."""
-    from paceline.hardware.checks import try_to_reach
+    from paceline.hardware.checks.reachability import try_to_reach
 
     doors = []
     for target in targets.split(","):

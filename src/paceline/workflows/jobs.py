@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import math
 import re
 import shlex
@@ -14,9 +13,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import JobError, shortened, shown
+from paceline.errors import JobError, did_you_mean, shortened, shown
 from paceline.spec import CallbackSpec, Job, load_job
-from paceline.spec.job import MOST_SAMPLES, TRACKER_NAMES
+from paceline.spec.job import MOST_SAMPLES, MOST_WORKERS, TRACKER_NAMES
 
 Say = Callable[[str], None]
 """Receives progress messages of a workflow, one line at a time; such as `print`."""
@@ -47,6 +46,29 @@ def check_counts(**counts: int | Sequence[int] | None) -> None:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_SAMPLES
+
+
+def read_counts(name: str, given: Sequence[int] | str) -> list[int]:
+    """Numbers, or a text such as "1..4,8", ascending and once each; long ranges are thinned out.
+
+    Raises:
+        JobError: something else; names the argument.
+    """
+    if not isinstance(given, str):
+        check_counts(**{name: given})
+        return sorted(set(given))
+    counts: set[int] = set()
+    for part in given.split(","):
+        ends = re.fullmatch(r"\s*([0-9]{1,9})\s*(?:(?:\.\.|-|…)\s*([0-9]{1,9})\s*)?", part)
+        first, last = (0, 0) if ends is None else (int(ends[1]), int(ends[2] or ends[1]))
+        if not 1 <= first <= last <= MOST_WORKERS:
+            raise JobError(f"{name} = {shortened(given)} should be counts such as 1,2,4 or a range such as 1..64.")
+        if first < last:
+            from paceline.plan.forecast import counts_between  # NumPy and SciPy
+
+            counts.update(counts_between(first, last))
+        counts.add(first)
+    return sorted(counts)
 
 
 def check_amounts(**amounts: float | None) -> None:
@@ -85,15 +107,17 @@ def check_trackers(names: Sequence[str]) -> None:
             raise JobError(f"There is no tracker '{shortened(name)}'; it is one of {', '.join(TRACKER_NAMES)}.")
 
 
-def check_words(**lists: Sequence[str]) -> None:
-    """Check arguments for a program: a text in place of a list would be passed on letter by letter.
+def check_lists(**lists: Sequence[Any]) -> None:
+    """Raises `JobError` for a text in place of a list, which would be read letter by letter; names the argument."""
+    for name, given in lists.items():
+        if isinstance(given, str):
+            raise JobError(f"{name} = {given!r} should be a list of words: {shlex.split(given)}.")
 
-    Raises:
-        JobError: a text, or an element that is none; names the argument.
-    """
+
+def check_words(**lists: Sequence[str]) -> None:
+    """Raises `JobError` for what is no list of texts; names the argument."""
+    check_lists(**lists)
     for name, words in lists.items():
-        if isinstance(words, str):
-            raise JobError(f"{name} = {words!r} should be a list of words: {shlex.split(words)}.")
         for word in words:
             if not isinstance(word, str):
                 raise JobError(f"{name} holds {word!r}; each should be a text, such as {str(word)!r}.")
@@ -150,6 +174,7 @@ def with_callbacks(
     Raises:
         JobError: a class that workers cannot import, or something else.
     """
+    check_lists(callbacks=callbacks)
     specs = list(job.callbacks)
     for one in callbacks:
         if isinstance(one, CallbackSpec):
@@ -167,8 +192,7 @@ def _named(job: str) -> Job:
             return load_job(path)
     if job.endswith(".toml") or _is_file(job):
         return load_job(job)
-    near = difflib.get_close_matches(job, names, n=1, cutoff=0.5) if len(job) < 100 else []
-    hint = f" (did you mean '{near[0]}'?)" if near else ""
+    hint = did_you_mean(job, names, " ({})")
     raise JobError(f"'{shortened(job)}' is neither a job file nor a recipe{hint}; the recipes are {', '.join(names)}.")
 
 

@@ -93,7 +93,7 @@ def dry_run_mesh(
         raise JobError(
             f"{degrees} divides the batch {degrees.num_assignments} ways, and the job has virtual_shards = "
             f"{resolved.virtual_shards}; "
-            f"use --set virtual_shards={degrees.num_assignments} or more, or fewer replicas."
+            f"use virtual_shards = {degrees.num_assignments} or more, or fewer replicas."
         )
     from paceline.parallel.dry_run import dry_run
 

@@ -41,7 +41,7 @@ def new(kind: StarterName, data: str | Path, *, out: str | Path | None = None) -
         raise JobError(f"There is no {shown(str(data))} to train on; give the folder or file with your data.")
     path = Path(f"train{Path(name).suffix}" if out is None else out)
     if path.exists():
-        raise JobError(f"{path} exists already, and nothing was written; name another file with --out.")
+        raise JobError(f"{path} exists already, and nothing was written; name another file with out = FILE.")
     template = Template((resources.files("paceline") / "starters" / f"{name}.txt").read_text(encoding="utf-8"))
     # In a TOML or Python text in double quotes, only these two characters need care.
     quoted = str(Path(data).absolute()).replace("\\", "\\\\").replace('"', '\\"')

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import ClusterError, JobError, PacelineError, shortened
+from paceline.errors import ClusterError, file_problems
 from paceline.plan import place
 from paceline.spec import Cluster, Job, Plan
 from paceline.spec.forecast import Forecast, Grow
 from paceline.workflows.forecasts import CLUSTER_FILE
-from paceline.workflows.jobs import check_amounts, check_counts, read_price, resolve_job
+from paceline.workflows.jobs import check_amounts, check_counts, read_counts, read_price, resolve_job
 from paceline.workflows.traced_model import trace_model
 
 if TYPE_CHECKING:
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
     from paceline.spec.model_cost import ModelCost
 
 PLAN_FILE, PAGE_FILE, FORECAST_FILE = "plan.json", "plan.html", "forecast.json"
-
-_MOST_DEVICES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -111,29 +107,13 @@ def plan(
         devices_per_node=devices_per_node,
     )
     wanted = f"1..{max(1, len(known.devices))}" if devices is None else devices
-    if not isinstance(wanted, str):
-        check_counts(devices=wanted)
-    counts = device_counts(wanted) if isinstance(wanted, str) else sorted(set(wanted))
+    counts = read_counts("devices", wanted)
     model_cost = trace_model(resolved) if trace else None
     found = forecast(resolved, known, counts, request, model_cost)
     planned = PlannedJob(found, recommended_plan(resolved, known, found, request, model_cost))
     if out is not None:
         _write(planned, Path(out))
     return planned
-
-
-def device_counts(text: str) -> list[int]:
-    """ "1..4,8" as [1, 2, 3, 4, 8]; long ranges are thinned out. Raises `JobError`."""
-    from paceline.plan.forecast import counts_between
-
-    counts: set[int] = set()
-    for part in text.split(","):
-        ends = re.fullmatch(r"\s*([0-9]{1,9})\s*(?:(?:\.\.|-|…)\s*([0-9]{1,9})\s*)?", part)
-        first, last = (0, 0) if ends is None else (int(ends[1]), int(ends[2] or ends[1]))
-        if not 1 <= first <= last <= _MOST_DEVICES:
-            raise JobError(f"devices = {shortened(text)} should be counts such as 1,2,4 or a range such as 1..64.")
-        counts.update(counts_between(first, last))
-    return sorted(counts)
 
 
 def recommended_plan(
@@ -178,12 +158,9 @@ def _load_cluster(path: Path, job: Job | str | Path) -> Cluster:
 
 def _write(planned: PlannedJob, out: Path) -> None:
     """forecast.json and plan.html, and plan.json if there is a plan."""
-    try:
+    with file_problems(f"The plan cannot be written into '{out}'"):
         out.mkdir(parents=True, exist_ok=True)
         planned.forecast.save(out / FORECAST_FILE)
         (out / PAGE_FILE).write_text(planned.page(), encoding="utf-8", newline="\n")
         if planned.plan is not None:
-            text = json.dumps(planned.plan.to_mapping(), indent=2) + "\n"
-            (out / PLAN_FILE).write_text(text, encoding="utf-8")
-    except OSError as problem:
-        raise PacelineError(f"The plan cannot be written into '{out}': {problem.strerror}.") from None
+            planned.plan.save(out / PLAN_FILE)

@@ -11,21 +11,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline import env
-from paceline.errors import ClusterError, PacelineError, WorkerFailed
+from paceline.errors import ClusterError, WorkerFailed, file_problems
 from paceline.measure.values import (
     JOB_FILE,
     LINKS_FILE,
     NETWORK_FILE,
-    REQUEST_FILE,
     JobProbe,
     JobRequest,
     LinkProbe,
     LinkRequest,
     NetworkProbe,
     NetworkRequest,
-    read_json,
-    write_json,
 )
 from paceline.measure.which_links import MOST_NODES_IN_FULL, merged_reasons, node_pairs, with_measured
 from paceline.plan import place
@@ -105,10 +101,8 @@ def probe(
             timing, more = _least_disturbed(resolved, plan, allocation, scratch, budget, quiet=quiet)
             timings, reasons = (timing,), reasons + more
     measured = Cluster(nodes, network, timings)
-    try:
+    with file_problems(f"{out} cannot be written", ClusterError):
         merge(before, measured).save(file)
-    except OSError as problem:
-        raise ClusterError(f"{out} cannot be written: {problem}.") from None
     return ProbeResult(measured, tuple(reasons))
 
 
@@ -133,11 +127,9 @@ def _plan(job: Job, cluster: Cluster, num_workers: int | None, threads: int | No
 @contextmanager
 def _scratch(folder: Path) -> Iterator[Path]:
     """A temporary folder on the disk that checkpoints go to; it stays if a worker fails, whose report lies there."""
-    try:
+    with file_problems(f"The folder {folder} cannot be used"):
         make_run_folder(folder)
         scratch = Path(tempfile.mkdtemp(prefix="probe-", dir=folder)).absolute()
-    except OSError as problem:
-        raise PacelineError(f"The folder {folder} cannot be used: {problem}; name another one.") from None
     try:
         yield scratch
     except WorkerFailed:
@@ -154,10 +146,9 @@ def _measure_links(allocation: Allocation, scratch: Path, *, quiet: bool) -> tup
 
     nodes = allocation.cluster.nodes
     with Console(stderr=True, quiet=quiet).status("links inside " + _count(len(nodes), "node")):
-        _run_probe(
-            "link_probe", LinkRequest(nodes), _one_worker_a_node(allocation.cluster), allocation, scratch, quiet=True
-        )
-    results = [read_json(LinkProbe, scratch / LINKS_FILE.format(rank=rank)) for rank in range(len(nodes))]
+        plan = _one_worker_a_node(allocation.cluster)
+        allocation.measure("link_probe", LinkRequest(nodes), plan, scratch, quiet=True, **_PCI_ORDER)
+    results = [LinkProbe.load(scratch / LINKS_FILE.format(rank=rank)) for rank in range(len(nodes))]
     measured = tuple(with_measured(node, result.links) for node, result in zip(nodes, results, strict=True))
     reasons = {node.hostname: result.not_measured for node, result in zip(nodes, results, strict=True)}
     return measured, merged_reasons(reasons)
@@ -173,29 +164,13 @@ def _measure_network(
         return (), []
     pairs = node_pairs(num_nodes)
     request = NetworkRequest(tuple(node.hostname for node in cluster.nodes), tuple(pairs), cluster.device_kind)
-    _run_probe("network_probe", request, _one_worker_a_node(cluster), allocation, scratch, quiet=quiet)
+    allocation.measure("network_probe", request, _one_worker_a_node(cluster), scratch, quiet=quiet, **_PCI_ORDER)
     left_out = num_nodes * (num_nodes - 1) // 2 - len(pairs)
     reason = (
         f"{_count(left_out, 'pair')} of nodes: beyond {MOST_NODES_IN_FULL} nodes, neighbours in their order and some "
         "that stand far apart in it are timed"
     )
-    return read_json(NetworkProbe, scratch / NETWORK_FILE).links, [reason] if left_out else []
-
-
-def _run_probe(
-    program: str,
-    request: LinkRequest | NetworkRequest | JobRequest,
-    plan: Plan,
-    allocation: Allocation,
-    scratch: Path,
-    *,
-    quiet: bool,
-) -> None:
-    """The workers of `plan` run a program of `paceline.measure`; they leave their results in `scratch`."""
-    path = scratch / REQUEST_FILE
-    write_json(request, path)
-    argv = ["-m", f"paceline.measure.{program}", str(path), str(scratch), *(["--quiet"] if quiet else [])]
-    allocation.run(plan, argv, run_dir=scratch, environ=_PCI_ORDER | ({} if quiet else env.terminal()))
+    return NetworkProbe.load(scratch / NETWORK_FILE).links, [reason] if left_out else []
 
 
 def _one_worker_a_node(cluster: Cluster) -> Plan:
@@ -221,7 +196,7 @@ def _least_disturbed(
         if again.load is not None and again.load.disturbance < timing.load.disturbance:
             timing, reasons = again, more
     if timing.load is not None and timing.load.is_disturbing:
-        reasons = [*reasons, f"the job without disturbance: {timing.load.sentence()}"]
+        reasons = [*reasons, f"the job on an idle machine: {timing.load.sentence()}"]
     return timing, reasons
 
 
@@ -252,8 +227,8 @@ def measure_job(
         threads_per_worker=plan.threads_per_worker,
         budget_s=budget_s,
     )
-    _run_probe("job_probe", request, plan, allocation, scratch, quiet=quiet)
-    result = read_json(JobProbe, scratch / JOB_FILE)
+    allocation.measure("job_probe", request, plan, scratch, quiet=quiet, **_PCI_ORDER)
+    result = JobProbe.load(scratch / JOB_FILE)
     return result.timing, list(result.not_measured)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from paceline.errors import LaunchError, PacelineError
+from paceline.errors import LaunchError, PacelineError, file_problems
 from paceline.regular_files import make_run_folder, run_file_mode
 from paceline.run_lease import check_free
 from paceline.spec import Job, Plan, RunRecord
@@ -22,6 +22,8 @@ from paceline.spec.record import RECORD_FILE
 
 JOB_FILE, PLAN_FILE, LIMIT_FILE = "job.json", "plan.json", "limit.json"
 
+NO_LIMIT = RunLimit()
+"""A run that ends with its epochs."""
 _MOST_NAME_CHARACTERS = 50
 """What a folder's name keeps of its job's: 200 bytes at most in UTF-8, and file systems take 255."""
 
@@ -50,9 +52,9 @@ def new_run_dir(out: Path | str | None, name: str, *, may_be_finished: bool = Fa
         except FileExistsError:
             continue
         except OSError as problem:
-            raise PacelineError(f"{problem.strerror}: {candidate}; name another one with --out.") from None
+            raise PacelineError(f"{problem.strerror}: {candidate}; name another one with out = DIR.") from None
         return candidate
-    raise PacelineError(f"No free folder name under {stem}; name one with --out.")
+    raise PacelineError(f"No free folder name under {stem}; name one with out = DIR.")
 
 
 def finished_run(run_dir: Path, job: Job, max_steps: int | None, *, force: bool) -> RunRecord | None:
@@ -81,7 +83,6 @@ def check_finished(run_dir: Path, job: Job, max_steps: int | None, *, force: boo
     if not file.exists():
         return None
     record = RunRecord.load(file)
-    job = _as_decided(job, record)
     changes = differences(record.job.to_mapping(), dataclasses.replace(job, epochs=record.job.epochs).to_mapping())
     is_less = job.epochs < record.job.epochs or (max_steps is not None and max_steps < record.steps)
     if is_less:
@@ -98,13 +99,8 @@ def _is_all(record: RunRecord, run_dir: Path, job: Job, max_steps: int | None) -
     """Whether the run of a record is what is asked for, to its end."""
     before, limit = record.job, RunLimit.load(run_dir / LIMIT_FILE).max_steps
     same = (job.epochs, max_steps, job.early_stopping) == (before.epochs, limit, before.early_stopping)
-    is_other = differences(before.to_mapping(), _as_decided(job, record).to_mapping())
+    is_other = differences(before.to_mapping(), job.to_mapping())
     return same and not is_other and record.is_complete
-
-
-def _as_decided(job: Job, record: RunRecord) -> Job:
-    """`job`, in the precision that the record's run has chosen if it is left to the run."""
-    return dataclasses.replace(job, precision=record.job.precision) if job.precision == "auto" else job
 
 
 def check_folder(folder: Path) -> None:
@@ -125,31 +121,26 @@ def check_folder(folder: Path) -> None:
 
 def make_folder(folder: Path) -> None:
     """Make a folder that only its owner can read. Raises `PacelineError` where that is not possible."""
-    try:
+    with file_problems(f"The run folder {folder} cannot be made"):
         make_run_folder(folder)
-    except OSError as problem:
-        raise PacelineError(f"The run folder {folder} cannot be made: {problem}.") from None
 
 
 def write_run(
     job: Job,
     plan: Plan,
     run_dir: Path,
+    limit: RunLimit = NO_LIMIT,
     *,
-    max_steps: int | None = None,
-    max_minutes: float | None = None,
     quiet: bool = False,
     trackers: Sequence[str] = (),
     force: bool = False,
 ) -> list[str]:
     """Write job, plan and limit into the run folder; return the program that trains them, as python's arguments."""
     make_folder(run_dir)
-    values = {JOB_FILE: job, PLAN_FILE: plan, LIMIT_FILE: RunLimit(max_steps, max_minutes)}
-    try:
+    values = {JOB_FILE: job, PLAN_FILE: plan, LIMIT_FILE: limit}
+    with file_problems(f"The run folder {run_dir} cannot be written to"):
         for name, value in values.items():
             value.save(run_dir / name, run_file_mode())
-    except OSError as problem:
-        raise PacelineError(f"The run folder {run_dir} cannot be written to: {problem.strerror}.") from None
     return training_program(run_dir, quiet, trackers, force)
 
 

@@ -15,10 +15,11 @@ from paceline.launch.run_workers import SAVE_S
 from paceline.plan import spread
 from paceline.spec import AlgorithmName, Job, Plan, RunRecord
 from paceline.spec.forecast import Grow
+from paceline.spec.plan import RunLimit
 from paceline.spec.record import RECORD_FILE
 from paceline.workflows.allocation import Allocation, open_allocation
 from paceline.workflows.forecasts import CLUSTER_FILE, feed_back, with_forecasts, without_forecasts
-from paceline.workflows.jobs import Say, check_amounts, check_counts, import_folders, resolve_job, silent
+from paceline.workflows.jobs import Say, check_amounts, check_counts, import_folders, read_counts, resolve_job, silent
 from paceline.workflows.run_folder import begun_with, finished_record, new_run_dir, write_run
 from paceline.workflows.strategy import PLAIN, Strategy
 from paceline.workflows.where import HERE, Where
@@ -32,7 +33,7 @@ OnFailure = Callable[[str, WorkerFailed], None]
 def scale(
     job: Job | str | Path,
     *,
-    devices: Sequence[int] = (1, 2),
+    devices: Sequence[int] | str = (1, 2),
     seeds: int = 1,
     tolerance: float = 0.01,
     efficiency_floor: float = 0.5,
@@ -58,7 +59,7 @@ def scale(
 
     Args:
         job: a job, a job file (TOML) or the name of a recipe.
-        devices: the numbers of devices, one worker each.
+        devices: the numbers of devices, one worker each; or a text such as "1,2,4" or "1..4".
         seeds: runs for each number of devices, each with another seed.
         tolerance: how much accuracy may be lost, absolute: 0.01 is one point.
         efficiency_floor: least scaling efficiency worth recommending, in [0, 1].
@@ -72,13 +73,13 @@ def scale(
         PacelineError: an invalid argument, nodes that cannot be reached, a mistake in the job (see `errors`).
         WorkerFailed: every run failed; or one did, and there is no `on_failure`.
     """
-    check_counts(devices=devices, seeds=seeds, max_steps=max_steps, threads=threads)
+    check_counts(seeds=seeds, max_steps=max_steps, threads=threads)
+    counts = read_counts("devices", devices)
     check_amounts(tolerance=tolerance, efficiency_floor=efficiency_floor)
     strategy = Strategy(strategy) if isinstance(strategy, str) else strategy
     base = resolve_job(job, settings, data, model)
     study_dir = Path(out) if out else new_run_dir(None, f"{base.name}-scaling")
     cluster_file = Path(cluster)
-    counts = sorted(set(devices))
     jobs = {count: base.grown(count) if grow == "batch" else base for count in counts}
     records: list[RunRecord] = []
     failures: list[str] = []
@@ -145,7 +146,7 @@ class _Run:
                 return RunRecord.load(self.run_dir / RECORD_FILE)
             raise JobError(f"{self.run_dir} holds a run of another job; name another folder for this study.")
         started = time.monotonic()
-        program = write_run(self.job, self.plan, self.run_dir, max_steps=self.max_steps, quiet=quiet)
+        program = write_run(self.job, self.plan, self.run_dir, RunLimit(self.max_steps), quiet=quiet)
         environ = env.import_note(import_folders(self.job))
         allocation.run(self.plan, program, run_dir=self.run_dir, environ=environ, save_s=SAVE_S)
         record = finished_record(self.run_dir, started)

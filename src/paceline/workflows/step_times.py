@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.errors import JobError, PacelineError
+from paceline.errors import JobError
 from paceline.plan.model import Layout, StepForecast
 from paceline.workflows.jobs import check_amounts, check_counts, read_price
 from paceline.workflows.step_time_files import read_observations, read_placements
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from paceline.plan.calibrate import Calibration
     from paceline.plan.step_constants import Placement
     from paceline.plan.suggest import Suggestion
-    from paceline.spec.forecast import Forecast
+    from paceline.spec.forecast import Forecast, ForecastRow
 
 _MOST_NODES = 16
 """In the range that is assumed where the file names none."""
@@ -49,6 +49,16 @@ class FittedSteps:
     """What the rows tell of this job, in words: what, the usual value, and from where to where it may be."""
     warnings: tuple[str, ...]
     """A sentence for each thing that looks wrong or that nobody measured."""
+
+    @property
+    def rows(self) -> list[tuple[Placement, StepForecast, ForecastRow | None]]:
+        """Each placement, its forecast, and the row that compares it with others, where there is one."""
+        compared = () if self.forecast is None else self.forecast.rows
+        by_size = {(row.devices, row.nodes, row.global_batch_size): row for row in compared}
+        return [
+            (one, forecast, by_size.get((one.layout.num_workers, one.layout.num_nodes, one.global_batch_size)))
+            for one, forecast in zip(self.placements, self.forecasts, strict=True)
+        ]
 
     @property
     def constants(self) -> dict[str, float]:
@@ -133,16 +143,10 @@ def fit_step_times(
         warnings=(*((unit,) if unit else ()), *assumed_in_words(kept, wanted)),
     )
     if out is not None and fitted.forecast is not None:
-        _write_page(fitted.page(), Path(out))
+        from paceline.report.files import write_files
+
+        write_files({PAGE_FILE: fitted.page()}, Path(out), "page")
     return fitted
-
-
-def _write_page(page: str, out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / PAGE_FILE).write_text(page, encoding="utf-8", newline="\n")
-    except OSError as problem:
-        raise PacelineError(f"The page cannot be written into '{out}': {problem.strerror}.") from None
 
 
 def suggest_measurements(

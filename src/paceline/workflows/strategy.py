@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import resource
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from paceline.errors import JobError
 from paceline.plan import place
 from paceline.spec import Cluster, Job, Mesh, PipelineSpec, Plan, parse_mesh
 from paceline.spec.mesh import ScheduleName
-from paceline.workflows.jobs import Say, silent
+from paceline.workflows.jobs import Say, check_words, silent
 from paceline.workflows.traced_model import trace_model
 
 ONE_PROCESS = "dp_one_process"
@@ -23,44 +23,24 @@ ONE_PROCESS = "dp_one_process"
 class Strategy:
     """How more than one worker divide the model between them. Example: `Strategy("fsdp", recompute=True)`."""
 
-    strategy: str | None = field(
-        default=None,
-        metadata={
-            "help": "How workers divide the model: dp (the default; named, it is checked to fit), fsdp, zero1, zero2, "
-            "hsdp, pp, tp, dp_one_process, a mesh such as 'dp2 x pp2', or auto: the planner chooses.",
-            "metavar": "NAME|MESH",
-        },
-    )
-    schedule: ScheduleName = field(default="1f1b", metadata={"help": "The schedule of a pipeline."})
-    stages_per_worker: int = field(
-        default=1,
-        metadata={"help": "Stages each worker of a pipeline computes, with the schedule interleaved.", "min": 1},
-    )
-    cut: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "A module that begins a stage (default: stages of equal time).",
-            "metavar": "MODULE",
-        },
-    )
-    recompute: bool = field(
-        default=False,
-        metadata={"help": "Compute activations again in backward instead of keeping them.", "names": ("--recompute",)},
-    )
-    sequence_parallel: bool = field(
-        default=False,
-        metadata={
-            "help": "Between layers divided by tp, each worker keeps a slice of the positions.",
-            "names": ("--sequence-parallel",),
-        },
-    )
-    cpu_offload: bool = field(
-        default=False,
-        metadata={
-            "help": "Keep sharded parameters in CPU memory while they are not used.",
-            "names": ("--cpu-offload",),
-        },
-    )
+    strategy: str | None = None
+    """How workers divide the model: dp (the default; named, it is checked to fit), fsdp, zero1, zero2, hsdp, pp, tp,
+    dp_one_process, a mesh such as 'dp2 x pp2', or auto: the planner chooses."""
+    schedule: ScheduleName = "1f1b"
+    """The schedule of a pipeline."""
+    stages_per_worker: int = 1
+    """Stages each worker of a pipeline computes, with the schedule interleaved."""
+    cut: Sequence[str] | None = None
+    """A module that begins a stage; None: stages of equal time."""
+    recompute: bool = False
+    """Compute activations again in backward instead of keeping them."""
+    sequence_parallel: bool = False
+    """Between layers divided by tp, each worker keeps a slice of the positions."""
+    cpu_offload: bool = False
+    """Keep sharded parameters in CPU memory while they are not used."""
+
+    def __post_init__(self) -> None:
+        check_words(cut=self.cut or ())
 
     def placed(
         self,

@@ -137,6 +137,7 @@ def kubernetes(
         LaunchError: an invalid argument.
         JobError: a mistake in the job, or more workers than it has virtual shards.
     """
+    check_words(arguments=arguments)
     check_counts(nodes=nodes, workers=workers, cpus=cpus)
     if nodes * workers > MOST_WORKERS:
         raise LaunchError(f"{nodes} nodes with {workers} workers each are more than {MOST_WORKERS:,} workers.")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.errors import ClusterError, PacelineError
+from paceline.errors import ClusterError, file_problems
 from paceline.hardware import detect, read_topology
 from paceline.plan.pick import pick as pick_devices
 from paceline.spec import Cluster, Node
@@ -65,7 +65,11 @@ def topo(
     sentence = None if pair is None else pair_sentence(machine, *ends_of(machine, pair))
     choice = pick_devices(machine, pick or len(free), free) if free else None
     if svg is not None:
-        _draw(machine, choice, Path(svg))
+        from paceline.report.topology_svg import draw_topology
+
+        with file_problems(f"The drawing cannot be written to '{svg}'"):
+            drawing = draw_topology(machine, choice.ring.devices if choice else ())
+            Path(svg).write_text(drawing, encoding="utf-8", newline="\n")
     return Topology(machine, choice, sentence)
 
 
@@ -138,12 +142,3 @@ def ends_of(node: Node, pair: str) -> tuple[str, str]:
         there = f"its parts are {', '.join(known)}" if known else "it has no GPU"
         raise ClusterError(f"pair = {pair!r}: {node.hostname or 'this node'} has no {missing}; {there}.")
     return one, other
-
-
-def _draw(machine: Node, choice: DeviceChoice | None, path: Path) -> None:
-    from paceline.report.topology_svg import draw_topology
-
-    try:
-        path.write_text(draw_topology(machine, choice.ring.devices if choice else ()), encoding="utf-8", newline="\n")
-    except OSError as problem:
-        raise PacelineError(f"The drawing cannot be written to '{path}': {problem.strerror}.") from None

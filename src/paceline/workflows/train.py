@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -131,16 +130,7 @@ def train(
 
     if record := finished():
         return record
-    program_for = functools.partial(
-        _write_run,
-        resolved,
-        run_dir,
-        max_steps=max_steps,
-        max_minutes=max_minutes,
-        quiet=quiet,
-        trackers=track,
-        force=force,
-    )
+    limit = RunLimit(max_steps, max_minutes)
     with open_allocation(where, run_dir) as allocation:
         if record := finished():  # by another run, which held the folder until now
             return record
@@ -150,7 +140,7 @@ def train(
             spread.num_workers_on(allocation),
             elastic,
             spread.plan_for,
-            program_for,
+            lambda placed: write_run(resolved, placed, run_dir, limit, quiet=quiet, trackers=track, force=force),
             run_dir=run_dir,
             environ=env.import_note(import_folders(resolved)),
         )
@@ -207,10 +197,6 @@ class _Spread:
         exclude_slower = self.elastic.exclude_slower if can_spare else None
         plan = dataclasses.replace(plan, debug_comm=self.debug_comm, exclude_slower=exclude_slower)
         return with_forecasts(self.job, [plan], self.cluster, self.say)[0]
-
-
-def _write_run(job: Job, run_dir: Path, plan: Plan, **options: Any) -> list[str]:
-    return write_run(job, plan, run_dir, **options)
 
 
 def train_commands(

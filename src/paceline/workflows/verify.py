@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from paceline import env
 from paceline.errors import LaunchError
 from paceline.hardware import detect
-from paceline.launch import run_workers
+from paceline.launch import LaunchOptions, run_workers
 from paceline.plan import spread
 from paceline.spec import Cluster, Job, Plan
 from paceline.spec.mesh_name import check_strategy
-from paceline.workflows.jobs import Say, check_counts, resolve_job, silent
+from paceline.workflows.jobs import Say, check_counts, check_words, read_counts, resolve_job, silent
 from paceline.workflows.run_folder import write_run
 from paceline.workflows.strategy import Strategy
 
@@ -26,7 +26,7 @@ def verify(
     job: Job | str | Path,
     arguments: Sequence[str] = (),
     *,
-    workers: Sequence[int] = (1, 2, 4),
+    workers: Sequence[int] | str = (1, 2, 4),
     steps: int = 5,
     model: str | Callable[..., Any] | None = None,
     data: str | Path | Callable[..., Any] | None = None,
@@ -43,7 +43,7 @@ def verify(
     Args:
         job: a job, a job file (TOML), the name of a recipe; or a script that calls `paceline.init`, such as "train.py".
         arguments: for the script.
-        workers: the numbers of workers to compare.
+        workers: the numbers of workers to compare; or a text such as "1,2,4" or "1..4".
         steps: training steps to compare.
         strategy: how more than one worker divide the model, such as "fsdp" or "dp2 x pp2"; None: dp.
         say: receives progress messages, one line at a time.
@@ -58,10 +58,11 @@ def verify(
     """
     from paceline.report.parity import compare, load_trace  # a template engine and a plotting library
 
-    counts = sorted(set(workers))
     cluster = detect()
     is_script = str(job).endswith(".py") and not isinstance(job, Job)
-    check_counts(workers=workers, steps=steps)
+    check_counts(steps=steps)
+    counts = read_counts("workers", workers)
+    check_words(arguments=arguments)
     if strategy not in (None, "auto", "dp_one_process"):  # which ones there are does not depend on the counts
         check_strategy(strategy)
     resolved = None if is_script else _in_float64(resolve_job(job, settings, data, model))
@@ -80,7 +81,7 @@ def verify(
             # A script reads it from the environment. Every worker is a new process: those that are forked hash texts
             # alike, and would hide what depends on the order of a set.
             environ = env.trace_request(run_dir / "trace", steps) | env.note(env.STRATEGY, shared)
-            run_workers(plan, program, run_dir=run_dir, environ=environ)
+            run_workers(plan, program, LaunchOptions(run_dir, environ=environ))
             traces.append(load_trace(run_dir / "trace", count))
         return tuple(compare(traces[0], traces[1], traces[2:]))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -21,39 +21,23 @@ _MAX_RESTARTS = 3
 class Where:
     """Where workers run; the default is this node. Example: `Where(hosts="gpu1:8,gpu2:8")`.
 
-    The fields are options of the command line too, with the metadata as arguments of `typer.Option`.
+    The fields are options of the command line too; the text below each is its help.
     """
 
-    launcher: LauncherName = field(
-        default="auto",
-        metadata={"help": "How workers are started; slurm, ray: on the allocation or cluster; debug: in this process."},
-    )
-    hosts: str | None = field(
-        default=None, metadata={"help": "Nodes and the number of workers on each.", "metavar": "a:8,b:8"}
-    )
-    hosts_file: Path | None = field(
-        default=None, metadata={"help": "Nodes from a file, one on each line: name slots=8."}
-    )
-    interface: str | None = field(
-        default=None,
-        metadata={"help": "Network interface that nodes use between each other (default: found automatically)."},
-    )
-    container: str | None = field(
-        default=None,
-        metadata={"help": "Run in image.sif, docker://NAME@sha256:… or podman://NAME.", "metavar": "IMAGE"},
-    )
-    python: str | None = field(
-        default=None,
-        metadata={"help": "The Python interpreter on other nodes (default: the same path as here).", "metavar": "PATH"},
-    )
-    hang_timeout_s: float = field(
-        default=HANG_TIMEOUT_S,
-        metadata={
-            "help": "Seconds without a heartbeat after which a worker or node counts as hung.",
-            "names": ("--hang-timeout",),
-            "min": 1.0,
-        },
-    )
+    launcher: LauncherName = "auto"
+    """How workers are started; slurm, ray: on the allocation or cluster; debug: in this process."""
+    hosts: str | None = None
+    """Nodes and the number of workers on each."""
+    hosts_file: Path | None = None
+    """Nodes from a file, one on each line: name slots=8."""
+    interface: str | None = None
+    """Network interface that nodes use between each other; None: found automatically."""
+    container: str | None = None
+    """Run in image.sif, docker://NAME@sha256:… or podman://NAME."""
+    python: str | None = None
+    """The Python interpreter on other nodes; None: the same path as here."""
+    hang_timeout_s: float = HANG_TIMEOUT_S
+    """Seconds without a heartbeat after which a worker or node counts as hung."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.hang_timeout_s < math.inf:
@@ -77,34 +61,16 @@ HERE = Where()
 class Elastic:
     """Whether and how a run restarts after a failure; by default it ends. Example: `Elastic(min_workers=4)`."""
 
-    min_workers: int | None = field(
-        default=None,
-        metadata={
-            "help": "After a failure, go on with the workers that are left, if there are at least this many.",
-            "min": 1,
-        },
-    )
-    max_workers: int | None = field(
-        default=None, metadata={"help": "Most workers to use when nodes come back.", "min": 1}
-    )
-    max_restarts: int | None = field(
-        default=None,
-        metadata={
-            "help": "Restarts after failures without progress between them (default: 0; 3 with --min-workers).",
-            "min": 0,
-        },
-    )
-    exclude_slower: float | None = field(
-        default=None,
-        metadata={
-            "help": "Go on without a worker that takes X times as long as the others for a long time.",
-            "min": 1.0,
-            "metavar": "X",
-        },
-    )
-    standby: bool = field(
-        default=True, metadata={"help": "Keep a process with torch loaded on every node, so that restarts are quick."}
-    )
+    min_workers: int | None = None
+    """After a failure, go on with the workers that are left, if there are at least this many."""
+    max_workers: int | None = None
+    """Most workers to use when nodes come back."""
+    max_restarts: int | None = None
+    """Restarts after failures without progress between them; None: 0, or 3 where fewer workers may go on."""
+    exclude_slower: float | None = None
+    """Go on without a worker that takes X times as long as the others for a long time."""
+    standby: bool = True
+    """Keep a process with torch loaded on every node, so that restarts are quick."""
 
     def __post_init__(self) -> None:
         check_counts(min_workers=self.min_workers, max_workers=self.max_workers, max_restarts=self.max_restarts or None)

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.doctor import exit_code
-from paceline.hardware.checks import Finding, Survey, check_node, check_nodes, survey
+from paceline.hardware.checks.between_nodes import check_nodes
+from paceline.hardware.checks.engine import Finding
+from paceline.hardware.checks.node_checks import check_node
+from paceline.hardware.checks.survey import Survey, survey
 from tests.hosts.cluster import Cluster, why_not
 from tests.hosts.sshd import ssh_between, why_not_ssh
 from tests.ranks.command_line import TRACEBACK, clean_environ
@@ -63,7 +66,7 @@ def test_invalid_hosts_are_one_sentence(run: Run) -> None:
     for wrong in ("a:0", "a,a", "-oProxyCommand=x"):
         code, out, err = run("doctor", f"--hosts={wrong}")
         assert (code, out) == (2, "")
-        assert err.startswith("paceline: --hosts, entry")
+        assert err.startswith("paceline: hosts, entry")
         assert TRACEBACK not in err
 
 

@@ -11,7 +11,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from paceline.cli import app
-from paceline.cli.options import options_of, parse_counts, parse_size, parse_tolerance
+from paceline.cli.options import options_of, parse_size, parse_tolerance
 from paceline.errors import JobError, LaunchError, PacelineError
 from paceline.plan import place
 from paceline.spec import Cluster, Device, Job, Node, load_job
@@ -98,19 +98,6 @@ def test_what_cannot_be_meant_is_one_sentence(
     with pytest.raises(JobError, match=words) as caught:
         resolve_job(job, settings, None)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "counts"), [("1", [1]), ("1,2,4", [1, 2, 4]), ("4,1,2", [1, 2, 4]), (" 2, 2 ,1", [1, 2])]
-)
-def test_counts_are_ascending_and_once_each(text: str, counts: list[int]) -> None:
-    assert parse_counts(text, "--devices") == counts
-
-
-@pytest.mark.parametrize("text", ["", "0", "1,,2", "-1", "two", "1.5", "1;2", "0,1"])
-def test_other_counts_are_refused(text: str) -> None:
-    with pytest.raises(JobError, match=r"--devices .* numbers of workers such as 1,2,4"):
-        parse_counts(text, "--devices")
 
 
 @pytest.mark.parametrize(("text", "value"), [("1%", 0.01), ("0.01", 0.01), ("0", 0.0), ("2.5%", 0.025), ("100%", 1.0)])

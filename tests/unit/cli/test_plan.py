@@ -16,8 +16,8 @@ from paceline.cli import app
 from paceline.errors import ClusterError, JobError
 from paceline.plan.forecast import forecast
 from paceline.spec import Job, Plan
-from paceline.workflows.jobs import read_price
-from paceline.workflows.plan import device_counts, recommended_plan
+from paceline.workflows.jobs import read_counts, read_price
+from paceline.workflows.plan import recommended_plan
 from tests.sample_clusters import cpu_cluster, gpu_cluster
 
 
@@ -44,13 +44,13 @@ def ask(*arguments: str) -> str:
     [("1", [1]), ("4,1,2", [1, 2, 4]), ("1..4,8", [1, 2, 3, 4, 8]), ("2-3", [2, 3]), (" 1 .. 2 ", [1, 2])],
 )
 def test_counts_are_read_as_people_write_them(text: str, counts: list[int]) -> None:
-    assert device_counts(text) == counts
+    assert read_counts("devices", text) == counts
 
 
 @pytest.mark.parametrize("text", ["", "0", "1..", "4..1", "1..4..8", "one", "1,,2", "1..99999999"])
 def test_counts_that_are_none_name_the_option(text: str) -> None:
     with pytest.raises(JobError, match=r"devices = .* should be counts such as 1,2,4 or a range such as 1..64"):
-        device_counts(text)
+        read_counts("devices", text)
 
 
 def test_table_page_and_files(folder: Path) -> None:
@@ -102,7 +102,7 @@ def test_json_is_one_line_with_the_plan(folder: Path) -> None:
 
 def test_settings_reach_the_job(folder: Path) -> None:
     rows = json.loads(ask("job.toml", "--devices", "1,4", "--set", "virtual_shards=2", "--json"))["rows"]
-    assert "virtual_shards=4" in rows[1]["objection"]
+    assert "virtual_shards = 4" in rows[1]["objection"]
 
 
 def test_a_plan_for_devices_that_are_not_there_is_not_written(folder: Path) -> None:
@@ -213,7 +213,7 @@ def test_a_mesh_is_tried_on_paper_for_devices_that_nobody_has() -> None:
 
 
 def test_a_mesh_with_more_shares_than_shards_or_without_degrees_is_one_sentence() -> None:
-    with pytest.raises(JobError, match=r"dp128 divides the batch 128 ways, .* use --set virtual_shards=128 or more"):
+    with pytest.raises(JobError, match=r"dp128 divides the batch 128 ways, .* use virtual_shards = 128 or more"):
         ask("digits-lenet", "--dry-run-mesh", "dp128")
     with pytest.raises(JobError, match="There is no strategy 'dq2'"):
         ask("digits-lenet", "--dry-run-mesh", "dq2")

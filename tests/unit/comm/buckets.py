@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from paceline.comm.compressor import Bucket, Compressor
-from paceline.comm.error_feedback import OWED
+from paceline.comm.compressor import OWED, Bucket, Compressor
 
 
 def bucket_of(gradients: Mapping[str, Tensor]) -> Bucket:

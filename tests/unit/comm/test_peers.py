@@ -150,8 +150,8 @@ def test_a_folder_for_temporary_files_with_a_space_or_a_long_name_is_no_problem(
 def test_more_open_files_than_select_can_count() -> None:
     with two_workers() as (first, _):
         call = first.call(1, "double", 2)
-        assert call._connection is not None
-        high = fcntl.fcntl(call._connection.fileno(), fcntl.F_DUPFD, 1500)
+        assert call.connection is not None
+        high = fcntl.fcntl(call.connection.fileno(), fcntl.F_DUPFD, 1500)
         with socket.socket(fileno=high) as duplicate:
             assert Call(1, duplicate, time.monotonic() + TIMEOUT_S).is_done in (True, False)
         assert call.result("which doubles") == 4

@@ -505,8 +505,8 @@ def test_import_path(own_module: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("own_data_module:nothing", "no callable 'nothing'"),
-        ("own_data_module:number", "no callable 'number'"),
+        ("own_data_module:nothing", "has no 'nothing'"),
+        ("own_data_module:number", "should name a function or class"),
         ("own_data_module:stream", "not a map-style data set"),
         ("own_data_module:single", "returned dict"),
         ("own_data_module:empty", "without samples"),

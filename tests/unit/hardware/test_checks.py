@@ -19,29 +19,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.hardware.checks import (
-    Finding,
-    NodeFacts,
-    ReachTest,
-    Survey,
     between_nodes,
-    check_node,
-    check_nodes,
     gpu_facts,
     gpu_table,
     network_table,
-    node_facts,
     pcie_facts,
     system_facts,
     system_table,
-    try_to_reach,
 )
 from paceline.hardware.checks import network_facts as network
-from paceline.hardware.checks.engine import Check, error, filled_in, size_text, warning, words
+from paceline.hardware.checks.between_nodes import check_nodes
+from paceline.hardware.checks.engine import Check, Finding, error, filled_in, size_text, warning, words
 from paceline.hardware.checks.gpu_facts import GpuFacts, GpusFacts, collect_gpus
 from paceline.hardware.checks.network_facts import Interface, Lookup, NetworkFacts
+from paceline.hardware.checks.node_checks import check_node
+from paceline.hardware.checks.node_facts import NodeFacts, node_facts
 from paceline.hardware.checks.pcie_facts import PcieFacts
-from paceline.hardware.checks.reachability import answer_until
+from paceline.hardware.checks.reachability import ReachTest, answer_until, try_to_reach
 from paceline.hardware.checks.storage_facts import StorageFacts, collect_storage
+from paceline.hardware.checks.survey import Survey
 from paceline.hardware.checks.system_facts import ProcessLimit, SystemFacts
 
 CUDA_12 = {"torch": "2.9.0+cu126", "CUDA": "12.6", "paceline": "0.1.0", "python": "3.11.7", "NCCL": "2.27.5"}

@@ -20,6 +20,7 @@ from paceline.launch.faults import FAULTS, fault_of
 from paceline.launch.fleet import WorkerSlot
 from paceline.launch.hang import WorkerState
 from paceline.launch.supervise import Outcome, Supervisor
+from paceline.launch.team import LaunchOptions
 from paceline.spec import NodePlacement, Plan
 from paceline.spec.plan import EXCLUDED
 from tests.unit.launch.test_supervise import NEVER_S, FakeTeam, ending, lost_peer, raised
@@ -121,8 +122,8 @@ def outcome_of(row: Row, place: str, rank: int, *, is_elastic: bool) -> Outcome:
         team.on_ask = lambda team=team: team.all_end(143)  # type: ignore[misc]
     row.happens(next(team for team in teams if rank in team.ranks), rank)
     timeout_s = 0.2 if row.exit_code is None else NEVER_S
-    supervisor = Supervisor(teams, events, grace_s=NEVER_S, hang_timeout_s=timeout_s, is_elastic=is_elastic)
-    return supervisor.wait()
+    options = LaunchOptions(Path(), grace_s=NEVER_S, hang_timeout_s=timeout_s, is_elastic=is_elastic)
+    return Supervisor(teams, events, options).wait()
 
 
 @pytest.mark.parametrize(("fault", "place", "rank"), CASES)

@@ -70,7 +70,7 @@ def test_a_node_named_twice(tmp_path: Path) -> None:
     path.write_text("gpu1:2\nkim@GPU1:2\n")
     with pytest.raises(LaunchError, match=r"line 2: kim@GPU1 was named before \(.*line 1\)"):
         read_node_file(path)
-    with pytest.raises(LaunchError, match=r"entry 3: a was named before \(--hosts, entry 1\)"):
+    with pytest.raises(LaunchError, match=r"entry 3: a was named before \(hosts, entry 1\)"):
         parse_node_list("a,b,a")
 
 

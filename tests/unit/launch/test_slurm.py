@@ -1,4 +1,4 @@
-"""Slurm's command lines, node lists and job scripts."""
+"""Slurm's command lines, allocations and job scripts."""
 
 from __future__ import annotations
 
@@ -7,49 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from paceline.errors import LaunchError
 from paceline.launch.node_list import NodeSlots
-from paceline.launch.slurm import allocation, batch_script, expand_nodelist, srun_argv, submit
-
-
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("gpu1", "gpu1"),
-        ("gpu[03-05,9]", "gpu03 gpu04 gpu05 gpu9"),
-        ("gpu[1-2],login,cpu[098-101]x", "gpu1 gpu2 login cpu098x cpu099x cpu100x cpu101x"),
-        ("r[1-2]n[01-02]", "r1n01 r1n02 r2n01 r2n02"),
-        ("a-b-[1,3].example", "a-b-1.example a-b-3.example"),
-    ],
-)
-def test_node_lists(text: str, names: str) -> None:
-    assert list(expand_nodelist(text)) == names.split()
-
-
-@pytest.mark.parametrize(
-    "text", ["", "gpu[", "gpu[1-", "gpu[2-1]", "gpu[]", "gpu[a]", "a,,b", ",a", "gpu[1]]", "[[1]]"]
-)
-def test_node_lists_that_are_none(text: str) -> None:
-    with pytest.raises(LaunchError, match="cannot be read"):
-        expand_nodelist(text)
-
-
-@given(st.text("gpu[]0123-,x", max_size=20))
-def test_any_node_list_is_names_or_one_sentence(text: str) -> None:
-    try:
-        names = expand_nodelist(text)
-    except LaunchError:
-        return
-    assert all(name and not set(name) & set("[],") for name in names)
-
-
-@given(st.lists(st.integers(0, 120), min_size=1, max_size=12, unique=True), st.integers(1, 3))
-def test_a_compressed_list_expands_to_what_it_was(numbers: list[int], width: int) -> None:
-    names = [f"n{str(number).zfill(width)}" for number in numbers]
-    assert list(expand_nodelist("n[" + ",".join(name[1:] for name in names) + "]")) == names
+from paceline.launch.slurm import allocation, batch_script, srun_argv, submit
 
 
 def _scontrol(argv: Sequence[str], text: str) -> str:
@@ -57,11 +18,6 @@ def _scontrol(argv: Sequence[str], text: str) -> str:
     return "gpu1\ngpu2\ngpu3\n"
 
 
-def _absent(argv: Sequence[str], text: str) -> str:
-    raise LaunchError(f"There is no {argv[0]}.")
-
-
-@pytest.mark.parametrize("run", [_scontrol, _absent])
 @pytest.mark.parametrize(
     ("variables", "counts"),
     [
@@ -72,8 +28,8 @@ def _absent(argv: Sequence[str], text: str) -> str:
         ({}, [1, 1, 1]),
     ],
 )
-def test_an_allocation(run: object, variables: dict[str, str], counts: list[int]) -> None:
-    found = allocation({"SLURM_JOB_NODELIST": "gpu[1-3]"} | variables, run)  # type: ignore[arg-type]
+def test_an_allocation(variables: dict[str, str], counts: list[int]) -> None:
+    found = allocation({"SLURM_JOB_NODELIST": "gpu[1-3]"} | variables, _scontrol)
     assert found == tuple(NodeSlots(f"gpu{number}", count) for number, count in enumerate(counts, 1))
 
 
@@ -174,7 +130,8 @@ def test_where_there_is_no_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match="There is no sbatch on this machine"):
         submit("#!/bin/sh\n")
-    assert allocation({"SLURM_JOB_NODELIST": "a[1-2]"}) == (NodeSlots("a1", 1), NodeSlots("a2", 1))
+    with pytest.raises(LaunchError, match="There is no scontrol on this machine"):
+        allocation({"SLURM_JOB_NODELIST": "a[1-2]"})
     (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: no such partition' >&2\nexit 1\n")
     (tmp_path / "sbatch").chmod(0o700)
     with pytest.raises(LaunchError, match="sbatch refused: sbatch: error: no such partition"):

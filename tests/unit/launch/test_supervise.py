@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 
@@ -16,11 +17,12 @@ from paceline.launch.events import Events, Signalled, TeamLost, WorkerExited
 from paceline.launch.failures import Ending, Failure
 from paceline.launch.hang import Hang, WorkerState, interval_s
 from paceline.launch.supervise import Outcome, Supervisor
-from paceline.launch.team import Team
+from paceline.launch.team import LaunchOptions, Team
 
 NEVER_S = 600.0
 """A wait that would end in the timeout of the test."""
 SOON_S = 0.02
+NOWHERE = Path("no-run-folder")
 
 LOST = "[pair.cc:553] Connection closed by peer [127.0.0.1]:18315"
 
@@ -90,15 +92,15 @@ class FakeTeam:
     def prepare_standby(self) -> None:
         self.num_prepared += 1
 
-    def ask_to_save(self) -> None:
-        self.calls.append("save")
+    def signal(self, number: int, ranks: Sequence[int] | None = None) -> None:
+        name = {signal.SIGUSR1: "save", signal.SIGTERM: "ask", signal.SIGKILL: "kill"}[signal.Signals(number)]
+        self.calls.append(name if ranks is None else f"{name} {list(ranks)}")
+        if number == signal.SIGTERM:
+            self.on_ask()
+        elif number == signal.SIGKILL:
+            self._is_killed(ranks)
 
-    def ask_to_end(self) -> None:
-        self.calls.append("ask")
-        self.on_ask()
-
-    def kill(self, ranks: Sequence[int] | None = None) -> None:
-        self.calls.append("kill" if ranks is None else f"kill {list(ranks)}")
+    def _is_killed(self, ranks: Sequence[int] | None) -> None:
         if ranks is not None:
             self.exits(*(ending(rank, -signal.SIGKILL) for rank in ranks))
         elif self.on_kill is None:
@@ -119,7 +121,7 @@ def watch(
     events: Events, *teams: FakeTeam, grace_s: float = NEVER_S, hang_timeout_s: float = NEVER_S
 ) -> tuple[Supervisor, Outcome]:
     members: Sequence[Team] = teams
-    supervisor = Supervisor(members, events, grace_s=grace_s, hang_timeout_s=hang_timeout_s)
+    supervisor = Supervisor(members, events, LaunchOptions(NOWHERE, grace_s=grace_s, hang_timeout_s=hang_timeout_s))
     return supervisor, supervisor.wait()
 
 
@@ -363,9 +365,8 @@ def test_the_bound_leaves_room_for_every_look(hang_timeout_s: float) -> None:
 
 def is_elastic(events: Events, *teams: FakeTeam, could_grow: Callable[[], bool] = lambda: False) -> Outcome:
     members: Sequence[Team] = teams
-    return Supervisor(
-        members, events, grace_s=NEVER_S, hang_timeout_s=0.1, is_elastic=True, could_grow=could_grow
-    ).wait()
+    options = LaunchOptions(NOWHERE, grace_s=NEVER_S, hang_timeout_s=0.1, is_elastic=True)
+    return Supervisor(members, events, options, could_grow=could_grow).wait()
 
 
 @pytest.fixture
@@ -403,7 +404,8 @@ def test_who_saves_what_it_has_gets_the_time_for_that(events: Events, saves_in_t
     team.on_collect = lambda rank: ends_later.start() if rank == 1 else None
     team.exits(ending(1, -signal.SIGKILL))
     save_s = NEVER_S if saves_in_time else 0.1
-    Supervisor([team], events, grace_s=NEVER_S, save_s=save_s, hang_timeout_s=NEVER_S, is_elastic=True).wait()
+    options = LaunchOptions(NOWHERE, grace_s=NEVER_S, save_s=save_s, hang_timeout_s=NEVER_S, is_elastic=True)
+    Supervisor([team], events, options).wait()
     ends_later.cancel()
     assert team.calls == ([] if saves_in_time else ["kill"])
 
@@ -488,7 +490,7 @@ def test_who_saves_has_longer_than_who_is_interrupted(events: Events, number: in
     ends_later = threading.Timer(0.3, lambda: team.all_end(143))
     team.on_ask = ends_later.start
     events.put(Signalled(number))
-    supervisor = Supervisor([team], events, grace_s=SOON_S, save_s=NEVER_S, hang_timeout_s=NEVER_S)
-    supervisor.wait()
+    options = LaunchOptions(NOWHERE, grace_s=SOON_S, save_s=NEVER_S, hang_timeout_s=NEVER_S)
+    Supervisor([team], events, options).wait()
     ends_later.cancel()
     assert team.calls == calls

@@ -12,17 +12,17 @@ import pytest
 from paceline.errors import JobError
 from paceline.measure.program import Report, run_program
 from paceline.measure.stopwatch import Stopwatch, median_s, seconds_of
-from paceline.measure.values import LinkProbe, read_json, write_json
+from paceline.spec.codec import JsonValue
 from paceline.spec.comm_timing import CommRequest
 
 
 @dataclass(frozen=True)
-class Question:
+class Question(JsonValue):
     number: int
 
 
 @dataclass(frozen=True)
-class Answer:
+class Answer(JsonValue):
     double: int
 
 
@@ -50,16 +50,9 @@ def test_requests_that_cannot_be_read_are_one_sentence(tmp_path: Path) -> None:
     for text, words in (("{", "cannot be read"), ('{"nosuch": 1}', "no key 'nosuch'"), ('{"cases": []}', "cases")):
         path.write_text(text)
         with pytest.raises(JobError, match=words):
-            read_json(CommRequest, path)
+            CommRequest.load(path)
     with pytest.raises(JobError, match="cannot be read"):
-        read_json(CommRequest, tmp_path / "nowhere")
-
-
-def test_a_value_comes_back_as_it_was(tmp_path: Path) -> None:
-    probe = LinkProbe((), ("links inside the node: it has one device",))
-    write_json(probe, tmp_path / "folder" / "links0.json")
-    assert read_json(LinkProbe, tmp_path / "folder" / "links0.json") == probe
-    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["links0.json"]
+        CommRequest.load(tmp_path / "nowhere")
 
 
 def test_medians_leave_out_what_warms_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,21 @@ def test_norm_layers_count_nothing_of_a_step_that_failed(build: Callable[[nn.Mod
     torch.testing.assert_close(list(engine.module.buffers()), list(never_failed.module.buffers()))
 
 
+@pytest.mark.parametrize("build", [_numeric, _bitwise])
+def test_a_step_that_fails_before_its_update_leaves_the_buffers_of_the_step_before(
+    build: Callable[[nn.Module], Engine],
+) -> None:
+    engine = build(_model())
+    engine.gradients(_step(_loss, seed=1))
+    before = [buffer.clone() for buffer in engine.module.buffers()]
+    engine.forward_buffers.begin_step()
+    engine.gradients(_step(_loss, seed=2))
+    assert not any(map(torch.equal, before, engine.module.buffers()))
+    for _ in range(2):  # once more changes nothing
+        engine.forward_buffers.start_over()
+        assert all(map(torch.equal, before, engine.module.buffers()))
+
+
 def test_a_loss_that_is_kept_keeps_no_gradients() -> None:
     engine = _bitwise(_model())
     result = engine.gradients(_step(_loss, seed=1))

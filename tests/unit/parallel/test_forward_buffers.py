@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from paceline.errors import ModelError
 from paceline.parallel.assignment import Assignment
 from paceline.parallel.forward_buffers import ForwardBuffers
+from paceline.parallel.norm import NormStatistics
 from tests.ranks.zoo_torch import SpectralNorm
 
 SIZES = (3, 2)
@@ -72,7 +73,7 @@ def _past_autograd(holder: Any, x: float) -> None:
 def test_the_mean_over_samples_and_the_first_shards_count(change: Callable[[Any, float], None]) -> None:
     model = Holder(change)
     average, constant = model.average, torch.clone(model.constant)
-    buffers = ForwardBuffers(model)
+    buffers = ForwardBuffers(model, NormStatistics(model))
     mean = (3 * 1.0 + 2 * 2.0) / 5
     for number in range(1, 4):
         expected = 0.5 * model.average + 0.5 * mean
@@ -87,7 +88,7 @@ def test_the_mean_over_samples_and_the_first_shards_count(change: Callable[[Any,
 
 def test_what_passes_leave_alone_keeps_its_bits() -> None:
     model = Holder(lambda _holder, _x: None)
-    buffers = ForwardBuffers(model)
+    buffers = ForwardBuffers(model, NormStatistics(model))
     version = model.average._version
     assert _step(model, buffers) == [False, False]
     assert model.average._version == version
@@ -100,7 +101,7 @@ def test_an_extreme_that_begins_at_infinity() -> None:
         holder.lowest[1].clamp_(min=x)
 
     model = Holder(observe)
-    buffers = ForwardBuffers(model)
+    buffers = ForwardBuffers(model, NormStatistics(model))
     _step(model, buffers, (1.0, 2.0))
     torch.testing.assert_close(model.lowest, torch.tensor([1.4, 1.4]))
 
@@ -110,7 +111,7 @@ def test_a_step_that_overflows_changes_nothing() -> None:
         holder.average.fill_(x)
 
     model = Holder(overflow)
-    buffers = ForwardBuffers(model)
+    buffers = ForwardBuffers(model, NormStatistics(model))
     before = model.average.clone()
     _step(model, buffers, (1.0, float("nan")))
     assert torch.equal(model.average, before)
@@ -123,7 +124,7 @@ def test_another_shape_is_refused() -> None:
         holder.average = torch.zeros(int(x) + 2)
 
     with pytest.raises(ModelError, match="gave the buffer 'average' another shape or type"):
-        _step(model := Holder(grow), ForwardBuffers(model))
+        _step(model := Holder(grow), ForwardBuffers(model, NormStatistics(model)))
 
 
 def test_spectral_norm_is_that_of_one_pass_over_the_batch() -> None:
@@ -131,7 +132,7 @@ def test_spectral_norm_is_that_of_one_pass_over_the_batch() -> None:
     torch.manual_seed(0)
     model, alone = SpectralNorm(), SpectralNorm()
     alone.load_state_dict(model.state_dict())
-    buffers = ForwardBuffers(model)
+    buffers = ForwardBuffers(model, NormStatistics(model))
     images = torch.randn(5, 3, 8, 8)
     for _ in range(3):
         _step(model, buffers, (images[:3], images[3:]))
@@ -142,7 +143,7 @@ def test_spectral_norm_is_that_of_one_pass_over_the_batch() -> None:
 
 def test_an_evaluation_changes_nothing() -> None:
     model = Holder(_lerp)
-    buffers = ForwardBuffers(model)
+    buffers = ForwardBuffers(model, NormStatistics(model))
     before: list[Tensor] = [buffer.clone() for buffer in model.buffers()]
     with buffers.untouched():
         model(3.0)
@@ -152,9 +153,22 @@ def test_an_evaluation_changes_nothing() -> None:
     torch.testing.assert_close(list(model.buffers()), before, rtol=0, atol=0, equal_nan=True)
 
 
+def test_an_evaluation_keeps_what_torchs_own_batch_norm_has_learned() -> None:
+    """Its kernel moves running statistics without autograd's notice."""
+    model = nn.BatchNorm1d(3)
+    buffers = ForwardBuffers(model, NormStatistics(model))
+    buffers.begin_step()
+    model(torch.randn(8, 3) + 1)
+    learned = [buffer.clone() for buffer in model.buffers()]
+    with buffers.untouched():
+        model(torch.randn(8, 3))
+    assert all(map(torch.equal, learned, model.buffers()))
+    assert not torch.equal(learned[0], torch.zeros(3))
+
+
 def test_what_a_script_sets_between_steps_is_kept() -> None:
     model = Holder(_lerp)
-    buffers = ForwardBuffers(model)
+    buffers = ForwardBuffers(model, NormStatistics(model))
     _step(model, buffers)
     model.average.fill_(100.0)
     model.count = torch.tensor(40)

@@ -10,8 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import ModelError
+from paceline.parallel.assignment import ShardRange
 from paceline.parallel.companions import Companion, Companions
-from paceline.parallel.norm import NormStatistics, PassShards, ShardBatchNorm, replace_batch_norm
+from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm
 from paceline.parallel.sync_norm import SyncBatchNorm
 
 
@@ -23,7 +24,7 @@ def _forward(
     *,
     are_interleaved: bool = False,
 ) -> torch.Tensor:
-    statistics.begin_pass(PassShards(sizes, sizes, are_interleaved))
+    statistics.begin_pass(ShardRange(0, sizes, sizes, are_interleaved=are_interleaved))
     output: torch.Tensor = layer(x)
     statistics.apply(torch.cat(list(statistics.collect(x))))
     statistics.end_pass()
@@ -146,7 +147,7 @@ def test_sync_batch_norm_alone_is_batch_norm() -> None:
 def test_a_layer_that_is_called_twice_has_the_mean_of_both_calls() -> None:
     ghost = replace_batch_norm(nn.BatchNorm1d(1, momentum=0.5), ShardBatchNorm)
     statistics = NormStatistics(ghost)
-    statistics.begin_pass(PassShards((2, 2), (2, 2)))
+    statistics.begin_pass(ShardRange(0, (2, 2), (2, 2)))
     for offset in (0.0, 10.0):
         ghost(torch.tensor([[1.0], [3.0], [1.0], [3.0]]) + offset)
     with statistics.backward():  # what checkpointing computes again is no news
@@ -180,7 +181,7 @@ def test_a_companion_may_compute_its_layers_again_in_backward(are_interleaved: b
     for is_checkpointed in (False, True):
         values = x.clone().requires_grad_()
         with companions.unchanged():
-            companions.enter(PassShards((2, 2), (2, 2), are_interleaved))
+            companions.enter(ShardRange(0, (2, 2), (2, 2), are_interleaved=are_interleaved))
             output = checkpoint(model, values, use_reentrant=False) if is_checkpointed else model(values)
             with companions.backward():
                 output.square().sum().backward()
@@ -197,7 +198,7 @@ def test_layers_of_two_dtypes_have_running_statistics_of_their_own() -> None:
     ghost = replace_batch_norm(copy.deepcopy(plain), ShardBatchNorm)
     assert isinstance(ghost, nn.ModuleList)
     statistics = NormStatistics(ghost)
-    statistics.begin_pass(PassShards((4, 4), (4, 4)))
+    statistics.begin_pass(ShardRange(0, (4, 4), (4, 4)))
     for number, dtype in enumerate(dtypes):
         x = torch.randn(4, 2, dtype=dtype) + number
         plain[number](x)

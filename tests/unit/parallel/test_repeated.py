@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import stateless
 from torch.utils.checkpoint import checkpoint
 
-from paceline.parallel.norm import NormStatistics, PassShards, ShardBatchNorm, replace_batch_norm
+from paceline.parallel.assignment import ShardRange
+from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm
 from paceline.parallel.repeated import RepeatedParameters
 
 Loss = Callable[[nn.ModuleDict, Tensor], Tensor]
@@ -80,7 +81,7 @@ def test_gradients_are_those_of_layers_that_repeat_their_own(loss: Loss, monkeyp
             monkeypatch.setattr(RepeatedParameters, "repeated", lambda *_: {})
         statistics = NormStatistics(one)
         for _ in range(2):  # a second pass adds to the gradients
-            statistics.begin_pass(PassShards((2,) * 4, (2,) * 4, are_interleaved=True))
+            statistics.begin_pass(ShardRange(0, (2,) * 4, (2,) * 4, are_interleaved=True))
             output = loss(one, values)
             with statistics.backward():
                 (output * factors).sum().backward()

@@ -12,10 +12,18 @@ import numpy as np
 import pytest
 
 from paceline.errors import JobError
-from paceline.plan.calibrate import Calibration, certain, fit, predict
+from paceline.plan.calibrate import Calibration, fit, predict
 from paceline.plan.contradictions import fit_without_mistakes
 from paceline.plan.model import Layout
-from paceline.plan.step_constants import CONSTANT_NAMES, Constants, Observation, Placement
+from paceline.plan.step_constants import (
+    CONSTANT_NAMES,
+    UNKNOWN_GRADIENT_BYTES,
+    USUAL,
+    Constants,
+    Observation,
+    Placement,
+    usual_sizes,
+)
 from paceline.plan.suggest import suggest
 
 TRUTH = Constants(
@@ -49,7 +57,10 @@ def placements(gradient_bytes: float | None = None) -> list[Placement]:
 
 def steps_of(constants: Constants, wanted: Sequence[Placement], noise: float = 0.0, seed: int = 0) -> list[Observation]:
     """What would be measured if the model were right, but for noise."""
-    truth = certain(constants, wanted)
+    as_arrays = {name: np.full((1, 1), getattr(constants, name)) for name in CONSTANT_NAMES}
+    gradient_bytes, link = usual_sizes(wanted)
+    vector_bytes = gradient_bytes or UNKNOWN_GRADIENT_BYTES
+    truth = Calibration(replace(constants, **as_arrays), np.full((1, 1), 0.012), USUAL, vector_bytes, link)
     errors = np.exp(noise * np.random.default_rng(seed).normal(size=len(wanted)))
     return [
         Observation(placement, forecast.total_s * error, (forecast.total_s - forecast.compute_s) * error)

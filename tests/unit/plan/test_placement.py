@@ -46,7 +46,7 @@ def test_cpu_workers_may_outnumber_cores_but_gpu_workers_not_gpus() -> None:
 
 @pytest.mark.parametrize(
     ("workers", "words"),
-    [(0, "0 workers cannot train"), (9, r"virtual_shards = 8; use at most 8 workers, or --set virtual_shards=9")],
+    [(0, "0 workers cannot train"), (9, r"virtual_shards = 8; use at most 8 workers, or virtual_shards = 9")],
 )
 def test_numbers_of_workers_that_are_refused(workers: int, words: str) -> None:
     with pytest.raises(JobError, match=words):

@@ -12,7 +12,7 @@ from scipy.optimize import minimize_scalar
 from scipy.stats import norm
 
 from paceline.plan.model import AlphaBeta, Network
-from paceline.plan.reliability import Faults, availability, daly_interval_s, expected_run_s, young_interval_s
+from paceline.plan.reliability import Faults, availability, daly_interval_s, expected_run_s
 from paceline.plan.simulate import (
     Jitter,
     Machine,
@@ -26,18 +26,23 @@ FREE = Network(AlphaBeta(0.0, 0.0), AlphaBeta(0.0, 0.0))
 ETHERNET = Network(AlphaBeta(5e-6, 1 / 100e9), AlphaBeta(30e-6, 1 / 3e9), 2e-6)
 HOUR_S = 3600.0
 
-patterns = st.sampled_from(["ring", "halving_doubling"])
+sizes: st.SearchStrategy[tuple[int, Pattern]] = st.one_of(
+    st.tuples(st.integers(1, 70), st.just("ring")),
+    st.tuples(st.sampled_from([1, 2, 4, 8, 16, 32, 64]), st.just("halving_doubling")),
+)
+"""Numbers of nodes with what they can do."""
 
 
 def machine(num_nodes: int, devices_per_node: int = 8, network: Network = ETHERNET) -> Machine:
     return Machine(num_nodes, devices_per_node, network)
 
 
-@given(st.integers(1, 70), st.integers(1, 8), st.floats(1e3, 1e9), patterns)
+@given(sizes, st.integers(1, 8), st.floats(1e3, 1e9))
 @settings(max_examples=60, deadline=None)
 def test_without_jitter_a_sum_takes_what_its_closed_form_says(
-    num_nodes: int, devices_per_node: int, gradient_bytes: float, pattern: Pattern
+    size: tuple[int, Pattern], devices_per_node: int, gradient_bytes: float
 ) -> None:
+    num_nodes, pattern = size
     there = machine(num_nodes, devices_per_node)
     found = simulate_steps(there, 0.1, gradient_bytes, pattern=pattern, num_buckets=1, num_steps=2)
     assert found.slowest_compute_s == pytest.approx([0.1, 0.1])
@@ -49,12 +54,12 @@ def test_the_ring_is_the_bandwidth_bound_and_doubling_the_latency_bound() -> Non
     assert exchange_s(machine(1024), small, "halving_doubling") < exchange_s(machine(1024), small) / 20
     # 2 (n - 1) / n of the message over each node's link is the least (Patarasuk and Yuan 2009).
     assert exchange_s(machine(4, 1), large) == pytest.approx(2 * 3 / 4 * large / 3e9, rel=1e-3)
-    assert exchange_s(machine(5, 1), large) < exchange_s(machine(5, 1), large, "halving_doubling")
 
 
-@given(st.integers(2, 40), st.integers(1, 4), patterns, st.integers(0, 9))
+@given(sizes, st.integers(2, 4), st.integers(0, 9))
 @settings(max_examples=40, deadline=None)
-def test_buckets_hide_and_jitter_costs(num_nodes: int, devices: int, pattern: Pattern, seed: int) -> None:
+def test_buckets_hide_and_jitter_costs(size: tuple[int, Pattern], devices: int, seed: int) -> None:
+    num_nodes, pattern = size
     there = machine(num_nodes, devices)
 
     def mean_s(jitter: Jitter, num_buckets: int) -> float:
@@ -97,8 +102,7 @@ def test_a_seed_gives_the_same_result_and_another_one_another() -> None:
     assert (one != other).all()
 
 
-def test_young_and_daly() -> None:
-    assert young_interval_s(5 * 60, 24 * HOUR_S) == pytest.approx(7200)  # sqrt(2 * 300 * 86400)
+def test_the_daly_interval_is_the_best() -> None:
     for checkpoint_s in (10.0, 300.0, 1800.0):
         best = minimize_scalar(
             lambda tau, delta=checkpoint_s: expected_run_s(1.0, tau, Faults(24 * HOUR_S, delta, 600.0), 1),

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.plan.calibrate import predict, uninformed
+from paceline.plan.calibrate import from_priors, predict
 from paceline.plan.model import Layout
 from paceline.plan.step_constants import Observation, Placement
 from paceline.plan.suggest import suggest
@@ -43,7 +43,7 @@ def test_each_measurement_is_expected_to_help() -> None:
 
 def test_suggested_rows_beat_as_many_on_one_node() -> None:
     """On steps that the model itself makes: rows of a single node leave more uncertain than those suggested."""
-    truth = uninformed(RANGE)
+    truth = from_priors(RANGE)
     time_of = {placement: forecast.total_s for placement, forecast in zip(RANGE, predict(truth, RANGE), strict=True)}
 
     def uncertainty(chosen: list[Placement]) -> float:

@@ -114,7 +114,7 @@ def test_honesty_a_missing_seed_is_told() -> None:
 
 def test_all_plots_people_expect(study: Study) -> None:
     assert keys(study_plots(study)) == [
-        "speedup", "efficiency", "accuracy", "train-time", "throughput", "accuracy-time", "step-time",
+        "speedup", "efficiency", "accuracy", "train-time", "accuracy-time", "step-time",
         "loss-epochs", "accuracy-epochs",
     ]  # fmt: skip
 
@@ -143,7 +143,7 @@ def test_no_plot_leaves_a_hole_beside_it(study: Study) -> None:
 def test_a_device_count_has_one_colour_in_every_plot(study: Study) -> None:
     plots = {plot.key: plot.figure["data"] for plot in study_plots(study)}
     expected = [f"var(--series-{index})" for index in (1, 2, 3)]
-    for key in ("efficiency", "train-time", "throughput"):
+    for key in ("efficiency", "train-time"):
         assert plots[key][0]["marker"]["color"] == expected
     for key in ("loss-epochs", "accuracy-epochs", "accuracy-time"):
         assert [trace["line"]["color"] for trace in plots[key] if "name" in trace] == expected

@@ -159,7 +159,7 @@ def test_rows_that_cannot_run_say_why() -> None:
     found = forecast(Job(global_batch_size=64, virtual_shards=4), gpu_cluster(), [1, 4, 8])
     text = Outline(render_plan_page(found)).text
     assert "Not possible, and grey in the table:" in text
-    assert "it needs --set virtual_shards=8" in text
+    assert "it needs virtual_shards = 8" in text
     assert "Grey rows" in shown(found, 120)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from statistics import fmean, median
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import PacelineError
 from paceline.report.study import Study, analyse, detect_grow, peak_learning_rate
+from paceline.spec import StepTime
 from tests.sample_records import sample_grown_records, sample_job, sample_record, sample_study_records
 
 
@@ -28,14 +30,38 @@ def test_a_row_averages_its_seeds(study: Study) -> None:
 
 def test_speedup_and_efficiency_follow_their_definition(study: Study) -> None:
     for row in study.rows:
-        assert row.speedup == pytest.approx(study.base.train_s / row.train_s)
-        assert row.efficiency == pytest.approx(study.base.train_s / row.train_s / row.devices)
+        assert row.samples_per_s == median(run.samples_per_s for run in row.runs)
+        assert row.speedup == pytest.approx(row.samples_per_s / study.base.samples_per_s)
+        assert row.efficiency == pytest.approx(row.samples_per_s / study.base.samples_per_s / row.devices)
+
+
+def test_slow_first_steps_change_the_training_time_and_not_the_speedup() -> None:
+    records = [sample_record(1), sample_record(2)]
+    slow_start = analyse([records[0], replace(records[1], train_s=1000.0)], grow="none", tolerance=0.01)
+    assert slow_start.rows[1].train_s == 1000.0
+    assert slow_start.rows[1].speedup == analyse(records, grow="none", tolerance=0.01).rows[1].speedup
+
+
+def test_the_speedup_has_the_range_of_the_steps() -> None:
+    records = [sample_record(1), sample_record(2, step_p10_s=0.005, step_time=StepTime(0.01), step_p90_s=0.02)]
+    base, row = analyse(records, grow="none", tolerance=0.01).rows
+    assert row.speedup is not None
+    assert row.speedup_range == pytest.approx((row.speedup / 2, 2 * row.speedup))
+    assert base.speedup_range == pytest.approx((1 / 1.12, 1 / 0.94))
+
+
+def test_steps_without_synchronisation_say_nothing_of_the_range() -> None:
+    job = sample_job(aggregation={"method": "local_sgd", "sync_every": 4})
+    rows = analyse([sample_record(count, job=job) for count in (1, 2)], grow="none", tolerance=0.01).rows
+    assert rows[1].speedup is not None and rows[1].speedup_range is None
+    unmeasured = analyse([sample_record(1, step_p10_s=None)], grow="none", tolerance=0.01)
+    assert unmeasured.base.speedup_range is None
 
 
 def test_speedup_is_relative_to_the_smallest_count_that_ran() -> None:
     study = analyse(sample_study_records((2, 4)), grow="none", tolerance=0.01)
     assert study.base.speedup == study.base.efficiency == 1.0
-    assert study.rows[1].efficiency == pytest.approx(study.base.train_s / study.rows[1].train_s / 2)
+    assert study.rows[1].efficiency == pytest.approx(study.rows[1].samples_per_s / study.base.samples_per_s / 2)
     assert "the speed of 2 devices" in study.recommendation.verdict
 
 
@@ -66,10 +92,10 @@ def test_a_gain_in_accuracy_is_no_reason_to_reject() -> None:
 
 
 def test_a_faster_smaller_count_is_pointed_out() -> None:
-    records = [sample_record(count, train_s=time) for count, time in ((1, 100.0), (2, 40.0), (4, 45.0))]
+    records = [sample_record(count, samples_per_s=rate) for count, rate in ((1, 100.0), (2, 250.0), (4, 222.0))]
     found = analyse(records, grow="none", tolerance=0.01).recommendation
     assert found.devices == 4
-    assert "the fastest of those within the limits is 2 devices: 40.0 s instead of 45.0 s" in found.reason
+    assert "the fastest of those within the limits is 2 devices: 250 instead of 222 samples/s" in found.reason
 
 
 def test_one_seed_claims_no_spread() -> None:
@@ -102,9 +128,9 @@ def test_a_single_device_count_is_no_comparison() -> None:
     assert not study.same_weights
 
 
-@pytest.mark.parametrize("times", [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
-def test_a_missing_time_divides_nothing(times: tuple[float, float]) -> None:
-    records = [sample_record(1, train_s=times[0]), sample_record(2, train_s=times[1])]
+@pytest.mark.parametrize("rates", [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
+def test_a_missing_throughput_divides_nothing(rates: tuple[float, float]) -> None:
+    records = [sample_record(1, samples_per_s=rates[0]), sample_record(2, samples_per_s=rates[1])]
     study = analyse(records, grow="none", tolerance=0.01)
     assert study.rows[1].speedup is None
     assert study.recommendation.devices == 1
@@ -183,7 +209,7 @@ def test_the_recommendation_keeps_its_rule(
     runs: list[tuple[int, int, float | None, float]], tolerance: float, floor: float
 ) -> None:
     records = [
-        sample_record(devices, seed, accuracy=accuracy, train_s=train_s) for devices, seed, accuracy, train_s in runs
+        sample_record(devices, seed, accuracy=accuracy, samples_per_s=rate) for devices, seed, accuracy, rate in runs
     ]
     study = analyse(records, grow="none", tolerance=tolerance, efficiency_floor=floor)
     base, found = study.base, study.recommendation

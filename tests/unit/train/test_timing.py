@@ -80,3 +80,12 @@ def test_marks_out_of_order_are_no_communication(clock: FakeTime) -> None:
         clock.pass_by(1.0)
         timer.step_ended((clock.perf_counter(), clock.perf_counter() - 1e-3))
     assert timer.median() == StepTime(1.0, 0.0, 1.0, 0.0)
+
+
+def test_one_step_in_ten_is_beyond_either_end(clock: FakeTime) -> None:
+    timer = StepTimer()
+    for number in range(3 + 11):
+        step(timer, clock, 0.0, float(number), 0.0)
+    assert timer.p10_p90() == pytest.approx((4.0, 12.0))  # of 3 to 13
+    too_few = StepTimer()
+    assert too_few.p10_p90() == (None, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import paceline
 from paceline.env import WorkerFacts
-from paceline.errors import ModelError
+from paceline.errors import JobError, ModelError
 from paceline.spec import Job, Plan
 from paceline.train import torch_settings
 from paceline.train.process_group import World
@@ -147,3 +148,22 @@ def test_other_errors_of_torch_stay_as_they_are() -> None:
     assert parity_refusal(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
     cublas = "… this operation is not deterministic because it uses CuBLAS … CUBLAS_WORKSPACE_CONFIG=:4096:8 …"
     assert "unset it" in str(parity_refusal(RuntimeError(cublas)))
+
+
+def test_a_run_does_not_go_on_in_another_precision_that_auto_means_here(tmp_path: Path) -> None:
+    def train(precision: str) -> None:
+        with paceline.init(
+            global_batch_size=4, virtual_shards=2, precision=precision, checkpoint_dir=tmp_path, progress=False
+        ) as run:
+            model = nn.Linear(2, 1)
+            model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for batch in run.batches([(torch.ones(2), 0.0)] * 4):
+                run.step(batch, lambda model, batch: model(batch[0]).square().mean())
+
+    train("bfloat16")
+    wrong = (
+        r"precision was 'bfloat16' and is 'float32' .where 'auto' means 'float32', name precision = 'bfloat16' to go on"
+    )
+    with pytest.raises(JobError, match=wrong):
+        train("auto")
+    train("bfloat16")

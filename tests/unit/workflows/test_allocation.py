@@ -230,5 +230,5 @@ def test_one_worker_alone_can_be_debugged(tmp_path: Path) -> None:
     ):
         here.run(Plan(world_size=2), PROGRAM, run_dir=tmp_path / "run")
     with pytest.raises(LaunchError, match="leave min_workers out"):
-        here.run_elastic(ElasticLimits(1, 1), spread, lambda _plan: PROGRAM, run_dir=tmp_path / "run")
+        here.run_job(1, Elastic(min_workers=1), spread, lambda _plan: PROGRAM, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -107,6 +107,13 @@ def test_this_node_is_checked() -> None:
             lambda: paceline.train("digits-lenet", track="wandb"),
             r"track = 'wandb' should be a list of words",
         ),
+        (
+            lambda: paceline.train("digits-lenet", callbacks=cast(Any, "mine:Log")),
+            "callbacks = 'mine:Log' should be a list",
+        ),
+        (lambda: paceline.bench.comm(algorithms=cast(Any, "ring")), "algorithms = 'ring' should be a list of words"),
+        (lambda: paceline.Strategy("pp", cut="layer1"), "cut = 'layer1' should be a list of words"),
+        (lambda: paceline.verify("train.py", "--x 1"), "arguments = '--x 1' should be a list of words"),
         (lambda: paceline.train("digits-lenet", max_steps=0), "max_steps = 0 should be"),
         (lambda: paceline.train("digits-lenet", threads=-3), "threads = -3 should be"),
         (lambda: paceline.scale("digits-lenet", devices=[]), r"devices = \[\] should be whole numbers"),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from paceline.measure.values import JobProbe, write_json
+from paceline.measure.values import JobProbe, JobRequest
 from paceline.spec import Cluster, Device, ForecastCheck, Job, JobTiming, Link, NetworkLink, Node, NodePlacement, Plan
 from paceline.workflows.allocation import Allocation
 from paceline.workflows.probe import measure_job, merge
@@ -54,10 +52,10 @@ class _FakeAllocation:
     plan: Plan | None = None
     request: dict[str, Any] = field(default_factory=dict)
 
-    def run(self, plan: Plan, _program: Sequence[str], *, run_dir: Path, **_environ: Mapping[str, str]) -> None:
+    def measure(self, _program: str, request: JobRequest, plan: Plan, folder: Path, **_options: object) -> None:
         self.plan = plan
-        self.request = json.loads((run_dir / "request.json").read_text())
-        write_json(JobProbe(timing("job"), ("nothing",)), run_dir / "probe.json")
+        self.request = request.to_mapping()
+        JobProbe(timing("job"), ("nothing",)).save(folder / "probe.json")
 
 
 def _measured(job: Job, plan: Plan, folder: Path, where: Where = HERE) -> _FakeAllocation:

@@ -11,6 +11,7 @@ import paceline
 from paceline.errors import LaunchError, PacelineError
 from paceline.run_lease import hold_folder
 from paceline.spec import Job, Plan
+from paceline.spec.plan import RunLimit
 from paceline.workflows.run_folder import begun_with, finished_run, new_run_dir, write_run
 from tests.sample_records import sample_record
 
@@ -44,7 +45,7 @@ def test_a_finished_run_is_never_lost(tmp_path: Path) -> None:
 def test_a_run_in_the_precision_that_was_left_to_it_is_finished(tmp_path: Path) -> None:
     record = sample_record()
     decided = dataclasses.replace(record.job, precision="bfloat16")
-    write_run(decided, record.plan, tmp_path, max_steps=None)
+    write_run(decided, record.plan, tmp_path)
     dataclasses.replace(record, job=decided).save(tmp_path / "record.json")
     left_to_it = dataclasses.replace(decided, precision="auto")
     assert finished_run(tmp_path, left_to_it, None, force=False) is not None
@@ -55,7 +56,7 @@ def test_a_run_in_the_precision_that_was_left_to_it_is_finished(tmp_path: Path) 
 def test_a_second_start_in_a_folder_changes_nothing_there(tmp_path: Path) -> None:
     """The first one is about to end: its record is there, and it will look for it."""
     record = sample_record()
-    write_run(record.job, record.plan, tmp_path, max_steps=record.steps)
+    write_run(record.job, record.plan, tmp_path, RunLimit(record.steps))
     record.save(tmp_path / "record.json")
     with hold_folder(tmp_path):
         before = sorted(path.name for path in tmp_path.iterdir())
@@ -67,7 +68,7 @@ def test_a_second_start_in_a_folder_changes_nothing_there(tmp_path: Path) -> Non
 def test_a_run_lies_ready_as_files(tmp_path: Path) -> None:
     job, plan = Job(name="digits", epochs=3), Plan(world_size=2)
     program = write_run(
-        job, plan, tmp_path / "deep" / "run", max_steps=7, quiet=True, trackers=["tensorboard"], force=True
+        job, plan, tmp_path / "deep" / "run", RunLimit(7), quiet=True, trackers=["tensorboard"], force=True
     )
     run_dir = tmp_path / "deep" / "run"
     assert begun_with(run_dir) == (job, plan, 7)

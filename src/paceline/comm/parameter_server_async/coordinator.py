@@ -157,8 +157,3 @@ class Coordinator:
                     ping.result(WORKER_ROLE)
                 except PeerLost:
                     self.leave(rank)
-
-
-def is_there() -> bool:
-    """A sign of life."""
-    return True

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -102,7 +103,7 @@ class Peers:
     def call(self, rank: int, name: str, *arguments: Any) -> Call:
         """Begin to run handler `name` on worker `rank`; on this worker itself, run it at once in this thread."""
         if rank == self._rank:
-            return Call(rank, result=self._handlers[name](*arguments))
+            return Call(rank, answer=self._handlers[name](*arguments))
         deadline_s = time.monotonic() + self._timeout_s
         try:
             connection = self._connection_to(rank)
@@ -201,35 +202,25 @@ class Peers:
             _send_encoded(connection, *answer)
 
 
+@dataclass
 class Call:
-    """A call to another worker: under way, or answered."""
+    """A call to another worker: under way on a connection, or answered."""
 
-    def __init__(
-        self,
-        rank: int,
-        connection: socket.socket | None = None,
-        deadline_s: float = 0.0,
-        classes: Sequence[type] = (),
-        *,
-        on_failure: Callable[[], None] = lambda: None,
-        result: Any = None,
-        problem: OSError | None = None,
-    ) -> None:
-        self._rank = rank
-        self._connection = connection
-        self._deadline_s = deadline_s
-        self._classes = classes
-        self._on_failure = on_failure
-        self._result = result
-        self._problem = problem
+    rank: int
+    connection: socket.socket | None = None
+    deadline_s: float = 0.0
+    classes: Sequence[type] = ()
+    on_failure: Callable[[], None] = lambda: None
+    answer: Any = None
+    problem: OSError | None = None
 
     @property
     def is_done(self) -> bool:
         """Whether `result` returns, or raises, without waiting long."""
-        if self._connection is None or time.monotonic() >= self._deadline_s:
+        if self.connection is None or time.monotonic() >= self.deadline_s:
             return True
         readable = select.poll()  # unlike select(), for any number of open files
-        readable.register(self._connection, select.POLLIN)
+        readable.register(self.connection, select.POLLIN)
         return bool(readable.poll(0))
 
     def result(self, role: str) -> Any:
@@ -242,19 +233,19 @@ class Call:
             PeerLost: the worker cannot be reached, or does not answer in time; says its rank and `role`.
             RuntimeError: the handler raised an exception there; has its traceback.
         """
-        if self._connection is not None:
-            connection, self._connection = self._connection, None
+        if self.connection is not None:
+            connection, self.connection = self.connection, None
             try:
-                connection.settimeout(max(0.001, self._deadline_s - time.monotonic()))
-                kind, self._result = _receive(connection, self._classes)
+                connection.settimeout(max(0.001, self.deadline_s - time.monotonic()))
+                kind, self.answer = _receive(connection, self.classes)
                 if kind == "error":
-                    raise RuntimeError(f"On worker {self._rank}:\n{self._result}")
+                    raise RuntimeError(f"On worker {self.rank}:\n{self.answer}")
             except OSError as problem:
-                self._on_failure()
-                self._problem = problem
-        if self._problem is not None:
-            raise lost(self._rank, role, str(self._problem) or type(self._problem).__name__)
-        return self._result
+                self.on_failure()
+                self.problem = problem
+        if self.problem is not None:
+            raise lost(self.rank, role, str(self.problem) or type(self.problem).__name__)
+        return self.answer
 
 
 def lost(rank: int, role: str, reason: str) -> PeerLost:

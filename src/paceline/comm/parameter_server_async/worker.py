@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
-from paceline.comm.parameter_server_async.coordinator import Coordinator, is_there
+from paceline.comm.parameter_server_async.coordinator import Coordinator
 from paceline.comm.parameter_server_async.ledger import Ledger
 from paceline.comm.parameter_server_async.messages import (
     MESSAGES,
@@ -109,7 +109,7 @@ class ParameterServerAsync:
         self._peers: Peers | None = None
         if not self._node.leads:
             return
-        handlers: dict[str, Callable[..., Any]] = {"is_there": is_there}
+        handlers: dict[str, Callable[..., Any]] = {"is_there": lambda: True}
         if rank in self._servers:
             span = self._spans[self._servers.index(rank)]
             held = ParameterSlice(optimizer, span, course.num_shards, course.lr_factor, course.first_batch)
@@ -183,7 +183,10 @@ class ParameterServerAsync:
         Raises:
             PeerLost: some did not come within the timeout; says which.
         """
-        self._wait_for_all()
+        self._num_barriers += 1
+        give_up_at_s = time.monotonic() + self._terms.timeout_s
+        while self._node.on_leader(partial(self._ask_who_is_missing, self._num_barriers, give_up_at_s)):
+            pass
 
     def collect(self) -> None:
         """Bring the optimizer's whole state to every worker: with the parameters, what one worker alone would have now.
@@ -198,7 +201,7 @@ class ParameterServerAsync:
 
     def close(self) -> None:
         """Leave when all workers that are still there do so. A collective."""
-        self._wait_for_all()
+        self.barrier()
         if self._node.leads:
             if self._coordinator is not None:
                 # Other workers may not have been told yet that all have arrived at the barrier.
@@ -322,12 +325,6 @@ class ParameterServerAsync:
             gradient = torch.cat([g.detach().flatten() for g in gradients]).cpu()
             mine = ShardResult(gradient, used, statistics.detach().cpu())
         return self._node.add(task.start, mine)
-
-    def _wait_for_all(self) -> None:
-        self._num_barriers += 1
-        give_up_at_s = time.monotonic() + self._terms.timeout_s
-        while self._node.on_leader(partial(self._ask_who_is_missing, self._num_barriers, give_up_at_s)):
-            pass
 
     def _ask_who_is_missing(self, number: int, give_up_at_s: float) -> bool:
         """Whether anybody has still to come to barrier `number`."""

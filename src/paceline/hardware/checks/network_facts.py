@@ -93,7 +93,7 @@ def collect_network(
         variables=dict(variables),
         own_name=look_up(socket.gethostname()),
         peers=lookups,
-        routes={lookup.name: route(lookup.addresses[:1], addresses) for lookup in lookups},
+        routes={lookup.name: route(lookup.addresses, addresses) for lookup in lookups},
         rdma_ports=_rdma_ports(sys / "class/infiniband"),
         num_ports=int(high) - int(low) + 1 if low.strip().isdigit() and high.strip().isdigit() else None,
         is_torchrun_port_free=is_free(TORCHRUN_PORT),
@@ -151,18 +151,18 @@ def route(addresses: Sequence[str], own: Sequence[tuple[str, str]]) -> str:
     Returns:
         Its name; "lo" for an address of this node itself, empty where there is no way.
     """
-    for address in addresses:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        try:
-            with socket.socket(family, socket.SOCK_DGRAM) as asking:
-                asking.connect((address, 9))
-                source = asking.getsockname()[0]
-        except OSError:
-            return ""
-        if source == address or source.startswith("127.") or source == "::1":
-            return "lo"
-        return next((name for name, mine in own if mine == source), "")
-    return ""
+    if not addresses:
+        return ""
+    family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as asking:
+            asking.connect((addresses[0], 9))
+            source = asking.getsockname()[0]
+    except OSError:
+        return ""
+    if source == addresses[0] or source.startswith("127.") or source == "::1":
+        return "lo"
+    return next((name for name, mine in own if mine == source), "")
 
 
 def is_free(port: int) -> bool:

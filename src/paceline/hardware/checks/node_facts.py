@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from paceline import env
 from paceline.hardware.checks.gpu_facts import GpusFacts, collect_gpus, count_xids, read_kernel_log
@@ -17,14 +16,14 @@ from paceline.hardware.checks.pcie_facts import PcieFacts, collect_pcie
 from paceline.hardware.checks.storage_facts import StorageFacts, collect_storage
 from paceline.hardware.checks.system_facts import SystemFacts, collect_system
 from paceline.hardware.sources import output_of
-from paceline.spec.codec import from_mapping, to_mapping
+from paceline.spec.codec import JsonValue
 
 TORCH_LIMIT_S = 120.0
 """Initialising CUDA loads gigabytes of libraries."""
 
 
 @dataclass(frozen=True)
-class NodeFacts:
+class NodeFacts(JsonValue):
     """What the checks of one node look at; nothing in it is judged yet."""
 
     hostname: str
@@ -38,14 +37,6 @@ class NodeFacts:
     def has_peers(self) -> bool:
         """Whether the run has other nodes; alone, a node talks to itself through loopback and needs no name."""
         return bool(self.network.peers)
-
-    @classmethod
-    def from_mapping(cls, mapping: dict[str, Any]) -> NodeFacts:
-        """Raises `JobError` for what another version of Paceline may have sent."""
-        return from_mapping(cls, mapping)
-
-    def to_mapping(self) -> dict[str, Any]:
-        return to_mapping(self)
 
 
 def node_facts(

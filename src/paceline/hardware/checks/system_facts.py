@@ -54,7 +54,7 @@ def collect_system(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Syst
     cpu = sys / "devices/system/cpu/cpu0"
     return SystemFacts(
         versions=collect_versions(),
-        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        num_cores=len(os.sched_getaffinity(0)),
         quota_cores=quota_cores(read_text(proc / "self/cgroup"), sys / "fs/cgroup"),
         threads_per_core=count_cpus(read_text(cpu / "topology/thread_siblings_list")) or 1,
         governor=read_text(cpu / "cpufreq/scaling_governor"),

@@ -19,15 +19,13 @@ class MicroBatch:
     """One micro-batch: some virtual shards of the global batch, which pass through the stages together."""
 
     loss_of: Callable[[nn.Module], Tensor]
-    """Calls the user's loss function with the model it is given, on these samples: their mean loss."""
+    """Calls the user's loss function with the model it is given, on these samples: their loss, weighted."""
     before_forward: Callable[[], None] = lambda: None
     """Called before every forward pass, more than once a step: seeds generators, tells norm layers the shards."""
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Around every forward pass: autocast."""
     backward: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Around every backward pass. What `before_forward` set may be another micro-batch's by then."""
-    weight: float = 1.0
-    """The fraction of the global batch, by which the loss is multiplied."""
     scale: Callable[[Tensor], Tensor] = lambda loss: loss
     """Applies the loss scale just before backward."""
 

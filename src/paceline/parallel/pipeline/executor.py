@@ -167,8 +167,6 @@ class Step:
             else:
                 model = StandIn(self._calls_model, self._training, lambda call: run(call)[0])
                 loss = check_loss(micro_batch.loss_of(model))
-                if micro_batch.weight != 1.0:
-                    loss = loss * micro_batch.weight
                 self._losses += loss.detach()
                 left = [micro_batch.scale(loss)]
         self._passes[stage, number] = _Pass(arrived, left)

@@ -105,18 +105,19 @@ def _time_layer(recording: Recording, number: int, device: torch.device, num_rep
 
 
 @contextmanager
-def counting_kept(own: Iterable[Tensor]) -> Iterator[Callable[[], int]]:
+def counting_kept(own: Iterable[Tensor] = ()) -> Iterator[Callable[[], int]]:
     """Count the bytes that forward passes inside of the `with` keep for backward, each piece of memory once.
 
     Args:
-        own: parameters and buffers, which are in memory anyway.
+        own: parameters and buffers, which are in memory anyway; no other parameter counts, such as a gathered one.
     """
     held = {tensor.untyped_storage()._cdata for tensor in own}
     kept: dict[int, UntypedStorage] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in held:
+        whole = tensor if tensor._base is None else tensor._base
+        if storage._cdata not in held and not isinstance(whole, nn.Parameter):
             kept[storage._cdata] = storage  # alive, or another one might get its address
         return tensor
 

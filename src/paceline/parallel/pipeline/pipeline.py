@@ -53,12 +53,11 @@ class Pipeline:
         """A collective of all workers of the run, each with its own `group`.
 
         Args:
-            model: the whole model, alike on all workers; it may be on the meta device, or in host memory where `device`
-                cannot hold all of it: it is cut where it is. What is not in this worker's stages is not kept.
+            model: the whole model, alike on all workers, on any device, meta too: it is cut where it is. What is not in
+                this worker's stages is not kept.
             example: how the model is called, for a few samples; None: only for an nn.Sequential, whose layers then
                 count by their parameters.
-            limits: what a stage should hold; where the user cuts, nothing limits it. Where no cut keeps them the
-                fastest is taken, and a note says so.
+            limits: what a stage should hold, unless the user cuts; where no cut keeps them a note says so.
             agreement: workers that all have to cut alike, such as those of all replicas; None: those of `group`.
             timeout_s: how long NCCL waits for a message; Gloo waits as long as `group` says.
             before_last_backward: called with a stage just before its last backward pass of a step.
@@ -92,10 +91,11 @@ class Pipeline:
             check_stages(recording, everywhere, example, place)
         self.shared_parameters = _shared_parameters(model, everywhere, links)
         """Parameters shared with other workers, and their ranks in the group; in the order of the model."""
-        let_go(model, list(self._stages.values()))
-        self.stages: list[nn.Module] = list(self._stages.values())
+        own = list(self._stages.values())
+        let_go(model, own)
+        self.stages: list[nn.Module] = [*own]
         """This worker's stages, in their order."""
-        self.module: nn.Module = Stages(list(self._stages.values()), self._evaluate)
+        self.module: nn.Module = Stages(own, self._evaluate)
         """This worker's stages as one module; called, it computes the whole model."""
         self._schedules: dict[int, Schedule] = {}
         self.draws_unexpectedly = False

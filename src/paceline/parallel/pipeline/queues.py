@@ -19,11 +19,6 @@ Queue = tuple[int, int]
 """Sender and receiver, by their ranks in the pipeline."""
 
 
-def queue_of(source: int, to: int) -> Queue:
-    """The queue of all messages from one worker to another."""
-    return source, to
-
-
 def queue_rounds(num_workers: int, stages_per_worker: int) -> list[list[Queue]]:
     """All queues of a pipeline in rounds, in each of which no worker has more than one.
 
@@ -36,8 +31,8 @@ def queue_rounds(num_workers: int, stages_per_worker: int) -> list[list[Queue]]:
         pairs = [(worker, (worker + 1) % num_workers) for worker in range(first, last, 2)]
         closes_odd_ring = first == 0 and num_workers % 2 == 1 and last == num_workers
         for some in (pairs[:-1], pairs[-1:]) if closes_odd_ring else (pairs,):
-            rounds.append([queue_of(*pair) for pair in some])
-            rounds.append([queue_of(after, before) for before, after in some])
+            rounds.append(some)
+            rounds.append([(after, before) for before, after in some])
     return [some for some in rounds if some]
 
 

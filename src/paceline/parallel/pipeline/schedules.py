@@ -10,7 +10,7 @@ et al. 2021, section 2.2. Zero-bubble: Qi et al. 2023, "Zero Bubble Pipeline Par
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from paceline.spec.mesh import ScheduleName
@@ -104,55 +104,48 @@ def _play(
     return tuple(tuple(player.actions) for player in players)
 
 
+@dataclass
 class _Player:
     """One worker in the simulation that finds a schedule: takes the first action that is possible and allowed."""
 
-    def __init__(
-        self,
-        forwards: list[tuple[int, int]],
-        backwards: list[tuple[int, int]],
-        limit: int,
-        most_kept: int,
-        num_stages: int,
-        flushes_forwards: bool,
-        splits: bool,
-    ) -> None:
-        self.actions: list[Action] = []
-        self.limit = limit
-        self.most_kept = most_kept
-        self._forwards = forwards
-        self._backwards = backwards
-        self._num_forward = self._num_backward = self._num_weight = 0
-        self._num_stages = num_stages
-        self._flushes_forwards = flushes_forwards
-        self._splits = splits
+    forwards: list[tuple[int, int]]
+    backwards: list[tuple[int, int]]
+    limit: int
+    most_kept: int
+    num_stages: int
+    flushes_forwards: bool
+    splits: bool
+    actions: list[Action] = field(default_factory=list)
+    num_forward: int = 0
+    num_backward: int = 0
+    num_weight: int = 0
 
     @property
     def is_done(self) -> bool:
-        return self._num_weight == len(self._forwards)
+        return self.num_weight == len(self.forwards)
 
     def choose(self, is_done: Callable[[Action], bool]) -> Action | None:
         def can(action: Action) -> bool:
-            return all(is_done(needed) for needed in needs(action, self._num_stages))
+            return all(is_done(needed) for needed in needs(action, self.num_stages))
 
         action = None
-        num_all = len(self._forwards)
-        ahead, kept = self._num_forward - self._num_backward, self._num_forward - self._num_weight
-        if self._num_forward < num_all and ahead < self.limit and kept < self.most_kept:
-            candidate = Action("forward", *self._forwards[self._num_forward])
+        num_all = len(self.forwards)
+        ahead, kept = self.num_forward - self.num_backward, self.num_forward - self.num_weight
+        if self.num_forward < num_all and ahead < self.limit and kept < self.most_kept:
+            candidate = Action("forward", *self.forwards[self.num_forward])
             if can(candidate):
-                self._num_forward += 1
+                self.num_forward += 1
                 action = candidate
-        waits = self._flushes_forwards and self._num_forward < num_all
-        if action is None and self._num_backward < num_all and not waits:
-            candidate = Action("input" if self._splits else "backward", *self._backwards[self._num_backward])
+        waits = self.flushes_forwards and self.num_forward < num_all
+        if action is None and self.num_backward < num_all and not waits:
+            candidate = Action("input" if self.splits else "backward", *self.backwards[self.num_backward])
             if can(candidate):
-                self._num_backward += 1
-                self._num_weight += not self._splits
+                self.num_backward += 1
+                self.num_weight += not self.splits
                 action = candidate
-        if action is None and self._splits and self._num_weight < self._num_backward:
-            action = Action("weight", *self._backwards[self._num_weight])
-            self._num_weight += 1
+        if action is None and self.splits and self.num_weight < self.num_backward:
+            action = Action("weight", *self.backwards[self.num_weight])
+            self.num_weight += 1
         if action is not None:
             self.actions.append(action)
         return action

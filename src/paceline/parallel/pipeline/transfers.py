@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.errors import ModelError
 from paceline.object_collectives import broadcast_object
 from paceline.parallel.pipeline.message import MessageForm, TensorForm, from_bytes, to_bytes, what_can_be_sent
-from paceline.parallel.pipeline.queues import open_queues, queue_of
+from paceline.parallel.pipeline.queues import open_queues
 
 
 class Outbox:
@@ -95,7 +95,7 @@ class StageLinks:
         return Arrival.begin(forms, self.device, self._queue(source, self.rank), self._ranks[source])
 
     def _queue(self, source: int, to: int) -> dist.ProcessGroup:
-        return self._queues.get(queue_of(source, to), self.group)
+        return self._queues.get((source, to), self.group)
 
     def sum_among(self, shared: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
         """Add up tensors, each over the workers that have it, in the order of their ranks; a collective of these.

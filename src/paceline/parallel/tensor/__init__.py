@@ -17,14 +17,13 @@ from paceline.parallel.tensor.apply import apply_plan
 from paceline.parallel.tensor.finder import LARGE, find_plan
 from paceline.parallel.tensor.plan import TensorPlan, given_plan, styles_of_model
 from paceline.parallel.tensor.region_finder import add_sequence_regions
-from paceline.parallel.tensor.traffic import LayerSize, bytes_per_pass, bytes_per_sample, layer_sizes
+from paceline.parallel.tensor.traffic import LayerSize, bytes_per_sample, layer_sizes
 
 __all__ = [
     "LARGE",
     "LayerSize",
     "TensorPlan",
     "apply_plan",
-    "bytes_per_pass",
     "bytes_per_sample",
     "declared_plan",
     "find_plan",

@@ -44,20 +44,6 @@ class _ChannelConv(_ConvNd):
         )
 
 
-class ChannelConv1d(_ChannelConv, nn.Conv1d):
-    """One dimension."""
-
-
-class ChannelConv2d(_ChannelConv, nn.Conv2d):
-    """Two dimensions."""
-
-
-class ChannelConv3d(_ChannelConv, nn.Conv3d):
-    """Three dimensions."""
-
-
 CHANNEL_CONVS: dict[type[nn.Module], type[_ChannelConv]] = {
-    nn.Conv1d: ChannelConv1d,
-    nn.Conv2d: ChannelConv2d,
-    nn.Conv3d: ChannelConv3d,
+    kind: type(f"Channel{kind.__name__}", (_ChannelConv, kind), {}) for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 }

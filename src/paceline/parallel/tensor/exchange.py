@@ -80,8 +80,9 @@ def sum_gradients(parameters: Sequence[Tensor], axis: DeviceMesh) -> tuple[Tenso
     """Parameters that this worker applies to its own positions; their gradients are summed over workers, at once."""
     if not (torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)):
         return tuple(parameters)
-    summed: tuple[Tensor, ...] = _SumGradients.apply(axis, *parameters)  # type: ignore[no-untyped-call]
-    return summed
+    flat = sum_gradient(torch.cat([parameter.reshape(-1) for parameter in parameters]), axis)
+    parts = flat.split([parameter.numel() for parameter in parameters])
+    return tuple(part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True))
 
 
 def redistribute_rows(own: Tensor, num_blocks: int, axis: DeviceMesh) -> Tensor:
@@ -174,24 +175,6 @@ def exchange(tensor: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
     """`forward(tensor)`, whose gradient is `backward` of the gradient."""
     exchanged: Tensor = _Exchange.apply(tensor, forward, backward)  # type: ignore[no-untyped-call]
     return exchanged
-
-
-class _SumGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, axis: DeviceMesh, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.axis = axis
-        return tuple(parameter.view_as(parameter) for parameter in parameters)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        trained = [grad for grad, needed in zip(grads, ctx.needs_input_grad[1:], strict=True) if needed]
-        flat = _all_reduce(torch.cat([grad.reshape(-1) for grad in trained]), ctx.axis)
-        parts = iter(flat.split([grad.numel() for grad in trained]))
-        summed = (
-            next(parts).view(grad.shape) if needed else None
-            for grad, needed in zip(grads, ctx.needs_input_grad[1:], strict=True)
-        )
-        return None, *summed
 
 
 class _ReduceScatter(torch.autograd.Function):

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.conv import _ConvNd
 
+from paceline.parallel.forward_buffers import looking_at
 from paceline.parallel.generators import generator_states
 
 ELEMENTWISE: set[type[nn.Module]] = {
@@ -78,20 +79,20 @@ def trace(module: nn.Module, *, only_input: bool = False) -> fx.Graph | None:
     if callable(as_fx_graph := getattr(module, "as_fx_graph", None)):
         return cast(fx.Graph, as_fx_graph())
     before = dict(vars(module))
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]  # which a forward may move, also for a proxy
     generators = generator_states(torch.device("cpu"))
     graphs = []
-    try:
-        for training in (True, False):
-            module.training = training
-            graphs.append(_OwnForward().trace(module, _defaults(module) if only_input else None))
-    except Exception:  # whatever a forward does that a proxy cannot
+    with looking_at(module):  # a forward may move buffers, also for a proxy
+        try:
+            for training in (True, False):
+                module.training = training
+                graphs.append(_OwnForward().trace(module, _defaults(module) if only_input else None))
+        except Exception:  # whatever a forward does that a proxy cannot
+            graphs.clear()
+        finally:
+            vars(module).clear()
+            vars(module).update(before)
+    if not graphs:
         return None
-    finally:
-        vars(module).clear()
-        vars(module).update(before)
-        for buffer, value in buffers:
-            buffer.detach().copy_(value)
     is_always_so = str(graphs[0]) == str(graphs[1]) and generators == generator_states(torch.device("cpu"))
     return graphs[0] if is_always_so else None
 

@@ -6,7 +6,6 @@ can be printed, edited and given back; who made it, the user, the model or the f
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from paceline.errors import ModelError
+from paceline.errors import ModelError, did_you_mean
 from paceline.parallel.tensor.slices import degrees_that_fit, every_worker_has_some
 
 STYLES = {
@@ -69,8 +68,7 @@ def parse_style(text: str) -> Entry:
     for word in " + ".join(_ALIASES.get(one.strip(), one) for one in text.split("+")).split("+"):
         found = re.fullmatch(r"\s*(\w+)\s*(?:\(([^()]*)\))?\s*", word)
         if found is None or found[1] not in STYLES:
-            near = difflib.get_close_matches(word.strip(), [*STYLES, *_ALIASES], n=1, cutoff=0.6)
-            hint = f"did you mean '{near[0]}'? " if near else ""
+            hint = did_you_mean(word.strip(), [*STYLES, *_ALIASES])
             raise ModelError(
                 f"The tensor plan has no style '{word.strip()}': {hint}The styles are "
                 f"{', '.join([*STYLES, *_ALIASES])}; join several of one module by +."
@@ -150,8 +148,7 @@ def given_plan(model: nn.Module, styles: Mapping[str, str], degree: int) -> Tens
         expression = re.escape(pattern).replace(r"\*", r"[^.]+")
         found = [name for name in modules if re.fullmatch(expression, name)]
         if not found:
-            near = difflib.get_close_matches(pattern, modules, n=1, cutoff=0.5)
-            hint = f"did you mean '{near[0]}'?" if near else "write the name as model.named_modules() has it."
+            hint = did_you_mean(pattern, modules, "{}") or "write the name as model.named_modules() has it."
             raise ModelError(f"The tensor plan names '{pattern}', which this model does not have: {hint}")
         named |= dict.fromkeys(found, style)
     plan = TensorPlan(degree, {name: style for name, style in named.items() if style != "replicate"})

@@ -9,9 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from paceline.parallel.tensor.exchange import rows_to_send
 from paceline.parallel.tensor.linear import tied_product
-from paceline.parallel.tensor.plan import TensorPlan, num_blocks
+from paceline.parallel.tensor.plan import TensorPlan
 from paceline.parallel.tensor.slices import slice_size
 
 _WITHOUT_COLLECTIVE = {"heads", "local_dropout", "sequence_parallel"}
@@ -30,10 +29,6 @@ class LayerSize:
     """The length of the output's last dimension but one."""
     num_rows: int = 1
     """Rows of its weight: output features, channels or words."""
-    row_size: int = 0
-    """Weights in one row, with its bias."""
-    num_trained: int = 0
-    """Its trained parameters."""
 
     def padded_positions(self, degree: int) -> float:
         return _padded(self.num_positions, degree)
@@ -88,26 +83,6 @@ def bytes_per_sample(plan: TensorPlan, sizes: Mapping[str, LayerSize], itemsize:
     return total * itemsize * (n - 1) / n
 
 
-def bytes_per_pass(plan: TensorPlan, sizes: Mapping[str, LayerSize], rank: int, itemsize: int) -> float:
-    """Bytes that a worker sends for each forward and backward, however many samples.
-
-    They are rows of weights that change workers to become heads, and the gradients of norms on own positions.
-    """
-    n = plan.degree
-    total = 0.0
-    for name, entry in plan.entries.items():
-        if "sequence_parallel" in entry:
-            total += 2 * (n - 1) / n * sizes[name].num_trained
-        blocks = 3 if "attention" in entry else num_blocks(entry)
-        if blocks > 1:
-            size = sizes[name]
-            counts = rows_to_send(size.num_rows, blocks, n)
-            forward = sum(counts[rank]) - counts[rank][rank]
-            backward = sum(row[rank] for row in counts) - counts[rank][rank]
-            total += (forward + backward) * size.row_size
-    return total * itemsize
-
-
 def layer_sizes(model: nn.Module, call: Callable[[nn.Module], Any], num_samples: int) -> dict[str, LayerSize]:
     """What passes through every layer in `call(model)`, which takes `num_samples` through a model not yet divided.
 
@@ -117,18 +92,13 @@ def layer_sizes(model: nn.Module, call: Callable[[nn.Module], Any], num_samples:
     embeddings = {id(m.weight): name for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
 
     def record(name: str, module: nn.Module | None, inputs: list[Tensor], output: Tensor) -> None:
-        prefix = "in_proj_" if isinstance(module, nn.MultiheadAttention) else ""
-        weight: Any = getattr(module, f"{prefix}weight", None)
-        has_rows = isinstance(weight, Tensor) and weight.dim() > 0
-        has_bias = getattr(module, f"{prefix}bias", None) is not None
+        weight: Any = getattr(module, "weight", None)
         sizes[name] = LayerSize(
             num_in=sum(tensor.numel() for tensor in inputs) // num_samples,
             num_out=output.numel() // num_samples,
             input_has_gradient=any(tensor.requires_grad for tensor in inputs),
             num_positions=output.shape[-2] if output.dim() > 1 else 1,
-            num_rows=len(weight) if has_rows else 1,
-            row_size=weight[0].numel() + has_bias if has_rows else 0,
-            num_trained=sum(p.numel() for p in module.parameters() if p.requires_grad) if module is not None else 0,
+            num_rows=len(weight) if isinstance(weight, Tensor) and weight.dim() > 0 else 1,
         )
 
     class Products(TorchFunctionMode):

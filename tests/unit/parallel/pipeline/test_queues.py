@@ -16,7 +16,7 @@ from paceline.parallel.pipeline import MicroBatch, Schedule, make_schedule
 from paceline.parallel.pipeline.calls import Calls
 from paceline.parallel.pipeline.executor import Step
 from paceline.parallel.pipeline.message import MessageForm, TensorForm, to_bytes
-from paceline.parallel.pipeline.queues import Queue, queue_of, queue_rounds
+from paceline.parallel.pipeline.queues import Queue, queue_rounds
 from paceline.parallel.pipeline.stage import Stage
 from paceline.parallel.pipeline.transfers import Arrival, StageLinks
 from paceline.spec.mesh import ScheduleName
@@ -34,6 +34,10 @@ CASES = list(itertools.product(SHAPES, (2, 3, 4, 8), (1, 2, 3, 4, 8, 16), (True,
 """(schedule and stages a worker), workers, micro-batches, whether messages are described as in the first step."""
 
 QueueOf = Callable[[int, int], Hashable]
+
+
+def queue_of(source: int, to: int) -> Queue:
+    return source, to
 
 
 def up_or_down(source: int, to: int) -> Hashable:

@@ -2,41 +2,38 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import operator
 from collections.abc import Callable
 from typing import Any
 
-from paceline.errors import JobError
+from paceline.errors import JobError, PacelineError, did_you_mean
 
 
-def imported(path: str, key: str) -> Callable[..., Any]:
+def imported(path: str, key: str, error: type[PacelineError] = JobError) -> Callable[..., Any]:
     """The function or class behind an import path.
 
     Args:
         key: the key of the job that names it, for the error.
-
-    Raises:
-        JobError: it is not an import path, or there is no such module or name.
+        error: what is raised where it is not an import path, or there is no such module or name.
     """
     module_name, _, attribute = path.partition(":")
     if not attribute or not all(part.isidentifier() for part in f"{module_name}.{attribute}".split(".")):
-        raise JobError(f"{key} = {path!r} is not an import path; write it as 'package.module:name'.")
+        raise error(f"{key} = {path!r} is not an import path; write it as 'package.module:name'.")
     try:
         found = operator.attrgetter(attribute)(importlib.import_module(module_name))
     except ModuleNotFoundError as problem:
         # A module that is missing inside the user's own code is their bug and keeps its traceback.
         if problem.name is None or not f"{module_name}.".startswith(f"{problem.name}."):
             raise
-        raise JobError(
+        raise error(
             f"{key} = {path!r}: there is no module {problem.name!r}; install it or put its directory on PYTHONPATH."
         ) from None
     except AttributeError:
-        raise JobError(f"{key} = {path!r}: the module {module_name!r} has no {attribute!r}.") from None
+        raise error(f"{key} = {path!r}: the module {module_name!r} has no {attribute!r}.") from None
     if not callable(found):
-        raise JobError(f"{key} = {path!r} should name a function or class, not a {type(found).__name__}.")
+        raise error(f"{key} = {path!r} should name a function or class, not a {type(found).__name__}.")
     return found  # type: ignore[no-any-return]
 
 
@@ -59,8 +56,7 @@ def checked_options(
     own = {one.name: one for one in parameters[num_given:] if one.kind is not one.VAR_POSITIONAL}
     for name in options:
         if name not in own:
-            near = difflib.get_close_matches(name, own, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            hint = did_you_mean(name, own)
             raise JobError(f"{where}: {who} has no option {name!r}: {hint}It has {', '.join(own) or 'none'}.")
     if not num_given:
         for name, parameter in own.items():

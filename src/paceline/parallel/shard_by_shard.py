@@ -1,0 +1,68 @@
+"""Virtual shards computed one by one, for engines in which a shard's gradient must not depend on the worker."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from paceline.containers import copied
+from paceline.parallel.coupling import leaving_no_trace
+from paceline.parallel.engine import StepInput, statistics_dtype
+from paceline.parallel.loss_functions import LossFunctions
+from paceline.parallel.losses import LossLayout, ShardLoss, StepLoss, read_loss
+from paceline.parallel.norm import ShardBatchNorm, replace_batch_norm, standing_in
+from paceline.parallel.passes import Passes
+
+
+class ShardByShard:
+    """Computes the gradient and the statistics of single shards; the caller sums them.
+
+    A shard's statistics are the sums of its loss and what its norm layers have seen, one flat vector; summed over the
+    shards of a global batch they are the batch's loss and what moves the running statistics.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, functions: LossFunctions) -> None:
+        self.module = replace_batch_norm(model, ShardBatchNorm)
+        self.parameters = [p for p in self.module.parameters() if p.requires_grad]
+        self.dtype = statistics_dtype(self.module)
+        functions.draws = True  # as far as anybody knows
+        self._functions = functions
+        self._passes = Passes(self.module, device, functions, one_by_one=True)
+        self.buffers = self._passes.buffers
+
+    def num_statistics(self, layout: LossLayout) -> int:
+        return layout.length + self._passes.norm.length
+
+    def layout_of_stand_in(self, step: StepInput) -> LossLayout:
+        """Which numbers the loss function returns, by a sample that leaves no trace."""
+        with (
+            self.buffers.untouched(),
+            leaving_no_trace(self.module, self._passes.like.device),
+            standing_in(self.module),
+            step.companions.standing_in(),
+        ):
+            layout = read_loss(step.loss_of(self.module, step.batch.cut(0, 1)), 0.0, 1, self._passes.like).layout
+        self._functions.has_returned(step.loss_name, layout)
+        return layout
+
+    def compute(self, step: StepInput, shard: int) -> tuple[ShardLoss, Tensor]:
+        """Leave the gradient of the weighted loss in `.grad` (None where there is none); return loss and statistics."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        shards = step.assignment.shard_range(shard, max_samples=1)
+        # Copies, because a product's last bits depend on where in memory its factors begin, and a shard lies elsewhere
+        # in the batch of another worker.
+        with self._passes.norm.forgotten_after_error():
+            loss, _ = self._passes.compute_loss(step, self.module, shards, copied(self._passes.samples(step, shards)))
+            self._passes.backward(step, loss)
+            return loss, torch.cat([loss.sums, *self._passes.norm.collect(loss.sums)])
+
+    def stand_in(self, step: StepInput) -> None:
+        """Go through the model with a sample that counts for nothing, because other workers wait for it there."""
+        with self._passes.stand_in(step, self.module) as loss:
+            loss.backward()
+
+    def apply(self, statistics: Tensor, layout: LossLayout) -> StepLoss:
+        """Move the running statistics by the sum over a batch's shards; return its loss."""
+        self._passes.norm.apply(statistics[layout.length :])
+        return StepLoss.of(statistics, layout)
