@@ -61,12 +61,13 @@ def test_a_storage_that_cannot_take_it_is_one_sentence(tmp_path: Path) -> None:
     assert str(tmp_path / "place") in result.stderr
 
 
+@pytest.mark.timeout(330)
 def test_the_benchmark_tells_ways_apart(tmp_path: Path) -> None:
     """Small, and without the libraries that only the benchmark needs."""
     sizes = ["--parameters", "1e5", "--rounds", "1", "--flips", "4", "--kills", "3"]
     which = ["--only", "cost,stall,flips,kills,resume", "--ways", "Paceline,torch.save"]
     folders = ["--out", str(tmp_path / "out"), "--scratch", str(tmp_path)]
-    succeeded(python("-m", "benchmarks.checkpoint", *sizes, *which, *folders, cwd=ROOT))
+    succeeded(python("-m", "benchmarks.checkpoint", *sizes, *which, *folders, cwd=ROOT, timeout_s=300.0))
     found = json.loads((tmp_path / "out" / "checkpoint.json").read_text())
     assert found["cost"]["Paceline"]["num_bytes"] == pytest.approx(found["cost"]["torch.save"]["num_bytes"], rel=0.5)
     assert found["stall"]["over_copy_processor"] > 0

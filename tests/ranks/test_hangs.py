@@ -94,7 +94,7 @@ dist.all_reduce(values, group=groups[RANK])
         bound_s=4.0,
     )
     assert (report["cause"], report["ranks"]) == ("mismatch", [0, 1])
-    assert "waited for each other" in str(error) and "--debug-comm" in report["next"]
+    assert "waited for each other" in str(error) and "debug_comm" in report["next"]
     first, second = report["workers"]
     assert "in all_reduce number" in first and "in all_reduce number" in second
     assert first.partition(" in ")[2] != second.partition(" in ")[2]
