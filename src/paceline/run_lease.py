@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import JobError, LaunchError
-from paceline.regular_files import STALE_VIEW_S, NO_FILE, read_json
+from paceline.regular_files import NO_FILE, STALE_VIEW_S, read_json
 from paceline.spec.codec import NOT_NEGATIVE, JsonValue
 
 LEASE_FILE = "in-use.json"
