@@ -107,7 +107,7 @@ def print_accuracies(data_dir: str, seeds: int, epochs: int) -> None:
 
 
 def run(case: Case, data_dir: str) -> dict[str, Any]:
-    """What the first of four workers finds; each has one thread, and they wait_for_all on loopback."""
+    """What the first of four workers finds; each has one thread, and they connect on loopback."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.rpc", "torch._dynamo"])
     receiver, sender = context.Pipe(duplex=False)

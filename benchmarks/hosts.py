@@ -28,7 +28,7 @@ from paceline.spec.comm_timing import CommCase, CommRequest, message_sizes
 WORKERS_PER_NODE = (2, 2)
 SMALLEST_BYTES = 64 << 10
 START_S = 60
-"""For the workers to load torch and to wait_for_all, and for the calls that the budget does not foresee."""
+"""For the workers to load torch and to connect, and for the calls that the budget does not foresee."""
 
 CASES = (
     *(CommCase(name) for name in algorithm_names()),

@@ -1,4 +1,4 @@
-"""Rung 1: the same training on any number of devices, with the same result.
+"""Rung 1: the same training on any number of devices, with the same result up to rounding.
 
 python examples/01_many_devices.py
 paceline launch -n 2 examples/01_many_devices.py

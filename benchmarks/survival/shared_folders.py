@@ -27,8 +27,8 @@ from paceline.checkpoint.load import newest_good
 from paceline.checkpoint.storage import open_storage
 from paceline.spec import RunRecord
 
-_SETTINGS = ("model=mlp", "epochs=1", "parity=bitwise", "virtual_shards=4", "checkpoint.every_steps=4")
-_MAX_STEPS = 12
+_SETTINGS = ("model=mlp", "epochs=3", "parity=bitwise", "virtual_shards=4", "checkpoint.every_steps=10")
+_MAX_STEPS = 60
 _VARIABLES = {"PACELINE_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
 _END_S = 900.0
 _IN_THE_MIDDLE = ("--when", "manifest.json")
@@ -108,7 +108,7 @@ def _run(cluster: Cluster, server: Path, place: Path, *options: str) -> tuple[in
 
 def _command(run_dir: Path, *where: str) -> list[str]:
     settings = [word for setting in _SETTINGS for word in ("--set", setting)]
-    job = ("digits-lenet", *settings, "--max-steps", str(_MAX_STEPS), "--threads", "1", "--quiet")
+    job = ("digits-lenet", *settings, "--max-steps", str(_MAX_STEPS), "--threads", "1")
     return [sys.executable, "-m", "paceline", "train", *job, "--out", str(run_dir), *where]
 
 

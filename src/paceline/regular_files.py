@@ -21,6 +21,9 @@ from typing import Any, BinaryIO
 MOST_TEXT_BYTES = 256 << 20
 """No job, record, table or report is larger."""
 
+STALE_VIEW_S = 60.0
+"""For at most this long a node takes the old content of a shared file for the present one, or believes it absent."""
+
 NO_FILE = (errno.EINVAL, errno.EISDIR, errno.EFBIG, errno.EILSEQ, errno.ELOOP)
 """Numbers of the errors that say that something else lies in the place of a file."""
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import JobError, LaunchError
-from paceline.regular_files import NO_FILE, read_json
+from paceline.regular_files import NO_FILE, STALE_VIEW_S, read_json
 from paceline.spec.codec import NOT_NEGATIVE, JsonValue
 
 LEASE_FILE = "in-use.json"
@@ -40,8 +40,7 @@ _HIDDEN = "hidden"
 _RENEWAL_S = 5.0
 _LOCK_WAIT_S = 3.0
 """Whoever can read the folder can keep it locked: nobody waits for longer."""
-_STANDSTILL_S = 60.0
-"""Longer than file systems of a network show an old content of a file that is opened again."""
+_STANDSTILL_S = STALE_VIEW_S
 
 
 @dataclass(frozen=True)

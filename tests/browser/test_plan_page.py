@@ -68,6 +68,27 @@ def test_it_prints_on_four_pages_and_plots_fill_their_boxes(browser: Browser, pa
     assert heights and set(heights) == {215}
 
 
+def test_every_figure_of_a_printed_table_takes_one_line(browser: Browser, pages: dict[str, Path]) -> None:
+    show(browser, pages["many"], width=718)  # A4 without its margins
+    browser.cdp("Emulation.setEmulatedMedia", media="print")
+    wrapped, too_wide = browser.run(
+        """
+        const lines = (cell) => {
+            const range = document.createRange();
+            range.selectNodeContents(cell);
+            return new Set([...range.getClientRects()].map((box) => Math.round(box.top))).size;
+        };
+        const table = document.querySelector(".results");
+        const cells = [...table.querySelectorAll("tbody td")];
+        const wrapped = cells.filter((cell) => lines(cell) > 1).map((cell) => cell.innerText);
+        return [wrapped, table.getBoundingClientRect().right - innerWidth];
+        """
+    )
+    browser.cdp("Emulation.setEmulatedMedia", media="")
+    assert wrapped == []
+    assert too_wide <= 0
+
+
 def test_the_recommended_row_is_marked(browser: Browser, pages: dict[str, Path]) -> None:
     show(browser, pages["many"])
     marked = browser.run(

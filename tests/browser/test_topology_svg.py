@@ -111,3 +111,17 @@ def test_the_ring_is_drawn_along_its_devices(browser: Browser, drawings: dict[st
     )
     expected = [middles[f"GPU {index}"] for index in (0, 3, 2, 1, 5, 6, 7, 4)]
     assert all(corner == pytest.approx(middle, abs=0.2) for corner, middle in zip(corners, expected, strict=True))
+
+
+@pytest.mark.parametrize(("width", "expected"), [(1000, 920), (700, 700)])
+def test_a_drawing_shrinks_with_its_window(
+    browser: Browser, drawings: dict[str, Path], width: int, expected: int
+) -> None:
+    browser.look(width=width)
+    browser.open(drawings["dgx1"])
+    shown, height, ratio = browser.run(
+        "const s = document.documentElement, box = s.getBoundingClientRect(), whole = s.viewBox.baseVal;"
+        "return [box.width, box.height, whole.width / whole.height];"
+    )
+    assert shown == pytest.approx(expected, abs=1)
+    assert shown / height == pytest.approx(ratio, rel=0.01)

@@ -36,8 +36,14 @@ PAGES = [
 """Pages for users. Experiments are left out: their commands measure for minutes, and belong to what was seen on a
 day."""
 
-NOTEBOOK_PAGE = ROOT / "docs" / "notebook.md"
-"""Its blocks are the cells of examples/notebook.ipynb, and run there."""
+NOTEBOOK_PAGES = [
+    ROOT / "docs" / "notebook.md",
+    *(
+        ROOT / "docs" / "tutorials" / f"{name}.md"
+        for name in ("image-folder", "fine-tune", "padded-texts", "reading-a-plan", "scaling-study")
+    ),
+]
+"""Their blocks are the cells of notebooks in examples/notebooks, and run there."""
 
 _BLOCK = re.compile(
     r"(?:<!-- (?P<marker>file|not run|run in|setup)(?::|\n| ) *(?P<said>.*?)-->\n+)?"
@@ -79,20 +85,30 @@ class Block:
         return f"{self.page}:{self.line}"
 
 
-def blocks_of(path: Path, root: Path) -> Iterator[Block]:
-    """The blocks of a page in order."""
-    text = path.read_text(encoding="utf-8")
+def parts_of(path: Path, root: Path) -> Iterator[str | Block]:
+    """The page in order: blocks, and the text between them."""
+    text, end = path.read_text(encoding="utf-8"), 0
     for found in _BLOCK.finditer(text):
+        yield text[end : found.start()]
         line = text.count("\n", 0, found.start("language")) + 1
         marker, said = found["marker"] or "", (found["said"] or "").strip()
         yield Block(str(path.relative_to(root)), line, found["language"].strip(), found["text"], marker, said)
+        end = found.end()
+    yield text[end:]
+
+
+def blocks_of(path: Path, root: Path) -> Iterator[Block]:
+    """The blocks of a page in order."""
+    return (part for part in parts_of(path, root) if isinstance(part, Block))
 
 
 def main() -> None:
     """Print the count."""
     code = [block for page in PAGES for block in blocks_of(page, ROOT) if block.is_code]
     not_run = [block for block in code if block.marker == "not run"]
-    print(f"{len(code)} code blocks on {len(PAGES)} pages, {len(code) - len(not_run)} of them run; not run:")
+    elsewhere = sum(block.marker == "run in" for block in code)
+    print(f"{len(code)} code blocks on {len(PAGES)} pages, {len(code) - len(not_run)} of them run")
+    print(f"({elsewhere} on another page that has the same commands); not run:")
     for block in not_run:
         print(f"  {block.where}: {block.said}")
 

@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 
 from paceline.spec import Job
-from tests.docs.blocks import NO_CODE, NOTEBOOK_PAGE, PAGES, ROOT, Block, blocks_of
+from tests.docs.blocks import NO_CODE, NOTEBOOK_PAGES, PAGES, ROOT, Block, blocks_of
 
 BLOCKS = {page: list(blocks_of(page, ROOT)) for page in PAGES}
+TWO_SCREENS = 4500
+"""Characters of prose: 900 pixels of the site are some 30 lines of at most 90 characters and headings."""
 TO_RUN = [
     page
     for page, blocks in BLOCKS.items()
-    if page != NOTEBOOK_PAGE and any(block.runs_here and block.language != "toml" for block in blocks)
+    if page not in NOTEBOOK_PAGES and any(block.runs_here and block.language != "toml" for block in blocks)
 ]
 
 
@@ -35,6 +37,15 @@ def test_commands_that_another_page_runs_are_there_word_for_word() -> None:
     for block in elsewhere:
         there = {command for other in BLOCKS[ROOT / block.said] if other.runs_here for command in other.commands}
         assert block.commands and block.commands <= there, (block.where, block.commands - there)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_two_screens_never_pass_without_a_picture_a_table_or_a_listing(page: Path) -> None:
+    length, is_listing = 0, False
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        is_listing ^= line.startswith("```")
+        length = 0 if is_listing or line.startswith(("```", "|", "![", "    ")) else length + len(line)
+        assert length < TWO_SCREENS, f"line {number} ends more than {TWO_SCREENS} characters of prose"
 
 
 def test_most_blocks_run() -> None:

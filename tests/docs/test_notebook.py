@@ -1,42 +1,58 @@
-"""`examples/notebook.ipynb` has the code of its page, and runs in a kernel as a user runs it."""
+"""The notebooks are those of their pages, and run in a kernel as a user runs them."""
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.docs.blocks import NOTEBOOK_PAGE, ROOT, Block, blocks_of
+from tests.docs.blocks import NOTEBOOK_PAGES
+from tests.docs.notebooks import FOLDER, notebook_of, path_of
 
 nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel, of the extra dev")
 nbformat = pytest.importorskip("nbformat")
 
-PATH = ROOT / "examples" / "notebook.ipynb"
+FIRST, *OTHERS = NOTEBOOK_PAGES
 
 
-def as_cell(block: Block) -> str:
-    """A block of the page as a cell: what a reader writes to a file is written by the cell."""
-    magic = f"%%writefile {block.said}\n" if block.marker == "file" else ""
-    return magic + block.text.rstrip("\n")
-
-
-def test_the_notebook_has_the_code_of_the_page_and_no_outputs() -> None:
-    cells = [cell for cell in nbformat.read(PATH, as_version=4).cells if cell.cell_type == "code"]
-    assert [cell.source for cell in cells] == [as_cell(one) for one in blocks_of(NOTEBOOK_PAGE, ROOT) if one.is_code]
-    assert all(cell.outputs == [] and cell.execution_count is None for cell in cells)
+def test_the_notebooks_are_those_of_their_pages() -> None:
+    assert {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.ipynb")} == {
+        path_of(page).name: notebook_of(page) for page in NOTEBOOK_PAGES
+    }
+    for page in NOTEBOOK_PAGES:
+        nbformat.validate(nbformat.read(path_of(page), as_version=4))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_it_runs_in_a_kernel_and_the_record_shows_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("HOME", str(tmp_path))  # the kernel keeps its history there
-    notebook = nbformat.read(PATH, as_version=4)
-    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    shown = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    results = [output.data for output in shown if output.output_type == "execute_result"]
+@pytest.mark.parametrize("page", OTHERS, ids=lambda page: page.stem)
+def test_a_tutorial_runs_in_a_kernel(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executed(page, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_record_shows_itself_and_a_function_of_a_cell_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs = executed(FIRST, tmp_path, monkeypatch)
+    results = [output.data for output in outputs if output.output_type == "execute_result"]
     tables = [data["text/html"] for data in results if "text/html" in data]
     assert len(tables) == 1 and "<th>world_size</th><td>2</td>" in tables[0]
-    printed = "".join(output.text for output in shown if output.output_type == "stream" and output.name == "stdout")
+    printed = "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
     assert "steps on 2 workers" in printed
     assert "in_a_cell is defined in a notebook" in printed
+
+
+def executed(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The outputs of all cells of a page's notebook; an error in one is an error here."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HOME", str(folder))  # the kernel keeps its history there
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    notebook = nbformat.read(path_of(page), as_version=4)
+    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(folder)}}).execute()
+    return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]

@@ -19,6 +19,11 @@ QUESTIONS = {
     "out of memory": "questions/out-of-memory.html",
     "CUDA out of memory": "questions/out-of-memory.html",
     "accuracy drops with more GPUs": "questions/accuracy-drops-with-more-gpus.html",
+    "rented GPUs": "tutorials/rented-gpus.html",
+    "fine-tune transformers": "tutorials/fine-tune.html",
+    "image folder": "tutorials/image-folder.html",
+    "padded texts": "tutorials/padded-texts.html",
+    "slow network": "tutorials/slow-network.html",
 }
 """What is asked, and the page that should come first."""
 FIRST_RESULT = """
@@ -47,7 +52,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_site_has_its_pages(site: Path) -> None:
     pages = {str(path.relative_to(site)) for path in site.rglob("*.html")}
-    assert {"index.html", "own-model.html", "reference/generated/job-keys.html", "glossary.html"} <= pages
+    assert {
+        "index.html",
+        "own-model.html",
+        "reference/generated/job-keys.html",
+        "glossary.html",
+        "tutorials/rented-gpus.html",
+    } <= pages
     python = (site / "reference" / "generated" / "python.html").read_text(encoding="utf-8")
     assert 'id="paceline.train"' in python and 'id="paceline.errors.JobError"' in python
 

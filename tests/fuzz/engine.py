@@ -21,7 +21,9 @@ from hypothesis import strategies as st
 from paceline.errors import PacelineError
 from tests.fuzz.values import Case
 
-HANG_S = 20
+HANG_CPU_S, HANG_WAIT_S = 20, 300
+"""Seconds of work, of all threads, and of waiting, after which an input counts as one that never ends: on a busy
+machine little work takes long."""
 LONGEST_SENTENCE = 1_500
 
 
@@ -134,10 +136,14 @@ def _watched() -> Iterator[None]:
     def give_up(_number: int, _frame: FrameType | None) -> None:
         raise Hang
 
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(HANG_S)
+    timers = {signal.ITIMER_PROF: (signal.SIGPROF, HANG_CPU_S), signal.ITIMER_REAL: (signal.SIGALRM, HANG_WAIT_S)}
+    before = {number: signal.signal(number, give_up) for number, _ in timers.values()}
+    for timer, (_, seconds) in timers.items():
+        signal.setitimer(timer, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        for timer in timers:
+            signal.setitimer(timer, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -35,7 +35,7 @@ INTERFACE = "eth0"
 
 MASTER_PORT = 29500
 
-_BOOT_TIMEOUT_S = 10.0
+_BOOT_TIMEOUT_S = 60.0
 _SUBNET = "10.77.0"
 _MAX_NUM_NODES = 200
 _COMMANDS = ("unshare", "nsenter", "ip", "tc", "mount")

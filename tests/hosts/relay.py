@@ -29,7 +29,7 @@ _ALL_PROTOCOLS = 0x0003
 # linux/if_packet.h. With the header of virtio, checksums and segments that a sender left to its card stay left to it.
 _SOL_PACKET, _PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING = 263, 15, 23
 _LONGEST_FRAME = 2**17
-_TIMEOUT_S = 10.0
+_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from tests.hosts.stdio import wait_until
 
 _PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 _COMMANDS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sinfo")
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 60.0
 
 _SETTINGS = """
 ClusterName=paceline

@@ -19,7 +19,7 @@ from tests.hosts.cluster import Node, NodeProcess
 
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin")
 
-_TIMEOUT_S = 10.0
+_TIMEOUT_S = 60.0
 
 _SERVER_CONFIG = """
 Port 22

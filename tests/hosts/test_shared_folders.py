@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from tests.hosts.cluster import Cluster, Node, NodeProcess
 from tests.hosts.folder_view import folder_seen_from, why_no_views
+from tests.hosts.sshd import why_not_ssh
 
 pytestmark = [
     pytest.mark.hosts,
@@ -16,6 +18,7 @@ pytestmark = [
     pytest.mark.skipif(bool(why_no_views()), reason=why_no_views() or ""),
 ]
 
+ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0
 HOLDER = """
 import sys, threading
@@ -54,6 +57,16 @@ def test_two_nodes_do_not_use_one_folder(cluster: Cluster, tmp_path: Path, optio
         fourth.expect("held", PATIENCE_S)
         fourth.kill()
         assert "was in use" not in fourth.output
+
+
+@pytest.mark.skipif(bool(why_not_ssh()), reason=why_not_ssh() or "")
+@pytest.mark.timeout(900)
+def test_runs_on_servers_with_troubles(tmp_path: Path) -> None:
+    """A part of what `python -m benchmarks.survival.shared_folders` tries."""
+    cases = "remembered for 30 s,quota in the middle,deleted in the middle"
+    command = [sys.executable, "-m", "benchmarks.survival.shared_folders", "--only", cases, "--out", str(tmp_path)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=880)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 def _hold(node: Node, folder: Path) -> NodeProcess:

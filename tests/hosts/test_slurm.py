@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(bool(why_not_slurm()), reason=why_not_slurm() or ""),
 ]
 
-TIMEOUT_S = 40.0
+TIMEOUT_S = 60.0
 
 SHOW_ALLOCATION = """
 import os, json

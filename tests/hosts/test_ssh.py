@@ -17,7 +17,7 @@ from tests.hosts.stdio import VARIABLE, commands_on, echo_program, orphan, talk,
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not_ssh()), reason=why_not_ssh() or "")]
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 @pytest.fixture(scope="module")

@@ -87,7 +87,7 @@ def _attack(run_dir: Path, markers: str) -> None:
                 break
         else:
             raise AssertionError("an attacker has ended before it tried everything")
-    _wait_until(lambda: not _pids_of(run_dir))
+    _wait_until(lambda: not _pids_of(run_dir), every_s=0.5)
     for attacker in attackers:
         attacker.kill()
 
@@ -143,11 +143,12 @@ def _workers_train(run_dir: Path) -> bool:
     return (run_dir / "checkpoints" / "latest").exists()
 
 
-def _wait_until(condition: Callable[[], bool]) -> None:
+def _wait_until(condition: Callable[[], bool], every_s: float = 0.05) -> None:
+    """Wait; looking at every process of the machine takes its time, so that the run would be slower if done often."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline
-        time.sleep(0.01)
+        time.sleep(every_s)
 
 
 def _python_of_nobody() -> str:

@@ -191,7 +191,7 @@ def _encoder() -> nn.Module:
 
 
 def _columns() -> nn.Module:
-    """Three columns that never wait_for_all, one uneven layer, and per-channel layers between; images (b, 3, 9, 9)."""
+    """Three columns that never meet, one uneven layer, and per-channel layers between; images (b, 3, 9, 9)."""
     relu = nn.ReLU()
     return nn.Sequential(
         nn.Conv2d(3, 12, 3, padding=1, padding_mode="circular"), nn.Tanh(), nn.MaxPool2d(2),

@@ -1,4 +1,4 @@
-"""`parameter_server_async` as users wait_for_all it: a job, any number of workers."""
+"""`parameter_server_async` as users know it: a job, any number of workers."""
 
 from __future__ import annotations
 

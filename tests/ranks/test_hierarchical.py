@@ -24,7 +24,7 @@ from tests.ranks.harness import run_ranks
 pytestmark = pytest.mark.slow
 
 MODULE = sys.modules["paceline.comm.hierarchical"]
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 Nodes = tuple[tuple[int, ...], ...]
 Sums = list[NDArray[np.float64]]
 

@@ -1,4 +1,4 @@
-"""Jobs that start in the same instant do not wait_for_all each other."""
+"""Jobs that start in the same instant do not meet each other."""
 
 from __future__ import annotations
 

@@ -59,7 +59,8 @@ class Way:
         )
         steps = FIRST_STEPS + COUNTED_STEPS + _STEPS_OF_REST
         observer = Observer(native)
-        with paceline.init(job, plan=plan, max_steps=steps) as run:
+        # The progress line reads the loss whenever some seconds have passed.
+        with paceline.init(job, plan=plan, max_steps=steps, progress=False) as run:
             model = models.build(job.model, num_classes=10, in_channels=shape[0], image_size=shape[-1])
             example = None
             data = images(16 * steps, shape)

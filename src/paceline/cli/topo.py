@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from paceline.cli.console import table_console
-from paceline.cli.options import OnlyJson, options_of
+from paceline.cli.options import OPTIONS, OnlyJson, naming_options, options_of
 from paceline.workflows import topo as workflow
 from paceline.workflows.topo import Topology
 
@@ -33,7 +34,7 @@ def topo(as_json: OnlyJson = False, **options: Any) -> None:
         source = sys.stdin.buffer.read().decode("utf-8-sig", errors="replace") + "\n\n"
     elif source is not None:
         source = Path(source)
-    found = workflow.topo(source, **options)
+    found = _naming_options(workflow.topo(source, **options))
     if as_json:
         from paceline.report.topology import topology_mapping
 
@@ -48,6 +49,13 @@ def topo(as_json: OnlyJson = False, **options: Any) -> None:
         print(options["svg"])
 
 
+def _naming_options(found: Topology) -> Topology:
+    """The same with notes that name the options of this command in place of the function's parameters."""
+    names = {"node": "--node", "keep_busy": OPTIONS["keep_busy"]["names"][0]}
+    notes = tuple(naming_options(note, names) for note in found.node.notes)
+    return dataclasses.replace(found, node=dataclasses.replace(found.node, notes=notes))
+
+
 def _show(found: Topology, *, has_pick: bool) -> None:
     from paceline.report.topology import choice_lines, node_view
 
@@ -55,5 +63,5 @@ def _show(found: Topology, *, has_pick: bool) -> None:
     console = table_console(pipe_columns=200)  # 16 GPUs and 10 network cards fit
     console.print(node_view(found.node, console.width, choice.ring.devices if choice else ()))
     # Whole lines, however narrow the terminal: the last one is there to be copied.
-    for line in ["", *choice_lines(choice)] if choice else []:
+    for line in ["", *choice_lines(found.node, choice)] if choice else []:
         console.print(line, soft_wrap=True, markup=False)

@@ -32,7 +32,7 @@ def is_rocm(text: str) -> bool:
 def parse_rocm(text: str) -> Node:
     """The GPUs and links of a node from its `rocm-smi --showtopo`.
 
-    The tables know neither names nor memory nor cores. An XGMI way over several links gets the bandwidth of one link
+    The tables know neither models nor memory nor cores. An XGMI way over several links gets the bandwidth of one link
     divided by their number, which it loads all.
 
     Raises:
@@ -60,7 +60,7 @@ def parse_rocm(text: str) -> Node:
 
     known = [numa_nodes.get(index, -1) for index in range(len(labels))]
     devices = [
-        Device("cuda", index, "", 0, numa_node=None if numa_node < 0 else numa_node)
+        Device("cuda", index, "AMD GPU", 0, numa_node=None if numa_node < 0 else numa_node)
         for index, numa_node in enumerate(known)
     ]
     links = links_of_pairs(devices, (), label_of, dict.fromkeys(labels, SLOWEST_MODEL))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import signal
 import tempfile
@@ -179,9 +180,19 @@ def _chosen(nodes: Sequence[RemoteTeam], plan: Plan) -> list[RemoteTeam]:
 
 @contextlib.contextmanager
 def _marker_in(run_dir: Path) -> Iterator[str]:
-    """Create a temporary file in the run folder, by which other nodes recognise the folder; yields its name."""
-    with tempfile.NamedTemporaryFile(prefix=".seen-", dir=run_dir) as file:
-        yield Path(file.name).name
+    """Create a temporary file in the run folder, by which other nodes recognise the folder; yields its name.
+
+    Raises:
+        LaunchError: it cannot be made.
+    """
+    with file_problems(f"The run folder {run_dir} cannot be written to", LaunchError):
+        descriptor, name = tempfile.mkstemp(prefix=".seen-", dir=run_dir)
+    os.close(descriptor)
+    try:
+        yield Path(name).name
+    finally:
+        with contextlib.suppress(OSError):  # somebody has deleted the folder, or its server is gone
+            Path(name).unlink()
 
 
 class Signals:

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 from paceline import env
 from paceline.hardware.checks.gpu_facts import collect_gpus
 from paceline.hardware.checks.gpu_table import throttling
+from paceline.hardware.checks.load_facts import STAT, processor_times
 from paceline.spec import MachineLoad
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
-
-_STAT = Path("/proc/stat")
 
 
 @dataclass(frozen=True)
@@ -49,24 +48,14 @@ class CpuTimes:
         )
 
 
-def cpu_times(stat: Path = _STAT) -> CpuTimes | None:
+def cpu_times(stat: Path = STAT) -> CpuTimes | None:
     """The times until now, its ended children's among its own; None where the system does not tell them."""
-    try:
-        cores = tuple(sorted(os.sched_getaffinity(0)))
-        lines = [line.split() for line in stat.read_text().splitlines()]
-    except (AttributeError, OSError):  # not on Linux
+    times = processor_times(stat)
+    if times is None:
         return None
-    names = {f"cpu{core}" for core in cores}
-    ticks = [[float(field) for field in fields[1:9]] for fields in lines if fields and fields[0] in names]
-    if not ticks or any(len(row) < 8 for row in ticks):
-        return None
-    # user, nice, system, idle, iowait, irq, softirq, steal: proc(5). Guests count as user; what the network does in
-    # interrupts is left out, because no process is charged for it and it is mostly the measurement's.
-    busy = sum(user + nice + system for user, nice, system, *_ in ticks)
-    per_s = os.sysconf("SC_CLK_TCK")
     own = os.times()
     own_s = own.user + own.system + own.children_user + own.children_system
-    return CpuTimes(os.uname().nodename, cores, time.monotonic(), own_s, busy / per_s, sum(r[7] for r in ticks) / per_s)
+    return CpuTimes(os.uname().nodename, times.cores, time.monotonic(), own_s, times.busy_s, times.stolen_s)
 
 
 def load_of(spent: Sequence[CpuTimes]) -> MachineLoad | None:

@@ -148,5 +148,5 @@ def describe_asynchrony(spec: AggregationSpec, plan: Plan) -> str:
         return f"{servers}, staleness 0: workers take shards as they come, the result is that of synchronous training"
     return (
         f"{servers}: a gradient may come from parameters that are up to {spec.staleness} updates late, depending on "
-        "timing, so the result is not repeatable and may depend on the number of workers"
+        "timing, so the result is not repeatable and may depend on the number of workers; SGD's momentum falls with it"
     )

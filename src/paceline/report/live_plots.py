@@ -94,14 +94,33 @@ def _curves(
         for run, (_, values) in zip(runs, curves, strict=True)
         if values and values[-1] is not None
     ]
-    yaxis = axis(quantity, **({"rangemode": "tozero"} if from_zero else {}))
+    xaxis, yaxis = axis("step"), axis(quantity, **({"rangemode": "tozero"} if from_zero else {}))
+    if all(len(steps) < 2 for steps, _ in curves):  # else one point chooses both axes, around itself
+        xaxis |= {"range": [0, 1.05 * max(1, *(run.step for run in runs))]}
+        yaxis |= {"range": _from_zero([value for _, values in curves for value in values if value is not None])}
     return Plot(
         key,
         title,
-        "One line a run." if len(runs) > 1 else "",
+        _caption(runs, curves),
         f"{title}. Last value: {'; '.join(last) or 'none yet'}.",
-        figure(data, axis("step"), yaxis, showlegend=len(runs) > 1),
+        figure(data, xaxis, yaxis, showlegend=len(runs) > 1),
     )
+
+
+def _from_zero(values: Sequence[float]) -> list[float]:
+    """A range with zero and all values in it, and some room behind them."""
+    low, high = min(0.0, *values, 0.0), max(0.0, *values, 0.0)
+    return [1.1 * low, 1.1 * high] if low < high else [0.0, 1.0]
+
+
+def _caption(runs: Sequence[LiveRun], curves: Sequence[tuple[Sequence[int], Sequence[float | None]]]) -> str:
+    """What the lines are, and which of them lie on one another."""
+    said = ["One line a run."] if len(runs) > 1 else []
+    for place, (run, curve) in enumerate(zip(runs, curves, strict=True)):
+        covered = [runs[earlier].name for earlier in range(place) if curve[0] and curves[earlier] == curve]
+        if covered:
+            said.append(f"{run.name} has the values of {covered[0]} and covers its line.")
+    return " ".join(said)
 
 
 def _step_time(runs: Sequence[LiveRun]) -> Plot:

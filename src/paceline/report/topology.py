@@ -270,7 +270,7 @@ def _notes(node: Node) -> list[RenderableType]:
 # --- The choice ---
 
 
-def choice_lines(choice: DeviceChoice) -> list[str]:
+def choice_lines(node: Node, choice: DeviceChoice) -> list[str]:
     """What was chosen, why, what a naive choice would cost, and, last, the line that makes a program use it."""
     ring = choice.ring
     count = len(ring.devices)
@@ -284,12 +284,15 @@ def choice_lines(choice: DeviceChoice) -> list[str]:
         lines.append("This ring was found by improving step by step, not by trying all: a better one may exist.")
     if count > 1:
         lines.append(_naive_sentence(choice))
-    return [*lines, visible_devices(ring.devices)]
+    return [*lines, " ".join(f"{name}={value}" for name, value in visible_devices(node, ring.devices).items())]
 
 
-def visible_devices(devices: Sequence[int]) -> str:
+def visible_devices(node: Node, devices: Sequence[int]) -> dict[str, str]:
     """The variables that show a program these devices, in this order."""
-    return f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={','.join(map(str, devices))}"
+    listed = ",".join(map(str, devices))
+    if any(device.name.startswith("AMD") for device in node.devices if device.kind == "cuda"):
+        return {"HIP_VISIBLE_DEVICES": listed}
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": listed}
 
 
 def device_words(devices: Sequence[int]) -> str:
@@ -326,7 +329,7 @@ def topology_mapping(node: Node, choice: DeviceChoice | None) -> dict[str, Any]:
         "is_exact": choice.is_exact if choice else None,
         "all_reduce_1_gb_s": choice.ring.all_reduce_s(NAIVE_SIZE_BYTES) if choice else None,
         "naive": _naive_mapping(choice.naive) if choice else None,
-        "environment": _environment(choice.ring.devices) if choice else {},
+        "environment": visible_devices(node, choice.ring.devices) if choice else {},
         "notes": list(node.notes),
     }
 
@@ -341,7 +344,3 @@ def _naive_mapping(ring: DeviceRing) -> dict[str, Any]:
         "bottleneck": _link_mapping(ring.bottleneck),
         "all_reduce_1_gb_s": ring.all_reduce_s(NAIVE_SIZE_BYTES),
     }
-
-
-def _environment(devices: Sequence[int]) -> dict[str, str]:
-    return dict(variable.split("=", 1) for variable in visible_devices(devices).split())

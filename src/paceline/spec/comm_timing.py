@@ -111,8 +111,8 @@ class CommFit:
     """The line through a case's median times: alpha_s + bytes * beta_s_per_byte."""
 
     case: CommCase
-    alpha_s: float
-    beta_s_per_byte: float
+    alpha_s: float = field(metadata=NOT_NEGATIVE)
+    beta_s_per_byte: float = field(metadata=NOT_NEGATIVE)
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,8 @@ class AggregationSpec:
     outer_momentum: float = between(0, 1, 0.9)
     """The Nesterov momentum of outer steps, with diloco."""
     staleness: int = at_least(0, 4)
-    """With parameter_server_async: how many updates the parameters behind a gradient may be late; 0: none."""
+    """With parameter_server_async: how many updates the parameters behind a gradient may be late; 0: none. The
+    momentum of an update falls with how late its gradients were."""
 
     def __post_init__(self) -> None:
         if self.density == 0:

@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 
 from paceline.errors import LaunchError, PacelineError, file_problems
-from paceline.regular_files import make_run_folder, run_file_mode
+from paceline.regular_files import STALE_VIEW_S, make_run_folder, run_file_mode
 from paceline.run_lease import check_free
 from paceline.spec import Job, Plan, RunRecord
 from paceline.spec.job import differences
@@ -97,6 +97,8 @@ def check_finished(run_dir: Path, job: Job, max_steps: int | None, *, force: boo
 
 def _is_all(record: RunRecord, run_dir: Path, job: Job, max_steps: int | None) -> bool:
     """Whether the run of a record is what is asked for, to its end."""
+    if not (run_dir / LIMIT_FILE).exists():  # the folder was deleted during the run, and made again for its results
+        return False
     before, limit = record.job, RunLimit.load(run_dir / LIMIT_FILE).max_steps
     same = (job.epochs, max_steps, job.early_stopping) == (before.epochs, limit, before.early_stopping)
     is_other = differences(before.to_mapping(), job.to_mapping())
@@ -159,10 +161,22 @@ def begun_with(run_dir: Path) -> tuple[Job, Plan, int | None]:
     return Job.load(run_dir / JOB_FILE), Plan.load(run_dir / PLAN_FILE), limit.max_steps
 
 
-def finished_record(run_dir: Path, started: float) -> RunRecord:
-    """The record of a run that has just ended, with its time since `started` (`time.monotonic`), in its file too."""
-    # Only here is it known when the last worker ended.
-    record = dataclasses.replace(RunRecord.load(run_dir / RECORD_FILE), wall_s=time.monotonic() - started)
+def finished_record(run_dir: Path, started: float, *, was_elsewhere: bool) -> RunRecord:
+    """The record of a run that has just ended, with its time since `started` (`time.monotonic`), in its file too.
+
+    Args:
+        was_elsewhere: whether another node may have written it, so that it may not be seen here yet.
+
+    Raises:
+        PacelineError: it is not there, or damaged.
+    """
+    file, wall_s = run_dir / RECORD_FILE, time.monotonic() - started  # only here is known when the last worker ended
+    until = time.monotonic() + (STALE_VIEW_S if was_elsewhere else 0.0)
+    while not file.exists():
+        if time.monotonic() >= until:
+            raise PacelineError(f"The run has ended well, but its record {file} is gone: was the folder deleted?")
+        time.sleep(0.1)
+    record = dataclasses.replace(RunRecord.load(file), wall_s=wall_s)
     with contextlib.suppress(OSError):  # the worker's own record is there
-        record.save(run_dir / RECORD_FILE, run_file_mode())
+        record.save(file, run_file_mode())
     return record

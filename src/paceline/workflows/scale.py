@@ -149,6 +149,6 @@ class _Run:
         program = write_run(self.job, self.plan, self.run_dir, RunLimit(self.max_steps), quiet=quiet)
         environ = env.import_note(import_folders(self.job))
         allocation.run(self.plan, program, run_dir=self.run_dir, environ=environ, save_s=SAVE_S)
-        record = finished_record(self.run_dir, started)
+        record = finished_record(self.run_dir, started, was_elsewhere=bool(allocation.teams))
         feed_back([record], cluster)
         return record

@@ -82,7 +82,7 @@ def choose_node(cluster: Cluster, hostname: str | None) -> Node:
         if not others:
             return first
         names = ", ".join(node.hostname for node in others)
-        return replace(first, notes=(*first.notes, f"This is the first node; --node shows others: {names}."))
+        return replace(first, notes=(*first.notes, f"This is the first node; node = NAME shows another: {names}."))
     named = [node for node in cluster.nodes if node.hostname == hostname]
     if not named:
         names = ", ".join(node.hostname for node in cluster.nodes)
@@ -95,7 +95,7 @@ def with_busy_notes(node: Node, *, keep_busy: bool) -> Node:
     if keep_busy:
         return node
     notes = [
-        f"{device.label} is left out of every choice: {device.busy}; --all takes it all the same."
+        f"{device.label} is left out of every choice: {device.busy}; keep_busy = True takes it all the same."
         for device in node.devices
         if device.busy
     ]
@@ -108,7 +108,7 @@ def free_gpus(node: Node, *, keep_busy: bool) -> list[int]:
 
 
 def what_is_there(node: Node, free: Sequence[int]) -> str:
-    """ "a-node has 2 free GPUs (0 and 3) and 2 busy ones, which --all takes too", for the sentence of a mistake."""
+    """ "a-node has 2 free GPUs (0, 3) and 2 busy, which keep_busy = True takes too", for the sentence of a mistake."""
     where = node.hostname or "this node"
     gpus = [device for device in node.devices if device.kind == "cuda"]
     if not gpus:
@@ -116,7 +116,7 @@ def what_is_there(node: Node, free: Sequence[int]) -> str:
     num_busy = len(gpus) - len(free)
     listed = f" ({', '.join(map(str, free))})" if free else ""
     words = f"{where} has {len(free)} {'free ' if num_busy else ''}GPU{'s' * (len(free) != 1)}{listed}"
-    return f"{words} and {num_busy} busy, which --all takes too" if num_busy else words
+    return f"{words} and {num_busy} busy, which keep_busy = True takes too" if num_busy else words
 
 
 def ends_of(node: Node, pair: str) -> tuple[str, str]:

@@ -144,7 +144,7 @@ def train(
             run_dir=run_dir,
             environ=env.import_note(import_folders(resolved)),
         )
-        record = finished_record(run_dir, started)
+        record = finished_record(run_dir, started, was_elsewhere=bool(allocation.teams))
     feed_back([record], Path(cluster))
     return record
 

@@ -123,6 +123,17 @@ def test_busy_gpus_are_left_out_and_it_says_so(run: Run, monkeypatch: pytest.Mon
     assert json.loads(run("--json")[1])["devices"] == [1]
 
 
+def test_from_python_the_same_sentences_name_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    here(monkeypatch, two_gpus(busy="62 % busy"))
+    assert topo.topo().node.notes == (
+        "GPU0 is left out of every choice: 62 % busy; keep_busy = True takes it all the same.",
+    )
+    with pytest.raises(ClusterError, match=r"^pick = 2 is not possible: .*, which keep_busy = True takes too\.$"):
+        topo.topo(pick=2)
+    first = topo.choose_node(Cluster((two_gpus(), dataclasses.replace(two_gpus(), hostname="gpu-8"))), None)
+    assert first.notes[-1] == "This is the first node; node = NAME shows another: gpu-8."
+
+
 def test_a_node_without_gpus_is_no_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     here(monkeypatch, laptop())
     code, out, err = run()
@@ -180,7 +191,7 @@ def test_a_node_of_several_is_chosen_by_name(run: Run, tmp_path: Path) -> None:
     Cluster((two_gpus(), dataclasses.replace(two_gpus(), hostname="gpu-8"))).save(file)
     first, second = (json.loads(run("--from", str(file), "--json", *more)[1]) for more in ((), ("--node", "gpu-8")))
     assert (first["hostname"], second["hostname"]) == ("gpu-7", "gpu-8")
-    assert first["notes"] == ["This is the first node; --node shows others: gpu-8."]
+    assert first["notes"] == ["This is the first node; --node NAME shows another: gpu-8."]
     code, _, err = run("--from", str(file), "--node", "gpu-9")
     assert (code, err) == (2, "paceline: --node 'gpu-9' is not in this cluster; its nodes are gpu-7, gpu-8.\n")
 

@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from paceline.comm.parameter_server_async.ledger import Ledger, ShardSum
 from paceline.comm.parameter_server_async.messages import ParameterRange, Task
 from paceline.comm.parameter_server_async.node import NodeWorkers, ShardResult
-from paceline.comm.parameter_server_async.server import ParameterSlice, ranges_in, spans
+from paceline.comm.parameter_server_async.server import ParameterSlice, late_momentum, ranges_in, spans
 from paceline.comm.parameter_server_async.worker import ParameterServerAsync
 from paceline.comm.tree_exact import Block, TreeSum, aligned_blocks, finish_tree
 
@@ -206,9 +206,9 @@ def make_parameters(sizes: list[int]) -> list[nn.Parameter]:
 
 
 def values_before(server: ParameterSlice, batch: int) -> Tensor:
-    values = server.pull(batch)
-    assert values is not None
-    return values
+    found = server.pull(batch)
+    assert found is not None
+    return found[1]
 
 
 @pytest.mark.parametrize(("kind", "options"), [(SGD, {"momentum": 0.9, "weight_decay": 0.1}), (AdamW, {})])
@@ -235,7 +235,7 @@ def test_slices_update_as_the_whole(
     used = torch.ones(len(sizes), dtype=torch.bool)
     for batch in (2, 3, 1):  # they come in any order and count in the right one
         for (start, stop), server in servers:
-            assert server.push(batch, 1, [(0, 1)], [gradients[batch][start:stop].clone()], used)
+            assert server.push(batch, 1, batch, [(0, 1)], [gradients[batch][start:stop].clone()], used)
     for batch in (1, 2, 3):
         step(gradients[batch])
     sliced = torch.cat([values_before(server, 4) for _, server in servers])
@@ -248,7 +248,7 @@ def test_values_from_before_a_batch_stay_until_nobody_needs_them() -> None:
     server = ParameterSlice(optimizer, (0, 5), lambda _batch: 2, lambda batch: 1.0 / (batch + 1), first_batch=0)
 
     def push(batch: int, shard: int, finished: int) -> bool:
-        return server.push(batch, finished, [(shard, 1)], [torch.ones(5)], torch.tensor([True]))
+        return server.push(batch, finished, batch, [(shard, 1)], [torch.ones(5)], torch.tensor([True]))
 
     start = parameters[0].detach()
     assert push(0, 0, 0)
@@ -292,3 +292,29 @@ def test_optimizer_state_of_a_parameter_in_channels_last_comes_back() -> None:
     for start, stop in ((0, 70), (70, 150)):
         worker._put_back(ParameterRange(0, start, stop), {"momentum_buffer": values[start:stop]})
     assert torch.equal(optimizer.state[parameter]["momentum_buffer"].flatten(), values)
+
+
+def _distance_after(num_updates: int, lateness: int, *, is_told: bool) -> float:
+    """From the minimum of a parabola, where it begins at 1; each gradient is `lateness` updates late."""
+    parameters = [nn.Parameter(torch.ones(1, dtype=torch.float64))]
+    optimizer = SGD(parameters, lr=0.05, momentum=0.9)
+    server = ParameterSlice(optimizer, (0, 1), lambda _batch: 1, lambda _batch: 1.0, first_batch=0)
+    for batch in range(num_updates):
+        version = max(0, batch - lateness)
+        values = values_before(server, version)
+        told = version if is_told else batch
+        assert server.push(batch, version, told, [(0, 1)], [values.clone()], torch.tensor([True]))
+    return abs(float(values_before(server, num_updates)))
+
+
+def test_momentum_falls_where_gradients_are_late() -> None:
+    assert _distance_after(200, lateness=4, is_told=False) > 10  # it diverges
+    assert _distance_after(200, lateness=4, is_told=True) < 1e-2
+    assert _distance_after(200, lateness=0, is_told=True) == _distance_after(200, lateness=0, is_told=False)
+
+
+@given(momentum=st.floats(0.01, 0.999), lateness=st.floats(0, 100))
+def test_late_momentum_spreads_a_gradient_over_fewer_updates(momentum: float, lateness: float) -> None:
+    found = late_momentum(momentum, lateness)
+    assert 0 < found <= momentum
+    assert found / (1 - found) * (1 + lateness) == pytest.approx(momentum / (1 - momentum))

@@ -22,6 +22,7 @@ from paceline.hardware.checks import (
     between_nodes,
     gpu_facts,
     gpu_table,
+    load_facts,
     network_table,
     pcie_facts,
     system_facts,
@@ -39,6 +40,7 @@ from paceline.hardware.checks.reachability import ReachTest, answer_until, try_t
 from paceline.hardware.checks.storage_facts import StorageFacts, collect_storage
 from paceline.hardware.checks.survey import Survey
 from paceline.hardware.checks.system_facts import ProcessLimit, SystemFacts
+from paceline.spec import MachineLoad
 
 CUDA_12 = {"torch": "2.9.0+cu126", "CUDA": "12.6", "paceline": "0.1.0", "python": "3.11.7", "NCCL": "2.27.5"}
 
@@ -85,6 +87,39 @@ def test_a_check_names_every_problem_until_one_hides_the_others() -> None:
         Finding("warning", "number 4", "4 is large.", "halve it"),
         Finding("error", "number 4", "4 is too large.", "take 2"),
     ]
+
+
+# --- processors ---
+
+
+def test_the_load_of_the_processors_is_what_others_and_the_host_take(tmp_path: Path) -> None:
+    idle = MachineLoad(8, other_cores=0.3, stolen_cores=0.0)
+    only(found("cpu load", system=SystemFacts(load=idle)), "ok")
+    busy = dataclasses.replace(idle, other_cores=3.0)
+    only(found("cpu load", system=SystemFacts(load=busy)), "warning", r"use 3\.0 of 8 cores", "top")
+    stolen = dataclasses.replace(busy, stolen_cores=2.0)
+    assert levels(found("cpu load", system=SystemFacts(load=stolen))) == ["warning", "warning"]
+    assert found("cpu load", system=SystemFacts(load=None)) == []
+
+
+def test_the_load_is_what_the_kernel_counts_meanwhile(tmp_path: Path) -> None:
+    stat = tmp_path / "stat"
+    cores, ticks = sorted(os.sched_getaffinity(0)), os.sysconf("SC_CLK_TCK")
+
+    def write(busy_s: float, stolen_s: float) -> None:
+        rows = [f"cpu{core} {busy_s * ticks:.0f} 0 0 0 0 0 0 {stolen_s * ticks:.0f} 0 0" for core in cores]
+        stat.write_text("\n".join(rows) + "\n", encoding="utf-8")
+
+    write(10, 5)
+    before = load_facts.processor_times(stat)
+    write(13, 6)
+    after = load_facts.processor_times(stat)
+    assert before is not None and after is not None
+    assert after.busy_s - before.busy_s == pytest.approx(3 * len(cores))
+    assert after.stolen_s - before.stolen_s == pytest.approx(len(cores))
+    still = load_facts.collect_load(0.01, stat)
+    assert still == MachineLoad(len(cores), 0.0, 0.0)
+    assert load_facts.collect_load(0.01, tmp_path / "nothing") is None
 
 
 # --- GPUs ---
@@ -720,6 +755,7 @@ def test_every_sentence_names_facts_that_there_are() -> None:
         gpu_table._Driver("570", "2.9", "12.6"),
         between_nodes._Different("a", "b", "c", "d"),
         between_nodes._Mtu(1, "a"),
+        MachineLoad(8, 3.0, 2.0),
         REACHES[0],
     )
     templates = [

@@ -13,7 +13,7 @@ from paceline.errors import LaunchError
 from paceline.launch import ray
 from paceline.launch.node_list import NodeSlots
 
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 
 
 def _node(node_id: str, hostname: str, address: str, num_gpus: float = 0.0, alive: bool = True) -> dict[str, Any]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from paceline import env
+from paceline.errors import LaunchError
 from paceline.launch import worker
 from paceline.launch.failure_report import FailureReport
 from paceline.launch.failures import Failure, spare_failure_path
-from paceline.launch.run_workers import worker_failed
+from paceline.launch.run_workers import _marker_in, worker_failed
 
 
 def test_a_worker_leaves_its_note_beside_its_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,6 +22,16 @@ def test_a_worker_leaves_its_note_beside_its_heartbeat(tmp_path: Path, monkeypat
     worker.report(ValueError("the cause"), 1, tmp_path / "run")
     note = Failure.read(spare_failure_path(tmp_path / "rank1"))
     assert note is not None and (note.message, note.pid) == ("the cause", os.getpid())
+
+
+def test_a_folder_that_was_deleted_meanwhile_takes_the_marker_with_it(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with _marker_in(run_dir) as marker:
+        assert (run_dir / marker).exists()
+        shutil.rmtree(run_dir)
+    with pytest.raises(LaunchError, match="cannot be written to: No such file"), _marker_in(run_dir):
+        pass
 
 
 def test_an_exception_s_text_has_a_bound(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from paceline.errors import PacelineError
 from paceline.report.live_page import differences, live_update, render_live_page
+from paceline.report.live_plots import live_plots
 from paceline.report.live_run import RunFollower
 from paceline.spec.record import StepTime
 from paceline.spec.run_status import GpuUse
@@ -116,6 +117,25 @@ def test_how_jobs_differ(tmp_path: Path) -> None:
     ]
     assert differences(runs) == [("seed", ["0", "1"])]
     assert differences(runs[:1]) == []
+
+
+def test_the_first_evaluation_stands_between_zero_and_the_last_step(tmp_path: Path) -> None:
+    folder = make_live_run(tmp_path / "run")
+    follower = RunFollower(folder)
+    evaluation = next(plot for plot in live_plots([follower.read()]) if plot.key == "evaluation")
+    assert evaluation.figure["layout"]["xaxis"]["range"] == [0, pytest.approx(126)]
+    assert evaluation.figure["layout"]["yaxis"]["range"] == [0, pytest.approx(1.001)]
+    write_lines(folder, [{"step": 130, "epoch": 2, "train_loss": 0.4, "test_accuracy": 0.93}])
+    evaluation = next(plot for plot in live_plots([follower.read()]) if plot.key == "evaluation")
+    assert "range" not in evaluation.figure["layout"]["xaxis"]  # two points say where they are
+
+
+def test_of_runs_with_the_same_values_the_page_says_which_line_covers_which(tmp_path: Path) -> None:
+    runs = [RunFollower(make_live_run(tmp_path / name, num_steps=steps)).read() for name, steps in (("a", 9), ("b", 9))]
+    captions = {plot.key: plot.caption for plot in live_plots(runs)}
+    assert captions["loss"] == "One line a run. b has the values of a and covers its line."
+    other = RunFollower(make_live_run(tmp_path / "c", num_steps=12)).read()
+    assert live_plots([runs[0], other])[0].caption == "One line a run."
 
 
 def test_what_a_run_says_is_escaped(tmp_path: Path) -> None:

@@ -85,3 +85,11 @@ def test_a_timing_is_the_median_of_its_rounds() -> None:
 def test_cases_have_names_for_people() -> None:
     assert str(CommCase("ring")) == "ring"
     assert str(CommCase("ring", "int8", "alternating")) == "ring in int8, nodes in turn"
+
+
+@pytest.mark.parametrize("name", ["alpha_s", "beta_s_per_byte"])
+def test_no_message_and_no_byte_costs_less_than_nothing(name: str) -> None:
+    mapping = to_mapping(sample_timings())
+    mapping["fits"][-1][name] = -1
+    with pytest.raises(JobError, match=name):
+        CommTimings.from_mapping(mapping)

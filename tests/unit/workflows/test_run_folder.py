@@ -12,7 +12,14 @@ from paceline.errors import LaunchError, PacelineError
 from paceline.run_lease import hold_folder
 from paceline.spec import Job, Plan
 from paceline.spec.plan import RunLimit
-from paceline.workflows.run_folder import begun_with, finished_run, new_run_dir, write_run
+from paceline.workflows.run_folder import (
+    begun_with,
+    finished_record,
+    finished_run,
+    new_run_dir,
+    put_record_aside,
+    write_run,
+)
 from tests.sample_records import sample_record
 
 
@@ -51,6 +58,25 @@ def test_a_run_in_the_precision_that_was_left_to_it_is_finished(tmp_path: Path) 
     assert finished_run(tmp_path, left_to_it, None, force=False) is not None
     with pytest.raises(PacelineError, match="precision was 'bfloat16' and is 'float32'"):
         finished_run(tmp_path, dataclasses.replace(decided, precision="float32"), None, force=False)
+
+
+def test_results_in_a_folder_that_was_deleted_during_the_run_are_no_obstacle(tmp_path: Path) -> None:
+    record = sample_record()
+    record.save(tmp_path / "record.json")
+    assert finished_run(tmp_path, record.job, None, force=False) is None
+    put_record_aside(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [f"record-{record.steps}-steps.json"]
+
+
+def test_a_record_of_another_node_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = sample_record()
+    monkeypatch.setattr("time.sleep", lambda _s: record.save(tmp_path / "record.json"))
+    assert finished_record(tmp_path, 0.0, was_elsewhere=True).weights_sha256 == record.weights_sha256
+
+
+def test_a_record_that_is_gone_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(PacelineError, match=r"The run has ended well, but its record .* is gone"):
+        finished_record(tmp_path, 0.0, was_elsewhere=False)
 
 
 def test_a_second_start_in_a_folder_changes_nothing_there(tmp_path: Path) -> None:

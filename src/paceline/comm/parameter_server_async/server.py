@@ -10,6 +10,7 @@ import copy
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,6 +44,33 @@ def ranges_in(sizes: Sequence[int], span: Span) -> list[ParameterRange]:
     return found
 
 
+@dataclass
+class Lateness:
+    """How many updates had been made, on the average of a batch's shards, since their parameters were fetched."""
+
+    num_shards: int = 0
+    num_updates: int = 0
+    """The sum over these shards."""
+
+    def add(self, num_shards: int, num_updates: int) -> None:
+        self.num_shards += num_shards
+        self.num_updates += num_shards * num_updates
+
+    @property
+    def mean(self) -> float:
+        return self.num_updates / self.num_shards
+
+
+def late_momentum(momentum: float, lateness: float) -> float:
+    """The momentum for an update by gradients that are `lateness` updates late.
+
+    Late gradients act like momentum themselves (Mitliagkas et al., "Asynchrony begets momentum", 2016). A momentum m
+    spreads a gradient over m / (1 - m) updates after the first one; this one spreads it over 1 + `lateness` times
+    fewer. The learning rate stays: where it is stable, a smaller one only learns more slowly.
+    """
+    return momentum if lateness == 0 else momentum / (momentum + (1 - momentum) * (1 + lateness))
+
+
 class ParameterSlice:
     """Some elements of the parameters, and the optimizer that updates them: batch after batch, in order."""
 
@@ -63,7 +91,7 @@ class ParameterSlice:
         sizes = [held.stop - held.start for held in self._ranges]
         self._parameters = [nn.Parameter(values) for values in self._values.split(sizes)]
         self._optimizer = _optimizer_of(optimizer, self._ranges, self._parameters)
-        self._base_lrs = [float(group["lr"]) for group in self._optimizer.param_groups]
+        self._base_groups = [dict(group) for group in self._optimizer.param_groups]
         self._num_shards = num_shards
         self._lr_factor = lr_factor
         self._lock = threading.Lock()
@@ -71,20 +99,25 @@ class ParameterSlice:
         self._sums: dict[int, ShardSum] = {}
         self._weights: dict[int, ShardSum] = {}
         self._used: dict[int, Tensor] = {}
+        self._lateness: dict[int, Lateness] = {}
         # Never written to once they are here: an answer may be on its way while the next update is made.
         self._snapshots = {first_batch: self._values.clone()}
 
-    def pull(self, batch: int) -> Tensor | None:
-        """The newest values from before the update by `batch`; None: nobody needs that batch any more."""
+    def pull(self, batch: int) -> tuple[int, Tensor] | None:
+        """The newest values from before the update by `batch`, and after how many updates they are.
+
+        None: nobody needs that batch any more.
+        """
         # At staleness 0 they are from just before: whoever computes a shard again computes the very same.
         snapshots = self._snapshots
         version = max((version for version in snapshots if version <= batch), default=None)
-        return None if version is None else snapshots[version]
+        return None if version is None else (version, snapshots[version])
 
     def push(
         self,
         batch: int,
         finished: int,
+        version: int,
         blocks: Sequence[Block],
         sums: Sequence[Tensor],
         used: Tensor,
@@ -94,6 +127,7 @@ class ParameterSlice:
 
         Args:
             finished: no batch before this one is needed by anybody.
+            version: after how many updates the values were with which these gradients were computed.
             used: for every parameter of the model whether any of these shards gave it a gradient.
             weights: of each of `sums`, a vector of one element: the update is made by the sum of all gradients divided
                 by that of all weights. Empty: by the sum.
@@ -110,6 +144,7 @@ class ParameterSlice:
             if weights:
                 self._weights.setdefault(batch, ShardSum(self._num_shards(batch))).add(blocks, weights)
             self._used[batch] = self._used.get(batch, used) | used
+            self._lateness.setdefault(batch, Lateness()).add(sum(size for _, size in blocks), batch - version)
             while self._version in self._sums and self._sums[self._version].is_complete:
                 weight = self._weights.pop(self._version, None)
                 total = None if weight is None else weight.total()
@@ -124,8 +159,11 @@ class ParameterSlice:
         for held, parameter, part in zip(self._ranges, self._parameters, gradients, strict=True):
             # None as in plain torch where nobody used it: an optimizer would decay even what has gradient zero.
             parameter.grad = part if used[held.parameter] else None
-        for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
-            group["lr"] = base_lr * self._lr_factor(self._version)
+        lateness = self._lateness.pop(self._version).mean
+        for group, base in zip(self._optimizer.param_groups, self._base_groups, strict=True):
+            group["lr"] = float(base["lr"]) * self._lr_factor(self._version)
+            if base.get("momentum"):
+                group["momentum"] = late_momentum(base["momentum"], lateness)
         self._optimizer.step()
         self._version += 1
         self._snapshots = self._snapshots | {self._version: self._values.clone()}

@@ -66,6 +66,19 @@ class ServerSettings:
     """A worker that does not answer for so long is lost."""
 
 
+@dataclass(frozen=True)
+class _TaskResult:
+    """What this worker, or its node, has computed."""
+
+    task: Task
+    sums: ShardSums | None
+    """On the node's leader."""
+    finished: int
+    """No batch before this one is needed by anybody."""
+    versions: tuple[int, ...]
+    """After how many updates the parameters of each server were with which it was computed."""
+
+
 class ParameterServerAsync:
     """Asynchronous training as one worker takes part in it; a context manager that all workers enter together.
 
@@ -161,7 +174,7 @@ class ParameterServerAsync:
             PeerLost: a server is lost (says which), or this worker was given up by the others.
         """
         self._weight_at = weight_at
-        result: tuple[Task, ShardSums | None, int] | None = None
+        result: _TaskResult | None = None
         while True:
             reply = self._node.on_leader(partial(self._ask, until, wants_rest, result))
             if reply.rest_at is not None:
@@ -172,8 +185,8 @@ class ParameterServerAsync:
             if reply.finished >= until:
                 break
             result = None
-            if reply.task is not None and self._pull(reply.task.batch):
-                result = reply.task, self._compute(reply.task, compute), reply.finished
+            if reply.task is not None and (versions := self._pull(reply.task.batch)) is not None:
+                result = _TaskResult(reply.task, self._compute(reply.task, compute), reply.finished, versions)
         self._pull(until)
         self.barrier()
 
@@ -247,15 +260,13 @@ class ParameterServerAsync:
         calls = [self._peers.call(rank, *question) for rank, question in zip(self._servers, questions, strict=True)]
         return [call.result(_SERVER) for call in calls]
 
-    def _ask(
-        self, until: int, wants_rest: Callable[[], bool], result: tuple[Task, ShardSums | None, int] | None
-    ) -> WorkReply:
+    def _ask(self, until: int, wants_rest: Callable[[], bool], result: _TaskResult | None) -> WorkReply:
         """Deliver what was computed, if anything, and ask for more."""
         report = None
         if result is not None:
-            task, sums, finished = result
+            sums = result.sums
             assert sums is not None  # this is the leader
-            report = TaskReport(task, self._push(task.batch, finished, sums), sums.blocks, sums.statistics)
+            report = TaskReport(result.task, self._push(result, sums), sums.blocks, sums.statistics)
         request = WorkRequest(self._rank, until, len(self._node.ranks), self._seen, wants_rest(), report)
         reply = cast(WorkReply, self._ask_coordinator("ask", request))
         if reply.lost_server is not None:
@@ -268,7 +279,7 @@ class ParameterServerAsync:
             )
         return reply
 
-    def _push(self, batch: int, finished: int, sums: ShardSums) -> bool:
+    def _push(self, result: _TaskResult, sums: ShardSums) -> bool:
         """Send every server its slice; returns whether all of them count these shards now."""
         at = self._weight_at
         counted = self._answers(
@@ -276,37 +287,44 @@ class ParameterServerAsync:
                 # Copies where a server keeps them: the one in this process gets no message but the tensor itself.
                 (
                     "push",
-                    batch,
-                    finished,
+                    result.task.batch,
+                    result.finished,
+                    version,
                     sums.blocks,
                     [gradient[start:stop].clone() for gradient in sums.gradients],
                     sums.used,
                     [] if at is None else [statistics[at : at + 1].clone() for statistics in sums.statistics],
                 )
-                for start, stop in self._spans
+                for (start, stop), version in zip(self._spans, result.versions, strict=True)
             ]
         )
         return all(counted)
 
-    def _pull(self, batch: int) -> bool:
-        """Put the newest values from before update `batch` into the parameters; False: nobody needs that batch now."""
+    def _pull(self, batch: int) -> tuple[int, ...] | None:
+        """Put the newest values from before update `batch` into the parameters.
+
+        Returns:
+            After how many updates each server's values are; None: nobody needs that batch now.
+        """
         values = self._parameters[0].new_empty(self._spans[-1][1])
-        if not self._node.on_leader(partial(self._download, batch, values)):
-            return False
+        versions = self._node.on_leader(partial(self._download, batch, values))
+        if versions is None:
+            return None
         self._node.share(values)
         with torch.no_grad():
             parts = values.split([p.numel() for p in self._parameters])
             for parameter, part in zip(self._parameters, parts, strict=True):
                 parameter.copy_(part.view(parameter.shape))
-        return True
+        return versions
 
-    def _download(self, batch: int, values: Tensor) -> bool:
-        parts = self._ask_servers("pull", batch)
-        for part, (start, stop) in zip(parts, self._spans, strict=True):
-            if part is None:
-                return False
-            values[start:stop] = part
-        return True
+    def _download(self, batch: int, values: Tensor) -> tuple[int, ...] | None:
+        versions = []
+        for answer, (start, stop) in zip(self._ask_servers("pull", batch), self._spans, strict=True):
+            if answer is None:
+                return None
+            version, values[start:stop] = answer
+            versions.append(version)
+        return tuple(versions)
 
     def _compute(
         self,

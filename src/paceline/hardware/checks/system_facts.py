@@ -11,8 +11,10 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from paceline.hardware.checks.load_facts import collect_load
 from paceline.hardware.cpu_list import parse_cpus
 from paceline.hardware.sources import read_text
+from paceline.spec import MachineLoad
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class SystemFacts:
     scaling_driver: str = ""
     limits: dict[str, ProcessLimit] = field(default_factory=dict)
     """By their names in `ulimit`: nofile, nproc, memlock."""
+    load: MachineLoad | None = None
+    """What other programs do on these cores; None: unknown."""
 
     @property
     def real_cores(self) -> int:
@@ -60,6 +64,7 @@ def collect_system(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Syst
         governor=read_text(cpu / "cpufreq/scaling_governor"),
         scaling_driver=read_text(cpu / "cpufreq/scaling_driver"),
         limits=collect_limits(),
+        load=collect_load(),
     )
 
 

@@ -8,6 +8,8 @@ from paceline.hardware.checks.engine import Check, error, size_text, warning
 from paceline.hardware.checks.node_facts import NodeFacts
 from paceline.hardware.checks.storage_facts import StorageFacts
 from paceline.hardware.checks.system_facts import ProcessLimit, SystemFacts
+from paceline.spec import MachineLoad
+from paceline.spec.machine_load import MOST_FOREIGN_SHARE
 
 MIN_OPEN_FILES = 4096
 """Loader processes pass tensors as open files, and each worker has sockets to its peers; 1024, a usual default, runs
@@ -89,6 +91,24 @@ SYSTEM_CHECKS: tuple[Check[NodeFacts, Any], ...] = (
             lambda cpu: cpu.governor in ("powersave", "conservative") and cpu.scaling_driver not in SELF_GOVERNED,
             "The frequency governor is {governor}: cores stay slow under load.",
             "sudo cpupower frequency-set -g performance",
+        ),
+    ),
+    Check[NodeFacts, MachineLoad](
+        "cpu load",
+        lambda node: None if node.system.load is None else [node.system.load],
+        "The processors have nothing else to do.",
+        warning(
+            lambda load: load.stolen_cores > MOST_FOREIGN_SHARE * load.num_cores,
+            "The host of this virtual machine gives the time of {stolen_cores:.1f} of {num_cores} cores to others; "
+            "every step waits for the slowest worker.",
+            "Use a machine whose cores are its own, or fewer workers.",
+            hides_others=False,
+        ),
+        warning(
+            lambda load: load.other_cores > MOST_FOREIGN_SHARE * load.num_cores,
+            "Other programs use {other_cores:.1f} of {num_cores} cores: training is slower, and what is measured is "
+            "wrong.",
+            "See which they are: top -o %CPU",
         ),
     ),
     Check[NodeFacts, ProcessLimit](
