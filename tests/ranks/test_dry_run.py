@@ -128,12 +128,14 @@ def _large_meshes() -> list[Any]:
     for mesh in (Mesh(dp=128, tp=4, pp=2), Mesh(dp=1024), Mesh(dp=8, fsdp=16, tp=4, pp=2)):
         model, arguments = on_paper(_gpt, _TOKENS, 2)
         found.append(dry_run(model, arguments, mesh, 4, optimizer_copies=2))
+    model, arguments = on_paper(_gpt, _TOKENS, 2)
+    found.append(dry_run(model, arguments, Mesh(dp=128, pp=2), 4, optimizer_copies=2, is_bitwise=True))
     return found
 
 
 @pytest.mark.slow
 def test_1024_devices_are_tried_on_one() -> None:
-    ((cut, whole, sharded),) = run_ranks(_large_meshes, 1, timeout_s=120)
+    ((cut, whole, sharded, exact),) = run_ranks(_large_meshes, 1, timeout_s=120)
     num_bytes = sum(4 * parameter.numel() for parameter in _gpt().parameters())
     (stage,) = whole.stages
     assert stage.parameter_bytes == num_bytes
@@ -146,6 +148,8 @@ def test_1024_devices_are_tried_on_one() -> None:
     assert 0.2 <= cut.bubble < 0.4  # (p - 1)/(m + p - 1) with stages of equal time
     message_bytes = 2 * 16 * 32 * 4
     assert cut.sent_bytes("pp") == 4 * message_bytes + 64 * 32 * 4  # and the tied embedding's gradient, once
+    assert exact.sent_bytes("pp") == 4 * (message_bytes + 64 * 32 * 4), "with every micro-batch in bitwise parity"
+    assert [memory.gradient_bytes for memory in exact.memory] == [4 * one.gradient_bytes for one in exact.stages]
     # Each block is summed four times (Megatron-LM), by rings of four; beside that, rows of its weights are traded.
     assert cut.sent_bytes("tp") > 4 * 2 * 4 * sum_bytes(message_bytes, 4)
     for one, same in zip(sharded.stages, cut.stages, strict=True):

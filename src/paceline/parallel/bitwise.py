@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -17,7 +17,7 @@ from paceline.parallel.assignment import Assignment
 from paceline.parallel.engine import Engine, StepInput, broadcast
 from paceline.parallel.gradient_norms import GradientNorms, mean_of_squares, squared_norm
 from paceline.parallel.loss_functions import LossFunctions
-from paceline.parallel.losses import LossLayout, ShardLoss, StepLoss
+from paceline.parallel.losses import LossLayout, StepLoss
 from paceline.parallel.shard_by_shard import ShardByShard
 
 
@@ -41,17 +41,16 @@ class _Vector:
     """For each buffer the number of shards that changed it."""
 
     @classmethod
-    def of(cls, values: Tensor, parameters: Sequence[Tensor], lengths: Sequence[int]) -> Self:
+    def of(cls, values: Tensor, forms: Sequence[Tensor], lengths: Sequence[int]) -> Self:
         """
         Args:
+            forms: tensors of the gradients' shapes and orders in memory.
             lengths: those of the parts after `gradients`.
         """
         gradients, start = [], values.storage_offset()
-        for parameter in parameters:
-            gradients.append(
-                values.as_strided(parameter.shape, _dense_strides(parameter.shape, parameter.stride()), start)
-            )
-            start += parameter.numel()
+        for form in forms:
+            gradients.append(values.as_strided(form.shape, _dense_strides(form.shape, form.stride()), start))
+            start += form.numel()
         return cls(values, gradients, *values.split(lengths))
 
 
@@ -61,6 +60,17 @@ def _dense_strides(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ..
     return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
 
 
+@dataclass(frozen=True)
+class Shard:
+    """What one virtual shard makes of this worker's part of the model."""
+
+    gradients: Sequence[Tensor | None]
+    """Of each parameter, times the shard's weight; None where it has none."""
+    statistics: Tensor
+    """The sums of its loss, and what its norm layers have seen."""
+    weight: float | Tensor
+
+
 class BitwiseDataParallel(Engine):
     """The engine whose results are equal bit for bit on any number of workers.
 
@@ -68,17 +78,25 @@ class BitwiseDataParallel(Engine):
     `comm.tree_exact` adds the vectors in an order that does not depend on it either.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        functions: LossFunctions | None = None,
+    ) -> None:
         """
         Args:
             model: with equal weights on all workers.
             group: the workers that divide the virtual shards among them; None: this one alone.
+            functions: what those that train together know of the loss functions; None: that is `group`.
         """
-        functions = LossFunctions(group)
+        functions = functions or LossFunctions(group)
         self._shards = ShardByShard(model, device, functions)
         super().__init__(self._shards.module, device, functions)
         self._group = group
-        self._parameters = self._shards.parameters
+        self._parameters: Sequence[Tensor] = self._shards.parameters
+        self._forms: Sequence[Tensor] = self._parameters
         self.forward_buffers = self._shards.buffers
         self._all_used = torch.ones(0)
         """What a shard in which every parameter has a gradient says of its users."""
@@ -89,36 +107,36 @@ class BitwiseDataParallel(Engine):
 
     def gradients(self, step: StepInput) -> StepLoss:
         assignment = step.assignment
-        first, stop = assignment.own
         self.forward_buffers.begin_step()
         # A user may have frozen some since the last step, or unfrozen them.
-        parameters = [p for p in self.module.parameters() if p.requires_grad]
-        self._parameters = self._shards.parameters = parameters
-        tree = TreeSum(first)
+        parameters = self._parameters = self._shards.parameters = self._trained()
+        self._forms = self._forms_of(parameters)
+        tree = TreeSum(assignment.own[0])
         vectors: dict[Tensor, _Vector] = {}
         free: list[_Vector] = []
         used = [False] * len(parameters)
-        for shard in range(first, stop):
-            loss, statistics = self._shards.compute(step, shard)
-            gradients = self._take_gradients()
-            vector = free.pop() if free else self._new_vector(loss.layout)
-            self._fill(vector, loss, statistics, gradients, wants_norm=step.take_norms is not None)
+
+        def add(shard: Shard) -> None:
+            nonlocal used
+            vector = free.pop() if free else self._new_vector(len(shard.statistics))
+            self._fill(vector, shard, wants_norm=step.take_norms is not None)
             vectors[vector.values] = vector
-            free += [vectors[one] for one in tree.push(vector.values)]
-            used = [before or gradient is not None for before, gradient in zip(used, gradients, strict=True)]
-        self._accompany(step)
+            free.extend(vectors[one] for one in tree.push(vector.values))
+            used = [before or gradient is not None for before, gradient in zip(used, shard.gradients, strict=True)]
+
+        self._compute(step, add)
         free.clear()  # memory for the sum over workers
         vectors = {partial: vectors[partial] for partial in tree.partials}
         last_gradient = self._clock.mark()
         layout = self.functions.layout(step.loss_name)
-        lengths = self._lengths(layout)
+        lengths = self._lengths(self._num_statistics(layout))
         empty = torch.empty(sum(lengths), dtype=self._shards.dtype, device=self._device)
         values = tree_all_reduce(tree.partials, assignment.shards_of_rank, empty, self._group)
         self.communication = last_gradient, self._clock.mark()
 
-        total = vectors.get(values) or _Vector.of(values, parameters, lengths)
+        total = vectors.get(values) or _Vector.of(values, self._forms, lengths)
         # A copy: a script may keep the loss, and a view would keep all gradients in memory.
-        result = self._shards.apply(total.statistics.clone(), layout)
+        result = self._apply(total.statistics.clone(), layout)
         self.forward_buffers.combine(
             total.changed,
             lambda numbers: self._sum_moves(assignment, numbers),
@@ -143,57 +161,82 @@ class BitwiseDataParallel(Engine):
             step.take_norms(GradientNorms(small_sqr, small_batch, squared_norm([total.flat]), num_samples))
         return result
 
-    def _take_gradients(self) -> list[Tensor | None]:
-        """The gradient of each parameter from the shard that was just computed."""
-        return [parameter.grad for parameter in self._parameters]
+    def _trained(self) -> list[nn.Parameter]:
+        """The parameters whose gradients this worker adds up."""
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
-    def _accompany(self, step: StepInput) -> None:
-        """Take part in what other workers do together in passes beyond this worker's own."""
+    def _forms_of(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Tensors of the shapes of their whole gradients."""
+        return parameters
+
+    def _compute(self, step: StepInput, add: Callable[[Shard], None]) -> None:
+        """Call `add` with each of this worker's shards, in their order."""
+        for number in range(*step.assignment.own):
+            loss, statistics = self._shards.compute(step, number)
+            add(Shard([parameter.grad for parameter in self._parameters], statistics, loss.weight))
+
+    def _apply(self, statistics: Tensor, layout: LossLayout) -> StepLoss:
+        """Move what the sum over all shards moves; return the step's loss."""
+        return self._shards.apply(statistics, layout)
 
     def _keep(self, gradients: Sequence[Tensor | None]) -> None:
         """Leave what this worker needs of the global batch's gradients in `.grad`."""
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
 
-    def _lengths(self, layout: LossLayout) -> list[int]:
+    # --- the norm ---
+
+    def gradient_norm(self) -> Tensor:
+        """Of the norms of all parameters' gradients in their order; what has none counts as 0, so that their number,
+        and with it the order in which they are added, does not change."""
+        nothing = torch.zeros((), dtype=self._shards.dtype, device=self._device)
+        norms = [nothing if one is None else one.to(nothing) for one in self._norms()]
+        whole: Tensor = torch.linalg.vector_norm(self._of_all(torch.stack(norms) if norms else nothing.view(1)))
+        return whole
+
+    def _norms(self) -> list[Tensor | None]:
+        """The norm of each parameter's gradient."""
+        return norms_of([parameter.grad for parameter in self.module.parameters()])
+
+    def _of_all(self, norms: Tensor) -> Tensor:
+        """Those of all parameters of the model."""
+        return norms
+
+    # --- vectors ---
+
+    def _lengths(self, num_statistics: int) -> list[int]:
         """Lengths of the parts of a vector."""
-        num_gradients = sum(p.numel() for p in self._parameters)
-        num_statistics = self._shards.num_statistics(layout)
-        return [num_gradients, num_statistics, len(self._parameters), 1, len(self.forward_buffers)]
+        num_gradients = sum(form.numel() for form in self._forms)
+        return [num_gradients, num_statistics, len(self._forms), 1, len(self.forward_buffers)]
 
-    def _new_vector(self, layout: LossLayout) -> _Vector:
+    def _num_statistics(self, layout: LossLayout) -> int:
+        return self._shards.num_statistics(layout)
+
+    def _new_vector(self, num_statistics: int) -> _Vector:
         """For a shard, and for others when the sum has no more need of it."""
-        lengths = self._lengths(layout)
+        lengths = self._lengths(num_statistics)
         empty = torch.empty(sum(lengths), dtype=self._shards.dtype, device=self._device)
-        return _Vector.of(empty, self._parameters, lengths)
+        return _Vector.of(empty, self._forms, lengths)
 
-    def _fill(
-        self,
-        vector: _Vector,
-        loss: ShardLoss,
-        statistics: Tensor,
-        gradients: Sequence[Tensor | None],
-        *,
-        wants_norm: bool,
-    ) -> None:
+    def _fill(self, vector: _Vector, shard: Shard, *, wants_norm: bool) -> None:
         """Write what a shard contributes."""
-        usage = [gradient is not None for gradient in gradients]
+        usage = [gradient is not None for gradient in shard.gradients]
         vector.small_sqr.zero_()
         places = [vector.statistics, vector.users]
-        written = [statistics, self._users(usage)]
+        written = [shard.statistics, self._users(usage)]
         if len(vector.changed):
             places.append(vector.changed)
-            written.append(self.forward_buffers.changed(statistics))
+            written.append(self.forward_buffers.changed(shard.statistics))
         if not all(usage):
             vector.flat.zero_()
-        for gradient, place in zip(gradients, vector.gradients, strict=True):
+        for gradient, place in zip(shard.gradients, vector.gradients, strict=True):
             if gradient is not None:
                 places.append(place)
                 written.append(gradient)
         torch._foreach_copy_(places, written)
         if wants_norm:
             # The vector holds the shard's gradient times its weight, so this is its squared norm times its weight.
-            weight, whole = loss.weight, squared_norm([vector.flat])
+            weight, whole = shard.weight, squared_norm([vector.flat])
             vector.small_sqr.copy_(mean_of_squares(whole, weight) if isinstance(weight, Tensor) else whole / weight)
 
     def _users(self, usage: Sequence[bool]) -> Tensor:
@@ -212,3 +255,11 @@ class BitwiseDataParallel(Engine):
             tree.push(self.forward_buffers.moves(numbers, shard))
         empty = torch.empty_like(self.forward_buffers.moves(numbers))
         return tree_all_reduce(tree.partials, assignment.shards_of_rank, empty, self._group)
+
+
+def norms_of(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """The norm of each; None where there is none."""
+    every = list(gradients)
+    present = [one for one in every if one is not None]
+    norms = iter(torch._foreach_norm(present) if present else ())
+    return [None if one is None else next(norms) for one in every]

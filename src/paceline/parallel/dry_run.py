@@ -66,7 +66,8 @@ class StageCost:
     gradient_bytes: int
     """Bytes of the worker's shards of trained parameters."""
     tied_bytes: int
-    """Bytes of gradients of parameters that other stages hold too: sent to each of them once per step."""
+    """Bytes of gradients of parameters that other stages hold too: sent to each of them once per step, but for bitwise
+    parity."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,14 @@ class DryRun:
             return 2 * (self.mesh.dp - 1) / self.mesh.dp * stage.gradient_bytes
         # The first stage of ZeRO gathers and scatters once a step, not for every micro-batch.
         times = 1 if axis == "fsdp" and self.mesh.zero_stage == 1 else self.num_micro_batches
-        return times * stage.sent_bytes.get(axis, 0.0) + stage.tied_bytes * (axis == "pp")
+        return times * stage.sent_bytes.get(axis, 0.0) + self._tied_bytes(stage) * (axis == "pp")
+
+    def _tied_bytes(self, stage: StageCost) -> float:
+        """In bitwise parity gradients of shared parameters go through the stages with every micro-batch, and back once;
+        between the first stage and the last, which those of most models are shared by."""
+        if not self.is_bitwise or stage is self.stages[0]:
+            return stage.tied_bytes
+        return self.num_micro_batches * max(one.tied_bytes for one in self.stages)
 
     @property
     def cuts(self) -> tuple[str, ...]:

@@ -55,7 +55,37 @@ def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     offsets, sizes = shard_slice(like)
     mine = tensor[tuple(slice(start, start + length) for start, length in zip(offsets, sizes, strict=True))]
     # A copy: a view would keep the full tensor in memory.
-    own = mine.to(like.device, copy=True)
+    return with_local(mine.to(like.device, copy=True), like)
+
+
+def part(like: Tensor) -> Tensor:
+    """What a worker holds of `like` before it is sharded over fsdp, without values: all of it, or its part along tp."""
+    if not is_sharded(like, "tp"):
+        return torch.empty_strided(like.shape, like.stride(), device="meta")
+    assert isinstance(like, DTensor)
+    names = like.device_mesh.mesh_dim_names or ()
+    placement = like.placements[names.index("tp")]
+    sizes, _ = compute_local_shape_and_global_offset(like.shape, like.device_mesh["tp"], (placement,))
+    return torch.empty(sizes, device="meta")
+
+
+def shard_of_part(mine: Tensor, like: Tensor) -> Tensor:
+    """A worker's `part` sharded like `like`; no communication."""
+    if not is_sharded(like, "tp"):
+        return shard_like(mine, like)
+    assert isinstance(like, DTensor)
+    own = mine
+    names = like.device_mesh.mesh_dim_names or ()
+    if "fsdp" in names:  # rows of all but the last workers are equally many
+        rank, degree = like.device_mesh.get_local_rank("fsdp"), like.device_mesh.size(names.index("fsdp"))
+        own = mine[min(rank * -(-len(mine) // degree), len(mine)) :][: len(local_shard(like))]
+    return with_local(own.to(like.device, copy=True), like)
+
+
+def with_local(own: Tensor, like: Tensor) -> Tensor:
+    """The tensor whose shard here is `own`, sharded like `like`."""
+    if not isinstance(like, DTensor):
+        return own
     return DTensor.from_local(
         own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

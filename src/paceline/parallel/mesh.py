@@ -6,8 +6,7 @@ samples, gradients are sums over virtual shards, and no number of workers appear
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,9 +26,10 @@ from paceline.parallel.gradient_norms import GradientNorms, PartWeights, mean_of
 from paceline.parallel.loss_functions import LossFunctions
 from paceline.parallel.losses import LossLayout, StepLoss
 from paceline.parallel.micro_batch import MicroBatchLimit
-from paceline.parallel.norm import ShardBatchNorm, replace_batch_norm, standing_in, unknown_buffers
+from paceline.parallel.norm import ShardBatchNorm, replace_batch_norm, unknown_buffers
 from paceline.parallel.passes import Passed, Passes, StartOverError
-from paceline.parallel.pipeline import MicroBatch, ModelCall, Pipeline
+from paceline.parallel.piped_passes import micro_batch_of, stand_in_batch
+from paceline.parallel.pipeline import ModelCall, Pipeline
 from paceline.parallel.replica_sums import ReplicaSums
 from paceline.parallel.spread_model import SpreadModel
 from paceline.spec import Job, Plan
@@ -295,48 +295,14 @@ class MeshParallel(Engine):
         """As `_compute`, through the stages; as many micro-batches as the workers it gathers parameters with."""
         assignment, passed = step.assignment, Passed()
         ranges = [self._passes.ranges(step, rank) for rank in range(len(assignment.shards_of_rank))]
-        micro_batches = [self._micro_batch(step, shards, passed) for shards in ranges[assignment.rank]]
+        micro_batches = [micro_batch_of(self._passes, step, shards, passed.add) for shards in ranges[assignment.rank]]
         if self._axes.mesh.fsdp > 1:
             most = max(len(of_rank) for of_rank in ranges)
-            micro_batches += [self._stand_in_batch(step)] * (most - len(micro_batches))
+            micro_batches += [stand_in_batch(self._passes, step, self.module)] * (most - len(micro_batches))
         self._spread.sync_gradients(self.module, False)
         pipeline.train_step(micro_batches)
         self._has_drawn = pipeline.draws_unexpectedly
         return passed
-
-    def _micro_batch(self, step: StepInput, shards: ShardRange, passed: Passed) -> MicroBatch:
-        @contextmanager
-        def backward() -> Iterator[None]:
-            # Layers may run again, and other shards were here meanwhile.
-            self._passes.norm.current.shards = shards
-            with self._passes.norm.backward():
-                yield
-
-        def loss_of(model: nn.Module) -> Tensor:
-            loss = self._passes.read(step, model, shards, self._passes.samples(step, shards))
-            passed.add(loss)
-            return loss.weighted
-
-        return MicroBatch(
-            loss_of=loss_of,
-            before_forward=lambda: self._passes.enter(step, shards),
-            within=step.within,
-            backward=backward,
-            scale=step.scale,
-        )
-
-    def _stand_in_batch(self, step: StepInput) -> MicroBatch:
-        @contextmanager
-        def within() -> Iterator[None]:
-            with step.within(), standing_in(self.module):
-                yield
-
-        return MicroBatch(
-            loss_of=lambda model: self._passes.loss_of_nothing(step, model),
-            within=within,
-            backward=self._passes.norm.backward,
-            scale=step.scale,
-        )
 
     # --- the whole model ---
 

@@ -43,16 +43,15 @@ def parallelize(
     if plan.mesh is not None and not plan.mesh.is_plain and group is not None:
         # Torch's parts for it take long to load, and most runs need none of them.
         from paceline.parallel.axes import open_axes
-        from paceline.parallel.bitwise_sharded import BitwiseSharded
+        from paceline.parallel.bitwise_mesh import BitwiseMesh
         from paceline.parallel.mesh import MeshParallel
         from paceline.parallel.pipeline import ModelCall
 
         check_mesh(job, plan.mesh)
         axes = open_axes(plan.mesh, device, group)
-        if job.parity == "bitwise":
-            return BitwiseSharded(model, job, plan, device, axes, may_skip=find_unused_parameters)
         call = None if example is None else ModelCall.of(example)
-        return MeshParallel(model, job, plan, device, axes, call, may_skip=find_unused_parameters)
+        engine_of = BitwiseMesh if job.parity == "bitwise" else MeshParallel
+        return engine_of(model, job, plan, device, axes, call, may_skip=find_unused_parameters)
     if is_on_meta(model) or job.parity == "bitwise":
         initial_weights(model, group)(model, device)
         align(model)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from paceline.containers import copied
 from paceline.parallel.coupling import leaving_no_trace
-from paceline.parallel.engine import StepInput, statistics_dtype
+from paceline.parallel.engine import StepInput
 from paceline.parallel.loss_functions import LossFunctions
 from paceline.parallel.losses import LossLayout, ShardLoss, StepLoss, read_loss
 from paceline.parallel.norm import ShardBatchNorm, replace_batch_norm, standing_in
@@ -24,24 +24,28 @@ class ShardByShard:
     def __init__(self, model: nn.Module, device: torch.device, functions: LossFunctions) -> None:
         self.module = replace_batch_norm(model, ShardBatchNorm)
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
-        self.dtype = statistics_dtype(self.module)
         functions.draws = True  # as far as anybody knows
         self._functions = functions
-        self._passes = Passes(self.module, device, functions, one_by_one=True)
-        self.buffers = self._passes.buffers
+        self.passes = Passes(self.module, device, functions, one_by_one=True)
+        self.buffers = self.passes.buffers
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which losses and norm statistics are added."""
+        return self.passes.like.dtype
 
     def num_statistics(self, layout: LossLayout) -> int:
-        return layout.length + self._passes.norm.length
+        return layout.length + self.passes.norm.length
 
     def layout_of_stand_in(self, step: StepInput) -> LossLayout:
         """Which numbers the loss function returns, by a sample that leaves no trace."""
         with (
             self.buffers.untouched(),
-            leaving_no_trace(self.module, self._passes.like.device),
+            leaving_no_trace(self.module, self.passes.like.device),
             standing_in(self.module),
             step.companions.standing_in(),
         ):
-            layout = read_loss(step.loss_of(self.module, step.batch.cut(0, 1)), 0.0, 1, self._passes.like).layout
+            layout = read_loss(step.loss_of(self.module, step.batch.cut(0, 1)), 0.0, 1, self.passes.like).layout
         self._functions.has_returned(step.loss_name, layout)
         return layout
 
@@ -52,17 +56,17 @@ class ShardByShard:
         shards = step.assignment.shard_range(shard, max_samples=1)
         # Copies, because a product's last bits depend on where in memory its factors begin, and a shard lies elsewhere
         # in the batch of another worker.
-        with self._passes.norm.forgotten_after_error():
-            loss, _ = self._passes.compute_loss(step, self.module, shards, copied(self._passes.samples(step, shards)))
-            self._passes.backward(step, loss)
-            return loss, torch.cat([loss.sums, *self._passes.norm.collect(loss.sums)])
+        with self.passes.norm.forgotten_after_error():
+            loss, _ = self.passes.compute_loss(step, self.module, shards, copied(self.passes.samples(step, shards)))
+            self.passes.backward(step, loss)
+            return loss, torch.cat([loss.sums, *self.passes.norm.collect(loss.sums)])
 
     def stand_in(self, step: StepInput) -> None:
         """Go through the model with a sample that counts for nothing, because other workers wait for it there."""
-        with self._passes.stand_in(step, self.module) as loss:
+        with self.passes.stand_in(step, self.module) as loss:
             loss.backward()
 
     def apply(self, statistics: Tensor, layout: LossLayout) -> StepLoss:
         """Move the running statistics by the sum over a batch's shards; return its loss."""
-        self._passes.norm.apply(statistics[layout.length :])
+        self.passes.norm.apply(statistics[layout.length :])
         return StepLoss.of(statistics, layout)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from paceline.errors import ModelError
+from paceline.errors import JobError, ModelError
 from paceline.object_collectives import gather_objects
 from paceline.parallel.axes import Axes
 from paceline.parallel.dtensor import full_tensor, is_sharded, local_shard
@@ -23,7 +23,7 @@ from paceline.parallel.initial_weights import initial_weights
 from paceline.parallel.micro_batch import is_out_of_memory
 from paceline.parallel.pipeline import ModelCall, Pipeline, stage_limits
 from paceline.parallel.sharded import recompute, shard, sharded_modules
-from paceline.parallel.tensor import declared_plan, tensor_parallel
+from paceline.parallel.tensor import declared_plan, find_plan, tensor_parallel
 from paceline.partition import StageLimits
 from paceline.spec import Job, Mesh, Plan
 
@@ -69,12 +69,14 @@ class SpreadModel:
         example: ModelCall | None,
         *,
         may_skip: bool,
-        before_last_backward: Callable[[nn.Module], None],
+        before_last_backward: Callable[[nn.Module], None] = lambda _stage: None,
+        is_exact: bool = False,
     ) -> None:
         """Spread `model`; a collective of all workers of the mesh. The arguments are `MeshParallel`'s.
 
         Args:
             before_last_backward: called with each stage of a pipeline before its last backward pass of a step.
+            is_exact: as of `Pipeline`.
         """
         self._axes = axes
         self._plan = plan
@@ -84,6 +86,14 @@ class SpreadModel:
         weights = initial_weights(model, axes.world)
         self._tensor_plan = declared_plan(model, plan.tensor_plan, axes.mesh.tp) if axes.mesh.tp > 1 else None
         self.pipeline: Pipeline | None = None
+        if is_exact and axes.pp is not None and axes.mesh.tp > 1:
+            if plan.sequence_parallel:
+                raise JobError(
+                    f"parity = 'bitwise' needs a plan without sequence_parallel with {axes.mesh}: where positions are "
+                    "divided depends on where the model is cut."
+                )
+            # Layers that follow each other are found in a model, but not in one stage, and are summed otherwise there.
+            self._tensor_plan = self._tensor_plan or find_plan(model, axes.mesh.tp)
         if axes.pp is not None:
             if _fits(model, device):  # what layers cost is to be measured where they will run
                 model.to(device)
@@ -98,6 +108,7 @@ class SpreadModel:
                     agreement=axes.world,
                     timeout_s=plan.timeout_s,
                     before_last_backward=before_last_backward,
+                    is_exact=is_exact,
                 )
             if changed:
                 raise refused_in_pipeline(changed[0])

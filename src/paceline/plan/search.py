@@ -121,8 +121,8 @@ def search(workload: Workload, num_workers: int, devices_per_node: int, network:
     candidates: list[MeshCandidate] = []
     too_large: list[tuple[Mesh, DeviceMemory]] = []
     for mesh in meshes(num_workers, devices_per_node, workload.layers):
-        if mesh.num_assignments > workload.num_shards or (workload.state.is_bitwise and mesh.tp * mesh.pp > 1):
-            continue  # where a layer or a model is divided, sums have other bits
+        if mesh.num_assignments > workload.num_shards or (workload.state.is_bitwise and mesh.tp > 1):
+            continue  # where a layer is divided, sums have other bits: nobody gets those without asking for them
         found = best_of(workload, mesh, devices_per_node, network)
         if isinstance(found, MeshCandidate):
             candidates.append(found)
@@ -326,11 +326,11 @@ class MeshPrices:
         """What the last micro-batch's computing does not hide of adding up gradients over replicas."""
         workload, mesh = self.workload, self.mesh
         if workload.state.is_bitwise:  # whole gradients, whatever is sharded
-            size_bytes, degree, stride, sum_s = own_bytes, mesh.num_assignments, 1, tree_exact
+            size_bytes, degree, stride, sum_s = own_bytes, mesh.num_assignments, mesh.tp, tree_exact
         else:
             size_bytes, degree, stride, sum_s = own_bytes / mesh.fsdp, mesh.dp, mesh.tp * mesh.fsdp, cheapest_s
         all_s = workload.plain_sums_s
-        if all_s is None or not (mesh.is_plain or workload.state.is_bitwise):
+        if all_s is None or not (mesh.is_plain or (workload.state.is_bitwise and mesh.pp == mesh.tp == 1)):
             all_s = sums_s(size_bytes, lambda bucket_bytes: self._sum_s(bucket_bytes, degree, stride, sum_s))
         return exposed_s(last_s, size_bytes, all_s) if workload.sums_are_hidden else all_s
 

@@ -18,6 +18,12 @@ Fingerprints = Mapping[str, Sequence[float]]
 TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
 
 
+_OTHER_ORDER = (
+    "Layers that are divided (tp = {tp}) add in another order, so this was compared up to rounding; the bits are equal "
+    "for any dp, fsdp and pp at one tp degree."
+)
+
+
 @dataclass(frozen=True)
 class Trace:
     """The steps of one run: the line that every rank wrote for each of them."""
@@ -28,6 +34,8 @@ class Trace:
     norm: str
     steps: Sequence[Sequence[Mapping[str, Any]]]
     """steps[step][rank]."""
+    tp: int = 1
+    """Degree of the mesh axis along which workers divide layers, whose sums have another order then."""
 
     def batch_digest(self, step: int) -> int:
         return sum(line["batch_digest"] for line in self.steps[step])
@@ -85,11 +93,16 @@ def load_trace(directory: Path, workers: int) -> Trace:
         header["precision"],
         header["norm"],
         list(zip(*(r[1:] for r in ranks), strict=False)),
+        header["tp"],
     )
 
 
 def compare(base: Trace, again: Trace, others: Sequence[Trace]) -> list[ParityVerdict]:
-    """A verdict for `again` (the same number of workers as `base`, run once more) and for each of `others`."""
+    """A verdict for `again` (the same number of workers as `base`, run once more) and for each of `others`.
+
+    Bitwise parity promises equal bits at one tp degree: what has another than `base` is compared with the first of its
+    own, which is compared with `base` up to rounding.
+    """
     first = _judge(base, again)
     if not first.passed:
         data = base.batch_digest(first.step or 0) != again.batch_digest(first.step or 0)
@@ -99,11 +112,17 @@ def compare(base: Trace, again: Trace, others: Sequence[Trace]) -> list[ParityVe
             else "something in the model or loss draws from a generator of its own, or from the time"
         )
         return [ParityVerdict(first.workers, first.steps, False, step=first.step, tensor=first.tensor, cause=cause)]
-    return [first, *(_judge(base, other) for other in others)]
+    verdicts = [first]
+    alike = {base.tp: base}
+    for other in others:
+        of_degree = alike.setdefault(other.tp, other)
+        verdicts.append(_judge(base if of_degree is other or base.parity == "numeric" else of_degree, other))
+    return verdicts
 
 
 def _judge(base: Trace, other: Trace) -> ParityVerdict:
-    tolerance = 0.0 if base.parity == "bitwise" else TOLERANCE[base.precision]
+    is_exact = base.parity == "bitwise" and base.tp == other.tp
+    tolerance = 0.0 if is_exact else TOLERANCE[base.precision]
     num_steps = min(len(base.steps), len(other.steps))
     largest = 0.0
 
@@ -123,12 +142,15 @@ def _judge(base: Trace, other: Trace) -> ParityVerdict:
             if not distance <= tolerance:
                 return fail(step, f"{kind[:-1]} '{tensor}' ({distance:.1e})", _cause(kind, base))
             largest = max(largest, distance)
-        if base.parity == "bitwise" and mine["weights_sha256"] != theirs["weights_sha256"]:
+        if is_exact and mine["weights_sha256"] != theirs["weights_sha256"]:
             return fail(step, "the weights", "some bits differ")
     if len(other.steps) != len(base.steps):
         cause = f"{len(other.steps)} steps instead of {len(base.steps)}: the script's loop depends on the worker"
         return fail(num_steps - 1, "the number of steps", cause)
     notes = [note for step in other.steps for note in step[0].get("notes", ())]
+    if base.parity == "bitwise" and other.tp > 1:
+        alike = f"Compared with {base.workers} workers that divide layers alike (tp = {other.tp})."
+        notes.append(alike if is_exact else _OTHER_ORDER.format(tp=other.tp))
     return ParityVerdict(other.workers, num_steps, True, largest, note=" ".join(dict.fromkeys(notes)))
 
 

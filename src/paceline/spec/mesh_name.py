@@ -101,11 +101,6 @@ def check_mesh(job: Job, mesh: Mesh | None) -> None:
 
 def _check_bitwise(job: Job, mesh: Mesh) -> None:
     """Raises `JobError` for what a mesh computes with other bits than one worker."""
-    if mesh.tp > 1 or mesh.pp > 1:
-        raise JobError(
-            f"parity = 'bitwise' gives the bits of one worker on the axes dp and fsdp (zero1, zero2, hsdp), not on "
-            f"{mesh}, whose workers compute parts of a layer or of a model; use parity = 'numeric' there."
-        )
     if job.channels_last:
         raise JobError(
             f"parity = 'bitwise' needs channels_last = false with {mesh}: shards have the plain format, whose kernels "

@@ -103,7 +103,7 @@ class Run(RunView):
         self._pending: Pending | None = None
         self._heartbeat = Heartbeat(env.path(env.HEARTBEAT))
         self._heartbeat.step(0)
-        self._tracer = ParityTracer.from_environment(self.world, job)
+        self._tracer = ParityTracer.from_environment(self.world, job, plan.mesh)
         self._at_close.callback(self._tracer.close)
         seed_generators(job.seed, self.device)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from paceline import env
 from paceline.containers import tensors
 from paceline.sharded_batch import ShardedBatch
-from paceline.spec import Job
+from paceline.spec import Job, Mesh
 from paceline.train.digest import weights_sha256
 from paceline.train.process_group import World
 
@@ -36,13 +36,14 @@ class ParityTracer:
         self._line: dict[str, Any] = {}
 
     @classmethod
-    def from_environment(cls, world: World, job: Job) -> Self:
+    def from_environment(cls, world: World, job: Job, mesh: Mesh | None) -> Self:
         directory = env.path(env.TRACE_DIR)
         if directory is None:
             return cls(None)
         directory.mkdir(parents=True, exist_ok=True)
         file = open(directory / f"rank{world.rank}.jsonl", "w", encoding="utf-8")  # noqa: SIM115 - close() ends it
-        file.write(json.dumps({"parity": job.parity, "precision": job.precision, "norm": job.norm}) + "\n")
+        tp = 1 if mesh is None else mesh.tp
+        file.write(json.dumps({"parity": job.parity, "precision": job.precision, "norm": job.norm, "tp": tp}) + "\n")
         return cls(file)
 
     def before_update(self, step: int, model: nn.Module, whole: Whole, loss: Tensor, batch: Any, *, idle: bool) -> None:

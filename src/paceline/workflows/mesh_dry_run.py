@@ -106,6 +106,6 @@ def dry_run_mesh(
         num_micro_batches=-(-resolved.virtual_shards // degrees.num_assignments),
         optimizer_copies=resolved.optim.state_copies,
         sequence_parallel=sequence_parallel,
-        is_bitwise=resolved.parity == "bitwise" and degrees.pp == degrees.tp == 1,  # others cannot train it
+        is_bitwise=resolved.parity == "bitwise",
     )
     return MeshDryRun(degrees, shard_size, found)

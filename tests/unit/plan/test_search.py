@@ -190,6 +190,18 @@ def test_a_pipelines_micro_batches_are_the_virtual_shards_and_shares_are_no_more
         assert one.mesh.pp == 1 or (one.micro_batch_size, one.num_micro_batches) == (32, 8 // one.mesh.num_assignments)
 
 
+def test_bitwise_parity_has_pipelines_and_no_tensor_groups() -> None:
+    """A stage's whole gradients, in partial sums, and the tree's price of those of a stage alone."""
+    bitwise = dataclasses.replace(GPT_6B, state=dataclasses.replace(GPT_6B.state, is_bitwise=True), shard_size=8)
+    found = search(bitwise, 16, 8, FAST).candidates
+    assert {candidate.mesh.tp for candidate in found} == {1}
+    assert {candidate.mesh.pp for candidate in found} > {1, 2, 4}
+    alone, halved = (best_of(bitwise, Mesh(dp=dp, pp=pp), 8, FAST) for dp, pp in ((2, 8), (1, 16)))
+    assert isinstance(alone, MeshCandidate) and isinstance(halved, MeshCandidate)
+    assert alone.memory.gradient_bytes == pytest.approx((1 + 5) * 2 * 6.7e9 / 8)
+    assert alone.exposed_s > 0 == halved.exposed_s
+
+
 def test_a_sharded_model_is_gathered_by_blocks_so_that_latency_does_not_grow_with_its_bytes() -> None:
     """32 layers of 800 MB: 128 devices exchange 3 x 32 messages around their ring, not one for every 25 MB."""
     mesh, network = Mesh(fsdp=128), Network(AlphaBeta(5e-6, 1e-15), AlphaBeta(1e-5, 1e-15))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,9 @@ from paceline.report.parity import TOLERANCE, ParityVerdict, Trace, compare, loa
 Line = dict[str, Any]
 
 
-def made_up(workers: int, *, parity: str = "numeric", norm: str = "shard", precision: str = "float64") -> Trace:
+def made_up(
+    workers: int, *, parity: str = "numeric", norm: str = "shard", precision: str = "float64", tp: int = 1
+) -> Trace:
     """Three healthy steps: every worker holds the same values, and the batch's digest is shared out among them."""
     steps = []
     for step in range(3):
@@ -35,7 +38,7 @@ def made_up(workers: int, *, parity: str = "numeric", norm: str = "shard", preci
             }
             lines.append(line)
         steps.append(lines)
-    return Trace(workers, parity, precision, norm, steps)
+    return Trace(workers, parity, precision, norm, steps, tp)
 
 
 def nudged(trace: Trace, kind: str, name: str, by: float, step: int = 1, ranks: Sequence[int] | None = None) -> Trace:
@@ -46,7 +49,7 @@ def nudged(trace: Trace, kind: str, name: str, by: float, step: int = 1, ranks: 
         norm, *projections = line[kind][name]
         line[kind][name] = [norm, *(value + by for value in projections)]
         line["weights_sha256"] += f", {name} nudged"
-    return Trace(trace.workers, trace.parity, trace.precision, trace.norm, steps)
+    return dataclasses.replace(trace, steps=steps)
 
 
 def with_batch(trace: Trace, step: int) -> Trace:
@@ -72,6 +75,19 @@ def test_equal_runs_pass_bit_for_bit(parity: str, workers: int) -> None:
         (workers, True, 3, 0.0),
     ]
     assert verdicts[1].sentence() == f"PASS  {workers} workers: the same over 3 steps, bit for bit"
+
+
+def test_bits_are_compared_at_one_tp_degree() -> None:
+    """Two workers that divide layers round otherwise than one; four that do so too have the bits of the two."""
+    alone, two, four = (made_up(n, parity="bitwise", precision="float32", tp=tp) for n, tp in ((1, 1), (2, 2), (4, 2)))
+    rounded, same = (nudged(one, "gradients", "weight", 1e-5) for one in (two, four))
+    verdicts = compare(alone, alone, [rounded, same])
+    assert [verdict.passed for verdict in verdicts] == [True] * 3
+    assert "equal for any dp, fsdp and pp at one tp degree" in verdicts[1].sentence()
+    said = "the same over 3 steps, bit for bit. Compared with 2 workers that divide layers alike (tp = 2)."
+    assert verdicts[2].sentence() == f"PASS  4 workers: {said}"
+    assert [verdict.passed for verdict in compare(alone, alone, [rounded, four])] == [True, True, False]
+    assert not compare(alone, alone, [nudged(four, "gradients", "weight", 0.1)])[1].passed
 
 
 @pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16"])
@@ -198,7 +214,7 @@ def write(directory: Path, rank: int, lines: Sequence[Mapping[str, Any]]) -> Non
 
 
 def test_a_trace_comes_back_from_its_files(tmp_path: Path) -> None:
-    header = {"parity": "bitwise", "precision": "float32", "norm": "shard"}
+    header = {"parity": "bitwise", "precision": "float32", "norm": "shard", "tp": 2}
     made = made_up(2, parity="bitwise", precision="float32")
     for rank in range(2):
         write(tmp_path / "trace", rank, [header, *(lines[rank] for lines in made.steps)])

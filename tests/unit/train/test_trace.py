@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from paceline.env import WorkerFacts
-from paceline.spec import Job
+from paceline.spec import Job, Mesh
 from paceline.train.process_group import World
 from paceline.train.trace import NUM_PROJECTIONS, ParityTracer, batch_digest, fingerprints
 
@@ -95,7 +95,7 @@ def test_a_tracer_writes_a_line_a_step(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("PACELINE_TRACE_DIR", str(tmp_path / "trace"))
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     batch = torch.ones(4, 3)
-    tracer = ParityTracer.from_environment(ALONE, Job(norm="sync"))
+    tracer = ParityTracer.from_environment(ALONE, Job(norm="sync"), None)
     for step in range(2):
         loss = model(batch * (step + torch.arange(4.0)[:, None])).sum()
         model.zero_grad()
@@ -104,7 +104,7 @@ def test_a_tracer_writes_a_line_a_step(tmp_path: Path, monkeypatch: pytest.Monke
         tracer.after_update(model, dict)
     tracer.close()
     header, first, second = map(json.loads, (tmp_path / "trace" / "rank0.jsonl").read_text().splitlines())
-    assert header == {"parity": "numeric", "precision": "float32", "norm": "sync"}
+    assert header == {"parity": "numeric", "precision": "float32", "norm": "sync", "tp": 1}
     assert (first["step"], second["step"]) == (0, 1)
     assert (first["batch_digest"], second["batch_digest"]) == (batch_digest(batch), 0)  # a stand-in counts nothing
     assert set(first["gradients"]) == set(first["parameters"]) == {name for name, _ in model.named_parameters()}
@@ -115,7 +115,7 @@ def test_a_tracer_writes_a_line_a_step(tmp_path: Path, monkeypatch: pytest.Monke
 def test_where_nobody_asked_nothing_is_written_or_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PACELINE_TRACE_DIR", raising=False)
     monkeypatch.chdir(tmp_path)
-    tracer = ParityTracer.from_environment(ALONE, Job())
+    tracer = ParityTracer.from_environment(ALONE, Job(), Mesh(tp=4))
     model = nn.Linear(1, 1)
     tracer.before_update(0, model, dict, torch.tensor(float("nan")), object(), idle=False)
     tracer.after_update(model, dict)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,32 +14,50 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils import _pytree as pytree
 
+from paceline.errors import ModelError
 from paceline.parallel.losses import check_loss
 from paceline.parallel.pipeline.calls import Calls, MicroBatch, StageCall, StandIn, generator_state, set_generator_state
 from paceline.parallel.pipeline.message import MessageForm, TensorForm
 from paceline.parallel.pipeline.schedules import Action, Schedule
+from paceline.parallel.pipeline.shared import SharedParameters
 from paceline.parallel.pipeline.stage import Stage
-from paceline.parallel.pipeline.transfers import Arrival, Outbox, StageLinks
+from paceline.parallel.pipeline.transfers import Arrival, Destination, Outbox, StageLinks
 
 
 @dataclass(frozen=True)
 class PipelineMessage:
-    """What one worker sends to another: values for a stage, or gradients for a stage that has sent values."""
+    """What one worker sends to another, of one micro-batch."""
 
-    is_gradient: bool
-    stage: int
-    """That receives it."""
+    to: Destination
     micro_batch: int
+
+
+@dataclass
+class _Arrived:
+    """Received tensors that have a gradient, and their gradients as backward finds them."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        """A received tensor as the stage computes with it: not a leaf, so that its gradients are added in the order in
+        which the whole model adds them, what comes back from later stages first, and keep their place in memory."""
+        leaf = tensor.requires_grad_()
+        inside = leaf.view_as(leaf)
+        inside.register_hook(partial(self.gradients.__setitem__, len(self.tensors)))
+        self.tensors.append(leaf)
+        return inside
 
 
 @dataclass
 class _Pass:
     """A micro-batch in a stage, between its forward pass and the end of its backward pass."""
 
-    arrived: list[Tensor]
-    """Received tensors that have a gradient."""
+    arrived: _Arrived
     left: list[Tensor]
     """Sent tensors that have a gradient; in the last stage the loss."""
+    carried: list[Tensor] = field(default_factory=list)
+    """Gradients of shared parameters that later stages have sent: those that `SharedParameters.arriving` names."""
     gradients: list[Tensor | None] | None = None
     """The gradients of `left`, while the whole backward pass is put off."""
     weight_parts: list[dict[str, Any]] | None = None
@@ -58,12 +77,14 @@ class Step:
         micro_batches: Sequence[MicroBatch],
         before_last_backward: Callable[[nn.Module], None],
         losses: Tensor,
+        shared: SharedParameters | None = None,
     ) -> None:
         """
         Args:
             stages: this worker's stages, by number.
             draws: which of all stages may draw random numbers.
             losses: accumulates weighted losses.
+            shared: parameters whose gradients come together in each micro-batch; None: no matter when.
         """
         self._links = links
         self._stages = stages
@@ -72,6 +93,7 @@ class Step:
         self._micro_batches = micro_batches
         self._before_last_backward = before_last_backward
         self._losses = losses
+        self._shared = shared
         self._training = any(stage.training for stage in stages.values())
         self._calls_model = calls
         self._calls = [calls.record(micro_batch, self._training) for micro_batch in micro_batches]
@@ -104,19 +126,16 @@ class Step:
         """The messages that the worker with these actions sends to this one, in order."""
         for action in actions:
             is_gradient = action.kind != "forward"
-            message = PipelineMessage(is_gradient, action.stage + (-1 if is_gradient else 1), action.micro_batch)
-            if action.kind != "weight" and message.stage in self._stages:
-                yield message
+            to = Destination(action.stage + (-1 if is_gradient else 1), is_gradient)
+            if action.kind != "weight" and to.stage in self._stages:
+                yield PipelineMessage(to, action.micro_batch)
 
     def _forms(self, message: PipelineMessage, *, wait: bool) -> Sequence[TensorForm] | None:
         """The tensors of a message; None where they are not known yet and `wait` is False."""
         signature = self._calls[message.micro_batch].signature
-        if message.is_gradient:
-            form = self._links.known_form(message.stage + 1, signature)
-            return None if form is None else form.differentiable
         if wait:
-            return self._links.receive_form(message.stage, signature).tensors
-        form = self._links.known_form(message.stage, signature)
+            return self._links.receive_form(message.to, signature).tensors
+        form = self._links.known_form(message.to, signature)
         return None if form is None else form.tensors
 
     def _post_next(self, source: int, *, wait: bool = False) -> None:
@@ -137,12 +156,10 @@ class Step:
         self._post_next(source)
         return arrival.wait()
 
-    def _give(self, message: PipelineMessage, tensors: list[Tensor], form: Sequence[TensorForm]) -> None:
-        to = self._links.owner(message.stage)
-        if to == self._links.rank:
-            self._handed_over[message] = [tensor.detach() for tensor in tensors]
-        else:
-            self._links.send(tensors, form, to, self._outbox)
+    def _give(self, message: PipelineMessage, values: Sequence[Any]) -> None:
+        self._links.send_values(message.to, self._calls[message.micro_batch].signature, values, self._outbox)
+        if self._links.owner(message.to.stage) == self._links.rank:
+            self._handed_over[message] = [tensor.detach() for tensor in MessageForm.of(values)[1]]
 
     # --- forward ---
 
@@ -171,17 +188,22 @@ class Step:
                 left = [micro_batch.scale(loss)]
         self._passes[stage, number] = _Pass(arrived, left)
 
-    def _take_values(self, stage: int, number: int, call: StageCall) -> tuple[list[Any], list[Tensor], Tensor]:
+    def _take_values(self, stage: int, number: int, call: StageCall) -> tuple[list[Any], _Arrived, Tensor]:
         """What arrives at a stage, what of it has a gradient, and where the generators were left."""
+        arrived = _Arrived()
         if stage == 0:
-            return [], [], call.generators
-        tensors = self._take(PipelineMessage(False, stage, number), self._links.owner(stage - 1))
-        form = self._links.receive_form(stage, call.signature)
-        for tensor, described in zip(tensors, form.tensors, strict=True):
-            tensor.requires_grad_(described.requires_grad)
-        values = form.filled(tensors)
+            return [], arrived, call.generators
+        message = PipelineMessage(Destination(stage), number)
+        tensors = self._take(message, self._links.owner(stage - 1))
+        form = self._links.receive_form(message.to, call.signature)
+        values = form.filled(
+            [
+                arrived.enter(tensor) if described.requires_grad else tensor
+                for tensor, described in zip(tensors, form.tensors, strict=True)
+            ]
+        )
         generators = values.pop() if self._carries_generators(stage) else call.generators
-        return values, [tensor for tensor in tensors if tensor.requires_grad], generators
+        return values, arrived, generators
 
     def _carries_generators(self, stage: int) -> bool:
         return any(self._draws[:stage])
@@ -191,9 +213,7 @@ class Step:
         left = [leaf for leaf in pytree.tree_leaves(list(values)) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if self._carries_generators(stage):
             values = [*values, generator_state(self._links.device).to(self._links.device)]
-        self._links.send_values(stage, self._calls[number].signature, values, self._outbox)
-        if self._links.owner(stage) == self._links.rank:
-            self._give(PipelineMessage(False, stage, number), MessageForm.of(values)[1], ())
+        self._give(PipelineMessage(Destination(stage), number), values)
         return left
 
     # --- backward ---
@@ -204,39 +224,62 @@ class Step:
         self._backwards_left[action.stage] -= 1
         if self._backwards_left[action.stage] == 0:
             self._before_last_backward(self._stages[action.stage])
-        with self._micro_batches[action.micro_batch].backward():
+        micro_batch, stage = self._micro_batches[action.micro_batch], self._stages[action.stage]
+        splits = self._splits(action.stage)
+        with micro_batch.backward():
             if action.kind == "weight":
-                self._weight_half(passed, self._stages[action.stage])
+                if splits:
+                    self._weight_half(passed, stage)
             else:
                 gradients = self._take_gradients(action, passed)
-                if action.kind == "input":
-                    self._input_half(passed, gradients, self._stages[action.stage])
+                if action.kind == "input" and splits:
+                    self._input_half(passed, gradients, stage)
                 else:
                     _differentiate(passed, gradients)
-        if action.kind != "weight" and action.stage > 0:
-            self._send_gradients(action, passed)
+        if action.kind != "weight":
+            carried = passed.carried if self._shared is None else self._shared.add(action.stage, stage, passed.carried)
+            if action.stage > 0:
+                self._send_gradients(action, passed, carried)
+        if action.kind in ("backward", "weight" if splits else "input"):
+            micro_batch.after_backward(stage)
         if action.kind != "input":
             del self._passes[key]
+
+    def _splits(self, stage: int) -> bool:
+        """Whether the gradients of a stage's parameters can be computed after those that the stage before waits for."""
+        if self._shared is not None and self._shared.are_in(stage):
+            return False
+        # Gradients of one that is sharded are summed up where a backward pass ends, and that is once.
+        return not isinstance(self._stages[stage], FSDPModule)
 
     def _take_gradients(self, action: Action, passed: _Pass) -> list[Tensor | None]:
         """The gradients of what left the stage; none for the loss."""
         if action.stage == self._links.num_stages - 1:
             return [None] * len(passed.left)
-        message = PipelineMessage(True, action.stage, action.micro_batch)
-        return [*self._take(message, self._links.owner(action.stage + 1))]
+        message = PipelineMessage(Destination(action.stage, is_gradient=True), action.micro_batch)
+        tensors = self._take(message, self._links.owner(action.stage + 1))
+        passed.carried = tensors[len(passed.left) :]
+        return [*tensors[: len(passed.left)]]
 
-    def _send_gradients(self, action: Action, passed: _Pass) -> None:
-        gradients = [torch.zeros_like(t) if t.grad is None else t.grad for t in passed.arrived]
-        form = self._links.known_form(action.stage, self._calls[action.micro_batch].signature)
-        assert form is not None
-        self._give(PipelineMessage(True, action.stage - 1, action.micro_batch), gradients, form.differentiable)
-        passed.arrived = []
+    def _send_gradients(self, action: Action, passed: _Pass, carried: Sequence[Tensor]) -> None:
+        arrived = passed.arrived
+        if self._shared is not None and len(arrived.gradients) < len(arrived.tensors):
+            raise ModelError(
+                f"The loss does not depend on all that the stages before '{self._stages[action.stage].name}' compute "
+                "for it, and parity = 'bitwise' cannot tell them so; leave it out of what the model returns, cut the "
+                "model elsewhere (pipeline.cuts), or use parity = 'numeric'."
+            )
+        found = [
+            arrived.gradients[n] if n in arrived.gradients else torch.zeros_like(tensor)
+            for n, tensor in enumerate(arrived.tensors)
+        ]
+        to = Destination(action.stage - 1, is_gradient=True)
+        self._give(PipelineMessage(to, action.micro_batch), [*found, *carried])
+        passed.arrived = _Arrived()
 
     def _input_half(self, passed: _Pass, gradients: list[Tensor | None], stage: nn.Module) -> None:
         """Compute only the gradients that the stage before waits for."""
-        if isinstance(stage, FSDPModule):  # its gradients are summed up where a backward pass ends, and that is once
-            _differentiate(passed, gradients)
-        elif not passed.arrived:
+        if not passed.arrived.tensors:
             passed.gradients = gradients
         else:
             passed.weight_parts = _differentiate_inputs(passed, gradients, stage)
@@ -248,39 +291,23 @@ class Step:
             stage_backward_weight(iter(_trained(stage)), passed.weight_parts)
 
 
-def _roots(passed: _Pass, gradients: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Where differentiation begins, with the gradients there; what has only passed through gets its gradient now."""
-    arrived = {id(tensor) for tensor in passed.arrived}
-    roots: list[Tensor] = []
-    given: list[Tensor | None] = []
-    for tensor, gradient in zip(passed.left, gradients, strict=True):
-        if id(tensor) not in arrived:
-            roots.append(tensor)
-            given.append(gradient)
-        elif gradient is not None:
-            tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
-    return roots, given
-
-
 def _differentiate(passed: _Pass, gradients: list[Tensor | None]) -> None:
-    roots, given = _roots(passed, gradients)
-    if roots:
-        torch.autograd.backward(roots, given)
+    if passed.left:
+        torch.autograd.backward(passed.left, gradients)
     passed.left = []
 
 
 def _differentiate_inputs(passed: _Pass, gradients: list[Tensor | None], stage: nn.Module) -> list[dict[str, Any]]:
     """The gradients of what arrived; returns what those of the parameters still need."""
-    roots, given = _roots(passed, gradients)
-    passed.left = []
+    roots, passed.left = passed.left, []
     if not roots:
         return []
     edges = [get_gradient_edge(root) for root in roots]
     # torch detaches the roots in place, which a view does not allow.
     roots = [root.clone() if root._is_view() else root for root in roots]
     weights = _trained(stage)
-    outputs_given = [torch.ones_like(r) if g is None else g for r, g in zip(roots, given, strict=True)]
-    _, weight_parts = stage_backward_input(roots, outputs_given, passed.arrived, iter(weights))
+    outputs_given = [torch.ones_like(r) if g is None else g for r, g in zip(roots, gradients, strict=True)]
+    _, weight_parts = stage_backward_input(roots, outputs_given, passed.arrived.tensors, iter(weights))
     # Parameters that act on outputs by which no input is differentiated are in none of torch's groups.
     reached = {node for part in weight_parts for node in part["params"]}
     others = [weight for weight in weights if get_gradient_edge(weight).node not in reached]

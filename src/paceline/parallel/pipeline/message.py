@@ -14,35 +14,95 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from paceline.errors import ModelError
-from paceline.parallel.memory_order import memory_order
 
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
+_ALIGNMENT_BYTES = 64
+"""Where torch lets host memory begin."""
+
+
 @dataclass(frozen=True)
 class TensorForm:
-    """The properties of a tensor that its receiver must know beforehand."""
+    """The properties of a tensor that its receiver must know beforehand.
+
+    A received tensor lies in memory as the sent one did, since the order of random numbers, and the last bits of sums
+    and products, depend on that.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    order: tuple[int, ...] = ()
-    """The dimensions as they lie in memory, outermost first; empty: in their own order. Random numbers are drawn in
-    that order."""
+    strides: tuple[int, ...] = ()
+    """Empty: those of a contiguous tensor."""
+    offset: int = 0
+    """How many elements behind a multiple of 64 bytes it begins."""
     requires_grad: bool = False
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorForm:
-        order = () if tensor.is_contiguous() else tuple(memory_order(tensor)[0])
-        return cls(tuple(tensor.shape), tensor.dtype, order, tensor.requires_grad)
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        offset = tensor.storage_offset() * tensor.element_size() % _ALIGNMENT_BYTES // tensor.element_size()
+        return cls(shape, tensor.dtype, () if strides == _contiguous(shape) else strides, offset, tensor.requires_grad)
 
-    def empty(self, device: torch.device) -> Tensor:
-        order = self.order or tuple(range(len(self.shape)))
+    @property
+    def gradient(self) -> TensorForm:
+        """That of a tensor's gradient which lies in the same order, without gaps."""
+        if not self.strides:
+            return TensorForm(self.shape, self.dtype)
+        order = self._order
         back = sorted(range(len(order)), key=order.__getitem__)
-        return torch.empty([self.shape[dim] for dim in order], dtype=self.dtype, device=device).permute(back)
+        packed = _contiguous(tuple(self.shape[dim] for dim in order))
+        return TensorForm(self.shape, self.dtype, tuple(packed[place] for place in back))
 
-    def in_memory_order(self, tensor: Tensor) -> Tensor:
-        """A contiguous tensor of such a tensor's values in the order in which they lie; a view wherever possible."""
-        return tensor.permute(self.order).contiguous() if self.order else tensor.contiguous()
+    def lies_like(self, other: TensorForm) -> bool:
+        return (self.strides, self.offset) == (other.strides, other.offset)
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """A contiguous tensor of the values of a tensor of this form, in the order in which they lie, repeated ones
+        once; a view wherever possible."""
+        if not self.strides:
+            return tensor.contiguous()
+        return tensor[tuple(slice(length) for length in self._distinct)].permute(self._order).contiguous()
+
+    def packed(self, device: torch.device) -> Tensor:
+        """Room for what `pack` returns."""
+        order, distinct = self._order, self._distinct
+        return torch.empty([distinct[dim] for dim in order], dtype=self.dtype, device=device)
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """The tensor whose packed values these are; in their memory wherever possible."""
+        if not self.strides and not self.offset:
+            return packed
+        strides, distinct, order = self.strides or _contiguous(self.shape), self._distinct, self._order
+        values = packed.permute(sorted(range(len(order)), key=order.__getitem__))
+        triples = zip(distinct, values.stride(), strides, strict=True)
+        if not self.offset and all(length == 1 or has == wanted for length, has, wanted in triples):
+            return packed.as_strided(self.shape, strides)
+        span = 1 + sum((length - 1) * stride for length, stride in zip(distinct, strides, strict=True))
+        place = packed.new_empty(self.offset + max(span, 0))
+        place.as_strided(distinct, strides, self.offset).copy_(values)
+        return place.as_strided(self.shape, strides, self.offset)
+
+    @property
+    def _order(self) -> list[int]:
+        """The dimensions as they lie in memory, outermost first."""
+        strides = self.strides or _contiguous(self.shape)
+        return sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
+
+    @property
+    def _distinct(self) -> tuple[int, ...]:
+        """The shape without repetitions."""
+        if not self.strides:
+            return self.shape
+        return tuple(min(n, 1) if stride == 0 else n for n, stride in zip(self.shape, self.strides, strict=True))
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    strides = [1]
+    for length in reversed(shape[1:]):
+        strides.append(strides[-1] * max(length, 1))
+    return tuple(reversed(strides)) if shape else ()
 
 
 @dataclass(frozen=True)
@@ -89,9 +149,9 @@ class MessageForm:
         return [leaf for leaf in pytree.tree_leaves(self.values) if isinstance(leaf, TensorForm)]
 
     @property
-    def differentiable(self) -> list[TensorForm]:
-        """The tensors that a gradient comes back for."""
-        return [form for form in self.tensors if form.requires_grad]
+    def gradients(self) -> list[TensorForm]:
+        """The gradients that come back."""
+        return [form.gradient for form in self.tensors if form.requires_grad]
 
     def filled(self, tensors: Sequence[Tensor]) -> list[Any]:
         """The values, with these tensors."""
@@ -116,7 +176,7 @@ def _to_plain(value: Any) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, TensorForm):
-        return {"tensor": [value.shape, str(value.dtype), value.order, value.requires_grad]}
+        return {"tensor": [value.shape, str(value.dtype), value.strides, value.offset, value.requires_grad]}
     if isinstance(value, torch.dtype | torch.device):
         return {type(value).__name__: str(value)}
     if isinstance(value, NotSent):
@@ -142,8 +202,8 @@ def _from_plain(plain: Any) -> Any:
     if not isinstance(plain, dict):
         return plain
     if "tensor" in plain:
-        shape, dtype, order, requires_grad = plain["tensor"]
-        return TensorForm(tuple(shape), _DTYPES[dtype], tuple(order), requires_grad)
+        shape, dtype, strides, offset, requires_grad = plain["tensor"]
+        return TensorForm(tuple(shape), _DTYPES[dtype], tuple(strides), offset, requires_grad)
     if "dtype" in plain:
         return _DTYPES[plain["dtype"]]
     if "device" in plain:

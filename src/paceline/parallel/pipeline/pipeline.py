@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +28,9 @@ from paceline.parallel.pipeline.executor import Step
 from paceline.parallel.pipeline.recorder import record
 from paceline.parallel.pipeline.recording import Recording, record_sequential
 from paceline.parallel.pipeline.schedules import Schedule, make_schedule
+from paceline.parallel.pipeline.shared import SharedParameters
 from paceline.parallel.pipeline.stage import Stage, Stages, let_go, stages_of
-from paceline.parallel.pipeline.transfers import Outbox, StageLinks
+from paceline.parallel.pipeline.transfers import Destination, Outbox, StageLinks
 from paceline.partition import StageLimits
 from paceline.spec import PipelineSpec
 
@@ -49,6 +50,7 @@ class Pipeline:
         agreement: dist.ProcessGroup | None = None,
         timeout_s: float = 600.0,
         before_last_backward: Callable[[nn.Module], None] = lambda _stage: None,
+        is_exact: bool = False,
     ) -> None:
         """A collective of all workers of the run, each with its own `group`.
 
@@ -61,9 +63,10 @@ class Pipeline:
             agreement: workers that all have to cut alike, such as those of all replicas; None: those of `group`.
             timeout_s: how long NCCL waits for a message; Gloo waits as long as `group` says.
             before_last_backward: called with a stage just before its last backward pass of a step.
+            is_exact: whether every micro-batch has the gradients of the whole model, to the last bit.
 
         Raises:
-            ModelError: the model cannot be cut, or not into as many stages.
+            ModelError: the model cannot be cut, or not into as many stages; or not exactly.
             JobError: an invalid schedule, or invalid names in `cuts`.
         """
         _check_schedule(spec)
@@ -71,7 +74,7 @@ class Pipeline:
         self._device = device
         self._before_last_backward = before_last_backward
         self._dtype = statistics_dtype(model)
-        self._links = links = StageLinks(group, spec.stages_per_worker, device, timeout_s)
+        self._links = links = StageLinks(group, spec.stages_per_worker, device, timeout_s, is_exact=is_exact)
         place = place_of(model)
         example = None if example is None else example.on(place)
         recording = record_sequential(model) if example is None else record(model, example)
@@ -91,6 +94,11 @@ class Pipeline:
             check_stages(recording, everywhere, example, place)
         self.shared_parameters = _shared_parameters(model, everywhere, links)
         """Parameters shared with other workers, and their ranks in the group; in the order of the model."""
+        self._shared = SharedParameters(recording, cut.starts, everywhere) if is_exact else None
+        self.places = _places(model, self._stages.values())
+        """For each of this worker's parameters, by name, its place among those of the model."""
+        self.num_parameters = len([*model.parameters()])
+        """Of the whole model."""
         own = list(self._stages.values())
         let_go(model, own)
         self.stages: list[nn.Module] = [*own]
@@ -104,7 +112,9 @@ class Pipeline:
     def train_step(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Forward and backward of all micro-batches; a collective of all workers, with as many of them on each.
 
-        Gradients are left in `.grad`: sums over micro-batches, and over workers where several have a parameter.
+        Gradients are left in `.grad`: sums over micro-batches, and over workers where several have a parameter. In a
+        pipeline that is exact, `MicroBatch.after_backward` takes those of each; those of a parameter that several
+        stages have come together in the first of them.
 
         Returns:
             The sum of the weighted losses where the last stage is; 0 elsewhere.
@@ -121,11 +131,34 @@ class Pipeline:
                 micro_batches,
                 self._before_last_backward,
                 losses,
+                self._shared,
             )
             step.run()
             self.draws_unexpectedly = step.draws_unexpectedly
-            self._sum_shared_gradients()
+            if self._shared is None:
+                self._sum_shared_gradients()
         return losses
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether this worker computes the loss."""
+        return self._links.num_stages - 1 in self._stages
+
+    @property
+    def rank_of_loss(self) -> int:
+        """The rank in the group of the worker that computes the loss."""
+        return self._links.owner(self._links.num_stages - 1)
+
+    @property
+    def is_elsewhere(self) -> frozenset[str]:
+        """The names of this worker's parameters whose gradients come together on another."""
+        return frozenset(name for name, ranks in self.shared_parameters.items() if ranks[0] != self._links.rank)
+
+    def copy_from_first(self, gradients: Mapping[str, Tensor]) -> None:
+        """Overwrite the gradients of shared parameters, by name, by those of the first worker that has each; a
+        collective of all workers of the pipeline, with the same parameters."""
+        names = [name for name in self.shared_parameters if name in gradients]
+        self._links.copy_from_first([(gradients[name], self.shared_parameters[name]) for name in names])
 
     def forget_example(self) -> None:
         """Free what the model computed for the example, as soon as the stages are sharded."""
@@ -171,14 +204,14 @@ class Pipeline:
         generators = call.generators
         for number, stage in self._stages.items():
             if number and links.num_workers > 1:
-                form = links.receive_form(number, call.signature)
+                form = links.receive_form(Destination(number), call.signature)
                 values = form.filled(links.receive(form.tensors, links.owner(number - 1)).wait())
                 *values, generators = values
             set_generator_state(generators, self._device)
             values = stage(call.arguments, *values)
             generators = generator_state(self._device).to(self._device)
             if number < links.num_stages - 1 and links.num_workers > 1:
-                links.send_values(number + 1, call.signature, [*values, generators], outbox)
+                links.send_values(Destination(number + 1), call.signature, [*values, generators], outbox)
         outbox.wait()
         return links.broadcast_last(values[0] if links.num_stages - 1 in self._stages else None, call.signature)
 
@@ -247,3 +280,9 @@ def _shared_parameters(model: nn.Module, stages: Sequence[Stage], links: StageLi
         for parameter, holders in ranks.items()
         if len(holders) > 1 and parameter in own_name
     }
+
+
+def _places(model: nn.Module, stages: Iterable[Stage]) -> dict[str, int]:
+    places = {parameter: place for place, parameter in enumerate(model.parameters())}
+    named = (one for stage in stages for one in stage.named_parameters(remove_duplicate=False))
+    return {name: places[parameter] for name, parameter in named}

@@ -8,6 +8,7 @@ address: all that Gloo promises is that messages between two workers keep their 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class Outbox:
         """Send without waiting to the worker of this rank in the run."""
         self._under_way = [(work, kept) for work, kept in self._under_way if not work.is_completed()]
         for tensor, form in zip(tensors, forms, strict=True):
-            sent = form.in_memory_order(tensor.detach())
+            sent = form.pack(tensor.detach())
             self._under_way.append((dist.isend(sent, dst=rank, group=group), sent))
 
     def wait(self) -> None:
@@ -42,47 +43,74 @@ class Outbox:
 class Arrival:
     """Tensors in flight to this worker."""
 
-    def __init__(self, tensors: Sequence[Tensor], work: Sequence[dist.Work | None]) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], forms: Sequence[TensorForm], work: Sequence[dist.Work | None]
+    ) -> None:
+        """
+        Args:
+            tensors: their packed values.
+        """
         self._tensors = tensors
+        self._forms = forms
         self._work = work
 
     @classmethod
     def begin(cls, forms: Sequence[TensorForm], device: torch.device, group: dist.ProcessGroup, rank: int) -> Arrival:
         """Receive from the worker of this rank in the run."""
-        tensors = [form.empty(device) for form in forms]
-        pairs = zip(tensors, forms, strict=True)
-        work = [dist.irecv(form.in_memory_order(tensor), src=rank, group=group) for tensor, form in pairs]
-        return cls(tensors, work)
+        tensors = [form.packed(device) for form in forms]
+        return cls(tensors, forms, [dist.irecv(tensor, src=rank, group=group) for tensor in tensors])
 
     def wait(self) -> list[Tensor]:
         for work in self._work:
             assert work is not None
             work.wait()
-        return list(self._tensors)
+        return [form.unpack(tensor) for tensor, form in zip(self._tensors, self._forms, strict=True)]
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where a message of the pipeline goes: values for a stage, or gradients for a stage that has sent values."""
+
+    stage: int
+    is_gradient: bool = False
 
 
 class StageLinks:
     """The process groups by which one worker reaches the others, and the known forms of what they send."""
 
     def __init__(
-        self, group: dist.ProcessGroup, stages_per_worker: int, device: torch.device, timeout_s: float
+        self,
+        group: dist.ProcessGroup,
+        stages_per_worker: int,
+        device: torch.device,
+        timeout_s: float,
+        *,
+        is_exact: bool = False,
     ) -> None:
-        """A collective of all workers of the run, each with its own `group`."""
+        """A collective of all workers of the run, each with its own `group`.
+
+        Args:
+            is_exact: whether gradients, too, lie in memory where they arrive as they did; else as what they are of.
+        """
         self.rank, self.num_workers = dist.get_rank(group), dist.get_world_size(group)
         self.num_stages = self.num_workers * stages_per_worker
         self.device = device
         self.group = group
         self._ranks = dist.get_process_group_ranks(group)
         self._queues = open_queues(group, stages_per_worker, timeout_s)
-        self._forms: dict[tuple[int, Hashable], MessageForm] = {}
+        self._is_exact = is_exact
+        self._forms: dict[tuple[Destination, Hashable], MessageForm] = {}
 
     def owner(self, stage: int) -> int:
         """The rank of a stage's worker in the group."""
         return stage % self.num_workers
 
-    def known_form(self, stage: int, signature: Hashable) -> MessageForm | None:
-        """What arrives at a stage when the model is called as `signature` says, if that has happened before."""
-        return self._forms.get((stage, signature))
+    def known_form(self, to: Destination, signature: Hashable) -> MessageForm | None:
+        """What arrives there when the model is called as `signature` says, if that has happened before."""
+        if to.is_gradient and not self._is_exact:
+            values = self._forms.get((Destination(to.stage + 1), signature))
+            return None if values is None else MessageForm([*values.gradients])
+        return self._forms.get((to, signature))
 
     def forget_forms(self) -> None:
         """Forget the forms of messages, which change from now on; on all workers at the same point."""
@@ -111,66 +139,100 @@ class StageLinks:
         parts: list[list[Tensor]] = []
         for mine, ranks in shared:
             form = TensorForm.of(mine)
-            sent = form.in_memory_order(mine)
-            received = [mine if rank == self.rank else form.empty(self.device) for rank in ranks]
+            sent = form.pack(mine)
+            received = [sent if rank == self.rank else form.packed(self.device) for rank in ranks]
             parts.append(received)
             for rank, tensor in zip(ranks, received, strict=True):
                 if rank != self.rank:
                     operations.append(dist.P2POp(dist.isend, sent, self._ranks[rank], self.group))
-                    into = form.in_memory_order(tensor)
-                    operations.append(dist.P2POp(dist.irecv, into, self._ranks[rank], self.group))
+                    operations.append(dist.P2POp(dist.irecv, tensor, self._ranks[rank], self.group))
         works = dist.batch_isend_irecv(operations) if operations else []
         for work in works:
             work.wait()
         for (mine, _), received in zip(shared, parts, strict=True):
-            mine.copy_(torch.stack(received).sum(0))
+            mine.copy_(TensorForm.of(mine).unpack(torch.stack(received).sum(0)))
 
-    def send_values(self, stage: int, signature: Hashable, values: Sequence[Any], outbox: Outbox) -> MessageForm:
-        """Send values to a stage, and before the first of their kind their form."""
+    def copy_from_first(self, shared: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
+        """Give all workers that have a tensor the value of the first of them; a collective of these.
+
+        Args:
+            shared: as of `sum_among`; contiguous tensors.
+        """
+        operations: list[dist.P2POp] = []
+        for mine, (first, *others) in shared:
+            if first == self.rank:
+                operations += [dist.P2POp(dist.isend, mine, self._ranks[rank], self.group) for rank in others]
+            else:
+                operations.append(dist.P2POp(dist.irecv, mine, self._ranks[first], self.group))
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
+
+    def send_values(self, to: Destination, signature: Hashable, values: Sequence[Any], outbox: Outbox) -> None:
+        """Send values, and before the first of their kind their form.
+
+        Raises:
+            ModelError: they have another form than those before them.
+        """
         form, tensors = MessageForm.of(values)
-        known = self._forms.setdefault((stage, signature), form)
-        to = self.owner(stage)
-        if to == self.rank:
-            return form
-        if known is form:
-            text = to_bytes(form.to_plain()).to(self.device)
-            described = [torch.tensor([len(text)], device=self.device), text]
-            self.send(described, [TensorForm.of(part) for part in described], to, outbox)
-        elif known != form:
+        rank = self.owner(to.stage)
+        known = self.known_form(to, signature)
+        if known is None:
+            known = self._forms[to, signature] = form
+            if rank != self.rank:
+                text = to_bytes(form.to_plain()).to(self.device)
+                described = [torch.tensor([len(text)], device=self.device), text]
+                self.send(described, [TensorForm.of(part) for part in described], rank, outbox)
+        elif rank != self.rank and known != form and not self._is_alike(to, known, form, tensors):
             raise ModelError(
-                f"What is sent to stage {stage} of the pipeline differs from call to call though the model's inputs "
+                f"What is sent to stage {to.stage} of the pipeline differs from call to call though the model's inputs "
                 "have the same shapes; cut the model where shapes do not depend on values."
             )
-        self.send(tensors, form.tensors, to, outbox)
-        return form
+        if rank != self.rank:
+            self.send(tensors, known.tensors, rank, outbox)
 
-    def receive_form(self, stage: int, signature: Hashable) -> MessageForm:
-        """The form of what a stage is sent; received from the sender before the first message of its kind."""
-        form = self.known_form(stage, signature)
+    def _is_alike(self, to: Destination, known: MessageForm, form: MessageForm, tensors: Sequence[Tensor]) -> bool:
+        """Whether gradients can be sent in the known form, in which they may lie in another order: where that makes no
+        difference, as of gradients that are 0."""
+        if not to.is_gradient or [(one.shape, one.dtype) for one in known.tensors] != [
+            (one.shape, one.dtype) for one in form.tensors
+        ]:
+            return False
+        triples = zip(known.tensors, form.tensors, tensors, strict=True)
+        return not self._is_exact or not any(
+            bool(tensor.any()) for was, now, tensor in triples if not was.lies_like(now)
+        )
+
+    def receive_form(self, to: Destination, signature: Hashable) -> MessageForm:
+        """The form of what arrives there; received from the sender before the first message of its kind."""
+        form = self.known_form(to, signature)
         if form is None:
-            source = self.owner(stage - 1)
+            source = self.owner(to.stage + (1 if to.is_gradient else -1))
             length = self.receive([TensorForm((1,), torch.int64)], source).wait()[0]
             text = self.receive([TensorForm((int(length),), torch.uint8)], source).wait()[0]
-            form = self._forms[stage, signature] = MessageForm.from_plain(from_bytes(text))
+            form = self._forms[to, signature] = MessageForm.from_plain(from_bytes(text))
         assert form is not None
         return form
 
     def broadcast_last(self, value: Any, signature: Hashable) -> Any:
         """The last stage's `value` for all workers; a collective."""
         source = self.owner(self.num_stages - 1)
-        key = (self.num_stages, signature)
+        key = (Destination(self.num_stages), signature)
         form, tensors = MessageForm.of([what_can_be_sent(value)])
         if key not in self._forms:
             plain = broadcast_object(form.to_plain() if self.rank == source else None, self.group, source=source)
             self._forms[key] = form if self.rank == source else MessageForm.from_plain(plain)
         if self.rank != source:
             form = self._forms[key]
-            tensors = [described.empty(self.device) for described in form.tensors]
+            packed = [described.packed(self.device) for described in form.tensors]
         elif form != self._forms[key]:
             raise ModelError(
                 "The shape of the model's output differs from call to call though its inputs have the same shapes; a "
                 "pipeline cannot share it among its workers."
             )
-        for tensor, described in zip(tensors, form.tensors, strict=True):
-            dist.broadcast(described.in_memory_order(tensor.detach()), group_src=source, group=self.group)
+        else:
+            packed = [described.pack(tensor.detach()) for tensor, described in zip(tensors, form.tensors, strict=True)]
+        for one in packed:
+            dist.broadcast(one, group_src=source, group=self.group)
+        if self.rank != source:
+            tensors = [described.unpack(one) for one, described in zip(packed, form.tensors, strict=True)]
         return form.filled(tensors)[0]

@@ -39,8 +39,8 @@ def test_values_come_through_with_their_types() -> None:
     form, received, tensors = through_json(values)
     assert received == form
     assert isinstance(received.values[1], Pair) and tuple(received.values[2]) == image.shape
-    assert [one.order for one in received.tensors] == [(), (0, 2, 3, 1), (), ()]
-    assert len(received.differentiable) == 1
+    assert [one.strides for one in received.tensors] == [(), image.stride(), (), ()]
+    assert [one.dtype for one in received.gradients] == [torch.bfloat16]
     assert [tensor.shape for tensor in tensors] == [one.shape for one in received.tensors]
     assert received.filled(tensors)[1].second == values[1].second
 
@@ -57,8 +57,39 @@ def test_a_description_calls_nothing_but_containers(kind: tuple[str, str]) -> No
         MessageForm.from_plain(json.loads(text))
 
 
-def test_a_tensor_form_makes_room_in_the_same_order() -> None:
-    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    form = TensorForm.of(image)
-    assert form.empty(torch.device("cpu")).stride() == image.stride()
-    assert form.in_memory_order(image).is_contiguous()
+def _views() -> dict[str, Tensor]:
+    image = torch.randn(4, 6, 5, 7)
+    return {
+        "contiguous": image,
+        "channels last": image.to(memory_format=torch.channels_last),
+        "channels last, of one pixel": torch.randn(4, 8, 1, 1).to(memory_format=torch.channels_last),
+        "slice": image[:, 1:3],
+        "part": image.view(-1)[3:11],
+        "transposed": image.transpose(0, 2),
+        "every second": image[..., ::2],
+        "chunk, transposed": image.chunk(3, 1)[1].transpose(1, 2),
+        "expanded": image.mean(1, keepdim=True).expand(image.shape),
+        "expanded number": torch.tensor(3.0).expand(2, 3),
+        "overlapping": torch.randn(20).unfold(0, 4, 2),
+        "number": torch.tensor(1.0),
+        "empty": image[:, :, :0],
+    }
+
+
+@pytest.mark.parametrize("name", _views())
+def test_a_received_tensor_lies_in_memory_as_the_sent_one_did(name: str) -> None:
+    sent = _views()[name]
+    form = TensorForm.of(sent)
+    on_the_way, room = form.pack(sent), form.packed(torch.device("cpu"))
+    assert on_the_way.is_contiguous() and on_the_way.shape == room.shape
+    received = form.unpack(room.copy_(on_the_way))
+    assert torch.equal(received, sent) and received.stride() == sent.stride()
+    assert received.numel() == 0 or (received.data_ptr() - sent.storage_offset() * sent.element_size()) % 64 == 0
+
+
+@pytest.mark.parametrize("name", _views())
+def test_a_gradient_has_the_order_of_what_it_is_of_without_gaps(name: str) -> None:
+    of, gradient = TensorForm.of(_views()[name]).gradient, torch.randn(_views()[name].shape)
+    received = of.unpack(of.packed(torch.device("cpu")).copy_(of.pack(gradient)))
+    assert torch.equal(received, gradient)
+    assert received.untyped_storage().nbytes() == gradient.nbytes

@@ -18,7 +18,7 @@ from paceline.parallel.pipeline.executor import Step
 from paceline.parallel.pipeline.message import MessageForm, TensorForm, to_bytes
 from paceline.parallel.pipeline.queues import Queue, queue_rounds
 from paceline.parallel.pipeline.stage import Stage
-from paceline.parallel.pipeline.transfers import Arrival, StageLinks
+from paceline.parallel.pipeline.transfers import Arrival, Destination, StageLinks
 from paceline.spec.mesh import ScheduleName
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ class Worker:
 
 class Recorded(Arrival):
     def __init__(self, worker: Worker, tensors: Sequence[Tensor], numbers: Sequence[int], is_read: bool) -> None:
-        super().__init__(tensors, ())
+        super().__init__(tensors, [TensorForm.of(tensor) for tensor in tensors], ())
         self._worker, self._numbers, self._is_read = worker, numbers, is_read
 
     def wait(self) -> list[Tensor]:
@@ -73,13 +73,10 @@ class Recorded(Arrival):
         return super().wait()
 
 
-class AllKnown(dict[tuple[int, Hashable], MessageForm]):
+class AllKnown(dict[tuple[Destination, Hashable], MessageForm]):
     """The forms of messages after the first step."""
 
     def get(self, *_: Any) -> MessageForm:
-        return MESSAGE
-
-    def setdefault(self, *_: Any) -> MessageForm:
         return MESSAGE
 
 
@@ -89,6 +86,7 @@ class RecordingLinks(StageLinks):
     def __init__(self, rank: int, num_workers: int, num_stages: int, *, is_first: bool) -> None:
         self.rank, self.num_workers, self.num_stages, self.device = rank, num_workers, num_stages, CPU
         self.worker = Worker()
+        self._is_exact = False
         self._forms = {} if is_first else AllKnown()
 
     def send(self, tensors: Sequence[Tensor], _forms: Any, to: int, _outbox: Any) -> None:
@@ -99,7 +97,7 @@ class RecordingLinks(StageLinks):
         text = to_bytes(MESSAGE.to_plain())
         is_read = forms[0].dtype in (torch.int64, torch.uint8)
         known = {torch.int64: torch.tensor([len(text)]), torch.uint8: text}
-        tensors = [known[form.dtype] if form.dtype in known else form.empty(CPU) for form in forms]
+        tensors = [known[form.dtype] if form.dtype in known else form.packed(CPU) for form in forms]
         numbers = [self._post("receive", source, self.rank) for _ in forms]
         return Recorded(self.worker, tensors, numbers, is_read)
 
