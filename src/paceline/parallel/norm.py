@@ -22,6 +22,7 @@ from torch._compile import (
 from torch._prims_common import suggest_memory_format
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from paceline.containers import on_device
 from paceline.errors import ModelError
 from paceline.parallel.assignment import ShardRange
 from paceline.parallel.repeated import RepeatedParameter, RepeatedParameters, shard_by_shard
@@ -223,8 +224,8 @@ class NormStatistics:
         """
         if key not in self._constants or self._constants[key][0] != source:
             made = make()
-            moved = made.to(like.device, like.dtype if made.is_floating_point() else made.dtype)
-            self._constants[key] = source, moved
+            dtype = like.dtype if made.is_floating_point() else made.dtype
+            self._constants[key] = source, on_device(made, like.device, dtype)
         return self._constants[key][1]
 
     def collect(self, like: Tensor) -> Iterator[Tensor]:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils import _pytree as pytree
 
+from paceline.containers import on_device
 from paceline.errors import ModelError
 from paceline.parallel.losses import check_loss
 from paceline.parallel.pipeline.calls import Calls, MicroBatch, StageCall, StandIn, generator_state, set_generator_state
@@ -212,7 +213,7 @@ class Step:
         """Send values on to a stage; what of them has a gradient."""
         left = [leaf for leaf in pytree.tree_leaves(list(values)) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if self._carries_generators(stage):
-            values = [*values, generator_state(self._links.device).to(self._links.device)]
+            values = [*values, on_device(generator_state(self._links.device), self._links.device)]
         self._give(PipelineMessage(Destination(stage), number), values)
         return left
 
