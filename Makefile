@@ -3,7 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 PACKAGE := .venv/.package
 READY := .venv/.ready
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Modules are compiled when they are first loaded: to compile all of torch takes longer than to install it.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 FAST := not slow and not browser and not hosts
 
 .PHONY: demo check test test-fast fuzz docs bench bench-hosts gpu clean

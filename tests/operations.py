@@ -106,11 +106,11 @@ def loss_fn(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
-def plain_step(case: Case) -> Callable[[], object]:
+def plain_step(case: Case, device: str = "cpu") -> Callable[[], object]:
     """A step as a plain training loop makes it."""
-    model, samples = case.build(), case.samples(case.global_batch_size)
+    model, samples = case.build().to(device), case.samples(case.global_batch_size)
     optimizer = case.optimizer(model)
-    batch = [torch.stack(column) for column in zip(*samples, strict=True)]
+    batch = [torch.stack(column).to(device) for column in zip(*samples, strict=True)]
 
     def step() -> object:
         optimizer.zero_grad()
@@ -129,18 +129,19 @@ def plain_backward(case: Case) -> Callable[[], object]:
     return loss.backward
 
 
-def our_steps(case: Case, parity: str = "numeric", num_steps: int = 4, **values: Any) -> Iterator[Callable[[], object]]:
-    """The steps of a run on whatever workers run this, each to be made before the next is asked for."""
+def our_steps(
+    case: Case, parity: str = "numeric", num_steps: int = 4, device_kind: Any = "cpu", **values: Any
+) -> Iterator[Callable[[], object]]:
+    """The steps of an epoch on whatever workers run this, each to be made before the next is asked for."""
     job = Job.from_mapping(
-        {"global_batch_size": case.global_batch_size, "virtual_shards": 8, "parity": parity, "epochs": num_steps}
-        | values
+        {"global_batch_size": case.global_batch_size, "virtual_shards": 8, "parity": parity} | values
     )
     algorithm: Any = "tree_exact" if parity == "bitwise" else "all_reduce"
-    plan = Plan(worker_facts().world_size, device_kind="cpu", algorithm=algorithm, timeout_s=120)
+    plan = Plan(worker_facts().world_size, device_kind=device_kind, algorithm=algorithm, timeout_s=120)
     with paceline.init(job, plan=plan) as run:
         model = case.build()
         model, _ = run.prepare(model, case.optimizer(model))
-        for batch in run.batches(case.samples(case.global_batch_size)):
+        for batch in run.batches(case.samples(case.global_batch_size * num_steps)):
             yield lambda batch=batch: run.step(batch, loss_fn)  # type: ignore[misc]
 
 

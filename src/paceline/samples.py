@@ -28,6 +28,9 @@ _SHARED = (str, bytes, numbers.Number, np.generic, enum.Enum, torch.dtype, torch
 Readings = dict[str, bool]
 """Places of lists and tuples in the batches of a run, and whether the values there are fields rather than samples."""
 
+Order = Callable[[torch.device], Tensor]
+"""The numbers of some samples, on a device."""
+
 
 @dataclass(frozen=True)
 class _Part:
@@ -37,8 +40,8 @@ class _Part:
     """The value for the samples start … stop - 1."""
     is_divided: bool
     """Whether something in it belongs to single samples."""
-    interleaved: Callable[[int, int, int], Any] | None = None
-    """The same, with so many equal parts of these samples taking turns; None: that cannot be had."""
+    picked: Callable[[Order], Any] | None = None
+    """The value for some samples in another order; None: that cannot be had."""
 
 
 class Samples:
@@ -75,16 +78,28 @@ class Samples:
     @property
     def can_interleave(self) -> bool:
         """Whether there is an `interleaved` content."""
-        return self._root.interleaved is not None
+        return self._root.picked is not None
 
-    def interleaved(self, start: int, stop: int, num_parts: int) -> Any:
+    def interleaved(self, start: int, stop: int, num_parts: int, turns: Turns) -> Any:
         """As `cut`, with so many equal parts taking turns: the first sample of each part, then the second of each."""
-        assert self._root.interleaved is not None
-        return self._root.interleaved(self._first + start, self._first + stop, num_parts)
+        assert self._root.picked is not None
+        return self._root.picked(functools.partial(turns.order, self._first + start, self._first + stop, num_parts))
 
     def beyond(self, start: int) -> Samples:
         """The samples from `start` on."""
         return Samples(self._root, self._first + start)
+
+
+class Turns:
+    """Orders in which equal parts of some samples take turns; kept, for a GPU would be waited for to make one."""
+
+    def __init__(self) -> None:
+        self.order = functools.lru_cache(maxsize=16)(_turns)
+
+
+def _turns(start: int, stop: int, num_parts: int, device: torch.device) -> Tensor:
+    by_part = torch.arange(start, stop, device=device).view(num_parts, -1)
+    return by_part.t().reshape(-1)
 
 
 class _Reader:
@@ -124,7 +139,7 @@ class _Reader:
         return _Part(
             lambda start, stop: cut(value, start, stop),
             is_divided=True,
-            interleaved=functools.partial(_interleaved_rows, value) if is_plain else None,
+            picked=(lambda order: value[order(value.device)]) if is_plain else None,
         )
 
     def _fields(self, value: Any, container: Container, place: str) -> _Part:
@@ -134,13 +149,11 @@ class _Reader:
             return _shared(value)
         if type(value) not in (dict, list, tuple):
             self._check_made(value, container, place)
-        interleaved = [part.interleaved for part in parts if part.interleaved is not None]
+        picked = [part.picked for part in parts if part.picked is not None]
         return _Part(
             lambda start, stop: container.make([part.cut(start, stop) for part in parts]),
             is_divided=True,
-            interleaved=(lambda *places: container.make([of(*places) for of in interleaved]))
-            if len(interleaved) == len(parts)
-            else None,
+            picked=(lambda order: container.make([of(order) for of in picked])) if len(picked) == len(parts) else None,
         )
 
     def _check_made(self, value: Any, container: Container, place: str) -> None:
@@ -210,15 +223,7 @@ def _kind(value: Any) -> tuple[Any, ...]:
 
 def _shared(value: Any) -> _Part:
     """A value that belongs to all samples."""
-    return _Part(lambda _start, _stop: value, is_divided=False, interleaved=lambda *_places: value)
-
-
-def _interleaved_rows(rows: Tensor, start: int, stop: int, num_parts: int) -> Tensor:
-    if rows.is_contiguous():
-        some = rows if stop - start == len(rows) else rows[start:stop]
-        return torch.stack(some.split((stop - start) // num_parts), dim=1).flatten(0, 1)
-    # More operations, but channels that lie last in memory do so afterwards.
-    return rows[torch.arange(start, stop, device=rows.device).unflatten(0, (num_parts, -1)).t().flatten()]
+    return _Part(lambda _start, _stop: value, is_divided=False, picked=lambda _order: value)
 
 
 Cut = Callable[[Any, int, int], Any]

@@ -26,6 +26,8 @@ from tests.ranks.harness import join_world, run_ranks
 
 LOST = 2
 GENEROUS_S = 60.0
+LAG_S = 4.0
+"""By which one worker's run ends after the other's."""
 
 
 def _join() -> dist.ProcessGroup:
@@ -102,6 +104,21 @@ def end_together() -> tuple[bool, int]:
 def test_runs_that_end_lose_nobody() -> None:
     for world_size in (2, 3):
         assert run_ranks(end_together, world_size, timeout_s=2 * GENEROUS_S) == [(False, 0)] * world_size
+
+
+def end_one_after_the_other() -> int:
+    """The number of threads that still watch when this worker's run has ended."""
+    watch = PeerWatch(_join(), torch.device("cpu"), lambda: None)
+    if dist.get_rank() == 0:
+        for thread in watch._threads.values():
+            thread.join(GENEROUS_S)  # the other's run is over
+        threading.Event().wait(LAG_S)  # on a busy machine
+    watch.close()
+    return sum(thread.is_alive() for thread in watch._threads.values())
+
+
+def test_no_thread_watches_any_more_when_a_worker_ends_before_the_others() -> None:
+    assert run_ranks(end_one_after_the_other, 2, timeout_s=3 * GENEROUS_S) == [0, 0]
 
 
 class _OneThatIsLost(PeerWatch):

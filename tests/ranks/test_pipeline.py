@@ -82,7 +82,7 @@ def micro_batches(batch: Batch, step: int, norm: NormStatistics, sizes: Sequence
 def finish(model: nn.Module, norm: NormStatistics, like: Tensor) -> None:
     """Plain SGD, and the running statistics of norm layers."""
     norm.end_pass()
-    norm.apply(torch.cat([like.new_zeros(0), *norm.collect(like)]))
+    norm.apply(*torch.cat([like.new_zeros(0), *norm.collect(like)]).split(norm.lengths))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:

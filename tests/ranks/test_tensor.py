@@ -99,7 +99,8 @@ def _train(case: Case, dtype: torch.dtype, num_steps: int) -> dict[str, Any]:
                 loss.backward()
                 losses[which] += float(loss.detach())
             norm.end_pass()
-            norm.apply(torch.cat([inputs.new_zeros(0, dtype=dtype), *norm.collect(torch.zeros(1, dtype=dtype))]))
+            nothing = inputs.new_zeros(0, dtype=dtype)
+            norm.apply(*torch.cat([nothing, *norm.collect(nothing)]).split(norm.lengths))
         errors["loss"] = max(errors["loss"], abs(losses[1] - losses[0]) / abs(losses[0]))
         whole_gradients = torch.cat([p.grad.flatten() for p in whole.parameters() if p.grad is not None])
         deviation = 0.0

@@ -30,9 +30,15 @@ BAD_STEPS = {
 }
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW], ids=lambda kind: kind.__name__)
-def test_a_step_left_out_by_the_device_leaves_what_the_host_leaves(simulated_gpu: Path, kind: Any) -> None:
-    (found,) = run_on_gpus(simulated_gpu, _ends, 1, kind)
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [(torch.optim.SGD, "float32"), (torch.optim.AdamW, "float32"), (torch.optim.SGD, "float16")],
+    ids=["SGD", "AdamW", "float16"],
+)
+def test_a_step_left_out_by_the_device_leaves_what_the_host_leaves(
+    simulated_gpu: Path, kind: Any, precision: str
+) -> None:
+    (found,) = run_on_gpus(simulated_gpu, _ends, 1, kind, precision)
     for name, (at_once, late) in found.items():
         for aspect in ("model", "optimizer", "said", "error", "saved"):
             assert repr(getattr(late, aspect)) == repr(getattr(at_once, aspect)), (name, aspect)
@@ -47,9 +53,9 @@ def test_a_step_left_out_by_the_device_leaves_what_the_host_leaves(simulated_gpu
     assert found["one"][1].saved["progress"] == NUM_STEPS
 
 
-def _ends(native: Any, kind: Any) -> dict[str, tuple[_End, _End]]:
+def _ends(native: Any, kind: Any, precision: str) -> dict[str, tuple[_End, _End]]:
     return {
-        name: (_train("float32", kind, bad, is_late=False), _train("float32", kind, bad, is_late=True))
+        name: (_train(precision, kind, bad, is_late=False), _train(precision, kind, bad, is_late=True))
         for name, bad in BAD_STEPS.items()
     }
 

@@ -62,12 +62,10 @@ class Compressor:
                 self._owed[name] = self._owed[name].to(part)
                 part.add_(self._owed[name])
 
-    def remember(self, name: str, left_out: Tensor) -> None:
-        """From now on this, and no more, is owed to parameter `name`."""
-        if name in self._owed:
-            self._owed[name].copy_(left_out)
-        else:
-            self._owed[name] = left_out.clone()
+    def remember(self, name: str, left_out: Tensor, poison: Tensor) -> None:
+        """From now on this, and no more, is owed to parameter `name`, unless `poison` is NaN."""
+        owed = self._owed.setdefault(name, torch.zeros_like(left_out))
+        torch.where(poison == 0, left_out, owed, out=owed)
 
     def settle(self, bucket: Bucket, chosen: Tensor, sums: Tensor) -> None:
         """Leave in the bucket the sums of what was sent, and zero elsewhere; owe what was not sent.
@@ -76,15 +74,13 @@ class Compressor:
             chosen: the indices of the values that were sent.
             sums: theirs over all workers; more numbers may follow, which only have to be finite.
         """
-        values = bucket.values
-        if not is_finite(sums):
-            values.fill_(torch.nan)
-            return
+        values, poison = bucket.values, poison_of(sums)
         values[chosen] = 0.0
         for name, part in bucket.parts:
-            self.remember(name, part)
+            self.remember(name, part, poison)
         values.zero_()
         values[chosen] = sums[: len(chosen)]
+        values.add_(poison)
 
     def state_dict(self) -> dict[str, Tensor]:
         """What is remembered from step to step, by parameter and kind."""
@@ -96,6 +92,6 @@ class Compressor:
         }
 
 
-def is_finite(values: Tensor) -> bool:
-    """Whether no value is NaN or infinite; one pass, no copy."""
-    return not values.numel() or math.isfinite(float(torch.linalg.vector_norm(values, math.inf)))
+def poison_of(values: Tensor) -> Tensor:
+    """A scalar that is 0, or NaN if any value is NaN or infinite. On its device: to read it would be to wait for it."""
+    return torch.linalg.vector_norm(values, math.inf) * 0 if values.numel() else values.new_zeros(())

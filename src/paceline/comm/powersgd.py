@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from paceline.comm.compressor import Bucket, Compressor, Sum, is_finite
+from paceline.comm.compressor import Bucket, Compressor, Sum, poison_of
 from paceline.comm.shared_generator import shared_generator
 from paceline.errors import JobError
 
@@ -55,40 +55,34 @@ class PowerSGD(Compressor):
         # elsewhere after a resume.
         matrices = [part.reshape(len(part), -1).clone() for _, part in compressed]
 
-        first = [
-            *whole,
-            *(m @ self._orthonormal_factor(name, m) for (name, _), m in zip(compressed, matrices, strict=True)),
-        ]
-        sums = _summed(first, total)
-        if sums is None:
-            bucket.values.fill_(torch.nan)
-            return
+        factors = [self._factor(name, m) for (name, _), m in zip(compressed, matrices, strict=True)]
+        first = [*whole, *(m @ _orthonormal(q) for m, q in zip(matrices, factors, strict=True))]
+        sums, poison = _summed(first, total)
         left = [_orthonormal(p) for p in sums[len(whole) :]]
 
         mine = [m.T @ p for m, p in zip(matrices, left, strict=True)]
-        right = _summed(mine, total)
-        if right is None:
-            bucket.values.fill_(torch.nan)
-            return
+        right, more_poison = _summed(mine, total)
+        poison = poison + more_poison
 
         for part, summed in zip(whole, sums, strict=False):
             part.copy_(summed)
-        for (name, part), m, p, own, q in zip(compressed, matrices, left, mine, right, strict=True):
-            self.remember(name, m.addmm_(p, own.T, alpha=-1).view(part.shape))
-            self._factors[name] = q.clone()
+        for (name, part), m, p, own, before, q in zip(compressed, matrices, left, mine, factors, right, strict=True):
+            self.remember(name, m.addmm_(p, own.T, alpha=-1).view(part.shape), poison)
+            self._factors[name] = torch.where(poison == 0, q, before)
             part.copy_((p @ self._factors[name].T).view(part.shape))
+        bucket.values.add_(poison)
 
     def _pays(self, part: Tensor) -> bool:
         """Whether two factors are smaller than the whole."""
         return part.dim() >= 2 and self._rank * (len(part) + math.prod(part.shape[1:])) < part.numel()
 
-    def _orthonormal_factor(self, name: str, matrix: Tensor) -> Tensor:
-        """Where the iteration of this parameter goes on. Orthonormal, so that M Q is no larger than M is."""
+    def _factor(self, name: str, matrix: Tensor) -> Tensor:
+        """Where the iteration of this parameter goes on. To be made orthonormal, so that M Q is no larger than M is."""
         shape = (matrix.shape[1], self._rank)
         factor = self._factors.get(name)
         if factor is None or factor.shape != shape:
             factor = torch.randn(shape, generator=shared_generator(self._seed, name), dtype=torch.float64)
-        return _orthonormal(factor.to(matrix))
+        return factor.to(matrix)
 
     def state_dict(self) -> dict[str, Tensor]:
         return super().state_dict() | {_FACTOR + name: factor for name, factor in self._factors.items()}
@@ -103,20 +97,18 @@ class PowerSGD(Compressor):
 
 
 def _orthonormal(columns: Tensor) -> Tensor:
-    """An orthonormal basis of (at least) what the columns span.
+    """An orthonormal basis of (at least) what the columns span, or of anything if they are not finite.
 
     By Householder reflections: a column that is zero, or depends on those before it, is replaced by some other
     direction, which costs nothing and may find something.
     """
-    basis: Tensor = torch.linalg.qr(columns)[0]
+    basis: Tensor = torch.linalg.qr(columns.nan_to_num(0.0, 0.0, 0.0))[0]
     return basis
 
 
-def _summed(tensors: list[Tensor], total: Sum) -> list[Tensor] | None:
-    """The sums of `tensors` over all workers, sent as one vector; None if they are not all finite."""
+def _summed(tensors: list[Tensor], total: Sum) -> tuple[list[Tensor], Tensor]:
+    """The sums of `tensors` over all workers, sent as one vector, and NaN if they are not all finite, else 0."""
     vector = torch.cat([tensor.reshape(-1) for tensor in tensors])
     total(vector)
-    if not is_finite(vector):
-        return None
     pieces = vector.split([tensor.numel() for tensor in tensors])
-    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)], poison_of(vector)

@@ -7,8 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from paceline.comm.compressor import Bucket, Compressor, Sum, is_finite
+from paceline.comm.compressor import Bucket, Compressor, Sum, poison_of
 from paceline.comm.shared_generator import shared_generator
+from paceline.containers import on_device
 from paceline.errors import JobError
 
 _DRAWS = "draws/"
@@ -37,10 +38,9 @@ class RandomK(Compressor):
     def aggregate(self, bucket: Bucket, total: Sum) -> None:
         values = bucket.values
         self.add_to(bucket.parts)
-        chosen = self._draw(bucket.parts[0][0], values.numel()).to(values.device)
+        chosen = on_device(self._draw(bucket.parts[0][0], values.numel()), values.device)
         # A value that is not finite may not have been chosen, but all workers have to know of it.
-        alarm = values.new_tensor([0.0 if is_finite(values) else math.nan])
-        vector = torch.cat([values[chosen], alarm])
+        vector = torch.cat([values[chosen], poison_of(values).view(1)])
         total(vector)
         self.settle(bucket, chosen, vector)
 

@@ -98,6 +98,7 @@ class BitwiseDataParallel(Engine):
         self._parameters: Sequence[Tensor] = self._shards.parameters
         self._forms: Sequence[Tensor] = self._parameters
         self.forward_buffers = self._shards.buffers
+        self._zero = torch.zeros(1, dtype=self._shards.dtype, device=device)
         self._all_used = torch.ones(0)
         """What a shard in which every parameter has a gradient says of its users."""
 
@@ -221,12 +222,11 @@ class BitwiseDataParallel(Engine):
     def _fill(self, vector: _Vector, shard: Shard, *, wants_norm: bool) -> None:
         """Write what a shard contributes."""
         usage = [gradient is not None for gradient in shard.gradients]
-        vector.small_sqr.zero_()
-        places = [vector.statistics, vector.users]
-        written = [shard.statistics, self._users(usage)]
-        if len(vector.changed):
+        places = [vector.statistics, vector.users, vector.small_sqr]
+        written = [shard.statistics, self._users(usage), self._zero]
+        for changed in self.forward_buffers.changed(shard.statistics):
             places.append(vector.changed)
-            written.append(self.forward_buffers.changed(shard.statistics))
+            written.append(changed)
         if not all(usage):
             vector.flat.zero_()
         for gradient, place in zip(shard.gradients, vector.gradients, strict=True):

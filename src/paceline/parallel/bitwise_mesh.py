@@ -22,12 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.containers import copied
+from paceline.containers import copied, on_device
 from paceline.parallel.axes import Axes
 from paceline.parallel.bitwise import BitwiseDataParallel, Shard, norms_of
 from paceline.parallel.dtensor import is_sharded, local_shard, part, shard_of_part
 from paceline.parallel.engine import StepInput
 from paceline.parallel.forward_buffers import refused_in_pipeline
+from paceline.parallel.host_facts import HostFacts
 from paceline.parallel.initial_weights import align
 from paceline.parallel.loss_functions import LossFunctions
 from paceline.parallel.losses import LossLayout, ShardLoss, StepLoss
@@ -72,6 +73,7 @@ class BitwiseMesh(BitwiseDataParallel):
             sharded.set_reshard_after_backward(False, recurse=False)  # whole gradients are with whole parameters
         super().__init__(self._spread.module, device, axes.data, LossFunctions(axes.world))
         self._shards.passes.like = self._spread.zero  # of all of the model: a stage may have no parameter
+        self._host_facts = HostFacts(axes, 0, plan.timeout_s)
         self._names: list[str] = []
         """Of the parameters whose gradients this worker adds up."""
         self._elsewhere: dict[str, nn.Parameter] = {}
@@ -132,11 +134,12 @@ class BitwiseMesh(BitwiseDataParallel):
         dist.broadcast(losses, group_src=self._pipeline.rank_of_loss, group=self._axes.pp)
         # Norm layers of all stages move, or none; and a pipeline has no buffers that passes change.
         changed = self.forward_buffers.changed_now()
-        facts = torch.stack([of_norms.sum() * 0, of_norms.new_tensor(float(changed is not None))])
-        dist.all_reduce(facts, group=self._axes.world)
-        if bool(facts[1]):
+        told = self._host_facts.begin([changed is not None], [])
+        poison = of_norms.sum() * 0
+        dist.all_reduce(poison, group=self._axes.world)
+        if any(told()[0]):
             raise refused_in_pipeline(changed or "of another stage")
-        return super()._apply(torch.cat([losses, of_norms + facts[0]]), layout)
+        return super()._apply(torch.cat([losses, of_norms + poison]), layout)
 
     def _num_statistics(self, layout: LossLayout) -> int:
         num = super()._num_statistics(layout)
@@ -188,7 +191,7 @@ class BitwiseMesh(BitwiseDataParallel):
         every = norms.new_zeros(self._pipeline.num_parameters)
         places = [self._pipeline.places[name] for name, _ in self.module.named_parameters()]
         if places:
-            every[torch.tensor(places, device=self._device)] = norms
+            every[on_device(places, self._device)] = norms
         dist.all_reduce(every, group=self._axes.pp)  # each is 0 on all workers but one
         return every
 
@@ -203,7 +206,7 @@ class BitwiseMesh(BitwiseDataParallel):
         are_divided = [is_sharded(parameter, "tp") for parameter in self.module.parameters()]
         if not are_divided:
             return norms
-        return torch.where(torch.tensor(are_divided, device=self._device), total.sqrt(), norms)
+        return torch.where(on_device(are_divided, self._device), total.sqrt(), norms)
 
     # --- the whole model ---
 
@@ -236,7 +239,7 @@ class _PipedShard:
         self._norm, self._num_left, self._take, self._add = passes.norm, num_stages, take, add
         self._shards = step.assignment.shard_range(number, max_samples=1)
         self._losses: list[Tensor] = []
-        self._of_norms = passes.like.new_zeros(passes.norm.length)
+        self._of_norms = passes.like.new_zeros(sum(passes.norm.lengths))
         self._gradients: list[Tensor | None] = []
         self._inner = micro_batch_of(passes, step, self._shards, self._take_loss, copied)
         self.micro_batch: MicroBatch = replace(
@@ -254,8 +257,9 @@ class _PipedShard:
     def _within(self) -> Iterator[None]:
         with self._inner.within():
             yield
-        for seen in self._norm.collect(self._of_norms):
-            self._of_norms += seen  # of other stages' layers nothing
+        seen = [*self._norm.collect(self._of_norms)]
+        if seen:
+            self._of_norms += torch.cat(seen)  # of other stages' layers nothing
 
     def _after_backward(self, stage: nn.Module) -> None:
         found = self._take(stage)

@@ -176,10 +176,10 @@ class DataParallel(Engine):
             self._last_gradient = self._clock.mark()
         elif not self._hook_called:
             raise ModelError(self._why_nothing_was_aggregated())
-        losses, statistics, small_sqr, changed = sums.summed.split(
-            [sums.layout.length, self._passes.norm.length, 1, len(self.forward_buffers)]
+        losses, values, weights, small_sqr, changed = sums.summed.split(
+            [sums.layout.length, *self._passes.norm.lengths, 1, len(self.forward_buffers)]
         )
-        self._passes.norm.apply(statistics)
+        self._passes.norm.apply(values, weights)
         self.forward_buffers.combine(changed, self._sum_moves, lambda values: broadcast(values, self._group))
         result = replace(StepLoss.of(losses, sums.layout, notes), own_notes=self.functions.take_found_late())
         rescale_gradients(self.module.parameters(), result.rescale)
@@ -310,7 +310,7 @@ class DataParallel(Engine):
         layout = self.functions.layout(step.loss_name)
         own = self._zero.new_zeros(layout.length) if losses is None else losses
         norms = self._worker_norms.to_be_summed
-        mine = torch.cat([own, *self._passes.norm.collect(own), norms, self.forward_buffers.changed(own)])
+        mine = torch.cat([own, *self._passes.norm.collect(own), norms, *self.forward_buffers.changed(own)])
         sums = _Sums(mine, own, layout)
         if self._aggregator is None:
             return sums, lambda: None

@@ -190,12 +190,14 @@ class ForwardBuffers:
             self._passes.append(_Pass(shards.first_shard, moves, values))
         return bool(moves or values)
 
-    def changed(self, like: Tensor) -> Tensor:
-        """For every buffer 1 if passes of this step changed it on this worker, else 0; to be added up over workers."""
-        changed = like.new_zeros(len(self._combined))
-        for number in sorted({number for one in self._passes for number in (*one.moves, *one.values)}):
-            changed[number] = 1.0
-        return changed
+    def changed(self, like: Tensor) -> Iterator[Tensor]:
+        """A vector, unless there are no buffers: for each 1 if passes of this step changed it on this worker, else 0;
+        to be added up over workers."""
+        if self._combined:
+            changed = like.new_zeros(len(self._combined))
+            for number in sorted({number for one in self._passes for number in (*one.moves, *one.values)}):
+                changed[number] = 1.0
+            yield changed
 
     # --- the end of a step ---
 
@@ -210,6 +212,8 @@ class ForwardBuffers:
             sum_moves: adds up over workers what passes moved the buffers of these numbers by: `moves`.
             broadcast: gives all workers the tensors of the one that has the global batch's first shard.
         """
+        if not self._combined:
+            return
         _restore(self._combined)
         numbers = [number for number, count in enumerate(changed.tolist()) if count]
         self._have_moved(numbers)

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.comm import Aggregator
-from paceline.containers import on_device
 from paceline.parallel.aggregation import set_up_aggregation
 from paceline.parallel.assignment import Assignment, ShardRange
 from paceline.parallel.axes import Axes
@@ -23,6 +22,7 @@ from paceline.parallel.dtensor import local_shard, rescale_gradients
 from paceline.parallel.engine import Engine, StepInput, broadcast
 from paceline.parallel.forward_buffers import refused_in_pipeline
 from paceline.parallel.gradient_norms import GradientNorms, PartWeights, mean_of_squares
+from paceline.parallel.host_facts import HostFacts
 from paceline.parallel.loss_functions import LossFunctions
 from paceline.parallel.losses import LossLayout, StepLoss
 from paceline.parallel.micro_batch import MicroBatchLimit
@@ -78,6 +78,8 @@ class MeshParallel(Engine):
         )
         self._zero = self._passes.like = self._spread.zero  # of all of the model: a stage may have no parameter
         self.forward_buffers = self._passes.buffers
+        num_parameters = len(list(self.module.parameters()))
+        self._host_facts = HostFacts(axes, num_parameters if axes.dp is not None or may_skip else 0, plan.timeout_s)
         self._has_drawn = False
         self._suspect: ShardRange | None = None
         """Shards that look new in this step."""
@@ -150,29 +152,26 @@ class MeshParallel(Engine):
     ) -> tuple[Tensor, PartWeights]:
         """The sums over workers that a step needs besides its gradients, in one message; returns those of the loss."""
         trained = [p for p in self.module.parameters() if p.requires_grad] if self._gradients_may_differ else []
-        zero = self._zero
-        losses = zero.new_zeros(layout.length) if passed.losses is None else passed.losses
-        uses = self._sent([self._has_gradient(p) for p in trained])
+        zero, norm = self._zero, self._passes.norm
         changed_in_pipeline = None if self._pipeline is None else self.forward_buffers.changed_now()
-        draws = self._sent([self._has_drawn, changed_in_pipeline is not None, self._suspect is not None])
-        changed = self.forward_buffers.changed(losses)
+        facts = [self._has_drawn, changed_in_pipeline is not None, self._suspect is not None]
+        told = self._host_facts.begin(facts, self._uses(trained))
+        losses = zero.new_zeros(layout.length) if passed.losses is None else passed.losses
+        changed = torch.cat([zero.new_zeros(0), *self.forward_buffers.changed(losses)])
         weights = self._weights_to_add(step.assignment, losses, passed) if layout.is_weighted else zero.new_zeros(0)
-        statistics = torch.cat([zero.new_zeros(0), *self._passes.norm.collect(losses)])
-        parts = [losses, draws, uses, weights, statistics, changed]
+        statistics = torch.cat([zero.new_zeros(0), *norm.collect(losses)])
+        parts = [losses, weights, statistics, changed]
         summed = torch.cat(parts)
         if self._axes.data is not None:
             dist.all_reduce(summed, group=self._axes.data)
-        losses, draws, uses, weights, statistics, changed = torch.split(summed, [len(part) for part in parts])
+        losses, weights, statistics, changed = torch.split(summed, [len(part) for part in parts])
         if self._axes.pp is not None:
             # Only the last stage knows the loss; and norm layers of all stages move, or none.
-            known = torch.cat([losses, weights, statistics.sum().view(1) * 0.0, draws])
+            known = torch.cat([losses, weights, statistics.sum().view(1) * 0.0])
             dist.all_reduce(known, group=self._axes.pp)
-            losses, weights, poison, draws = torch.split(known, [layout.length, len(weights), 1, len(draws)])
+            losses, weights, poison = torch.split(known, [layout.length, len(weights), 1])
             statistics = statistics + poison
-        if trained and self._axes.mesh.tp > 1:
-            dist.all_reduce(uses, group=self._axes.device_mesh.get_group("tp"))
-        told = (torch.cat([draws, uses]) > 0).tolist()  # the host waits for the device, once
-        somebody_draws, somebody_changes, somebody_suspects = told[: len(draws)]
+        (somebody_draws, somebody_changes, somebody_suspects), uses = told()
         if somebody_changes:
             raise refused_in_pipeline(changed_in_pipeline or "of another stage")
         has_to_split = self._has_to_split(somebody_draws)
@@ -185,9 +184,9 @@ class MeshParallel(Engine):
             raise StartOverError(
                 lambda: notes.extend(self._passes.find_coupling_again(step, self.module, suspect, in_step=True))
             )
-        self._passes.norm.apply(statistics)
+        norm.apply(*statistics.split(norm.lengths))
         self.forward_buffers.combine(changed, self._sum_moves, lambda values: broadcast(values, self._axes.data))
-        _agree_on_gradients(trained, told[len(draws) :])
+        _agree_on_gradients(trained, uses)
         if layout.is_weighted:
             return losses, PartWeights(weights[:-1], weights[-1])
         return losses, self._weights_of_samples(step.assignment, passed)
@@ -211,14 +210,15 @@ class MeshParallel(Engine):
             dist.all_reduce(total, group=self._axes.data)
         return total
 
-    def _sent(self, facts: Sequence[bool]) -> Tensor:
-        return on_device(facts, self._device, self._zero.dtype)
-
-    def _has_gradient(self, parameter: Tensor) -> bool:
-        if parameter.grad is None:
-            return False
-        # Where a parameter may be unused, it was added up all the same, as zeros.
-        return not self._spread.may_skip or bool(local_shard(parameter.grad).any())
+    def _uses(self, trained: Sequence[Tensor]) -> list[bool]:
+        """Which of these parameters this worker has used."""
+        gradients = [None if parameter.grad is None else local_shard(parameter.grad) for parameter in trained]
+        uses = [gradient is not None for gradient in gradients]
+        if self._spread.may_skip and any(uses):
+            # A parameter that may be unused was added up all the same, as zeros: the host waits for the device, once.
+            known = torch.stack([self._zero if one is None else one.any().to(self._zero) for one in gradients])
+            uses = known.bool().tolist()
+        return uses
 
     @property
     def _gradients_may_differ(self) -> bool:

@@ -159,13 +159,13 @@ class NormStatistics:
             layer.current = self.current
         self._parameters = RepeatedParameters(every)
         self._widths = [layer.num_features for layer in self.layers for _ in range(2)]
-        self._num_values = sum(self._widths)
-        self.length = self._num_values + len(self.layers)
+        self.lengths = sum(self._widths), len(self.layers)
+        """Those of the two parts of the vector: statistics, weights."""
         self._pass: tuple[list[Tensor], int] | None = None
         """The statistics of the current pass, a tensor for each dtype, and the number of its shards."""
-        self._sums: Tensor | None = None
-        """Those of the step's passes before it."""
-        self._moved: tuple[list[Tensor] | tuple[Tensor, ...], ...] | None = None
+        self._sums: list[Tensor] | None = None
+        """What workers add, of the step's passes before it."""
+        self._moved: tuple[list[Tensor], Sequence[Tensor], list[Tensor], Tensor] | None = None
         """What `undo` needs: counts, what was added to them, and running statistics with their values before."""
         self._constants: dict[tuple[str, int], tuple[Any, Tensor]] = {}
         """What was made of Python's numbers for so many shards, and of which: a GPU would have to wait for it in every
@@ -207,8 +207,8 @@ class NormStatistics:
                 ("order", num_shards), None, lambda: shard_by_shard(self._widths, num_shards), values
             )
             values = (values[order] * factors).sum(0)
-        sums = torch.cat([values, whole])
-        self._sums = sums if self._sums is None else self._sums + sums
+        sums = [values, whole]
+        self._sums = sums if self._sums is None else list(torch._foreach_add(self._sums, sums))
         self._pass = None
 
     def _of_values(self, of_layers: Tensor) -> Tensor:
@@ -228,10 +228,11 @@ class NormStatistics:
         return self._constants[key][1]
 
     def collect(self, like: Tensor) -> Iterator[Tensor]:
-        """The statistics since the last call: a vector of `length` elements, of the dtype of `like`."""
+        """The vector since the last call, of the dtype of `like`; in parts, to be joined to others."""
         self._end_pass()
         if self.layers:
-            yield like.new_zeros(self.length) if self._sums is None else self._sums.to(like.dtype)
+            for one in [like.new_zeros(sum(self.lengths))] if self._sums is None else self._sums:
+                yield one.to(like.dtype)
         self._forget()
 
     @contextmanager
@@ -276,32 +277,35 @@ class NormStatistics:
         """Put the running statistics back as they were before this step's `apply`."""
         if self._moved is not None:
             counts, increments, running, before = self._moved
-            torch._foreach_sub_(counts, increments)
-            torch._foreach_copy_(running, before)
+            torch._foreach_sub_(counts, list(increments))
+            torch._foreach_copy_(running, before.split(self._widths))
             self._moved = None
 
     @torch.no_grad()
-    def apply(self, total: Tensor) -> None:
-        """Move the running statistics by the sum over all workers of what they collected, if all of it is finite."""
+    def apply(self, values: Tensor, weights: Tensor) -> None:
+        """Move the running statistics by what workers collected, if all of it is finite.
+
+        Args:
+            values, weights: the two parts of the vector, summed over all workers.
+        """
         if not self.layers:
             return
-        values, weights = total.split([self._num_values, len(self.layers)])
         # Tensor arithmetic instead of an `if`: reading a number would make the CPU wait for the device.
-        weights = weights + total.sum() * 0  # NaN, which is not above 0, if anything is not finite
+        weights = weights.add(values.sum(), alpha=0)  # NaN, which is not above 0, if anything is not finite
         counts = [cast(Tensor, layer.num_batches_tracked) for layer in self.layers]
         increments = (weights > 0).to(counts[0].dtype).unbind()
         torch._foreach_add_(counts, increments)
         momenta = [math.nan if layer.momentum is None else layer.momentum for layer in self.layers]
-        factors = self._constant(("momenta", 1), momenta, lambda: self._of_values(_float64(momenta)), total)
-        of_layer = self._constant(("layers", 1), None, lambda: self._of_values(torch.arange(len(self.layers))), total)
+        factors = self._constant(("momenta", 1), momenta, lambda: self._of_values(_float64(momenta)), values)
+        of_layer = self._constant(("layers", 1), None, lambda: self._of_values(torch.arange(len(self.layers))), values)
         if any(layer.momentum is None for layer in self.layers):
-            means = torch.stack(counts).clamp(min=1).to(total.dtype).reciprocal()
+            means = torch.stack(counts).clamp(min=1).to(values.dtype).reciprocal()
             factors = torch.where(factors.isnan(), means[of_layer], factors)
         weights = weights[of_layer]
         running = [cast(Tensor, one) for layer in self.layers for one in (layer.running_mean, layer.running_var)]
         exact = torch.cat(running)
-        self._moved = counts, increments, running, exact.split(self._widths)
-        before = exact.to(total.dtype)
+        self._moved = counts, increments, running, exact
+        before = exact.to(values.dtype)
         after = torch.where(weights > 0, before.lerp(values / weights, factors), before)
         torch._foreach_copy_(running, after.split(self._widths))
 

@@ -95,7 +95,7 @@ def _facts(tensor: Tensor) -> Iterator[tuple[str, int, Any]]:
     """Name, sign and value of what is to be known of a tensor's values; computed on its device."""
     if not _is_looked_at(tensor):
         return
-    values: Any = tensor.detach()
+    values: Any = tensor.detach() if tensor.requires_grad else tensor
     if not tensor.is_cuda and tensor.dtype != torch.bfloat16:
         values = values.numpy()  # whose functions cost a few microseconds
     if tensor.is_floating_point():

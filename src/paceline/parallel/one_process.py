@@ -143,10 +143,11 @@ class OneProcessDataParallel(Engine):
             replica.add_gradients_to(self.module)
         summed = torch.stack([one.to(statistics[0].device) for one in statistics]).sum(0)
         layout, num_buffers = self.functions.layout(step.loss_name), len(self.forward_buffers)
-        known, changed = summed.split([len(summed) - num_buffers, num_buffers])
-        busy[0].passes.norm.apply(known[layout.length :])
+        norm = busy[0].passes.norm
+        losses, values, weights, changed = summed.split([layout.length, *norm.lengths, num_buffers])
+        norm.apply(values, weights)
         self.forward_buffers.combine(changed, functools.partial(_sum_moves, busy), lambda _values: None)
-        result = StepLoss.of(known, layout, [*notes, *self.functions.take_found_late()])
+        result = StepLoss.of(losses, layout, [*notes, *self.functions.take_found_late()])
         rescale_gradients(self.module.parameters(), result.rescale)
         self.communication = last_gradient, self._clock.mark()
         if step.take_norms is not None and len(busy) > 1:
@@ -187,7 +188,7 @@ class OneProcessDataParallel(Engine):
                     "each device of dp_one_process; call that model."
                 )
             assert losses is not None  # a busy device has a shard
-            return torch.cat([losses, *passes.norm.collect(losses), passes.buffers.changed(losses)])
+            return torch.cat([losses, *passes.norm.collect(losses), *passes.buffers.changed(losses)])
 
     def _norms(
         self,

@@ -29,6 +29,7 @@ from paceline.parallel.losses import ShardLoss, counts, ignore_unless, read_loss
 from paceline.parallel.micro_batch import MicroBatchLimit, free_memory, is_out_of_memory
 from paceline.parallel.norm import NormStatistics, has_other_norms, standing_in
 from paceline.parallel.novelty import Novelty
+from paceline.samples import Turns
 
 Result = TypeVar("Result")
 
@@ -100,6 +101,7 @@ class Passes:
         self._novelties: defaultdict[str, Novelty] = defaultdict(Novelty)
         self._refusal = refusal
         self._is_concurrent = is_concurrent
+        self._turns = Turns()
 
     # --- which shards go together ---
 
@@ -286,7 +288,7 @@ class Passes:
     def samples(self, step: StepInput, shards: ShardRange) -> Any:
         """The content of the batch for some shards."""
         if shards.are_interleaved:
-            return step.batch.interleaved(shards.start, shards.stop, len(shards.sizes))
+            return step.batch.interleaved(shards.start, shards.stop, len(shards.sizes), self._turns)
         return step.batch.cut(shards.start, shards.stop)
 
     def read(self, step: StepInput, module: nn.Module, shards: ShardRange, samples: Any) -> ShardLoss:

@@ -35,7 +35,7 @@ class ShardByShard:
         return self.passes.like.dtype
 
     def num_statistics(self, layout: LossLayout) -> int:
-        return layout.length + self.passes.norm.length
+        return layout.length + sum(self.passes.norm.lengths)
 
     def layout_of_stand_in(self, step: StepInput) -> LossLayout:
         """Which numbers the loss function returns, by a sample that leaves no trace."""
@@ -68,5 +68,6 @@ class ShardByShard:
 
     def apply(self, statistics: Tensor, layout: LossLayout) -> StepLoss:
         """Move the running statistics by the sum over a batch's shards; return its loss."""
-        self.passes.norm.apply(statistics[layout.length :])
-        return StepLoss.of(statistics, layout)
+        losses, values, weights = statistics.split([layout.length, *self.passes.norm.lengths])
+        self.passes.norm.apply(values, weights)
+        return StepLoss.of(losses, layout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
@@ -37,6 +38,13 @@ def left_out_where(optimizer: Optimizer, is_bad: Tensor) -> Iterator[None]:
     finally:
         for one in parts_of(optimizer):
             del one.found_inf  # type: ignore[attr-defined]
+
+
+def spoil_gradients_where(optimizer: Optimizer, is_bad: Tensor) -> None:
+    """Make a gradient NaN where `is_bad`, a scalar, is not 0: a GradScaler, which looks at gradients alone, then leaves
+    the update out."""
+    first = next(p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    first.masked_fill_(is_bad != 0, torch.nan)
 
 
 def tell_scaler(optimizer: Optimizer) -> None:

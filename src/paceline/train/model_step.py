@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -23,7 +24,7 @@ from paceline.samples import Readings, Samples
 from paceline.spec import Mesh
 from paceline.train.closures import closure_after, takes_closure
 from paceline.train.data_progress import Batch
-from paceline.train.device_skip import left_out_where, skips_on_device, tell_scaler
+from paceline.train.device_skip import left_out_where, skips_on_device, spoil_gradients_where, tell_scaler
 from paceline.train.nonfinite import NonFiniteGuard
 from paceline.train.numerics import LossFn, loss_name
 from paceline.train.preparation import Prepared
@@ -181,7 +182,11 @@ class ModelStepper:
         if not has_gradient:
             self.session.check_peers()
         elif self._knows_late(optimizer):
-            left_out = left_out_where(optimizer, self._guard.judge_on_device(pending.index, loss, batch.samples))
+            is_bad = self._guard.judge_on_device(pending.index, loss, batch.samples)
+            if scaler.is_enabled():
+                spoil_gradients_where(optimizer, is_bad)
+            else:
+                left_out = left_out_where(optimizer, is_bad)
         else:
             is_made = self._guard.allows_update(pending.index, loss, norm, batch.samples)
         if is_made and clip_norm is not None:
@@ -193,6 +198,11 @@ class ModelStepper:
         idle = not batch.assignment.sizes or not self._counts_samples
         self._tracer.before_update(pending.index, trained.model, engine.whole, loss, content, idle=idle)
         if not is_made:
+            if scaler.is_enabled() and has_gradient and self._state.job.nonfinite == "skip":
+                # As where the device leaves the update out: the scale goes down.
+                spoil_gradients_where(optimizer, torch.ones_like(loss))
+                scaler.unscale_(optimizer)
+                scaler.update()
             return
         if self._takes_closure:
             again = functools.partial(self._gradients_again, step_input)

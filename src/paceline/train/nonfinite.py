@@ -7,6 +7,7 @@ update every verdict is known at once until one is good again, so that a run end
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,8 @@ class _OnItsWay:
     """The parameters that have a gradient."""
     found: Tensor
     """The loss and the norms of these gradients, in host memory once they have arrived."""
+    num_judged: int
+    """How many of these numbers have to be finite: under a loss scale the loss alone, for the scaler sees the rest."""
     arrived: torch.cuda.Event
 
 
@@ -67,7 +70,6 @@ class NonFiniteGuard:
         return (
             self._reaction == "skip"
             and not self._num_in_a_row
-            and not self._trained.precision.scaler.is_enabled()
             and self._trained.engine.holds_all
             and self._session.peers is None
         )
@@ -91,7 +93,7 @@ class NonFiniteGuard:
             PeerLost: a worker is gone, so that the gradients may mean nothing.
         """
         is_ignored = self._reaction == "ignore"
-        is_good = is_ignored or not bool(is_bad(torch.stack([loss.detach(), *self._looked_at(norm)])))
+        is_good = is_ignored or is_finite(torch.stack([loss, *self._looked_at(norm)]))
         self._session.check_peers(has_waited=not is_ignored)
         if is_good:
             self._num_in_a_row = 0
@@ -115,12 +117,14 @@ class NonFiniteGuard:
         """1 where the update is to be left out, else 0: a float32 scalar on the device. The host learns it in
         `catch_up`, where `may_be_late`."""
         gradients = {name: p.grad for name, p in self._trained.model.named_parameters() if p.grad is not None}
-        found = torch.stack([loss.detach(), *_norms(list(gradients.values()))])
+        found = torch.stack([loss, *_norms(list(gradients.values()))])
         in_host_memory = found.to("cpu", non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        self._late = _OnItsWay(step, samples, list(gradients), in_host_memory, arrived)
-        return is_bad(found).float()
+        num_judged = 1 if self._trained.precision.scaler.is_enabled() else len(found)
+        self._late = _OnItsWay(step, samples, list(gradients), in_host_memory, num_judged, arrived)
+        # A loss or a norm that is not finite makes the sum so, and infinity times 0 is NaN.
+        return (found[:num_judged].sum() * 0 != 0).float()
 
     def catch_up(self) -> None:
         """Learn the verdict on the last step if it is not known yet, and say so if it had no update."""
@@ -128,7 +132,7 @@ class NonFiniteGuard:
         if late is None:
             return
         late.arrived.synchronize()  # of a step whose work is followed by that of the next
-        if is_bad(late.found):
+        if not is_finite(late.found[: late.num_judged]):
             self._num_in_a_row += 1
             loss, *norms = late.found
             culprits = [name for name, norm in zip(late.names, norms, strict=True) if not norm.isfinite()]
@@ -155,12 +159,12 @@ class NonFiniteGuard:
         return [name for name in self._trained.names.first if name in found]  # in the model's order
 
 
-def is_bad(found: Tensor) -> Tensor:
-    """Whether a loss or a norm of a vector of them is not finite: a scalar, one pass over the gradients before it.
+def is_finite(found: Tensor) -> bool:
+    """Whether a loss and norms are, one pass over the gradients before them; waits for the device that they are on.
 
     A gradient whose norm overflows float32, or its own dtype if that is wider, counts as infinite.
     """
-    return found.sum() * 0 != 0  # infinity times 0 is NaN
+    return all(map(math.isfinite, found.tolist()))
 
 
 def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:

@@ -29,7 +29,9 @@ _RUN_S = 10 * 365 * 24 * 3600.0
 """The maximum wait for the end of a run."""
 _NOTICE_S = 2.0
 """The maximum wait for the loss behind an error of NCCL's, and for its abort."""
-_FAREWELL_S = 2.0
+_FAREWELL_S = 60.0
+"""The maximum wait for neighbours at the end of a run. A thread that waits for one still, and hears of it while the
+interpreter ends, aborts the process."""
 
 
 class PeerWatch:
@@ -89,7 +91,7 @@ class PeerWatch:
             raise self._error(self._lost)
 
     def close(self) -> None:
-        """Say that this worker's run is over, and wait a moment for the neighbours to say so."""
+        """Say that this worker's run is over, and wait for the neighbours to say so."""
         if self._lost is None:
             for rank in self._threads:
                 self._send(_END, rank)

@@ -49,7 +49,8 @@ def _step(model: nn.Module, buffers: ForwardBuffers, inputs: tuple[Any, ...] = (
         buffers.begin_pass()
         model(value)
         found.append(buffers.end_forward(assignment.shard_range(shard, 1)))
-    buffers.combine(buffers.changed(torch.zeros(())), buffers.moves, lambda _tensors: None)
+    (changed,) = buffers.changed(torch.zeros(()))
+    buffers.combine(changed, buffers.moves, lambda _tensors: None)
     return found
 
 

@@ -26,7 +26,7 @@ def _forward(
 ) -> torch.Tensor:
     statistics.begin_pass(ShardRange(0, sizes, sizes, are_interleaved=are_interleaved))
     output: torch.Tensor = layer(x)
-    statistics.apply(torch.cat(list(statistics.collect(x))))
+    statistics.apply(*torch.cat(list(statistics.collect(x))).split(statistics.lengths))
     statistics.end_pass()
     return output
 
@@ -152,7 +152,7 @@ def test_a_layer_that_is_called_twice_has_the_mean_of_both_calls() -> None:
         ghost(torch.tensor([[1.0], [3.0], [1.0], [3.0]]) + offset)
     with statistics.backward():  # what checkpointing computes again is no news
         ghost(torch.full((4, 1), 1e6))
-    statistics.apply(torch.cat(list(statistics.collect(torch.zeros(1)))))
+    statistics.apply(*torch.cat(list(statistics.collect(torch.zeros(1)))).split(statistics.lengths))
     assert isinstance(ghost, ShardBatchNorm)
     torch.testing.assert_close(ghost.running_mean, torch.tensor([0.5 * 7.0]))
     torch.testing.assert_close(ghost.running_var, torch.tensor([0.5 * 1.0 + 0.5 * 2.0]))
@@ -203,5 +203,7 @@ def test_layers_of_two_dtypes_have_running_statistics_of_their_own() -> None:
         x = torch.randn(4, 2, dtype=dtype) + number
         plain[number](x)
         ghost[number](torch.cat([x, x]))
-    statistics.apply(torch.cat(list(statistics.collect(torch.zeros((), dtype=torch.float64)))))
+    statistics.apply(
+        *torch.cat(list(statistics.collect(torch.zeros((), dtype=torch.float64)))).split(statistics.lengths)
+    )
     torch.testing.assert_close(list(ghost.buffers()), list(plain.buffers()))
