@@ -59,27 +59,30 @@ def unaligned_mlp(num_classes: int, in_features: int) -> nn.Module:
 
 class Forks(nn.Module):
     """Every layer reads what the first one made, and what crosses a cut before it are views with gaps, repeated values
-    and tensors that begin anywhere in memory: sums of many gradients, and products of many layouts."""
+    and turned ones, from (b, 3, 5, 5), which is 15 tokens of 5 numbers: sums of many gradients in many layouts."""
 
-    def __init__(self, num_classes: int, in_features: int) -> None:
+    def __init__(self, num_classes: int) -> None:
         super().__init__()
-        self.stem = nn.Linear(in_features, 22)
+        self.stem, self.side = nn.Linear(5, 22), nn.Linear(5, 22)
         self.layers = nn.ModuleList(nn.Linear(22, 22) for _ in range(4))
         self.halves = nn.ModuleList(nn.Linear(11, 22) for _ in range(4))
         self.head = nn.Linear(22, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        first = y = self.stem(images.flatten(1)).tanh()
+        tokens = images.flatten(1).unflatten(1, (15, 5))
+        first = y = self.stem(tokens).tanh()
+        side = self.side(tokens)
         for layer, half in zip(self.layers, self.halves, strict=True):
-            left, right = y.chunk(2, 1)
-            mean = y.mean(1, keepdim=True).expand(-1, 22)
-            y = layer(y * first) + first * half(right) + mean * first + half(left.t().contiguous().t())
-        logits: Tensor = self.head(y)
+            _, right = y.chunk(2, -1)
+            mean, turned = y.mean(-1, keepdim=True).expand(y.shape), y.transpose(1, 2)
+            y = layer(y * first) + first * half(right) + mean * first + turned.sum(1).unsqueeze(-1)
+        turned = side.transpose(1, 2).contiguous() * y.transpose(1, 2).tanh()  # so the gradient of `side` is turned
+        logits: Tensor = self.head(turned.mean(2))
         return logits
 
 
-def forks(num_classes: int, in_features: int) -> nn.Module:
-    return Forks(num_classes, in_features)
+def forks(num_classes: int) -> nn.Module:
+    return Forks(num_classes)
 
 
 _GPT = {"vocab_size": 31, "context": 6, "num_layers": 2, "num_heads": 2, "width": 12, "dropout": 0.1}

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+import paceline
+from paceline.errors import ModelError
+from paceline.spec import Job, Mesh, PipelineSpec, Plan
 from tests.ranks.bitwise_cases import CASES, HALF, STEPS, Outcome, can_be_cut, train
 from tests.ranks.harness import run_ranks
 
@@ -38,6 +46,8 @@ TENSOR_GROUPS: dict[int, dict[str, Sequence[str]]] = {
 }
 """Likewise: those that divide layers have the bits of each other."""
 RESUMED = CASES["dropout"]
+THERE_AND_BACK = ("pp2, 1f1b", "dp2", "fsdp2", "pp2, zero_bubble")
+"""A step by each, in the folder of those before."""
 
 
 def _table(
@@ -53,6 +63,9 @@ def _table(
                 found[f"from {other}", strategy] = train(RESUMED, strategy, folder / f"{other} to {strategy}")
             else:
                 train(RESUMED, strategy, folder / f"{strategy} to {other}", HALF)
+    if strategies == MESHES[2]:
+        for stop, strategy in enumerate(THERE_AND_BACK, 1):
+            found["there and back", strategy] = train(RESUMED, strategy, folder / "there and back", stop)
     return found
 
 
@@ -100,7 +113,75 @@ def test_meshes_of_one_tp_degree_have_equal_bits(table: dict[tuple[str, str], Ou
 @pytest.mark.slow
 def test_a_run_goes_on_under_any_mesh_without_a_bit_changed(table: dict[tuple[str, str], Outcome]) -> None:
     alone = next(table[name, "dp"] for name, case in CASES.items() if case is RESUMED)
+    for number, strategy in enumerate(THERE_AND_BACK):
+        assert table["there and back", strategy].losses == alone.losses[number : number + 1]
+    assert replace(table["there and back", THERE_AND_BACK[-1]], losses=alone.losses) == alone
     resumed = {key: outcome for key, outcome in table.items() if key[0].startswith("from ")}
     assert len(resumed) == len(MESHES[1]) * len(MESHES[2]) + len(MESHES[2]) * len(MESHES[4]) + len(MESHES[4])
     for key, outcome in resumed.items():
         assert outcome == replace(alone, losses=alone.losses[HALF:]), key
+
+
+# --- refused in a pipeline ---
+
+
+class Partly(nn.Module):
+    """The second stage makes two values, of which the loss takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.aside, self.second, self.third = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        kept, unused = self.first(x), self.aside(x)
+        return self.second(kept), self.third(unused)
+
+
+class Noise(nn.Module):
+    """Adds a random number from another generator than torch's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + np.random.rand()
+
+
+class Noisy(nn.Module):
+    """Draws in its first stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.noise, self.second = nn.Linear(4, 4), Noise(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (self.second(self.noise(self.first(x))),)
+
+
+def _what_is_said(kind: type[nn.Module]) -> str:
+    """The error that one step ends in; where another worker fails, that its connection is closed."""
+    job = Job().with_values(parity="bitwise", global_batch_size=4, virtual_shards=2)
+    plan = Plan(2, algorithm="tree_exact", timeout_s=60, mesh=Mesh(pp=2), pipeline=PipelineSpec(cuts=("second",)))
+    with paceline.init(job, plan=plan, max_steps=1) as run:
+        run.say = lambda _sentence: None
+        model = kind()
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), example=torch.ones(1, 4))
+        try:
+            for batch in run.batches(TensorDataset(torch.randn(4, 4))):
+                run.step(batch, lambda model, batch: model(batch[0])[0].sum())
+        except ModelError as error:
+            return str(error)
+        except Exception:
+            return "another worker failed"
+    return "nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        (Partly, "The loss does not depend on all that the stages before 'second' compute for it"),
+        (Noisy, r"A layer before the last stage draws from Python's random or numpy\.random"),
+    ],
+)
+def test_what_would_have_other_bits_is_refused(kind: type[nn.Module], sentence: str) -> None:
+    said = run_ranks(_what_is_said, 2, kind, timeout_s=120)
+    assert "nothing" not in said
+    assert any(re.match(sentence, one) for one in said), said

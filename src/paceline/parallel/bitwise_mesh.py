@@ -23,11 +23,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.containers import copied, on_device
+from paceline.errors import ModelError
 from paceline.parallel.axes import Axes
 from paceline.parallel.bitwise import BitwiseDataParallel, Shard, norms_of
 from paceline.parallel.dtensor import is_sharded, local_shard, part, shard_of_part
 from paceline.parallel.engine import StepInput
 from paceline.parallel.forward_buffers import refused_in_pipeline
+from paceline.parallel.generators import host_states
 from paceline.parallel.host_facts import HostFacts
 from paceline.parallel.initial_weights import align
 from paceline.parallel.loss_functions import LossFunctions
@@ -255,8 +257,14 @@ class _PipedShard:
 
     @contextmanager
     def _within(self) -> Iterator[None]:
+        had_loss, before = bool(self._losses), host_states()
         with self._inner.within():
             yield
+        if bool(self._losses) == had_loss and host_states() != before:  # not the last stage
+            raise ModelError(
+                "A layer before the last stage draws from Python's random or numpy.random, whose state no stage sends "
+                "on, so a later stage would not go on as on one worker; draw from torch, or use parity = 'numeric'."
+            )
         seen = [*self._norm.collect(self._of_norms)]
         if seen:
             self._of_norms += torch.cat(seen)  # of other stages' layers nothing

@@ -21,6 +21,11 @@ def generator_states(device: torch.device) -> GeneratorStates:
     return _numpy_state(), _bytes(torch.get_rng_state()), on_device, random.getstate()
 
 
+def host_states() -> tuple[bytes, object]:
+    """The states of NumPy's and Python's generators."""
+    return _numpy_state(), random.getstate()
+
+
 def _bytes(state: Tensor) -> bytes:
     return ctypes.string_at(state.data_ptr(), state.nbytes)
 

@@ -83,10 +83,10 @@ class AllKnown(dict[tuple[Destination, Hashable], MessageForm]):
 class RecordingLinks(StageLinks):
     """Links that send nothing: what arrives has the right form."""
 
-    def __init__(self, rank: int, num_workers: int, num_stages: int, *, is_first: bool) -> None:
+    def __init__(self, rank: int, num_workers: int, num_stages: int, *, is_first: bool, is_exact: bool) -> None:
         self.rank, self.num_workers, self.num_stages, self.device = rank, num_workers, num_stages, CPU
         self.worker = Worker()
-        self._is_exact = False
+        self._is_exact = is_exact
         self._forms = {} if is_first else AllKnown()
 
     def send(self, tensors: Sequence[Tensor], _forms: Any, to: int, _outbox: Any) -> None:
@@ -116,10 +116,12 @@ class OneNumber(nn.Module):
 MESSAGE = MessageForm([TensorForm((1,), torch.float32, requires_grad=True)])
 
 
-def record(schedule: Schedule, rank: int, num_stages: int, num_micro_batches: int, *, is_first: bool) -> Worker:
+def record(
+    schedule: Schedule, rank: int, num_stages: int, num_micro_batches: int, *, is_first: bool, is_exact: bool = False
+) -> Worker:
     """Run one worker's part of a step by itself."""
     num_workers = len(schedule)
-    links = RecordingLinks(rank, num_workers, num_stages, is_first=is_first)
+    links = RecordingLinks(rank, num_workers, num_stages, is_first=is_first, is_exact=is_exact)
     stages = cast(dict[int, Stage], {stage: OneNumber() for stage in range(rank, num_stages, num_workers)})
     micro_batches = [MicroBatch(loss_of=lambda model: model(torch.zeros(1)).sum())] * num_micro_batches
     draws = [False] * num_stages
@@ -193,6 +195,22 @@ def test_with_one_queue_up_and_one_down_many_do(steps: dict[Case, list[Worker]])
     waiting = [case for case, workers in steps.items() if not ends(workers, up_or_down)]
     assert ("1f1b", 1, 4, 8, False) in waiting
     assert len(waiting) > 100
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_nor_where_gradients_are_described_too(shape: tuple[ScheduleName, int]) -> None:
+    """In the first step of bitwise parity."""
+    name, stages_per_worker = shape
+    for num_workers, num_micro_batches in itertools.product((2, 3, 4), (1, 2, 4, 8)):
+        schedule, num_stages = (
+            make_schedule(name, num_workers, num_micro_batches, stages_per_worker),
+            num_workers * stages_per_worker,
+        )
+        workers = [
+            record(schedule, rank, num_stages, num_micro_batches, is_first=True, is_exact=True)
+            for rank in range(num_workers)
+        ]
+        assert ends(workers, queue_of), (num_workers, num_micro_batches)
 
 
 @pytest.mark.parametrize("stages_per_worker", [1, 2])
