@@ -26,7 +26,7 @@ from paceline.parallel.tensor import bytes_per_sample, find_plan, layer_sizes
 from paceline.spec import Job, Mesh, PipelineSpec, Plan, parse_mesh
 from paceline.spec.mesh import AXES, AxisName
 from tests.ranks.harness import run_ranks
-from tests.traffic import bytes_per_pass, padded_bytes, sent_bytes, sum_bytes
+from tests.traffic import bytes_per_pass, padded_bytes, sent_bytes
 
 WORKERS = 4
 ONE_EACH = PipelineSpec()
@@ -202,9 +202,6 @@ def _counted(case: Case, cuts: tuple[str, ...]) -> dict[AxisName, float]:
         sent = {axis: here.sent_bytes[axis] + there.sent_bytes[axis] for axis in AXES}
         besides: dict[AxisName, float] = {axis: here.bytes_of_calls[f"{axis} allreduce_"] for axis in ("pp", "fsdp")}
         assert max(besides.values()) <= A_FEW_BYTES
-        if mesh.dp > 1:  # which parameters have gradients: the workers that share a layer agree on that
-            num_trained = sum(parameter.requires_grad for parameter in engine.module.parameters())
-            besides["tp"] = sum_bytes(num_trained * 4, mesh.tp)
         return {axis: sent[axis] - besides.get(axis, 0.0) for axis in AXES}
 
 

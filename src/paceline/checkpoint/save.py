@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.checkpoint.data_file import ChecksumStream, StagedFile
-from paceline.checkpoint.load import folder_name, list_unfinished, worker_prefix
+from paceline.checkpoint.load import folder_name, is_complete, list_unfinished, worker_prefix
 from paceline.checkpoint.manifest import MANIFEST_FILE, DataFile, Manifest
 from paceline.checkpoint.retention import discard, prune
 from paceline.checkpoint.state_tree import flatten_state
@@ -45,6 +45,12 @@ _LOOK_S = 0.01
 
 _SLOW_S = 60.0
 """The user is told of a checkpoint that takes longer."""
+
+_RANK_0_S = 5.0
+"""After an error, the time that rank 0 has to complete a checkpoint that all workers had begun, or to discard it."""
+
+_ALONE = "alone"
+"""A folder in an abandoned checkpoint, made by the one worker that writes its files anew."""
 
 _PATIENCE_S = 300.0
 """At the end of a run, a storage that has accepted nothing for so long is not waited for any more."""
@@ -199,16 +205,30 @@ class Saver:
         self.stalls_s.append(time.perf_counter() - began)
 
     def save_alone(self, snapshot: Snapshot) -> None:
-        """Write `snapshot`, which has to be complete, without the other workers; unless one of them does so already."""
+        """Write `snapshot`, which has to be complete, without the other workers; unless one of them does so already,
+        or all of them have written it."""
         folder = folder_name(snapshot.step)
         try:
-            if not self._storage.claim(folder):
+            is_abandoned = snapshot.step == self.last_step and self._is_abandoned(folder)
+            if not self._storage.claim(f"{folder}/{_ALONE}" if is_abandoned else folder):
                 return
+            for name in self._storage.names(folder):
+                if name != _ALONE:
+                    self._storage.remove(f"{folder}/{name}")
         except OSError:
             return
         alone = Saver(self._storage, self._spec, None, self._say, cleans=False)
         alone.begin(snapshot)
         alone.wait()
+
+    def _is_abandoned(self, folder: str) -> bool:
+        """Whether the checkpoint that all workers had begun has no manifest and will not get one."""
+        deadline = time.monotonic() + _RANK_0_S
+        while time.monotonic() < deadline:
+            if is_complete(self._storage, folder) or folder not in self._storage.folders():  # rank 0 has discarded it
+                return False
+            time.sleep(_LOOK_S)
+        return True
 
     def wait(self) -> None:
         """Wait until this worker has written its file, or the storage has accepted nothing for too long."""

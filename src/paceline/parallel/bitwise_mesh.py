@@ -75,7 +75,7 @@ class BitwiseMesh(BitwiseDataParallel):
             sharded.set_reshard_after_backward(False, recurse=False)  # whole gradients are with whole parameters
         super().__init__(self._spread.module, device, axes.data, LossFunctions(axes.world))
         self._shards.passes.like = self._spread.zero  # of all of the model: a stage may have no parameter
-        self._host_facts = HostFacts(axes, 0, plan.timeout_s)
+        self._host_facts = None if self._pipeline is None else HostFacts(axes, 0, plan.timeout_s)
         self._names: list[str] = []
         """Of the parameters whose gradients this worker adds up."""
         self._elsewhere: dict[str, nn.Parameter] = {}
@@ -127,7 +127,7 @@ class BitwiseMesh(BitwiseDataParallel):
         pipeline.train_step([*(one.micro_batch for one in own), *[nothing] * num_stand_ins])
 
     def _apply(self, statistics: Tensor, layout: LossLayout) -> StepLoss:
-        if self._pipeline is None:
+        if self._pipeline is None or self._host_facts is None:
             return super()._apply(statistics, layout)
         num_losses = layout.length if self._pipeline.has_last_stage else 0
         losses, of_norms = statistics[:num_losses], statistics[num_losses:]

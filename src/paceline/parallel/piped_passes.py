@@ -23,7 +23,8 @@ def micro_batch_of(
     take_loss: Callable[[ShardLoss], None],
     placed: Callable[[Any], Any] = lambda samples: samples,
 ) -> MicroBatch:
-    """
+    """Some virtual shards as one micro-batch.
+
     Args:
         take_loss: called where the last stage is.
         placed: puts samples where in memory they should lie.
@@ -51,7 +52,7 @@ def micro_batch_of(
 
 
 def stand_in_batch(passes: Passes, step: StepInput, module: nn.Module) -> MicroBatch:
-    """One that counts for nothing, for a worker that has to go through collectives with others."""
+    """A micro-batch that counts for nothing, for a worker that has to go through collectives with others."""
 
     @contextmanager
     def within() -> Iterator[None]:

@@ -134,7 +134,7 @@ class Checkpoints:
         # If this worker has no newer consistent state, the checkpoint in progress is the last one of the run.
         self._saver.give_up(after_s=_FAREWELL_S if snapshot is None else 0.0)
         self.wait()
-        if snapshot is not None and not snapshot.own and snapshot.step != self._saver.last_step:
+        if snapshot is not None and not snapshot.own:
             self._saver.save_alone(snapshot)
 
     def wait(self) -> None:

@@ -14,6 +14,7 @@ from paceline.checkpoint import Saver, Snapshot, newest_good, open_storage, read
 from paceline.checkpoint import save as saving
 from paceline.checkpoint.load import list_checkpoints, list_folders
 from paceline.checkpoint.storage import Folder, Piece, Storage
+from paceline.checkpoint.write_plan import data_file_name
 from paceline.errors import CheckpointError
 from paceline.spec.job import CheckpointSpec
 from tests.unit.checkpoint.memory import Memory
@@ -208,6 +209,43 @@ def test_alone_one_does_it_for_all(tmp_path: Path, said: Said) -> None:
     second.save_alone(_snapshot(4))
     assert list_checkpoints(storage) == ["step-00000004", "step-00000005"]
     assert storage.read("step-00000005/manifest.json") == before
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "_RANK_0_S", 0.1)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_one_takes_over_what_all_had_begun_and_some_did_not_finish(tmp_path: Path, said: Said) -> None:
+    storage = Folder(tmp_path)
+    some = [_saver(storage, said) for _ in range(3)]
+    storage.write("step-00000005/worker-00001.json", [b"{}"])
+    for saver in some:
+        saver.last_step = 5
+        saver.save_alone(_snapshot(5))
+    assert list_checkpoints(storage) == ["step-00000005"] and not said
+    assert storage.names("step-00000005") == ["alone", "manifest.json", data_file_name(0)]
+    read_checkpoint(storage, "step-00000005")
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_all_had_begun_is_saved_alone_where_it_failed(tmp_path: Path, said: Said, fails: bool) -> None:
+    storage = Folder(tmp_path)
+    saver = _saver(storage, said)
+    with pytest.MonkeyPatch.context() as patch:
+        if fails:
+            patch.setattr(Saver, "_commit", _raise_not_heard)
+        _save(saver, 5)
+    assert (list_checkpoints(storage) == []) == fails
+    saver.save_alone(_snapshot(5))
+    assert list_checkpoints(storage) == ["step-00000005"]
+    assert len(said) == fails
+
+
+def _raise_not_heard(*_: object) -> None:
+    raise OSError("nothing was heard from worker 1")
 
 
 @pytest.mark.parametrize("alien", [torch.zeros(2, dtype=torch.complex64), object()])
