@@ -25,6 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.containers import on_device
 from paceline.errors import ModelError
 from paceline.parallel.assignment import ShardRange
+from paceline.parallel.normalise_apart import Moved, normalise_apart
 from paceline.parallel.repeated import RepeatedParameter, RepeatedParameters, shard_by_shard
 from paceline.parallel.sync_norm import BatchNorm, SyncBatchNorm
 
@@ -86,9 +87,14 @@ class ShardBatchNorm(BatchNorm):
         weights = shards.norm_weights(rows * math.prod(input.shape[2:])) if seen is not None else [0.0] * len(sizes)
         if shards.are_interleaved:
             return self._normalise_interleaved(input, sizes, rows, seen, weights[0])
-        pieces = [input] if len(sizes) == 1 else input.split([size * rows for size in sizes])
-        outputs = [self._normalise(piece, 1, number, seen, weights[number]) for number, piece in enumerate(pieces)]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        if len(sizes) == 1:
+            return self._normalise(input, 1, 0, seen, weights[0])
+        rows_of_shards = [size * rows for size in sizes]
+        if input.device.type == "cpu":
+            moved = [self._moved(1, number, seen, weight) for number, weight in enumerate(weights)]
+            return normalise_apart(input, self.weight, self.bias, rows_of_shards, moved, self.eps)
+        pieces = enumerate(input.split(rows_of_shards))
+        return torch.cat([self._normalise(piece, 1, number, seen, weights[number]) for number, piece in pieces])
 
     def _normalise_interleaved(
         self, input: Tensor, sizes: tuple[int, ...], rows: int, seen: _Seen | None, seen_weight: float
@@ -114,16 +120,21 @@ class ShardBatchNorm(BatchNorm):
         bias: Tensor | None = self.bias
         if count > 1 and weight is not None and bias is not None:
             weight, bias = (self._repeated(one, count) for one in (weight, bias))
-        mean = var = None
-        factor = 0.0
-        if seen is not None and seen_weight:
-            for shard in range(first, first + count):
-                seen.weights[shard] += seen_weight
-            # With this momentum the fused kernel leaves the mean over the calls in the running buffers given to it.
-            factor = seen_weight / seen.weights[first]
-            width, start = values.shape[1], first * self.num_features
-            mean, var = (one if len(one) == width else one[start : start + width] for one in (seen.mean, seen.var))
-        return torch.batch_norm(values, weight, bias, mean, var, True, factor, self.eps, torch.backends.cudnn.enabled)
+        moved = self._moved(count, first, seen, seen_weight)
+        return torch.batch_norm(
+            values, weight, bias, moved.mean, moved.var, True, moved.momentum, self.eps, torch.backends.cudnn.enabled
+        )
+
+    def _moved(self, count: int, first: int, seen: _Seen | None, seen_weight: float) -> Moved:
+        """Note that `count` shards from `first` on are seen in this call, and say where their statistics go."""
+        if seen is None or not seen_weight:
+            return Moved(None, None, 0.0)
+        for shard in range(first, first + count):
+            seen.weights[shard] += seen_weight
+        width, start = count * self.num_features, first * self.num_features
+        mean, var = (one if len(one) == width else one[start : start + width] for one in (seen.mean, seen.var))
+        # With this momentum the fused kernel leaves the mean over the calls in the running buffers given to it.
+        return Moved(mean, var, seen_weight / seen.weights[first])
 
     def _repeated(self, parameter: Tensor, count: int) -> Tensor:
         known = self.current.repeated.get(parameter)

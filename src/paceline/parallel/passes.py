@@ -101,6 +101,9 @@ class Passes:
         self._novelties: defaultdict[str, Novelty] = defaultdict(Novelty)
         self._refusal = refusal
         self._is_concurrent = is_concurrent
+        # Shards that take turns are one batch of more channels, which in this format would be a copy to begin with. On
+        # a CPU a kernel for each shard costs little.
+        self._norms_rows = device.type == "cpu" and _has_channels_last(model)
         self._turns = Turns()
 
     # --- which shards go together ---
@@ -121,8 +124,8 @@ class Passes:
     def _range(self, step: StepInput, first_shard: int, max_samples: int | None) -> ShardRange:
         """Shards that go together; where batch norm layers gain by it, they take turns."""
         shards = step.assignment.shard_range(first_shard, max_samples)
-        have_norms = self.norm.exist or step.companions.have_norms
-        if len(shards.sizes) > 1 == len(set(shards.sizes)) and have_norms and step.batch.can_interleave:
+        gain = (self.norm.exist or step.companions.have_norms) and not self._norms_rows
+        if len(shards.sizes) > 1 == len(set(shards.sizes)) and gain and step.batch.can_interleave:
             return replace(shards, are_interleaved=True)
         return shards
 
@@ -366,3 +369,9 @@ class Passes:
         assert self._micro_batch is not None
         free_memory(self._device)
         self._micro_batch.halve(assignment)
+
+
+def _has_channels_last(model: nn.Module) -> bool:
+    """Whether some weight lies in memory with its channels last, as what its layer returns then does."""
+    weights = (one for one in model.parameters() if one.dim() == 4)
+    return any(one.is_contiguous(memory_format=torch.channels_last) and not one.is_contiguous() for one in weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -88,6 +89,43 @@ def test_shards_that_take_turns_are_normalised_as_one_after_the_other(
         weights = [parameter.grad for parameter in layer.parameters()]
         found.append([placed.reshape(x.shape), gradient.reshape(x.shape), *weights, *layer.buffers()])
     torch.testing.assert_close(found[1], found[0])
+
+
+def _with_gradients(
+    normalise: Callable[[torch.Tensor], torch.Tensor], layer: nn.Module, x: torch.Tensor, factors: torch.Tensor
+) -> list[torch.Tensor]:
+    """The output for `x`, gradients, and gradients of these gradients."""
+    values = x.clone().requires_grad_()
+    wanted = [values, *layer.parameters()]
+    output = normalise(values)
+    first = torch.autograd.grad((output.to(factors.dtype) * factors).sum(), wanted, create_graph=True)
+    of_squares = torch.stack([one.float().square().sum() for one in first]).sum()
+    second = torch.autograd.grad(of_squares, wanted[:2])  # the bias is in none of them
+    return [output, *first, *second]
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shards_that_lie_in_a_row_are_normalised_where_they_lie(
+    memory_format: torch.memory_format, dtype: torch.dtype
+) -> None:
+    """Values to the bit those of the plain layer, shard by shard; gradients too, but for the order of sums."""
+    torch.manual_seed(0)
+    plain = nn.BatchNorm2d(3)
+    for parameter in plain.parameters():
+        nn.init.normal_(parameter)
+    ghost = replace_batch_norm(copy.deepcopy(plain), ShardBatchNorm)
+    statistics = NormStatistics(ghost)
+    x = (torch.randn(10, 3, 4, 4) + 3).to(dtype).contiguous(memory_format=memory_format)
+    factors = torch.randn(10, 3, 4, 4)
+    found = _with_gradients(lambda values: _forward(ghost, statistics, values, (4, 3, 3)), ghost, x, factors)
+    expected = _with_gradients(
+        lambda values: torch.cat([plain(one) for one in values.split([4, 3, 3])]), plain, x, factors
+    )
+    assert torch.equal(found[0], expected[0])
+    assert found[0].is_contiguous(memory_format=memory_format)
+    tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-5
+    torch.testing.assert_close(found[1:], expected[1:], rtol=tolerance, atol=tolerance)
 
 
 def test_a_shard_with_one_value_says_nothing_about_variance() -> None:

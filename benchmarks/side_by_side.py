@@ -1,0 +1,97 @@
+"""Paceline beside plain DDP, Accelerate, Fabric and Lightning on two workers, alternately in one run.
+
+    python -m benchmarks.side_by_side --data DIR [--cases lenet gpt] [--bf16] [--rounds 3]
+
+DIR holds mnist/ and cifar10/. Peers get the number of loader processes with which plain DDP is fastest here. The limit
+is the same model on a batch that lies ready, in two processes that never talk to each other. Medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.peers.trainers import CASES, TRAINERS
+
+SCRIPT = Path(__file__).parent / "peers" / "trainers.py"
+COLUMNS = ("steps_per_s", "processor_s_per_step", "first_step_s", "peak_mib")
+LOADER_WORKERS = ("0", "1", "2")
+TRIAL_STEPS = 20
+
+Result = dict[str, float]
+
+
+def run(trainer: str, case: str, *options: str) -> Result:
+    """What the clock of rank 0 saw."""
+    if trainer == "paceline":
+        launcher = [sys.executable, "-m", "paceline", "launch", "-n", "2", "--threads", "1"]
+    else:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environ = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")]),
+        "BENCH_STARTED_AT": repr(time.time()),
+    }
+    with tempfile.TemporaryDirectory() as folder:  # where runs leave their reports
+        command = [*launcher, str(SCRIPT), trainer, case, *options]
+        ended = subprocess.run(
+            command, cwd=folder, env=environ, capture_output=True, text=True, timeout=900, check=False
+        )
+    if ended.returncode:
+        raise SystemExit(f"{trainer} on {case} ended with exit code {ended.returncode}:\n{ended.stderr[-2000:]}")
+    line = next(line for line in reversed(ended.stdout.splitlines()) if line.startswith("{"))
+    result: Result = json.loads(line)
+    return result
+
+
+def best_loader_workers(case: str, options: list[str]) -> str:
+    if not CASES[case].is_of_images:  # samples that lie in memory
+        return "0"
+    trial = [*options, "--steps", str(TRIAL_STEPS)]
+    rates = {number: run("ddp", case, *trial, "--loader-workers", number)["steps_per_s"] for number in LOADER_WORKERS}
+    return max(rates, key=rates.__getitem__)
+
+
+def compare(case: str, options: list[str], num_steps: int, rounds: int) -> None:
+    """Print a row for each trainer, as part of a Markdown table."""
+    loaders = best_loader_workers(case, options)
+    results: dict[str, list[Result]] = {name: [] for name in TRAINERS}
+    for _ in range(rounds):
+        for name, found in results.items():
+            found.append(run(name, case, *options, "--steps", str(num_steps), "--loader-workers", loaders))
+    for name, found in results.items():
+        ratios = [
+            one["steps_per_s"] / ours["steps_per_s"] for one, ours in zip(found, results["paceline"], strict=True)
+        ]
+        figures = " | ".join(f"{statistics.median(one[column] for one in found):.3g}" for column in COLUMNS)
+        each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        print(f"| {case} | {name} | {figures} | {statistics.median(ratios):.2f} ({each}) | {loaders} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    options = ["--data", str(arguments.data.resolve()), *(["--bf16"] if arguments.bf16 else [])]
+    print(
+        "| case | trainer | steps/s | processor s/step | first step s | peak MiB | steps/s over Paceline's | loaders |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for case in arguments.cases:
+        compare(case, options, arguments.steps, arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()
