@@ -1,6 +1,6 @@
 """Paceline beside plain DDP, Accelerate, Fabric and Lightning on two workers, alternately in one run.
 
-    python -m benchmarks.side_by_side --data DIR [--cases lenet gpt] [--bf16] [--rounds 3]
+    python benchmarks/side_by_side.py --data DIR [--cases lenet gpt] [--bf16] [--rounds 3]
 
 DIR holds mnist/ and cifar10/. Peers get the number of loader processes with which plain DDP is fastest here. The limit
 is the same model on a batch that lies ready, in two processes that never talk to each other. Medians over the rounds.
@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.peers.trainers import CASES, TRAINERS
+from peers.trainers import CASES, TRAINERS
 
 SCRIPT = Path(__file__).parent / "peers" / "trainers.py"
 COLUMNS = ("steps_per_s", "processor_s_per_step", "first_step_s", "peak_mib")
