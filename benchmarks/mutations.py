@@ -57,9 +57,9 @@ DEFECTS = (
         ("algorithms",),
     ),
     Defect(
-        "halving: halves swapped",
-        r"\(upper, lower\) if place & bit else \(lower, upper\)",
-        "(lower, upper) if place & bit else (upper, lower)",
+        "halving: the first round is not undone",
+        r"in reversed\(rounds\):",
+        "in reversed(rounds[1:]):",
         "comm",
         ("algorithms",),
     ),
@@ -88,7 +88,7 @@ DEFECTS = (
     ),
     Defect(
         "error feedback: nothing is kept",
-        r"            self\.remember\(name, part\)\n",
+        r"            self\.remember\(name, part(, poison)?\)\n",
         "            pass\n",
         "comm",
         ("compressors",),
@@ -122,18 +122,24 @@ DEFECTS = (
         "parallel",
         ("parity",),
     ),
-    Defect("shards: weight of the whole batch", r"sum\(sizes\) / self\.global_size\)", "1.0)", "parallel", ("engine",)),
+    Defect(
+        "shards: weight of the whole batch",
+        r"sum\(sizes\) / self\.global_size(?=\))|sum\(self\.sizes\) / sum\(self\.all_sizes\)",
+        "1.0",
+        "parallel",
+        ("engine",),
+    ),
     Defect(
         "batch norm: biased total weight",
-        r"weight = size / sum\(s for s in self\.shards\.all",
-        "weight = 1 / sum(s for s in self.shards.all",
+        r"(?<=weight = )size(?= / sum\(s for s in self\.shards\.all)|(?<=return \[)size(?= / total if size)",
+        "1",
         "parallel",
         ("engine", "parity"),
     ),
     Defect(
         "batch norm: not one step a batch",
-        r"running\.lerp_\(target, factor",
-        "running.lerp_(target, 2 * factor",
+        r"(?<=running\.lerp_\(target, )factor|(?<=before\.lerp\(values / weights, )factors",
+        r"2 * \g<0>",
         "parallel",
         ("engine", "parity"),
     ),
@@ -146,8 +152,8 @@ DEFECTS = (
     ),
     Defect(
         "local_sgd: workers count alike",
-        r"return self\._own_samples / self\._all_samples",
-        "return 1 / max(1, dist.get_world_size(self._group)) if self._group else 1.0",
+        r"return (self\._own_samples / self\._all_samples|own / total)\n",
+        "return 1 / max(1, dist.get_world_size(self._group)) if self._group else 1.0\n",
         "parallel",
         ("infrequent",),
     ),
@@ -205,7 +211,11 @@ DEFECTS = (
         "retention: one less is kept", r"known\[-spec\.keep_last :\]", "known[-spec.keep_last + 1 :]", "checkpoint", ()
     ),
     Defect(
-        "retention: the worst is kept", r"keep\.add\(max\(scored\)\[1\]\)", "keep.add(min(scored)[1])", "checkpoint", ()
+        "retention: the worst is kept",
+        r"keep\.add\(max\(scored\)\[1\]\)|best_place\(values, spec\.keep_best, spec\.best_mode\)",
+        "best_place([-one for one in values], spec.keep_best, spec.best_mode)",
+        "checkpoint",
+        (),
     ),
     Defect("receipts: of any attempt", r"if receipt\.attempt != writing\.attempt:", "if False:", "checkpoint", ()),
     # --- launch ---

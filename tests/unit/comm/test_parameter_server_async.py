@@ -264,6 +264,17 @@ def test_values_from_before_a_batch_stay_until_nobody_needs_them() -> None:
     assert torch.equal(values_before(server, 7), start - 2 - 1)  # the rate was halved
 
 
+def test_a_server_says_when_it_could_not_count_all_shards() -> None:
+    """The ledger gives them out again then; told otherwise, everybody would wait for the batch for ever."""
+    server = ParameterSlice(
+        SGD(make_parameters([5]), lr=1.0), (0, 5), lambda _batch: 2, lambda _batch: 1.0, first_batch=0
+    )
+    used = torch.tensor([True])
+    assert server.push(0, 0, 0, [(1, 1)], [torch.ones(5)], used)
+    assert not server.push(0, 0, 0, [(0, 2)], [torch.ones(5)], used)  # of a worker that was given both earlier
+    assert server.push(0, 0, 0, [(0, 1)], [torch.ones(5)], used)
+
+
 def test_a_block_that_overlaps_what_came_before_is_refused_as_a_whole() -> None:
     total = ShardSum(4)
     assert total.add([(1, 1)], [torch.ones(1)])
