@@ -18,12 +18,12 @@ from tests.ranks.launching import COUNT_TO_THE_END, Stage
 pytestmark = [
     pytest.mark.hosts,
     pytest.mark.slow,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(540),
     pytest.mark.skipif(why_not_ssh() is not None, reason=why_not_ssh() or ""),
 ]
 
 BOUND_S = 6.0
-START_S = 90.0
+START_S = 300.0
 END_S = 60.0
 
 

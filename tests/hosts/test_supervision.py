@@ -16,12 +16,13 @@ import pytest
 from tests.hosts.cluster import NodeProcess
 from tests.hosts.launching import Site, kill_agent, open_site, run_on
 from tests.hosts.sshd import why_not_ssh
+from tests.hosts.stdio import commands_on
 from tests.ranks.launching import wait_until
 
 pytestmark = [
     pytest.mark.hosts,
     pytest.mark.slow,
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(480),
     pytest.mark.skipif(why_not_ssh() is not None, reason=why_not_ssh() or ""),
 ]
 
@@ -29,7 +30,8 @@ BOUND_S = 10.0
 """On a busy machine a worker loads modules of torch for seconds while the others wait for it."""
 GRACE_S = 5.0
 """After it was noticed, everybody has ended within this time."""
-START_S = 90.0
+START_S = 300.0
+"""Agents and workers load torch one after the other on a busy machine."""
 PROGRAM = Path(__file__).with_name("faulty.py")
 WORKERS = (1, 2)
 """On the second node and on the third."""
@@ -73,7 +75,12 @@ def _begin(site: Site, stage: Path, way: str) -> Training:
         assert launcher.is_running, launcher.output
         return all((stage / f"{rank}.steps").exists() for rank in range(sum(WORKERS)))
 
-    wait_until(all_are_training, START_S)
+    try:
+        wait_until(all_are_training, START_S)
+    except BaseException:
+        launcher.signal(signal.SIGKILL)  # the next test counts who is left
+        print(launcher.output, *(line for node in site.cluster.nodes for line in commands_on(node)), sep="\n")
+        raise
     return Training(site, stage, launcher)
 
 

@@ -355,7 +355,9 @@ def _order_of_sums(strategies: list[str]) -> list[list[str]]:
 
 def _order_of_events(strategy: str) -> list[str]:
     mesh = parse_mesh(strategy, 4)
-    plan = Plan(world_size=4, mesh=mesh, algorithm="all_reduce", micro_batch_size=2, timeout_s=60)
+    # Measured cuts could leave a stage with one layer, after whose gradient there is no other.
+    pipeline = PipelineSpec(cuts=("2",) if mesh.pp > 1 else ())
+    plan = Plan(4, mesh=mesh, pipeline=pipeline, algorithm="all_reduce", micro_batch_size=2, timeout_s=60)
     job = Job().with_values(global_batch_size=8, virtual_shards=4, epochs=1, measure_noise=False)
     events: list[str] = []
     plain = Aggregator.sum_bucket
