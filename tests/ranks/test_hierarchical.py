@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from datetime import timedelta
 from unittest import mock
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from paceline import env
-from paceline.comm import WIRE_FORMATS, Links
+from paceline.comm import WIRE_FORMATS, Links, chunks
 from paceline.comm.hierarchical import hierarchical
 from paceline.comm.shared_memory import SharedMemory
 from paceline.spec import Plan
@@ -23,7 +22,6 @@ from tests.ranks.harness import run_ranks
 
 pytestmark = pytest.mark.slow
 
-MODULE = sys.modules["paceline.comm.hierarchical"]
 TIMEOUT_S = 60.0
 Nodes = tuple[tuple[int, ...], ...]
 Sums = list[NDArray[np.float64]]
@@ -59,7 +57,7 @@ def _values(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
 def _sums(nodes: Nodes, share_memory: bool, wire: str, dtype: torch.dtype, rounds: int) -> Sums:
     links = replace(_links(nodes, share_memory, slot_bytes=64), wire=WIRE_FORMATS[wire])
     results = []
-    with mock.patch.multiple(MODULE, MIN_CHUNK_BYTES=64, MAX_CHUNK_BYTES=256):
+    with mock.patch.multiple(chunks, MIN_CHUNK_BYTES=64, MAX_CHUNK_BYTES=256):
         for length in LENGTHS * rounds:
             values = _values(links.rank, length, dtype)
             hierarchical(values, links)

@@ -19,8 +19,8 @@ from torch.distributed import FileStore, HashStore, Store  # type: ignore[attr-d
 from torch.optim import SGD, AdamW, Optimizer
 
 from paceline import env
+from paceline.comm.fixed_tree import TreeSum
 from paceline.comm.parameter_server_async import ParameterServerAsync, ServerSettings, UpdateSchedule
-from paceline.comm.tree_exact import TreeSum
 from paceline.errors import JobError, ModelError, PeerLost
 from paceline.spec import Plan
 from paceline.train.process_group import join, leave

@@ -9,19 +9,13 @@ carries nothing.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.chunks import chunk_length, in_turns
 from paceline.comm.links import Links
-
-MAX_CHUNK_BYTES = 2 * 1024 * 1024
-MIN_CHUNK_BYTES = 256 * 1024
-"""Below this a chunk costs more than it hides."""
-NUM_CHUNKS = 16
-"""As many as fill the pipeline, where that does not make them too small."""
 
 
 def hierarchical(values: Tensor, links: Links) -> None:
@@ -31,22 +25,11 @@ def hierarchical(values: Tensor, links: Links) -> None:
     the backend.
     """
     if len(links.nodes) > 1:
-        chunk_bytes = min(max(values.nbytes // NUM_CHUNKS, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
-        _pipeline([_sum(chunk, links) for chunk in values.split(chunk_bytes // values.itemsize) if len(chunk)])
+        in_turns([_sum(chunk, links) for chunk in values.split(chunk_length(values)) if len(chunk)])
     elif links.shared_memory is not None:
         links.shared_memory.all_reduce(values)
     elif links.world_size > 1:
         dist.all_reduce(values, group=links.group)
-
-
-def _pipeline(chunks: list[Iterator[None]]) -> None:
-    """Each chunk one stage on in every turn, and one chunk more; the same order on every worker."""
-    waiting, under_way = deque(chunks), deque[Iterator[None]]()
-    while waiting or under_way:
-        if waiting:
-            under_way.appendleft(waiting.popleft())
-        # Newest first: what can be put on a link is there before an older message is waited for.
-        under_way = deque(chunk for chunk in tuple(under_way) if next(chunk, StopIteration) is not StopIteration)
 
 
 def _sum(chunk: Tensor, links: Links) -> Iterator[None]:

@@ -122,6 +122,11 @@ def open_links(group: dist.ProcessGroup, device: torch.device, timeout_s: float)
     return Links(group, nodes, device, timeout_s, node_group=open_node_group(nodes, group, timeout_s))
 
 
+def message_links(group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> Links:
+    """Links for messages alone: what workers of a node share is not opened. A collective of `group`."""
+    return Links(group, node_of_every_rank(group), device, timeout_s)
+
+
 def open_node_group(
     nodes: Sequence[tuple[int, ...]], group: dist.ProcessGroup, timeout_s: float
 ) -> dist.ProcessGroup | None:

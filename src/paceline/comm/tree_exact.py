@@ -1,135 +1,183 @@
-"""A sum in one fixed order, whoever holds the summands: the arithmetic behind `parity = "bitwise"`.
+"""The sum over all workers in the fixed tree of `fixed_tree.py`: the same bits wherever the leaves are.
 
-Floating-point addition does not associate, so a sum is reproducible only if its order is. Here the order is a
-binary tree over *leaves* (the virtual shards), never over workers:
-
-    tree[a, b) = leaf a                                         if b - a = 1
-                 tree[a, a + p) + tree[a + p, b)                else, p the largest power of two below b - a
-
-A worker owns a run of neighbouring leaves. It adds whatever complete aligned blocks [k 2^j, (k + 1) 2^j) its
-run contains; each of them is a node of the tree. The blocks of all workers tile the leaves, so a fixed order
-remains for the rest of the tree. The vector is cut into one chunk a worker: blocks travel by all_to_all, each worker
-finishes the tree for its chunk, and all_gather puts the chunks together. With powers of two everywhere each worker
-has one block and sends 2 (n - 1) / n of the vector, as a ring does.
+The vector is cut into a row for each node, and each row into a column for each worker of a node. In its node, every
+worker gets its columns of what the others hold, and adds up the blocks of the tree that lie inside the node. It sends
+them to the workers of the other nodes that finish the tree for those columns of their rows, gets the sums back,
+and gives them to the workers of its node. So a link between N nodes carries 2 (N - 1) / N of the vector in either
+direction where each node has one block, as in `hierarchical`, however many workers a node has. Blocks of several
+numbers of leaves, or of workers that are no neighbours, travel each for itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.chunks import chunk_length, in_turns
+from paceline.comm.fixed_tree import Block, Run, TreeSum, aligned_blocks, blocks_of_runs, finish_tree
 from paceline.comm.links import Links
 
-Block = tuple[int, int]
-"""First leaf and number of leaves (a power of two) of one aligned block."""
 
-
-def aligned_blocks(start: int, stop: int) -> list[Block]:
-    """The fewest aligned blocks that tile leaves start … stop - 1, in order."""
-    blocks = []
-    while start < stop:
-        size = 1
-        while start % (2 * size) == 0 and start + 2 * size <= stop:
-            size *= 2
-        blocks.append((start, size))
-        start += size
-    return blocks
-
-
-class TreeSum:
-    """Adds the leaves of one worker as they come; holds at most one partial sum per power of two.
-
-    Leaves are pushed in ascending order and owned from then on: sums are formed in place.
-    """
-
-    def __init__(self, first_leaf: int) -> None:
-        self._next = first_leaf
-        self._stack: list[tuple[Block, Tensor]] = []
-
-    def push(self, leaf: Tensor) -> list[Tensor]:
-        """Returns the leaves in which no sum is kept any more."""
-        block, total = (self._next, 1), leaf
-        self._next += 1
-        free = []
-        while self._stack and _are_siblings(self._stack[-1][0], block):
-            (start, size), left = self._stack.pop()
-            left.add_(total)
-            free.append(total)
-            block, total = (start, 2 * size), left
-        self._stack.append((block, total))
-        return free
-
-    @property
-    def blocks(self) -> list[Block]:
-        return [block for block, _ in self._stack]
-
-    @property
-    def partials(self) -> list[Tensor]:
-        return [partial for _, partial in self._stack]
-
-
-def _are_siblings(left: Block, right: Block) -> bool:
-    return left[1] == right[1] and left[0] % (2 * left[1]) == 0 and left[0] + left[1] == right[0]
-
-
-def finish_tree(blocks: Mapping[Block, Tensor], num_leaves: int) -> Tensor:
-    """The root of the tree over `num_leaves` leaves from the sums of blocks that tile it; may overwrite them."""
-
-    def node(start: int, stop: int) -> Tensor:
-        ready = blocks.get((start, stop - start))
-        if ready is not None:
-            return ready
-        half = 1 << ((stop - start - 1).bit_length() - 1)
-        return node(start, start + half).add_(node(start + half, stop))
-
-    return node(0, num_leaves)
-
-
-def tree_all_reduce(
-    partials: Sequence[Tensor],
-    runs: Sequence[tuple[int, int]],
-    like: Tensor,
-    group: dist.ProcessGroup | None,
-) -> Tensor:
+def tree_all_reduce(partials: Sequence[Tensor], runs: Sequence[Run], total: Tensor, links: Links | None) -> Tensor:
     """The sum over all leaves of all workers, bit for bit the same for any distribution of the leaves.
 
     Args:
-        partials: this worker's block sums, flat tensors of one length, in the order of `aligned_blocks`.
-        runs: leaves (start, stop) of each rank; together they tile 0 … num_leaves.
-        like: an empty tensor with the dtype, device and length of a partial, for a worker that owns no leaf.
-        group: None in a world of one.
-    """
-    blocks_of = [aligned_blocks(start, stop) for start, stop in runs]
-    num_leaves = max(stop for _, stop in runs)
-    if group is None:
-        return finish_tree(dict(zip(blocks_of[0], partials, strict=True)), num_leaves)
+        partials: this worker's block sums, flat tensors of one length, in the order of `aligned_blocks`; may be
+            overwritten.
+        runs: leaves (start, stop) of each rank; together they tile 0 … num_leaves, in the order of the ranks.
+        total: a tensor like a partial, which the sum may be written to.
+        links: None in a world of one.
 
-    rank, world_size = dist.get_rank(group), len(runs)
-    length = like.numel()
-    chunk = -(-length // world_size)
-    padded = [torch.nn.functional.pad(one, (0, world_size * chunk - length)) for one in partials]
-    parts = [one.view(world_size, chunk) for one in padded]
-    outgoing = parts[0] if len(parts) == 1 else torch.cat([like.new_empty((world_size, 0)), *parts], dim=1)
-    counts = [len(blocks) for blocks in blocks_of]
-    incoming = like.new_empty((sum(counts), chunk))
-    dist.all_to_all_single(
-        incoming.view(-1),
-        outgoing.reshape(-1),
-        output_split_sizes=[count * chunk for count in counts],
-        input_split_sizes=[counts[rank] * chunk] * world_size,
-        group=group,
-    )
-    tiles = [block for blocks in blocks_of for block in blocks]
-    mine = finish_tree(dict(zip(tiles, incoming, strict=True)), num_leaves)
-    gathered = like.new_empty((world_size, chunk))
-    dist.all_gather(list(gathered.unbind()), mine.contiguous(), group=group)
-    return gathered.view(-1)[:length]
+    Returns:
+        `total`, or in a world of one perhaps a partial.
+    """
+    if links is None:
+        ready = dict(zip(aligned_blocks(*runs[0]), partials, strict=True))
+        return finish_tree(ready, runs[0][1])
+    division = _Division.of(runs, links)
+    length = chunk_length(total) if len(links.nodes) > 1 else len(total)
+    pieces = [partial.split(length) for partial in partials]
+    chunks = enumerate(total.split(length) if len(total) else ())
+    in_turns([_sum([piece[number] for piece in pieces], chunk, division, links) for number, chunk in chunks])
+    return total
 
 
 def tree_exact(values: Tensor, links: Links) -> None:
     """The tree over workers, one leaf each: the same bits for one order of the workers, however the vector is cut."""
     runs = [(rank, rank + 1) for rank in range(links.world_size)]
-    values.copy_(tree_all_reduce([values.clone()], runs, values, links.group))
+    tree_all_reduce([values.clone()], runs, values, links)
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """The part of each node's row that is one worker's."""
+
+    node: int
+    """The number of the worker's node."""
+    place: int
+    """The worker's number in its node."""
+    num_workers: int
+    """Of the node: it has as many columns."""
+
+    def span(self, length: int) -> Run:
+        """Where they begin and end in a row of so many elements."""
+        whole, rest = divmod(length, self.num_workers)
+        start = self.place * whole + min(self.place, rest)
+        return start, start + whole + (self.place < rest)
+
+    def of(self, row: Tensor) -> Tensor:
+        start, stop = self.span(len(row))
+        return row[start:stop]
+
+    def shared_with(self, other: _Columns, length: int) -> slice:
+        """What both workers have of a row of so many elements, counted from the first one that is this worker's."""
+        start, stop = self.span(length)
+        first, last = other.span(length)
+        return slice(max(first - start, 0), max(min(last, stop) - start, 0))
+
+
+@dataclass(frozen=True)
+class _Division:
+    """Who does what in a sum."""
+
+    num_leaves: int
+    blocks_of_rank: Sequence[Sequence[Block]]
+    """What each worker has added up."""
+    blocks_of_node: Sequence[Sequence[Block]]
+    """What each node has added up when its workers have added up theirs."""
+    columns: Mapping[int, _Columns]
+    """Those of each rank, node after node."""
+
+    @classmethod
+    def of(cls, runs: Sequence[Run], links: Links) -> _Division:
+        return cls(
+            num_leaves=max(stop for _, stop in runs),
+            blocks_of_rank=[aligned_blocks(*run) for run in runs],
+            blocks_of_node=[blocks_of_runs(runs[rank] for rank in node) for node in links.nodes],
+            columns={
+                rank: _Columns(number, place, len(node))
+                for number, node in enumerate(links.nodes)
+                for place, rank in enumerate(node)
+            },
+        )
+
+    def cut(self, values: Tensor, rank: int) -> list[Tensor]:
+        """A worker's columns of every row of a vector."""
+        return [self.columns[rank].of(row) for row in values.tensor_split(len(self.blocks_of_node))]
+
+    def packed(self, vectors: Sequence[Tensor], rank: int, like: Tensor) -> Tensor:
+        """A worker's columns of every row, of one vector after the other."""
+        return _joined([columns for values in vectors for columns in self.cut(values, rank)], like)
+
+
+def _sum(partials: Sequence[Tensor], total: Tensor, division: _Division, links: Links) -> Iterator[None]:
+    """One chunk's way into `total`, stage by stage; every worker has the same number of stages."""
+    mine = division.columns[links.rank]
+    near = [rank for rank in links.node if rank != links.rank]
+    far = {rank: other for rank, other in division.columns.items() if other.node != mine.node}
+    of_rows = [len(row) for row in total.tensor_split(len(links.nodes))]
+    places = division.cut(total, links.rank)
+    widths = [len(place) for place in places]
+
+    # In the node, each worker adds up its columns of what all have.
+    outgoing = {rank: division.packed(partials, rank, total) for rank in near}
+    incoming = {rank: total.new_empty(len(division.blocks_of_rank[rank]), sum(widths)) for rank in near}
+    transfer = links.exchange(outgoing, incoming)
+    yield
+    transfer.wait()
+    summed = TreeSum()
+    for rank in sorted(links.node):
+        own = (division.packed([partial], rank, total) for partial in partials)
+        for block, values in zip(division.blocks_of_rank[rank], incoming.get(rank, own), strict=True):
+            summed.push_block(block, values)
+
+    # Between nodes, what it has of a row goes to those who finish it, and what others have of its own row comes.
+    rows_of_blocks = [values.split(widths) for values in summed.partials]
+    outgoing, incoming = {}, {}
+    for rank, other in far.items():
+        part = mine.shared_with(other, of_rows[other.node])
+        outgoing[rank] = _joined([rows[other.node][part] for rows in rows_of_blocks], total)
+        part = mine.shared_with(other, of_rows[mine.node])
+        incoming[rank] = total.new_empty(len(division.blocks_of_node[other.node]), part.stop - part.start)
+    transfer = links.exchange(outgoing, incoming)
+    yield
+    transfer.wait()
+    ready = {
+        block: rows[mine.node] for block, rows in zip(division.blocks_of_node[mine.node], rows_of_blocks, strict=True)
+    }
+    for number, node in enumerate(links.nodes):
+        if number != mine.node:
+            values = torch.cat([incoming[rank] for rank in node], dim=1)
+            ready |= zip(division.blocks_of_node[number], values, strict=True)
+    places[mine.node].copy_(finish_tree(ready, division.num_leaves))
+
+    # The sums go back to all nodes,
+    outgoing = {rank: places[mine.node][mine.shared_with(other, of_rows[mine.node])] for rank, other in far.items()}
+    incoming = {rank: places[other.node][mine.shared_with(other, of_rows[other.node])] for rank, other in far.items()}
+    transfer = links.exchange(outgoing, incoming)
+    yield
+    transfer.wait()
+
+    # and from there to all workers.
+    places_of = {rank: division.cut(total, rank) for rank in near}
+    incoming = {rank: _place_for(others) for rank, others in places_of.items()}
+    transfer = links.exchange(dict.fromkeys(near, _joined(places, total)), incoming)
+    yield
+    transfer.wait()
+    for rank, others in places_of.items():
+        for place, values in zip(others, incoming[rank].split([len(one) for one in others]), strict=True):
+            if len(others) > 1:
+                place.copy_(values)
+
+
+def _joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Perhaps of none, then an empty one of the dtype of `like`."""
+    return parts[0] if len(parts) == 1 else torch.cat([like[:0], *parts])
+
+
+def _place_for(parts: Sequence[Tensor]) -> Tensor:
+    """A message's memory whose parts go to these places; the only place itself."""
+    return parts[0] if len(parts) == 1 else parts[0].new_empty(sum(len(part) for part in parts))

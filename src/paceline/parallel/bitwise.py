@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.comm.tree_exact import TreeSum, tree_all_reduce
+from paceline.comm.fixed_tree import TreeSum
+from paceline.comm.links import Links, message_links
+from paceline.comm.tree_exact import tree_all_reduce
 from paceline.containers import on_device
 from paceline.parallel.assignment import Assignment
 from paceline.parallel.engine import Engine, StepInput, broadcast
@@ -83,6 +85,7 @@ class BitwiseDataParallel(Engine):
         model: nn.Module,
         device: torch.device,
         group: dist.ProcessGroup | None,
+        timeout_s: float,
         functions: LossFunctions | None = None,
     ) -> None:
         """
@@ -95,6 +98,7 @@ class BitwiseDataParallel(Engine):
         self._shards = ShardByShard(model, device, functions)
         super().__init__(self._shards.module, device, functions)
         self._group = group
+        self._links: Links | None = None if group is None else message_links(group, device, timeout_s)
         self._parameters: Sequence[Tensor] = self._shards.parameters
         self._forms: Sequence[Tensor] = self._parameters
         self.forward_buffers = self._shards.buffers
@@ -132,7 +136,7 @@ class BitwiseDataParallel(Engine):
         layout = self.functions.layout(step.loss_name)
         lengths = self._lengths(self._num_statistics(layout))
         empty = torch.empty(sum(lengths), dtype=self._shards.dtype, device=self._device)
-        values = tree_all_reduce(tree.partials, assignment.shards_of_rank, empty, self._group)
+        values = tree_all_reduce(tree.partials, assignment.shards_of_rank, empty, self._links)
         self.communication = last_gradient, self._clock.mark()
 
         total = vectors.get(values) or _Vector.of(values, self._forms, lengths)
@@ -254,7 +258,7 @@ class BitwiseDataParallel(Engine):
         for shard in range(first, stop):
             tree.push(self.forward_buffers.moves(numbers, shard))
         empty = torch.empty_like(self.forward_buffers.moves(numbers))
-        return tree_all_reduce(tree.partials, assignment.shards_of_rank, empty, self._group)
+        return tree_all_reduce(tree.partials, assignment.shards_of_rank, empty, self._links)
 
 
 def norms_of(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:

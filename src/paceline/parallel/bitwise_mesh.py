@@ -73,7 +73,7 @@ class BitwiseMesh(BitwiseDataParallel):
         for sharded in sharded_modules(self._spread.module):
             sharded.set_requires_gradient_sync(False, recurse=False)
             sharded.set_reshard_after_backward(False, recurse=False)  # whole gradients are with whole parameters
-        super().__init__(self._spread.module, device, axes.data, LossFunctions(axes.world))
+        super().__init__(self._spread.module, device, axes.data, plan.timeout_s, LossFunctions(axes.world))
         self._shards.passes.like = self._spread.zero  # of all of the model: a stage may have no parameter
         self._host_facts = None if self._pipeline is None else HostFacts(axes, 0, plan.timeout_s)
         self._names: list[str] = []

@@ -58,7 +58,7 @@ def parallelize(
     if plan.devices_in_process > 1:
         return OneProcessDataParallel(model, job, plan, devices_of_process(plan, device))
     if job.parity == "bitwise":
-        return BitwiseDataParallel(model, device, group)
+        return BitwiseDataParallel(model, device, group, plan.timeout_s)
     # One worker alone is its own server: there is nothing asynchronous about it.
     if job.aggregation.method == "parameter_server_async" and group is not None:
         return AsyncServers(model, job, plan, device, group)

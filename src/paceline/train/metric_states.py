@@ -117,7 +117,7 @@ def _on_host(value: Any) -> Any:
 class MergeTree:
     """Merges the states of neighbouring chunks as they come, in a tree over the chunks that no worker changes.
 
-    As `comm.tree_exact` adds: blocks of 2^j chunks that begin at a multiple of their length.
+    As `comm.fixed_tree` adds: blocks of 2^j chunks that begin at a multiple of their length.
     """
 
     def __init__(self, merge: Merge) -> None:

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from paceline.comm.fixed_tree import Block, TreeSum, aligned_blocks, finish_tree
 from paceline.comm.parameter_server_async.ledger import Ledger, ShardSum
 from paceline.comm.parameter_server_async.messages import ParameterRange, Task
 from paceline.comm.parameter_server_async.node import NodeWorkers, ShardResult
 from paceline.comm.parameter_server_async.server import ParameterSlice, late_momentum, ranges_in, spans
 from paceline.comm.parameter_server_async.worker import ParameterServerAsync
-from paceline.comm.tree_exact import Block, TreeSum, aligned_blocks, finish_tree
 
 
 def leaf(shard: int) -> Tensor:

@@ -28,7 +28,7 @@ def _numeric(model: nn.Module) -> Engine:
 
 
 def _bitwise(model: nn.Module) -> Engine:
-    return BitwiseDataParallel(model, CPU, None)
+    return BitwiseDataParallel(model, CPU, None, timeout_s=60)
 
 
 def _model() -> nn.Module:

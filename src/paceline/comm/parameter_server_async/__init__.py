@@ -2,7 +2,7 @@
 
 Batch k is divided into virtual shards as everywhere in Paceline, but no worker owns any: an idle worker asks for the
 next shard, computes its gradient on parameters after at least k - staleness updates, and pushes it to the servers.
-When all shards of batch k have arrived, each server adds them in the order of `comm.tree_exact` and makes update k on
+When all shards of batch k have arrived, each server adds them in the order of `comm.fixed_tree` and makes update k on
 its slice of the parameters. So the number and speed of the workers decide who computes a shard and, within the bound,
 how old its parameters are; never which shards there are, nor how they are added. With staleness 0 the age is fixed
 too: the weights are those of synchronous training, bit for bit, on any number of workers and servers.

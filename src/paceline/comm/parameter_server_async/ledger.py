@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from paceline.comm.fixed_tree import Block, finish_tree
 from paceline.comm.parameter_server_async.messages import Task
-from paceline.comm.tree_exact import Block, finish_tree
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Ledger:
 
 
 class ShardSum:
-    """The sum over the shards of one batch in the order of `comm.tree_exact`, however and whenever they come."""
+    """The sum over the shards of one batch in the order of `comm.fixed_tree`, however and whenever they come."""
 
     def __init__(self, num_shards: int) -> None:
         self._num_shards = num_shards

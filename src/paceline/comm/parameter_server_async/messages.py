@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from paceline.comm.tree_exact import Block
+from paceline.comm.fixed_tree import Block
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.fixed_tree import Block, TreeSum
 from paceline.comm.parameter_server_async.messages import MESSAGES
-from paceline.comm.tree_exact import Block, TreeSum
 from paceline.errors import PeerLost
 from paceline.object_collectives import broadcast_object, gather_objects
 
@@ -30,7 +30,7 @@ class ShardResult:
 
 @dataclass(frozen=True)
 class ShardSums:
-    """What came of a run of shards: sums over aligned blocks of `comm.tree_exact`."""
+    """What came of a run of shards: sums over aligned blocks of `comm.fixed_tree`."""
 
     blocks: tuple[Block, ...]
     gradients: tuple[Tensor, ...]

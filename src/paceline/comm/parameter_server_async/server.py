@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.comm.fixed_tree import Block
 from paceline.comm.parameter_server_async.ledger import ShardSum
 from paceline.comm.parameter_server_async.messages import ParameterRange
-from paceline.comm.tree_exact import Block
 
 Span = tuple[int, int]
 """Elements start … stop - 1 of all parameters, flattened and laid one after the other."""

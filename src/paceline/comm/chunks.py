@@ -1,0 +1,33 @@
+"""A vector in chunks that are under way at the same time: while one is between nodes, others are inside one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
+
+MAX_CHUNK_BYTES = 2 * 1024 * 1024
+MIN_CHUNK_BYTES = 256 * 1024
+"""Below this a chunk costs more than it hides."""
+NUM_CHUNKS = 16
+"""As many as fill the pipeline, where that does not make them too small."""
+
+
+def chunk_length(values: Tensor) -> int:
+    """How many elements of a vector are a chunk."""
+    return min(max(values.nbytes // NUM_CHUNKS, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES) // values.itemsize
+
+
+def in_turns(chunks: Iterable[Iterator[None]]) -> None:
+    """Each chunk one stage on in every turn, and one chunk more; the same order on every worker.
+
+    Args:
+        chunks: the way of each one, which yields where it has begun to send; equally many times on every worker.
+    """
+    waiting, under_way = deque(chunks), deque[Iterator[None]]()
+    while waiting or under_way:
+        if waiting:
+            under_way.appendleft(waiting.popleft())
+        # Newest first: what can be put on a link is there before an older message is waited for.
+        under_way = deque(chunk for chunk in tuple(under_way) if next(chunk, StopIteration) is not StopIteration)
