@@ -115,26 +115,25 @@ def hierarchical(size_bytes: float, layout: Layout, network: Network) -> float:
         return 0.0
     if nodes == 1:
         return 2 * (n - 1) / n * size_bytes * network.inside.beta_s_per_byte + 2 * _start_s(network.inside, network)
-    chunk_bytes = min(max(size_bytes / NUM_CHUNKS, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES, max(size_bytes, 1.0))
-    num_chunks = math.ceil(size_bytes / chunk_bytes) if size_bytes else 1
-    chunk_bytes = size_bytes / num_chunks
-    inside_s = _reduce_in_node_s(chunk_bytes, layout, network) + _broadcast_in_node_s(chunk_bytes, layout, network)
-    leaders = (1,) * nodes
-    wire_s = 2 * _gather_s(chunk_bytes, leaders, leaders, network)
-    # Several chunks are on the link at a time, so that only one of them waits for its answer with nothing on the link.
-    busy_s = wire_s - 2 * network.between.alpha_s
-    return _longer(num_chunks * inside_s + wire_s, num_chunks * busy_s + 2 * network.between.alpha_s + inside_s)
+
+    def inside_s(chunk_bytes: float) -> float:
+        return _reduce_in_node_s(chunk_bytes, layout, network) + _broadcast_in_node_s(chunk_bytes, layout, network)
+
+    return _two_levels_s(size_bytes, layout, network, inside_s)
 
 
 def tree_exact(size_bytes: float, layout: Layout, network: Network) -> float:
-    """Each worker sums 1 / n of the vector in a fixed order: all_to_all by direct messages, all_gather by a ring.
+    """Every worker sums its slice in a fixed order, in each node and then between nodes, and hands it out again.
 
-    T = 2 (n - 1) / n K with one worker a node. More of them send across their node's link g (n - g) / n K in the first
-    half, for direct messages know of no nodes.
+    T = 2 (n - 1) / n K in one node or with one worker a node, by direct messages. The link between N nodes carries
+    2 (N - 1) / N of the vector where each node's shards are one block of the tree; in chunks, as in `hierarchical`.
     """
-    n = layout.num_workers
-    all_to_all_s = _gather_s(size_bytes, layout.workers_per_node, layout.workers_per_node, network)
-    return all_to_all_s + (n - 1) * _hop_s(size_bytes / n, layout, network)
+    slices = (max(layout.workers_per_node),)
+
+    def inside_s(chunk_bytes: float) -> float:
+        return 2 * _gather_s(chunk_bytes, slices, slices, network)
+
+    return inside_s(size_bytes) if layout.num_nodes == 1 else _two_levels_s(size_bytes, layout, network, inside_s)
 
 
 def halving_doubling(size_bytes: float, layout: Layout, network: Network) -> float:
@@ -164,6 +163,24 @@ COSTS: dict[AlgorithmName, Cost] = {
     "hierarchical": hierarchical,
     "tree_exact": tree_exact,
 }
+
+
+def _two_levels_s(size_bytes: float, layout: Layout, network: Network, inside_s: Callable[[float], float]) -> float:
+    """Sums inside nodes and between them, by chunks under way at the same time.
+
+    Args:
+        inside_s: seconds that a chunk of so many bytes takes in its node, both ways.
+    """
+    chunk_bytes = min(max(size_bytes / NUM_CHUNKS, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES, max(size_bytes, 1.0))
+    num_chunks = math.ceil(size_bytes / chunk_bytes) if size_bytes else 1
+    chunk_bytes = size_bytes / num_chunks
+    slices = (1,) * layout.num_nodes
+    wire_s = 2 * _gather_s(chunk_bytes, slices, slices, network)
+    # Several chunks are on the link at a time, so that only one of them waits for its answer with nothing on the link.
+    busy_s = wire_s - 2 * network.between.alpha_s
+    in_node_s = inside_s(chunk_bytes)
+    return _longer(num_chunks * in_node_s + wire_s, num_chunks * busy_s + 2 * network.between.alpha_s + in_node_s)
+
 
 _TWO_LEVEL = ("hierarchical", "parameter_server_two_level")
 

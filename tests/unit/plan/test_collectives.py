@@ -51,12 +51,11 @@ def test_factors_of_wire_formats_are_those_of_their_messages() -> None:
 
 
 def test_chunks_are_cut_as_the_run_cuts_them() -> None:
-    import paceline.comm  # noqa: F401 - the module below hides behind its function of one name
+    from paceline.comm import chunks
     from paceline.plan import collectives
 
-    run = sys.modules["paceline.comm.hierarchical"]
     for name in ("MIN_CHUNK_BYTES", "MAX_CHUNK_BYTES", "NUM_CHUNKS"):
-        assert getattr(collectives, name) == getattr(run, name)
+        assert getattr(collectives, name) == getattr(chunks, name)
 
 
 def test_a_price_needs_no_torch() -> None:
@@ -82,9 +81,10 @@ def test_two_levels_move_one_gth_of_the_flat_traffic_between_nodes(num_nodes: in
     layout = Layout((g,) * num_nodes)
     flat = cost_s("parameter_server", SIZE, layout, network())
     assert cost_s("parameter_server_two_level", SIZE, layout, network()) == pytest.approx(flat / g)
-    # The sum between leaders is that of one worker a node.
-    alone = cost_s("hierarchical", SIZE, one_each(num_nodes), network())
-    assert cost_s("hierarchical", SIZE, layout, network()) == pytest.approx(alone)
+    # Between nodes they sum as one worker a node would.
+    for algorithm in ("hierarchical", "tree_exact"):
+        alone = cost_s(algorithm, SIZE, one_each(num_nodes), network())
+        assert cost_s(algorithm, SIZE, layout, network()) == pytest.approx(alone)
 
 
 @given(st.integers(0, 6))
@@ -167,11 +167,12 @@ def test_a_lossy_format_shrinks_what_travels_but_not_what_stays_in_a_node(layout
     assert cost_s("tree_exact", SIZE, layout, network(), wire="int8") == cost_s("tree_exact", SIZE, layout, network())
 
 
-def test_two_levels_overlap_by_chunks() -> None:
+@pytest.mark.parametrize("algorithm", ["hierarchical", "tree_exact"])
+def test_two_levels_overlap_by_chunks(algorithm: AlgorithmName) -> None:
     layout = Layout((4, 4))
     inside, between = network(BETA, 0.0), network(0.0, BETA)
-    both = cost_s("hierarchical", SIZE, layout, network(BETA, BETA))
-    one, other = cost_s("hierarchical", SIZE, layout, inside), cost_s("hierarchical", SIZE, layout, between)
+    both = cost_s(algorithm, SIZE, layout, network(BETA, BETA))
+    one, other = cost_s(algorithm, SIZE, layout, inside), cost_s(algorithm, SIZE, layout, between)
     assert max(one, other) < both < 0.75 * (one + other)
 
 
