@@ -295,6 +295,7 @@ def paceline(case: Case, arguments: argparse.Namespace, clock: Clock) -> int:
         precision="bfloat16" if arguments.bf16 else "float32",
         channels_last=case.is_of_images,
         parity=arguments.parity,
+        virtual_shards=arguments.virtual_shards,
     ) as run:
         model = build(case)
         model, _ = run.prepare(model, optimizer_of(case, model))
@@ -351,6 +352,7 @@ def main() -> None:
     parser.add_argument("--loader-workers", type=int, default=0)
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--parity", default="numeric", help="Paceline's")
+    parser.add_argument("--virtual-shards", type=int, default=8, help="Paceline's")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -55,6 +55,14 @@ class _Vector:
             start += form.numel()
         return cls(values, gradients, *values.split(lengths))
 
+    def fits(self, forms: Sequence[Tensor], lengths: Sequence[int]) -> bool:
+        """Whether it is what `of` would make of these."""
+        parts = (self.flat, self.statistics, self.users, self.small_sqr, self.changed)
+        return [len(part) for part in parts] == [*lengths] and all(
+            gradient.shape == form.shape and gradient.stride() == _dense_strides(form.shape, form.stride())
+            for gradient, form in zip(self.gradients, forms, strict=True)
+        )
+
 
 @functools.lru_cache(maxsize=1024)
 def _dense_strides(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
@@ -103,6 +111,9 @@ class BitwiseDataParallel(Engine):
         self._forms: Sequence[Tensor] = self._parameters
         self.forward_buffers = self._shards.buffers
         self._zero = torch.zeros(1, dtype=self._shards.dtype, device=device)
+        self._free: list[_Vector] = []
+        """Vectors in which no sum is kept. On CPUs they stay for the next step: the kernel gives new ones page by page,
+        which takes longer than to fill them."""
         self._all_used = torch.ones(0)
         """What a shard in which every parameter has a gradient says of its users."""
 
@@ -118,19 +129,19 @@ class BitwiseDataParallel(Engine):
         self._forms = self._forms_of(parameters)
         tree = TreeSum(assignment.own[0])
         vectors: dict[Tensor, _Vector] = {}
-        free: list[_Vector] = []
         used = [False] * len(parameters)
 
         def add(shard: Shard) -> None:
             nonlocal used
-            vector = free.pop() if free else self._new_vector(len(shard.statistics))
+            vector = self._take_vector(len(shard.statistics))
             self._fill(vector, shard, wants_norm=step.take_norms is not None)
             vectors[vector.values] = vector
-            free.extend(vectors[one] for one in tree.push(vector.values))
+            self._free.extend(vectors[one] for one in tree.push(vector.values))
             used = [before or gradient is not None for before, gradient in zip(used, shard.gradients, strict=True)]
 
         self._compute(step, add)
-        free.clear()  # memory for the sum over workers
+        if self._device.type != "cpu":
+            self._free.clear()  # memory for the sum over workers
         vectors = {partial: vectors[partial] for partial in tree.partials}
         last_gradient = self._clock.mark()
         layout = self.functions.layout(step.loss_name)
@@ -139,7 +150,9 @@ class BitwiseDataParallel(Engine):
         values = tree_all_reduce(tree.partials, assignment.shards_of_rank, empty, self._links)
         self.communication = last_gradient, self._clock.mark()
 
-        total = vectors.get(values) or _Vector.of(values, self._forms, lengths)
+        total = vectors.pop(values, None) or _Vector.of(values, self._forms, lengths)
+        if self._device.type == "cpu":
+            self._free.extend(vectors.values())  # not the sum: gradients are views of it
         # A copy: a script may keep the loss, and a view would keep all gradients in memory.
         result = self._apply(total.statistics.clone(), layout)
         self.forward_buffers.combine(
@@ -217,9 +230,13 @@ class BitwiseDataParallel(Engine):
     def _num_statistics(self, layout: LossLayout) -> int:
         return self._shards.num_statistics(layout)
 
-    def _new_vector(self, num_statistics: int) -> _Vector:
+    def _take_vector(self, num_statistics: int) -> _Vector:
         """For a shard, and for others when the sum has no more need of it."""
         lengths = self._lengths(num_statistics)
+        while self._free:
+            vector = self._free.pop()
+            if vector.fits(self._forms, lengths):  # as it does unless other parameters are trained now
+                return vector
         empty = torch.empty(sum(lengths), dtype=self._shards.dtype, device=self._device)
         return _Vector.of(empty, self._forms, lengths)
 
