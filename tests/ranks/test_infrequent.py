@@ -135,6 +135,7 @@ def _distance_from_torchs_own(job: Job, lr: float, momentum: float) -> float:
         inner_step = torch.optim.AdamW(twin.parameters(), lr=0.01)
         outer_step = torch.optim.SGD(outer.parameters(), lr=lr, momentum=momentum, nesterov=momentum > 0)
         num_samples = 0.0
+        sync_every, overlap_steps = job.aggregation.sync_every, job.aggregation.overlap_steps
         for number, batch in enumerate(run.batches(images(8)), start=1):
             assert run._pending is not None
             own = sum(run._pending.batch.assignment.sizes)
@@ -148,7 +149,7 @@ def _distance_from_torchs_own(job: Job, lr: float, momentum: float) -> float:
                 assert np.isnan(float(loss))
             inner_step.step()
             num_samples += own
-            if number % job.aggregation.sync_every == 0:
+            if number % sync_every == 0:
                 total = torch.tensor(num_samples)
                 sums = [num_samples * parameter.detach() for parameter in twin.parameters()]
                 for tensor in (total, *sums) if run.world_size > 1 else ():
@@ -156,18 +157,26 @@ def _distance_from_torchs_own(job: Job, lr: float, momentum: float) -> float:
                 for parameter, weighted_sum in zip(outer.parameters(), sums, strict=True):
                     parameter.grad = parameter.detach() - weighted_sum / total
                 outer_step.step()
-                twin.load_state_dict(outer.state_dict())
+                begun = copy.deepcopy(twin)
                 num_samples = 0.0
+            if number > overlap_steps and number % sync_every == overlap_steps:
+                every = zip(twin.parameters(), begun.parameters(), outer.parameters(), strict=True)
+                for parameter, old, new in every:
+                    parameter.data.add_(new.detach() - old.detach())
             for theirs, mine in zip(twin.parameters(), net.parameters(), strict=True):
                 worst = max(worst, float((theirs - mine).detach().abs().max()))
     return worst
 
 
+@pytest.mark.parametrize("overlap_steps", [0, 2])
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize(("method", "lr", "momentum"), [("local_sgd", 1.0, 0.0), ("diloco", 0.7, 0.9)])
-def test_outer_steps_are_steps_of_nesterovs_method(method: str, lr: float, momentum: float, world_size: int) -> None:
+def test_outer_steps_are_steps_of_nesterovs_method(
+    method: str, lr: float, momentum: float, world_size: int, overlap_steps: int
+) -> None:
     # Batches of 6 and 2: every other step a worker of three has no sample.
-    job = _job(precision="float64", aggregation={"method": method, "sync_every": 3})
+    aggregation = {"method": method, "sync_every": 3, "overlap_steps": overlap_steps}
+    job = _job(precision="float64", aggregation=aggregation)
     for distance in run_ranks(_distance_from_torchs_own, world_size, job, lr, momentum):
         assert distance < 1e-13
 
@@ -210,6 +219,14 @@ def test_workers_are_equal_after_outer_steps_and_in_consensus(two_nodes: bool, a
             assert len({*own, agreed[0]}) == 4
 
 
+def test_without_others_late_averages_change_nothing() -> None:
+    common: dict[str, Any] = {"precision": "float64"}
+    job = _job(aggregation={"method": "local_sgd", "sync_every": 3, "overlap_steps": 2}, **common)
+    ((plain, _),) = run_ranks(_train_plainly, 1, _job(**common), 13, 0.5, False)
+    ((late, _),) = run_ranks(_train_plainly, 1, job, 13, 0.5, False)
+    _assert_close(late, plain, 1e-12)
+
+
 def _train_and_look(job: Job, looks: bool) -> Weights:
     with _run(job, max_steps=8) as run:
         net = _Net(dropout=0.5)
@@ -221,13 +238,35 @@ def _train_and_look(job: Job, looks: bool) -> Weights:
         return _weights(run)
 
 
-def test_an_evaluation_never_changes_what_is_learned() -> None:
+@pytest.mark.parametrize("overlap_steps", [0, 2])
+def test_an_evaluation_never_changes_what_is_learned(overlap_steps: int) -> None:
     # With error feedback a sum too many would be noticed.
-    job = _job(aggregation={"method": "diloco", "sync_every": 3, "wire": "topk", "density": 0.2})
+    aggregation = {"method": "diloco", "sync_every": 3, "overlap_steps": overlap_steps, "wire": "topk", "density": 0.2}
+    job = _job(aggregation=aggregation)
     for seen, unseen in zip(
         run_ranks(_train_and_look, 2, job, True), run_ranks(_train_and_look, 2, job, False), strict=True
     ):
         _assert_close(seen, unseen, 0.0)
+
+
+def _ahead_of_others(overlap_steps: int) -> int:
+    """After its outer step has begun, rank 0 makes `overlap_steps` - 1 steps that nobody else has begun."""
+    job = _job(aggregation={"method": "diloco", "sync_every": 4, "overlap_steps": overlap_steps})
+    with _run(job, max_steps=8) as run:
+        run.prepare(net := _small_net(), torch.optim.SGD(net.parameters(), lr=0.1))
+        token = torch.zeros(1)
+        for batch in run.batches(images(48)):
+            if run.steps == 4 and run.rank:
+                dist.recv(token, src=0)
+            if run.steps == 3 + overlap_steps and not run.rank:
+                for other in range(1, run.world_size):
+                    dist.send(token, dst=other)
+            run.step(batch, loss_fn)
+        return run.steps
+
+
+def test_workers_train_on_while_an_outer_step_is_under_way() -> None:
+    assert run_ranks(_ahead_of_others, 3, 3, timeout_s=100) == [8, 8, 8]
 
 
 def _one_after_the_other(sync_every: int) -> int:

@@ -202,6 +202,10 @@ class Engine:
         hidden = self.forward_buffers.hidden_state()
         return known | ({"hidden_buffers": hidden} if hidden else {})
 
+    def model_state(self) -> dict[str, Any]:
+        """What a checkpoint holds of the model: what all workers have, or agree on."""
+        return self.module.state_dict()
+
     def own_state(self) -> dict[str, Any]:
         """The engine's state of this worker: "sums", tensors that count by their sum over workers, and "means"."""
         return {}

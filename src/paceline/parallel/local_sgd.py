@@ -13,11 +13,16 @@ the difference between a and the weighted mean of all x_w, and every worker cont
 so that local_sgd is diloco with outer_lr = 1 and outer_momentum = 0, and with an outer step after every step of plain
 SGD it is synchronous training: d is then -lr times the mean gradient over all samples. The second line is a step of SGD
 with Nesterov momentum along the pseudo-gradient -d. The optimizer that makes the steps in between keeps its state.
+
+With `overlap_steps` workers train on while d is summed, and then continue from the new common weights plus what they
+have moved since the sum began. That move is part of their next x_w - a, so every step counts in one outer step.
+
 Where a loss is a `Mean`, n_w counts the units that it is the mean of, such as valid tokens, in place of samples.
 
 Stich, "Local SGD Converges Fast and Communicates Little", 2018, arXiv 1805.09767; Lin, Stich, Patel, Jaggi, "Don't
 Use Large Mini-Batches, Use Local SGD", 2018, arXiv 1808.07217; Douillard et al., "DiLoCo: Distributed
-Low-Communication Training of Language Models", 2023, arXiv 2311.08105.
+Low-Communication Training of Language Models", 2023, arXiv 2311.08105; Douillard et al., "Streaming DiLoCo with
+overlapping communication", 2025, arXiv 2501.18512, which mixes both weights where this adds the move.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,6 +49,9 @@ from paceline.parallel.dp import DataParallel
 from paceline.parallel.engine import Engine, StepInput, Update, broadcast
 from paceline.parallel.losses import StepLoss
 from paceline.spec import AggregationSpec, Job, Plan
+
+_OWN_SAMPLES = "own_samples"
+"""In a worker's own state: the weight of what it has computed since the last outer step began."""
 
 
 class LocalSGD(Engine):
@@ -98,7 +107,7 @@ class LocalSGD(Engine):
         self._buffers = _floating_buffers(self.module)
         self._has_begun = False
         self._num_steps = 0
-        """Counted since the last outer step, as the next three."""
+        """Counted since the last outer step began, as the next three."""
         self._own_samples: float = 0
         """The weight of what this worker has computed: samples, or the units of a `Mean`."""
         self._all_samples = 0
@@ -106,6 +115,8 @@ class LocalSGD(Engine):
         """The names of the loss functions."""
         self._is_weighted: dict[str, bool] = {}
         """Whether a loss function returns a `Mean`, as far as all workers know."""
+        self._under_way: _OuterStep | None = None
+        """The outer step whose sums are being sent."""
         self._holds_consensus = False
 
     def close(self, error: BaseException | None = None) -> None:
@@ -126,8 +137,10 @@ class LocalSGD(Engine):
         result = self._gradients(step)
         update(result.loss)
         if self._num_steps == self._spec.sync_every:
+            self._begin_outer_step()
+        if self._under_way is not None and self._num_steps == self._spec.overlap_steps:
             begin = self._clock.mark()
-            self._outer_step()
+            self._finish_outer_step(self._under_way)
             self.communication = begin, self._clock.mark()
         return result
 
@@ -159,19 +172,27 @@ class LocalSGD(Engine):
         return result
 
     @torch.no_grad()
-    def _outer_step(self) -> None:
+    def _begin_outer_step(self) -> None:
         if self._aggregator is not None:
             # The scheduler counts this as a step, so that it compares the calls of the first outer steps.
             self._aggregator.scheduler.begin_step()
         own_part = self._own_part()
-        for weights, move in self._moves(own_part, lambda one, bucket: one.sum_bucket(bucket)):
-            weights.step(move, self._outer_lr, self._outer_momentum)
-            weights.write(weights.agreed)
-        self._average_buffers(own_part)
-        self._buffers = _floating_buffers(self.module)
+        begun = [weights.current() if self._spec.overlap_steps else None for weights in self._weights]
+        moves = self._begin_moves(own_part, lambda one, bucket: one.sum_bucket(bucket))
+        self._under_way = _OuterStep(own_part, moves, begun)
         self._num_steps = self._all_samples = 0
         self._own_samples = 0
         self._losses.clear()
+
+    @torch.no_grad()
+    def _finish_outer_step(self, outer: _OuterStep) -> None:
+        for (weights, move, future), begun in zip(outer.moves, outer.begun, strict=True):
+            self._wait(future)
+            weights.step(move, self._outer_lr, self._outer_momentum)
+            weights.write(weights.agreed if begun is None else weights.current().sub_(begun).add_(weights.agreed))
+        self._average_buffers(outer.own_part)
+        self._buffers = _floating_buffers(self.module)
+        self._under_way = None
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -183,10 +204,15 @@ class LocalSGD(Engine):
             yield
             return
         tensors = [*self.module.parameters(), *self.module.buffers()]
+        for _, _, future in self._under_way.moves if self._under_way is not None else ():
+            self._wait(future)  # the group is used by one at a time
         with torch.no_grad():
             kept = [tensor.detach().clone() for tensor in tensors]
             own_part = self._own_part()
-            for weights, move in self._moves(own_part, lambda one, bucket: one.sum_exactly(bucket.values, "weights")):
+            for weights, move, future in self._begin_moves(
+                own_part, lambda one, bucket: one.sum_exactly(bucket.values, "weights")
+            ):
+                self._wait(future)
                 weights.write(weights.agreed + move)
             self._average_buffers(own_part)
         self._holds_consensus = True
@@ -203,7 +229,7 @@ class LocalSGD(Engine):
 
     @property
     def is_synchronised(self) -> bool:
-        return self._num_steps == 0
+        return self._num_steps == self._spec.overlap_steps and self._under_way is None
 
     def sync_buffers(self) -> bool:
         return self.is_synchronised
@@ -212,15 +238,39 @@ class LocalSGD(Engine):
         inside = self._every_step.shared_state()
         return {"inside": inside, "meetings": self.state_dict() if self._has_begun else None}
 
-    def own_state(self) -> dict[str, Any]:
-        return compressor_state(self._aggregator)
+    def model_state(self) -> dict[str, Any]:
+        state = super().model_state()
+        if self._spec.overlap_steps:  # workers have moved on since they agreed
+            state |= {
+                name: part.to(state[name]) for weights in self._weights for name, part in weights.named(weights.agreed)
+            }
+        return state
 
+    def own_state(self) -> dict[str, Any]:
+        own = compressor_state(self._aggregator)
+        if not self._spec.overlap_steps:
+            return own
+        moved = {name: part for weights in self._weights for name, part in weights.named(weights.current())}
+        samples = torch.tensor(float(self._own_samples), dtype=torch.float64)
+        return {
+            "sums": own.get("sums", {}) | {_OWN_SAMPLES: samples},
+            "means": own.get("means", {}) | {"weights": moved},
+        }
+
+    @torch.no_grad()
     def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
         self._every_step.load_state(shared.get("inside", {}), {})
         if shared.get("meetings") is not None:
             self.load_state_dict(shared["meetings"])
             self._buffers = _floating_buffers(self.module)
-        load_compressor_state(self._aggregator, own)
+        sums, means = dict(own.get("sums", {})), dict(own.get("means", {}))
+        moved = means.pop("weights", {})
+        for name, parameter in self.module.named_parameters():
+            if name in moved:
+                parameter.copy_(moved[name])
+        self._own_samples = float(sums.pop(_OWN_SAMPLES, self._own_samples))
+        self._under_way = None
+        load_compressor_state(self._aggregator, {"sums": sums, "means": means})
 
     def state_dict(self) -> dict[str, Any]:
         """The state of outer steps besides model and optimizer; between outer steps all three differ among workers.
@@ -268,20 +318,18 @@ class LocalSGD(Engine):
             return own / total
         return 1.0 if self._group is None else 1 / dist.get_world_size(self._group)
 
-    def _moves(
+    def _begin_moves(
         self, own_part: float, begin_sum: Callable[[Aggregator, Bucket], torch.futures.Future[Tensor]]
-    ) -> Iterator[tuple[_Weights, Tensor]]:
-        """The differences from the last common weights to the mean of the current ones; overlaps use and sending."""
-        sums = []
+    ) -> list[_Move]:
+        """Begin to sum the differences from the last common weights to the mean of the current ones."""
+        moves: list[_Move] = []
         for weights in self._weights:
             move = (weights.current() - weights.agreed).mul_(own_part)
             future = None
             if self._aggregator is not None:
                 future = begin_sum(self._aggregator, Bucket(move, tuple(weights.named(move))))
-            sums.append((weights, move, future))
-        for weights, move, future in sums:
-            self._wait(future)
-            yield weights, move
+            moves.append((weights, move, future))
+        return moves
 
     def _average_buffers(self, own_part: float) -> None:
         others: list[Tensor] = []
@@ -344,6 +392,21 @@ class _Weights:
         self.agreed.add_(move, alpha=lr)
 
 
+_Move = tuple[_Weights, Tensor, torch.futures.Future[Tensor] | None]
+"""How far a bucket's weights move, once the future is done; None: there is one worker."""
+
+
+@dataclass(frozen=True)
+class _OuterStep:
+    """An outer step that has begun."""
+
+    own_part: float
+    """As `_own_part` returned it."""
+    moves: Sequence[_Move]
+    begun: Sequence[Tensor | None]
+    """This worker's weights when it began; None where no step is made before it ends."""
+
+
 def aggregator_inside_node(links: Links, plan: Plan) -> Aggregator | None:
     """An exact aggregator over the workers of this node; None if the worker is the only one on its node.
 
@@ -361,9 +424,13 @@ def describe_outer_steps(spec: AggregationSpec) -> str:
     """Notes for the run's log and report."""
     who = "nodes" if spec.sync_inside_nodes else "workers"
     when = "step" if spec.sync_every == 1 else f"{spec.sync_every} steps"
-    outer = f", outer lr {spec.outer_lr:g}, momentum {spec.outer_momentum:g}" if spec.method == "diloco" else ""
+    details: list[str] = [spec.method]
+    if spec.method == "diloco":
+        details += [f"outer lr {spec.outer_lr:g}", f"momentum {spec.outer_momentum:g}"]
+    if spec.overlap_steps:
+        details.append(f"applied {spec.overlap_steps} steps late")
     return (
-        f"the {who}' weights are averaged every {when} ({spec.method}{outer}); in between each trains on its own "
+        f"the {who}' weights are averaged every {when} ({', '.join(details)}); in between each trains on its own "
         "samples of every batch, so the result depends on their number, and the training loss is that of rank 0"
     )
 

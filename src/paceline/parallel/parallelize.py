@@ -18,6 +18,7 @@ from paceline.parallel.initial_weights import align, initial_weights, is_on_meta
 from paceline.parallel.local_sgd import LocalSGD, aggregator_inside_node
 from paceline.parallel.micro_batch import check_automatic
 from paceline.parallel.one_process import OneProcessDataParallel, devices_of_process
+from paceline.process_groups import open_group
 from paceline.spec import Job, Plan, check_mesh
 
 
@@ -76,6 +77,9 @@ def _with_sums(
     """An engine that sums gradients every step, or weights every few steps."""
     with contextlib.ExitStack() as on_error:
         aggregation, aggregator = None, None
+        if group is not None and job.aggregation.overlap_steps:
+            # What a script itself sends between two steps must not meet sums that are still under way.
+            group = open_group(range(dist.get_world_size(group)), plan.timeout_s)
         if group is not None:
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             aggregation = set_up_aggregation(job, plan, device, group, trained)

@@ -69,6 +69,9 @@ def exposed_sums_s(inputs: PlanInputs, compute_s: float, communication_s: float,
         return 0.0
     if not sums_are_hidden(inputs, layout):
         return communication_s
+    aggregation = inputs.job.aggregation
+    if aggregation.method in ("local_sgd", "diloco"):  # outer steps begin when backward has ended
+        return max(0.0, communication_s - aggregation.overlap_steps / aggregation.sync_every * compute_s)
     return exposed_s(compute_s, 4.0 * inputs.timing.num_parameters, communication_s)
 
 

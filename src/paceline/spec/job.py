@@ -92,6 +92,8 @@ class AggregationSpec:
     sync_inside_nodes: bool = False
     """With local_sgd and diloco: the workers of one node synchronise every step, the nodes every
     `sync_every` steps."""
+    overlap_steps: int = at_least(0, 0)
+    """With local_sgd and diloco: steps that workers train on while the sums of an outer step are sent; 0: they wait."""
     outer_lr: float = above(0, 0.7)
     """The learning rate of outer steps, with diloco."""
     outer_momentum: float = between(0, 1, 0.9)
@@ -103,6 +105,16 @@ class AggregationSpec:
     def __post_init__(self) -> None:
         if self.density == 0:
             raise JobError("aggregation.density = 0 would send nothing; it should be greater than 0, such as 0.01.")
+        if self.overlap_steps and self.method not in ("local_sgd", "diloco"):
+            raise JobError(
+                f"aggregation.overlap_steps = {self.overlap_steps} is for the methods local_sgd and diloco, not "
+                f"{self.method}; leave it out."
+            )
+        if self.method in ("local_sgd", "diloco") and self.overlap_steps >= self.sync_every:
+            raise JobError(
+                f"aggregation.overlap_steps = {self.overlap_steps} has to be less than aggregation.sync_every = "
+                f"{self.sync_every}: the sums of an outer step arrive before the next one begins."
+            )
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class Trained:
             own = {**own, "means": own.get("means", {}) | {"optimizer": optimizer["state"]}}
             optimizer = optimizer | {"state": {}}
         shared = {
-            "model": self.model.state_dict(),
+            "model": self.engine.model_state(),
             "optimizer": optimizer,
             "engine": self.engine.shared_state(),
             "scaler": self.precision.scaler.state_dict(),

@@ -106,6 +106,16 @@ def test_a_wire_format_and_rare_meetings_cost_less() -> None:
     assert communication_s(method="local_sgd", sync_every=10) == pytest.approx(plain / 10)
 
 
+def test_late_outer_steps_wait_for_less() -> None:
+    def exposed_s(overlap_steps: int) -> float:
+        aggregation = {"method": "diloco", "sync_every": 10, "overlap_steps": overlap_steps}
+        job = SMALL.with_values(aggregation=aggregation)
+        return forecast(job, gpu_cluster(link_bytes_per_s=1e7), [16]).rows[0].exposed_s
+
+    assert exposed_s(0) > exposed_s(1) > exposed_s(2) > 0
+    assert exposed_s(1) - exposed_s(2) == pytest.approx(exposed_s(2) - exposed_s(3))
+
+
 def test_bitwise_jobs_sum_by_the_exact_tree_and_pass_shard_by_shard() -> None:
     job = Job(global_batch_size=64, virtual_shards=8, parity="bitwise")
     for row, passes in zip(forecast(job, cpu_cluster(2), [1, 2, 4]).rows, (8, 4, 2), strict=True):

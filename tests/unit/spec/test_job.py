@@ -36,6 +36,8 @@ from paceline.spec import Job, load_job
         ({"optim": {"schedule": "step"}}, ["optim.step_epochs"]),
         ({"aggregation": {"wire": "int4"}}, ["aggregation.wire", "'int4'", "'int8'"]),
         ({"aggregation": {"density": 0}}, ["aggregation.density", "greater than 0"]),
+        ({"aggregation": {"overlap_steps": 2}}, ["aggregation.overlap_steps = 2", "diloco", "every_step"]),
+        ({"aggregation": {"method": "diloco", "overlap_steps": 16}}, ["overlap_steps = 16", "sync_every = 16"]),
         ({"parity": "bitwise", "aggregation": {"wire": "int8"}}, ["aggregation.wire = 'float32'", "'int8'"]),
         ({"parity": "bitwise", "aggregation": {"method": "diloco"}}, ["'every_step'", "'diloco'"]),
         ({"precision": "float16", "aggregation": {"wire": "topk"}}, ["'topk'", "float16"]),
