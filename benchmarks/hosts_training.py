@@ -36,6 +36,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "local_sgd, H=16": {"algorithm": "hierarchical", "method": "local_sgd"},
     "diloco, H=16": {"algorithm": "hierarchical", "method": "diloco"},
     "diloco, H=16, bfloat16": {"algorithm": "hierarchical", "method": "diloco", "wire": "bfloat16"},
+    "diloco, H=16, 8 late": {"algorithm": "hierarchical", "method": "diloco", "overlap_steps": 8},
+    "diloco, H=16, 8 late, int8": {
+        "algorithm": "hierarchical",
+        "method": "diloco",
+        "overlap_steps": 8,
+        "wire": "int8",
+    },
 }
 
 
@@ -94,7 +101,7 @@ def train_with_paceline(data: Path, request: dict[str, Any], watch: StopWatch) -
     from paceline.spec import DataSpec, Job, Plan
 
     variant = request["variant"]
-    aggregation = {name: variant[name] for name in ("wire", "method", "sync_every") if name in variant}
+    aggregation = {key: value for key, value in variant.items() if key != "algorithm"}
     job = Job.from_mapping(
         {"global_batch_size": request["batch"], "epochs": 100, "virtual_shards": 4, "aggregation": aggregation}
     )
