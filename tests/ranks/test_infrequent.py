@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import paceline
+from paceline.comm import Aggregator
 from paceline.env import worker_facts
 from paceline.errors import JobError
 from paceline.parallel import LocalSGD
@@ -267,6 +269,30 @@ def _ahead_of_others(overlap_steps: int) -> int:
 
 def test_workers_train_on_while_an_outer_step_is_under_way() -> None:
     assert run_ranks(_ahead_of_others, 3, 3, timeout_s=100) == [8, 8, 8]
+
+
+def _end_early() -> bool:
+    """End right after an outer step has begun over a slow link; whether its sums have arrived."""
+    plain = Aggregator._total
+
+    def slow(self: Aggregator, values: Tensor) -> None:
+        time.sleep(0.5)
+        plain(self, values)
+
+    job = _job(aggregation={"method": "diloco", "sync_every": 4, "overlap_steps": 3})
+    with mock.patch.object(Aggregator, "_total", slow), mock.patch("paceline.comm.scheduler.CLOSE_S", 0.0):
+        with _run(job, max_steps=4) as run:
+            run.prepare(net := _small_net(), torch.optim.SGD(net.parameters(), lr=0.1))
+            for batch in run.batches(images(24)):
+                run.step(batch, loss_fn)
+            engine = _engine(run)
+        assert engine._under_way is not None
+        return all(future is not None and future.done() for _, _, future in engine._under_way.moves)
+
+
+def test_a_run_does_not_end_while_it_sends() -> None:
+    """A process that ended then would abort."""
+    assert run_ranks(_end_early, 2) == [True, True]
 
 
 def _one_after_the_other(sync_every: int) -> int:

@@ -120,6 +120,8 @@ class LocalSGD(Engine):
         self._holds_consensus = False
 
     def close(self, error: BaseException | None = None) -> None:
+        if error is None:
+            self._await_sums()  # else the process would end while they are being sent
         self._every_step.close(error)
         if self._aggregator is not None:
             self._aggregator.scheduler.close()
@@ -204,8 +206,7 @@ class LocalSGD(Engine):
             yield
             return
         tensors = [*self.module.parameters(), *self.module.buffers()]
-        for _, _, future in self._under_way.moves if self._under_way is not None else ():
-            self._wait(future)  # the group is used by one at a time
+        self._await_sums()  # the group is used by one at a time
         with torch.no_grad():
             kept = [tensor.detach().clone() for tensor in tensors]
             own_part = self._own_part()
@@ -349,6 +350,11 @@ class LocalSGD(Engine):
             for (buffer, agreed), piece in zip(floating, pieces, strict=True):
                 buffer.copy_(agreed.double() + piece.view(buffer.shape))
         broadcast(others, self._group)
+
+    def _await_sums(self) -> None:
+        """Wait for those of the outer step that is under way, if one is."""
+        for _, _, future in self._under_way.moves if self._under_way is not None else ():
+            self._wait(future)
 
     def _wait(self, future: torch.futures.Future[Tensor] | None) -> None:
         if future is not None and self._aggregator is not None:
