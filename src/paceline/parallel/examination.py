@@ -93,11 +93,11 @@ class _Examination:
         rehearsals = [self._single_rehearsal(one) for one in singles]
         losses = [self._loss(one, rehearsal) for one, rehearsal in zip(singles, rehearsals, strict=True)]
         together = self._shared_rehearsal(shards, rehearsals)
-        loss = self._loss(shards, together)
+        loss = self._loss(shards, together or self._single_rehearsal(shards))
         for _ in range(most_shards - len(singles)):
             self._loss(singles[-1], self._single_rehearsal(singles[-1]))
         pattern: Pattern = ()
-        if together is not None and len(singles) > 1:
+        if together is not None:
             pattern = together.pattern
             self._draws_alone |= not together.is_known
             self._draws_alone |= any(len(one.draws) != len(pattern) for one in rehearsals if one is not None)
@@ -125,7 +125,7 @@ class _Examination:
     def _shared_rehearsal(
         self, shards: ShardRange, singles: Sequence[SingleShardRehearsal | None]
     ) -> SharedPass | None:
-        if self._draws is None:
+        if self._draws is None or len(shards.sizes) == 1:
             return None
         return self._draws.shared_rehearsal(shards, self._seed_of, [one for one in singles if one is not None])
 
