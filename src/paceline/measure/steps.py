@@ -18,7 +18,7 @@ from paceline.parallel import Assignment, Engine, StepInput
 from paceline.samples import Samples
 from paceline.train.numerics import LossFn
 from paceline.train.run import Run
-from paceline.train.seeding import seed_shard
+from paceline.train.seeding import shard_seed
 
 _WARMUP_PASSES, _MIN_PASSES = 2, 3
 _LONG_WARMUP_PASSES, _LONG_MIN_PASSES = 1, 2
@@ -91,7 +91,7 @@ def step_of(
         assignment=Assignment.of(size * world_size, num_shards * world_size, rank, world_size),
         batch=Samples.of(batch, size),
         loss_of=run.precision.of(subject.loss_fn),
-        seed_shard=lambda shard: seed_shard(run.job.seed, 0, shard, run.device),
+        shard_seed=lambda shard: shard_seed(run.job.seed, 0, shard),
         scale=lambda loss: loss,
     )
 

@@ -30,6 +30,7 @@ from paceline.parallel.pipeline.layer_costs import backward, counting_kept, meas
 from paceline.parallel.pipeline.recorder import record
 from paceline.parallel.pipeline.recording import Recording
 from paceline.parallel.pipeline.stage import Stage, stages_of
+from paceline.parallel.random_operators import draws_random_numbers
 from paceline.parallel.sharded import recompute, shard
 from paceline.parallel.tensor import (
     TensorPlan,
@@ -366,18 +367,8 @@ class _Answers(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return True if args[0].dtype == torch.bool else 1
-        self.has_drawn |= _draws(func, args, kwargs or {})
+        self.has_drawn |= draws_random_numbers(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
-
-
-def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    arguments = func._schema.arguments
-    given = {one.name: one.default_value for one in arguments}
-    given |= {one.name: value for one, value in zip(arguments, args, strict=False)}
-    # Attention is tagged as well, and draws only where it drops something.
-    return (given | dict(kwargs)).get("dropout_p") != 0.0
 
 
 @contextmanager

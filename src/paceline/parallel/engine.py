@@ -35,8 +35,8 @@ class StepInput:
     """This worker's samples in order; one stand-in sample if it has none."""
     loss_of: Callable[[nn.Module, Any], Any]
     """The loss of a batch, as `losses.Loss` says."""
-    seed_shard: Callable[[int], None]
-    """Seeds torch's, NumPy's and Python's generators for a virtual shard, before its forward pass."""
+    shard_seed: Callable[[int], int]
+    """The seed of torch's, NumPy's and Python's generators for the forward pass of a virtual shard."""
     scale: Callable[[Tensor], Tensor]
     """Applies the loss scale just before backward."""
     within: Callable[[], AbstractContextManager[Any]] = nullcontext

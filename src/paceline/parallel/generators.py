@@ -1,4 +1,5 @@
-"""The states of the random number generators: a comparison shows whether some work drew random numbers."""
+"""The random number generators of Python, NumPy and torch: their seeds, and their states, which show whether some work
+drew random numbers."""
 
 from __future__ import annotations
 
@@ -15,8 +16,17 @@ _MT19937_BYTES = 624 * 4 + 4
 GeneratorStates = tuple[bytes, bytes, bytes, object]
 
 
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seed all generators. Not by torch.manual_seed, which keeps a call and its stack trace for an unused CUDA."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
 def generator_states(device: torch.device) -> GeneratorStates:
-    """The states of all generators that `StepInput.seed_shard` seeds: equal where nothing was drawn in between."""
+    """The states of all generators that `seed_generators` seeds: equal where nothing was drawn in between."""
     on_device = _bytes(torch.cuda.get_rng_state(device)) if device.type == "cuda" else b""
     return _numpy_state(), _bytes(torch.get_rng_state()), on_device, random.getstate()
 

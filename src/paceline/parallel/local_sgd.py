@@ -457,7 +457,7 @@ def _among(step: StepInput, ranks: tuple[int, ...]) -> StepInput:
             shards_of_rank=tuple(itertools.pairwise(ends)),
             rank=ranks.index(whole.rank),
         ),
-        seed_shard=lambda shard: step.seed_shard(shards[shard]),
+        shard_seed=lambda shard: step.shard_seed(shards[shard]),
     )
 
 

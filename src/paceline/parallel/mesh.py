@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ class MeshParallel(Engine):
         self.forward_buffers = self._passes.buffers
         num_parameters = len(list(self.module.parameters()))
         self._host_facts = HostFacts(axes, num_parameters if axes.dp is not None or may_skip else 0, plan.timeout_s)
-        self._has_drawn = False
+        self._has_drawn = self._has_drawn_anew = False
         self._suspect: ShardRange | None = None
         """Shards that look new in this step."""
         self._aggregator: Aggregator | None = None
@@ -120,7 +121,7 @@ class MeshParallel(Engine):
                 of any of them are to be examined again, which adds to `notes`.
         """
         assignment = step.assignment
-        self._has_drawn = False
+        self._has_drawn = self._has_drawn_anew = False
         self._suspect = None
         if self._replica_sums is not None:
             self._replica_sums.begin_step()
@@ -154,7 +155,12 @@ class MeshParallel(Engine):
         trained = [p for p in self.module.parameters() if p.requires_grad] if self._gradients_may_differ else []
         zero, norm = self._zero, self._passes.norm
         changed_in_pipeline = None if self._pipeline is None else self.forward_buffers.changed_now()
-        facts = [self._has_drawn, changed_in_pipeline is not None, self._suspect is not None]
+        facts = [
+            self._has_drawn,
+            self._has_drawn_anew,
+            changed_in_pipeline is not None,
+            self._suspect is not None,
+        ]
         told = self._host_facts.begin(facts, self._uses(trained))
         losses = zero.new_zeros(layout.length) if passed.losses is None else passed.losses
         changed = torch.cat([zero.new_zeros(0), *self.forward_buffers.changed(losses)])
@@ -171,7 +177,7 @@ class MeshParallel(Engine):
             dist.all_reduce(known, group=self._axes.pp)
             losses, weights, poison = torch.split(known, [layout.length, len(weights), 1])
             statistics = statistics + poison
-        (somebody_draws, somebody_changes, somebody_suspects), uses = told()
+        (somebody_draws, somebody_draws_anew, somebody_changes, somebody_suspects), uses = told()
         if somebody_changes:
             raise refused_in_pipeline(changed_in_pipeline or "of another stage")
         has_to_split = self._has_to_split(somebody_draws)
@@ -179,17 +185,23 @@ class MeshParallel(Engine):
             if self._replica_sums is not None:
                 self._replica_sums.finish()  # other replicas may have begun more sums than this one
             if has_to_split:
-                raise StartOverError(self._passes.go_one_by_one)
-            suspect = self._suspect
-            raise StartOverError(
-                lambda: notes.extend(self._passes.find_coupling_again(step, self.module, suspect, in_step=True))
-            )
+                raise StartOverError(partial(self._passes.go_one_by_one, step.loss_name))
+            raise StartOverError(partial(self._examine_again, step, self._suspect, notes, draws=somebody_draws_anew))
         norm.apply(*statistics.split(norm.lengths))
         self.forward_buffers.combine(changed, self._sum_moves, lambda values: broadcast(values, self._axes.data))
         _agree_on_gradients(trained, uses)
         if layout.is_weighted:
             return losses, PartWeights(weights[:-1], weights[-1])
         return losses, self._weights_of_samples(step.assignment, passed)
+
+    def _examine_again(self, step: StepInput, suspect: ShardRange | None, notes: list[str], *, draws: bool) -> None:
+        """Examine shards that look new on any worker; a collective.
+
+        Args:
+            draws: whether some worker's shards drew random numbers in a new way.
+        """
+        if not draws or self._passes.expect_draws(step.loss_name):
+            notes.extend(self._passes.find_coupling_again(step, self.module, suspect, in_step=True))
 
     def _weights_to_add(self, assignment: Assignment, losses: Tensor, passed: Passed) -> Tensor:
         """This worker's part of the weights of all replicas, and of those of all workers' first passes."""
@@ -266,12 +278,14 @@ class MeshParallel(Engine):
             if number < len(own):
                 samples = passes.samples(step, own[number])
                 is_new = passes.shows_new_values(step, own[number], samples)
-                loss, drew = passes.compute_loss(step, self.module, own[number], samples)
-                self._has_drawn |= drew
-                if passes.shows_new_operations(step, own[number], loss) or is_new:
+                made = passes.compute_loss(step, self.module, own[number], samples)
+                self._has_drawn |= made.has_drawn and not made.is_unexamined
+                self._has_drawn_anew |= made.is_unexamined
+                is_new |= made.is_unexamined | passes.shows_new_operations(step, own[number], made.loss)
+                if is_new:
                     self._suspect = own[number]
-                passed.add(loss)
-                passes.backward(step, loss)
+                passed.add(made.loss)
+                passes.backward(step, made.loss)
             else:
                 with passes.stand_in(step, self.module) as stand_in:
                     stand_in.backward()

@@ -18,7 +18,7 @@ from paceline.containers import tensors
 
 _MOST_NODES = 24
 """So many operations of the graph are looked at, from the loss downwards."""
-_MOST_LOOKS = 64
+MOST_LOOKS = 64
 """After so many new things, random values are taken to be what is new."""
 
 Facts = dict[tuple[int, str], float]
@@ -55,7 +55,7 @@ class Novelty:
 
     def _may_look(self) -> bool:
         self._num_looks += 1
-        return self._num_looks <= _MOST_LOOKS
+        return self._num_looks <= MOST_LOOKS
 
     def _is_more(self, key: tuple[int, str], value: float) -> bool:
         if value <= self._known.get(key, -np.inf):

@@ -1,16 +1,16 @@
 """A worker's virtual shards through the model: which go together, with which weights, seeds and norm statistics.
 
 Several shards go through the model together where that changes nothing. A dropout mask belongs to its shard, so where
-the forward pass draws random numbers the shards go one by one, each with its own seed. A model may begin to draw at any
-step (a dropout rate that rises from 0), so every pass over several shards is watched: if it drew random numbers, the
-step starts over, shard by shard.
+the forward pass draws random numbers each shard draws its own (`shard_draws`), and where that is not possible shards go
+one by one, each with its own seed. A model may begin to draw at any step (a dropout rate that rises from 0), so every
+pass over several shards is watched: if it drew in a way that was not examined, the step starts over.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -20,18 +20,20 @@ from torch import Tensor, nn
 
 from paceline.errors import ModelError
 from paceline.parallel.assignment import Assignment, ShardRange
-from paceline.parallel.coupling import AUX_LOSS, describe_coupling, leaving_no_trace, returns_aux_loss, tolerance
 from paceline.parallel.engine import StepInput, statistics_dtype
+from paceline.parallel.examination import examine
 from paceline.parallel.forward_buffers import ForwardBuffers
-from paceline.parallel.generators import generator_states
+from paceline.parallel.generators import generator_states, seed_generators
 from paceline.parallel.loss_functions import DRAWS, LossFunctions
 from paceline.parallel.losses import ShardLoss, counts, ignore_unless, read_loss, watching_outputs
 from paceline.parallel.micro_batch import MicroBatchLimit, free_memory, is_out_of_memory
 from paceline.parallel.norm import NormStatistics, has_other_norms, standing_in
-from paceline.parallel.novelty import Novelty
+from paceline.parallel.novelty import MOST_LOOKS, Novelty
+from paceline.parallel.shard_draws import ShardDraws
 from paceline.samples import Turns
 
 Result = TypeVar("Result")
+_PLAIN: AbstractContextManager[Any] = nullcontext()
 
 
 class StartOverError(Exception):
@@ -40,6 +42,17 @@ class StartOverError(Exception):
     def __init__(self, prepare: Callable[[], object]) -> None:
         super().__init__()
         self.prepare = prepare
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """What came of a forward pass."""
+
+    loss: ShardLoss
+    has_drawn: bool = False
+    """Whether it drew random numbers or changed buffers, where that was not known before or several shards cannot."""
+    is_unexamined: bool = False
+    """Whether several shards drew random numbers in a way that was not examined."""
 
 
 @dataclass
@@ -89,8 +102,8 @@ class Passes:
         self.functions = functions
         self.like = torch.zeros((), dtype=statistics_dtype(model), device=device)
         """A tensor of the dtype, and on the device, in which losses are added."""
-        self._model = model
-        self._device = device
+        self.model = model
+        self.device = device
         self._micro_batch = micro_batch
         self.num_shards_in_pass = 0
         """How many shards went through the model together last."""
@@ -98,6 +111,10 @@ class Passes:
         self._one_by_one = one_by_one
         # Where batch norm mixes the shards of a pass, their losses differ from those of single shards.
         self._examines = may_split and not one_by_one and not has_other_norms(model)
+        self._may_share_draws = self._examines and not refusal and not is_concurrent
+        """Whether shards that draw random numbers may go together."""
+        self._draws: defaultdict[str, ShardDraws] = defaultdict(partial(ShardDraws, device))
+        self._num_looks_at_draws = 0
         self._novelties: defaultdict[str, Novelty] = defaultdict(Novelty)
         self._refusal = refusal
         self._is_concurrent = is_concurrent
@@ -130,12 +147,17 @@ class Passes:
         return shards
 
     def _most_samples(self, step: StepInput) -> int | None:
-        """The most samples of a pass: 1, less than a shard, where the model draws random numbers or the loss couples
-        samples, as far as is known."""
+        """The most samples of a pass: 1, less than a shard, where shards have to go one by one, as far as is known."""
         couples = self._examines and self.functions.couples.get(step.loss_name) is not False
-        if self._one_by_one or (self._may_split and (couples or self.functions.draws is not False)):
+        draws = self.functions.draws
+        draws_alone = draws is None or (draws and not self._may_share_draws)
+        if self._one_by_one or (self._may_split and (couples or draws_alone)):
             return 1
         return self._limit
+
+    def single(self, step: StepInput, shard: int) -> ShardRange:
+        """One shard of this worker."""
+        return self._range(step, shard, 1)
 
     @property
     def _limit(self) -> int | None:
@@ -167,9 +189,9 @@ class Passes:
         own = suspect or next(iter(every[step.assignment.rank]), None)
         reason = ""
         if in_step:
-            reason = self._compare(step, module, own, 1 + most)
+            reason = self._examine(step, module, own, most)
         elif own is not None:
-            reason = self._compare_what_fits(step, module, own)
+            reason = self._examine_what_fits(step, module, own)
         return self.functions.agree_on_coupling(step.loss_name, reason)
 
     def shows_new_values(self, step: StepInput, shards: ShardRange, samples: Any) -> bool:
@@ -180,75 +202,58 @@ class Passes:
         """Whether the loss of shards that went through the model together was computed as in no step before."""
         return len(shards.sizes) > 1 and self._examines and self._novelties[step.loss_name].learn_graph(loss.mean)
 
+    def examine_draws(self, step: StepInput, module: nn.Module, shards: ShardRange) -> None:
+        """Examine shards that drew random numbers in a new way."""
+        if self.expect_draws(step.loss_name):
+            self._couples_now(step, module, shards)
+
+    def expect_draws(self, loss_name: str) -> bool:
+        """Expect random numbers from now on; whether it is worth while to examine once more how they are drawn."""
+        self.functions.draws = True
+        self._num_looks_at_draws += 1
+        if self._num_looks_at_draws > MOST_LOOKS:
+            self.go_one_by_one(loss_name)
+        return self._num_looks_at_draws <= MOST_LOOKS
+
     def _couples_now(self, step: StepInput, module: nn.Module, shards: ShardRange) -> bool:
         """Examine shards that look new; whether shards have to go one by one from now on. Other workers see by
         themselves whether theirs have to."""
-        reason = self._compare_what_fits(step, module, shards)
+        reason = self._examine_what_fits(step, module, shards)
         if reason:
             self.functions.couples[step.loss_name] = True
             self.functions.found_late = "" if reason == DRAWS else reason
         return bool(reason)
 
-    def _compare_what_fits(self, step: StepInput, module: nn.Module, shards: ShardRange) -> str:
-        """Examine as many of these shards as memory has room for."""
+    def _examine(self, step: StepInput, module: nn.Module, shards: ShardRange | None, most_shards: int = 0) -> str:
+        """Why these shards have to go one by one, if they have to; a collective if `most_shards` is given."""
+        draws = self._draws[step.loss_name] if self._may_share_draws else None
+        found = examine(self, step, module, shards, draws, most_shards=most_shards)
+        if not found.reason and shards is not None and len(shards.sizes) > 1:
+            self._novelties[step.loss_name].learn(self.samples(step, shards))
+            if draws is not None and found.pattern:
+                draws.learn(found.pattern)
+        return found.reason
+
+    def _examine_what_fits(self, step: StepInput, module: nn.Module, shards: ShardRange) -> str:
+        """As `_examine`, of as many of these shards as memory has room for."""
         while len(shards.sizes) > 1:
             try:
-                return self._compare(step, module, shards)
+                return self._examine(step, module, shards)
             except (RuntimeError, MemoryError) as problem:
                 if self._micro_batch is None or not self._micro_batch.is_automatic or not is_out_of_memory(problem):
                     raise
-            free_memory(self._device)
+            free_memory(self.device)
             shards = self._range(step, shards.first_shard, sum(shards.sizes[: len(shards.sizes) // 2]))
         return ""
-
-    def _compare(self, step: StepInput, module: nn.Module, shards: ShardRange | None, num_passes: int = 0) -> str:
-        """Examine shards of this worker, which may be none, in at least so many passes."""
-        found: list[ShardLoss] = []
-        draws = has_aux_loss = False
-        passes: list[ShardRange | None] = [None]
-        if shards is not None:
-            passes = [shards, *(self._range(step, one, 1) for one in range(shards.first_shard, shards.stop_shard))]
-        passes += [passes[-1]] * (num_passes - len(passes))
-        for one in passes:
-            with self._leaving_no_trace(step):
-                if one is None:
-                    with standing_in(self._model), step.companions.standing_in():
-                        step.loss_of(module, step.batch.cut(0, 1))
-                    continue
-                self.enter(step, one)
-                before = generator_states(self._device)
-                with watching_outputs(module) as outputs:
-                    found.append(self.read(step, module, one, self.samples(step, one)))
-                draws |= before != generator_states(self._device)
-                draws |= self.buffers.changed_now() is not None or step.companions.have_changed()
-                has_aux_loss |= returns_aux_loss(outputs)
-        self.norm.end_pass()
-        if draws:
-            return DRAWS
-        if shards is None or len(shards.sizes) == 1:
-            return ""
-        if has_aux_loss:
-            return AUX_LOSS
-        self._novelties[step.loss_name].learn(self.samples(step, shards))
-        with step.within():
-            most = tolerance(self._model, self._device, found[0].mean.dtype)
-        return describe_coupling(found[0], found[1 : 1 + len(shards.sizes)], most)
-
-    @contextmanager
-    def _leaving_no_trace(self, step: StepInput) -> Iterator[None]:
-        with (
-            self.buffers.untouched(),
-            leaving_no_trace(self._model, self._device),
-            self.norm.forgotten_after_error(),
-            self.norm.backward(),
-            step.companions.backward(),
-        ):
-            yield
 
     def _must_not_draw(self, shards: ShardRange) -> bool:
         if self._refusal or self.functions.draws is not False:
             return bool(self._refusal)
         return self._is_concurrent or (self._may_split and len(shards.sizes) > 1)
+
+    def _share_draws(self, shards: ShardRange) -> bool:
+        """Whether several shards draw random numbers in one pass, each its own."""
+        return len(shards.sizes) > 1 and self._may_share_draws and self.functions.draws is True
 
     # --- passes ---
 
@@ -264,29 +269,39 @@ class Passes:
             samples = self.samples(step, shards)
             if self.shows_new_values(step, shards, samples) and self._couples_now(step, module, shards):
                 continue  # with the first of them alone
-            is_wrong_if_drawn = self._must_not_draw(shards)
-            loss, drew = self.compute_loss(step, module, shards, samples)
-            if drew and is_wrong_if_drawn:
-                raise StartOverError(self.go_one_by_one)
+            is_wrong_if_drawn = self._must_not_draw(shards) or self._share_draws(shards)
+            made = self.compute_loss(step, module, shards, samples)
+            if made.is_unexamined:
+                raise StartOverError(partial(self.examine_draws, step, module, shards))
+            if made.has_drawn and is_wrong_if_drawn:
+                raise StartOverError(partial(self.go_one_by_one, step.loss_name))
             if self.functions.draws is None:
-                self.functions.draws = drew
-            if self.shows_new_operations(step, shards, loss):
+                self.functions.draws = made.has_drawn
+            if self.shows_new_operations(step, shards, made.loss):
                 raise StartOverError(partial(self._couples_now, step, module, shards))
-            yield shards, loss
+            yield shards, made.loss
             next_shard = shards.stop_shard
 
-    def compute_loss(
-        self, step: StepInput, module: nn.Module, shards: ShardRange, samples: Any
-    ) -> tuple[ShardLoss, bool]:
-        """The loss of some shards' samples, and whether they must go one by one, if that was not known before: they
-        drew random numbers, or changed buffers."""
+    def compute_loss(self, step: StepInput, module: nn.Module, shards: ShardRange, samples: Any) -> ForwardPass:
+        """A forward pass over some shards' samples."""
         self.enter(step, shards)
         self.buffers.begin_pass()
-        is_watched = self.functions.draws is None or self._must_not_draw(shards)
-        before = generator_states(self._device) if is_watched else None
-        loss = self.read(step, module, shards, samples)
+        must_not_draw = self._must_not_draw(shards)
+        draws = self._draws[step.loss_name]
+        shared = draws.shared_pass(shards, step.shard_seed) if self._share_draws(shards) else None
+        is_watched = self.functions.draws is None or must_not_draw or shared is not None
+        before = generator_states(self.device) if is_watched else None
+        loss = self.read(step, module, shards, samples, shared or nullcontext())
         changed = (self.buffers.end_forward(shards) | step.companions.have_changed()) and not self._refusal
-        return loss, before is not None and (changed or before != generator_states(self._device))
+        if before is None:
+            return ForwardPass(loss)
+        has_drawn = before != generator_states(self.device)
+        if shared is None:
+            is_unexamined = has_drawn and must_not_draw and self._may_share_draws and not changed
+            return ForwardPass(loss, changed or has_drawn, is_unexamined)
+        if shared.is_possible and not changed and not draws.knows(shared):
+            return ForwardPass(loss, is_unexamined=True)
+        return ForwardPass(loss, changed or has_drawn or not shared.is_possible)
 
     def samples(self, step: StepInput, shards: ShardRange) -> Any:
         """The content of the batch for some shards."""
@@ -294,10 +309,21 @@ class Passes:
             return step.batch.interleaved(shards.start, shards.stop, len(shards.sizes), self._turns)
         return step.batch.cut(shards.start, shards.stop)
 
-    def read(self, step: StepInput, module: nn.Module, shards: ShardRange, samples: Any) -> ShardLoss:
-        """Call the loss function with some shards' samples, and see what it returned."""
+    def read(
+        self,
+        step: StepInput,
+        module: nn.Module,
+        shards: ShardRange,
+        samples: Any,
+        within: AbstractContextManager[Any] = _PLAIN,
+    ) -> ShardLoss:
+        """Call the loss function with some shards' samples, and see what it returned.
+
+        Args:
+            within: the context in which it is called.
+        """
         watch = self.functions.may_be_weighted(step.loss_name)
-        with watching_outputs(module) if watch else nullcontext() as outputs:
+        with watching_outputs(module) if watch else nullcontext() as outputs, within:
             returned = step.loss_of(module, samples)
         loss = read_loss(returned, shards.weight, step.assignment.global_size, self.like)
         self.functions.has_returned(step.loss_name, loss.layout)
@@ -311,7 +337,7 @@ class Passes:
         self.norm.begin_pass(shards)
         step.companions.enter(shards)
         if not self._must_not_draw(shards):
-            step.seed_shard(shards.first_shard)
+            seed_generators(step.shard_seed(shards.first_shard), self.device)
 
     def backward(self, step: StepInput, loss: ShardLoss) -> None:
         """Add the gradient of some shards' loss, times their weight, to `.grad`."""
@@ -326,7 +352,7 @@ class Passes:
         Its backward pass belongs inside.
         """
         self.num_shards_in_pass = 1
-        with standing_in(self._model), step.companions.standing_in():
+        with standing_in(self.model), step.companions.standing_in():
             yield step.scale(self.loss_of_nothing(step, module))
 
     def loss_of_nothing(self, step: StepInput, module: nn.Module) -> Tensor:
@@ -353,21 +379,22 @@ class Passes:
                 prepare = problem.prepare
             self.buffers.start_over()
             self.norm.reset()
-            for parameter in self._model.parameters():
+            for parameter in self.model.parameters():
                 parameter.grad = None
             self.functions.draws = drew_before  # the first pass of a run is one shard, in each attempt
             prepare()
 
-    def go_one_by_one(self) -> None:
+    def go_one_by_one(self, loss_name: str) -> None:
         """Have shards that drew random numbers together go one by one from now on."""
         if self._refusal:
             raise ModelError(self._refusal)
         self.functions.draws = True
+        self.functions.couples[loss_name] = True
 
     def halve(self, assignment: Assignment) -> None:
         """Have half as many shards go together from now on, because memory ran out."""
         assert self._micro_batch is not None
-        free_memory(self._device)
+        free_memory(self.device)
         self._micro_batch.halve(assignment)
 
 

@@ -30,7 +30,7 @@ from paceline.train.numerics import LossFn, loss_name
 from paceline.train.preparation import Prepared
 from paceline.train.reading import DatasetReader
 from paceline.train.schedule import lr_factor
-from paceline.train.seeding import seed_shard
+from paceline.train.seeding import shard_seed
 from paceline.train.session import Session
 from paceline.train.torch_settings import explaining_refusals
 from paceline.train.trace import ParityTracer
@@ -158,7 +158,7 @@ class ModelStepper:
             assignment=assignment,
             batch=Samples.of(content, num_samples, self._readings),
             loss_of=precision.of(loss_fn),
-            seed_shard=lambda shard: seed_shard(seed, index, shard, self._device, nth),
+            shard_seed=lambda shard: shard_seed(seed, index, shard, nth),
             scale=precision.scaler.scale,
             within=precision.autocast,
             loss_name=loss_name(loss_fn),

@@ -18,6 +18,7 @@ from paceline.data.loading import Collate
 from paceline.errors import JobError
 from paceline.heartbeat import Heartbeat
 from paceline.parallel import Companions, Engine, check_shards
+from paceline.parallel.generators import seed_generators
 from paceline.spec import Job, Mesh, Plan
 from paceline.train.averaging import averaged
 from paceline.train.data_progress import DataProgress
@@ -34,7 +35,7 @@ from paceline.train.progress import Progress
 from paceline.train.reading import DatasetReader, loading_of
 from paceline.train.run_view import RunView
 from paceline.train.sample_batches import GlobalBatches
-from paceline.train.seeding import seed_between_steps, seed_generators
+from paceline.train.seeding import seed_between_steps
 from paceline.train.session import Kept, RunState, Session, Stateful
 from paceline.train.state import Trained
 from paceline.train.step import Stepper

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import random
-
-import numpy as np
 import torch
 
 from paceline.data import random_streams
 from paceline.data.counter_random import key
+from paceline.parallel.generators import seed_generators
 
 
-def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed all generators. Not by torch.manual_seed, which keeps a call and its stack trace for an unused CUDA."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
-
-
-def seed_shard(seed: int, step: int, shard: int, device: torch.device, nth: int = 0) -> None:
-    """Before a virtual shard of a step is computed: its dropout masks are its own.
+def shard_seed(seed: int, step: int, shard: int, nth: int = 0) -> int:
+    """The seed of the generators for a virtual shard of a step: its dropout masks are its own.
 
     Args:
         step: the number of the global batch.
         nth: the number of the step among those on this batch.
     """
     own = key(seed, random_streams.LATER_STEP, nth, step) if nth else seed
-    seed_generators(key(own, random_streams.FORWARD, step, shard), device)
+    return key(own, random_streams.FORWARD, step, shard)
 
 
 def seed_between_steps(seed: int, step: int, device: torch.device, nth: int = 0) -> None:

@@ -45,7 +45,7 @@ def _step(loss: Callable[[nn.Module, Any], Tensor], seed: int) -> StepInput:
     draw = torch.Generator().manual_seed(seed)
     batch = torch.randn(8, 6, generator=draw, dtype=torch.float64) + seed, torch.arange(8) % 3
     assignment = Assignment.of(8, NUM_SHARDS, 0, 1)
-    return StepInput(assignment, Samples.of(batch, 8), loss, lambda _shard: None, lambda value: value)
+    return StepInput(assignment, Samples.of(batch, 8), loss, lambda shard: shard, lambda value: value)
 
 
 @pytest.mark.parametrize("build", [_numeric, _bitwise])

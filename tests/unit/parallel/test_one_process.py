@@ -53,11 +53,13 @@ def dropout_net() -> nn.Module:
 def step_input(batch: Batch, loss: Loss = loss_of, take_norms: Any = None, step: int = 0) -> StepInput:
     assignment = Assignment.of(len(batch[1]), NUM_SHARDS, 0, 1)
 
-    def seed(shard: int) -> None:
-        torch.default_generator.manual_seed(1000 * step + shard)
-
     return StepInput(
-        assignment, Samples.of(batch, len(batch[1])), loss, seed, lambda value: value, take_norms=take_norms
+        assignment,
+        Samples.of(batch, len(batch[1])),
+        loss,
+        shard_seed=lambda shard: 1000 * step + shard,
+        scale=lambda value: value,
+        take_norms=take_norms,
     )
 
 
@@ -142,10 +144,10 @@ def test_a_device_splits_its_samples_into_micro_batches() -> None:
     with one_process(norm_net(), 2, micro_batch_size=4) as engine:
         for _ in range(2):
             engine.gradients(step_input(batch, seen))
-    assert sizes[:3] == [4, 2, 2]  # do samples couple? Two shards together and one by one
-    assert sizes[3:7] == [3, 2, 4, 2]  # shards of 3 and 2, and of 2, 2 and 2
-    # The second step; and the other device has examined its own shards, which looked new to it.
-    assert sorted(sizes[7:]) == sorted([2, 2, 3, 4, *(4, 2, 2)])
+    assert sizes[:3] == [2, 2, 4]  # do samples couple? Two shards one by one and together
+    # In each of two steps shards of 3 and 2, and of 2, 2 and 2; and the other device has examined its own shards, which
+    # looked new to it.
+    assert sorted(sizes[3:]) == sorted([*(3, 2, 4, 2) * 2, 2, 2, 4])
 
 
 def test_gradient_norms_are_those_of_the_devices_parts() -> None:

@@ -1,0 +1,193 @@
+"""torch's operators that draw random numbers, each as a tensor and the call that fills it.
+
+torch itself makes most of them of an empty tensor and an operator that fills it in place, so numbers have the same bits
+either way. The tensor can then be filled in parts, with a generator for each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+
+
+class UnknownOperatorError(Exception):
+    """An operator draws random numbers in a way that is not known here."""
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Fills a tensor with random numbers."""
+
+    operator: str
+    call: Callable[[Tensor, Tensor | None, torch.Generator | None], Any]
+    """call(values, probabilities, generator)"""
+    limits: tuple[float, float] | None = None
+    """The range of uniformly distributed numbers."""
+    is_of_two: bool = False
+    """Whether all numbers are 0 or 1."""
+    probabilities: Tensor | None = None
+    """Those of ones, of the shape of the tensor, where each element has its own."""
+
+    def of_part(self, probabilities: Tensor | None) -> Fill:
+        """For a part of the tensor, with the probabilities of this part."""
+        return replace(self, probabilities=probabilities)
+
+    def __call__(self, values: Tensor, generator: torch.Generator | None = None) -> None:
+        """Fill `values`; without a generator from torch's own."""
+        self.call(values, self.probabilities, generator)
+
+    def rehearse(self, values: Tensor, generator: torch.Generator) -> None:
+        """Fill `values` with numbers of the same kind that hardly ever are the same for two samples: half of a mask is
+        zero, whatever its rate, and uniform numbers are near their limits, on either side of any threshold."""
+        if self.is_of_two:
+            values.bernoulli_(0.5, generator=generator)
+        elif self.limits is not None:
+            lowest, highest = self.limits
+            margin = math.ldexp(highest - lowest, -6 if values.dtype.itemsize < 4 else -20)
+            values.bernoulli_(0.5, generator=generator).mul_(highest - lowest - 2 * margin).add_(lowest + margin)
+        else:
+            self(values, generator)
+
+
+def draws_random_numbers(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an operator draws random numbers."""
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    arguments = operator._schema.arguments
+    given = {one.name: one.default_value for one in arguments}
+    given |= {one.name: value for one, value in zip(arguments, args, strict=False)}
+    # Attention is tagged as well, and draws only where it drops something.
+    return (given | dict(kwargs)).get("dropout_p") != 0.0
+
+
+def call_filled_by(
+    filled: Callable[[Tensor, Fill], None], operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call an operator that draws from torch's own generator, with its numbers from `filled`.
+
+    Args:
+        filled: called with a tensor, to be filled as `Fill` does.
+
+    Raises:
+        UnknownOperatorError: before anything is drawn.
+    """
+    if operator is _aten.native_dropout.default:
+        return _dropout(filled, *args)
+    if operator in _IN_PLACE:
+        values, fill = args[0], _IN_PLACE[operator](*args[1:])
+    elif operator in _NEW:
+        values, fill = _NEW[operator](*args, **{name: one for name, one in kwargs.items() if name != "generator"})
+    else:
+        raise UnknownOperatorError
+    if values.is_complex() or values.layout != torch.strided:
+        raise UnknownOperatorError
+    filled(values, replace(fill, operator=str(operator)))
+    return values
+
+
+def _dropout(filled: Callable[[Tensor, Fill], None], input: Tensor, rate: float, train: bool | None = True) -> Any:
+    """`native_dropout`, which takes no generator: dropout on a GPU, whose kernel draws a mask of its own kind."""
+
+    def draw(mask: Tensor, _: Tensor | None, generator: torch.Generator | None) -> None:
+        ones = torch.ones_like(mask, dtype=input.dtype)
+        with _default_generator(generator, mask.device):
+            mask.copy_(_aten.native_dropout.default(ones, rate, train)[1])
+
+    mask = torch.empty_like(input, dtype=torch.bool)
+    filled(mask, Fill("native_dropout", draw, is_of_two=0 < rate < 1))
+    return input * mask * (0.0 if rate == 1 else 1 / (1 - rate)), mask
+
+
+@contextmanager
+def _default_generator(generator: torch.Generator | None, device: torch.device) -> Iterator[None]:
+    """Inside, torch's own generator draws what `generator` would draw, if there is one."""
+    if generator is None:
+        yield
+        return
+    default = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+    before = default.get_state()
+    default.set_state(generator.get_state())
+    try:
+        yield
+    finally:
+        generator.set_state(default.get_state())
+        default.set_state(before)
+
+
+# --- operators by what they fill a tensor with ---
+
+
+def _filling(operator: Any, *arguments: Any, **facts: Any) -> Fill:
+    def call(values: Tensor, _: Tensor | None, generator: torch.Generator | None) -> None:
+        operator(values, *arguments, generator=generator)
+
+    return Fill(str(operator), call, **facts)
+
+
+def _uniform(lowest: float = 0.0, highest: float = 1.0) -> Fill:
+    return _filling(_aten.uniform_.default, lowest, highest, limits=(lowest, highest))
+
+
+def _normal(mean: float = 0.0, std: float = 1.0) -> Fill:
+    return _filling(_aten.normal_.default, mean, std)
+
+
+def _exponential(rate: float = 1.0) -> Fill:
+    return _filling(_aten.exponential_.default, rate)
+
+
+def _integers(lowest: int, beyond: int | None) -> Fill:
+    return _filling(getattr(_aten.random_, "from"), lowest, beyond)
+
+
+def _bernoulli(probability: float = 0.5) -> Fill:
+    return _filling(_aten.bernoulli_.float, probability, is_of_two=0 < probability < 1)
+
+
+def _bernoulli_each(probabilities: Tensor) -> Fill:
+    def call(values: Tensor, own: Tensor | None, generator: torch.Generator | None) -> None:
+        assert own is not None
+        _aten.bernoulli_.Tensor(values, own, generator=generator)
+
+    return Fill("bernoulli_", call, is_of_two=True, probabilities=probabilities)
+
+
+_IN_PLACE: dict[Any, Callable[..., Fill]] = {
+    _aten.uniform_.default: _uniform,
+    _aten.normal_.default: _normal,
+    _aten.exponential_.default: _exponential,
+    _aten.random_.default: lambda: _filling(_aten.random_.default),
+    _aten.random_.to: lambda beyond: _filling(_aten.random_.to, beyond),
+    getattr(_aten.random_, "from"): _integers,
+    _aten.bernoulli_.float: _bernoulli,
+    _aten.bernoulli_.Tensor: _bernoulli_each,
+}
+"""Operators that fill their first argument, by what they are called with besides."""
+
+_NEW: dict[Any, Callable[..., tuple[Tensor, Fill]]] = {
+    _aten.rand.default: lambda size, **options: (torch.empty(size, **options), _uniform()),
+    _aten.rand_like.default: lambda like, **options: (torch.empty_like(like, **options), _uniform()),
+    _aten.randn.default: lambda size, **options: (torch.empty(size, **options), _normal()),
+    _aten.randn_like.default: lambda like, **options: (torch.empty_like(like, **options), _normal()),
+    _aten.randint.default: lambda beyond, size, **options: (_empty_integers(size, options), _integers(0, beyond)),
+    _aten.randint.low: lambda low, beyond, size, **options: (_empty_integers(size, options), _integers(low, beyond)),
+    _aten.randint_like.default: lambda like, beyond, **options: (
+        torch.empty_like(like, **options),
+        _integers(0, beyond),
+    ),
+    _aten.bernoulli.p: lambda like, probability: (torch.empty_like(like), _bernoulli(probability)),
+    _aten.bernoulli.default: lambda probabilities: (torch.empty_like(probabilities), _bernoulli_each(probabilities)),
+}
+"""Operators that make a tensor and fill it."""
+
+
+def _empty_integers(size: Any, options: dict[str, Any]) -> Tensor:
+    return torch.empty(size, **({"dtype": torch.int64} | options))
