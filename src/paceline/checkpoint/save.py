@@ -178,10 +178,10 @@ class Saver:
     def begin(self, snapshot: Snapshot) -> None:
         """Copy `snapshot`, and write it in the background. A collective of all workers; none of them may be busy.
         Raises `CheckpointError` for something that a checkpoint cannot hold."""
+        began = time.perf_counter()
         # Torch's planning takes long to load, and the first step need not wait for it.
         from paceline.checkpoint.write_plan import plan_writes
 
-        began = time.perf_counter()
         self.last_step = snapshot.step
         values, tensors = flatten_state(snapshot.shared)
         own_values, own_tensors = flatten_state(snapshot.own, worker_prefix(self._rank))
