@@ -12,5 +12,4 @@ if TYPE_CHECKING:
 
 def is_dtensor(value: object) -> TypeIs[DTensor]:
     """Whether `value` is a DTensor; none can exist in a process that has not loaded their module."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
+    return isinstance(value, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
