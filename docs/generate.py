@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 import typer
 
 import paceline
-from paceline.cli import app
+from paceline.cli import command_line
 from paceline.workflows import catalog
 
 
@@ -50,7 +50,7 @@ def job_keys() -> str:
 def commands() -> str:
     """Every command with its arguments and options, in the order of `paceline --help`."""
     lines = ["# Commands", "", "`paceline COMMAND --help` prints the same.", ""]
-    root = typer.main.get_command(app)
+    root = typer.main.get_command(command_line())
     for words, command in _commands(root, ("paceline",)):
         lines += [f"## {' '.join(words)}", "", str(command.help or "").partition("\f")[0].strip(), ""]
         rows = [_option_row(parameter) for parameter in command.params if not getattr(parameter, "hidden", False)]

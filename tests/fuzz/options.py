@@ -88,7 +88,7 @@ def commands() -> dict[str, Any]:
         else:
             found[name] = command
 
-    visit(typer.main.get_command(cli.app), "")
+    visit(typer.main.get_command(cli.command_line()), "")
     return found
 
 

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from paceline.errors import PacelineError, WorkerFailed
-from paceline.launch import LaunchOptions, run_workers
+from paceline.launch.run_workers import run_workers
+from paceline.launch.team import LaunchOptions
 from paceline.spec import Plan
 from tests.ranks.command_line import clean_environ
 
@@ -178,7 +179,8 @@ LAUNCHER = """\
 import json, signal, sys
 from pathlib import Path
 from paceline.errors import PacelineError
-from paceline.launch import LaunchOptions, run_workers
+from paceline.launch.run_workers import run_workers
+from paceline.launch.team import LaunchOptions
 from paceline.spec import Plan
 
 # A test run in the background ignores them.

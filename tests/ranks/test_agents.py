@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from paceline.errors import LaunchError, PacelineError, WorkerFailed
-from paceline.launch import agent, messages, run_workers
+from paceline.launch import agent, messages
 from paceline.launch.remote_team import NodeAccess, RemoteTeam, open_nodes
+from paceline.launch.run_workers import run_workers
 from paceline.launch.team import LaunchOptions
 from paceline.spec import NodePlacement, Plan
 from tests.ranks.launching import Stage, open_stage

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from paceline import env
-from paceline.launch import LaunchOptions, run_workers
 from paceline.launch.commands import WORKER
 from paceline.launch.forking import ForkServer, Process
+from paceline.launch.run_workers import run_workers
+from paceline.launch.team import LaunchOptions
 from paceline.spec import Plan
 from paceline.workflows.allocation import PRELOAD
 from tests.ranks.launching import is_alive, wait_until

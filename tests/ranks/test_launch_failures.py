@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import LaunchError, PacelineError, WorkerFailed
-from paceline.launch import LaunchOptions, run_workers
+from paceline.launch.run_workers import run_workers
+from paceline.launch.team import LaunchOptions
 from paceline.spec import Plan
 from tests.ranks.launching import Stage, open_stage
 

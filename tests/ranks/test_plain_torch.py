@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from paceline.launch import LaunchOptions, run_workers
 from paceline.launch.remote_team import NodeAccess, open_nodes
+from paceline.launch.run_workers import run_workers
+from paceline.launch.team import LaunchOptions
 from paceline.spec import NodePlacement, Plan
 from tests.ranks.command_line import clean_environ, paceline
 from tests.ranks.launching import GENERATION, Stage, is_alive, open_stage

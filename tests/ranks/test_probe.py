@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from paceline import env
-from paceline.launch import LaunchOptions, run_workers
+from paceline.launch.run_workers import run_workers
+from paceline.launch.team import LaunchOptions
 from paceline.measure.link_probe import time_loopback, time_shared_memory
 from paceline.measure.values import NetworkProbe
 from paceline.spec import Cluster, Plan

@@ -45,6 +45,10 @@ _ALIGNMENT = 64
 """Bytes: a cache line, and the widest vector of a processor. Copies between places so aligned are the fastest."""
 
 
+def data_file_name(writer: int) -> str:
+    return f"worker-{writer:05d}.safetensors"
+
+
 class StagedFile:
     """A block of host memory that holds the data file of one worker."""
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from paceline.dtensor_type import is_dtensor
 from paceline.errors import CheckpointError
 
 _KINDS = ("tensor", "tuple", "pairs", "number")
@@ -62,7 +62,7 @@ def flatten_state(value: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
 
 def _memory(tensor: Tensor) -> object:
     """Equal for tensors that share memory; None where workers could not agree on it (shards may be empty)."""
-    if isinstance(tensor, DTensor) or not tensor.numel() or tensor.layout != torch.strided or tensor.is_meta:
+    if is_dtensor(tensor) or not tensor.numel() or tensor.layout != torch.strided or tensor.is_meta:
         return None
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 

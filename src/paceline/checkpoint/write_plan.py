@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor
 
-from paceline.checkpoint.data_file import NAMES
+from paceline.checkpoint.data_file import NAMES, data_file_name
 from paceline.checkpoint.manifest import StoredSlice, TensorEntry
+from paceline.dtensor_type import is_dtensor
 from paceline.errors import CheckpointError
 from paceline.object_collectives import all_gather_objects
 
@@ -87,7 +87,7 @@ def _planner(state: Mapping[str, Tensor], *, is_coordinator: bool = False) -> De
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:
     """Everything about a tensor that decides who writes it."""
-    spread = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
+    spread = (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else ()
     return (tensor.dtype, tensor.shape, *spread)
 
 
@@ -121,10 +121,6 @@ def _on_any(changed: bool, group: dist.ProcessGroup | None) -> bool:
     answer = torch.tensor([changed], dtype=torch.int32)
     dist.all_reduce(answer, dist.ReduceOp.MAX, group=group)
     return bool(answer)
-
-
-def data_file_name(writer: int) -> str:
-    return f"worker-{writer:05d}.safetensors"
 
 
 def _chunk(item: WriteItem, writer: int) -> StoredSlice:

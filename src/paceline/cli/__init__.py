@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import sys
+from collections.abc import Iterable
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
@@ -11,29 +13,66 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from paceline import __version__
-from paceline.cli import (
-    bench,
-    catalog,
-    checkpoint,
-    doctor,
-    launch,
-    memory,
-    new,
-    plan,
-    probe,
-    report,
-    scale,
-    submit,
-    topo,
-    train,
-    verify,
-    watch,
-)
 from paceline.errors import PacelineError, WorkerFailed, printable, shown
-from paceline.workflows.agent import agent
 
 INTERRUPTED = 130
 """The exit code of Ctrl-C: 128 + SIGINT, as shells have it; the command-line library makes one of the other."""
+
+COMMANDS = {
+    "topo": "paceline.cli.topo:topo",
+    "probe": "paceline.cli.probe:probe",
+    "plan": "paceline.cli.plan:plan",
+    "memory": "paceline.cli.memory:memory",
+    "launch": "paceline.cli.launch:launch",
+    "train": "paceline.cli.train:train",
+    "scale": "paceline.cli.scale:scale",
+    "verify": "paceline.cli.verify:verify",
+    "submit": "paceline.cli.submit:app",
+    "bench": "paceline.cli.bench:app",
+    "checkpoint": "paceline.cli.checkpoint:app",
+    "export": "paceline.cli.checkpoint:export",
+    "watch": "paceline.cli.watch:watch",
+    "report": "paceline.cli.report:report",
+    "doctor": "paceline.cli.doctor:doctor",
+    "new": "paceline.cli.new:new",
+    "jobs": "paceline.cli.catalog:app",
+    "models": "paceline.cli.catalog:models",
+    "data": "paceline.cli.catalog:data",
+    "agent": "paceline.workflows.agent:agent",
+}
+"""Where each command is, in the order of the pipeline: a function, or a group of commands."""
+
+_HIDDEN = "agent"
+
+
+class PipelineOrder(TyperGroup):
+    """The pipeline's order, in which the library would put commands that have commands of their own last."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(super().list_commands(ctx), key=list(COMMANDS).index)
+
+
+def command_line(names: Iterable[str] = COMMANDS) -> typer.Typer:
+    """The command line with the commands of these names; what other commands need is not loaded."""
+    app = typer.Typer(
+        name="paceline",
+        cls=PipelineOrder,
+        help="Add devices, keep the accuracy, know the gain before you pay for it.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+    )
+    app.callback()(_options)
+    for name in names:
+        place, _, attribute = COMMANDS[name].partition(":")
+        module = import_module(place)
+        command = getattr(module, attribute)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            settings = getattr(module, "CONTEXT", None)
+            app.command(name, context_settings=settings, hidden=name == _HIDDEN)(command)
+    return app
 
 
 def _print_version(is_asked: bool) -> None:
@@ -42,47 +81,7 @@ def _print_version(is_asked: bool) -> None:
         raise typer.Exit
 
 
-class PipelineOrder(TyperGroup):
-    """The pipeline's order, in which the library would put commands that have commands of their own last."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        last = ("checkpoint", "export", "watch", "report", "doctor", "new", "jobs", "models", "data")
-        return sorted(super().list_commands(ctx), key=lambda name: last.index(name) + 1 if name in last else 0)
-
-
-app = typer.Typer(
-    name="paceline",
-    cls=PipelineOrder,
-    help="Add devices, keep the accuracy, know the gain before you pay for it.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-)
-# In the order of the pipeline.
-app.command("topo")(topo.topo)
-app.command("probe")(probe.probe)
-app.command("plan")(plan.plan)
-app.command("memory")(memory.memory)
-app.command("launch", context_settings=launch.CONTEXT)(launch.launch)
-app.command("train")(train.train)
-app.command("scale")(scale.scale)
-app.command("verify", context_settings=verify.CONTEXT)(verify.verify)
-app.add_typer(submit.app, name="submit")
-app.add_typer(bench.app, name="bench")
-app.add_typer(checkpoint.app, name="checkpoint")
-app.command("export")(checkpoint.export)
-app.command("watch")(watch.watch)
-app.command("report")(report.report)
-app.command("doctor")(doctor.doctor)
-app.command("new")(new.new)
-app.add_typer(catalog.app, name="jobs")
-app.command("models")(catalog.models)
-app.command("data")(catalog.data)
-app.command("agent", hidden=True)(agent)
-
-
-@app.callback()
-def options(
+def _options(
     _version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
@@ -92,8 +91,9 @@ def options(
 
 def main() -> None:
     """Run a command. A user's mistake is one sentence and an exit code; a bug keeps its traceback."""
+    named = [word for word in sys.argv[1:2] if word in COMMANDS]
     try:
-        exit_code = app(standalone_mode=False)
+        exit_code = command_line(named or COMMANDS)(standalone_mode=False)
     except TyperException as mistake:
         sys.exit(_explain(mistake))
     except BrokenPipeError:  # the reader of the output, such as `head`, has ended

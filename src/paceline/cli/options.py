@@ -249,6 +249,7 @@ def _hints(workflow: Callable[..., Any]) -> dict[str, Any]:
     return get_type_hints(SimpleNamespace(__annotations__=named), vars(sys.modules[workflow.__module__]))
 
 
+@functools.cache  # several commands have the same options
 def meanings_of(workflow: Callable[..., Any]) -> dict[str, str]:
     """What the docstring of a function says of its parameters, as the help of options."""
     section = (inspect.getdoc(workflow) or "").partition("Args:\n")[2].partition("\n\n")[0]
@@ -274,6 +275,7 @@ def _as_help(text: str) -> str:
     return plain if text.startswith('"') else plain[0].upper() + plain[1:]
 
 
+@functools.cache
 def _fields(group: type) -> list[inspect.Parameter]:
     """The fields of a dataclass as parameters of a command; the texts below them are their help."""
     hints, meanings, panel = get_type_hints(group), field_meanings(group), {"rich_help_panel": GROUPS[group]}

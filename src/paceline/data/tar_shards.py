@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-import fsspec
 import numpy as np
 from torch.utils.data import IterableDataset
 
@@ -96,6 +95,8 @@ class TarShards(IterableDataset[Any]):
 
 def _samples(address: str) -> Iterator[dict[str, Any]]:
     """The samples of one tar file."""
+    import fsspec  # only streams of tar files need it
+
     sample: dict[str, Any] = {}
     try:
         with fsspec.open(address, "rb") as file, tarfile.open(fileobj=file, mode="r|*") as archive:
@@ -141,6 +142,8 @@ def _expanded(address: str) -> list[str]:
         return list(itertools.chain.from_iterable(found))
     if not glob.has_magic(address):
         return [address]
+    import fsspec
+
     files, pattern = fsspec.core.url_to_fs(address)
     names = sorted(files.glob(pattern))
     if not names:

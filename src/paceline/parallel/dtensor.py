@@ -1,19 +1,24 @@
-"""Conversions between full tensors and workers' shards: plain tensors or DTensors."""
+"""Conversions between full tensors and workers' shards: plain tensors or DTensors.
+
+Plain tensors load nothing of DTensors, which takes long.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from paceline.dtensor_type import is_dtensor
 from paceline.private_groups import private_group
 from paceline.spec import Mesh
 from paceline.spec.mesh import AXES
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
 
 
 def device_mesh_of(mesh: Mesh, device_kind: str) -> DeviceMesh:
@@ -25,14 +30,16 @@ def device_mesh_of(mesh: Mesh, device_kind: str) -> DeviceMesh:
 
 def local_shard(tensor: Tensor) -> Tensor:
     """This worker's shard of `tensor`, or all of a plain tensor; shares its memory."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.to_local().detach() if is_dtensor(tensor) else tensor.detach()
 
 
 @torch.no_grad()
 def full_tensor(tensor: Tensor) -> Tensor:
     """All of `tensor`; a collective of the workers that hold its shards."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return tensor.detach()
+    from torch.distributed.tensor import DTensor, Replicate
+
     # A shard that is kept in host memory is sent from where the mesh computes.
     gathered = cast(DTensor, tensor.to(tensor.device_mesh.device_type))
     # Axis by axis, the outer first: torch warns where it has to find that order itself.
@@ -44,13 +51,22 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 def shard_slice(like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The offsets of this worker's shard in the full tensor, and its sizes, along each dimension."""
-    sizes, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    return _own_slice(like.shape, like.device_mesh, like.placements)
+
+
+def _own_slice(
+    shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """As `shard_slice`, for a tensor of that shape."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
     return tuple(offsets), tuple(sizes)
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     """The full `tensor` sharded like `like`: this worker's shard, as a DTensor; no communication."""
-    if not isinstance(like, DTensor):
+    if not is_dtensor(like):
         return tensor
     offsets, sizes = shard_slice(like)
     mine = tensor[tuple(slice(start, start + length) for start, length in zip(offsets, sizes, strict=True))]
@@ -62,10 +78,10 @@ def part(like: Tensor) -> Tensor:
     """What a worker holds of `like` before it is sharded over fsdp, without values: all of it, or its part along tp."""
     if not is_sharded(like, "tp"):
         return torch.empty_strided(like.shape, like.stride(), device="meta")
-    assert isinstance(like, DTensor)
+    assert is_dtensor(like)
     names = like.device_mesh.mesh_dim_names or ()
     placement = like.placements[names.index("tp")]
-    sizes, _ = compute_local_shape_and_global_offset(like.shape, like.device_mesh["tp"], (placement,))
+    _, sizes = _own_slice(like.shape, like.device_mesh["tp"], (placement,))
     return torch.empty(sizes, device="meta")
 
 
@@ -73,7 +89,7 @@ def shard_of_part(mine: Tensor, like: Tensor) -> Tensor:
     """A worker's `part` sharded like `like`; no communication."""
     if not is_sharded(like, "tp"):
         return shard_like(mine, like)
-    assert isinstance(like, DTensor)
+    assert is_dtensor(like)
     own = mine
     names = like.device_mesh.mesh_dim_names or ()
     if "fsdp" in names:  # rows of all but the last workers are equally many
@@ -84,8 +100,10 @@ def shard_of_part(mine: Tensor, like: Tensor) -> Tensor:
 
 def with_local(own: Tensor, like: Tensor) -> Tensor:
     """The tensor whose shard here is `own`, sharded like `like`."""
-    if not isinstance(like, DTensor):
+    if not is_dtensor(like):
         return own
+    from torch.distributed.tensor import DTensor
+
     return DTensor.from_local(
         own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
@@ -98,7 +116,7 @@ def local_bytes(tensors: Iterable[Tensor]) -> int:
 
 def is_sharded(tensor: Tensor, axis: str) -> bool:
     """Whether workers along the mesh axis `axis` hold different shards of `tensor`."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return False
     names = tensor.device_mesh.mesh_dim_names or ()
     # torch's own subclass of Shard for two axes on one dimension says no to is_shard().

@@ -13,8 +13,8 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from paceline.dtensor_type import is_dtensor
 from paceline.parallel.dtensor import alike
 
 
@@ -51,7 +51,7 @@ class RepeatedParameters:
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         # `fully_shard` reduces gradients layer by layer: it must not get some of them later.
-        self._layers = [one for one in layers if not any(isinstance(p, DTensor) for p in one.parameters())]
+        self._layers = [one for one in layers if not any(is_dtensor(p) for p in one.parameters())]
         self._orders: dict[Any, Tensor] = {}
 
     def repeated(self, num_shards: int) -> dict[Tensor, RepeatedParameter]:

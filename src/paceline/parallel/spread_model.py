@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from paceline.dtensor_type import is_dtensor
 from paceline.errors import JobError, ModelError
 from paceline.object_collectives import gather_objects
 from paceline.parallel.axes import Axes
@@ -248,7 +248,7 @@ def _place(stage: nn.Module, device: torch.device, plan: Plan) -> None:
     """Move to `device` what has values and was not moved with its shards; with `cpu_offload` these stay."""
 
     def stays(tensor: Tensor) -> bool:
-        is_offloaded = plan.cpu_offload and isinstance(tensor, DTensor)
+        is_offloaded = plan.cpu_offload and is_dtensor(tensor)
         return tensor.is_meta or is_offloaded or tensor.device == device
 
     if not all(stays(tensor) for tensor in (*stage.parameters(), *stage.buffers())):

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
+from paceline.dtensor_type import is_dtensor
 from paceline.train.joint_optimizer import parts_of
 from paceline.train.optim import FUSED
 
@@ -56,7 +56,5 @@ def tell_scaler(optimizer: Optimizer) -> None:
 def _is_new(optimizer: Optimizer, parameters: list[Tensor]) -> bool:
     """Whether the optimizer has yet to make the state of some parameter, or torch's kernels take no shards of it."""
     if isinstance(optimizer, SGD) and not any(group["momentum"] for group in optimizer.param_groups):
-        return any(isinstance(one, DTensor) for one in parameters)
-    return any(
-        isinstance(one, DTensor) or (one.grad is not None and not optimizer.state.get(one)) for one in parameters
-    )
+        return any(is_dtensor(one) for one in parameters)
+    return any(is_dtensor(one) or (one.grad is not None and not optimizer.state.get(one)) for one in parameters)

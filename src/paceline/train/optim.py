@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from paceline.dtensor_type import is_dtensor
 from paceline.errors import JobError, did_you_mean
 from paceline.import_path import checked_options, imported, takes
 from paceline.spec import Job, Mesh, OptimSpec
@@ -101,11 +102,9 @@ def choose_kernels(optimizer: Optimizer, device: torch.device, *, alike_on_shard
     Args:
         alike_on_shards: whether whole parameters are updated by the kernels that shards are, which give the same bits.
     """
-    from torch.distributed.tensor import DTensor  # takes long to load
-
     for group in optimizer.param_groups:
         parameters = group["params"]
-        kinds = {one.device_mesh if isinstance(one, DTensor) else None for one in parameters}
+        kinds = {one.device_mesh if is_dtensor(one) else None for one in parameters}
         if None in kinds and len(kinds) > 1:
             group.update({way: False for way in ("foreach", "fused") if way in group})
         if device.type == "cpu" or group.get("foreach", False) is not None or group.get("fused") is not None:

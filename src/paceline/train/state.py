@@ -17,10 +17,10 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from paceline.checkpoint import Loaded, Stored
+from paceline.dtensor_type import is_dtensor
 from paceline.errors import CheckpointError, ModelError, shown
 from paceline.parallel import Engine
 from paceline.parallel.dtensor import local_shard, shard_like, shard_slice
@@ -227,7 +227,7 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 def _shard_of(stored: Any, like: Any) -> Any:
     """The shard that this worker needs of a stored tensor: where it holds a shard of `like`, the same of it."""
-    is_spread = isinstance(stored, Stored) and isinstance(like, DTensor) and stored.shape == tuple(like.shape)
+    is_spread = isinstance(stored, Stored) and is_dtensor(like) and stored.shape == tuple(like.shape)
     return stored.slice_at(*shard_slice(like)) if is_spread else stored
 
 

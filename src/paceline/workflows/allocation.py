@@ -13,7 +13,6 @@ from typing import Any, get_args
 from paceline import env
 from paceline.errors import LaunchError, file_problems
 from paceline.hardware import detect
-from paceline.launch import run_workers
 from paceline.launch.contained import contained
 from paceline.launch.elastic import run_elastic
 from paceline.launch.fleet import Describe, Fleet
@@ -22,7 +21,7 @@ from paceline.launch.messages import Hello
 from paceline.launch.node_list import NodeSlots
 from paceline.launch.ray import ray_argv, ray_nodes
 from paceline.launch.remote_team import NodeAccess, RemoteTeam, open_nodes
-from paceline.launch.run_workers import SAVE_S
+from paceline.launch.run_workers import SAVE_S, run_workers
 from paceline.launch.slurm import allocation, srun_argv
 from paceline.launch.ssh import explain_ssh_failure, ssh_argv
 from paceline.launch.team import LaunchOptions, Output

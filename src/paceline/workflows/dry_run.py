@@ -6,8 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from paceline.launch import worker_commands
-from paceline.launch.commands import Rendezvous, rendezvous_on_one_node
+from paceline.launch.commands import Rendezvous, rendezvous_on_one_node, worker_commands
 from paceline.spec import Plan
 from paceline.workflows.allocation import node_access
 from paceline.workflows.where import Where

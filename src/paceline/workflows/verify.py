@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from paceline import env
 from paceline.errors import LaunchError
 from paceline.hardware import detect
-from paceline.launch import LaunchOptions, run_workers
+from paceline.launch.run_workers import run_workers
+from paceline.launch.team import LaunchOptions
 from paceline.plan import spread
 from paceline.spec import Cluster, Job, Plan
 from paceline.spec.mesh_name import check_strategy

@@ -12,9 +12,9 @@ import torch
 
 from paceline.checkpoint import Saver, Snapshot, newest_good, open_storage, read_checkpoint
 from paceline.checkpoint import save as saving
+from paceline.checkpoint.data_file import data_file_name
 from paceline.checkpoint.load import list_checkpoints, list_folders
 from paceline.checkpoint.storage import Folder, Piece, Storage
-from paceline.checkpoint.write_plan import data_file_name
 from paceline.errors import CheckpointError
 from paceline.spec.job import CheckpointSpec
 from tests.unit.checkpoint.memory import Memory

@@ -66,6 +66,14 @@ def test_help_of_a_command(command: str, answers: dict[tuple[str, ...], Answer])
     assert all(len(line) <= 80 for line in text.splitlines())
 
 
+def test_a_command_loads_no_other() -> None:
+    ask = f"{ASK}\nprint(*(name for name in sys.modules if name.startswith('paceline.cli.')))"
+    asked = json.dumps([["train", "--help"], ["train", "digits-lenett"]])
+    result = subprocess.run([sys.executable, "-c", ask, asked], capture_output=True, text=True, timeout=30, check=True)
+    loaded = {name.rpartition(".")[2] for name in result.stdout.splitlines()[-1].split()}
+    assert loaded == {"train", "options", "catalog", "console"}
+
+
 def test_a_mistake_is_answered_without_torch(answers: dict[tuple[str, ...], Answer]) -> None:
     _, code, loaded = answers[MISTAKE]
     assert (code, loaded) == (2, [])

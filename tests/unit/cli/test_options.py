@@ -10,7 +10,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from paceline.cli import app
+from paceline.cli import command_line
 from paceline.cli.options import options_of, parse_size, parse_tolerance
 from paceline.errors import JobError, LaunchError, PacelineError
 from paceline.plan import place
@@ -114,10 +114,10 @@ def test_other_tolerances_are_refused(text: str) -> None:
 def test_every_field_of_a_group_is_an_option_of_its_own_type() -> None:
     words = ["train", "digits-lenet", "--set", "parity=numeric", "-n", "2", "--dry-run", "--hang-timeout", "30"]
     words += ["--strategy", "fsdp", "--cpu-offload", "--min-workers", "1", "--no-standby", "--launcher", "local"]
-    shown = CliRunner().invoke(app, words, catch_exceptions=False)
+    shown = CliRunner().invoke(command_line(), words, catch_exceptions=False)
     assert shown.exit_code == 0, shown.output
     assert shown.stdout.startswith("# 2 workers, launcher local")
-    wrong = CliRunner().invoke(app, ["train", "digits-lenet", "--dry-run", "--min-workers", "0"])
+    wrong = CliRunner().invoke(command_line(), ["train", "digits-lenet", "--dry-run", "--min-workers", "0"])
     assert wrong.exit_code == 2 and "than or equal to" in wrong.output
 
 
@@ -137,7 +137,7 @@ def test_a_message_names_the_option_and_in_python_the_parameter(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("")
-    refused = CliRunner().invoke(app, words)
+    refused = CliRunner().invoke(command_line(), words)
     assert isinstance(refused.exception, PacelineError) and str(refused.exception).startswith(says)
     with pytest.raises(LaunchError, match=r"hang_timeout_s = inf should be"):
         Where(hang_timeout_s=float("inf"))
@@ -164,14 +164,14 @@ def test_the_order_of_a_union_does_not_matter() -> None:
 
 
 def described(words: list[str]) -> list[Any]:
-    command: Any = get_command(app)
+    command: Any = get_command(command_line())
     for word in words:
         command = command.commands[word]
     return list(command.params)
 
 
 def test_memory_takes_a_number_of_samples_and_says_so() -> None:
-    found = CliRunner().invoke(app, ["memory", "digits-lenet", "--micro-batch", "two"])
+    found = CliRunner().invoke(command_line(), ["memory", "digits-lenet", "--micro-batch", "two"])
     assert found.exit_code == 2
     assert "auto" not in found.output and "valid integer" in found.output
 
@@ -187,7 +187,7 @@ def test_memory_takes_a_number_of_samples_and_says_so() -> None:
     ],
 )
 def test_the_help_of_an_option_that_takes_a_list_has_an_example(words: str, option: str, example: str) -> None:
-    command: Any = get_command(app)
+    command: Any = get_command(command_line())
     for word in words.split():
         command = command.commands[word]
     (found,) = (one for one in command.params if one.name == option)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from paceline.cli import app
+from paceline.cli import command_line
 from paceline.errors import ClusterError, JobError
 from paceline.plan.forecast import forecast
 from paceline.spec import Job, Plan
@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def ask(*arguments: str) -> str:
     """Standard output of `paceline plan`; what it raises is raised."""
-    result = CliRunner().invoke(app, ["plan", *arguments], catch_exceptions=False)
+    result = CliRunner().invoke(command_line(), ["plan", *arguments], catch_exceptions=False)
     if isinstance(result.exception, Exception):
         raise result.exception
     assert result.exit_code == 0, result.output

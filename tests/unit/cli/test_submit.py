@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from paceline.cli import app
+from paceline.cli import command_line
 from paceline.cli.options import parse_hours
 from paceline.errors import PacelineError
 from paceline.spec import Job, Plan
 
 
 def submit(*arguments: str) -> str:
-    result = CliRunner().invoke(app, ["submit", *arguments], catch_exceptions=True)
+    result = CliRunner().invoke(command_line(), ["submit", *arguments], catch_exceptions=True)
     if isinstance(result.exception, PacelineError):
         raise result.exception
     assert result.exit_code == 0, result.output

@@ -10,8 +10,7 @@ import pytest
 
 from paceline import env
 from paceline.errors import LaunchError
-from paceline.launch import WorkerCommand, worker_commands
-from paceline.launch.commands import Rendezvous, rendezvous_on_one_node
+from paceline.launch.commands import Rendezvous, WorkerCommand, rendezvous_on_one_node, worker_commands
 from paceline.spec import NodePlacement, Plan
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from paceline.cli import app
+from paceline.cli import command_line
 from paceline.errors import JobError
 from paceline.spec import Plan
 
@@ -33,6 +33,10 @@ def test_training_takes_its_workers_from_the_plan_and_options_win(
     monkeypatch.setenv("PACELINE_DEVICE", "cpu")
     (tmp_path / "plan.json").write_text(json.dumps(Plan(world_size=3).to_mapping()))
     words = ["train", "digits-lenet", "--dry-run", "--plan", str(tmp_path / "plan.json")]
-    planned = CliRunner().invoke(app, words, catch_exceptions=False).stdout
+    planned = CliRunner().invoke(command_line(), words, catch_exceptions=False).stdout
     assert planned.startswith("# 3 workers,") and planned.count("# rank ") == 3
-    assert CliRunner().invoke(app, [*words, "-n", "2"], catch_exceptions=False).stdout.startswith("# 2 workers,")
+    assert (
+        CliRunner()
+        .invoke(command_line(), [*words, "-n", "2"], catch_exceptions=False)
+        .stdout.startswith("# 2 workers,")
+    )

@@ -15,7 +15,7 @@ import pytest
 import typer
 
 import paceline
-from paceline.cli import app
+from paceline.cli import command_line
 from paceline.cli.options import GROUPS
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -70,7 +70,7 @@ OF_OTHER_FUNCTIONS = {
 def commands() -> dict[str, Any]:
     """Every command that is not hidden, by its words."""
     found: dict[str, Any] = {}
-    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+    for name, command in typer.main.get_command(command_line()).commands.items():  # type: ignore[attr-defined]
         below = getattr(command, "commands", None)
         if below is not None:
             found |= {f"{name} {inner}": one for inner, one in below.items()}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from paceline.cli import app
+from paceline.cli import command_line
 from paceline.errors import JobError
 from paceline.spec import Cluster, Device, Job, Mesh, Node, Plan
 from paceline.spec.model_cost import Activations, ModelCost
@@ -115,7 +115,7 @@ def test_a_script_is_launched_on_the_workers_of_its_mesh(tmp_path: Path, monkeyp
     script = tmp_path / "train.py"
     script.touch()
     words = ["launch", "--dry-run", "--strategy", "dp2 x pp2", "-n"]
-    shown = CliRunner().invoke(app, [*words, "4", str(script)], catch_exceptions=False).stdout
+    shown = CliRunner().invoke(command_line(), [*words, "4", str(script)], catch_exceptions=False).stdout
     assert shown.count("PACELINE_STRATEGY='dp2 x pp2'") == 4
     with pytest.raises(JobError, match="does not make 3 workers"):
-        CliRunner().invoke(app, [*words, "3", str(script)], catch_exceptions=False)
+        CliRunner().invoke(command_line(), [*words, "3", str(script)], catch_exceptions=False)

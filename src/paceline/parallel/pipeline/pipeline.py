@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from paceline.dtensor_type import is_dtensor
 from paceline.errors import JobError, ModelError
 from paceline.object_collectives import broadcast_object
 from paceline.parallel.engine import statistics_dtype
@@ -190,7 +190,7 @@ class Pipeline:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            mine = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            mine = parameter.grad.to_local() if is_dtensor(parameter.grad) else parameter.grad
             shared.append((mine, ranks))
         self._links.sum_among(shared)
 
