@@ -252,12 +252,13 @@ class _ModelOnMesh:
         """
         kept = [layer.output_bytes if self.recompute else self.kept(layer) for layer in stage]
         waiting_bytes = self.fixed_bytes + sum(kept) * (self.in_flight[place] - self.micro_batch_size)
-        before, done = 0.0, own
+        before, whole, done = 0.0, 0.0, own
         peaks = [(waiting_bytes, self.transit_at_the_end(own, block))]
         for layer, kept_bytes in zip(stage, kept, strict=True):
-            before += kept_bytes
-            at_once = before + self.moment(layer) + (self.kept(layer) if self.recompute else 0.0)
-            peaks.append((waiting_bytes + self.micro_batch_size * at_once, self.transit(layer, done, block)))
+            before, whole = before + kept_bytes, whole + self.kept(layer)
+            at_once = min(whole, before + self.kept(layer)) if self.recompute else before
+            activation_bytes = waiting_bytes + self.micro_batch_size * (at_once + self.moment(layer))
+            peaks.append((activation_bytes, self.transit(layer, done, block)))
             done -= self.parameters(layer)
         return max(peaks, key=sum)
 

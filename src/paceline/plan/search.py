@@ -137,11 +137,11 @@ def search(workload: Workload, num_workers: int, devices_per_node: int, network:
 def best_of(workload: Workload, mesh: Mesh, devices_per_node: int, network: Network) -> MeshCandidate | DeviceMemory:
     """The fastest way to use `mesh`; where none fits, the memory that the thriftiest one would need.
 
-    Activations are computed again only where nothing fits without.
+    Activations are computed again only where nothing fits without, and never on plain replicas, which cannot do so.
     """
     prices = MeshPrices(workload, mesh, devices_per_node, network)
     needed: list[DeviceMemory] = []
-    for recompute in (False, True) if workload.layers else (False,):
+    for recompute in (False, True) if workload.layers and not mesh.is_plain else (False,):
         fitting: list[MeshCandidate] = []
         for micro_batch_size in _micro_batch_sizes(workload, mesh):
             for pipeline in _pipelines(workload, mesh):
