@@ -1,30 +1,36 @@
-"""What the planner forecasts that a worker holds, beside what it does hold, model by model.
+"""What the planner forecasts that a worker holds, beside what it does hold, model by model and mesh by mesh.
 
-    python -m benchmarks.memory_forecasts [--models lenet,resnet18] [--samples 8]
+    python -m benchmarks.memory_forecasts [--models lenet,resnet18] [--strategies "dp,fsdp2 x pp2"] [--workers 4]
 
-Each model trains for two steps on one CPU worker. Counted are its parameters, its gradients, what the optimizer keeps,
-and at the end of the second forward pass the memory that autograd keeps, each piece once. The forecast comes from a
-trace on the meta device with two samples, by the formulas that choose meshes.
+Each model trains on CPU workers over Gloo, under each strategy, with and without recomputation. Measured is the most
+that tensors hold at once in any step after the first, on the worker where that is most: parameters, gradients, the
+optimizer's state, what autograd keeps, and what lives for a moment only. The forecast comes from a trace on the meta
+device with two samples, by the formulas that choose meshes, and the stages of a pipeline are cut as they say.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tests.ranks.harness import run_ranks
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
-from paceline.models import build
-from paceline.parallel.dry_run import on_paper, trace_model
-from paceline.parallel.pipeline.layer_costs import counting_kept
-from paceline.plan.memory import device_memory, state_bytes
-from paceline.spec import Job, Mesh, ModelSpec
+from paceline.spec import Job, Mesh, ModelSpec, PipelineSpec, parse_mesh
+from paceline.spec.mesh import ScheduleName
+from paceline.spec.model_cost import DeviceMemory, ModelCost
 
 TRACED_SAMPLES = 2
+SHARD, SHARDS, STEPS = 4, 8, 3
+JOB = Job().with_values(
+    global_batch_size=SHARD * SHARDS, virtual_shards=SHARDS, epochs=STEPS, measure_noise=False, norm="shard"
+)
 
 
 @dataclass(frozen=True)
@@ -47,58 +53,186 @@ CASES = {
 }
 
 
+@dataclass(frozen=True)
+class Column:
+    """A way to spread a model."""
+
+    strategy: str
+    schedule: ScheduleName = "1f1b"
+    recompute: bool = False
+
+    def __str__(self) -> str:
+        schedule = f", {self.schedule}" if self.schedule != "1f1b" else ""
+        return f"{self.strategy}{schedule}{', recomputing' if self.recompute else ''}"
+
+    @property
+    def pipeline(self) -> PipelineSpec:
+        return PipelineSpec(self.schedule, 2 if self.schedule == "interleaved" else 1)
+
+
+STRATEGIES = (
+    "dp",
+    "zero1",
+    "zero2",
+    "fsdp",
+    "hsdp",
+    "tp",
+    "pp",
+    "dp2 x pp2",
+    "fsdp2 x tp2",
+    "fsdp2 x pp2",
+    "tp2 x pp2",
+)
+SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "gpipe", "interleaved", "zero_bubble")
+COLUMNS = (
+    *map(Column, STRATEGIES),
+    *(Column(strategy, recompute=True) for strategy in STRATEGIES if strategy != "dp"),  # plain replicas cannot
+    *(Column("dp2 x pp2", schedule) for schedule in SCHEDULES[1:]),
+)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes on one worker."""
+
+    peak: int
+    state: int
+    """Parameters, gradients and the optimizer's numbers, after a step."""
+
+
 def sample(case: Case, num_samples: int) -> Tensor:
     if len(case.shape) == 1:
         return torch.randint(0, case.options["vocab_size"], (num_samples, *case.shape))
     return torch.randn(num_samples, *case.shape)
 
 
+def targets(case: Case, num_samples: int) -> Tensor:
+    return torch.zeros((num_samples, *(case.shape if len(case.shape) == 1 else ())), dtype=torch.long)
+
+
+def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+    inputs, wanted = batch
+    return F.cross_entropy(model(inputs).flatten(0, -2), wanted.flatten())
+
+
 def num_bytes(tensors: Any) -> int:
-    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+    from paceline.parallel.dtensor import local_shard
+
+    return sum(local_shard(tensor).nbytes for tensor in tensors if isinstance(tensor, Tensor))
 
 
-def measured(case: Case, job: Job, num_samples: int) -> tuple[int, int]:
-    """Bytes of state, and of activations, of a worker with the whole model."""
-    model: nn.Module = build(ModelSpec(case.model, case.options))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    kept = 0
-    for _ in range(2):
-        optimizer.zero_grad(set_to_none=True)
-        with counting_kept([*model.parameters(), *model.buffers()]) as kept_bytes:
-            logits = model(sample(case, num_samples))
-            logits = logits.flatten(0, -2)
-            loss = F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
-            kept = kept_bytes()
-        loss.backward()
-        optimizer.step()
-    state = [value for held in optimizer.state.values() for value in held.values()]
-    grads = [parameter.grad for parameter in model.parameters()]
-    assert job.optim.name == "sgd"
-    return num_bytes(model.parameters()) + num_bytes(grads) + num_bytes(state), kept
+def held(case: Case, column: Column, cuts: tuple[str, ...]) -> Held | str:
+    """What this worker holds at most; a sentence where the model cannot be spread so."""
+    import paceline
+    from paceline import models
+    from paceline.env import worker_facts
+    from paceline.errors import PacelineError
+    from paceline.parallel.live_bytes import LiveBytes
+    from paceline.spec import Plan
+    from paceline.train.optim import build_optimizer
+
+    num_workers = worker_facts().world_size
+    plan = Plan(
+        world_size=num_workers,
+        mesh=parse_mesh(column.strategy, num_workers),
+        pipeline=replace(column.pipeline, cuts=cuts),
+        recompute=column.recompute,
+        algorithm="all_reduce",
+        timeout_s=120,
+    )
+    data = TensorDataset(sample(case, JOB.global_batch_size), targets(case, JOB.global_batch_size))
+    spec = ModelSpec(case.model, case.options)
+    try:
+        with LiveBytes(sees_resizing=True) as live, paceline.init(JOB, plan=plan, max_steps=STEPS) as run:
+            model = models.build(spec)
+            model, optimizer = run.prepare(model, build_optimizer(JOB.optim, model), example=data[:2][0])
+            for number, batch in enumerate(run.batches(data)):
+                if number == 1:
+                    live.begin()
+                run.step(batch, loss_fn)
+            gradients = [parameter.grad for parameter in model.parameters()]
+            numbers = [value for values in optimizer.state.values() for value in values.values()]
+            state = num_bytes([*model.parameters(), *gradients, *numbers])
+    except PacelineError as problem:
+        return str(problem)
+    return Held(live.peak_bytes, state)
+
+
+def traced(case: Case) -> ModelCost:
+    from paceline.models import build
+    from paceline.parallel.dry_run import on_paper, trace_model
+
+    model, arguments = on_paper(partial(build, ModelSpec(case.model, case.options)), sample(case, 1)[0], TRACED_SAMPLES)
+    return trace_model(model, arguments, TRACED_SAMPLES)
+
+
+def forecast(cost: ModelCost, mesh: Mesh, column: Column) -> DeviceMemory:
+    """Of the fullest worker, whose assignment is one micro-batch, or one for each virtual shard in a pipeline."""
+    from paceline.plan.memory import device_memory, state_bytes
+
+    num_shards = -(-SHARDS // mesh.num_assignments)
+    is_whole = mesh.pp == 1
+    return device_memory(
+        cost.num_parameters,
+        state_bytes(JOB),
+        mesh,
+        cost.activations,
+        SHARD * num_shards if is_whole else SHARD,
+        num_micro_batches=1 if is_whole else num_shards,
+        layers=cost.layers,
+        pipeline=column.pipeline,
+        recompute=column.recompute,
+    )
+
+
+def held_by_each(wanted: Sequence[tuple[Case, Column, tuple[str, ...]]]) -> list[Held | str]:
+    return [held(*one) for one in wanted]
+
+
+def cuts_of(memory: DeviceMemory, column: Column) -> tuple[str, ...]:
+    if column.schedule == "interleaved":
+        return ()
+    return tuple(stage[0].name for stage in memory.stages[1:])
+
+
+def table(rows: Sequence[tuple[str, Column, DeviceMemory, Sequence[Held | str]]]) -> list[str]:
+    """The lines of the table, and how many forecasts are how close."""
+    lines = [
+        "| model | spread by | state: forecast / measured, MB | peak: forecast / measured, MB | forecast / measured |",
+        "|---|---|---|---|---|",
+    ]
+    ratios = []
+    for name, column, memory, of_workers in rows:
+        held_bytes = [one for one in of_workers if isinstance(one, Held)]
+        if len(held_bytes) < len(of_workers):
+            sentence = next(one for one in of_workers if isinstance(one, str))
+            lines.append(f"| {name} | {column} | refused: {sentence} | | |")
+            continue
+        fullest = max(held_bytes, key=lambda one: one.peak)
+        ratios.append(memory.total_bytes / fullest.peak)
+        lines.append(
+            f"| {name} | {column} | {memory.state_bytes / 1e6:.2f} / {fullest.state / 1e6:.2f} "
+            f"| {memory.total_bytes / 1e6:.2f} / {fullest.peak / 1e6:.2f} | {ratios[-1]:.2f} |"
+        )
+    close = sum(0.9 <= ratio <= 1.1 for ratio in ratios)
+    return [*lines, "", f"Within 10 %: {close} of {len(ratios)}; {min(ratios):.2f} to {max(ratios):.2f}."]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(CASES))
-    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--strategies", default=",".join(dict.fromkeys(column.strategy for column in COLUMNS)))
+    parser.add_argument("--workers", type=int, default=4)
     asked = parser.parse_args()
-    job = Job()
-    print(
-        "| model | state, MB: forecast / measured | activations, MB: forecast / measured | all: forecast / measured |"
-    )
-    print("|---|---|---|---|")
+    columns = [column for column in COLUMNS if column.strategy in asked.strategies.split(",")]
+    forecasts = []
     for name in asked.models.split(","):
-        case = CASES[name]
-        spec = ModelSpec(case.model, case.options)
-        model, arguments = on_paper(partial(build, spec), sample(case, 1)[0], TRACED_SAMPLES)
-        cost = trace_model(model, arguments, TRACED_SAMPLES)
-        memory = device_memory(cost.num_parameters, state_bytes(job), Mesh(), cost.activations, asked.samples)
-        state, kept = measured(case, job, asked.samples)
-        print(
-            f"| {name} | {memory.state_bytes / 1e6:.2f} / {state / 1e6:.2f} "
-            f"| {memory.activation_bytes / 1e6:.2f} / {kept / 1e6:.2f} | {memory.total_bytes / (state + kept):.3f} |",
-            flush=True,
-        )
+        cost = traced(CASES[name])
+        forecasts += [(name, one, forecast(cost, parse_mesh(one.strategy, asked.workers), one)) for one in columns]
+    wanted = [(CASES[name], column, cuts_of(memory, column)) for name, column, memory in forecasts]
+    found = run_ranks(held_by_each, asked.workers, wanted, timeout_s=1800)
+    rows = [(*row, of_workers) for row, of_workers in zip(forecasts, zip(*found, strict=True), strict=True)]
+    print("\n".join(table(rows)))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from paceline.errors import ModelError
+from paceline.spec.mesh import ScheduleName
 from paceline.spec.model_cost import LayerCost, Layers
 
 
@@ -29,9 +30,25 @@ class StageLimits:
     """Rate of the link between two stages; the time of a message counts as the receiving stage's."""
 
 
-def micro_batches_in_flight(num_stages: int, stage: int, num_micro_batches: int) -> int:
-    """Micro-batches whose activations a stage keeps at once with 1F1B: min(p - i, m) (Narayanan et al. 2021, 2.2)."""
-    return min(num_stages - stage, num_micro_batches)
+def micro_batches_in_flight(
+    num_workers: int,
+    worker: int,
+    num_micro_batches: int,
+    schedule: ScheduleName = "1f1b",
+    stages_per_worker: int = 1,
+) -> float:
+    """Micro-batches whose activations a worker of a pipeline keeps at once, in all of its layers.
+
+    GPipe: all. 1F1B: min(p - r, m); with v stages, each a v-th of the layers, 2 (p - r - 1) + (v - 1) p + 1 of them
+    (Narayanan et al. 2021, 2.2). Zero bubble: on every worker as many as 1F1B's first (Qi et al. 2023, ZB-H1).
+    """
+    p, m, v = num_workers, num_micro_batches, stages_per_worker
+    if schedule == "gpipe":
+        return m
+    stages_behind = p - 1 if schedule == "zero_bubble" else p - worker - 1
+    if v > 1:
+        return min(m * v, 2 * stages_behind + (v - 1) * p + 1) / v
+    return min(stages_behind + 1, m)
 
 
 def split(layers: Sequence[LayerCost], starts: Sequence[int]) -> tuple[Layers, ...]:
@@ -69,10 +86,13 @@ def best_cut(layers: Sequence[LayerCost], num_stages: int, limits: StageLimits =
     for stage in range(num_stages):
         longer: list[tuple[float, float, tuple[int, ...]]] = [(math.inf, 0, ())] * (num_layers + 1)
         for stop in range(stage + 1, num_layers + 1):
+            peak_bytes = 0.0  # of one micro-batch, while backward goes through the stage
             for start in range(stop - 1, stage - 1, -1):
+                peak_bytes = layers[start].activation_bytes + max(layers[start].moment_bytes, peak_bytes)
                 time_s = times_s[stop] - times_s[start]
                 held_bytes = limits.copies_of_parameters * (parameters[stop] - parameters[start])
-                held_bytes += kept[stage] * (activations[stop] - activations[start])
+                kept_bytes = activations[stop] - activations[start]
+                held_bytes += kept[stage] * kept_bytes + max(0.0, peak_bytes - kept_bytes)
                 if time_s > longer[stop][0] or held_bytes > limits.memory_bytes:
                     break
                 slowest_s, sent_bytes, starts = best[start]

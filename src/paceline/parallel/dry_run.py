@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from paceline.parallel.sharded import recompute, shard
 from paceline.parallel.tensor import (
     TensorPlan,
     bytes_per_sample,
+    counting_divided,
     declared_plan,
     find_plan,
     layer_sizes,
@@ -239,6 +241,8 @@ def trace_model(model: nn.Module, arguments: Sequence[Any], num_samples: int) ->
                 time_s=sum(costs[number].time_s for number in group) / total_s,
                 parameter_bytes=sum(costs[number].parameter_bytes for number in group),
                 activation_bytes=sum(costs[number].activation_bytes for number in group) / num_samples,
+                moment_bytes=max(costs[number].moment_bytes for number in group) / num_samples,
+                largest_parameter_bytes=max(costs[number].largest_parameter_bytes for number in group),
                 output_bytes=costs[group[-1]].output_bytes / num_samples,
                 num_tensor_slices=min((degrees.get(layer, 1) for layer in own), default=1),
                 num_all_reduces=len(own),
@@ -249,12 +253,40 @@ def trace_model(model: nn.Module, arguments: Sequence[Any], num_samples: int) ->
     # What one layer keeps as its output and the next one as its input counts once in the whole model.
     with counting_kept([*model.parameters(), *model.buffers()]) as kept_bytes:
         output = model(*arguments)
-    del output
+    # A loss keeps as much as the model's output, as cross entropy does, and needs as much twice in its backward pass.
+    output_bytes = tensor_bytes(output) / num_samples
+    whole = kept_bytes() / num_samples + output_bytes
+    counted = sum(layer.activation_bytes for layer in layers) + output_bytes
+    layers[-1] = replace(
+        layers[-1],
+        activation_bytes=layers[-1].activation_bytes + output_bytes,
+        moment_bytes=max(layers[-1].moment_bytes, 2 * output_bytes),
+    )
+    layers = [replace(one, activation_bytes=one.activation_bytes * whole / (counted or 1.0)) for one in layers]
+    found = tuple(_with_tensor_plan(model, arguments, plan, num_samples, layers))
     return ModelCost(
         num_parameters=sum(round(layer.parameter_bytes / itemsize) for layer in layers),
-        activations=Activations(kept_bytes() / num_samples),
-        layers=tuple(layers),
+        activations=Activations(
+            max(
+                kept_bytes + layer.moment_bytes
+                for kept_bytes, layer in zip(accumulate(one.activation_bytes for one in found), found, strict=True)
+            )
+        ),
+        layers=found,
     )
+
+
+def _with_tensor_plan(
+    model: nn.Module, arguments: Sequence[Any], plan: TensorPlan, num_samples: int, layers: Sequence[LayerCost]
+) -> list[LayerCost]:
+    """The layers, with the fraction of their activations that each worker of a tensor group keeps whole, the same for
+    all that it divides."""
+    with counting_divided(model, plan) as divided_bytes:
+        output = model(*arguments)
+    del output
+    kept = sum(layer.activation_bytes for layer in layers if layer.num_tensor_slices > 1)
+    replicated = max(0.0, 1.0 - divided_bytes() / num_samples / (kept or 1.0))
+    return [replace(layer, replicated_fraction=replicated) for layer in layers]
 
 
 def _largest_degrees(model: nn.Module) -> dict[str, int]:

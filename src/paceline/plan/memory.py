@@ -3,7 +3,7 @@
 Four things lie in a device's memory: parameters, gradients, optimizer state, and the activations that the backward pass
 waits for. The first three follow from the number of parameters (Rajbhandari et al. 2020, "ZeRO", section 3); the
 last is measured by `paceline probe`, or counted for a transformer (Korthikanti et al. 2022, "Reducing Activation
-Recomputation in Large Transformer Models", section 4).
+Recomputation in Large Transformer Models", section 4). A peak also has what lives for the length of one layer.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from statistics import fmean, linear_regression
 
 from paceline.errors import ModelError
 from paceline.partition import StageLimits, best_cut, micro_batches_in_flight, split
-from paceline.spec import Cluster, Job, Mesh, MicroBatchTiming
+from paceline.spec import Cluster, Job, Mesh, MicroBatchTiming, PipelineSpec
 from paceline.spec.model_cost import Activations, DeviceMemory, LayerCost, Layers
 
+MIN_BLOCK_BYTES = 2**20
+"""Blocks of a sharded model with fewer bytes are gathered together."""
 USABLE_FRACTION = 0.92
 """The rest of a device's memory is the driver's, the communication library's and lost between allocations."""
+_ONE_STAGE_EACH = PipelineSpec()
 _ACTIVATION_BYTES = 2.0
 """Bytes of an activation in 16 bits, which transformers are counted in."""
 _ALL_REDUCES_PER_LAYER = 4
@@ -145,11 +149,12 @@ def device_memory(
     *,
     num_micro_batches: int = 1,
     layers: Layers = (),
+    pipeline: PipelineSpec = _ONE_STAGE_EACH,
     recompute: bool = False,
     memory_bytes: float = math.inf,
 ) -> DeviceMemory:
     """The fullest device of `mesh`, with the fastest cut into stages; where a device cannot hold that one, with the
-    fastest that it can, if there is any.
+    fastest that it can, if there is any. Several stages of a worker count as one that is as large.
 
     Args:
         micro_batch_size: Samples of one forward pass.
@@ -157,15 +162,23 @@ def device_memory(
         layers: Empty: as many equal ones as there are stages, which tensor groups divide like a transformer's.
         memory_bytes: Memory of one device.
     """
-    layers = layers or (_equal_layer(mesh.tp),) * mesh.pp
+    given, layers = layers, layers or (_equal_layer(mesh.tp),) * mesh.pp
+    kept_bytes = accumulate(layer.activation_bytes for layer in layers)
+    counted_bytes = max(kept + layer.moment_bytes for kept, layer in zip(kept_bytes, layers, strict=True))
     model = _ModelOnMesh(
         mesh,
         state,
         activations.fixed_bytes,
         num_parameters / (sum(layer.parameter_bytes for layer in layers) or 1.0),
-        activations.bytes_per_sample / (sum(layer.activation_bytes for layer in layers) or 1.0),
-        tuple(micro_batch_size * micro_batches_in_flight(mesh.pp, i, num_micro_batches) for i in range(mesh.pp)),
-        state.gradient_copies(mesh, num_micro_batches),
+        activations.bytes_per_sample / (counted_bytes or 1.0),
+        micro_batch_size,
+        tuple(
+            micro_batch_size
+            * micro_batches_in_flight(mesh.pp, i, num_micro_batches, pipeline.schedule, pipeline.stages_per_worker)
+            for i in range(mesh.pp)
+        ),
+        num_micro_batches,
+        bool(given),
         recompute,
     )
     memory = model.fullest(cut(layers, mesh.pp))
@@ -180,10 +193,9 @@ class _ModelOnMesh:
     """A model's layers on the devices of a mesh.
 
     Rajbhandari et al. 2020, figure 1, for psi parameters: stage 1 shards the optimizer state, 2 the gradients, 3 the
-    parameters, each by 1/fsdp; replicas shard nothing. Stage 3 gathers a layer and fetches the next one meanwhile;
-    stages 1 and 2 hold their part of the parameters beside the whole. A pipeline that takes turns (1F1B) holds the
-    activations of `micro_batches_in_flight`. Recomputation keeps what layers give each other, and one layer's
-    activations.
+    parameters, each by 1/fsdp; replicas shard nothing. Stage 3 gathers a block and fetches the next one meanwhile;
+    stages 1 and 2 hold their part of the parameters beside the whole. A pipeline holds the activations of
+    `micro_batches_in_flight`. Recomputation keeps what layers give each other, and one layer's activations.
     """
 
     mesh: Mesh
@@ -193,36 +205,99 @@ class _ModelOnMesh:
     parameters_per_byte: float
     """Parameters for each of the layers' `parameter_bytes`."""
     kept_per_byte: float
-    """Bytes a sample for each of the layers' `activation_bytes`."""
-    in_flight: tuple[int, ...]
+    """Bytes a sample for each of the layers' `activation_bytes` and `moment_bytes`."""
+    micro_batch_size: int
+    in_flight: tuple[float, ...]
     """[stage]: samples whose activations it keeps at once."""
-    gradient_copies: float
+    num_micro_batches: int
+    has_layers: bool
+    """Whether the layers are known: else nobody knows how large a block is."""
     recompute: bool
 
     def parameters(self, layer: LayerCost) -> float:
         return self.parameters_per_byte * layer.parameter_bytes / layer.tensor_shards(self.mesh.tp)
 
+    def largest_parameter(self, layer: LayerCost) -> float:
+        return self.parameters_per_byte * layer.largest_parameter_bytes / layer.tensor_shards(self.mesh.tp)
+
     def kept(self, layer: LayerCost) -> float:
         """Bytes of activations a sample."""
         return self.kept_per_byte * layer.activation_bytes * _kept_fraction(layer, self.mesh.tp)
 
+    def moment(self, layer: LayerCost) -> float:
+        """Bytes a sample that live only while backward goes through the layer."""
+        return self.kept_per_byte * layer.moment_bytes * _kept_fraction(layer, self.mesh.tp)
+
     def on_stage(self, place: int, stage: Layers) -> DeviceMemory:
         own, largest = sum(map(self.parameters, stage)), max(map(self.parameters, stage))
-        sample_bytes = sum(map(self.kept, stage))
-        if self.recompute:
-            outputs = sum(layer.output_bytes for layer in stage)
-            sample_bytes = min(sample_bytes, outputs + max(map(self.kept, stage)))
         shards, zero_stage, state = self.mesh.fsdp, self.mesh.zero_stage, self.state
+        block = min(own, max(largest, MIN_BLOCK_BYTES / state.parameter))
         gathered = own / shards
         if zero_stage == 3:  # the tree of bitwise parity takes whole gradients, with which parameters are whole
-            gathered = own if state.is_bitwise else min(own, 2 * largest)
+            gathered = own if state.is_bitwise else min(own, 2 * block)
+        activation_bytes, transit_bytes = self.peak_of_backward(place, stage, own, block)
         return DeviceMemory(
             parameter_bytes=own * state.parameter / (shards if zero_stage == 3 else 1),
-            gradient_bytes=own * state.gradient * self.gradient_copies,
+            gradient_bytes=own * state.gradient * state.gradient_copies(self.mesh, self.num_micro_batches),
             optimizer_bytes=own * state.optimizer / shards,
-            activation_bytes=self.fixed_bytes + sample_bytes * self.in_flight[place],
+            activation_bytes=activation_bytes,
             gathered_bytes=gathered * state.parameter if shards > 1 else 0.0,
+            transit_bytes=transit_bytes,
         )
+
+    def peak_of_backward(self, place: int, stage: Layers, own: float, block: float) -> tuple[float, float]:
+        """Bytes of activations, and of gradients on their way, where both together are most.
+
+        While backward goes through a layer, the layers before it keep what they kept, and those behind it nothing.
+        """
+        kept = [layer.output_bytes if self.recompute else self.kept(layer) for layer in stage]
+        waiting_bytes = self.fixed_bytes + sum(kept) * (self.in_flight[place] - self.micro_batch_size)
+        before, whole, done = 0.0, 0.0, own
+        peaks = [(waiting_bytes, self.transit_at_the_end(own, block))]
+        for layer, kept_bytes in zip(stage, kept, strict=True):
+            before, whole = before + kept_bytes, whole + self.kept(layer)
+            at_once = min(whole, before + self.kept(layer)) if self.recompute else before
+            activation_bytes = waiting_bytes + self.micro_batch_size * (at_once + self.moment(layer))
+            peaks.append((activation_bytes, self.transit(layer, done, block)))
+            done -= self.parameters(layer)
+        return max(peaks, key=sum)
+
+    def transit(self, layer: LayerCost, done: float, block: float) -> float:
+        """Bytes of gradients on their way while backward goes through `layer`, beside those that stay.
+
+        Replicas that are sharded or cut copy what they sum. A block's gradients are copied to be scattered, while the
+        copy of the block before travels.
+
+        Args:
+            done: parameters of the layer and of those behind it.
+            block: parameters whose gradients are scattered at once.
+        """
+        mesh, state = self.mesh, self.state
+        if state.is_bitwise:
+            return 0.0
+        copied = done / mesh.fsdp if mesh.dp > 1 and not mesh.is_plain else 0.0
+        if mesh.fsdp > 1:
+            passing = min(done, 2 * block) if mesh.zero_stage > 1 and self.has_layers else 0.0
+        else:  # added to those of the passes before, or copied into a bucket
+            is_copied = self.num_micro_batches > 1 or (mesh.is_plain and mesh.dp > 1)
+            passing = self.largest_parameter(layer) if is_copied else 0.0
+        return (copied + passing) * state.gradient
+
+    def transit_at_the_end(self, own: float, block: float) -> float:
+        """The same when backward has left the stage: ZeRO 1 scatters whole gradients then."""
+        mesh, state = self.mesh, self.state
+        if state.is_bitwise:
+            return 0.0
+        copied = own / mesh.fsdp if mesh.dp > 1 and not mesh.is_plain else 0.0
+        passing = block if mesh.fsdp > 1 and mesh.zero_stage == 1 and self.has_layers else 0.0
+        return (copied + passing) * state.gradient
+
+    def once(self, layer: LayerCost) -> float:
+        """What one layer of a stage needs for a moment, at least."""
+        own = self.parameters(layer)
+        gathered = 2 * own * self.state.parameter if self.mesh.fsdp > 1 and self.mesh.zero_stage == 3 else 0.0
+        again = self.kept(layer) if self.recompute else 0.0
+        return self.micro_batch_size * (self.moment(layer) + again) + gathered + self.transit(layer, own, own)
 
     def fullest(self, stages: tuple[Layers, ...]) -> DeviceMemory:
         found = [self.on_stage(place, stage) for place, stage in enumerate(stages)]
@@ -230,23 +305,22 @@ class _ModelOnMesh:
 
     def fitting_stages(self, layers: Layers, memory_bytes: float) -> tuple[Layers, ...] | None:
         """The fastest stages of those that fit into a device; None: there are none."""
-        # What grows layer by layer, and beside it the most that one layer's own needs can add to any stage.
         single = [self.on_stage(0, (layer,)) for layer in layers]
         is_gathered = self.mesh.zero_stage == 3
-        states = [one.total_bytes - one.activation_bytes - is_gathered * one.gathered_bytes for one in single]
-        gathered = 2 * max(one.gathered_bytes for one in single) if is_gathered else 0.0
-        again = self.in_flight[0] * max(map(self.kept, layers)) if self.recompute else 0.0
+        states = [one.state_bytes + (not is_gathered) * one.gathered_bytes for one in single]
         limits = StageLimits(
-            memory_bytes=USABLE_FRACTION * memory_bytes - self.fixed_bytes - gathered - again,
+            memory_bytes=USABLE_FRACTION * memory_bytes - self.fixed_bytes,
             copies_of_parameters=1.0,
-            micro_batches_kept=self.in_flight,
+            micro_batches_kept=tuple(samples / self.micro_batch_size for samples in self.in_flight),
         )
         if sum(states) > self.mesh.pp * limits.memory_bytes:  # most meshes of a model that is far too large
             return None
-        kept = [layer.output_bytes if self.recompute else self.kept(layer) for layer in layers]
+        kept = [
+            self.micro_batch_size * (layer.output_bytes if self.recompute else self.kept(layer)) for layer in layers
+        ]
         costs = [
-            dataclasses.replace(layer, parameter_bytes=state, activation_bytes=activation)
-            for layer, state, activation in zip(layers, states, kept, strict=True)
+            dataclasses.replace(layer, parameter_bytes=state, activation_bytes=activation, moment_bytes=once)
+            for layer, state, activation, once in zip(layers, states, kept, map(self.once, layers), strict=True)
         ]
         try:
             return split(layers, best_cut(costs, self.mesh.pp, limits))

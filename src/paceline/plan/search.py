@@ -16,7 +16,7 @@ from typing import Literal
 from paceline.errors import JobError
 from paceline.plan.buckets import exposed_s, num_buckets, sums_s
 from paceline.plan.collectives import halving_doubling, hierarchical, ring, tree_exact
-from paceline.plan.memory import USABLE_FRACTION, StateBytes, cut, device_memory, fits
+from paceline.plan.memory import MIN_BLOCK_BYTES, USABLE_FRACTION, StateBytes, cut, device_memory, fits
 from paceline.plan.model import Layout, Network
 from paceline.plan.words import size
 from paceline.spec import Mesh, PipelineSpec
@@ -28,8 +28,6 @@ _CLOSE = 1.03
 """Meshes whose steps are within 3 % of the fastest one's are as good; the simplest of them wins."""
 _RECOMPUTE_FACTOR = 4 / 3
 """Forward once more, where backward takes twice as long as forward (Chen et al. 2016, "Sublinear Memory Cost")."""
-_MIN_BLOCK_BYTES = 2**20
-"""Blocks of a sharded model with fewer bytes are gathered together."""
 _WORTH_SHARING = 0.5
 """A tensor group pays where it divides at least this fraction of the computing."""
 
@@ -139,21 +137,20 @@ def search(workload: Workload, num_workers: int, devices_per_node: int, network:
 def best_of(workload: Workload, mesh: Mesh, devices_per_node: int, network: Network) -> MeshCandidate | DeviceMemory:
     """The fastest way to use `mesh`; where none fits, the memory that the thriftiest one would need.
 
-    Activations are computed again only where nothing fits without.
+    Activations are computed again only where nothing fits without, and never on plain replicas, which cannot do so.
     """
     prices = MeshPrices(workload, mesh, devices_per_node, network)
     needed: list[DeviceMemory] = []
-    for recompute in (False, True) if workload.layers else (False,):
+    for recompute in (False, True) if workload.layers and not mesh.is_plain else (False,):
         fitting: list[MeshCandidate] = []
         for micro_batch_size in _micro_batch_sizes(workload, mesh):
-            memory = _memory(workload, mesh, micro_batch_size, recompute)
-            needed.append(memory)
-            if not fits(memory, workload.memory_bytes):
-                break  # nor does a larger one
-            fitting += [
-                prices.candidate(micro_batch_size, memory, pipeline, recompute)
-                for pipeline in _pipelines(workload, mesh)
-            ]
+            for pipeline in _pipelines(workload, mesh):
+                memory = _memory(workload, mesh, micro_batch_size, pipeline, recompute)
+                needed.append(memory)
+                if fits(memory, workload.memory_bytes):
+                    fitting.append(prices.candidate(micro_batch_size, memory, pipeline, recompute))
+            if not any(candidate.micro_batch_size == micro_batch_size for candidate in fitting):
+                break  # nor does a larger one fit
         if fitting:
             return min(fitting, key=lambda candidate: (candidate.step_s, candidate.num_micro_batches))
     return min(needed, key=lambda memory: memory.total_bytes)
@@ -162,18 +159,22 @@ def best_of(workload: Workload, mesh: Mesh, devices_per_node: int, network: Netw
 _fullest = lru_cache(maxsize=2**14)(device_memory)
 
 
-def _memory(workload: Workload, mesh: Mesh, micro_batch_size: int, recompute: bool) -> DeviceMemory:
-    """Replicas change nothing of what a device holds, nor, but for bitwise parity, do micro-batches beyond those that
-    are under way at once: few meshes of many differ."""
+def _memory(
+    workload: Workload, mesh: Mesh, micro_batch_size: int, pipeline: PipelineSpec, recompute: bool
+) -> DeviceMemory:
+    """More than two replicas change nothing of what a device holds, nor, but for bitwise parity, do micro-batches
+    beyond those that are under way at once: few meshes of many differ."""
+    most = max(2, 2 * pipeline.stages_per_worker * mesh.pp)
     num_micro_batches = -(-workload.share(mesh) // micro_batch_size)
     return _fullest(
         workload.num_parameters,
         workload.state,
-        dataclasses.replace(mesh, dp=1),
+        dataclasses.replace(mesh, dp=min(mesh.dp, 2)),
         workload.activations,
         micro_batch_size,
-        num_micro_batches=num_micro_batches if workload.state.is_bitwise else min(mesh.pp, num_micro_batches),
+        num_micro_batches=num_micro_batches if workload.state.is_bitwise else min(most, num_micro_batches),
         layers=workload.layers,
+        pipeline=pipeline,
         recompute=recompute,
         memory_bytes=workload.memory_bytes,
     )
@@ -254,7 +255,7 @@ def _num_blocks(layers: Layers, mesh: Mesh, own_bytes: float) -> int:
     """Parts of a stage that `parallel/sharded.py` gathers one by one: its layers, small ones together."""
     if not layers:
         return num_buckets(own_bytes)
-    return max(1, min(-(-len(layers) // mesh.pp), int(own_bytes / _MIN_BLOCK_BYTES)))
+    return max(1, min(-(-len(layers) // mesh.pp), int(own_bytes / MIN_BLOCK_BYTES)))
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,10 @@ class LayerCost:
     """Bytes that a tensor group gathers, forward and backward."""
     replicated_fraction: float = 1.0
     """The fraction of `activation_bytes` that each worker of a tensor group keeps whole."""
+    moment_bytes: float = 0
+    """Bytes that live only while backward goes through this layer: the gradients of its output and of its input."""
+    largest_parameter_bytes: float = 0
+    """Of `parameter_bytes`, those of the largest parameter, whose gradient lives beside the sum that it is added to."""
 
     def is_sharded_by(self, degree: int) -> bool:
         """Whether a tensor group of `degree` workers can divide this layer evenly."""
@@ -44,7 +48,7 @@ Layers = tuple[LayerCost, ...]
 
 @dataclass(frozen=True)
 class Activations:
-    """Memory of one forward pass on a device with the whole model: fixed_bytes + samples * bytes_per_sample."""
+    """Memory of one pass on a device with the whole model, at its peak: fixed_bytes + samples * bytes_per_sample."""
 
     bytes_per_sample: float
     fixed_bytes: float = 0.0
@@ -72,6 +76,9 @@ class DeviceMemory:
     activation_bytes: float
     gathered_bytes: float = 0
     """Parameters of other workers, gathered while layers of a sharded model are computed."""
+    transit_bytes: float = 0
+    """Gradients on their way: of a layer before they are added up, of a block before it is scattered, and copies of
+    those that are being summed."""
     stages: tuple[Layers, ...] = ()
     """The stages of the pipeline, one of which is on this device; empty: not known."""
 
@@ -82,4 +89,4 @@ class DeviceMemory:
 
     @property
     def total_bytes(self) -> float:
-        return self.state_bytes + self.activation_bytes + self.gathered_bytes
+        return self.state_bytes + self.activation_bytes + self.gathered_bytes + self.transit_bytes

@@ -11,6 +11,7 @@ from paceline.errors import JobError
 from paceline.plan.memory import (
     StateBytes,
     TransformerShape,
+    device_memory,
     fits,
     transformer_layers,
 )
@@ -267,3 +268,16 @@ def test_large_layers_of_few_samples_are_shared_out_over_slow_links() -> None:
         workload, global_batch_size=1 << 16, shard_size=1 << 13, activations=Activations(1e5)
     )
     assert search(large_batch, 4, 2, fast).winner.mesh == Mesh(dp=4)
+
+
+def test_plain_replicas_do_not_fit_by_recomputing_which_training_does_on_meshes_only() -> None:
+    layers = transformer_layers(TransformerShape(32, 4096, 32, 2048), 6.7e9)
+    room = 1.2 * (GPT_6B.num_parameters * GPT_6B.state.total + 15 * GIB)
+    workload = dataclasses.replace(
+        GPT_6B, activations=Activations(60 * GIB), layers=layers, shard_size=1, memory_bytes=room
+    )
+    assert not isinstance(best_of(workload, Mesh(dp=8), 8, FAST), MeshCandidate)
+    needed = device_memory(
+        GPT_6B.num_parameters, GPT_6B.state, Mesh(dp=8), workload.activations, 1, layers=layers, recompute=True
+    )
+    assert fits(needed, room)

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.parallel.clock import Clock
+from paceline.parallel.live_bytes import LiveBytes
 from paceline.parallel.pipeline.recorder import snapshot, untouched
 from paceline.parallel.pipeline.recording import Recording, TensorSlot
 from paceline.parallel.pipeline.watch import tensors_in
@@ -25,7 +26,8 @@ def measure_layers(recording: Recording, device: torch.device, num_repeats: int 
     """The cost of every layer for the example that the model was recorded with.
 
     Layers run one by one, forward and backward, on the values they were given then; the fastest of `num_repeats` runs
-    counts, which is the least disturbed. On the meta device times are in proportion to floating-point operations.
+    counts, which is the least disturbed. On the meta device times are in proportion to floating-point operations, and
+    what lives for a moment of a layer's backward pass is counted too.
     Without an example every layer counts as much as its parameters.
     """
     allowed = recording.may_begin()
@@ -36,14 +38,23 @@ def measure_layers(recording: Recording, device: torch.device, num_repeats: int 
             parameters = [p for p in _parameters(recording, number) if id(p) not in counted]
             counted.update(map(id, parameters))
             parameter_bytes = sum(p.numel() * p.element_size() for p in parameters)
-            time_s, activation_bytes = float(parameter_bytes), 0
+            time_s, activation_bytes, moment_bytes = float(parameter_bytes), 0, 0
             if recording.values:
-                time_s, activation_bytes = _time_layer(recording, number, device, num_repeats)
+                time_s, activation_bytes, moment_bytes = _time_layer(recording, number, device, num_repeats)
             is_last = number + 1 == len(recording.layers)
             crossing = [] if is_last or not recording.values else recording.trained.crossing(number + 1)
             output_bytes = tensor_bytes([recording.values[slot] for slot in crossing])
             costs.append(
-                LayerCost(layer.name, time_s, parameter_bytes, activation_bytes, output_bytes, allowed[number])
+                LayerCost(
+                    name=layer.name,
+                    time_s=time_s,
+                    parameter_bytes=parameter_bytes,
+                    activation_bytes=activation_bytes,
+                    moment_bytes=moment_bytes,
+                    largest_parameter_bytes=max((p.numel() * p.element_size() for p in parameters), default=0),
+                    output_bytes=output_bytes,
+                    may_begin=allowed[number],
+                )
             )
     return costs
 
@@ -60,8 +71,8 @@ def tensor_bytes(value: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
 
 
-def _time_layer(recording: Recording, number: int, device: torch.device, num_repeats: int) -> tuple[float, int]:
-    """Seconds forward and backward, and bytes kept in between."""
+def _time_layer(recording: Recording, number: int, device: torch.device, num_repeats: int) -> tuple[float, int, int]:
+    """Seconds forward and backward, bytes kept in between, and bytes that live for a moment of backward."""
     layer = recording.layers[number]
     function: Any = layer.function
     if function is None:
@@ -78,7 +89,9 @@ def _time_layer(recording: Recording, number: int, device: torch.device, num_rep
             return snapshot(leaf)
         tensor = leaf.detach().clone()
         # A step away from the leaves, so that a layer may change its inputs in place.
-        return tensor.requires_grad_() * 1 if tensor.is_floating_point() or tensor.is_complex() else tensor
+        if tensor.is_floating_point() or tensor.is_complex():
+            return _Copy.apply(tensor.requires_grad_())  # type: ignore[no-untyped-call]
+        return tensor
 
     def inputs() -> tuple[Any, Any]:
         found: tuple[Any, Any] = pytree.tree_map(fresh, recording.arguments[number])
@@ -88,8 +101,16 @@ def _time_layer(recording: Recording, number: int, device: torch.device, num_rep
     args, kwargs = inputs()
     if any(recording.values[slot].is_meta for slot in (*layer.takes, *layer.gives)):
         with FlopCounterMode(display=False) as counter, counting_kept(own) as kept_bytes:
-            backward(function(*args, **kwargs))
-        return counter.get_total_flops() / _FLOPS_PER_S, kept_bytes()
+            # Gradients of outputs are made within backward, and freed as soon as they have been used.
+            totals = [(leaf * 1).sum() for leaf in tensors_in(function(*args, **kwargs)) if leaf.requires_grad]
+            ones = [torch.ones_like(total) for total in totals]
+            with LiveBytes() as live:
+                if totals:
+                    torch.autograd.backward(totals, ones)
+                for parameter in own:
+                    if parameter.grad is not None:
+                        live.ignore(parameter.grad)
+        return counter.get_total_flops() / _FLOPS_PER_S, kept_bytes(), live.peak_bytes
     clock = Clock(device)
     times_s = []
     for repeat in range(1 + num_repeats):  # the first warms up
@@ -101,7 +122,19 @@ def _time_layer(recording: Recording, number: int, device: torch.device, num_rep
         else:
             backward(function(*args, **kwargs))
         times_s.append(clock.seconds(begin, clock.mark()))
-    return min(times_s[1:]), kept_bytes()
+    return min(times_s[1:]), kept_bytes(), 0
+
+
+class _Copy(torch.autograd.Function):
+    """A copy whose gradient is the gradient of the original itself."""
+
+    @staticmethod
+    def forward(_ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
 
 
 @contextmanager

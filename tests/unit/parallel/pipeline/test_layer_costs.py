@@ -25,4 +25,9 @@ def test_memory_that_autograd_keeps_counts_once_and_without_parameters(device: s
 def test_a_traced_model_keeps_what_it_does_keep() -> None:
     """Weights that backward needs are no activations: they do not come again with every sample."""
     model, arguments = on_paper(_model, torch.randn(4), 2)
-    assert trace_model(model, arguments, 2).activations.bytes_per_sample == 16 + 32
+    cost = trace_model(model, arguments, 2)
+    of_loss = 8  # as much as the output
+    assert sum(layer.activation_bytes for layer in cost.layers) == 16 + 32 + of_loss
+    # At the last layer, where all is kept, the gradients of its output and of its input.
+    assert [layer.moment_bytes for layer in cost.layers] == [32 + 16, 32 + 32, 8 + 32]
+    assert cost.activations.bytes_per_sample == 16 + 32 + of_loss + 8 + 32

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.parallel.pipeline import Action, make_schedule, simulate
+from paceline.partition import micro_batches_in_flight
 from paceline.spec.mesh import ScheduleName
 
 UNIT_S = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0}
@@ -49,6 +50,22 @@ def test_1f1b_keeps_as_many_micro_batches_as_there_are_stages_left(num_workers: 
     schedule = make_schedule("1f1b", num_workers, num_micro_batches)
     expected = tuple(min(num_workers - rank, num_micro_batches) for rank in range(num_workers))
     assert simulate(schedule, unit_s).most_kept == expected
+
+
+@settings(deadline=None)
+@given(names, workers, st.integers(1, 3), places)
+def test_the_planner_knows_how_many_micro_batches_a_worker_keeps(
+    name: ScheduleName, num_workers: int, rounds: int, stages_per_worker: int
+) -> None:
+    v = stages_per_worker if name in ("interleaved", "zero_bubble") else 1
+    num_micro_batches = rounds * num_workers
+    kept = simulate(make_schedule(name, num_workers, num_micro_batches, v), unit_s).most_kept
+    expected = [v * micro_batches_in_flight(num_workers, r, num_micro_batches, name, v) for r in range(num_workers)]
+    if name == "zero_bubble":  # the later workers need not use all that they may
+        assert all(own <= most + 1e-9 for own, most in zip(kept, expected, strict=True))
+        assert kept[0] == pytest.approx(expected[0])
+    else:
+        assert kept == pytest.approx(expected)
 
 
 @settings(deadline=None)
