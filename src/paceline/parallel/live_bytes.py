@@ -7,9 +7,10 @@ from itertools import accumulate, count
 from typing import Any
 
 from torch import Tensor, UntypedStorage
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.dtensor_type import is_dtensor
 
 
 class LiveBytes(TorchDispatchMode):
@@ -36,14 +37,14 @@ class LiveBytes(TorchDispatchMode):
         self._ignored: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if DTensor in types:  # operations on their local tensors come here too
+        if any(map(is_dtensor, pytree.tree_leaves((args, kwargs)))):  # operations on their local tensors come here too
             return NotImplemented
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self._piece_at:
                 self.ignore(leaf)
         result = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
+            if isinstance(leaf, Tensor) and not is_dtensor(leaf):
                 self._piece_of(leaf)
         if self._sees_resizing:
             for piece, reference in list(self._storages.items()):

@@ -119,7 +119,9 @@ def _operations(loss: Tensor) -> tuple[str, ...]:
             continue
         seen.add(node)
         name = str(node.name())
-        if name == "MulBackward0" and _is_zero(node._saved_other):
+        # A factor that is packed is not looked at: to unpack it, activation checkpointing would run layers again.
+        is_packed = name == "MulBackward0" and getattr(node._raw_saved_other, "unpack_hook", None) is not None
+        if name == "MulBackward0" and not is_packed and _is_zero(node._saved_other):
             name += " by zero"
         found.append(name)
         left += [following for following, _ in node.next_functions]
