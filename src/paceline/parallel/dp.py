@@ -317,6 +317,11 @@ class DataParallel(Engine):
         self._arrived = self._aggregator.sum_exactly(mine, "loss and norm statistics").wait
         return sums, self._arrived
 
+    def gradient_norm(self) -> Tensor:
+        if self._ddp is None or any(parameter.grad is None for parameter in self._trained):
+            return super().gradient_norm()
+        return self._worker_norms.squared_sum().sqrt()  # one pass over the buckets, which hold all gradients
+
     def _squared_norm(self) -> Tensor:
         return squared_norm(parameter.grad for parameter in self.module.parameters() if parameter.grad is not None)
 
