@@ -198,7 +198,8 @@ class _OnesOwn(TensorDataset):
 
 def test_rows_of_tensors_are_gathered_to_what_single_samples_collate_to() -> None:
     tensors = torch.arange(24).view(6, 2, 2), torch.arange(6.0)
-    for lists in ([[4, 0, 4]], [[]]):
+    cases: list[list[list[int]]] = [[[4, 0, 4]], [[]]]
+    for lists in cases:
         gathered, one_by_one = (
             list(together(Loading(kind(*tensors)), lists, seed=0, epoch=0, device=CPU))
             for kind in (TensorDataset, _OnesOwn)
