@@ -35,8 +35,9 @@ def measure(case_name: str, data: Path, num_steps: int) -> dict[str, float]:
     case = BY_NAME[case_name]
     updates_s: list[float] = []
     began = [0.0]
-    job = {"global_batch_size": case.global_batch_size, "epochs": 1000, "channels_last": case.is_of_images}
-    with paceline.init(**job, max_steps=num_steps) as run:
+    with paceline.init(
+        global_batch_size=case.global_batch_size, epochs=1000, channels_last=case.is_of_images, max_steps=num_steps
+    ) as run:
         model = build(case)
         optimizer = optimizer_of(case, model)
         optimizer.register_step_pre_hook(lambda *_: began.__setitem__(0, time.perf_counter()))
