@@ -86,10 +86,12 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--fused", action="store_true", help="every script asks for torch's fused optimizer kernels")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    options = ["--data", str(arguments.data.resolve()), *(["--bf16"] if arguments.bf16 else [])]
+    options = ["--data", str(arguments.data.resolve())]
+    options += [f"--{name}" for name in ("bf16", "fused") if getattr(arguments, name)]
     print(
         "| case | trainer | steps/s | processor s/step | first step s | peak MiB | steps/s over Paceline's | loaders |"
     )

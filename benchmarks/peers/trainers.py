@@ -138,10 +138,12 @@ def build(case: Case) -> nn.Module:
     return model
 
 
-def optimizer_of(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(case: Case, model: nn.Module, *, fused: bool = False) -> torch.optim.Optimizer:
+    """As its user leaves it, or with torch's fused kernels."""
+    chosen = True if fused else None
     if case.is_of_images:
-        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=chosen)
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=chosen)
 
 
 def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -175,7 +177,7 @@ def ddp(case: Case, arguments: argparse.Namespace, clock: Clock) -> int:
         drop_last=True,
     )
     model = DistributedDataParallel(build(case))
-    optimizer = optimizer_of(case, model)
+    optimizer = optimizer_of(case, model, fused=arguments.fused)
     for inputs, targets in forever(loader):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=arguments.bf16):
             outputs = model(formatted(case, inputs))
@@ -199,7 +201,7 @@ def accelerate(case: Case, arguments: argparse.Namespace, clock: Clock) -> int:
         num_workers=arguments.loader_workers,
         drop_last=True,
     )
-    model, optimizer, loader = accelerator.prepare(model, optimizer_of(case, model), loader)
+    model, optimizer, loader = accelerator.prepare(model, optimizer_of(case, model, fused=arguments.fused), loader)
     for inputs, targets in forever(loader):
         outputs = model(formatted(case, inputs))
         optimizer.zero_grad()
@@ -219,7 +221,7 @@ def fabric(case: Case, arguments: argparse.Namespace, clock: Clock) -> int:
     )
     fabric.launch()
     model = build(case)
-    model, optimizer = fabric.setup(model, optimizer_of(case, model))
+    model, optimizer = fabric.setup(model, optimizer_of(case, model, fused=arguments.fused))
     loader = fabric.setup_dataloaders(
         DataLoader(
             per_sample(case, arguments.data),
@@ -255,7 +257,7 @@ def lightning(case: Case, arguments: argparse.Namespace, clock: Clock) -> int:
             clock.tick()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return optimizer_of(case, self.model)
+            return optimizer_of(case, self.model, fused=arguments.fused)
 
     world_size = int(os.environ["WORLD_SIZE"])
     trainer = L.Trainer(
@@ -298,7 +300,7 @@ def paceline(case: Case, arguments: argparse.Namespace, clock: Clock) -> int:
         virtual_shards=arguments.virtual_shards,
     ) as run:
         model = build(case)
-        model, _ = run.prepare(model, optimizer_of(case, model))
+        model, _ = run.prepare(model, optimizer_of(case, model, fused=arguments.fused))
         if case.is_of_images:
             spec = DataSpec(case.data, dir=str(arguments.data / case.data))
             if case.data == "cifar10":
@@ -322,7 +324,7 @@ def limit(case: Case, arguments: argparse.Namespace, clock: Clock) -> int:
     dataset = per_sample(case, arguments.data)
     inputs, targets = next(iter(DataLoader(dataset, batch_size=case.global_batch_size // world_size)))
     model, inputs = build(case), formatted(case, inputs)
-    optimizer = optimizer_of(case, model)
+    optimizer = optimizer_of(case, model, fused=arguments.fused)
     while True:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=arguments.bf16):
             outputs = model(inputs)
@@ -351,6 +353,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--loader-workers", type=int, default=0)
     parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--fused", action="store_true", help="the user asks for torch's fused optimizer kernels")
     parser.add_argument("--parity", default="numeric", help="Paceline's")
     parser.add_argument("--virtual-shards", type=int, default=8, help="Paceline's")
     arguments = parser.parse_args()

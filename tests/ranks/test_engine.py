@@ -183,6 +183,15 @@ def test_an_overflow_on_one_worker_makes_all_of_them_skip_the_step(parity: str) 
             np.testing.assert_allclose(spread[1][name], value, atol=1e-2, err_msg=name)
 
 
+def test_gradients_are_clipped_by_their_norm_without_the_loss_scale() -> None:
+    """Every second step measures noise, for which the norm of the scaled gradient is known already."""
+    clipped = {"optim": {"clip_norm": 0.1}}
+    ((_, exact),) = run_ranks(partial(_train, _Tied, clipped, num_samples=18), 1)
+    for _, weights in run_ranks(partial(_train, _Tied, clipped | {"precision": "float16"}, num_samples=18), 2):
+        for name, value in exact.items():
+            np.testing.assert_allclose(weights[name], value, atol=1e-3, err_msg=name)
+
+
 class _OverflowsOnStandIns(_Convolution):
     """Once trained for a step, one sample without normalisation is too much: what idle workers compute is infinite."""
 

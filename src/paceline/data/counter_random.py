@@ -20,11 +20,16 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
+def _state(*parts: int) -> int:
+    state = 0
+    for part in parts:
+        state = _mix((state + _GOLDEN + part) & _MASK)
+    return state
+
+
 def hash_keys(seed: int, stream: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
     """64 random bits for each index, shape of `indices`. `stream` keeps independent uses apart."""
-    state = 0
-    for part in (seed, stream, epoch):
-        state = _mix((state + _GOLDEN + part) & _MASK)
+    state = _state(seed, stream, epoch)
     # The same mix for all indices at once, in place: this is on the path of every batch.
     x = indices.astype(np.uint64)
     x += np.uint64(1)
@@ -50,4 +55,5 @@ def integers(seed: int, stream: int, epoch: int, indices: NDArray[np.int64], hig
 
 def key(seed: int, stream: int, epoch: int, index: int) -> int:
     """One 63-bit seed for a generator, of torch or Python, that belongs to one thing."""
-    return int(hash_keys(seed, stream, epoch, np.array([index], np.int64))[0] >> np.uint64(1))
+    # `hash_keys` of one index: in Python's numbers a tenth of the time of arrays of length one.
+    return _mix((_state(seed, stream, epoch) + (index + 1) * _GOLDEN) & _MASK) >> 1

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeGuard, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, default_collate
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from paceline.containers import to_device
 from paceline.data import counter_random, random_streams
@@ -125,6 +126,9 @@ class _ShardReader:
 
     def __getitems__(self, request: SampleRequest) -> Any:  # torch calls this with whatever the batch sampler gives
         try:
+            if self._collate_fn is None and _is_of_plain_tensors(self._dataset) and any(map(len, request.shards)):
+                rows = torch.from_numpy(np.concatenate(request.shards))
+                return [[tensor.index_select(0, rows) for tensor in self._dataset.tensors]]
             shards = [[self._sample(index) for index in shard.tolist()] for shard in request.shards]
             if self._collate_fn is None:
                 return [collated([sample for shard in shards for sample in shard])]
@@ -149,6 +153,15 @@ class _ShardReader:
 def shard_key(seed: int, stream: int, epoch: int, batch: int, shard: int) -> int:
     """The seed that belongs to one virtual shard of one global batch."""
     return counter_random.key(seed, stream, epoch, (batch << 24) + shard)
+
+
+def _is_of_plain_tensors(dataset: MapDataset) -> TypeGuard[TensorDataset]:
+    """Whether a batch of it is known to be rows of tensors: no code of a user's makes a sample, and none draws."""
+    if type(dataset) is not TensorDataset:
+        return False
+    return all(
+        type(one) is Tensor and one.layout == torch.strided and one.device.type == "cpu" for one in dataset.tensors
+    )
 
 
 def collated(samples: list[Any]) -> Any:

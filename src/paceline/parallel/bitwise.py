@@ -17,7 +17,7 @@ from paceline.comm.tree_exact import tree_all_reduce
 from paceline.containers import on_device
 from paceline.parallel.assignment import Assignment
 from paceline.parallel.engine import Engine, StepInput, broadcast
-from paceline.parallel.gradient_norms import GradientNorms, mean_of_squares, squared_norm
+from paceline.parallel.gradient_norms import GradientNorms, mean_of_squares, norm_of_each, squared_norm
 from paceline.parallel.loss_functions import LossFunctions
 from paceline.parallel.losses import LossLayout, StepLoss
 from paceline.parallel.shard_by_shard import ShardByShard
@@ -282,5 +282,5 @@ def norms_of(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
     """The norm of each; None where there is none."""
     every = list(gradients)
     present = [one for one in every if one is not None]
-    norms = iter(torch._foreach_norm(present) if present else ())
+    norms = iter(norm_of_each(present))
     return [None if one is None else next(norms) for one in every]

@@ -63,6 +63,7 @@ class DataParallel(Engine):
         """Whether this worker's gradients come from a stand-in and must count for nothing."""
         self._worker_norms = WorkerNorms(self._zero)
         self._aggregator = aggregator
+        self._parameters = list(self.module.parameters())
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in self.module.named_parameters()}
         self._arrived: Callable[[], object] | None = None
         """Waits for the sum of the step's losses, once it has begun."""
@@ -79,6 +80,7 @@ class DataParallel(Engine):
         if aggregator is not None:
             self._ddp = DistributedDataParallel.__new__(DistributedDataParallel)
             self._set_up(self._ddp, of_uses or aggregator.links.group, find_unused_parameters)
+        self._has_other_norms = has_other_norms(self.module)
         self._is_sync = any(isinstance(layer, SyncBatchNorm) for layer in self.module.modules())
         self._passes = Passes(
             self.module,
@@ -86,7 +88,7 @@ class DataParallel(Engine):
             self.functions,
             self.micro_batch,
             one_by_one=job.shard_by_shard,
-            may_split=not has_other_norms(self.module),
+            may_split=not self._has_other_norms,
             refusal=_SYNC_REFUSAL if self._is_sync else "",
         )
         self.forward_buffers = self._passes.buffers
@@ -96,7 +98,7 @@ class DataParallel(Engine):
             self._aggregator.scheduler.close()
 
     def _trained_now(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        return [parameter for parameter in self._parameters if parameter.requires_grad]
 
     def _set_up(self, ddp: DistributedDataParallel, group: dist.ProcessGroup, find_unused_parameters: bool) -> None:
         """Have `ddp` aggregate the gradients of all parameters that are trained now; a collective.
@@ -161,7 +163,7 @@ class DataParallel(Engine):
             self._aggregator.scheduler.begin_step()
         if list(map(id, self._trained_now())) != list(map(id, self._trained)):
             self._set_up_again()
-        if has_other_norms(self.module):
+        if self._has_other_norms:
             self.sync_buffers()
         notes = self._passes.find_coupling(step, self.module)
         if self._ddp is not None:
@@ -316,6 +318,11 @@ class DataParallel(Engine):
             return sums, lambda: None
         self._arrived = self._aggregator.sum_exactly(mine, "loss and norm statistics").wait
         return sums, self._arrived
+
+    def gradient_norm(self) -> Tensor:
+        if self._ddp is None or any(parameter.grad is None for parameter in self._trained):
+            return super().gradient_norm()
+        return self._worker_norms.squared_sum().sqrt()  # one pass over the buckets, which hold all gradients
 
     def _squared_norm(self) -> Tensor:
         return squared_norm(parameter.grad for parameter in self.module.parameters() if parameter.grad is not None)

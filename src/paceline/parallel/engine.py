@@ -17,7 +17,7 @@ from paceline.parallel.buckets import buckets
 from paceline.parallel.clock import Clock, Mark
 from paceline.parallel.companions import ALONE, Companions
 from paceline.parallel.forward_buffers import ForwardBuffers
-from paceline.parallel.gradient_norms import TakeNorms
+from paceline.parallel.gradient_norms import TakeNorms, norm_of_each
 from paceline.parallel.loss_functions import LossFunctions
 from paceline.parallel.losses import StepLoss
 from paceline.parallel.micro_batch import MicroBatchLimit
@@ -149,7 +149,9 @@ class Engine:
 
     def gradient_norm(self) -> Tensor:
         """The norm of the whole model's gradient, a scalar; a collective if workers do not hold all of it."""
-        return nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
+        norms = norm_of_each([p.grad for p in self.module.parameters() if p.grad is not None])
+        whole: Tensor = torch.linalg.vector_norm(torch.stack([one.to(norms[0].device) for one in norms]))
+        return whole
 
     # --- the whole model ---
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.parallel.assignment import Assignment
+from paceline.parallel.dtensor import alike
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ TakeNorms = Callable[[GradientNorms], None]
 # In float32 a sum over many millions of squares falls short by 0.3 %, which a small difference of norms cannot bear.
 _CHUNK = 1 << 20
 
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
 
 def squared_norm(tensors: Iterable[Tensor]) -> Tensor:
     """The sum of all squares, a scalar; at least in float32."""
@@ -39,6 +42,16 @@ def squared_norm(tensors: Iterable[Tensor]) -> Tensor:
         wide = flat if flat.dtype == torch.float64 else flat.float()
         sums += [torch.dot(chunk, chunk) for chunk in wide.split(_CHUNK)]
     return torch.stack(sums).sum()
+
+
+def norm_of_each(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The norm of each, in their order; at least in float32."""
+    dense = [one.coalesce().values() if one.is_sparse else one for one in gradients]
+    norms: dict[int, Tensor] = {}
+    for (_, dtype), tensors in alike(dense).items():
+        found = torch._foreach_norm(tensors, dtype=_WIDE.get(dtype))
+        norms.update(zip(map(id, tensors), found, strict=True))
+    return [norms[id(one)] for one in dense]
 
 
 class WorkerNorms:
@@ -58,6 +71,7 @@ class WorkerNorms:
         self._take: TakeNorms | None = None
         self._own_sqr = zero
         self._buckets: list[Tensor] = []
+        self._summed_sqr: Tensor | None = None
         self._last: tuple[GradientNorms, TakeNorms] | None = None
         """The norms of the last step; `small_sqr` is this worker's contribution to the mean."""
 
@@ -68,12 +82,19 @@ class WorkerNorms:
         self._take = take if _num_busy_workers(assignment) > 1 else None
         self._own_sqr = self._zero
         self._buckets = []
+        self._summed_sqr = None
 
     def bucket_filled(self, values: Tensor) -> None:
         """Called with this worker's gradients times its weight, before they are replaced by their sum."""
+        self._buckets.append(values)
         if self._take is not None:
             self._own_sqr = self._own_sqr + squared_norm([values])
-            self._buckets.append(values)
+
+    def squared_sum(self) -> Tensor:
+        """The squared norm of the step's gradient, a scalar; computed once, when all buckets hold their sums."""
+        if self._summed_sqr is None:
+            self._summed_sqr = squared_norm(self._buckets)
+        return self._summed_sqr
 
     @property
     def to_be_summed(self) -> Tensor:
@@ -99,11 +120,8 @@ class WorkerNorms:
             if weight is not None and rescale is not None:
                 own = mean_of_squares(self._own_sqr, weight) * rescale
             num_samples = assignment.global_size
-            norms = GradientNorms(
-                own, num_samples / _num_busy_workers(assignment), squared_norm(self._buckets), num_samples
-            )
+            norms = GradientNorms(own, num_samples / _num_busy_workers(assignment), self.squared_sum(), num_samples)
             self._last = norms, self._take
-        self._buckets = []
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,9 @@ class ShardBatchNorm(BatchNorm):
         for shard in range(first, first + count):
             seen.weights[shard] += seen_weight
         width, start = count * self.num_features, first * self.num_features
-        mean, var = (one if len(one) == width else one[start : start + width] for one in (seen.mean, seen.var))
+        mean, var = seen.mean, seen.var
+        if count < len(seen.weights):
+            mean, var = mean.narrow(0, start, width), var.narrow(0, start, width)
         # With this momentum the fused kernel leaves the mean over the calls in the running buffers given to it.
         return Moved(mean, var, seen_weight / seen.weights[first])
 

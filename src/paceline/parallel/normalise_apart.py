@@ -55,14 +55,15 @@ class _NormaliseApart(torch.autograd.Function):
         eps: float,
     ) -> Tensor:
         outputs = torch.empty_like(values)
-        means, inverse_deviations = [], []
-        for piece, output, one in zip(values.split(rows), outputs.split(rows), moved, strict=True):
-            statistics = torch.empty(2, values.shape[1], dtype=_statistics_dtype(values, weight, one.mean)).unbind()
+        dtype = _statistics_dtype(values, weight, moved[0].mean)
+        means, inverse_deviations = (
+            one.unbind() for one in torch.empty(2, len(rows), values.shape[1], dtype=dtype).unbind()
+        )
+        pieces = values.split_with_sizes(rows), outputs.split_with_sizes(rows)
+        for piece, output, mean, inverse_deviation, one in zip(*pieces, means, inverse_deviations, moved, strict=True):
             torch.native_batch_norm(
-                piece, weight, bias, one.mean, one.var, True, one.momentum, eps, out=(output, *statistics)
+                piece, weight, bias, one.mean, one.var, True, one.momentum, eps, out=(output, mean, inverse_deviation)
             )
-            means.append(statistics[0])
-            inverse_deviations.append(statistics[1])
         ctx.save_for_backward(values, weight, bias)
         ctx.rows, ctx.eps, ctx.means, ctx.inverse_deviations = rows, eps, means, inverse_deviations
         return outputs
@@ -81,19 +82,24 @@ class _NormaliseApart(torch.autograd.Function):
             wanted = [one for one, is_needed in zip((values, weight, bias), needed, strict=True) if is_needed]
             found = iter(torch.autograd.grad(outputs, wanted, gradient, create_graph=True))
             return *(next(found) if is_needed else None for is_needed in needed), None, None, None
-        each = [
-            torch.ops.aten.native_batch_norm_backward(
-                of_output, piece, weight, None, None, mean, inverse_deviation, True, ctx.eps, list(needed)
+        of_values = torch.empty_like(values)
+        of_weight: list[Tensor] = []
+        of_bias: list[Tensor] = []
+        pieces = (one.split_with_sizes(ctx.rows) for one in (gradient, values, of_values))
+        for of_output, piece, place, mean, inverse_deviation in zip(
+            *pieces, ctx.means, ctx.inverse_deviations, strict=True
+        ):
+            of_piece, *of_parameters = torch.ops.aten.native_batch_norm_backward(
+                of_output, piece, weight, None, None, mean, inverse_deviation, True, ctx.eps, needed
             )
-            for of_output, piece, mean, inverse_deviation in zip(
-                gradient.split(ctx.rows), values.split(ctx.rows), ctx.means, ctx.inverse_deviations, strict=True
-            )
-        ]
-        of_values, of_weight, of_bias = zip(*each, strict=True)
+            if needed[0]:
+                place.copy_(of_piece)  # at once, while it is in the caches
+            of_weight.append(of_parameters[0])
+            of_bias.append(of_parameters[1])
         return (
-            torch.cat(of_values) if needed[0] else None,
-            torch.stack(of_weight).sum(0) if needed[1] else None,
-            torch.stack(of_bias).sum(0) if needed[2] else None,
+            of_values if needed[0] else None,
+            sum(of_weight[1:], of_weight[0]) if needed[1] else None,
+            sum(of_bias[1:], of_bias[0]) if needed[2] else None,
             None,
             None,
             None,

@@ -190,8 +190,9 @@ class ModelStepper:
         else:
             is_made = self._guard.allows_update(pending.index, loss, norm, batch.samples)
         if is_made and clip_norm is not None:
+            whole = norm() / scaler.scale(torch.ones((), device=self._device))
             scaler.unscale_(optimizer)
-            clip_gradients(trained.model.parameters(), clip_norm, norm())
+            clip_gradients(trained.model.parameters(), clip_norm, whole)
             if not engine.holds_all and not self._guard.needs_norm:
                 self.session.check_peers()  # the norm was a sum of all workers' too
         self._begin_change()

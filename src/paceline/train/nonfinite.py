@@ -18,7 +18,8 @@ from torch import Tensor
 
 from paceline.errors import ModelError
 from paceline.object_collectives import all_gather_objects
-from paceline.parallel.dtensor import alike, local_shard
+from paceline.parallel.dtensor import local_shard
+from paceline.parallel.gradient_norms import norm_of_each
 from paceline.train.session import Session
 from paceline.train.state import Trained
 
@@ -26,8 +27,6 @@ MOST_IN_A_ROW = 10
 """The run ends after this many consecutive steps without an update."""
 
 _SHOWN_SAMPLES = 8
-
-_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class NonFiniteGuard:
 
         Args:
             step: the number of global batches trained on before.
-            norm: returns the norm of the whole model's gradient; called if workers hold shards. Then a collective.
+            norm: returns the norm of the whole model's gradient; a collective if workers hold shards.
             samples: the numbers of the samples in the step's batch.
 
         Raises:
@@ -117,7 +116,7 @@ class NonFiniteGuard:
         """1 where the update is to be left out, else 0: a float32 scalar on the device. The host learns it in
         `catch_up`, where `may_be_late`."""
         gradients = {name: p.grad for name, p in self._trained.model.named_parameters() if p.grad is not None}
-        found = torch.stack([loss, *_norms(list(gradients.values()))])
+        found = torch.stack([loss, *norm_of_each(list(gradients.values()))])
         in_host_memory = found.to("cpu", non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
@@ -142,9 +141,7 @@ class NonFiniteGuard:
         """Scalars that are finite exactly when the whole model's gradient is."""
         if self._trained.precision.scaler.is_enabled():
             return []  # it skips a step that overflows under its loss scale, and scales less
-        if not self._trained.engine.holds_all:
-            return [norm()]
-        return _norms([parameter.grad for parameter in self._trained.model.parameters() if parameter.grad is not None])
+        return [norm()]
 
     def _culprits(self) -> list[str]:
         """The parameters whose gradients are not finite. A collective where the model is spread."""
@@ -160,21 +157,11 @@ class NonFiniteGuard:
 
 
 def is_finite(found: Tensor) -> bool:
-    """Whether a loss and norms are, one pass over the gradients before them; waits for the device that they are on.
+    """Whether a loss and norms are, which one pass over the gradients gave; waits for the device that they are on.
 
-    A gradient whose norm overflows float32, or its own dtype if that is wider, counts as infinite.
+    Gradients whose norm overflows float32, or their own dtype if that is wider, count as infinite.
     """
     return all(map(math.isfinite, found.tolist()))
-
-
-def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """The norm of each, in their order."""
-    dense = [one.coalesce().values() if one.is_sparse else one for one in gradients]
-    norms: dict[int, Tensor] = {}
-    for (_, dtype), tensors in alike(dense).items():
-        found = torch._foreach_norm(tensors, dtype=_WIDE.get(dtype))
-        norms.update(zip(map(id, tensors), found, strict=True))
-    return [norms[id(one)] for one in dense]
 
 
 def _describe(step: int, loss: Tensor, culprits: Sequence[str], samples: NDArray[Any]) -> str:

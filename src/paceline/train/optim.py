@@ -27,7 +27,7 @@ _TOTALS = ("total_steps", "num_training_steps")
 """What schedulers call the number of steps of the whole run."""
 _FUSED_ON_SHARDS = (torch.optim.Adam, torch.optim.AdamW)
 FUSED = (*_FUSED_ON_SHARDS, torch.optim.SGD)
-"""Optimizers that torch has fused kernels for on GPUs, exactly these and none made from them. The kernels look at
+"""Optimizers that torch has fused kernels for, exactly these and none made from them. The kernels look at
 `found_inf`."""
 _BY_ELEMENT = (
     *FUSED,
@@ -97,7 +97,7 @@ def choose_kernels(optimizer: Optimizer, device: torch.device, *, alike_on_shard
 
     On a GPU torch takes all parameters of a group together, which fails where some are shards and others whole,
     whatever its user chose, or shards along other axes; and it takes its fused kernels only where it is told to. On a
-    CPU it goes one by one.
+    CPU it goes one by one, Adam with a dozen calls for each: there the fused kernels take over what they are right for.
 
     Args:
         alike_on_shards: whether whole parameters are updated by the kernels that shards are, which give the same bits.
@@ -107,12 +107,20 @@ def choose_kernels(optimizer: Optimizer, device: torch.device, *, alike_on_shard
         kinds = {one.device_mesh if is_dtensor(one) else None for one in parameters}
         if None in kinds and len(kinds) > 1:
             group.update({way: False for way in ("foreach", "fused") if way in group})
-        if device.type == "cpu" or group.get("foreach", False) is not None or group.get("fused") is not None:
+        if group.get("foreach", False) is not None or group.get("fused") is not None:
+            continue
+        are_floating = all(one.device.type == device.type and one.is_floating_point() for one in parameters)
+        if device.type == "cpu":
+            # There they round the last elements of a tensor in another way, and do not look at strides. For SGD they
+            # gain nothing.
+            is_right = kinds == {None} and not alike_on_shards and all(one.is_contiguous() for one in parameters)
+            if is_right and are_floating and type(optimizer) in _FUSED_ON_SHARDS and not group["differentiable"]:
+                group["fused"] = True
             continue
         is_fused = type(optimizer) in (FUSED if kinds == {None} and not alike_on_shards else _FUSED_ON_SHARDS)
         if len(kinds) > 1:
             group["foreach"] = False
-        elif is_fused and all(one.device.type == device.type and one.is_floating_point() for one in parameters):
+        elif is_fused and are_floating:
             group["fused"] = True
 
 

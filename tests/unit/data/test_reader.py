@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
 from paceline.data import ArrayReader, ArraySet, Augmentation, Loading, SampleRequest, read_samples
 from paceline.data.augment import augment
@@ -189,6 +190,23 @@ def test_the_callers_own_draws_do_not_reach_the_samples() -> None:
         torch.rand(5), random.random()
         found |= draws([batch])
     assert found == alone
+
+
+class _OnesOwn(TensorDataset):
+    """A subclass may draw, so its samples are made one by one."""
+
+
+def test_rows_of_tensors_are_gathered_to_what_single_samples_collate_to() -> None:
+    tensors = torch.arange(24).view(6, 2, 2), torch.arange(6.0)
+    cases: list[list[list[int]]] = [[[4, 0, 4]], [[]]]
+    for lists in cases:
+        gathered, one_by_one = (
+            list(together(Loading(kind(*tensors)), lists, seed=0, epoch=0, device=CPU))
+            for kind in (TensorDataset, _OnesOwn)
+        )
+        assert type(gathered[0]) is type(one_by_one[0])
+        for mine, wanted in zip(gathered[0] or (), one_by_one[0] or (), strict=True):
+            assert torch.equal(mine, wanted) and mine.dtype == wanted.dtype
 
 
 def test_only_float64_is_cast() -> None:

@@ -54,11 +54,28 @@ def test_fused_where_torch_has_it_and_nobody_chose(make: Any, expected: dict[str
     assert {key: group[key] for key in expected} == expected
 
 
-def test_nothing_changes_on_a_cpu_or_for_what_stays_there() -> None:
-    for device in (torch.device("cpu"), ELSEWHERE):
-        optimizer = torch.optim.AdamW(parameters("cpu"))
-        choose_kernels(optimizer, device)
-        assert optimizer.param_groups[0]["fused"] is None
+@pytest.mark.parametrize(
+    ("make", "fused"),
+    [
+        (torch.optim.AdamW, True),
+        (torch.optim.Adam, True),
+        (torch.optim.SGD, None),
+        (lambda p: torch.optim.AdamW(p, fused=False), False),
+        (lambda p: torch.optim.AdamW(p, foreach=False), None),
+        (lambda p: torch.optim.AdamW(p, differentiable=True), None),
+        (lambda p: torch.optim.AdamW([*p, nn.Parameter(torch.zeros(2, 3).t())]), None),
+    ],
+)
+def test_on_a_cpu_only_adam_of_plain_parameters_is_fused(make: Any, fused: bool | None) -> None:
+    optimizer = make(parameters("cpu"))
+    choose_kernels(optimizer, torch.device("cpu"))
+    assert optimizer.param_groups[0]["fused"] is fused
+
+
+def test_what_stays_in_host_memory_is_not_fused_for_another_device() -> None:
+    optimizer = torch.optim.AdamW(parameters("cpu"))
+    choose_kernels(optimizer, ELSEWHERE)
+    assert optimizer.param_groups[0]["fused"] is None
 
 
 def test_shards_and_whole_parameters_are_not_taken_together(shards: list[nn.Parameter]) -> None:
@@ -106,6 +123,9 @@ def test_bits_of_shards_are_those_of_whole_parameters_or_refused(make: Any, devi
 
 
 def test_whole_parameters_are_updated_by_the_kernels_of_shards_where_bits_count() -> None:
-    optimizer = torch.optim.SGD(parameters())
-    choose_kernels(optimizer, ELSEWHERE, alike_on_shards=True)
-    assert (optimizer.param_groups[0]["foreach"], optimizer.param_groups[0]["fused"]) == (None, None)
+    for optimizer, device in (
+        (torch.optim.SGD(parameters()), ELSEWHERE),
+        (torch.optim.AdamW(parameters("cpu")), torch.device("cpu")),
+    ):
+        choose_kernels(optimizer, device, alike_on_shards=True)
+        assert (optimizer.param_groups[0]["foreach"], optimizer.param_groups[0]["fused"]) == (None, None)
