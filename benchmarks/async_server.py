@@ -1,7 +1,7 @@
 """The asynchronous parameter server beside synchronous training, on 2 x 2 workers of which one is three times slower.
 
-    python benchmarks/async_server.py --data DIR      DIR holds MNIST's four files
-    python benchmarks/async_server.py --shard-ms 50   speeds alone
+    python -m benchmarks.async_server --data DIR                DIR holds MNIST's four files
+    python -m benchmarks.async_server --shard-ms 50 [--busy 4]  speeds alone, perhaps beside processes that compute
 
 Speed: every worker *sleeps* for the time a shard takes, so that four of them can share two cores; the gradients, as
 large as LeNet's, really travel. Synchronous means: every worker always has its share of each batch and all wait for
@@ -18,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.busy_machine import neighbour
 from torch import Tensor, nn
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -63,12 +65,16 @@ def main() -> None:
     options.add_argument("--data", help="the directory with MNIST's files; without it, speeds alone")
     options.add_argument("--shard-ms", type=float, default=200.0, help="how long a shard takes")
     options.add_argument("--batches", type=int, default=12, help="global batches of a run for speed")
+    options.add_argument("--busy", type=int, default=0, help="processes that compute all the time beside the workers")
     options.add_argument("--cases", default="", help="only the cases with this text in their name, and the base")
     options.add_argument("--epochs", type=int, default=2)
     options.add_argument("--seeds", type=int, default=3, help="runs to average accuracies over")
     options.add_argument("--rounds", type=int, default=3, help="alternating runs to take the median speed of")
     chosen = options.parse_args()
-    print_speeds(chosen.rounds, chosen.shard_ms / 1e3, chosen.batches, chosen.cases)
+    with ExitStack() as load:
+        for _ in range(chosen.busy):
+            load.enter_context(neighbour())
+        print_speeds(chosen.rounds, chosen.shard_ms / 1e3, chosen.batches, chosen.cases)
     if chosen.data is not None:
         print_accuracies(chosen.data, chosen.seeds, chosen.epochs)
 

@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
 
 from paceline import env
 from paceline.errors import LaunchError
@@ -98,7 +99,7 @@ def join(facts: env.WorkerFacts, plan: Plan) -> World:
     store = _store(facts, timeout, may_close=plan.backend == "gloo")
     if interfaces:
         if store is None:
-            store, _, _ = next(dist.rendezvous(facts.init_method, facts.rank, facts.world_size, timeout=timeout))
+            store, _, _ = next(rendezvous(facts.init_method, facts.rank, facts.world_size, timeout=timeout))
         check_interfaces(interfaces, PrefixStore("interfaces", store), facts)
     if store is None:
         connect(init_method=facts.init_method)
