@@ -7,6 +7,7 @@ is not asked for any earlier, because one that waits at a slow worker is one tha
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -28,8 +29,11 @@ from paceline.errors import PeerLost
 COORDINATOR_ROLE = "which gives out the work"
 SERVER_ROLE = "which holds a slice of the parameters"
 
-_CALLS_AHEAD = 2
+_FETCHES_AHEAD = 2
 """The next shard is asked for as long before the end of this one as so many fetches take."""
+_FORGET = 1.1
+"""How fast a short shard and a long fetch are forgotten, a factor a shard: to ask a little early costs less than to ask
+late."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class Exchange:
         self._seen = first_batch
         self._thread = ThreadPoolExecutor(1, "paceline-exchange")
         self._under_way: deque[Future[Fetched]] = deque()
-        self._shard_s: float | None = None
+        self._shard_s = math.inf
         self._fetch_s = 0.0
         self.begin(first_batch)
 
@@ -94,13 +98,12 @@ class Exchange:
     def computing(self) -> Iterator[None]:
         """While a task is computed inside the block, the next one is fetched shortly before the end."""
         began_s, is_done = time.monotonic(), threading.Event()
-        wait_s = None if self._shard_s is None else max(0.0, self._shard_s - _CALLS_AHEAD * self._fetch_s)
-        self._begin_to(self._ask_ahead, wait_s, is_done)
+        self._begin_to(self._ask_ahead, max(0.0, self._shard_s - _FETCHES_AHEAD * self._fetch_s), is_done)
         try:
             yield
         finally:
             is_done.set()
-        self._shard_s = time.monotonic() - began_s
+        self._shard_s = min(time.monotonic() - began_s, _FORGET * self._shard_s)
 
     def deliver(self, task: Task, version: int, sums: ShardSums, wants_rest: bool) -> None:
         """Begin to send what was computed with the parameters after `version` updates."""
@@ -122,10 +125,10 @@ class Exchange:
 
     # What follows runs in the exchange's own thread.
 
-    def _ask_ahead(self, wait_s: float | None, is_done: threading.Event) -> Fetched:
+    def _ask_ahead(self, wait_s: float, is_done: threading.Event) -> Fetched:
         """The next task, if there is one already `wait_s` from now; what is done earlier is delivered first."""
         self._has_task = False
-        if is_done.wait(wait_s):
+        if is_done.wait(min(wait_s, threading.TIMEOUT_MAX)):
             return Fetched(Arrival(version=self._version))
         return self._ask(is_ahead=True)
 
@@ -177,7 +180,7 @@ class Exchange:
         self._version = version
         self._has_task |= task is not None
         if is_ahead and task is not None:
-            self._fetch_s = time.monotonic() - began_s
+            self._fetch_s = max(time.monotonic() - began_s, self._fetch_s / _FORGET)
         return Fetched(Arrival(statistics, task, version, is_last), values)
 
     def _version_for(self, batch: int) -> int:
