@@ -1,6 +1,6 @@
 """What asynchronous servers learn on a quiet machine and beside busy processes: LeNet on the digits, real workers.
 
-    python -m benchmarks.async_load [--workers 4] [--staleness 0,1,4] [--busy 0,20] [--epochs 5]
+    python benchmarks/async_load.py [--workers 4] [--staleness 0,1,4] [--busy 0,20] [--epochs 5]
 
 For each staleness and number of busy processes, the accuracy and the beginning of the weights' SHA-256. Busy processes
 compute all the time at the workers' priority, until the run ends.
@@ -13,7 +13,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.busy_machine import neighbour
+from busy_machine import neighbour
 
 import paceline
 

@@ -1,7 +1,7 @@
 """The asynchronous parameter server beside synchronous training, on 2 x 2 workers of which one is three times slower.
 
-    python -m benchmarks.async_server --data DIR                DIR holds MNIST's four files
-    python -m benchmarks.async_server --shard-ms 50 [--busy 4]  speeds alone, perhaps beside processes that compute
+    python benchmarks/async_server.py --data DIR                DIR holds MNIST's four files
+    python benchmarks/async_server.py --shard-ms 50 [--busy 4]  speeds alone, perhaps beside processes that compute
 
 Speed: every worker *sleeps* for the time a shard takes, so that four of them can share two cores; the gradients, as
 large as LeNet's, really travel. Synchronous means: every worker always has its share of each batch and all wait for
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmarks.busy_machine import neighbour
+from busy_machine import neighbour
 from torch import Tensor, nn
 from torch.distributed import Store  # type: ignore[attr-defined]
 
