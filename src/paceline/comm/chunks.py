@@ -14,10 +14,9 @@ NUM_CHUNKS = 16
 """As many as fill the pipeline, where that does not make them too small."""
 
 
-def chunk_length(values: Tensor, num_interfaces: int = 1) -> int:
-    """How many elements of a vector are a chunk, a part of which goes over each of a node's network interfaces."""
-    smallest, largest = num_interfaces * MIN_CHUNK_BYTES, num_interfaces * MAX_CHUNK_BYTES
-    return min(max(values.nbytes // NUM_CHUNKS, smallest), largest) // values.itemsize
+def chunk_length(values: Tensor) -> int:
+    """How many elements of a vector are a chunk."""
+    return min(max(values.nbytes // NUM_CHUNKS, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES) // values.itemsize
 
 
 def in_turns(chunks: Iterable[Iterator[None]]) -> None:

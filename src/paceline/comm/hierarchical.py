@@ -25,8 +25,7 @@ def hierarchical(values: Tensor, links: Links) -> None:
     the backend.
     """
     if len(links.nodes) > 1:
-        chunks = values.split(chunk_length(values, links.num_interfaces))
-        in_turns([_sum(chunk, links) for chunk in chunks if len(chunk)])
+        in_turns([_sum(chunk, links) for chunk in values.split(chunk_length(values)) if len(chunk)])
     elif links.shared_memory is not None:
         links.shared_memory.all_reduce(values)
     elif links.world_size > 1:

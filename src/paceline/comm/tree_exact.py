@@ -38,7 +38,7 @@ def tree_all_reduce(partials: Sequence[Tensor], runs: Sequence[Run], total: Tens
         ready = dict(zip(aligned_blocks(*runs[0]), partials, strict=True))
         return finish_tree(ready, runs[0][1])
     division = _Division.of(runs, links)
-    length = chunk_length(total, links.num_interfaces) if len(links.nodes) > 1 else len(total)
+    length = chunk_length(total) if len(links.nodes) > 1 else len(total)
     pieces = [partial.split(length) for partial in partials]
     chunks = enumerate(total.split(length) if len(total) else ())
     in_turns([_sum([piece[number] for piece in pieces], chunk, division, links) for number, chunk in chunks])
