@@ -75,15 +75,16 @@ def test_staleness_0_is_synchronous_training_bit_for_bit(
         assert "result is that of synchronous training" in record.notes[0]
 
 
-def test_a_stale_run_learns_the_same_on_any_number_of_workers(tmp_path: Path) -> None:
+def test_a_stale_run_learns_the_same_on_two_workers_and_on_three(tmp_path: Path) -> None:
     digits = {"model": "lenet", "data": "digits", "epochs": 5, "global_batch_size": 64, "virtual_shards": 4}
     job = _job(**digits, aggregation={"method": "parameter_server_async", "staleness": 1})
-    (alone,) = run_ranks(_train, 1, job, tmp_path / "alone", timeout_s=100)
-    workers = run_ranks(_train, 3, job, tmp_path / "run", 2, timeout_s=100)
-    assert {record.weights_sha256 for record in workers} == {alone.weights_sha256}
-    assert alone.accuracy is not None
-    assert alone.accuracy > 0.85  # 97 % without staleness
-    assert "that are 1 update late" in alone.notes[0]
+    two = run_ranks(_train, 2, job, tmp_path / "two", timeout_s=100)
+    three = run_ranks(_train, 3, job, tmp_path / "three", 2, timeout_s=100)
+    assert len({record.weights_sha256 for record in (*two, *three)}) == 1
+    accuracy = two[0].accuracy
+    assert accuracy is not None
+    assert accuracy > 0.85  # 97 % without staleness
+    assert "that are 1 update late" in two[0].notes[0]
 
 
 @pytest.mark.parametrize("sync_inside_nodes", [False, True])
