@@ -1,6 +1,7 @@
 """The asynchronous parameter server beside synchronous training, on 2 x 2 workers of which one is three times slower.
 
-    python benchmarks/async_server.py --data DIR      DIR holds MNIST's four files
+    python benchmarks/async_server.py --data DIR                DIR holds MNIST's four files
+    python benchmarks/async_server.py --shard-ms 50 [--busy 4]  speeds alone, perhaps beside processes that compute
 
 Speed: every worker *sleeps* for the time a shard takes, so that four of them can share two cores; the gradients, as
 large as LeNet's, really travel. Synchronous means: every worker always has its share of each batch and all wait for
@@ -17,13 +18,15 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from busy_machine import neighbour
 from torch import Tensor, nn
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -38,7 +41,6 @@ from paceline.train.schedule import lr_factor
 WORLD_SIZE = 4
 SLOW_RANK, SLOWDOWN = 3, 3
 NUM_SHARDS = 8
-SHARD_S = 0.2
 TIMEOUT_S = 60.0
 NODES = {"flat": ((0,), (1,), (2,), (3,)), "2 x 2": ((0, 1), (2, 3))}
 
@@ -52,6 +54,7 @@ class Case:
     """None: synchronous by all_reduce."""
     nodes: str = "flat"
     num_servers: int = 1
+    shard_s: float = 0.2
     num_batches: int = 12
     epochs: int = 2
     seed: int = 0
@@ -59,16 +62,24 @@ class Case:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--data", required=True, help="the directory with MNIST's files")
+    options.add_argument("--data", help="the directory with MNIST's files; without it, speeds alone")
+    options.add_argument("--shard-ms", type=float, default=200.0, help="how long a shard takes")
+    options.add_argument("--batches", type=int, default=12, help="global batches of a run for speed")
+    options.add_argument("--busy", type=int, default=0, help="processes that compute all the time beside the workers")
+    options.add_argument("--cases", default="", help="only the cases with this text in their name, and the base")
     options.add_argument("--epochs", type=int, default=2)
     options.add_argument("--seeds", type=int, default=3, help="runs to average accuracies over")
     options.add_argument("--rounds", type=int, default=3, help="alternating runs to take the median speed of")
     chosen = options.parse_args()
-    print_speeds(chosen.data, chosen.rounds)
-    print_accuracies(chosen.data, chosen.seeds, chosen.epochs)
+    with ExitStack() as load:
+        for _ in range(chosen.busy):
+            load.enter_context(neighbour())
+        print_speeds(chosen.rounds, chosen.shard_ms / 1e3, chosen.batches, chosen.cases)
+    if chosen.data is not None:
+        print_accuracies(chosen.data, chosen.seeds, chosen.epochs)
 
 
-def print_speeds(data_dir: str, rounds: int) -> None:
+def print_speeds(rounds: int, shard_s: float, num_batches: int, wanted: str) -> None:
     cases = {
         "synchronous, all_reduce": Case("speed"),
         "staleness 0, 1 server": Case("speed", 0),
@@ -77,14 +88,19 @@ def print_speeds(data_dir: str, rounds: int) -> None:
         "staleness 4, 4 servers": Case("speed", 4, num_servers=4),
         "staleness 4, nodes as workers": Case("speed", 4, nodes="2 x 2", num_servers=2),
     }
+    cases = {
+        name: replace(case, shard_s=shard_s, num_batches=num_batches)
+        for name, case in cases.items()
+        if wanted in name or case.staleness is None
+    }
     speeds: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(rounds):
         for name, case in cases.items():
-            speeds[name].append(run(case, data_dir)["shards_per_s"])
+            speeds[name].append(run(case)["shards_per_s"])
     base = statistics.median(speeds["synchronous, all_reduce"])
-    ideal = (WORLD_SIZE - 1 + 1 / SLOWDOWN) / SHARD_S
+    ideal = (WORLD_SIZE - 1 + 1 / SLOWDOWN) / shard_s
     print(
-        f"| {NUM_SHARDS} shards of {1e3 * SHARD_S:.0f} ms a batch, one worker {SLOWDOWN}x slower | shards/s | ratio |"
+        f"| {NUM_SHARDS} shards of {1e3 * shard_s:.0f} ms a batch, one worker {SLOWDOWN}x slower | shards/s | ratio |"
     )
     print("|---|---|---|")
     for name, values in speeds.items():
@@ -106,7 +122,7 @@ def print_accuracies(data_dir: str, seeds: int, epochs: int) -> None:
         print(f"| {name} | {statistics.mean(accuracies):.2f} % | {each} | {part:.1%} |", flush=True)
 
 
-def run(case: Case, data_dir: str) -> dict[str, Any]:
+def run(case: Case, data_dir: str = "") -> dict[str, Any]:
     """What the first of four workers finds; each has one thread, and they connect on loopback."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.rpc", "torch._dynamo"])
@@ -170,7 +186,7 @@ def opened(
 
 def speed(rank: int, case: Case) -> dict[str, Any]:
     """Shards a second, from the first batch that is finished to the last."""
-    shard_s = SHARD_S * (SLOWDOWN if rank == SLOW_RANK else 1)
+    shard_s = case.shard_s * (SLOWDOWN if rank == SLOW_RANK else 1)
     model = lenet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
 

@@ -82,8 +82,8 @@ def _accuracy(
         gradients = torch.autograd.grad(nn.functional.cross_entropy(model(images[chosen]), labels[chosen]), parameters)
         server.push(
             batch,
-            version,
             version if is_told else batch,
+            version,
             [(0, 1)],
             [torch.cat([gradient.flatten() for gradient in gradients])],
             used,
@@ -96,9 +96,9 @@ def _accuracy(
 
 def _fetch(server: ParameterSlice, version: int, parameters: list[nn.Parameter], sizes: list[int]) -> None:
     found = server.pull(version)
-    assert found is not None and found[0] == version
+    assert found is not None
     with torch.no_grad():
-        for parameter, values in zip(parameters, found[1].split(sizes), strict=True):
+        for parameter, values in zip(parameters, found.split(sizes), strict=True):
             parameter.copy_(values.view(parameter.shape))
 
 

@@ -205,7 +205,7 @@ def worker_variables(
 
     Args:
         torch_store: address and port of the store of such a program; None: no store.
-        interface: the network interface between workers; None: the one in the environment.
+        interface: the network interface between workers, or several as "a,b"; None: what the environment names.
         devices: the GPUs of this node that the run uses, by PCI bus; empty: those of CUDA_VISIBLE_DEVICES.
         cpus: the cores to stay on; empty: any.
     """
@@ -302,9 +302,14 @@ def passed_on() -> dict[str, str]:
     return {name: os.environ[name] for name in PASSED_ON if name in os.environ}
 
 
+def gloo_interfaces() -> tuple[str, ...]:
+    """The network interfaces that this process's environment names for Gloo, which uses all of them; often none."""
+    return tuple(name for name in text(INTERFACE_VARIABLES[0]).split(",") if name)
+
+
 def own_interface() -> str | None:
-    """The network interface that this process's environment names for workers; None if it names none."""
-    return next(iter(socket_interfaces().values()), None)
+    """The network interface that this process's environment names for workers, or the first; None if it names none."""
+    return next(iter((*gloo_interfaces(), *socket_interfaces().values())), None)
 
 
 def terminal() -> dict[str, str]:

@@ -31,12 +31,11 @@ from typing import IO
 from paceline.launch.worker import PR_SET_PDEATHSIG
 
 INTERFACE = "eth0"
-"""What a node calls its end of its link."""
+"""What a node calls its end of its link, the first if it has several: eth0, eth1, …"""
 
 MASTER_PORT = 29500
 
 _BOOT_TIMEOUT_S = 60.0
-_SUBNET = "10.77.0"
 _MAX_NUM_NODES = 200
 _COMMANDS = ("unshare", "nsenter", "ip", "tc", "mount")
 
@@ -112,11 +111,15 @@ def why_not() -> str | None:
 
 
 class Cluster:
-    """`num_nodes` nodes on one switch, each by a link of `rate_bits_per_s` in either direction."""
+    """`num_nodes` nodes on one switch, each by a link of `rate_bits_per_s` in either direction.
 
-    def __init__(self, num_nodes: int, rate_bits_per_s: float) -> None:
+    With several links every node has one to each of as many switches, which are networks of their own.
+    """
+
+    def __init__(self, num_nodes: int, rate_bits_per_s: float, num_links: int = 1) -> None:
         assert 1 <= num_nodes <= _MAX_NUM_NODES
         self._rate_bits_per_s = rate_bits_per_s
+        self.interfaces = tuple(f"eth{number}" for number in range(num_links))
         self._switch: FirstProcess | None = None
         hosts = "\n".join(["127.0.0.1 localhost", *(f"{_address(i)} {_hostname(i)}" for i in range(num_nodes))])
         self.nodes = tuple(Node(self, index, hosts) for index in range(num_nodes))
@@ -137,7 +140,9 @@ class Cluster:
     def up(self) -> None:
         """Boot the switch and all nodes."""
         self._switch = FirstProcess(["--net"], _SWITCH_SCRIPT)
-        self._switch.configure("ip", ["link add switch type bridge", "link set dev switch up"])
+        for interface in self.interfaces:
+            bridge = bridge_of(interface)
+            self._switch.configure("ip", [f"link add {bridge} type bridge", f"link set dev {bridge} up"])
         for node in self.nodes:
             node.boot()
 
@@ -176,10 +181,9 @@ class Node:
         self.address = _address(index)
         self._cluster = cluster
         self._hosts = hosts
-        # The same after every boot: the others remember it.
-        self._hardware_address = f"02:00:00:00:00:{index + 1:02x}"
-        self.port = f"port{index}"
-        """What the switch calls its end of the link."""
+        self._index = index
+        self.port = self._port(INTERFACE)
+        """What the switch calls its end of the first link."""
         self._first: FirstProcess | None = None
         self._processes: list[NodeProcess] = []
         # A crashed node's network namespace, held open so that the kernel answers for the dead.
@@ -200,12 +204,21 @@ class Node:
         if self._remains is not None:
             self._take_link()
             self._forget_remains()
-        self._first = first = FirstProcess(
+        self._first = FirstProcess(
             ["--net", "--uts", "--mount", "--pid", "--ipc"], _NODE_SCRIPT, self.hostname, self._hosts
         )
-        node_end = f"name {INTERFACE} address {self._hardware_address} netns {first.pid}"
+        for interface in self._cluster.interfaces:
+            self._plug_in(interface)
+        self.shape_link()
+
+    def _plug_in(self, interface: str) -> None:
+        """Give the node a link between this interface and its switch."""
+        first, network = self._running(), int(interface.removeprefix("eth"))
+        # The same hardware address after every boot: the others remember it.
+        node_end = f"name {interface} address 02:00:00:00:{network:02x}:{self._index + 1:02x} netns {first.pid}"
+        port, bridge = self._port(interface), bridge_of(interface)
         self._cluster.switch.configure(
-            "ip", [f"link add {self.port} type veth peer {node_end}", f"link set dev {self.port} master switch up"]
+            "ip", [f"link add {port} type veth peer {node_end}", f"link set dev {port} master {bridge} up"]
         )
         # The route chooses cubic: bbr, some kernels' default, loses a tenth in a token bucket.
         congestion = "congctl cubic" if "cubic" in _congestion_controls() else ""
@@ -213,12 +226,11 @@ class Node:
             "ip",
             [
                 "link set dev lo up",
-                f"address add {self.address}/24 dev {INTERFACE} noprefixroute",
-                f"link set dev {INTERFACE} up",
-                f"route add {_SUBNET}.0/24 dev {INTERFACE} src {self.address} {congestion}",
+                f"address add {_address(self._index, network)}/24 dev {interface} noprefixroute",
+                f"link set dev {interface} up",
+                f"route add {_subnet(network)}.0/24 dev {interface} src {_address(self._index, network)} {congestion}",
             ],
         )
-        self.shape_link()
 
     def exec(
         self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None
@@ -228,14 +240,18 @@ class Node:
         self._processes = [other for other in self._processes if other.is_running] + [process]
         return process
 
-    def link_down(self) -> None:
+    def configure(self, tool: str, commands: Sequence[str]) -> None:
+        """Run commands of `ip` or `tc` on the node."""
+        self._running().configure(tool, commands)
+
+    def link_down(self, interface: str = INTERFACE) -> None:
         """Cut the cable at the switch: nobody is told, packets are lost."""
         self._running()
-        self._cluster.switch.configure("ip", [f"link set dev {self.port} down"])
+        self._cluster.switch.configure("ip", [f"link set dev {self._port(interface)} down"])
 
-    def link_up(self) -> None:
+    def link_up(self, interface: str = INTERFACE) -> None:
         self._running()
-        self._cluster.switch.configure("ip", [f"link set dev {self.port} up"])
+        self._cluster.switch.configure("ip", [f"link set dev {self._port(interface)} up"])
 
     def limit_segments(self) -> None:
         """Send no frame of several packets, such as network cards divide."""
@@ -284,8 +300,13 @@ class Node:
         # At least 1 ms of the line, and a whole segmentation-offload packet of 64 KiB.
         burst_bytes = max(round(rate_bits_per_s / 8 * 1e-3), 66_000)
         bucket = f"root tbf rate {round(rate_bits_per_s)}bit burst {burst_bytes}b latency 50ms"
-        self._running().configure("tc", [f"qdisc replace dev {INTERFACE} {bucket}"])
-        self._cluster.switch.configure("tc", [f"qdisc replace dev {self.port} {bucket}"])
+        for interface in self._cluster.interfaces:
+            self._running().configure("tc", [f"qdisc replace dev {interface} {bucket}"])
+            self._cluster.switch.configure("tc", [f"qdisc replace dev {self._port(interface)} {bucket}"])
+
+    def _port(self, interface: str) -> str:
+        """What the switch calls its end of a link."""
+        return f"port{self._index}-{interface}"
 
     def _running(self) -> FirstProcess:
         if self._first is None:
@@ -304,7 +325,9 @@ class Node:
             self._remains = None
 
     def _take_link(self) -> None:
-        self._cluster.switch.configure("ip", [f"link delete dev {self.port}"])
+        self._cluster.switch.configure(
+            "ip", [f"link delete dev {self._port(interface)}" for interface in self._cluster.interfaces]
+        )
 
 
 class NodeProcess:
@@ -470,7 +493,7 @@ def places_of(cluster: Cluster, workers_per_node: Sequence[int]) -> list[tuple[N
                 "LOCAL_WORLD_SIZE": str(num_local),
                 "MASTER_ADDR": places[0][0].hostname,
                 "MASTER_PORT": str(MASTER_PORT),
-                "GLOO_SOCKET_IFNAME": INTERFACE,
+                "GLOO_SOCKET_IFNAME": ",".join(cluster.interfaces),
                 "TP_SOCKET_IFNAME": INTERFACE,
                 "OMP_NUM_THREADS": "1",
                 "PACELINE_DEVICE": "cpu",
@@ -572,8 +595,17 @@ def _hostname(index: int) -> str:
     return f"node{index}"
 
 
-def _address(index: int) -> str:
-    return f"{_SUBNET}.{index + 1}"
+def _subnet(network: int) -> str:
+    return f"10.{77 + network}.0"
+
+
+def _address(index: int, network: int = 0) -> str:
+    return f"{_subnet(network)}.{index + 1}"
+
+
+def bridge_of(interface: str) -> str:
+    """What carries the network of all interfaces of this name."""
+    return f"switch-{interface}"
 
 
 def _congestion_controls() -> list[str]:

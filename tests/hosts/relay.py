@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.hosts.cluster import Cluster, Node
+from tests.hosts.cluster import INTERFACE, Cluster, Node, bridge_of
 
 _NODE_END, _SWITCH_END = "cable", "plug"
 _ALL_PROTOCOLS = 0x0003
@@ -74,7 +74,7 @@ def relay_at(cluster: Cluster, node: Node) -> Iterator[Relay]:
         "ip",
         [
             f"link add {_NODE_END} type veth peer name {_SWITCH_END}",
-            f"link set dev {_SWITCH_END} master switch gso_max_segs 1 up",
+            f"link set dev {_SWITCH_END} master {bridge_of(INTERFACE)} gso_max_segs 1 up",
             f"link set dev {_NODE_END} up",
             f"link set dev {node.port} nomaster",
         ],
@@ -89,7 +89,9 @@ def relay_at(cluster: Cluster, node: Node) -> Iterator[Relay]:
     finally:
         process.kill()
         process.communicate(timeout=_TIMEOUT_S)
-        switch.configure("ip", [f"link set dev {node.port} master switch", f"link delete dev {_NODE_END}"])
+        switch.configure(
+            "ip", [f"link set dev {node.port} master {bridge_of(INTERFACE)}", f"link delete dev {_NODE_END}"]
+        )
 
 
 def _copy(node_end: str, switch_end: str) -> None:

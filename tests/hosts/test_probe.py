@@ -100,6 +100,16 @@ def test_what_one_connection_may_not_have_several_get(tmp_path: Path) -> None:
     assert link.bytes_per_s > 1.5 * link.single_stream_bytes_per_s, link
 
 
+def test_interfaces_of_one_speed_are_found_and_measured_together(tmp_path: Path) -> None:
+    with Cluster(2, 8 * RATE_BYTES_PER_S, num_links=2) as cluster, ssh_between(cluster.nodes, tmp_path):
+        _paceline(cluster, "probe", "--hosts", "node0:1,node1:1", "--quiet", cwd=tmp_path)
+    (link,) = ClusterFile.load(tmp_path / "cluster.json").network
+    assert link.interface == "eth0,eth1"
+    assert link.single_stream_bytes_per_s is not None
+    assert link.single_stream_bytes_per_s < 1.05 * RATE_BYTES_PER_S
+    assert 0.6 < link.bytes_per_s / (2 * RATE_BYTES_PER_S) < 1.05, link
+
+
 def _cap_flows(node: Node, bytes_per_s: float, folder: Path) -> None:
     """As clouds do: however fast the link, a connection gets no more. Told apart by four bits of either port.
 

@@ -75,17 +75,16 @@ def test_staleness_0_is_synchronous_training_bit_for_bit(
         assert "result is that of synchronous training" in record.notes[0]
 
 
-def test_a_stale_run_uses_every_sample_once_and_learns(tmp_path: Path) -> None:
-    digits = {"model": "lenet", "data": "digits", "epochs": 8, "global_batch_size": 64, "virtual_shards": 4}
-    # Momentum makes late gradients hurt, and how late they are depends on how busy the machine is.
-    optim = {"lr": 0.1, "momentum": 0.5, "schedule": "cosine", "warmup_epochs": 0.5}
-    job = _job(**digits, optim=optim, aggregation={"method": "parameter_server_async", "staleness": 4})
-    first, *others = run_ranks(_train, 3, job, tmp_path / "run", timeout_s=100)
-    assert {record.weights_sha256 for record in others} == {first.weights_sha256}
-    assert first.samples_seen == 8 * (first.samples_seen // 8)
-    assert first.accuracy is not None
-    assert first.accuracy > 0.6  # of ten classes; the rest is timing
-    assert "up to 4 updates late" in first.notes[0]
+def test_a_stale_run_learns_the_same_on_two_workers_and_on_three(tmp_path: Path) -> None:
+    digits = {"model": "lenet", "data": "digits", "epochs": 5, "global_batch_size": 64, "virtual_shards": 4}
+    job = _job(**digits, aggregation={"method": "parameter_server_async", "staleness": 1})
+    two = run_ranks(_train, 2, job, tmp_path / "two", timeout_s=100)
+    three = run_ranks(_train, 3, job, tmp_path / "three", 2, timeout_s=100)
+    assert len({record.weights_sha256 for record in (*two, *three)}) == 1
+    accuracy = two[0].accuracy
+    assert accuracy is not None
+    assert accuracy > 0.85  # 97 % without staleness
+    assert "that are 1 update late" in two[0].notes[0]
 
 
 @pytest.mark.parametrize("sync_inside_nodes", [False, True])

@@ -1,4 +1,4 @@
-"""Asynchronous training by real worker processes: exact at staleness 0, bounded beyond, and it survives its workers."""
+"""Asynchronous training by real worker processes: the same bits on any number of them, and it survives its workers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from paceline import env
 from paceline.comm.fixed_tree import TreeSum
 from paceline.comm.parameter_server_async import ParameterServerAsync, ServerSettings, UpdateSchedule
+from paceline.comm.parameter_server_async.server import late_momentum
 from paceline.errors import JobError, ModelError, PeerLost
 from paceline.spec import Plan
 from paceline.train.process_group import join, leave
@@ -31,6 +32,8 @@ pytestmark = pytest.mark.slow
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 TERMS = ServerSettings(staleness=0, num_servers=1, lease_s=30, timeout_s=20)
 NUM_BATCHES = 6
+REST_AT = 2
+"""The batch before which all workers rest in `_train`."""
 
 
 def sgd(model: nn.Module) -> Optimizer:
@@ -91,15 +94,24 @@ def bits_of(model: nn.Module) -> list[Any]:
     return [p.detach().tolist() for p in model.parameters()]
 
 
-def alone(make: MakeOptimizer, num_batches: int = NUM_BATCHES) -> tuple[list[Any], list[float], dict[str, Any]]:
-    """Weights, losses and optimizer state after a plain loop over the same shards in the same tree."""
+def alone(
+    make: MakeOptimizer, num_batches: int = NUM_BATCHES, staleness: int = 0
+) -> tuple[list[Any], list[float], dict[str, Any]]:
+    """Weights, losses and optimizer state after a plain loop over the same shards in the same tree.
+
+    The gradient of a batch is that at the weights from `staleness` updates before, but from after the last rest.
+    """
     torch.set_num_threads(1)
     model = Net()
     optimizer = make(model)
     compute, parameters = compute_with(model), list(model.parameters())
     base_lrs = [group["lr"] for group in optimizer.param_groups]
     losses = []
+    history: list[list[Tensor]] = []
     for batch in range(num_batches):
+        history.append([p.detach().clone() for p in parameters])
+        version = max(REST_AT if batch >= REST_AT else 0, batch - staleness)
+        assign(parameters, history[version])
         trees = [TreeSum(0) for _ in [None, *parameters]]
         used = [False] * len(parameters)
         for shard in range(num_shards(batch)):
@@ -112,11 +124,20 @@ def alone(make: MakeOptimizer, num_batches: int = NUM_BATCHES) -> tuple[list[Any
         loss, *grads = [sum(tree.partials[1:], start=tree.partials[0]) for tree in trees]
         for parameter, grad, is_used in zip(parameters, grads, used, strict=True):
             parameter.grad = grad if is_used else None
+        assign(parameters, history[batch])
         for group, lr in zip(optimizer.param_groups, base_lrs, strict=True):
             group["lr"] = lr * COURSE.lr_factor(batch)
+            if "momentum" in group:
+                group["momentum"] = late_momentum(0.9, batch - version)
         optimizer.step()
         losses.append(loss.item())
     return bits_of(model), losses, optimizer.state_dict()["state"]
+
+
+def assign(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.copy_(value)
 
 
 def own_store(name: str) -> Store:
@@ -136,7 +157,9 @@ def prepare_rpc() -> env.WorkerFacts:
     return env.worker_facts()
 
 
-def _train(make: MakeOptimizer, num_servers: int, nodes: Sequence[Sequence[int]] | None = None) -> Any:
+def _train(
+    make: MakeOptimizer, num_servers: int, nodes: Sequence[Sequence[int]] | None = None, staleness: int = 0
+) -> Any:
     facts = prepare_rpc()
     world = join(facts, Plan(world_size=facts.world_size, timeout_s=20))
     store: Store = HashStore() if world.group is None else world.group.get_group_store()
@@ -147,13 +170,13 @@ def _train(make: MakeOptimizer, num_servers: int, nodes: Sequence[Sequence[int]]
     with ParameterServerAsync(
         make(model),
         COURSE,
-        replace(TERMS, num_servers=num_servers),
+        replace(TERMS, num_servers=num_servers, staleness=staleness),
         store=store,
         rank=facts.rank,
         nodes=nodes or each_alone(facts.world_size),
         node_group=node_group,
     ) as server:
-        for until in (2, NUM_BATCHES):  # a pause in between changes nothing
+        for until in (REST_AT, NUM_BATCHES):
             for batch, loss in server.work(compute_with(model), until):
                 assert batch == len(losses)
                 losses.append(loss.item())
@@ -173,10 +196,22 @@ def test_staleness_0_is_synchronous_training_bit_for_bit(
         assert worker == (weights, losses)
 
 
+@pytest.mark.parametrize("make", [sgd, adamw])
+@pytest.mark.parametrize(("world_size", "num_servers"), [(1, 1), (3, 2)])
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_every_gradient_is_late_by_the_staleness_on_any_number_of_workers(
+    make: MakeOptimizer, world_size: int, num_servers: int, staleness: int
+) -> None:
+    weights, losses, _ = alone(make, staleness=staleness)
+    for worker in run_ranks(_train, world_size, make, num_servers, None, staleness):
+        assert worker == (weights, losses)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), ((0, 1, 2), (3,))])
-def test_nodes_that_act_as_one_worker_give_the_same_bits(nodes: Sequence[Sequence[int]]) -> None:
-    weights, losses, _ = alone(sgd)
-    for worker in run_ranks(_train, 4, sgd, 2, nodes):
+def test_nodes_that_act_as_one_worker_give_the_same_bits(nodes: Sequence[Sequence[int]], staleness: int) -> None:
+    weights, losses, _ = alone(sgd, staleness=staleness)
+    for worker in run_ranks(_train, 4, sgd, 2, nodes, staleness):
         assert worker == (weights, losses)
 
 

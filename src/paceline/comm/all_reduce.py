@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.links import Links
+from paceline.comm.links import SMALLEST_CUT_BYTES, Links
 from paceline.comm.servers import sum_at_servers
 
 
@@ -16,6 +16,11 @@ def all_reduce(values: Tensor, links: Links) -> None:
     all-gather of direct messages, which add in the dtype of the values.
     """
     if links.wire.is_exact:
-        dist.all_reduce(values, group=links.group)
+        # Gloo sends one call over one network interface, and the next call over the next.
+        num_calls = links.num_interfaces if len(links.nodes) > 1 and values.nbytes >= SMALLEST_CUT_BYTES else 1
+        works = [dist.all_reduce(part, group=links.group, async_op=True) for part in values.tensor_split(num_calls)]
+        for work in works:
+            assert work is not None
+            work.wait()
     else:
         sum_at_servers(values, links, workers=links.ring, servers=links.ring)

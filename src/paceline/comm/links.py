@@ -12,11 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline import env
 from paceline.comm.shared_memory import SharedMemory
 from paceline.comm.shared_memory import is_possible as shared_memory_is_possible
 from paceline.comm.wire import FLOAT32, WireFormat
 from paceline.object_collectives import all_gather_objects
-from paceline.process_groups import open_group
+from paceline.process_groups import device_of, open_group
+
+SMALLEST_CUT_BYTES = 64 * 1024
+"""A smaller message uses one network interface: a second one would save less than it costs."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class Links:
     """The workers of this node as a group of their own, where they cannot share memory."""
     wire: WireFormat = FLOAT32
     """How values travel between workers; inside a node they stay as they are where the algorithm knows of nodes."""
+    num_interfaces: int = 1
+    """Network interfaces of each node that carry messages to other nodes at the same time."""
     num_servers: int = 1
     """Workers that also serve, in the algorithms with parameter servers."""
 
@@ -84,13 +90,22 @@ class Links:
         Messages between two workers arrive in the order in which they were sent; empty ones are not sent at all.
         """
         operations = [
-            dist.P2POp(operation, message, group=self.group, group_peer=rank)
+            # Of several interfaces Gloo sends over the one whose number is the tag.
+            dist.P2POp(operation, part, group=self.group, group_peer=rank, tag=tag)
             for operation, messages in ((dist.isend, outgoing), (dist.irecv, incoming))
             for rank, message in messages.items()
-            if message.numel()
+            for tag, part in enumerate(self._parts(rank, message))
         ]
         works = dist.batch_isend_irecv(operations) if operations else []
         return Transfer(works, (*outgoing.values(), *incoming.values()))
+
+    def _parts(self, rank: int, message: Tensor) -> Sequence[Tensor]:
+        """A message to or from `rank`, in a part for each network interface that it uses."""
+        if not message.numel():
+            return ()
+        if self.num_interfaces == 1 or rank in self.node or message.nbytes < SMALLEST_CUT_BYTES:
+            return (message,)
+        return message.view(-1).tensor_split(self.num_interfaces)
 
 
 class Transfer:
@@ -112,19 +127,27 @@ def open_links(group: dist.ProcessGroup, device: torch.device, timeout_s: float)
     A collective of all workers of the run, each with the group that it adds up with.
     """
     nodes = node_of_every_rank(group)
+    num_interfaces = num_interfaces_of(group)
     # Asked of all workers of the run: those on different processors must not go different ways.
     if all(all_gather_objects(device.type == "cpu" and shared_memory_is_possible(), dist.group.WORLD)):
-        return Links(group, nodes, device, timeout_s, SharedMemory.open(group, nodes, timeout_s))
+        memory = SharedMemory.open(group, nodes, timeout_s)
+        return Links(group, nodes, device, timeout_s, memory, num_interfaces=num_interfaces)
     if len(nodes) == 1:
         # Other groups of the same mesh may have more nodes, and all workers open groups together.
         open_node_group([(rank,) for rank in nodes[0]], group, timeout_s)
         return Links(group, nodes, device, timeout_s, node_group=group)
-    return Links(group, nodes, device, timeout_s, node_group=open_node_group(nodes, group, timeout_s))
+    node_group = open_node_group(nodes, group, timeout_s)
+    return Links(group, nodes, device, timeout_s, node_group=node_group, num_interfaces=num_interfaces)
 
 
 def message_links(group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> Links:
     """Links for messages alone: what workers of a node share is not opened. A collective of `group`."""
-    return Links(group, node_of_every_rank(group), device, timeout_s)
+    return Links(group, node_of_every_rank(group), device, timeout_s, num_interfaces=num_interfaces_of(group))
+
+
+def num_interfaces_of(group: dist.ProcessGroup) -> int:
+    """The network interfaces over which a group's messages can be sent by choice; NCCL chooses itself."""
+    return max(1, len(env.gloo_interfaces())) if device_of(group).type == "cpu" else 1
 
 
 def open_node_group(

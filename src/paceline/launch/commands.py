@@ -38,7 +38,7 @@ class Rendezvous:
     init_method: str
     """ "file:///path" of a file that does not exist yet, or "tcp://address:port" of a socket that listens already."""
     interfaces: tuple[str | None, ...]
-    """The network interface for workers on each node; None: the one in the environment."""
+    """The network interface for workers on each node, or several as "a,b"; None: what the environment names."""
     port: int | None = None
     """The port of the socket that listens on the first node."""
     torch_store: tuple[str, int] | None = None

@@ -331,15 +331,21 @@ def check_versions(first: RemoteTeam, other: RemoteTeam) -> None:
 def arrange_rendezvous(teams: Sequence[RemoteTeam], interface: str | None) -> Rendezvous:
     """Find an address of the first node that all other nodes reach, by connecting; the fastest if there are several.
 
+    Workers use the interfaces that lead there, and those that lead to other addresses of the first node as fast.
+
+    Args:
+        interface: the one to use, or several as "a,b", the first of which is for the rendezvous; None: any.
+
     Raises:
         LaunchError: there is none.
     """
     first, *others = teams
     alone = None if others else "lo"
-    listening = first.ask(messages.Listen(interface or alone), messages.Listening)
+    named = None if interface is None else interface.split(",")[0]
+    listening = first.ask(messages.Listen(named or alone), messages.Listening)
     endpoints = [Endpoint(**endpoint) for endpoint in listening.endpoints]
     for team in others:
-        team.send(messages.TryEndpoints(listening.endpoints, interface))
+        team.send(messages.TryEndpoints(listening.endpoints, named))
     reached = [team.answer(messages.Reached, ANSWER_TIMEOUT_S + TRY_TIMEOUT_S) for team in others]
     open_to_all = [n for n in range(len(endpoints)) if all(answer.interfaces[n] is not None for answer in reached)]
     if not open_to_all:
@@ -347,9 +353,29 @@ def arrange_rendezvous(teams: Sequence[RemoteTeam], interface: str | None) -> Re
     best = max(open_to_all, key=lambda n: endpoints[n].bits_per_s)
     endpoint = endpoints[best]
     host = f"[{endpoint.address}]" if ":" in endpoint.address else endpoint.address
-    interfaces = (endpoint.interface, *(answer.interfaces[best] for answer in reached))
+    ways = [(endpoints[n].interface, *(str(answer.interfaces[n]) for answer in reached)) for n in open_to_all]
+    rates = [endpoints[n].bits_per_s for n in open_to_all]
+    interfaces = (interface,) * len(teams) if interface and "," in interface else side_by_side(ways, rates)
     torch_store = endpoint.address, endpoint.torch_port
     return Rendezvous(f"tcp://{host}:{endpoint.port}", interfaces, endpoint.port, torch_store)
+
+
+def side_by_side(ways: Sequence[Sequence[str]], bits_per_s: Sequence[float]) -> tuple[str, ...]:
+    """The interfaces for workers on each node, as "a,b" where several ways of the greatest known speed have no
+    interface in common: messages are cut into equal parts, so that a slower one would hold up the others.
+
+    Args:
+        ways: to each address of the first node, the interface of every node that leads there.
+        bits_per_s: of each way; 0: not known.
+    """
+    fastest = max(bits_per_s)
+    chosen = [ways[bits_per_s.index(fastest)]]
+    for way, rate in zip(ways, bits_per_s, strict=True):
+        if rate == fastest > 0 and not any(
+            one == other for taken in chosen for one, other in zip(way, taken, strict=True)
+        ):
+            chosen.append(way)
+    return tuple(",".join(names) for names in zip(*chosen, strict=True))
 
 
 def _no_endpoint_sentence(

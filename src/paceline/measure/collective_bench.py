@@ -293,11 +293,13 @@ def _periods(values: Tensor, numbers: Tensor) -> list[tuple[Tensor, Tensor]]:
     return [(values[:whole].view(-1, PERIOD), numbers), (values[whole:], numbers[: len(values) - whole])]
 
 
-def _counters(interface: str) -> tuple[Path, Path]:
-    folder = Path("/sys/class/net") / interface / "statistics"
-    if not folder.is_dir():
-        raise LaunchError(f"There is no network interface {interface} on this node; name one that `ip link` lists.")
-    return folder / "tx_bytes", folder / "rx_bytes"
+def _counters(interfaces: str) -> tuple[Path, ...]:
+    folders = [Path("/sys/class/net") / name / "statistics" for name in interfaces.split(",")]
+    for folder in folders:
+        if not folder.is_dir():
+            name = folder.parent.name
+            raise LaunchError(f"There is no network interface {name} on this node; name one that `ip link` lists.")
+    return tuple(folder / name for folder in folders for name in ("tx_bytes", "rx_bytes"))
 
 
 def bench_collectives(request: CommRequest, report: Report = unreported) -> CommTimings | None:

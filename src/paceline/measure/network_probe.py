@@ -44,7 +44,7 @@ def probe_network(request: NetworkRequest, report: Report = unreported) -> Netwo
     # A group has one connection between two workers, so as many groups are as many streams.
     timeout = timedelta(seconds=request.timeout_s)
     groups = [world.group, *(dist.new_group(timeout=timeout) for _ in range(request.num_streams - 1))]
-    interfaces: list[str] = all_gather_objects(env.own_interface() or "", world.group)
+    interfaces: list[str] = all_gather_objects(",".join(env.gloo_interfaces()), world.group)
     links = []
     for number, pair in enumerate(request.pairs):
         one, other = (request.hostnames[rank] for rank in pair)
@@ -98,7 +98,12 @@ def _time_transfer(
     move, peer = (dist.isend, receiver) if world.rank == sender else (dist.irecv, sender)
 
     def transfer() -> None:
-        works = [move(message, peer, group=group) for _ in range(num_bytes // len(message)) for group in groups]
+        # By its tag, each stream uses another network interface where Gloo was given several.
+        works = [
+            move(message, peer, group=group, tag=tag)
+            for _ in range(num_bytes // len(message))
+            for tag, group in enumerate(groups)
+        ]
         for work in works:
             assert work is not None
             work.wait()

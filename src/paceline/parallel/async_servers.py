@@ -146,7 +146,8 @@ def describe_asynchrony(spec: AggregationSpec, plan: Plan) -> str:
     servers = f"{plan.num_servers} parameter server{'s' if plan.num_servers > 1 else ''}"
     if spec.staleness == 0:
         return f"{servers}, staleness 0: workers take shards as they come, the result is that of synchronous training"
+    updates = "update" if spec.staleness == 1 else "updates"
     return (
-        f"{servers}: a gradient may come from parameters that are up to {spec.staleness} updates late, depending on "
-        "timing, so the result is not repeatable and may depend on the number of workers; SGD's momentum falls with it"
+        f"{servers}: every gradient comes from parameters that are {spec.staleness} {updates} late (fewer at first and "
+        "after an epoch or a checkpoint), whatever the number and speed of workers; SGD's momentum is lowered for it"
     )

@@ -109,7 +109,7 @@ class NetworkLink:
     latency_s: float = field(metadata=NOT_NEGATIVE)
     """Seconds until a small message has arrived."""
     interface: str = ""
-    """The network interface of the first end."""
+    """The network interface of the first end, or several that are used at the same time, as "a,b"."""
     single_stream_bytes_per_s: float | None = at_least(0, None)
     """Bandwidth of one connection, which clouds limit below that of the link; None: not measured."""
 

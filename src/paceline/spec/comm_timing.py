@@ -75,7 +75,7 @@ class CommRequest(JsonValue):
     link_rate_bytes_per_s: float | None = above(0, None)
     """Bandwidth in one direction of links between nodes, or workers of one node; None: unknown."""
     interface: str | None = None
-    """Network interface of the nodes whose bytes are to be counted, such as "eth0"."""
+    """Network interface of the nodes whose bytes are to be counted, such as "eth0", or several as "eth0,eth1"."""
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> CommRequest:

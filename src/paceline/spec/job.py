@@ -98,9 +98,9 @@ class AggregationSpec:
     """The learning rate of outer steps, with diloco."""
     outer_momentum: float = between(0, 1, 0.9)
     """The Nesterov momentum of outer steps, with diloco."""
-    staleness: int = at_least(0, 4)
-    """With parameter_server_async: how many updates the parameters behind a gradient may be late; 0: none. The
-    momentum of an update falls with how late its gradients were."""
+    staleness: int = at_least(0, 1)
+    """With parameter_server_async: how many updates late the parameters behind every gradient are; 0: none. More let
+    slower workers fall further behind, and SGD's momentum is lowered for it."""
 
     def __post_init__(self) -> None:
         if self.density == 0:

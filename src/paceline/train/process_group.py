@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
 
 from paceline import env
 from paceline.errors import LaunchError
@@ -24,6 +25,7 @@ from paceline.heartbeat import RENDEZVOUS, Heartbeat
 from paceline.private_groups import StrangerError, private_group, refuse_connections
 from paceline.spec import Plan
 from paceline.train.allocator import give_back_freed_memory, keep_freed_memory
+from paceline.train.several_interfaces import check_interfaces
 
 GLOO_THREAD = "pt_gloo_runloop"
 _MOST_ATTEMPTS = 3
@@ -38,6 +40,8 @@ class World:
     facts: env.WorkerFacts
     device: torch.device
     group: dist.ProcessGroup | None
+    interfaces: tuple[str, ...] = ()
+    """The network interfaces that Gloo uses at the same time between nodes, where it was given several."""
 
     @property
     def rank(self) -> int:
@@ -46,6 +50,13 @@ class World:
     @property
     def world_size(self) -> int:
         return self.facts.world_size
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes for the run's report."""
+        if not self.interfaces:
+            return []
+        return [f"messages between nodes are cut into parts that go over {' and '.join(self.interfaces)} together"]
 
 
 def join(facts: env.WorkerFacts, plan: Plan) -> World:
@@ -63,6 +74,7 @@ def join(facts: env.WorkerFacts, plan: Plan) -> World:
             keep_freed_memory()
         else:
             give_back_freed_memory()
+    interfaces = _several_interfaces(facts, device)
     if dist.is_initialized():  # a run before this one, or the user's script, was first
         if (dist.get_rank(), dist.get_world_size()) != (facts.rank, facts.world_size):
             raise LaunchError(
@@ -70,7 +82,7 @@ def join(facts: env.WorkerFacts, plan: Plan) -> World:
                 f"there, but the environment says rank {facts.rank} of {facts.world_size}; call paceline.init before "
                 "init_process_group, or start both alike."
             )
-        return World(facts, device, dist.group.WORLD if facts.world_size > 1 else None)
+        return World(facts, device, dist.group.WORLD if facts.world_size > 1 else None, interfaces)
     if facts.world_size == 1:
         return World(facts, device, None)
     timeout = timedelta(seconds=plan.timeout_s)
@@ -85,13 +97,23 @@ def join(facts: env.WorkerFacts, plan: Plan) -> World:
         device_id=device if device.type == "cuda" else None,
     )
     store = _store(facts, timeout, may_close=plan.backend == "gloo")
+    if interfaces:
+        if store is None:
+            store, _, _ = next(rendezvous(facts.init_method, facts.rank, facts.world_size, timeout=timeout))
+        check_interfaces(interfaces, PrefixStore("interfaces", store), facts)
     if store is None:
         connect(init_method=facts.init_method)
     else:
         _connect_among_us(connect, store, facts)
     heartbeat.leave("paceline")
     atexit.register(leave)
-    return World(facts, device, dist.group.WORLD)
+    return World(facts, device, dist.group.WORLD, interfaces)
+
+
+def _several_interfaces(facts: env.WorkerFacts, device: torch.device) -> tuple[str, ...]:
+    """Those that the environment names for Gloo's messages between nodes; none if there are not several."""
+    names = env.gloo_interfaces()
+    return names if len(names) > 1 and facts.local_world_size < facts.world_size and device.type == "cpu" else ()
 
 
 def _connect_among_us(connect: Callable[..., None], store: Store, facts: env.WorkerFacts) -> None:

@@ -31,7 +31,7 @@ class Where:
     hosts_file: Path | None = None
     """Nodes from a file, one on each line: name slots=8."""
     interface: str | None = None
-    """Network interface that nodes use between each other; None: found automatically."""
+    """Network interface that nodes use between each other, or several as "a,b"; None: found automatically."""
     container: str | None = None
     """Run in image.sif, docker://NAME@sha256:… or podman://NAME."""
     python: str | None = None

@@ -205,10 +205,10 @@ def make_parameters(sizes: list[int]) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(size, generator=generator)) for size in sizes]
 
 
-def values_before(server: ParameterSlice, batch: int) -> Tensor:
-    found = server.pull(batch)
+def values_after(server: ParameterSlice, num_updates: int) -> Tensor:
+    found = server.pull(num_updates)
     assert found is not None
-    return found[1]
+    return found
 
 
 @pytest.mark.parametrize(("kind", "options"), [(SGD, {"momentum": 0.9, "weight_decay": 0.1}), (AdamW, {})])
@@ -235,33 +235,33 @@ def test_slices_update_as_the_whole(
     used = torch.ones(len(sizes), dtype=torch.bool)
     for batch in (2, 3, 1):  # they come in any order and count in the right one
         for (start, stop), server in servers:
-            assert server.push(batch, 1, batch, [(0, 1)], [gradients[batch][start:stop].clone()], used)
+            assert server.push(batch, batch, 1, [(0, 1)], [gradients[batch][start:stop].clone()], used)
     for batch in (1, 2, 3):
         step(gradients[batch])
-    sliced = torch.cat([values_before(server, 4) for _, server in servers])
+    sliced = torch.cat([values_after(server, 4) for _, server in servers])
     assert torch.equal(sliced, torch.cat([p.detach() for p in whole]))
 
 
-def test_values_from_before_a_batch_stay_until_nobody_needs_them() -> None:
+def test_values_stay_until_nobody_needs_them() -> None:
     parameters = make_parameters([5])
     optimizer = SGD(parameters, lr=1.0)
     server = ParameterSlice(optimizer, (0, 5), lambda _batch: 2, lambda batch: 1.0 / (batch + 1), first_batch=0)
 
-    def push(batch: int, shard: int, finished: int) -> bool:
-        return server.push(batch, finished, batch, [(shard, 1)], [torch.ones(5)], torch.tensor([True]))
+    def push(batch: int, shard: int, oldest: int) -> bool:
+        return server.push(batch, batch, oldest, [(shard, 1)], [torch.ones(5)], torch.tensor([True]))
 
     start = parameters[0].detach()
     assert push(0, 0, 0)
     assert push(0, 0, 0)  # once more: counts once
-    assert torch.equal(values_before(server, 1), start)  # no update yet
+    assert server.pull(1) is None  # no update yet
     assert push(0, 1, 0)
-    assert torch.equal(values_before(server, 0), start)
-    assert torch.equal(values_before(server, 1), start - 2)
+    assert torch.equal(values_after(server, 0), start)
+    assert torch.equal(values_after(server, 1), start - 2)
     assert push(0, 1, 1)  # late: it is in already, and nothing happens
     assert server.pull(0) is None
     assert push(1, 0, 1)
     assert push(1, 1, 1)
-    assert torch.equal(values_before(server, 7), start - 2 - 1)  # the rate was halved
+    assert torch.equal(values_after(server, 2), start - 2 - 1)  # the rate was halved
 
 
 def test_a_server_says_when_it_could_not_count_all_shards() -> None:
@@ -312,10 +312,10 @@ def _distance_after(num_updates: int, lateness: int, *, is_told: bool) -> float:
     server = ParameterSlice(optimizer, (0, 1), lambda _batch: 1, lambda _batch: 1.0, first_batch=0)
     for batch in range(num_updates):
         version = max(0, batch - lateness)
-        values = values_before(server, version)
+        values = values_after(server, version)
         told = version if is_told else batch
-        assert server.push(batch, version, told, [(0, 1)], [values.clone()], torch.tensor([True]))
-    return abs(float(values_before(server, num_updates)))
+        assert server.push(batch, told, version, [(0, 1)], [values.clone()], torch.tensor([True]))
+    return abs(float(values_after(server, num_updates)))
 
 
 def test_momentum_falls_where_gradients_are_late() -> None:
@@ -324,8 +324,8 @@ def test_momentum_falls_where_gradients_are_late() -> None:
     assert _distance_after(200, lateness=0, is_told=True) == _distance_after(200, lateness=0, is_told=False)
 
 
-@given(momentum=st.floats(0.01, 0.999), lateness=st.floats(0, 100))
-def test_late_momentum_spreads_a_gradient_over_fewer_updates(momentum: float, lateness: float) -> None:
+@given(momentum=st.floats(0.01, 0.999), lateness=st.integers(0, 100))
+def test_late_momentum_spreads_a_gradient_over_fewer_updates(momentum: float, lateness: int) -> None:
     found = late_momentum(momentum, lateness)
     assert 0 < found <= momentum
     assert found / (1 - found) * (1 + lateness) == pytest.approx(momentum / (1 - momentum))

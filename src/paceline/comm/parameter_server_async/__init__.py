@@ -1,11 +1,12 @@
-"""`parameter_server_async`: workers compute shards, servers update parameters, and the staleness is bounded.
+"""`parameter_server_async`: workers compute shards, servers update parameters, and the staleness is fixed.
 
 Batch k is divided into virtual shards as everywhere in Paceline, but no worker owns any: an idle worker asks for the
-next shard, computes its gradient on parameters after at least k - staleness updates, and pushes it to the servers.
-When all shards of batch k have arrived, each server adds them in the order of `comm.fixed_tree` and makes update k on
-its slice of the parameters. So the number and speed of the workers decide who computes a shard and, within the bound,
-how old its parameters are; never which shards there are, nor how they are added. With staleness 0 the age is fixed
-too: the weights are those of synchronous training, bit for bit, on any number of workers and servers.
+next shard, computes its gradient on the parameters after k - staleness updates, and pushes it to the servers. When all
+shards of batch k have arrived, each server adds them in the order of `comm.fixed_tree` and makes update k on its slice
+of the parameters. So the number and speed of the workers decide who computes a shard; never which shards there are, how
+old their parameters are, nor how they are added: the weights are the same, bit for bit, on any number of workers and
+servers, and with staleness 0 those of synchronous training. Whenever all workers rest, no gradient is late; from
+there staleness grows again.
 
 A node may act as one worker: it takes one shard for each of its workers, adds their gradients inside, in the same
 tree, and uploads and downloads once. With a power of two of workers, and batches of a multiple of so many shards, what
@@ -13,7 +14,8 @@ crosses its link falls by their number; else a run of shards is sent as the few 
 
 A worker that is lost costs its shards some time: others compute them. A server that is lost ends the run.
 
-    worker       what a worker does: take a shard, pull, compute, push
+    worker       what a worker does: take a shard, compute, deliver
+    exchange     what it exchanges with the servers meanwhile
     node         the workers of one node that act as one
     coordinator  leases shards to workers, notices which workers are lost
     ledger       which shard is leased to whom and what has arrived, without clocks, threads or messages

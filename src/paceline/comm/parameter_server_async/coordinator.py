@@ -75,6 +75,8 @@ class Coordinator:
             known_to_all = min((self._seen[rank] for rank in self._present), default=request.seen)
             self._statistics = {batch: total for batch, total in self._statistics.items() if batch >= known_to_all}
             self._changed.notify_all()
+            if request.is_ahead or not request.most:
+                return self._task_for(request) or self._reply(request)
             return self._wait(lambda: self._task_for(request)) or self._reply(request)
 
     def barrier(self, rank: int, number: int) -> frozenset[int]:
@@ -111,7 +113,7 @@ class Coordinator:
         if lost_servers:
             return WorkReply(self._ledger.finished, lost_server=lost_servers[0])
         until = request.until if self._rest_at is None else min(request.until, self._rest_at)
-        task = self._ledger.take(request.rank, request.most, until, time.monotonic())
+        task = self._ledger.take(request.rank, request.most, until, time.monotonic()) if request.most else None
         return self._reply(request, task) if task or self._ledger.finished >= until else None
 
     def _reply(self, request: WorkRequest, task: Task | None = None) -> WorkReply:

@@ -23,10 +23,10 @@ class _Lease:
 
 
 class Ledger:
-    """Gives out the shards of batch after batch under bounded staleness.
+    """Gives out the shards of batch after batch, as far ahead as the staleness allows.
 
     A shard of batch k is given out once all shards of all batches before k - staleness have arrived (stale synchronous
-    parallel, Ho et al. 2013): from then on parameters after k - staleness updates or more exist everywhere.
+    parallel, Ho et al. 2013): from then on the parameters after k - staleness updates exist everywhere.
     """
 
     def __init__(

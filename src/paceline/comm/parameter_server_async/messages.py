@@ -52,9 +52,11 @@ class WorkRequest:
     until: int
     """The worker wants shards of batches before this one."""
     most: int
-    """How many shards it can take at once."""
+    """How many shards it can take at once; 0: it only reports."""
     seen: int
     """The worker has the statistics of all batches before this one."""
+    is_ahead: bool = False
+    """The worker still computes: it is answered at once, with no task if there is none now."""
     wants_rest: bool = False
     """All workers should stop as soon as the batches that are begun are finished."""
     report: TaskReport | None = None
@@ -76,5 +78,18 @@ class WorkReply:
     """This worker could not be reached for a while, and other workers have its shards."""
 
 
-MESSAGES: tuple[type, ...] = (ParameterRange, Task, TaskReport, WorkReply, WorkRequest)
+@dataclass(frozen=True)
+class Arrival:
+    """What comes to a worker, or to all workers of its node."""
+
+    statistics: tuple[tuple[int, Tensor], ...] = ()
+    """Of batches that are finished now: the number, and the sum over the shards."""
+    task: Task | None = None
+    version: int | None = None
+    """The parameters are those after so many updates; None: those from before the work."""
+    is_last: bool = False
+    """There is no more work."""
+
+
+MESSAGES: tuple[type, ...] = (Arrival, ParameterRange, Task, TaskReport, WorkReply, WorkRequest)
 """All that may come from another worker."""

@@ -61,7 +61,7 @@ class Peers:
             classes: the dataclasses that messages may contain.
         """
         self._rank = rank
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._handlers = handlers
         self._classes = classes
         number = store.add(f"paceline/peers/{rank}", 1)  # equal on all ranks: they connect together
@@ -104,10 +104,10 @@ class Peers:
         """Begin to run handler `name` on worker `rank`; on this worker itself, run it at once in this thread."""
         if rank == self._rank:
             return Call(rank, answer=self._handlers[name](*arguments))
-        deadline_s = time.monotonic() + self._timeout_s
+        deadline_s = time.monotonic() + self.timeout_s
         try:
             connection = self._connection_to(rank)
-            connection.settimeout(self._timeout_s)
+            connection.settimeout(self.timeout_s)
             _send(connection, (name, *arguments))
         except OSError as problem:
             self._forget(rank)
@@ -134,11 +134,11 @@ class Peers:
             address = bytes(self._store.get(f"address{rank}")).decode()
             if address.startswith("/"):
                 connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                connection.settimeout(self._timeout_s)
+                connection.settimeout(self.timeout_s)
                 connection.connect(address)
             else:
                 host, port = address.split()
-                connection = socket.create_connection((host, int(port)), timeout=self._timeout_s)
+                connection = socket.create_connection((host, int(port)), timeout=self.timeout_s)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._remember(connection)
             connection.sendall(self._proof(_read(connection, _SECRET_BYTES)))

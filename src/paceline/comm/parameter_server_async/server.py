@@ -10,7 +10,6 @@ import copy
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,24 +43,7 @@ def ranges_in(sizes: Sequence[int], span: Span) -> list[ParameterRange]:
     return found
 
 
-@dataclass
-class Lateness:
-    """How many updates had been made, on the average of a batch's shards, since their parameters were fetched."""
-
-    num_shards: int = 0
-    num_updates: int = 0
-    """The sum over these shards."""
-
-    def add(self, num_shards: int, num_updates: int) -> None:
-        self.num_shards += num_shards
-        self.num_updates += num_shards * num_updates
-
-    @property
-    def mean(self) -> float:
-        return self.num_updates / self.num_shards
-
-
-def late_momentum(momentum: float, lateness: float) -> float:
+def late_momentum(momentum: float, lateness: int) -> float:
     """The momentum for an update by gradients that are `lateness` updates late.
 
     Late gradients act like momentum themselves (Mitliagkas et al., "Asynchrony begets momentum", 2016). A momentum m
@@ -99,25 +81,20 @@ class ParameterSlice:
         self._sums: dict[int, ShardSum] = {}
         self._weights: dict[int, ShardSum] = {}
         self._used: dict[int, Tensor] = {}
-        self._lateness: dict[int, Lateness] = {}
+        self._lateness: dict[int, int] = {}
+        """Of each batch, how many updates its gradients are late."""
         # Never written to once they are here: an answer may be on its way while the next update is made.
         self._snapshots = {first_batch: self._values.clone()}
 
-    def pull(self, batch: int) -> tuple[int, Tensor] | None:
-        """The newest values from before the update by `batch`, and after how many updates they are.
-
-        None: nobody needs that batch any more.
-        """
-        # At staleness 0 they are from just before: whoever computes a shard again computes the very same.
-        snapshots = self._snapshots
-        version = max((version for version in snapshots if version <= batch), default=None)
-        return None if version is None else (version, snapshots[version])
+    def pull(self, version: int) -> Tensor | None:
+        """The values after so many updates. None: nobody needs them any more."""
+        return self._snapshots.get(version)
 
     def push(
         self,
         batch: int,
-        finished: int,
         version: int,
+        oldest: int,
         blocks: Sequence[Block],
         sums: Sequence[Tensor],
         used: Tensor,
@@ -126,8 +103,8 @@ class ParameterSlice:
         """Count gradients of shards of `batch`, summed by `blocks`; update once all are there.
 
         Args:
-            finished: no batch before this one is needed by anybody.
             version: after how many updates the values were with which these gradients were computed.
+            oldest: nobody needs the values after fewer updates.
             used: for every parameter of the model whether any of these shards gave it a gradient.
             weights: of each of `sums`, a vector of one element: the update is made by the sum of all gradients divided
                 by that of all weights. Empty: by the sum.
@@ -136,7 +113,7 @@ class ParameterSlice:
             Whether all of these shards are counted now.
         """
         with self._lock:
-            self._snapshots = {version: kept for version, kept in self._snapshots.items() if version >= finished}
+            self._snapshots = {number: kept for number, kept in self._snapshots.items() if number >= oldest}
             if batch < self._version:
                 return True
             of_batch = self._sums.setdefault(batch, ShardSum(self._num_shards(batch)))
@@ -144,7 +121,7 @@ class ParameterSlice:
             if weights:
                 self._weights.setdefault(batch, ShardSum(self._num_shards(batch))).add(blocks, weights)
             self._used[batch] = self._used.get(batch, used) | used
-            self._lateness.setdefault(batch, Lateness()).add(sum(size for _, size in blocks), batch - version)
+            self._lateness[batch] = batch - version
             while self._version in self._sums and self._sums[self._version].is_complete:
                 weight = self._weights.pop(self._version, None)
                 total = None if weight is None else weight.total()
@@ -159,7 +136,7 @@ class ParameterSlice:
         for held, parameter, part in zip(self._ranges, self._parameters, gradients, strict=True):
             # None as in plain torch where nobody used it: an optimizer would decay even what has gradient zero.
             parameter.grad = part if used[held.parameter] else None
-        lateness = self._lateness.pop(self._version).mean
+        lateness = self._lateness.pop(self._version)
         for group, base in zip(self._optimizer.param_groups, self._base_groups, strict=True):
             group["lr"] = float(base["lr"]) * self._lr_factor(self._version)
             if base.get("momentum"):

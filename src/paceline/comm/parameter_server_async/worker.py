@@ -1,4 +1,4 @@
-"""One worker's side of `parameter_server_async`: take a shard, pull, compute, push."""
+"""One worker's side of `parameter_server_async`: take a shard, compute, deliver."""
 
 from __future__ import annotations
 
@@ -17,23 +17,15 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from paceline.comm.parameter_server_async.coordinator import Coordinator
+from paceline.comm.parameter_server_async.exchange import Exchange
 from paceline.comm.parameter_server_async.ledger import Ledger
-from paceline.comm.parameter_server_async.messages import (
-    MESSAGES,
-    ParameterRange,
-    Task,
-    TaskReport,
-    WorkReply,
-    WorkRequest,
-)
+from paceline.comm.parameter_server_async.messages import MESSAGES, Arrival, ParameterRange, Task
 from paceline.comm.parameter_server_async.node import NodeWorkers, ShardResult, ShardSums
-from paceline.comm.parameter_server_async.peers import Peers, lost
+from paceline.comm.parameter_server_async.peers import Peers
 from paceline.comm.parameter_server_async.server import ParameterSlice, is_element_wise, spans
 from paceline.errors import JobError, ModelError, PeerLost
 
 _ELEMENT_WISE = (SGD, Adam, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD)
-_COORDINATOR = "which gives out the work"
-_SERVER = "which holds a slice of the parameters"
 
 ShardGradient = Callable[[int, int], Tensor]
 """compute(batch, shard): leaves the gradient of the shard's weighted loss in `.grad` of the parameters (None before)
@@ -56,27 +48,14 @@ class UpdateSchedule:
 class ServerSettings:
     """Staleness, number of servers and time limits."""
 
-    staleness: int = 4
-    """A shard of batch k is computed on parameters after k - staleness updates or more."""
+    staleness: int = 1
+    """A shard of batch k is computed on the parameters after k - staleness updates, but not from before work began."""
     num_servers: int = 1
     """The number of workers (or nodes, where a node acts as one) that also serve: the first ones."""
     lease_s: float = 60.0
     """A shard that takes longer than this is given to another worker too."""
     timeout_s: float = 60.0
     """A worker that does not answer for so long is lost."""
-
-
-@dataclass(frozen=True)
-class _TaskResult:
-    """What this worker, or its node, has computed."""
-
-    task: Task
-    sums: ShardSums | None
-    """On the node's leader."""
-    finished: int
-    """No batch before this one is needed by anybody."""
-    versions: tuple[int, ...]
-    """After how many updates the parameters of each server were with which it was computed."""
 
 
 class ParameterServerAsync:
@@ -115,11 +94,12 @@ class ParameterServerAsync:
         self._node = NodeWorkers(next(node for node in nodes if rank in node), rank, node_group)
         self._servers = leaders[: terms.num_servers]
         self._spans = spans(sum(p.numel() for p in self._parameters), terms.num_servers)
-        self._seen = course.first_batch
+        self._version: int | None = None
         self._num_barriers = 0
-        self._weight_at: int | None = None
         self._coordinator: Coordinator | None = None
         self._peers: Peers | None = None
+        self._exchange: Exchange | None = None
+        """On the leader of a node."""
         if not self._node.leads:
             return
         handlers: dict[str, Callable[..., Any]] = {"is_there": lambda: True}
@@ -133,6 +113,15 @@ class ParameterServerAsync:
             one = self._coordinator
             handlers |= {"ask": one.ask, "barrier": one.barrier, "leave": one.leave}
         self._peers = Peers(store, rank, leaders, terms.timeout_s, handlers, MESSAGES)
+        self._exchange = Exchange(
+            self._peers,
+            rank,
+            self._servers,
+            self._spans,
+            staleness=terms.staleness,
+            most=len(self._node.ranks),
+            first_batch=course.first_batch,
+        )
         if self._coordinator is not None:
             self._coordinator.start(self._peers)
 
@@ -173,21 +162,17 @@ class ParameterServerAsync:
         Raises:
             PeerLost: a server is lost (says which), or this worker was given up by the others.
         """
-        self._weight_at = weight_at
-        result: _TaskResult | None = None
+        self._version = None
+        if self._exchange is not None:
+            self._exchange.begin(until, weight_at)
         while True:
-            reply = self._node.on_leader(partial(self._ask, until, wants_rest, result))
-            if reply.rest_at is not None:
-                until = min(until, reply.rest_at)
-            for statistics in reply.statistics:
-                self._seen += 1
-                yield self._seen - 1, statistics
-            if reply.finished >= until:
+            arrival, values = self._next(wants_rest)
+            self._take(arrival.version, values)
+            yield from arrival.statistics
+            if arrival.is_last:
                 break
-            result = None
-            if reply.task is not None and (versions := self._pull(reply.task.batch)) is not None:
-                result = _TaskResult(reply.task, self._compute(reply.task, compute), reply.finished, versions)
-        self._pull(until)
+            if arrival.task is not None:
+                self._do(arrival.task, compute, wants_rest)
         self.barrier()
 
     def barrier(self) -> None:
@@ -207,7 +192,7 @@ class ParameterServerAsync:
         A collective between two calls of `work`. To continue from it, on any number of servers, open with that
         optimizer on every worker, and the number of updates made as `UpdateSchedule.first_batch`.
         """
-        for parts in self._node.on_leader(partial(self._ask_servers, "state")):
+        for parts in self._node.on_leader(lambda: self._own_exchange.ask_servers("state")):
             for piece, values in parts:
                 self._put_back(piece, values)
         self.barrier()
@@ -243,94 +228,51 @@ class ParameterServerAsync:
             self._coordinator.stop()
         else:
             with suppress(PeerLost):
-                self._ask_coordinator("leave", self._rank)
+                self._own_exchange.ask_coordinator("leave", self._rank)
         self._peers.close()
+        self._own_exchange.close()
 
-    def _ask_coordinator(self, name: str, *arguments: Any) -> Any:
-        assert self._peers is not None  # this is a leader
-        return self._peers.call(self._servers[0], name, *arguments).result(_COORDINATOR)
+    @property
+    def _own_exchange(self) -> Exchange:
+        assert self._exchange is not None  # this is a leader
+        return self._exchange
 
-    def _ask_servers(self, name: str, *arguments: Any) -> list[Any]:
-        """Call all servers at once; what each of them answered."""
-        return self._answers([(name, *arguments)] * len(self._servers))
-
-    def _answers(self, questions: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Ask every server its own question, all at once; what each of them answered."""
-        assert self._peers is not None  # this is a leader
-        calls = [self._peers.call(rank, *question) for rank, question in zip(self._servers, questions, strict=True)]
-        return [call.result(_SERVER) for call in calls]
-
-    def _ask(self, until: int, wants_rest: Callable[[], bool], result: _TaskResult | None) -> WorkReply:
-        """Deliver what was computed, if anything, and ask for more."""
-        report = None
-        if result is not None:
-            sums = result.sums
-            assert sums is not None  # this is the leader
-            report = TaskReport(result.task, self._push(result, sums), sums.blocks, sums.statistics)
-        request = WorkRequest(self._rank, until, len(self._node.ranks), self._seen, wants_rest(), report)
-        reply = cast(WorkReply, self._ask_coordinator("ask", request))
-        if reply.lost_server is not None:
-            raise lost(reply.lost_server, _SERVER, "it gives no sign of life")
-        if reply.is_given_up:
-            raise PeerLost(
-                f"Worker {self._rank} could not be reached for {self._terms.timeout_s:g} s, so the others went on "
-                "without it; give it more time (timeout_s), or start again from the last checkpoint.",
-                rank=self._rank,
-            )
-        return reply
-
-    def _push(self, result: _TaskResult, sums: ShardSums) -> bool:
-        """Send every server its slice; returns whether all of them count these shards now."""
-        at = self._weight_at
-        counted = self._answers(
-            [
-                # Copies where a server keeps them: the one in this process gets no message but the tensor itself.
-                (
-                    "push",
-                    result.task.batch,
-                    result.finished,
-                    version,
-                    sums.blocks,
-                    [gradient[start:stop].clone() for gradient in sums.gradients],
-                    sums.used,
-                    [] if at is None else [statistics[at : at + 1].clone() for statistics in sums.statistics],
-                )
-                for (start, stop), version in zip(self._spans, result.versions, strict=True)
-            ]
-        )
-        return all(counted)
-
-    def _pull(self, batch: int) -> tuple[int, ...] | None:
-        """Put the newest values from before update `batch` into the parameters.
-
-        Returns:
-            After how many updates each server's values are; None: nobody needs that batch now.
-        """
-        values = self._parameters[0].new_empty(self._spans[-1][1])
-        versions = self._node.on_leader(partial(self._download, batch, values))
-        if versions is None:
-            return None
+    def _take(self, version: int | None, values: Tensor | None) -> None:
+        """Put the values after so many updates into the parameters: on the leader they are there already."""
+        if version == self._version:
+            return
+        if values is None:
+            values = self._parameters[0].new_empty(self._spans[-1][1], device="cpu")
         self._node.share(values)
         with torch.no_grad():
             parts = values.split([p.numel() for p in self._parameters])
             for parameter, part in zip(self._parameters, parts, strict=True):
                 parameter.copy_(part.view(parameter.shape))
-        return versions
+        self._version = version
 
-    def _download(self, batch: int, values: Tensor) -> tuple[int, ...] | None:
-        versions = []
-        for answer, (start, stop) in zip(self._ask_servers("pull", batch), self._spans, strict=True):
-            if answer is None:
-                return None
-            version, values[start:stop] = answer
-            versions.append(version)
-        return tuple(versions)
+    def _next(self, wants_rest: Callable[[], bool]) -> tuple[Arrival, Tensor | None]:
+        """What comes next, for all workers of the node; parameters for its leader only."""
+        values: Tensor | None = None
 
-    def _compute(
-        self,
-        task: Task,
-        compute: ShardGradient,
-    ) -> ShardSums | None:
+        def fetch() -> Arrival:
+            nonlocal values
+            fetched = self._own_exchange.next(wants_rest())
+            values = fetched.values
+            return fetched.arrival
+
+        return self._node.on_leader(fetch), values
+
+    def _do(self, task: Task, compute: ShardGradient, wants_rest: Callable[[], bool]) -> None:
+        """Compute a task, and begin to deliver it."""
+        if self._exchange is None:
+            self._compute(task, compute)
+            return
+        with self._exchange.computing():
+            sums = self._compute(task, compute)
+        assert sums is not None and self._version is not None
+        self._exchange.deliver(task, self._version, sums, wants_rest())
+
+    def _compute(self, task: Task, compute: ShardGradient) -> ShardSums | None:
         """This worker's shard of `task`, added to those of its node; the sums on its leader."""
         mine = None
         shard = task.start + self._node.ranks.index(self._rank)
@@ -346,7 +288,7 @@ class ParameterServerAsync:
 
     def _ask_who_is_missing(self, number: int, give_up_at_s: float) -> bool:
         """Whether anybody has still to come to barrier `number`."""
-        missing = cast("frozenset[int]", self._ask_coordinator("barrier", self._rank, number))
+        missing = cast("frozenset[int]", self._own_exchange.ask_coordinator("barrier", self._rank, number))
         if missing and time.monotonic() > give_up_at_s:
             first = min(missing)
             raise PeerLost(
