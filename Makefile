@@ -63,6 +63,9 @@ $(PACKAGE): pyproject.toml constraints.txt
 $(READY): $(PACKAGE)
 	@echo "Installing what the tests need: other training libraries, launchers, checkers"
 	$(PIP) --no-build-isolation -e '.[dev]'
+	@echo "Compiling what tests load, once for all the processes that would do it beside each other"
+	$(BIN)/python -c 'import torch._dynamo'
+	$(BIN)/python -m pytest --collect-only tests >/dev/null
 	touch $(READY)
 
 clean:

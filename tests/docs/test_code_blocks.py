@@ -12,8 +12,10 @@ import pytest
 
 from paceline.spec import Job
 from tests.docs.blocks import NO_CODE, NOTEBOOK_PAGES, PAGES, ROOT, Block, blocks_of
+from tests.ranks.forked_commands import run_forked
 
 BLOCKS = {page: list(blocks_of(page, ROOT)) for page in PAGES}
+TIMEOUT_S = 900.0
 TWO_SCREENS = 4500
 """Characters of prose: 900 pixels of the site are some 30 lines of at most 90 characters and headings."""
 TO_RUN = [
@@ -64,8 +66,16 @@ def test_job_files_are_jobs(page: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", TO_RUN, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
-    """Files are written as they come; Python blocks of a page are one program; shell blocks run in their place."""
+def test_the_blocks_of_a_page_run(page: Path, forked_paceline: Path, tmp_path: Path) -> None:
+    """Files are written as they come; Python blocks of a page are one program; shell blocks run in their place.
+
+    What a page starts is forked, except for the README's.
+    """
+    is_forked = page != ROOT / "README.md"
+    installed = Path(sys.executable).parent
+    path = f"{forked_paceline}:{installed}" if is_forked else str(installed)
+    environ = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    environ |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(tmp_path)}
     program: list[Block] = []
     for block in BLOCKS[page]:
         if not block.runs_here:
@@ -75,7 +85,7 @@ def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(block.text, encoding="utf-8")
         elif block.language == "sh":
-            _run(["bash", "-euo", "pipefail", "-c", block.text], block, tmp_path)
+            _check(_started(["bash", "-euo", "pipefail", "-c", block.text], tmp_path, environ), block)
         elif block.language == "python":
             program.append(block)
     if program:
@@ -86,13 +96,18 @@ def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
             source += "\n" * max(0, block.line - source.count("\n") - setup.count("\n")) + setup + block.text
         script = tmp_path / f"{page.stem}.py"
         script.write_text(source, encoding="utf-8")
-        _run([sys.executable, str(script)], program[0], tmp_path)
+        if is_forked:
+            done = run_forked(["python", str(script)], cwd=tmp_path, environ=environ, timeout_s=TIMEOUT_S)
+        else:
+            done = _started([sys.executable, str(script)], tmp_path, environ)
+        _check(done, program[0])
 
 
-def _run(command: list[str], block: Block, folder: Path) -> None:
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    environment |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(folder)}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900, check=False
+def _started(command: list[str], folder: Path, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
+
+
+def _check(done: subprocess.CompletedProcess[str], block: Block) -> None:
     assert done.returncode == 0, f"{block.where}\n{block.text}\n{done.stdout}\n{done.stderr}"

@@ -5,8 +5,8 @@
 
 Apptainer lives in a tree of Debian's packages (mmdebstrap). The program in FOLDER/bin enters the tree in a mount
 namespace of its own, where this node's folders lie at their own paths, and runs containers in user namespaces. The
-image is Debian's base, this process's Python, and the packages that training needs; compiled, since a container could
-not keep what it compiles.
+image is Debian's base, this process's Python, and the packages that training needs, with the modules that were compiled
+here so far: a container cannot keep what it compiles, and would compile torch at every start of a worker.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from importlib.metadata import Distribution, distribution
+from importlib.util import cache_from_source
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -99,6 +100,8 @@ def build_image(folder: Path) -> Path:
             source = Path(str(file.locate()))
             if source.is_file() and ".." not in file.parts:
                 _link(source, home / "lib" / version / "site-packages" / file)
+                if file.suffix == ".py" and (compiled := Path(cache_from_source(str(source)))).is_file():
+                    _link(compiled, home / "lib" / version / "site-packages" / cache_from_source(str(file)))
     # However it is installed here, in the image it is this checkout.
     package = home / "lib" / version / "site-packages" / "paceline"
     shutil.rmtree(package, ignore_errors=True)

@@ -19,7 +19,7 @@ import paceline
 from paceline.spec import Plan
 
 STEPS_BEFORE = 5
-LIMIT_S = 90.0
+LIMIT_S = 300.0
 
 
 def fail(way: str) -> None:

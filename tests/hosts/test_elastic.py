@@ -13,7 +13,7 @@ import pytest
 from tests.hosts.cluster import NodeProcess
 from tests.hosts.launching import Site, kill_agent, open_site
 from tests.hosts.sshd import start_sshd, why_not_ssh
-from tests.ranks.launching import COUNT_TO_THE_END, Stage
+from tests.ranks.launching import COUNT_TO_THE_END, COUNTING_WITHOUT_TORCH, TO_THE_END, Stage
 
 pytestmark = [
     pytest.mark.hosts,
@@ -25,6 +25,8 @@ pytestmark = [
 BOUND_S = 6.0
 START_S = 300.0
 END_S = 60.0
+WITHOUT_TORCH = COUNTING_WITHOUT_TORCH + TO_THE_END
+"""Where workers do not have to meet again on other nodes."""
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +45,12 @@ def stage(tmp_path: Path, site: Site) -> Iterator[Stage]:
         site.repair()
 
 
-def _begin(site: Site, stage: Stage, min_workers: int) -> NodeProcess:
+def _begin(site: Site, stage: Stage, body: str, min_workers: int) -> NodeProcess:
     hosts = ",".join(f"{node.hostname}:2" for node in site.workers)
     launcher = site.launcher.exec(
         [
             *(sys.executable, "-m", "paceline", "launch", "--hosts", hosts, "--hang-timeout", str(BOUND_S)),
-            *("--min-workers", str(min_workers), "--out", str(stage.run_dir), stage.script(COUNT_TO_THE_END)),
+            *("--min-workers", str(min_workers), "--out", str(stage.run_dir), stage.script(body)),
         ]
     )
     _await_training(stage, launcher, 0, 4)
@@ -76,7 +78,7 @@ def _generations(stage: Stage, launcher: NodeProcess) -> list[dict[str, Any]]:
 
 
 def test_a_node_loses_power_and_comes_back(site: Site, stage: Stage) -> None:
-    launcher = _begin(site, stage, min_workers=1)
+    launcher = _begin(site, stage, COUNT_TO_THE_END, min_workers=1)
     first, second = site.workers
     first.power_off()  # the node where the workers met
     _await_training(stage, launcher, 1, 2)
@@ -93,7 +95,7 @@ def test_a_node_loses_power_and_comes_back(site: Site, stage: Stage) -> None:
 
 
 def test_an_agent_that_is_killed_is_started_again(site: Site, stage: Stage) -> None:
-    launcher = _begin(site, stage, min_workers=4)  # so the run waits for it
+    launcher = _begin(site, stage, WITHOUT_TORCH, min_workers=4)  # so the run waits for it
     kill_agent(site.workers[1])
     _await_training(stage, launcher, 1, 4)
     lost, _ = _generations(stage, launcher)
@@ -101,7 +103,7 @@ def test_an_agent_that_is_killed_is_started_again(site: Site, stage: Stage) -> N
 
 
 def test_too_few_nodes_are_the_end(site: Site, stage: Stage) -> None:
-    launcher = _begin(site, stage, min_workers=3)
+    launcher = _begin(site, stage, WITHOUT_TORCH, min_workers=3)
     site.workers[1].crash()
     assert launcher.wait(END_S) == 1, launcher.output
     assert "went down: its connection was closed" in launcher.stderr

@@ -66,7 +66,7 @@ def _mpirun(run_dir: Path) -> list[str]:
 LAUNCHERS = {
     "mpirun": Launcher(why_not_mpirun, ssh_between, _mpirun, num_workers=2),
     "ssh": Launcher(
-        why_not_ssh, ssh_between, lambda run_dir: _train(run_dir, "--hosts", "node0:2,node1:2"), num_workers=4
+        why_not_ssh, ssh_between, lambda run_dir: _train(run_dir, "--hosts", "node0:2,node1:1"), num_workers=3
     ),
     "slurm": Launcher(
         why_not_slurm,

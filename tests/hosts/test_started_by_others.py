@@ -42,7 +42,8 @@ def command_alone(run_dir: Path) -> list[str]:
 
 
 def test_torchrun(cluster: Cluster, weights_alone: str, tmp_path: Path) -> None:
-    program = _program(tmp_path / "run", world_size=4)
+    """One worker a node; two are in the pods below, which torchrun starts too."""
+    program = _program(tmp_path / "run", world_size=2)
     rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=node0:{MASTER_PORT}", "--rdzv-id=test"]
     agents = [_start(node, _torchrun(rendezvous, program)) for node in cluster.nodes]
     for agent in agents:
@@ -97,9 +98,9 @@ def test_srun_with_uneven_nodes(cluster: Cluster, weights_alone: str, tmp_path: 
 @needs_mpirun
 def test_mpirun(cluster: Cluster, weights_alone: str, tmp_path: Path) -> None:
     (tmp_path / "ssh").mkdir()
-    program = _program(tmp_path / "run", world_size=4)
+    program = _program(tmp_path / "run", world_size=3)
     with ssh_between(cluster.nodes, tmp_path / "ssh"):
-        job = _start(cluster.nodes[0], mpirun_argv("node0:2,node1:2", [*VARIABLES, "MASTER_ADDR=node0"], program))
+        job = _start(cluster.nodes[0], mpirun_argv("node0:2,node1:1", [*VARIABLES, "MASTER_ADDR=node0"], program))
         assert job.wait(TIMEOUT_S) == 0, job.output
     _check(tmp_path / "run", weights_alone)
 
@@ -117,7 +118,7 @@ def test_mpirun_that_does_not_say_where_to_meet(cluster: Cluster, tmp_path: Path
 
 
 def _torchrun(rendezvous: Sequence[str], program: Sequence[str]) -> list[str]:
-    size = ["--nnodes=2", "--nproc-per-node=2"]
+    size = ["--nnodes=2", "--nproc-per-node=1"]
     return [sys.executable, "-m", "torch.distributed.run", *size, *rendezvous, *program]
 
 

@@ -1,4 +1,8 @@
-"""Whatever happens to a worker, an agent, a node or a link: it is named in time, and nobody is left anywhere."""
+"""Whatever happens to a worker, an agent, a node or a link: it is named in time, and nobody is left anywhere.
+
+Workers train where their peers hear of the fault by themselves, and fail too: the report must name the first. Where
+nobody but the launcher can notice it, they are processes without torch.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,8 @@ GRACE_S = 5.0
 """After it was noticed, everybody has ended within this time."""
 START_S = 300.0
 """Agents and workers load torch one after the other on a busy machine."""
-PROGRAM = Path(__file__).with_name("faulty.py")
+TRAINS = Path(__file__).with_name("faulty.py")
+WAITS = Path(__file__).with_name("waiting.py")
 WORKERS = (1, 2)
 """On the second node and on the third."""
 CULPRIT = 2
@@ -62,12 +67,14 @@ class Training:
         return report
 
 
-def _begin(site: Site, stage: Path, way: str) -> Training:
+def _begin(site: Site, stage: Path, way: str | None) -> Training:
+    """Training whose culprit fails in this `way` once it is told to, or workers without torch."""
+    program = [str(WAITS), str(stage)] if way is None else [str(TRAINS), str(stage), str(CULPRIT), way]
     hosts = ",".join(f"{node.hostname}:{num}" for node, num in zip(site.workers, WORKERS, strict=True))
     launcher = site.launcher.exec(
         [
             *(sys.executable, "-m", "paceline", "launch", "--hosts", hosts, "--hang-timeout", str(BOUND_S)),
-            *("--out", str(stage / "run"), str(PROGRAM), str(stage), str(CULPRIT), way),
+            *("--out", str(stage / "run"), *program),
         ]
     )
 
@@ -95,15 +102,16 @@ def _signal_rank(number: str) -> Fault:
     return lambda training: run_on(training.site.workers[1], "kill", f"-{number}", str(training.pid(CULPRIT)))
 
 
-CASES: dict[str, tuple[str, Fault, str, tuple[int, ...]]] = {
-    # name: what the culprit does when told, what happens from outside, the cause in the report, the ranks to blame
+CASES: dict[str, tuple[str | None, Fault, str, tuple[int, ...]]] = {
+    # name: what the culprit does when told (None: there is no torch), what happens from outside, the cause in the
+    # report, the ranks to blame
     "worker killed": ("none", _signal_rank("KILL"), "signal", (2,)),
     "worker raises": ("raise", _tell_it, "exception", (2,)),
     "worker hangs in Python": ("hang", _tell_it, "hung", (2,)),
-    "worker stopped": ("none", _signal_rank("STOP"), "stopped", (2,)),
+    "worker stopped": (None, _signal_rank("STOP"), "stopped", (2,)),
     "node crash": ("none", lambda training: training.site.workers[1].crash(), "node_down", (1, 2)),
-    "power off": ("none", lambda training: training.site.workers[1].power_off(), "node_silent", (1, 2)),
-    "link cut": ("none", lambda training: training.site.workers[1].link_down(), "node_silent", (1, 2)),
+    "power off": (None, lambda training: training.site.workers[1].power_off(), "node_silent", (1, 2)),
+    "link cut": (None, lambda training: training.site.workers[1].link_down(), "node_silent", (1, 2)),
     "agent killed": (
         "none",
         lambda training: kill_agent(training.site.workers[1]),
@@ -139,7 +147,7 @@ def test_a_fault_is_named_in_time_and_nobody_is_left(site: Site, case: str, tmp_
             waiting = [line for line in report["workers"] if "rank 2" not in line]
             assert len(waiting) == 2 and all("gradients" in line or "in " in line for line in waiting), waiting
         site.workers[1].link_up() if case == "link cut" else None
-        site.assert_nobody_left(GRACE_S + BOUND_S, "faulty")
+        site.assert_nobody_left(GRACE_S + BOUND_S, TRAINS.name, WAITS.name)
     finally:
         site.repair()
 
@@ -148,8 +156,8 @@ def test_a_fault_is_named_in_time_and_nobody_is_left(site: Site, case: str, tmp_
 def test_nobody_outlives_the_launcher(site: Site, number: signal.Signals, tmp_path: Path) -> None:
     if number == signal.SIGINT and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         pytest.skip("a test run in the background ignores SIGINT, and so does all that it starts")
-    training = _begin(site, tmp_path, "none")
+    training = _begin(site, tmp_path, None)
     training.launcher.signal(number)
     exit_code = training.launcher.wait(BOUND_S + GRACE_S)
     assert exit_code == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
-    site.assert_nobody_left(GRACE_S + BOUND_S, "faulty")
+    site.assert_nobody_left(GRACE_S + BOUND_S, WAITS.name)

@@ -1,4 +1,7 @@
-"""What the tests of the command line share: `paceline` as a user runs it, in a process of its own."""
+"""What the tests of the command line share: `paceline` as a user runs it, in a process of its own.
+
+`paceline(...)` is forked from a process that has loaded torch; `python("-m", "paceline", ...)` starts it for real.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.ranks.forked_commands import run_forked
 
 TRACEBACK = "Traceback (most recent call last)"
 
@@ -17,7 +22,7 @@ def clean_environ(**extra: str) -> dict[str, str]:
     return {**kept, "PACELINE_DEVICE": "cpu", "GLOO_SOCKET_IFNAME": "lo", **extra}
 
 
-def python(*arguments: str, cwd: Path, timeout_s: float = 110.0, **extra: str) -> subprocess.CompletedProcess[str]:
+def python(*arguments: str, cwd: Path, timeout_s: float = 300.0, **extra: str) -> subprocess.CompletedProcess[str]:
     """`python ARGUMENTS` in the folder `cwd`, to its end; `extra` are environment variables."""
     return subprocess.run(
         [sys.executable, *arguments],
@@ -30,9 +35,10 @@ def python(*arguments: str, cwd: Path, timeout_s: float = 110.0, **extra: str) -
     )
 
 
-def paceline(*arguments: str, cwd: Path, timeout_s: float = 110.0, **extra: str) -> subprocess.CompletedProcess[str]:
-    """`paceline ARGUMENTS` in the folder `cwd`, to its end."""
-    return python("-m", "paceline", *arguments, cwd=cwd, timeout_s=timeout_s, **extra)
+def paceline(*arguments: str, cwd: Path, timeout_s: float = 300.0, **extra: str) -> subprocess.CompletedProcess[str]:
+    """`paceline ARGUMENTS` in the folder `cwd`, to its end; `extra` are environment variables."""
+    environ = clean_environ(**extra)
+    return run_forked(["paceline", *arguments], cwd=cwd, environ=environ, timeout_s=timeout_s)
 
 
 def succeeded(result: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:

@@ -12,11 +12,14 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch._dynamo", "pytest", "paceline.train.loop", "tests.ranks.training"])
+_CONTEXT.set_forkserver_preload(
+    ["torch._dynamo", "pytest", "paceline.train.loop", "paceline.cli", "tests.ranks.training"]
+)
 
 
 def join_world(timeout_s: float) -> Any:
@@ -34,6 +37,13 @@ def join_world(timeout_s: float) -> Any:
         timeout=timedelta(seconds=timeout_s),
     )
     return dist.group.WORLD
+
+
+def fork_process(function: Callable[..., None], *args: Any) -> ForkServerProcess:
+    """A process that has loaded what workers load, and is none."""
+    process = _CONTEXT.Process(target=function, args=args, daemon=False)
+    process.start()
+    return process
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:

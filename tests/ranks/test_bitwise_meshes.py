@@ -19,11 +19,25 @@ from paceline.spec import Job, Mesh, PipelineSpec, Plan
 from tests.ranks.bitwise_cases import CASES, HALF, STEPS, Outcome, can_be_cut, train
 from tests.ranks.harness import run_ranks
 
-MESHES = {
-    1: ("dp",),
-    2: ("dp2", "fsdp2", "zero1:2", "zero2:2", "pp2, 1f1b"),
-    4: ("dp4", "fsdp4", "hsdp", "fsdp2 x pp2, zero_bubble"),
+ALL = tuple(CASES)
+MESHES: dict[int, dict[str, Sequence[str]]] = {
+    1: {"dp": ALL},
+    2: {
+        "dp2": ALL,
+        "fsdp2": ALL,
+        "zero1:2": ("lenet-adamw", "dropout", "resnet20"),
+        "zero2:2": ("lenet", "unaligned", "gpt", "forks"),
+        "pp2, 1f1b": [name for name in ALL if can_be_cut(name, "pp2, 1f1b")],
+    },
+    4: {
+        "dp4": ALL,
+        "fsdp4": ("unaligned", "gpt", "dropout"),
+        "hsdp": ("lenet-adamw", "forks", "resnet20"),
+        "fsdp2 x pp2, zero_bubble": ("lenet", "gpt", "unaligned"),
+    },
 }
+"""By number of workers and strategy the cases that it is tried with: all of them by dp and fsdp2, and each by zero1 or
+zero2 and by one of the meshes that shard among four workers."""
 PIPELINES: dict[int, dict[str, Sequence[str]]] = {
     2: {
         "pp2, gpipe": ("lenet-adamw", "gpt"),
@@ -38,32 +52,44 @@ PIPELINES: dict[int, dict[str, Sequence[str]]] = {
         "dp2 x pp2, interleaved of 2": ("resnet20", "gpt"),
     },
 }
-"""By number of workers and strategy the cases that it is tried with: each case with every schedule, or nearly so.
-`python -m benchmarks.bitwise_parity` tries all with all."""
+"""Likewise: each case with every schedule, or nearly so. `python -m benchmarks.bitwise_parity` tries all with all."""
 TENSOR_GROUPS: dict[int, dict[str, Sequence[str]]] = {
     2: {"tp2": ("lenet-adamw", "dropout", "gpt")},
     4: {"dp2 x tp2": ("gpt",), "fsdp2 x tp2": ("lenet-adamw", "gpt"), "tp2 x pp2, zero_bubble": ("dropout", "gpt")},
 }
 """Likewise: those that divide layers have the bits of each other."""
 RESUMED = CASES["dropout"]
+MOVES = (
+    *(("dp", strategy) for size in (2, 4) for strategy in MESHES[size]),
+    *(("dp2", strategy) for strategy in MESHES[4]),
+    *((strategy, "dp4") for strategy in MESHES[2] if strategy != "dp2"),
+    ("fsdp2", "fsdp2 x pp2, zero_bubble"),
+    ("zero1:2", "fsdp4"),
+    ("zero2:2", "hsdp"),
+    ("pp2, 1f1b", "fsdp4"),
+)
+"""Half trained by the first and from there by the second, which has more workers: every strategy saves a run that
+another goes on with, and goes on with one, as do whole models, shards and stages."""
 THERE_AND_BACK = ("pp2, 1f1b", "dp2", "fsdp2", "pp2, zero_bubble")
 """A step by each, in the folder of those before."""
 
 
 def _table(
-    strategies: Sequence[str], pipelines: dict[str, Sequence[str]], folder: Path, others: Sequence[str]
+    meshes: dict[str, Sequence[str]], pipelines: dict[str, Sequence[str]], folder: Path
 ) -> dict[tuple[str, str], Outcome]:
-    """Every case by every strategy of this world size, and pipelines with some cases; a run that each of the `others`
-    has half trained, to its end; and a run half trained for each of the others, which are of other launches."""
-    tried = {strategy: [name for name in CASES if can_be_cut(name, strategy)] for strategy in strategies} | pipelines
-    found = {(name, strategy): train(CASES[name], strategy) for strategy, names in tried.items() for name in names}
-    for strategy in strategies:
-        for other in others:
-            if (folder / f"{other} to {strategy}").exists():
-                found[f"from {other}", strategy] = train(RESUMED, strategy, folder / f"{other} to {strategy}")
-            else:
-                train(RESUMED, strategy, folder / f"{strategy} to {other}", HALF)
-    if strategies == MESHES[2]:
+    """Every strategy of this world size with its cases; the runs that move to it, to their end; and a run half trained
+    for each move from it."""
+    found = {
+        (name, strategy): train(CASES[name], strategy)
+        for strategy, names in (meshes | pipelines).items()
+        for name in names
+    }
+    for first, second in MOVES:
+        if second in meshes:
+            found[f"from {first}", second] = train(RESUMED, second, folder / f"{first} to {second}")
+        elif first in meshes:
+            train(RESUMED, first, folder / f"{first} to {second}", HALF)
+    if meshes == MESHES[2]:
         for stop, strategy in enumerate(THERE_AND_BACK, 1):
             found["there and back", strategy] = train(RESUMED, strategy, folder / "there and back", stop)
     return found
@@ -78,12 +104,20 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Out
     """What rank 0 says of every case and strategy; all ranks say the same."""
     folder = tmp_path_factory.mktemp("checkpoints")
     found: dict[tuple[str, str], Outcome] = {}
-    for world_size, strategies in MESHES.items():
-        others = [one for size, several in MESHES.items() if size != world_size for one in several]
-        first, *rest = run_ranks(_table, world_size, strategies, _some(world_size), folder, others, timeout_s=900)
+    for world_size, meshes in MESHES.items():
+        first, *rest = run_ranks(_table, world_size, meshes, _some(world_size), folder, timeout_s=900)
         assert all(one == first for one in rest)
         found |= first
     return found
+
+
+def test_every_case_meets_every_way_to_share() -> None:
+    for name in ALL:
+        met = {strategy for strategies in MESHES.values() for strategy, names in strategies.items() if name in names}
+        assert {"dp", "dp2", "fsdp2", "dp4"} < met
+        assert len(met & {"fsdp4", "hsdp", "fsdp2 x pp2, zero_bubble"}) >= 1
+    assert {first for first, _ in MOVES} == {strategy for size in (1, 2) for strategy in MESHES[size]}
+    assert {second for _, second in MOVES} == {strategy for size in (2, 4) for strategy in MESHES[size]}
 
 
 @pytest.mark.slow
@@ -97,7 +131,7 @@ def test_every_mesh_gives_the_bits_of_one_worker(table: dict[tuple[str, str], Ou
         for (tried, strategy), outcome in table.items()
         if tried == name and strategy != "dp" and "tp" not in strategy
     }
-    assert len(others) >= sum(map(len, MESHES.values())) - 3
+    assert len(others) >= 5
     for strategy, outcome in others.items():
         assert outcome == alone, strategy
 
@@ -117,7 +151,7 @@ def test_a_run_goes_on_under_any_mesh_without_a_bit_changed(table: dict[tuple[st
         assert table["there and back", strategy].losses == alone.losses[number : number + 1]
     assert replace(table["there and back", THERE_AND_BACK[-1]], losses=alone.losses) == alone
     resumed = {key: outcome for key, outcome in table.items() if key[0].startswith("from ")}
-    assert len(resumed) == len(MESHES[1]) * len(MESHES[2]) + len(MESHES[2]) * len(MESHES[4]) + len(MESHES[4])
+    assert len(resumed) == len(MOVES)
     for key, outcome in resumed.items():
         assert outcome == replace(alone, losses=alone.losses[HALF:]), key
 

@@ -32,6 +32,11 @@ SUMMARY_KEYS = {
 }
 
 
+def started(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """`paceline ARGUMENTS` by a new Python, and so are its workers."""
+    return python("-m", "paceline", *arguments, cwd=cwd)
+
+
 # --- train ---
 
 
@@ -41,7 +46,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, s
 
     def train(workers: int, folder: Path) -> subprocess.CompletedProcess[str]:
         options = ("--workers", str(workers), "--max-steps", "3", "--json", *(("--quiet",) if workers == 1 else ()))
-        return succeeded(paceline("train", "digits-lenet", *options, cwd=folder))
+        return succeeded(started("train", "digits-lenet", *options, cwd=folder))
 
     folders = {workers: tmp_path_factory.mktemp(f"workers{workers}") for workers in (1, 2)}
     with ThreadPoolExecutor() as beside:
@@ -155,7 +160,7 @@ def test_a_script_under_torchrun(script: Path, sha_alone: str) -> None:
 
 
 def test_a_script_under_paceline_launch(script: Path, sha_alone: str, tmp_path: Path) -> None:
-    result = succeeded(paceline("launch", "-n", "2", str(script), cwd=tmp_path))
+    result = succeeded(started("launch", "-n", "2", str(script), cwd=tmp_path))
     assert_two_workers_ended_with(sha_alone, result.stdout)
 
 
@@ -292,19 +297,20 @@ def test_a_model_that_fails_on_one_rank_ends_the_run(tmp_path: Path) -> None:
 
 # --- scale and report ---
 
+SCALE = ("scale", "digits-lenet", "--devices", "1,2", "--out", "study", "--quiet")
+
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A study's folder."""
     folder = tmp_path_factory.mktemp("study")
-    result = succeeded(scale(folder, "--max-steps", "4"))
+    result = succeeded(started(*SCALE, "--max-steps", "4", cwd=folder))
     assert result.stdout.splitlines()[-1] == "study/report.html"
     return folder
 
 
 def scale(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    fixed = ("digits-lenet", "--devices", "1,2", "--out", "study", "--quiet")
-    return paceline("scale", *fixed, *options, cwd=folder)
+    return paceline(*SCALE, *options, cwd=folder)
 
 
 def test_scale_writes_the_study(study: Path) -> None:
@@ -400,7 +406,7 @@ def verify_script(folder: Path, buffer: str = "", update: str = "", weight: str 
 
 
 def test_verify_passes_what_is_right(tmp_path: Path) -> None:
-    result = succeeded(paceline("verify", "digits-lenet", "--workers", "1,2", "--steps", "2", cwd=tmp_path))
+    result = succeeded(started("verify", "digits-lenet", "--workers", "1,2", "--steps", "2", cwd=tmp_path))
     assert result.stdout.splitlines() == [
         "PASS  1 worker: the same over 2 steps, bit for bit",
         "PASS  2 workers: the same over 2 steps, bit for bit",
@@ -412,15 +418,15 @@ def test_verify_passes_what_is_right(tmp_path: Path) -> None:
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """On scripts that are verified at the same time."""
     scripts: dict[str, dict[str, str]] = {
-        "buffer": {
+        "buffer, weights": {
             "buffer": 'self.register_buffer("level", torch.zeros(()))',
             "update": "self.level.mul_(0.9).add_(0.1 * x.detach().square().mean())",
+            "weight": ", weight=CLASS_WEIGHTS",
         },
         "rank": {
             "buffer": 'self.register_buffer("level", torch.zeros(()))',
             "update": 'self.level.add_(float(os.environ.get("RANK", "0")))',
         },
-        "weights": {"weight": ", weight=CLASS_WEIGHTS"},
     }
     with ThreadPoolExecutor() as beside:
         verifying = {
@@ -430,10 +436,6 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     return {name: verdict.result() for name, verdict in verifying.items()}
 
 
-def test_verify_passes_a_buffer_that_forward_passes_change(verdicts: dict[str, Any]) -> None:
-    assert verdicts["buffer"]["passed"]
-
-
 def test_verify_finds_a_buffer_that_depends_on_the_rank(verdicts: dict[str, Any]) -> None:
     verdict = verdicts["rank"]
     assert not verdict["passed"]
@@ -441,7 +443,11 @@ def test_verify_finds_a_buffer_that_depends_on_the_rank(verdicts: dict[str, Any]
     assert "synchronised" in verdict["cause"]
 
 
+def test_verify_passes_a_buffer_that_forward_passes_change(verdicts: dict[str, Any]) -> None:
+    assert verdicts["buffer, weights"]["passed"]
+
+
 def test_verify_finds_a_weighted_mean_which_is_then_the_same_on_any_number_of_workers(verdicts: dict[str, Any]) -> None:
-    verdict = verdicts["weights"]
+    verdict = verdicts["buffer, weights"]
     assert verdict["passed"]
     assert "return paceline.Mean(loss, weight=number of tokens)" in verdict["note"]

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from paceline.launch.remote_team import NodeAccess, open_nodes
 from paceline.launch.run_workers import run_workers
 from paceline.launch.team import LaunchOptions
 from paceline.spec import NodePlacement, Plan
-from tests.ranks.command_line import clean_environ, paceline
+from tests.ranks.command_line import clean_environ, paceline, python, succeeded
 from tests.ranks.launching import GENERATION, Stage, is_alive, open_stage
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -24,7 +25,7 @@ SCRIPTS = Path(__file__).parents[1] / "plain_scripts"
 """As their authors would write them; the first argument of most says what happens to rank 1 in its fourth step."""
 LIBRARIES = ("with_accelerate.py", "with_fabric.py", "with_lightning.py", "with_trainer.py")
 TIMEOUT_S = 300.0
-VARIABLES = {"HF_HUB_OFFLINE": "1"}
+VARIABLES: dict[str, Any] = {"HF_HUB_OFFLINE": "1"}
 
 
 @pytest.fixture
@@ -33,12 +34,14 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
         yield stage
 
 
-def output_of(*command: str) -> str:
-    """What `python -m COMMAND` writes to its standard output."""
-    environ = clean_environ(**VARIABLES)
-    done = subprocess.run([sys.executable, "-m", *command], env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def under_torchrun(script: str, cwd: Path) -> str:
+    """What the script writes to standard output in two workers."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    return succeeded(python(*torchrun, script, cwd=cwd, **VARIABLES)).stdout
+
+
+def launched(script: str, cwd: Path) -> str:
+    return succeeded(paceline("launch", "-n", "2", script, cwd=cwd, **VARIABLES)).stdout
 
 
 def weights_in(output: str) -> str:
@@ -50,8 +53,8 @@ def weights_in(output: str) -> str:
 @pytest.mark.parametrize("script", ["ddp.py", "sharded.py", *LIBRARIES])
 def test_an_unchanged_program_trains_as_under_torchrun(script: str, tmp_path: Path) -> None:
     path = str(SCRIPTS / script)
-    expected = output_of("torch.distributed.run", "--standalone", "--nproc-per-node", "2", path)
-    found = output_of("paceline", "launch", "-n", "2", "--out", str(tmp_path / "run"), path)
+    expected = under_torchrun(path, tmp_path)
+    found = launched(path, tmp_path)
     assert weights_in(found) == weights_in(expected)
     if script in ("with_fabric.py", "with_lightning.py"):
         assert "TorchElasticEnvironment" in found
@@ -59,7 +62,7 @@ def test_an_unchanged_program_trains_as_under_torchrun(script: str, tmp_path: Pa
 
 def test_its_workers_may_be_on_two_nodes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = str(SCRIPTS / "ddp.py")
-    expected = output_of("paceline", "launch", "-n", "2", "--out", str(tmp_path / "one"), script)
+    expected = launched(script, tmp_path)
     with open_nodes([NodeAccess(hostname, lambda program: program) for hostname in "ab"]) as (teams, _):
         plan = Plan(world_size=2, nodes=(NodePlacement("a", 1), NodePlacement("b", 1)))
         run_workers(plan, [script], LaunchOptions(tmp_path / "two"), nodes=teams)
@@ -74,17 +77,17 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("script", LIBRARIES)
-def test_whatever_happens_to_a_worker_of_it_is_named(stage: Stage, script: str) -> None:
-    folders = {fault: stage.folder / fault for fault in FAULTS}
-    options = ("-n", "2", "--hang-timeout", "15", "--out")
-    launchers = {
-        fault: stage.paceline("launch", *options, str(folder), str(SCRIPTS / script), fault)
-        for fault, folder in folders.items()
-    }
-    for fault, (cause, sentence, evidence) in FAULTS.items():
-        out, err = launchers[fault].communicate(timeout=TIMEOUT_S)
-        assert launchers[fault].returncode in (1, 137) and "weights" not in out, out + err
-        report: dict[str, Any] = json.loads((folders[fault] / "failure.json").read_text())
+def test_whatever_happens_to_a_worker_of_it_is_named(script: str, tmp_path: Path) -> None:
+    def launch(fault: str) -> subprocess.CompletedProcess[str]:
+        options = ("-n", "2", "--hang-timeout", "15", "--out", fault)
+        return paceline("launch", *options, str(SCRIPTS / script), fault, cwd=tmp_path, **VARIABLES)
+
+    with ThreadPoolExecutor() as beside:
+        ended = list(beside.map(launch, FAULTS))
+    for (fault, (cause, sentence, evidence)), done in zip(FAULTS.items(), ended, strict=True):
+        out, err = done.stdout, done.stderr
+        assert done.returncode in (1, 137) and "weights" not in out, out + err
+        report: dict[str, Any] = json.loads((tmp_path / fault / "failure.json").read_text())
         assert (report["cause"], report["ranks"]) == (cause, [1]), report
         assert sentence in report["sentence"] and "Rank 1 of 2" in err
         assert evidence in report["evidence"] and evidence in err
