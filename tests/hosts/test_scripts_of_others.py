@@ -1,8 +1,7 @@
 """Scripts of other libraries, unchanged, by each launcher: on two nodes they learn what they learn on one.
 
-Lightning, which asks for the number of nodes itself, goes by SSH, Accelerate, which reads the variables of workers, by
-Slurm and Ray, and Fabric is in test_apptainer.py; each way to fail meets one library. What a launcher gives to workers
-does not depend on what their script imports: on one node every library meets every way
+Each library meets one launcher (Fabric is in test_apptainer.py), and each way to fail one library: what a launcher
+gives to workers does not depend on what their script imports. On one node every library meets every way
 (tests/ranks/test_plain_torch.py).
 """
 
@@ -61,30 +60,23 @@ def test_what_happens_on_another_node_is_named(
     assert words in report["sentence"] + report["evidence"]
 
 
-@pytest.fixture(scope="module")
-def with_accelerate(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A script, and the weights of two workers of one node."""
-    script = "with_accelerate.py"
-    return script, _weights_alone(cluster, tmp_path_factory.mktemp("alone"), script)
-
-
 @pytest.mark.skipif(bool(why_not_slurm()), reason=why_not_slurm() or "")
-def test_in_an_allocation_of_slurm(cluster: Cluster, with_accelerate: tuple[str, str], tmp_path: Path) -> None:
+def test_in_an_allocation_of_slurm(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "slurm").mkdir()
     salloc = ("salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1")
-    script, expected = with_accelerate
+    script = "with_accelerate.py"
     with slurm_on(cluster.nodes, tmp_path / "slurm", cpus_per_node=2):
         found = _weights_of(cluster, tmp_path, script, "--launcher", "slurm", within=salloc)
-    assert found == expected
+    assert found == _weights_alone(cluster, tmp_path, script)
 
 
 @pytest.mark.skipif(bool(why_not_ray()), reason=why_not_ray() or "")
-def test_on_a_ray_cluster(cluster: Cluster, with_accelerate: tuple[str, str], tmp_path: Path) -> None:
+def test_on_a_ray_cluster(cluster: Cluster, tmp_path: Path) -> None:
     inside = ("env", *(f"{name}={value}" for name, value in RAY_VARIABLES.items()))
-    script, expected = with_accelerate
+    script = "with_trainer.py"
     with ray_on(cluster.nodes):
         found = _weights_of(cluster, tmp_path, script, "--launcher", "ray", "-n", "2", within=inside)
-    assert found == expected
+    assert found == _weights_alone(cluster, tmp_path, script)
 
 
 def _weights_alone(cluster: Cluster, cwd: Path, script: str) -> str:
