@@ -13,12 +13,11 @@ from paceline.spec.cluster import DeviceKind
 from paceline.spec.codec import NOT_NEGATIVE, POSITIVE, JsonValue, above, at_least, between
 from paceline.spec.job import MOST_SAMPLES, MOST_WORKERS
 from paceline.spec.machine_load import MachineLoad
+from paceline.spec.wire import WireName
 
 TIMINGS_FILE = "timings.json"
 """The file name of `CommTimings` in a benchmark's folder."""
 
-WireName = Literal["float32", "bfloat16", "float16", "int8"]
-"""The wire format; "float32" sends values unchanged."""
 VectorType = Literal["float32", "bfloat16", "float16", "float64"]
 """The type of the values that are summed."""
 NodeOrder = Literal["by_node", "alternating"]

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from paceline.errors import JobError, shortened, shown
 from paceline.regular_files import read_text
@@ -15,6 +15,7 @@ from paceline.spec.codec import PLAIN, JsonValue, above, at_least, between
 from paceline.spec.evaluation import EarlyStoppingSpec, Mode
 from paceline.spec.micro_batch import MicroBatchSize, parse_micro_batch
 from paceline.spec.optim import OptimSpec
+from paceline.spec.wire import CompressorName, WireName
 
 Parity = Literal["numeric", "bitwise"]
 Precision = Literal["auto", "float32", "bfloat16", "float16", "float64"]
@@ -81,7 +82,7 @@ class AggregationSpec:
     method: Literal["every_step", "local_sgd", "diloco", "parameter_server_async"] = "every_step"
     """When gradients are summed: every step; or weights are averaged every few steps ("local_sgd", "diloco"); or
     servers update asynchronously."""
-    wire: Literal["float32", "bfloat16", "float16", "int8", "powersgd", "topk", "randomk", "auto-lossy"] = "float32"
+    wire: Literal[WireName, CompressorName, "auto-lossy"] = "float32"
     """The wire format; "auto-lossy": the elementwise format that is fastest at the start of the run."""
     powersgd_rank: int = at_least(1, 2)
     """The rank of the matrices that "powersgd" sends."""
@@ -262,7 +263,7 @@ class Job(JsonValue):
                 f"nonfinite = 'rollback' needs aggregation.method = 'every_step'; with {self.aggregation.method!r} "
                 "workers do not see the same gradients. Use nonfinite = 'skip'."
             )
-        if self.precision == "float16" and self.aggregation.wire in ("powersgd", "topk", "randomk"):
+        if self.precision == "float16" and self.aggregation.wire in get_args(CompressorName):
             raise JobError(
                 f"aggregation.wire = {self.aggregation.wire!r} sends the rest of a gradient in later steps, when "
                 "float16 may scale losses differently; use precision = 'bfloat16' or another wire."
