@@ -269,7 +269,7 @@ class Job(JsonValue):
                 "float16 may scale losses differently; use precision = 'bfloat16' or another wire."
             )
         if self.aggregation.method == "parameter_server_async" and (
-            self.precision == "float16" or self.optim.clip_norm is not None or self.norm != "shard"
+            self.precision == "float16" or self.optim.clips or self.norm != "shard"
         ):
             raise JobError(
                 "aggregation.method = 'parameter_server_async' computes virtual shards and updates slices of the "

@@ -83,6 +83,11 @@ class OptimSpec:
             raise JobError(f"optim.step_epochs = {shown(list(self.step_epochs))} should be in ascending order.")
 
     @property
+    def clips(self) -> bool:
+        """Whether gradients are clipped."""
+        return self.clip_norm is not None
+
+    @property
     def state_copies(self) -> int:
         """How many values the optimizer keeps per parameter."""
         if self.name.lower() == "sgd":
