@@ -37,7 +37,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""As the safetensors format calls them."""
+"""The data types by their names in the safetensors format."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -1,7 +1,7 @@
 """A random permutation of 0 … n - 1 that is computed where it is needed, and never stored.
 
 A keyed Feistel network on pairs (left, right) with left < a and right < b, whose halves take turns in adding a hash of
-the other one, modulo a or b: a bijection of a * b numbers whatever the hash. What falls on n or above goes through the
+the other one, modulo a or b: a bijection of a * b numbers for any hash. What falls on n or above goes through the
 network again until it does not ("cycle walking"), which makes it a bijection of 0 … n - 1. Both are from Black and
 Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, sections 4 (cycle walking) and 5 (FE1). Here a is the
 first even number above the root of n - 1, and a * b exceeds n by less than a, so about one number in a root of n walks

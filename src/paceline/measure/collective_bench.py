@@ -300,7 +300,7 @@ def bench_collectives(request: CommRequest, report: Report = unreported) -> Comm
     """Join the other workers and time what is asked for. None on all workers but the first.
 
     Raises:
-        JobError: nothing of what was asked for can be timed.
+        JobError: none of the requested cases can be timed.
     """
     world = join_workers(request.device_kind, request.timeout_s)
     links = open_links(_group(world, request.timeout_s), world.device, request.timeout_s)

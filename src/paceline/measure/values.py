@@ -29,7 +29,7 @@ class LinkProbe(JsonValue):
 
 @dataclass(frozen=True)
 class NetworkRequest(JsonValue):
-    """Between which nodes to time what they send each other; rank r is on node r."""
+    """The pairs of nodes whose messages to each other are timed; rank r is on node r."""
 
     hostnames: tuple[str, ...]
     pairs: tuple[tuple[int, int], ...]

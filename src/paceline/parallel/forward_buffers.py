@@ -102,9 +102,9 @@ class _Pass:
 
     first_shard: int
     moves: Mapping[int, Tensor]
-    """By the number of a floating one: weight times its difference from the step's value, in float64."""
+    """Weight times the difference from the step's value, in float64, by the number of each floating-point buffer."""
     values: Mapping[int, Tensor]
-    """By the number of any other: its value."""
+    """The value of every other buffer, by its number."""
 
 
 class ForwardBuffers:

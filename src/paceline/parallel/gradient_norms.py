@@ -130,7 +130,7 @@ class PartWeights:
 
     replicas: Sequence[float] | Tensor
     first_pass: float | Tensor
-    """That of all workers' first passes together."""
+    """The weight of all workers' first passes together."""
 
 
 def mean_of_squares(squared: Tensor, weight: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ class Mean:
     value: Tensor | float
     """The mean, one number."""
     weight: Tensor | float
-    """The number of units that it is the mean of, or their total weight; 0: nothing, whatever `value` is."""
+    """The number of units that it is the mean of, or their total weight; 0: `value` does not count."""
 
 
 Value = Tensor | float | Mean
@@ -80,7 +80,7 @@ class ShardLoss:
     mean: Tensor
     """Can be differentiated."""
     weight: float | Tensor
-    """That of these shards in the sum over the global batch."""
+    """The weight of these shards in the sum over the global batch."""
     sums: Tensor
     """`layout.length` numbers to be added over all shards: each value times its weight, each `Mean`'s followed by the
     weight."""
@@ -106,7 +106,7 @@ class StepLoss:
 
     @classmethod
     def of(cls, sums: Tensor, layout: LossLayout, notes: Sequence[str] = ()) -> StepLoss:
-        """From the sums over all shards of the global batch, of `layout.length` numbers."""
+        """The loss of a step from the sums over all shards of the global batch, [layout.length]."""
         loss, rescale, place = sums[0], None, 1
         if layout.is_weighted:
             loss, rescale, place = sums[0] / sums[1], sums[1].reciprocal(), 2

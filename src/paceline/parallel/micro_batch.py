@@ -1,7 +1,7 @@
 """The most samples that go through the model together: as the plan says, or as many as memory has room for.
 
 With "auto" a worker begins with its whole assignment. When a pass runs out of memory anywhere, all workers halve the
-micro-batch and the step starts over, so that they agree and nothing of the failed attempt is learned.
+micro-batch and the step starts over, so that they agree and the failed attempt leaves no trace.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class MicroBatchLimit:
         self._shard_size = job.shard_size
 
     def halve(self, assignment: Assignment) -> None:
-        """From now on go through the model with half as many shards at a time, alike on all workers."""
+        """Send half as many shards through the model at a time from now on; all workers do so."""
         most = max(stop - start for start, stop in assignment.shards_of_rank)
         num_shards = most if self.size is None else min(most, self.size // self._shard_size)
         self.size = max(1, num_shards // 2) * self._shard_size

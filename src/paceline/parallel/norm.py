@@ -174,7 +174,7 @@ class NormStatistics:
         self._parameters = RepeatedParameters(every)
         self._widths = [layer.num_features for layer in self.layers for _ in range(2)]
         self.lengths = sum(self._widths), len(self.layers)
-        """Those of the two parts of the vector: statistics, weights."""
+        """The lengths of the two parts of the vector: statistics, weights."""
         self._pass: tuple[list[Tensor], int] | None = None
         """The statistics of the current pass, a tensor for each dtype, and the number of its shards."""
         self._sums: list[Tensor] | None = None
@@ -366,7 +366,7 @@ def _replacement(original: _BatchNorm, kind: type[BatchNorm]) -> nn.Module:
 
 @contextmanager
 def standing_in(model: nn.Module) -> Iterator[None]:
-    """Inside, a stand-in sample goes through the model: norm layers count nothing of it.
+    """A context for a stand-in sample, which norm layers do not count.
 
     Only they are switched: a model may use other parameters, and have other outputs, in evaluation mode.
     """

@@ -24,14 +24,14 @@ class ShardByShard:
     def __init__(self, model: nn.Module, device: torch.device, functions: LossFunctions) -> None:
         self.module = replace_batch_norm(model, ShardBatchNorm)
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
-        functions.draws = True  # as far as anybody knows
+        functions.draws = True  # until it is known otherwise
         self._functions = functions
         self.passes = Passes(self.module, device, functions, one_by_one=True)
         self.buffers = self.passes.buffers
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which losses and norm statistics are added."""
+        """The dtype in which losses and norm statistics are added."""
         return self.passes.like.dtype
 
     def num_statistics(self, layout: LossLayout) -> int:

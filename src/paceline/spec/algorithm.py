@@ -24,7 +24,7 @@ class AlgorithmFacts:
     """How an algorithm differs from the others, besides its formula."""
 
     has_levels: bool = False
-    """Whether it adds up inside nodes first; there values travel as they are, whatever the wire format."""
+    """Whether it adds up inside nodes first; there values travel as they are in any wire format."""
     ignores_wire: bool = False
     """Whether values travel as they are everywhere."""
     is_candidate: bool = False

@@ -40,7 +40,7 @@ class CommCase:
 
 
 def message_sizes(min_bytes: int = SMALLEST_BYTES, max_bytes: int = LARGEST_BYTES) -> tuple[int, ...]:
-    """From one to the other in steps of 4; the last step may be longer, up to 8, so that it ends where it should.
+    """Sizes in bytes from the smallest to the largest in steps of 4; the last step may be longer, up to 8.
 
     Raises:
         JobError: a smallest size of less than 1.
@@ -136,7 +136,7 @@ class CommTimings(JsonValue):
     left_out: tuple[UntimedCases, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     machine_load: MachineLoad | None = None
-    """What else the processors did meanwhile; None: nobody looked, or the system does not tell."""
+    """What else the processors did meanwhile; None: it was not measured, or the system does not tell."""
 
     @property
     def world_size(self) -> int:

@@ -91,16 +91,16 @@ class AggregationSpec:
     sync_every: int = at_least(1, 16)
     """Steps between two outer steps, with local_sgd and diloco."""
     sync_inside_nodes: bool = False
-    """With local_sgd and diloco: the workers of one node synchronise every step, the nodes every
-    `sync_every` steps."""
+    """Whether the workers of one node synchronise every step, and nodes every `sync_every` steps, with local_sgd and
+    diloco."""
     overlap_steps: int = at_least(0, 0)
-    """With local_sgd and diloco: steps that workers train on while the sums of an outer step are sent; 0: they wait."""
+    """Steps that workers train on while the sums of an outer step are sent, with local_sgd and diloco; 0: they wait."""
     outer_lr: float = above(0, 0.7)
     """The learning rate of outer steps, with diloco."""
     outer_momentum: float = between(0, 1, 0.9)
     """The Nesterov momentum of outer steps, with diloco."""
     staleness: int = at_least(0, 4)
-    """With parameter_server_async: how many updates the parameters behind a gradient may be late; 0: none. The
+    """Updates by which the parameters behind a gradient may be late, with parameter_server_async; 0: none. The
     momentum of an update falls with how late its gradients were."""
 
     def __post_init__(self) -> None:
@@ -126,7 +126,7 @@ class CheckpointSpec:
     """Write model.safetensors into the run folder at the end."""
     dir: str | None = None
     """Where checkpoints go: a folder that all nodes see, or an address such as s3://bucket/run. None: with the run's
-    results; a script of one's own then keeps none."""
+    results; a user's own script then keeps none."""
     every_minutes: float | None = above(0, 2.0)
     """Minutes between checkpoints; None: not by time."""
     every_steps: int | None = at_least(1, None)
@@ -400,7 +400,7 @@ def _parse_setting(setting: str) -> dict[str, Any]:
 
 
 def _parse_toml(text: str) -> dict[str, Any]:
-    """Raises `ValueError`, whatever is wrong with it; `tomllib.TOMLDecodeError` if it is no TOML."""
+    """The mapping of a TOML text. Raises `ValueError` for any mistake; `tomllib.TOMLDecodeError` if it is no TOML."""
     try:
         return tomllib.loads(text)
     except RecursionError:

@@ -11,7 +11,7 @@ from paceline.spec.codec import PLAIN, above, at_least, between
 
 @dataclass(frozen=True)
 class SchedulerSpec:
-    """A learning-rate scheduler of torch, transformers or one's own, beside the schedule in samples."""
+    """A learning-rate scheduler of torch, of transformers or of the user, beside the schedule in samples."""
 
     name: str | None = None
     """An import path, such as "torch.optim.lr_scheduler:OneCycleLR", called with the optimizer and `options`."""

@@ -121,7 +121,7 @@ class Training:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Those of the evaluation after the last step; empty if there was none."""
+        """The metrics of the evaluation after the last step; empty if there was none."""
         return self.evaluations[-1].metrics if self._is_evaluated else {}
 
     @property

@@ -46,7 +46,7 @@ class TensorForm:
 
     @property
     def gradient(self) -> TensorForm:
-        """That of a tensor's gradient which lies in the same order, without gaps."""
+        """The form of the tensor's gradient, which lies in memory in the same order, without gaps."""
         if not self.strides:
             return TensorForm(self.shape, self.dtype)
         order = self._order
@@ -136,7 +136,7 @@ class MessageForm:
     """A message: tensors, which are sent, and other values, which the description itself holds."""
 
     values: list[Any]
-    """With a `TensorForm` in the place of every tensor, however nested."""
+    """The values, with a `TensorForm` in the place of every tensor, however deeply nested."""
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> tuple[MessageForm, list[Tensor]]:

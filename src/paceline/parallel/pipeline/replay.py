@@ -1,7 +1,8 @@
 """Computes some layers of a model in the order in which its own forward pass calls them.
 
-The forward pass runs as far as it has to. Calls of layers before the stage return what other stages sent, or, where
-nobody needs it any more, a tensor of the right shape that holds nothing; at the first call behind the stage it stops.
+The forward pass runs up to the end of the stage. Calls of layers before the stage return what other stages sent, or a
+tensor of the right shape without values where no layer needs it any more; at the first call behind the stage the pass
+stops.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Replay(Watch):
 
     @property
     def outline(self) -> Outline:
-        """That of the next stage."""
+        """The outline of the next stage."""
         return Outline(self._outputs)
 
     @property

@@ -234,7 +234,7 @@ class Stages(nn.Module):
         return destination
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As `nn.Module.load_state_dict`; every stage takes what is its own."""
+        """`nn.Module.load_state_dict` of the whole model's state, of which the stage takes its own part."""
         own = set(self.state_dict())
         missing = sorted(own - state_dict.keys())
         unexpected = sorted(state_dict.keys() - own)

@@ -54,7 +54,7 @@ def all_gather(own: Tensor, dim: int, length: int, axis: DeviceMesh) -> Tensor:
 
 
 def all_gather_to_divide(own: Tensor, dim: int, length: int, axis: DeviceMesh) -> Tensor:
-    """As `all_gather`, but every worker computes a slice of a layer: the gradients are summed and scattered."""
+    """All-gather the slices of workers that each go on to compute a slice of a layer; backward is a reduce-scatter."""
     dim %= own.dim()
     gather = partial(_all_gather, dim=dim, length=length, axis=axis)
     return exchange(own, gather, partial(_reduce_scatter, dim=dim, axis=axis))

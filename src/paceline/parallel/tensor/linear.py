@@ -31,7 +31,7 @@ from paceline.parallel.tensor.sequence_region import drop_slice
 from paceline.parallel.tensor.slices import slice_of
 
 Output = Callable[[Tensor, Tensor | None], Tensor]
-"""From this worker's term of an output, and the bias, to the output."""
+"""Makes the output of a layer from this worker's term of it and the bias."""
 
 
 class SharedInput:

@@ -96,7 +96,7 @@ class SequenceLayerNorm(nn.LayerNorm):
 
 
 class SequenceRMSNorm(nn.RMSNorm):
-    """As `SequenceLayerNorm`."""
+    """An RMS norm on a slice of the positions, as `SequenceLayerNorm` is a layer norm."""
 
     region: SequenceRegion
 
