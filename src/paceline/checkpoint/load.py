@@ -43,7 +43,7 @@ class Checkpoint:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The model's weights under their own names. Raises `CheckpointError` if the checkpoint holds no model."""
+        """The model's weights by name, in whole shapes. Raises `CheckpointError` if the checkpoint holds no model."""
         model = self._whole(self.manifest.values.get("model"))
         weights = {k: v for k, v in model.items() if isinstance(v, Tensor)} if isinstance(model, dict) else {}
         if not weights:

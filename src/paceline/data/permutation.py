@@ -25,7 +25,10 @@ _ROUND_BITS = 40
 
 
 def permuted(positions: NDArray[np.int64], num_samples: int, seed: int, stream: int, epoch: int) -> NDArray[np.int64]:
-    """Which of the numbers 0 … `num_samples` - 1 stand at `positions` of a permutation keyed by the other arguments."""
+    """The numbers, in the shape of `positions`, at these positions of a permutation of 0 … `num_samples` - 1.
+
+    The other arguments are its key.
+    """
     left_size = 2 * (math.isqrt(max(num_samples, 1) - 1) // 2 + 1)
     right_size = -(-num_samples // left_size)
     found = _network(positions, left_size, right_size, seed, stream, epoch)

@@ -56,7 +56,7 @@ class _Vector:
         return cls(values, gradients, *values.split(lengths))
 
     def fits(self, forms: Sequence[Tensor], lengths: Sequence[int]) -> bool:
-        """Whether it is what `of` would make of these."""
+        """Whether `of` would make a vector of the same parts, of the same shapes and strides, from these."""
         parts = (self.flat, self.statistics, self.users, self.small_sqr, self.changed)
         return [len(part) for part in parts] == [*lengths] and all(
             gradient.shape == form.shape and gradient.stride() == _dense_strides(form.shape, form.stride())

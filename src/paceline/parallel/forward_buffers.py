@@ -49,7 +49,7 @@ class _Buffer:
 
     @property
     def current(self) -> Tensor | None:
-        """What the model holds now."""
+        """The tensor that the model holds now, in the buffer's shape."""
         buffers, name = self.holders[0]
         return buffers[name]
 
@@ -208,8 +208,8 @@ class ForwardBuffers:
         """Set the buffers of all workers to what the step's passes made of them; a collective if these changed any.
 
         Args:
-            changed: the sum of `changed` over workers.
-            sum_moves: adds up over workers what passes moved the buffers of these numbers by: `moves`.
+            changed: [num_buffers], the sum of `changed` over workers.
+            sum_moves: returns the sum over workers of the `moves` of the buffers with these numbers, 1-D.
             broadcast: gives all workers the tensors of the one that has the global batch's first shard.
         """
         if not self._combined:

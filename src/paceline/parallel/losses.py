@@ -87,7 +87,7 @@ class ShardLoss:
 
     @property
     def weighted(self) -> Tensor:
-        """The loss times its weight: the sum of this over all shards is differentiated."""
+        """The loss times its weight, a scalar: the sum of this over all shards is differentiated."""
         return _times(self.mean, self.weight)
 
 
@@ -118,7 +118,7 @@ class StepLoss:
 
 
 def read_loss(returned: Any, fraction: float, num_in_batch: int, like: Tensor) -> ShardLoss:
-    """What a loss function returned for some samples of a global batch.
+    """The loss, a scalar with its weight, that a loss function returned for some samples of a global batch.
 
     Args:
         fraction: that these samples are of the global batch.
@@ -240,7 +240,7 @@ def ignore_unless(is_counted: Tensor | bool, outputs: Sequence[Any]) -> None:
 
 
 def counts(loss: ShardLoss) -> Tensor | bool:
-    """Whether a loss has a weight; known at once where that costs nothing."""
+    """Whether a loss has a weight: a bool where the host knows it, else a scalar on the device."""
     if not isinstance(loss.weight, Tensor):
         return True
     is_counted = loss.weight != 0

@@ -334,7 +334,7 @@ def has_other_norms(model: nn.Module) -> bool:
 
 
 def unknown_buffers(model: nn.Module) -> list[Tensor]:
-    """All buffers but those of our norm layers, which keep theirs equal on all workers."""
+    """All buffers, of any shape, but those of our norm layers, which keep theirs equal on all workers."""
     layers = [layer for layer in model.modules() if isinstance(layer, BatchNorm)]
     known = {id(buffer) for layer in layers for buffer in layer._buffers.values()}
     return [buffer for buffer in model.buffers() if id(buffer) not in known]

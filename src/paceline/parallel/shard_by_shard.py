@@ -68,7 +68,7 @@ class ShardByShard:
             loss.backward()
 
     def apply(self, statistics: Tensor, layout: LossLayout) -> StepLoss:
-        """Move the running statistics by the sum over a batch's shards; return its loss."""
+        """Move the running statistics by the sum over a batch's shards, [num_statistics(layout)]; return its loss."""
         losses, values, weights = statistics.split([layout.length, *self.passes.norm.lengths])
         self.passes.norm.apply(values, weights)
         return StepLoss.of(losses, layout)

@@ -46,7 +46,7 @@ class RunView:
         return self.engine.consensus()
 
     def whole_state(self, model: nn.Module | None = None) -> dict[str, Tensor]:
-        """The whole model's state_dict. A collective; where the model is spread, rank 0 alone gets it.
+        """The whole model's state_dict, in whole shapes. A collective; where the model is spread, rank 0 alone gets it.
 
         Args:
             model: which of several models that are trained; None: the first.

@@ -66,7 +66,7 @@ class Replay(Watch):
 
     @property
     def leaving(self) -> list[Tensor]:
-        """What the next stage is sent."""
+        """The tensors that are sent to the next stage, each in its own shape."""
         if self._next < self._stop:
             raise self._another(f"it ends after {self._next} of its layers")
         return [self._of_slot[slot] for slot in self._flow.crossing(self._stop)]
