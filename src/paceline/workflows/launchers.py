@@ -19,27 +19,15 @@ from paceline.launch.ssh import explain_ssh_failure, ssh_argv
 from paceline.workflows.where import LauncherName, Where
 
 
-def _this_node() -> tuple[NodeSlots, ...]:
-    return (NodeSlots(socket.gethostname()),)
-
-
-def _as_it_is(_node: str, program: Sequence[str], **_here: Any) -> Sequence[str]:
-    return program
-
-
-def _unexplained(_exit_code: int, _stderr: str, _node: str) -> None:
-    return None
-
-
 @dataclass(frozen=True)
 class Launcher:
     """What distinguishes one launcher from another; the defaults run programs on this node."""
 
-    nodes: Callable[[], tuple[NodeSlots, ...]] = _this_node
+    nodes: Callable[[], tuple[NodeSlots, ...]] = lambda: (NodeSlots(socket.gethostname()),)
     """The nodes where the user names none: those that a scheduler allocated to this command, or this node."""
-    argv: Callable[..., Sequence[str]] = _as_it_is
+    argv: Callable[..., Sequence[str]] = lambda _node, program, **_here: program
     """(node, program, *, cwd, environ) -> the local command whose standard streams are those of the program there."""
-    explain: Callable[[int, str, str], str | None] = _unexplained
+    explain: Callable[[int, str, str], str | None] = lambda _exit_code, _stderr, _node: None
     """(exit code, standard error, node) -> why the program could not run there, and the remedy; None if unknown."""
     reserves_gpus: bool = False
     """Whether `argv` also takes `num_gpus`, which the program needs there: as many as `nodes` lists."""

@@ -128,14 +128,12 @@ class StageLinks:
     def sum_among(self, shared: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
         """Add up tensors of any shape in place, each over the workers that have it, in the order of their ranks.
 
-        A collective of these workers.
+        A collective of these workers. All messages are one batch. On a backend with queues its parts do not wait for
+        each other; sent one by one, workers that share three tensors in pairs would wait in a circle.
 
-            All messages are one batch. On a backend with queues its parts do not wait for each other; sent one by one,
-            workers that share three tensors in pairs would wait in a circle.
-
-            Args:
-                shared: this worker's tensors, with the ranks in the group of all workers that have each; in the same order
-                    on all of these workers.
+        Args:
+            shared: this worker's tensors, with the ranks in the group of all workers that have each; in the same order
+                on all of these workers.
         """
         operations: list[dist.P2POp] = []
         parts: list[list[Tensor]] = []
