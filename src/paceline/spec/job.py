@@ -117,6 +117,11 @@ class AggregationSpec:
                 f"{self.sync_every}: the sums of an outer step arrive before the next one begins."
             )
 
+    @property
+    def compresses(self) -> bool:
+        """Whether less than all values is sent, and the rest in later steps."""
+        return self.wire in get_args(CompressorName)
+
 
 @dataclass(frozen=True)
 class CheckpointSpec:
@@ -263,7 +268,7 @@ class Job(JsonValue):
                 f"nonfinite = 'rollback' needs aggregation.method = 'every_step'; with {self.aggregation.method!r} "
                 "workers do not see the same gradients. Use nonfinite = 'skip'."
             )
-        if self.precision == "float16" and self.aggregation.wire in get_args(CompressorName):
+        if self.precision == "float16" and self.aggregation.compresses:
             raise JobError(
                 f"aggregation.wire = {self.aggregation.wire!r} sends the rest of a gradient in later steps, when "
                 "float16 may scale losses differently; use precision = 'bfloat16' or another wire."
