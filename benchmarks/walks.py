@@ -1,6 +1,6 @@
 """Which files of a checkout a batch, a job, a failing worker and a checkpoint pass through, found by running them.
 
-    python benchmarks/walks.py [--source CHECKOUT] [--out walks.json]
+    python benchmarks/walks.py [CHECKOUT]
 
 Two workers train LeNet, and two run a script in which one raises. A file counts if one of its functions runs: for a
 job, in the launcher, and in workers until the first step; for a batch, from one step to the next; for a checkpoint,
@@ -9,7 +9,6 @@ while it is taken and written; for a failure, in the failing worker and, from it
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -73,11 +72,11 @@ def walks(source: Path) -> dict[str, list[str]]:
         package = source.absolute() / "src"
         paths = {"PYTHONPATH": f"{folder}:{package}:{INPUTS}", "WALK_SOURCE": f"{package}/paceline/"}
         environ = {**os.environ, **paths, "WALK_LOG": f"{folder}/log", "CUDA_VISIBLE_DEVICES": ""}
-        lenet = ["train", str(INPUTS / "lenet.toml"), "-n", "2", "--out", "run"]
+        lenet = ["train", str(INPUTS / "lenet.toml"), "-n", "2", "--algorithm", "all_reduce", "--out", "run"]
         fails = ["launch", "-n", "2", str(INPUTS / "points.py"), "raises"]
         for arguments, is_failure in ((lenet, "0"), (fails, "1")):
-            command = [sys.executable, "-m", "paceline", *arguments]
-            subprocess.run(command, cwd=folder, env=environ | {"WALK_FAILURE": is_failure}, timeout=TIMEOUT_S)
+            command, own = [sys.executable, "-m", "paceline", *arguments], {"WALK_FAILURE": is_failure}
+            subprocess.run(command, cwd=folder, env=environ | own, timeout=TIMEOUT_S, stdout=sys.stderr)
         for line in Path(folder, "log").read_text().splitlines():
             name, file = line.split(" ", 1)
             found.setdefault(name, set()).add(file)
@@ -85,9 +84,4 @@ def walks(source: Path) -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", type=Path, default=ROOT)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    text = json.dumps(walks(options.source), indent=1)
-    print(text if options.out is None else options.out.write_text(text))
+    print(json.dumps(walks(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT), indent=1))
