@@ -266,7 +266,7 @@ class ForwardBuffers:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Inside, passes change no buffer for good: an evaluation teaches nothing."""
+        """A context after which all buffers are as before it: an evaluation teaches nothing."""
         self.begin_step()
         try:
             yield
@@ -286,7 +286,7 @@ class ForwardBuffers:
 
 @contextmanager
 def looking_at(model: nn.Module) -> Iterator[list[str]]:
-    """Inside, a model is looked at, by passes or by tracing it, which may change buffers: then they are as before.
+    """A context for looking at a model, by passes or by tracing it; its buffers are afterwards as before.
 
     Yields the names of those that were changed, known at the end; batch norm layers' are not among them.
     """

@@ -205,7 +205,7 @@ def _counted(value: Tensor, weight: Tensor, like: Tensor) -> list[Tensor]:
 
 @contextmanager
 def watching_outputs(module: nn.Module) -> Iterator[list[Any]]:
-    """Inside, what `module` returns is kept in a list."""
+    """A context that yields a list, to which everything is added that `module` returns."""
     outputs: list[Any] = []
     compiled: Any = module.__dict__.get("_compiled_call_impl")
 

@@ -251,7 +251,7 @@ class NormStatistics:
 
     @contextmanager
     def forgotten_after_error(self) -> Iterator[None]:
-        """Inside, an error leaves no shards in the model and nothing that the next step would count."""
+        """A context in which an error leaves no shards in the model, nor statistics that the next step would count."""
         try:
             yield
         except BaseException:
@@ -275,7 +275,7 @@ class NormStatistics:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Inside, gradients are computed: layers that run again (activation checkpointing) count nothing."""
+        """A context for backward passes, in which layers that run again (activation checkpointing) count nothing."""
         self.current.in_backward = True
         try:
             yield

@@ -38,8 +38,8 @@ class RunView:
         return self._progress.epochs()
 
     def consensus(self) -> AbstractContextManager[None]:
-        """Inside, the model holds what all workers agree on, the same on every one: the mean of their weights where
-        they synchronise only every few steps. Training then continues unchanged. `evaluate` enters it by itself.
+        """A context in which the model is the same on every worker: the mean of their weights where they synchronise
+        every few steps only. Training then continues unchanged. `evaluate` enters it by itself.
 
         A collective: every worker has to enter it.
         """

@@ -97,7 +97,7 @@ class Stage(nn.Module):
 
     @contextmanager
     def _outside_of_layers(self) -> Iterator[None]:
-        """Inside, the model has the parameters and buffers of this stage that lie in no layer, as they are now."""
+        """A context in which the model has this stage's parameters and buffers that lie in no layer, as they are."""
         before = []
         for name in self._lent:
             owner, _, key = name.rpartition(".")

@@ -121,7 +121,7 @@ class VocabularyEmbedding(nn.Embedding):
 
 
 class TiedClassifier(TorchFunctionMode):
-    """Inside, a product of a plain tensor with an embedding's matrix is computed by vocabulary and gathered.
+    """A mode in which the product of a plain tensor and an embedding's matrix is computed by vocabulary and gathered.
 
     A model that uses its embedding as classifier too calls no layer for it: F.linear(x, embedding.weight), or
     x @ embedding.weight.T.
