@@ -85,25 +85,9 @@ _MODULES = {
     "Strategy": "paceline.workflows.strategy",
     "Study": "paceline.report",
     "dry_run_mesh": "paceline.workflows.mesh_dry_run",
-    **{
-        name: f"paceline.workflows.{name}"
-        for name in (
-            "doctor",
-            "launch",
-            "memory",
-            "new",
-            "plan",
-            "probe",
-            "report",
-            "scale",
-            "topo",
-            "train",
-            "verify",
-            "watch",
-        )
-    },
 }
-"""The module that each public name comes from; it is loaded when the name is first used, since torch takes seconds."""
+"""The modules of the public names that are no commands; a module is loaded when one of its names is first used, since
+torch takes seconds."""
 _GROUPS = ("bench", "catalog", "checkpoint", "submit")
 """The public modules, each a group of functions: those of `paceline.workflows` with these names."""
 
@@ -111,8 +95,8 @@ _GROUPS = ("bench", "catalog", "checkpoint", "submit")
 def __getattr__(name: str) -> Any:
     if name in _GROUPS:
         value: Any = importlib.import_module(f"paceline.workflows.{name}")
-    elif name in _MODULES:
-        value = getattr(importlib.import_module(_MODULES[name]), name)
+    elif name in __all__:  # a command is a function in the module of its name
+        value = getattr(importlib.import_module(_MODULES.get(name, f"paceline.workflows.{name}")), name)
     else:
         raise AttributeError(f"module 'paceline' has no attribute '{name}'")
     globals()[name] = value
@@ -131,7 +115,7 @@ class _PublicNamesStay(ModuleType):
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not (isinstance(value, ModuleType) and (name in _MODULES or name in _GROUPS)):
+        if not (isinstance(value, ModuleType) and name in __all__):
             super().__setattr__(name, value)
 
 

@@ -159,8 +159,10 @@ def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None
 
 
 def on_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Numbers that the host knows (a list, a NumPy array, a tensor) on a device. On a GPU they come in the order of its
-    stream, by way of pinned memory: nobody waits."""
+    """Numbers that the host knows (a list, a NumPy array, a tensor), in their shape, on a device.
+
+    On a GPU they come in the order of its stream, by way of pinned memory, and the host does not wait.
+    """
     tensor = torch.as_tensor(values, dtype=dtype)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 

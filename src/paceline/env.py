@@ -398,7 +398,7 @@ def prepare_nccl(*, launcher_ends_hangs: bool) -> None:
 
 @contextmanager
 def deterministic_cuda() -> Iterator[None]:
-    """Inside, cuBLAS is deterministic: it reads the variable when its first handle is made. A user's value stays."""
+    """A context in which cuBLAS is deterministic if its first handle is made there. A user's own setting stays."""
     name = "CUBLAS_WORKSPACE_CONFIG"
     is_ours = name not in os.environ
     os.environ.setdefault(name, ":4096:8")

@@ -37,7 +37,7 @@ def encode(value: Any) -> tuple[bytes, list[Tensor]]:
 
 
 def empty_tensors(text: bytes) -> list[Tensor]:
-    """Uninitialised tensors for the memory that follows a message's text.
+    """Uninitialised tensors, of the shapes in a message's text, for the memory that follows it.
 
     Raises:
         DivergenceError: a text that `encode` did not make.
@@ -65,7 +65,7 @@ def decode(text: bytes, tensors: list[Tensor], classes: Iterable[type] = ()) -> 
 
 
 def memory(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, to be sent from or received into."""
+    """The bytes of a contiguous tensor of any shape in host memory, to be sent from or received into."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 

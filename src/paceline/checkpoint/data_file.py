@@ -37,7 +37,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""As the safetensors format calls them."""
+"""The data types by their names in the safetensors format."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -58,7 +58,7 @@ class StagedFile:
         """The place of each tensor, as a view of the block."""
 
     def stage(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy `tensors` into the block; when this returns, the originals may change. Raises `CheckpointError` for a
+        """Copy tensors of any shape into the block; when this returns, they may change. Raises `CheckpointError` for a
         dtype that the format lacks."""
         if self._places is None or not _are_alike(self._places, tensors):
             self._places = None
@@ -122,7 +122,7 @@ def verify_data_file(pieces: Iterable[bytes], file: DataFile) -> dict[str, Tenso
 
 
 def read_data_file(pieces: Iterable[bytes], file: DataFile) -> dict[str, Tensor]:
-    """The tensors in the bytes of a data file.
+    """The tensors in the bytes of a data file, by name, in the shapes of the manifest.
 
     Raises:
         CheckpointError: it is not what the manifest says.

@@ -43,7 +43,7 @@ class Checkpoint:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The model's weights under their own names. Raises `CheckpointError` if the checkpoint holds no model."""
+        """The model's weights by name, in whole shapes. Raises `CheckpointError` if the checkpoint holds no model."""
         model = self._whole(self.manifest.values.get("model"))
         weights = {k: v for k, v in model.items() if isinstance(v, Tensor)} if isinstance(model, dict) else {}
         if not weights:
@@ -51,7 +51,7 @@ class Checkpoint:
         return weights
 
     def tensors(self, wanted: Callable[[str], bool] = lambda _name: True) -> dict[str, Tensor]:
-        """Those whose names are wanted, whole."""
+        """The whole tensors by name, of the names that are wanted."""
         return {name: self._tensor(entry) for name, entry in self.manifest.tensors.items() if wanted(name)}
 
     def _tensor(self, entry: TensorEntry) -> Tensor:
@@ -74,7 +74,7 @@ def folder_name(step: int) -> str:
 
 
 def list_folders(storage: Catalogue) -> list[str]:
-    """Those that are called like a checkpoint, oldest first; whatever else lies there is somebody else's."""
+    """The folders with the name of a checkpoint, oldest first; other folders are ignored."""
     named = [(int(found[1]), name) for name in storage.folders() if (found := _FOLDER_NAME.fullmatch(name))]
     return [name for _, name in sorted(named)]
 
@@ -90,7 +90,7 @@ def list_checkpoints(storage: Catalogue) -> list[str]:
 
 
 def list_unfinished(storage: Catalogue) -> list[str]:
-    """Folders without a manifest: somebody writes there now, or died while writing or deleting."""
+    """Folders without a manifest: another process writes there now, or ended while it wrote or deleted."""
     return [name for name in list_folders(storage) if not is_complete(storage, name)]
 
 
@@ -147,7 +147,7 @@ def _parts(
 
 
 def check_manifest(manifest: Manifest) -> None:
-    """That it has all that it names, in dtypes that are known. Raises `CheckpointError`."""
+    """Raise `CheckpointError` if a manifest lacks a tensor that it names, or has one of an unknown dtype."""
     for values in (manifest.values, *manifest.workers):
         for tensor in tensor_names(values) - manifest.tensors.keys():
             raise CheckpointError(f"the tensor '{tensor}' is missing")
@@ -172,8 +172,11 @@ def check_stored_slice(name: str, entry: TensorEntry, chunk: StoredSlice, held: 
 
 
 def check_cover(name: str, whole: Slice, boxes: Sequence[Slice]) -> None:
-    """That boxes inside of it make up a tensor, or a slice of one; the manifest has seen to it that they can. Raises
-    `CheckpointError` where some of it lies in none of them."""
+    """Raise `CheckpointError` if stored slices leave a part of a tensor, or of a slice of one, uncovered.
+
+    Args:
+        boxes: known to lie inside of `whole`, and to hold as many numbers as it.
+    """
     if len(boxes) == 1 and boxes[0] == whole:
         return
     # There are as many numbers as it needs, so one that is missing lies under another.

@@ -27,7 +27,7 @@ FORMAT = 1
 MANIFEST_FILE = "manifest.json"
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
-"""The names that files may have: whatever a manifest says, nothing outside of its folder is read."""
+"""The names that files may have, so that no manifest can make a reader leave its folder."""
 
 _MOST_DIMENSIONS = 64
 _MOST_NUMBERS = 2**48
@@ -64,7 +64,7 @@ class TensorEntry:
     """A whole tensor, covered by the slices that files hold."""
 
     dtype: str
-    """As safetensors calls it: "F32", "BF16", "I64"."""
+    """The data type by its name in safetensors: "F32", "BF16", "I64"."""
     shape: tuple[int, ...]
     chunks: tuple[StoredSlice, ...]
 

@@ -175,7 +175,7 @@ class _Reading:
         return self._positions[file]
 
     def tensors(self, wanted: Collection[Stored]) -> dict[Stored, Tensor]:
-        """Read the slices, in the order in which the files hold them."""
+        """Read the slices, each in its own shape, in the order in which the files hold them."""
         pieces: list[tuple[str, int, Stored, StoredSlice, Slice]] = []
         for stored in wanted:
             slices = []

@@ -57,7 +57,7 @@ class Storage(Catalogue, Protocol):
         """Delete a file, or a folder with all that is in it; nothing happens where there is none."""
 
     def claim(self, folder: str) -> bool:
-        """Make a folder; whether it was this call, and nobody else's, that made it."""
+        """Make a folder; returns whether this call made it, and no other process."""
 
 
 class Folder:
@@ -212,7 +212,8 @@ class Remote:
 
 
 def open_storage(address: str | Path) -> Storage:
-    """The storage at a path or an address. Raises `CheckpointError` for an address that nobody here can reach."""
+    """The storage at a path or an address. Raises `CheckpointError` for an address that this installation
+    cannot reach."""
     text = str(address)
     if "://" in text and not text.startswith("file://"):
         return Remote(text)

@@ -12,7 +12,8 @@ from paceline.cli.console import table_console
 from paceline.cli.options import AsJson, options_of, reads
 from paceline.errors import JobError, did_you_mean
 from paceline.spec.algorithm import algorithm_names
-from paceline.spec.comm_timing import TIMINGS_FILE, WireName
+from paceline.spec.comm_timing import TIMINGS_FILE
+from paceline.spec.wire import WireName
 from paceline.workflows import bench as workflow
 
 app = typer.Typer(no_args_is_help=True, help="Side-by-side measurements on this hardware.")

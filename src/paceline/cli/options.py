@@ -222,7 +222,7 @@ def options_of(
 
 
 def _option_names(parameters: Sequence[inspect.Parameter]) -> dict[str, str]:
-    """By the name of a parameter: the option that gives it. Keys of a job keep their names, as `--set` takes them."""
+    """The option that gives each parameter, by its name. Keys of a job keep their names, as `--set` takes them."""
     keys = {field.name for field in dataclasses.fields(Job)}
     return {
         one.name: next((name for name in one.default.param_decls if name.startswith("--")), _option(one.name))

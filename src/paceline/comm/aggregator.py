@@ -35,12 +35,12 @@ class Aggregator:
         )
 
     def sum_exactly(self, values: Tensor, name: str) -> torch.futures.Future[Tensor]:
-        """Begin to sum a few numbers that no run may lose: losses, statistics, counts."""
+        """Begin to sum a few numbers that no run may lose, 1-D: losses, statistics, counts."""
         links = replace(self.links, wire=FLOAT32)
         return self.scheduler.submit("numbers", name, values, lambda: all_reduce(values, links))
 
     def sum_now(self, values: Tensor, name: str) -> None:
-        """`sum_exactly`, waited for."""
+        """Sum a few numbers, 1-D, in place, as `sum_exactly` does, and wait for the sum."""
         self.sum_exactly(values, name).wait()
         self.scheduler.raise_error()
 

@@ -12,7 +12,7 @@ from paceline.comm.servers import sum_at_servers
 def all_reduce(values: Tensor, links: Links) -> None:
     """One call of the backend.
 
-    It would add in whatever format it is given, so what is to travel in another goes by a reduce-scatter and an
+    The backend adds in the format that it is given. So values in a lossy format go by a reduce-scatter and an
     all-gather of direct messages, which add in the dtype of the values.
     """
     if links.wire.is_exact:

@@ -11,7 +11,7 @@ MAX_CHUNK_BYTES = 2 * 1024 * 1024
 MIN_CHUNK_BYTES = 256 * 1024
 """Below this a chunk costs more than it hides."""
 NUM_CHUNKS = 16
-"""As many as fill the pipeline, where that does not make them too small."""
+"""How many chunks fill the pipeline; fewer where they would be too small."""
 
 
 def chunk_length(values: Tensor) -> int:

@@ -26,8 +26,8 @@ OWED = "owed/"
 class Bucket:
     """Gradients that are aggregated together.
 
-    How parameters are put into buckets changes early in a run, so whatever must be remembered from step to step is
-    remembered by a parameter's name.
+    How parameters are put into buckets changes early in a run, so what a compressor keeps from step to step is kept by
+    the name of a parameter.
     """
 
     values: Tensor

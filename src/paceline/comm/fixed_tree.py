@@ -56,12 +56,12 @@ class TreeSum:
         self._stack: list[tuple[Block, Tensor]] = []
 
     def push(self, leaf: Tensor) -> list[Tensor]:
-        """Add the next leaf. Returns the leaves in which no sum is kept any more."""
+        """Add the next leaf, of the shape of all leaves. Returns the leaves in which no sum is kept any more."""
         self._next += 1
         return self.push_block((self._next - 1, 1), leaf)
 
     def push_block(self, block: Block, total: Tensor) -> list[Tensor]:
-        """Add the sum of an aligned block. Returns the tensors in which no sum is kept any more."""
+        """Add the sum of an aligned block, of a leaf's shape. Returns the tensors in which no sum is kept any more."""
         free = []
         while self._stack and _are_siblings(self._stack[-1][0], block):
             (start, size), left = self._stack.pop()

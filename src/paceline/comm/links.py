@@ -71,7 +71,7 @@ class Links:
         return tuple(node[0] for node in self.nodes)
 
     def reduce_in_node(self, values: Tensor) -> None:
-        """Leave the sum over the workers of this node with its leader; what the others then hold means nothing."""
+        """Leave the sum of 1-D `values` over this node's workers with its leader; the others' values are undefined."""
         if self.shared_memory is not None:
             self.shared_memory.reduce(values)
         elif self.node_group is not None:
@@ -85,7 +85,7 @@ class Links:
             dist.broadcast(values, group_src=0, group=self.node_group)
 
     def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Transfer:
-        """Begin to send messages and to receive others, by the rank they go to or come from.
+        """Begin to send messages, 1-D and contiguous, and to receive others, by the rank they go to or come from.
 
         Messages between two workers arrive in the order in which they were sent; empty ones are not sent at all.
         """

@@ -33,7 +33,7 @@ class RandomK(Compressor):
         self._density = density
         self._seed = seed
         self._num_draws: dict[str, int] = {}
-        """By the first parameter of a bucket: how often such a bucket has been drawn from."""
+        """How often a bucket was drawn from, by the name of its first parameter."""
 
     def aggregate(self, bucket: Bucket, total: Sum) -> None:
         values = bucket.values

@@ -13,6 +13,7 @@ from paceline.comm.links import Links
 from paceline.comm.timing import LinkCost, fit_cost, largest, time_sum
 from paceline.comm.wire import FLOAT32, WireFormat
 from paceline.spec import AlgorithmName
+from paceline.spec.algorithm import automatic_candidates
 
 BUDGET_S = 1.5
 """The time for all measurements of a choice, including the first calls, which set up connections."""
@@ -62,20 +63,10 @@ def sensible(links: Links, lossy: Sequence[WireFormat] = ()) -> list[AlgorithmCa
     Args:
         lossy: formats that the user allows besides the exact one.
     """
-    one_node = len(links.nodes) == 1
-    names: list[AlgorithmName] = ["all_reduce"]
-    if one_node and links.device.type == "cuda":
-        return [
-            AlgorithmCandidate("all_reduce", FLOAT32)
-        ]  # inside a node the backend knows the wires better than we do
-    if one_node:
-        names += ["hierarchical"] if links.shared_memory is not None else []
-    else:
-        names += ["hierarchical"] if max(map(len, links.nodes)) > 1 else []
-        names += ["ring", "halving_doubling"]
+    names = automatic_candidates([len(node) for node in links.nodes], shares_memory=links.shared_memory is not None)
     exact = [AlgorithmCandidate(name, FLOAT32) for name in names]
     # A smaller message does not pay inside a node, where it costs more to write than to send.
-    formats = [] if one_node else lossy
+    formats = [] if len(links.nodes) == 1 else lossy
     return exact + [AlgorithmCandidate(name, wire) for wire in formats for name in names[:2]]
 
 

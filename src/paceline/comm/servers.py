@@ -13,7 +13,7 @@ def sum_at_servers(values: Tensor, links: Links, *, workers: Sequence[int], serv
     """Sum `values` in place over `workers`; to be called by each of them, and only by them.
 
     Every worker sends a server its part of the vector and gets the sum back. A server adds in the order of
-    `workers`, its own part in its place, so that the result does not depend on who comes first.
+    `workers`, itself included, so that the result does not depend on whose message comes first.
 
     Args:
         servers: those of the workers that own a part, as even as can be. With all workers as servers this is a

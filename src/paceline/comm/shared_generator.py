@@ -8,6 +8,6 @@ import torch
 
 
 def shared_generator(*key: int | str) -> torch.Generator:
-    """A fresh generator on the CPU, so that workers draw the same numbers whatever device they compute on."""
+    """A fresh generator on the CPU, so that workers on different devices draw the same numbers."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)

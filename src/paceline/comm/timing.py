@@ -53,7 +53,7 @@ def fit_cost(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> LinkCost
 
 
 def time_sum(algorithm: Algorithm, links: Links, values: Tensor) -> float:
-    """Seconds that one call takes on the slowest worker, counted from when all were ready; the same on every worker."""
+    """Seconds that a sum of `values`, 1-D, takes on the slowest worker, from when all were ready; the same on all."""
     largest(0.0, links.group)  # all are ready
     started = time.perf_counter()
     algorithm(values, links)

@@ -60,7 +60,7 @@ class _Columns:
     place: int
     """The worker's number in its node."""
     num_workers: int
-    """Of the node: it has as many columns."""
+    """The number of workers of the node, and of columns."""
 
     def span(self, length: int) -> Run:
         """Where they begin and end in a row of so many elements."""
@@ -89,7 +89,7 @@ class _Division:
     blocks_of_node: Sequence[Sequence[Block]]
     """What each node has added up when its workers have added up theirs."""
     columns: Mapping[int, _Columns]
-    """Those of each rank, node after node."""
+    """The columns of each rank, node after node."""
 
     @classmethod
     def of(cls, runs: Sequence[Run], links: Links) -> _Division:

@@ -36,11 +36,11 @@ class WireFormat(Protocol):
         ...
 
     def decode(self, message: Tensor, into: Tensor) -> None:
-        """Overwrite `into` with what the message says."""
+        """Overwrite `into`, 1-D, with the values of the message."""
         ...
 
     def add(self, message: Tensor, into: Tensor) -> None:
-        """Add what the message says to `into`."""
+        """Add the values of the message to `into`, 1-D."""
         ...
 
 

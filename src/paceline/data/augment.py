@@ -1,7 +1,7 @@
 """Random crop, flip and cutout of a whole batch at once, on the device where the batch is.
 
-Every draw is keyed by (seed, stream, epoch, sample index), so a sample gets the same augmentation in whatever
-batch, and on whichever worker, it is processed.
+Every draw is keyed by (seed, stream, epoch, sample index), so a sample gets the same augmentation in any batch and
+on any worker.
 """
 
 from __future__ import annotations

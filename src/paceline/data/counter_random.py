@@ -49,7 +49,7 @@ def uniform(seed: int, stream: int, epoch: int, indices: NDArray[np.int64]) -> N
 
 
 def integers(seed: int, stream: int, epoch: int, indices: NDArray[np.int64], high: int) -> NDArray[np.int64]:
-    """One draw in 0 … high - 1 for each index (bias below high / 2**53)."""
+    """One draw in 0 … high - 1 for each index, in the shape of `indices` (bias below high / 2**53)."""
     return (uniform(seed, stream, epoch, indices) * high).astype(np.int64)
 
 

@@ -15,7 +15,7 @@ from paceline.data.substreams import is_stream
 from paceline.errors import DataError
 
 Collate = Callable[[list[Any]], Any]
-"""From a list of samples to the content of a batch."""
+"""Makes the content of a batch from a list of samples."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,7 +26,7 @@ class EpochOrder(Protocol):
     def num_batches(self) -> int: ...
 
     def batch(self, number: int) -> NDArray[np.int64]:
-        """The numbers, in their data set, of the samples of global batch `number`."""
+        """The numbers, in their data set, of the samples of global batch `number`: [num_samples]."""
 
     def digest(self) -> str:
         """A fingerprint: equal for equal orders."""
@@ -99,7 +99,7 @@ class ListedOrder:
 
     @classmethod
     def of_size(cls, samples: NDArray[np.int64], batch_size: int, *, drop_last: bool = False) -> ListedOrder:
-        """Batches of one size; the last may be short, unless `drop_last` leaves it out."""
+        """Batches of one size of `samples`, [num_samples]; the last may be short, unless `drop_last` leaves it out."""
         if drop_last:
             samples = samples[: len(samples) // batch_size * batch_size]
         ends = np.minimum(np.arange(batch_size, len(samples) + batch_size, batch_size), len(samples))

@@ -1,7 +1,7 @@
 """A random permutation of 0 … n - 1 that is computed where it is needed, and never stored.
 
 A keyed Feistel network on pairs (left, right) with left < a and right < b, whose halves take turns in adding a hash of
-the other one, modulo a or b: a bijection of a * b numbers whatever the hash. What falls on n or above goes through the
+the other one, modulo a or b: a bijection of a * b numbers for any hash. What falls on n or above goes through the
 network again until it does not ("cycle walking"), which makes it a bijection of 0 … n - 1. Both are from Black and
 Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, sections 4 (cycle walking) and 5 (FE1). Here a is the
 first even number above the root of n - 1, and a * b exceeds n by less than a, so about one number in a root of n walks
@@ -25,7 +25,10 @@ _ROUND_BITS = 40
 
 
 def permuted(positions: NDArray[np.int64], num_samples: int, seed: int, stream: int, epoch: int) -> NDArray[np.int64]:
-    """Which of the numbers 0 … `num_samples` - 1 stand at `positions` of a permutation keyed by the other arguments."""
+    """The numbers, in the shape of `positions`, at these positions of a permutation of 0 … `num_samples` - 1.
+
+    The other arguments are its key.
+    """
     left_size = 2 * (math.isqrt(max(num_samples, 1) - 1) // 2 + 1)
     right_size = -(-num_samples // left_size)
     found = _network(positions, left_size, right_size, seed, stream, epoch)

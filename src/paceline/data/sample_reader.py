@@ -32,7 +32,7 @@ class SampleRequest:
     """Samples that are read together, by their numbers."""
 
     shards: tuple[NDArray[np.int64], ...]
-    """Those of each virtual shard."""
+    """The numbers of the samples of each virtual shard."""
     batch: int = 0
     """The number of their global batch in its epoch, or of the chunk of an evaluation."""
     first_shard: int = 0

@@ -100,9 +100,9 @@ def _parts(sampler: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _own_generators_seeded(sampler: Any, epoch: int) -> Iterator[None]:
-    """Inside, generators that samplers hold begin anew in every epoch, from the seed that the script gave them.
+    """A context for an epoch, in which the generators of samplers begin anew from the seed that the script gave them.
 
-    They would else go on where the epoch before ended, which a resumed run has not gone through.
+    They would else continue where the epoch before ended, which a resumed run has not gone through.
     """
     held = [part.generator for part in _parts(sampler) if isinstance(getattr(part, "generator", None), torch.Generator)]
     states = [generator.get_state() for generator in held]

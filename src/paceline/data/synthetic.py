@@ -64,7 +64,7 @@ def _patterns(options: SyntheticOptions) -> NDArray[np.uint8]:
 
 
 def _random_bytes(use: int, first: int, count: int, size: int) -> NDArray[np.uint8]:
-    """(count, size) bytes, row i belonging to number first + i whatever the others are."""
+    """(count, size) bytes; row i depends on `use` and on first + i alone."""
     words = -(-size // 8)
     rows = np.empty((count, size), np.uint8)
     step = max(1, _CHUNK_WORDS // words)

@@ -19,7 +19,7 @@ from paceline.data.permutation import permuted
 from paceline.errors import DataError
 
 Decode = Callable[[dict[str, Any]], Any]
-"""From the raw fields of a sample, bytes by their names' suffix and its name as "__key__", to the sample."""
+"""Makes a sample from its raw fields: bytes by the suffixes of their names, and its name as "__key__"."""
 
 
 class TarShards(IterableDataset[Any]):

@@ -25,7 +25,7 @@ from paceline.spec import Device, Node, Peripheral
 SM_NAMES = {60: "P100", 70: "V100", 75: "Quadro RTX", 80: "A100", 86: "RTX A6000", 89: "L40", 90: "H100", 100: "B200"}
 """The best known GPU of each compute capability: the dump has no names, and a name decides the bandwidth of NVLink."""
 SWITCH_CLASS = "0x0680"
-"""PCI class "bridge": an NVSwitch, or whatever NCCL could not see in a virtual machine (NVIDIA/nccl#1182)."""
+"""PCI class "bridge": an NVSwitch, or a device that NCCL could not see in a virtual machine (NVIDIA/nccl#1182)."""
 
 
 @dataclass(frozen=True)

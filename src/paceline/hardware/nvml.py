@@ -99,7 +99,7 @@ def read_gpus(library: Any = None) -> Gpus:
 
 
 def gpu_use(library: Any = None) -> dict[int, GpuUse]:
-    """By process id, what programs use of this node's GPUs; empty without the library or the driver."""
+    """What each program uses of this node's GPUs, by process id; empty without the library or the driver."""
     try:
         with open_nvml(library) as nvml:
             found = {}

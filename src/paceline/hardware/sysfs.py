@@ -31,7 +31,7 @@ class PciDevice:
 
     path: PciPath
     lanes: PcieLanes | None = None
-    """The speed that both ends can do, over the lanes in use; None where it has no PCIe lanes or nobody says."""
+    """The speed that both ends can do, over the lanes in use; None where no PCIe lanes are reported."""
     cpus: tuple[int, ...] = ()
     missing_lanes: int = 0
     """Lanes the device has but its slot does not give."""

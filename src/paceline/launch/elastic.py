@@ -105,7 +105,7 @@ class Generation:
     why: str = ""
     """Why it ended."""
     step: int | None = None
-    """As in `GenerationEnd`."""
+    """The largest number of optimizer updates of a worker, counted from the beginning of training."""
     noticed_at: float | None = None
     recovery_s: float | None = None
     """Seconds from `noticed_at` to the end of the next generation's first update."""
@@ -207,7 +207,7 @@ class _ElasticRun:
 
     @property
     def num_workers(self) -> int:
-        """Of the next generation."""
+        """The number of workers of the next generation."""
         return min(self.limits.max_workers, self.fleet.num_slots)
 
     def run_generation(self, plan: Plan, program_for: Callable[[Plan], Sequence[str]]) -> GenerationEnd:

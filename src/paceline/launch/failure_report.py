@@ -46,7 +46,7 @@ class FailureReport:
     hostname: str
     pid: int | None
     exit_code: int | None
-    """As in subprocess, negative for a signal; None: it did not end by itself."""
+    """The exit code as in subprocess, negative for a signal; None: the worker did not end by itself."""
     step: int | None
     """Optimizer updates done before the failure."""
     noticed_at: float

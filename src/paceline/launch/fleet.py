@@ -25,7 +25,7 @@ LOOK_S = 0.05
 """How often to check the results of other threads."""
 
 Describe = Callable[[str, Hello], Node]
-"""From a node's name and its agent's first message to the part of the node that the run may use."""
+"""Makes the part of a node that the run may use from the node's name and its agent's first message."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Literal
 from paceline.heartbeat import RENDEZVOUS
 
 STALE_S = 2.0
-"""A worker without a heartbeat for this long is stuck outside Python, whatever its last heartbeat showed."""
+"""A worker without a heartbeat for this long is stuck outside Python, even if its last heartbeat showed progress."""
 
 
 RENDEZVOUS_TIMEOUT_S = 120.0

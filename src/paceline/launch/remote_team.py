@@ -62,7 +62,7 @@ class RemoteTeam:
         self.hostname = access.hostname
         self.access = access
         self.versions: dict[str, str] = {}
-        """Those in the agent's first message; empty before it."""
+        """The versions in the agent's first message; empty before it."""
         self._number = 0
         self._notify: Callable[[Event], None] | None = None
         self._running: set[int] = set()

@@ -94,7 +94,7 @@ class Supervisor:
         self._publish = publish
         self._outcome = Outcome()
         self._stopped_at = float("inf")
-        """As in the outcome, but on the monotonic clock."""
+        """When the run was stopped, in seconds on the monotonic clock; infinite before."""
         self._interval_s = interval_s(options.hang_timeout_s)
         # Heartbeat, agent and launcher each see a state up to one interval late, but a hang must be reported within
         # its bound.

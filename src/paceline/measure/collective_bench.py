@@ -26,6 +26,7 @@ from paceline.measure.load import LoadMeter
 from paceline.measure.program import Report, run_program, unreported
 from paceline.measure.stopwatch import Stopwatch
 from paceline.measure.workers import free_bytes, join_workers
+from paceline.spec.algorithm import ALGORITHM_FACTS
 from paceline.spec.comm_timing import (
     TIMINGS_FILE,
     CommCase,
@@ -36,17 +37,12 @@ from paceline.spec.comm_timing import (
     UntimedCases,
     message_sizes,
 )
+from paceline.spec.wire import WIRE_FACTS
 from paceline.train.environment import describe_environment
 from paceline.train.process_group import World
 
 PERIOD = 65_537
 """Values after which a vector repeats; a prime, so that no two slices that algorithms cut are alike."""
-
-_EXACT = ("tree_exact",)
-_ROUNDS_BETWEEN_NODES = ("hierarchical", "parameter_server_two_level")
-
-_ROUNDING = {"float32": 2.0**-24, "float64": 2.0**-53, "bfloat16": 2.0**-8, "float16": 2.0**-11, "int8": 1 / 254}
-"""Largest error of one rounding, relative to the value, or for int8 to the largest value of its block."""
 
 
 def time_cases(
@@ -143,9 +139,9 @@ def _pointless(request: CommRequest, links: Links) -> list[UntimedCases]:
     for case in dict.fromkeys(request.cases):
         if case.wire == "float32":
             continue
-        if case.algorithm in _EXACT:
+        if ALGORITHM_FACTS[case.algorithm].ignores_wire:
             left_out.append(UntimedCases(case, request.sizes_bytes, "whatever the format, it sends values as they are"))
-        elif case.algorithm in _ROUNDS_BETWEEN_NODES and len(links.nodes) == 1:
+        elif ALGORITHM_FACTS[case.algorithm].has_levels and len(links.nodes) == 1:
             reason = "inside a node it leaves values as they are, and there is one node"
             left_out.append(UntimedCases(case, request.sizes_bytes, reason))
     return left_out
@@ -263,9 +259,9 @@ class _Bench:
     def _allowed(self, case: CommCase) -> float:
         """One rounding a worker at most, of a magnitude that no sum on the way exceeds; nothing where none happens."""
         largest = 2 * self._links.world_size
-        dtype = str(self._dtype).removeprefix("torch.")
-        unit = max(_ROUNDING[case.wire], _ROUNDING[dtype])
-        if case.wire != "int8" and largest * unit <= 1:
+        wire = WIRE_FACTS[case.wire]
+        unit = max(wire.rounding, torch.finfo(self._dtype).eps / 2)
+        if not wire.has_blocks and largest * unit <= 1:
             return 0.0
         return largest * self._links.world_size * unit
 
@@ -306,7 +302,7 @@ def bench_collectives(request: CommRequest, report: Report = unreported) -> Comm
     """Join the other workers and time what is asked for. None on all workers but the first.
 
     Raises:
-        JobError: nothing of what was asked for can be timed.
+        JobError: none of the requested cases can be timed.
     """
     world = join_workers(request.device_kind, request.timeout_s)
     links = open_links(_group(world, request.timeout_s), world.device, request.timeout_s)

@@ -112,7 +112,7 @@ class AloneTiming:
     checkpoint_bytes_per_s: float
     micro_batches: tuple[MicroBatchTiming, ...]
     step: StepTiming | None
-    """With the passes of one worker among all those of the plan, as far as they were timed."""
+    """A step of one worker among all those of the plan, with the passes that were timed."""
     peak_bytes: float
     """The most that the process held until it had timed the passes of `step`."""
     load: MachineLoad | None = None

@@ -60,7 +60,7 @@ def cpu_times(stat: Path = STAT) -> CpuTimes | None:
 
 def load_of(spent: Sequence[CpuTimes]) -> MachineLoad | None:
     """The load of the cores that others used most, from what each worker found, and every GPU that was slowed down;
-    None where nobody could tell.
+    None where no worker could tell.
 
     Workers that may use the same cores of a node see the same programs, and each other.
     """

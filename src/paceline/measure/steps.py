@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch import nn
 from torch.optim import Optimizer
 
 from paceline.data.order import ShuffledOrder
@@ -17,6 +16,7 @@ from paceline.measure.stopwatch import Stopwatch, seconds_of
 from paceline.parallel import Assignment, Engine, StepInput
 from paceline.samples import Samples
 from paceline.train.numerics import LossFn
+from paceline.train.optim import clip
 from paceline.train.run import Run
 from paceline.train.seeding import shard_seed
 
@@ -84,7 +84,6 @@ def step_of(
 ) -> Callable[[], tuple[float, float]]:
     """A function that makes this worker's pass over `size` samples, and an update if asked; returns their seconds."""
     run, optimizer = subject.run, subject.optimizer
-    clip_norm = run.job.optim.clip_norm
     (batch,) = run.reader.read(subject.train_set, 0, [_first_samples(subject.train_set, size)], train=True)
     num_shards = max(1, size // subject.shard_size)
     step_input = StepInput(
@@ -96,8 +95,7 @@ def step_of(
     )
 
     def update() -> None:
-        if clip_norm is not None:
-            nn.utils.clip_grad_norm_(run.model.parameters(), clip_norm)
+        clip(run.job.optim, run.model.parameters(), engine.gradient_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

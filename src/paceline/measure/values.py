@@ -14,7 +14,7 @@ LINKS_FILE, NETWORK_FILE, JOB_FILE = "links{rank}.json", "network.json", "probe.
 
 @dataclass(frozen=True)
 class LinkRequest(JsonValue):
-    """Inside which nodes to time the links; rank r is on node r."""
+    """The nodes inside of which links are timed; rank r is on node r."""
 
     nodes: tuple[Node, ...]
 
@@ -29,7 +29,7 @@ class LinkProbe(JsonValue):
 
 @dataclass(frozen=True)
 class NetworkRequest(JsonValue):
-    """Between which nodes to time what they send each other; rank r is on node r."""
+    """The pairs of nodes whose messages to each other are timed; rank r is on node r."""
 
     hostnames: tuple[str, ...]
     pairs: tuple[tuple[int, int], ...]

@@ -19,6 +19,7 @@ from paceline.comm.topk import TopK
 from paceline.comm.wire import FLOAT32
 from paceline.parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from paceline.spec import AlgorithmName, Job, Plan
+from paceline.spec.wire import WIRE_FACTS
 
 COMPRESSORS: dict[str, Callable[[Job, Links], Compressor]] = {
     "powersgd": lambda job, _links: PowerSGD(job.aggregation.powersgd_rank, job.seed),
@@ -29,10 +30,8 @@ COMPRESSORS: dict[str, Callable[[Job, Links], Compressor]] = {
 LOSSY = (WIRE_FORMATS["bfloat16"], WIRE_FORMATS["int8"])
 """The wire formats of "auto-lossy"; float16 overflows where bfloat16 of the same size does not."""
 
-_LOSSES = {
-    "bfloat16": "they travel rounded to bfloat16 (8 bits of precision)",
-    "float16": "they travel rounded to float16 (11 bits of precision, overflow at 65,504)",
-    "int8": "they travel rounded to 255 steps per block of 1,024 values",
+_LOSSES: dict[str, str] = {
+    **{name: facts.loss for name, facts in WIRE_FACTS.items() if facts.loss},
     "powersgd": "of each matrix an approximation of rank {spec.powersgd_rank} travels, the rest is sent in later steps",
     "topk": "each worker's largest {spec.density:.2%} of the values travel, the rest is sent in later steps",
     "randomk": "a random {spec.density:.2%} of the values travel, the rest is sent in later steps",

@@ -56,7 +56,7 @@ class _Vector:
         return cls(values, gradients, *values.split(lengths))
 
     def fits(self, forms: Sequence[Tensor], lengths: Sequence[int]) -> bool:
-        """Whether it is what `of` would make of these."""
+        """Whether `of` would make a vector of the same parts, of the same shapes and strides, from these."""
         parts = (self.flat, self.statistics, self.users, self.small_sqr, self.changed)
         return [len(part) for part in parts] == [*lengths] and all(
             gradient.shape == form.shape and gradient.stride() == _dense_strides(form.shape, form.stride())
@@ -66,16 +66,16 @@ class _Vector:
 
 @functools.lru_cache(maxsize=1024)
 def _dense_strides(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of a tensor without gaps whose dimensions lie in memory in the order that these strides give."""
+    """The strides of a tensor without gaps whose dimensions lie in memory in the order that `strides` give."""
     return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What one virtual shard makes of this worker's part of the model."""
+    """What one virtual shard contributes to this worker's part of the model."""
 
     gradients: Sequence[Tensor | None]
-    """Of each parameter, times the shard's weight; None where it has none."""
+    """The gradient of each parameter times the shard's weight; None where it has none."""
     statistics: Tensor
     """The sums of its loss, and what its norm layers have seen."""
     weight: float | Tensor
@@ -205,8 +205,11 @@ class BitwiseDataParallel(Engine):
     # --- the norm ---
 
     def gradient_norm(self) -> Tensor:
-        """Of the norms of all parameters' gradients in their order; what has none counts as 0, so that their number,
-        and with it the order in which they are added, does not change."""
+        """The norm of the norms of all parameters' gradients, a scalar.
+
+        A parameter without a gradient counts as 0, so that the number of norms, and with it the order in which they
+        are added, does not change.
+        """
         nothing = torch.zeros((), dtype=self._shards.dtype, device=self._device)
         norms = [nothing if one is None else one.to(nothing) for one in self._norms()]
         whole: Tensor = torch.linalg.vector_norm(self._of_all(torch.stack(norms) if norms else nothing.view(1)))
@@ -217,7 +220,7 @@ class BitwiseDataParallel(Engine):
         return norms_of([parameter.grad for parameter in self.module.parameters()])
 
     def _of_all(self, norms: Tensor) -> Tensor:
-        """Those of all parameters of the model."""
+        """The norms of all parameters of the model, 1-D, from those of this worker's parameters."""
         return norms
 
     # --- vectors ---
@@ -279,7 +282,7 @@ class BitwiseDataParallel(Engine):
 
 
 def norms_of(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """The norm of each; None where there is none."""
+    """The norm of each gradient, a scalar; None where there is no gradient."""
     every = list(gradients)
     present = [one for one in every if one is not None]
     norms = iter(norm_of_each(present))

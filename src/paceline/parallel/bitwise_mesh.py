@@ -66,7 +66,7 @@ class BitwiseMesh(BitwiseDataParallel):
         if axes.mesh.fsdp == 1:
             align(self._spread.module)
         if self._pipeline is not None:
-            self._pipeline.carry_generators()  # any stage may draw random numbers, as far as anybody knows
+            self._pipeline.carry_generators()  # any stage may draw random numbers: nothing is known of them yet
             if job.measure_noise:
                 self.notes.append(f"the gradient noise scale is not measured under the strategy {axes.mesh}")
         self._keeps_gathered = axes.mesh.zero_stage == 1
@@ -77,9 +77,9 @@ class BitwiseMesh(BitwiseDataParallel):
         self._shards.passes.like = self._spread.zero  # of all of the model: a stage may have no parameter
         self._host_facts = None if self._pipeline is None else HostFacts(axes, 0, plan.timeout_s)
         self._names: list[str] = []
-        """Of the parameters whose gradients this worker adds up."""
+        """The names of the parameters whose gradients this worker adds up."""
         self._elsewhere: dict[str, nn.Parameter] = {}
-        """Those of its parameters whose gradients another stage's worker adds up."""
+        """The parameters of this worker whose gradients the worker of another stage adds up, by name."""
         self._norm_of: dict[Tensor, Tensor] = {}
         """The norms of the parameters' whole gradients."""
 
@@ -198,7 +198,7 @@ class BitwiseMesh(BitwiseDataParallel):
         return every
 
     def _of_parts(self, norms: Tensor) -> Tensor:
-        """From norms of this worker's parts along tp those of the whole gradients, added in the order of ranks."""
+        """The norms of whole gradients from those of this worker's parts along tp, added in the order of ranks."""
         group = self._axes.device_mesh.get_group("tp")
         of_ranks = [torch.empty_like(norms) for _ in range(self._axes.mesh.tp)]
         dist.all_gather(of_ranks, norms, group=group)
@@ -252,7 +252,7 @@ class _PipedShard:
         self._losses = [loss.sums]
 
     def _begin(self) -> None:
-        self._norm.reset()  # nothing comes of a call that was recorded only
+        self._norm.reset()  # what a recorded call has left does not count
         self._inner.before_forward()
 
     @contextmanager

@@ -45,7 +45,7 @@ class Companions:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Inside, a step trains another model: nothing that its passes do to these outlasts it."""
+        """A context for a step that trains another model; these models are afterwards as before."""
         trained = [p for one in self.models for p in one.model.parameters() if p.requires_grad]
         for parameter in trained:
             parameter.requires_grad_(False)
@@ -63,7 +63,7 @@ class Companions:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Inside, passes change no buffer for good."""
+        """A context after which all buffers are as before it."""
         with ExitStack() as stack:
             for one in self.models:
                 stack.enter_context(one.buffers.untouched())
@@ -91,7 +91,7 @@ class Companions:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Inside, gradients are computed: layers that run again (activation checkpointing) count nothing."""
+        """A context for backward passes, in which layers that run again (activation checkpointing) count nothing."""
         with ExitStack() as stack:
             for one in self.models:
                 stack.enter_context(one.norm.backward())
@@ -101,7 +101,7 @@ class Companions:
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
-        """Inside, a stand-in sample goes through the models."""
+        """A context for a stand-in sample, which norm layers do not count."""
         with ExitStack() as stack:
             for one in self.models:
                 stack.enter_context(standing_in(one.model))

@@ -76,7 +76,7 @@ def returns_aux_loss(outputs: Sequence[object]) -> bool:
 
 @contextmanager
 def leaving_no_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, the model computes without gradients; random generators are then as before.
+    """A context in which the model computes without gradients; random generators are afterwards as before.
 
     A compiled model runs uncompiled, because it would be compiled again for this.
     """

@@ -346,7 +346,7 @@ class DataParallel(Engine):
 
     @property
     def changes_state(self) -> bool:
-        """What a compressor owes moves with every bucket, before all have arrived."""
+        """Whether there is a compressor, whose remainder changes with every bucket, before all have arrived."""
         return self._aggregator is not None and self._aggregator.compressor is not None
 
     def own_state(self) -> dict[str, Any]:

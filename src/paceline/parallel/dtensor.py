@@ -29,13 +29,13 @@ def device_mesh_of(mesh: Mesh, device_kind: str) -> DeviceMesh:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This worker's shard of `tensor`, or all of a plain tensor; shares its memory."""
+    """This worker's shard of `tensor`, in the shape of the shard, or all of a plain tensor; shares its memory."""
     return tensor.to_local().detach() if is_dtensor(tensor) else tensor.detach()
 
 
 @torch.no_grad()
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All of `tensor`; a collective of the workers that hold its shards."""
+    """All of `tensor` in its whole shape; a collective of the workers that hold its shards."""
     if not is_dtensor(tensor):
         return tensor.detach()
     from torch.distributed.tensor import DTensor, Replicate
@@ -65,7 +65,7 @@ def _own_slice(
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """The full `tensor` sharded like `like`: this worker's shard, as a DTensor; no communication."""
+    """The full `tensor`, of the whole shape of `like`, sharded like `like`: a DTensor; no communication."""
     if not is_dtensor(like):
         return tensor
     offsets, sizes = shard_slice(like)
@@ -86,7 +86,7 @@ def part(like: Tensor) -> Tensor:
 
 
 def shard_of_part(mine: Tensor, like: Tensor) -> Tensor:
-    """A worker's `part` sharded like `like`; no communication."""
+    """A worker's `part` of a tensor sharded like `like`, in the shape of its shard; no communication."""
     if not is_sharded(like, "tp"):
         return shard_like(mine, like)
     assert is_dtensor(like)
@@ -99,7 +99,7 @@ def shard_of_part(mine: Tensor, like: Tensor) -> Tensor:
 
 
 def with_local(own: Tensor, like: Tensor) -> Tensor:
-    """The tensor whose shard here is `own`, sharded like `like`."""
+    """The tensor of the shape of `like`, and sharded like it, whose shard on this worker is `own`."""
     if not is_dtensor(like):
         return own
     from torch.distributed.tensor import DTensor
@@ -110,7 +110,7 @@ def with_local(own: Tensor, like: Tensor) -> Tensor:
 
 
 def local_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of this worker's shards."""
+    """Bytes of this worker's shards of tensors of any shape."""
     return sum(mine.numel() * mine.element_size() for mine in map(local_shard, tensors))
 
 
@@ -141,7 +141,7 @@ def rescale_gradients(parameters: Iterable[Tensor], factor: Tensor | None) -> No
 
 
 def alike(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """Tensors by device and dtype, as one call for many takes them."""
+    """Tensors of any shape by device and dtype, as torch's calls for many at once take them."""
     found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         found.setdefault((tensor.device, tensor.dtype), []).append(tensor)

@@ -49,7 +49,7 @@ class _Buffer:
 
     @property
     def current(self) -> Tensor | None:
-        """What the model holds now."""
+        """The tensor that the model holds now, in the buffer's shape."""
         buffers, name = self.holders[0]
         return buffers[name]
 
@@ -102,9 +102,9 @@ class _Pass:
 
     first_shard: int
     moves: Mapping[int, Tensor]
-    """By the number of a floating one: weight times its difference from the step's value, in float64."""
+    """Weight times the difference from the step's value, in float64, by the number of each floating-point buffer."""
     values: Mapping[int, Tensor]
-    """By the number of any other: its value."""
+    """The value of every other buffer, by its number."""
 
 
 class ForwardBuffers:
@@ -208,8 +208,8 @@ class ForwardBuffers:
         """Set the buffers of all workers to what the step's passes made of them; a collective if these changed any.
 
         Args:
-            changed: the sum of `changed` over workers.
-            sum_moves: adds up over workers what passes moved the buffers of these numbers by: `moves`.
+            changed: [num_buffers], the sum of `changed` over workers.
+            sum_moves: returns the sum over workers of the `moves` of the buffers with these numbers, 1-D.
             broadcast: gives all workers the tensors of the one that has the global batch's first shard.
         """
         if not self._combined:
@@ -266,7 +266,7 @@ class ForwardBuffers:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Inside, passes change no buffer for good: an evaluation teaches nothing."""
+        """A context after which all buffers are as before it: an evaluation teaches nothing."""
         self.begin_step()
         try:
             yield
@@ -286,7 +286,7 @@ class ForwardBuffers:
 
 @contextmanager
 def looking_at(model: nn.Module) -> Iterator[list[str]]:
-    """Inside, a model is looked at, by passes or by tracing it, which may change buffers: then they are as before.
+    """A context for looking at a model, by passes or by tracing it; its buffers are afterwards as before.
 
     Yields the names of those that were changed, known at the end; batch norm layers' are not among them.
     """

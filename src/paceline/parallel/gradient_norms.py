@@ -98,7 +98,7 @@ class WorkerNorms:
 
     @property
     def to_be_summed(self) -> Tensor:
-        """The number to add over all workers before this step ends, whether or not norms are wanted."""
+        """The number, [1], to add over all workers before this step ends, whether or not norms are wanted."""
         return self._nothing if self._last is None else self._last[0].small_sqr.view(1)
 
     def end(self, small_sqr: Tensor, weight: Tensor | None = None, rescale: Tensor | None = None) -> None:
@@ -130,11 +130,11 @@ class PartWeights:
 
     replicas: Sequence[float] | Tensor
     first_pass: float | Tensor
-    """That of all workers' first passes together."""
+    """The weight of all workers' first passes together."""
 
 
 def mean_of_squares(squared: Tensor, weight: Tensor) -> Tensor:
-    """weight * |g|^2 from the squared norm of weight * g; nothing where there is no weight."""
+    """The scalar weight * |g|^2 from the squared norm of weight * g; 0 where there is no weight."""
     return torch.where(weight > 0, squared / weight, torch.zeros_like(squared))
 
 

@@ -407,7 +407,7 @@ class _OuterStep:
     """An outer step that has begun."""
 
     own_part: float
-    """As `_own_part` returned it."""
+    """The fraction of the samples that this worker has computed."""
     moves: Sequence[_Move]
     begun: Sequence[Tensor | None]
     """This worker's weights when it began; None where no step is made before it ends."""

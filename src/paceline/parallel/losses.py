@@ -37,7 +37,7 @@ class Mean:
     value: Tensor | float
     """The mean, one number."""
     weight: Tensor | float
-    """The number of units that it is the mean of, or their total weight; 0: nothing, whatever `value` is."""
+    """The number of units that it is the mean of, or their total weight; 0: `value` does not count."""
 
 
 Value = Tensor | float | Mean
@@ -80,14 +80,14 @@ class ShardLoss:
     mean: Tensor
     """Can be differentiated."""
     weight: float | Tensor
-    """That of these shards in the sum over the global batch."""
+    """The weight of these shards in the sum over the global batch."""
     sums: Tensor
     """`layout.length` numbers to be added over all shards: each value times its weight, each `Mean`'s followed by the
     weight."""
 
     @property
     def weighted(self) -> Tensor:
-        """The loss times its weight: the sum of this over all shards is differentiated."""
+        """The loss times its weight, a scalar: the sum of this over all shards is differentiated."""
         return _times(self.mean, self.weight)
 
 
@@ -106,7 +106,7 @@ class StepLoss:
 
     @classmethod
     def of(cls, sums: Tensor, layout: LossLayout, notes: Sequence[str] = ()) -> StepLoss:
-        """From the sums over all shards of the global batch, of `layout.length` numbers."""
+        """The loss of a step from the sums over all shards of the global batch, [layout.length]."""
         loss, rescale, place = sums[0], None, 1
         if layout.is_weighted:
             loss, rescale, place = sums[0] / sums[1], sums[1].reciprocal(), 2
@@ -118,7 +118,7 @@ class StepLoss:
 
 
 def read_loss(returned: Any, fraction: float, num_in_batch: int, like: Tensor) -> ShardLoss:
-    """What a loss function returned for some samples of a global batch.
+    """The loss, a scalar with its weight, that a loss function returned for some samples of a global batch.
 
     Args:
         fraction: that these samples are of the global batch.
@@ -205,7 +205,7 @@ def _counted(value: Tensor, weight: Tensor, like: Tensor) -> list[Tensor]:
 
 @contextmanager
 def watching_outputs(module: nn.Module) -> Iterator[list[Any]]:
-    """Inside, what `module` returns is kept in a list."""
+    """A context that yields a list, to which everything is added that `module` returns."""
     outputs: list[Any] = []
     compiled: Any = module.__dict__.get("_compiled_call_impl")
 
@@ -240,7 +240,7 @@ def ignore_unless(is_counted: Tensor | bool, outputs: Sequence[Any]) -> None:
 
 
 def counts(loss: ShardLoss) -> Tensor | bool:
-    """Whether a loss has a weight; known at once where that costs nothing."""
+    """Whether a loss has a weight: a bool where the host knows it, else a scalar on the device."""
     if not isinstance(loss.weight, Tensor):
         return True
     is_counted = loss.weight != 0

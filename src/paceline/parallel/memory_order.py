@@ -1,4 +1,4 @@
-"""In which order the values of a tensor lie in memory."""
+"""The order in which the values of a tensor lie in memory."""
 
 from __future__ import annotations
 

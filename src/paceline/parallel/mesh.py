@@ -306,7 +306,7 @@ class MeshParallel(Engine):
             self._replica_sums.await_last(stage)
 
     def _piped(self, pipeline: Pipeline, step: StepInput) -> Passed:
-        """As `_compute`, through the stages; as many micro-batches as the workers it gathers parameters with."""
+        """Send this worker's shards through the stages, and stand-ins until it has as many as others along fsdp."""
         assignment, passed = step.assignment, Passed()
         ranges = [self._passes.ranges(step, rank) for rank in range(len(assignment.shards_of_rank))]
         micro_batches = [micro_batch_of(self._passes, step, shards, passed.add) for shards in ranges[assignment.rank]]

@@ -1,7 +1,7 @@
 """The most samples that go through the model together: as the plan says, or as many as memory has room for.
 
 With "auto" a worker begins with its whole assignment. When a pass runs out of memory anywhere, all workers halve the
-micro-batch and the step starts over, so that they agree and nothing of the failed attempt is learned.
+micro-batch and the step starts over, so that they agree and the failed attempt leaves no trace.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class MicroBatchLimit:
         self._shard_size = job.shard_size
 
     def halve(self, assignment: Assignment) -> None:
-        """From now on go through the model with half as many shards at a time, alike on all workers."""
+        """Send half as many shards through the model at a time from now on; all workers do so."""
         most = max(stop - start for start, stop in assignment.shards_of_rank)
         num_shards = most if self.size is None else min(most, self.size // self._shard_size)
         self.size = max(1, num_shards // 2) * self._shard_size
@@ -54,7 +54,7 @@ def check_automatic(job: Job, plan: Plan, world_size: int, *, may_skip: bool) ->
         why = f"with the strategy {plan.mesh} workers wait for each other in the middle of a pass"
     elif job.norm == "sync":
         why = "with norm = 'sync' workers wait for each other in the middle of a pass"
-    elif job.aggregation.wire in ("powersgd", "topk", "randomk"):
+    elif job.aggregation.compresses:
         why = f"aggregation.wire = {job.aggregation.wire!r} sends the rest of a gradient in later steps"
     elif may_skip:
         why = "find_unused_parameters = True leaves open which gradients the other workers wait for"

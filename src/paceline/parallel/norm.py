@@ -174,7 +174,7 @@ class NormStatistics:
         self._parameters = RepeatedParameters(every)
         self._widths = [layer.num_features for layer in self.layers for _ in range(2)]
         self.lengths = sum(self._widths), len(self.layers)
-        """Those of the two parts of the vector: statistics, weights."""
+        """The lengths of the two parts of the vector: statistics, weights."""
         self._pass: tuple[list[Tensor], int] | None = None
         """The statistics of the current pass, a tensor for each dtype, and the number of its shards."""
         self._sums: list[Tensor] | None = None
@@ -251,7 +251,7 @@ class NormStatistics:
 
     @contextmanager
     def forgotten_after_error(self) -> Iterator[None]:
-        """Inside, an error leaves no shards in the model and nothing that the next step would count."""
+        """A context in which an error leaves no shards in the model, nor statistics that the next step would count."""
         try:
             yield
         except BaseException:
@@ -275,7 +275,7 @@ class NormStatistics:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Inside, gradients are computed: layers that run again (activation checkpointing) count nothing."""
+        """A context for backward passes, in which layers that run again (activation checkpointing) count nothing."""
         self.current.in_backward = True
         try:
             yield
@@ -334,7 +334,7 @@ def has_other_norms(model: nn.Module) -> bool:
 
 
 def unknown_buffers(model: nn.Module) -> list[Tensor]:
-    """All buffers but those of our norm layers, which keep theirs equal on all workers."""
+    """All buffers, of any shape, but those of our norm layers, which keep theirs equal on all workers."""
     layers = [layer for layer in model.modules() if isinstance(layer, BatchNorm)]
     known = {id(buffer) for layer in layers for buffer in layer._buffers.values()}
     return [buffer for buffer in model.buffers() if id(buffer) not in known]
@@ -366,7 +366,7 @@ def _replacement(original: _BatchNorm, kind: type[BatchNorm]) -> nn.Module:
 
 @contextmanager
 def standing_in(model: nn.Module) -> Iterator[None]:
-    """Inside, a stand-in sample goes through the model: norm layers count nothing of it.
+    """A context for a stand-in sample, which norm layers do not count.
 
     Only they are switched: a model may use other parameters, and have other outputs, in evaluation mode.
     """

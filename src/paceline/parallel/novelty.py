@@ -22,7 +22,7 @@ MOST_LOOKS = 64
 """After so many new things, random values are taken to be what is new."""
 
 Facts = dict[tuple[int, str], float]
-"""By the number of a tensor in a batch and the name of the fact: what may only grow before it is news."""
+"""The largest value seen of each fact, by the number of a tensor in a batch and the fact's name; more is new."""
 
 
 class Novelty:

@@ -24,14 +24,14 @@ class ShardByShard:
     def __init__(self, model: nn.Module, device: torch.device, functions: LossFunctions) -> None:
         self.module = replace_batch_norm(model, ShardBatchNorm)
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
-        functions.draws = True  # as far as anybody knows
+        functions.draws = True  # until it is known otherwise
         self._functions = functions
         self.passes = Passes(self.module, device, functions, one_by_one=True)
         self.buffers = self.passes.buffers
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which losses and norm statistics are added."""
+        """The dtype in which losses and norm statistics are added."""
         return self.passes.like.dtype
 
     def num_statistics(self, layout: LossLayout) -> int:
@@ -68,7 +68,7 @@ class ShardByShard:
             loss.backward()
 
     def apply(self, statistics: Tensor, layout: LossLayout) -> StepLoss:
-        """Move the running statistics by the sum over a batch's shards; return its loss."""
+        """Move the running statistics by the sum over a batch's shards, [num_statistics(layout)]; return its loss."""
         losses, values, weights = statistics.split([layout.length, *self.passes.norm.lengths])
         self.passes.norm.apply(values, weights)
         return StepLoss.of(losses, layout)

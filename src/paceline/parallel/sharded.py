@@ -1,7 +1,7 @@
 """The fsdp axis: every worker keeps a shard of the parameters and gathers a block's just before computing with it.
 
-By torch's `fully_shard` (Zhao et al. 2023, "PyTorch FSDP"; Rajbhandari et al. 2020, "ZeRO", for the stages). Ours are
-the choice of the blocks, and sums in place of means, because losses are weighted by samples already.
+Torch's `fully_shard` does it (Zhao et al. 2023, "PyTorch FSDP"; Rajbhandari et al. 2020, "ZeRO", for the stages). This
+module chooses the blocks, and has sums in place of means, because losses are weighted by samples already.
 """
 
 from __future__ import annotations

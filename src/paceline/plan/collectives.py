@@ -24,12 +24,14 @@ from numpy.typing import NDArray
 from paceline.errors import JobError
 from paceline.plan.model import AlphaBeta, Layout, Network
 from paceline.spec import AlgorithmName
+from paceline.spec.algorithm import ALGORITHM_FACTS
+from paceline.spec.wire import WIRE_FACTS
 
 Cost = Callable[[float, Layout, Network], float]
 """(size_bytes, layout, network) -> seconds."""
 
-WIRE_FACTORS: dict[str, float] = {"float32": 1.0, "bfloat16": 0.5, "float16": 0.5, "int8": (1 + 4 / 1024) / 4}
-"""Bytes of a message in a wire format over its bytes in float32; int8 has a scale of 4 bytes for 1,024 values."""
+WIRE_FACTORS: dict[str, float] = {name: facts.bytes_per_value / 4 for name, facts in WIRE_FACTS.items()}
+"""Bytes of a message in a wire format over its bytes in float32."""
 
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES, NUM_CHUNKS = 256 * 1024, 2 * 1024 * 1024, 16
 """The slicing of a vector in the two-level sum."""
@@ -48,15 +50,13 @@ def cost_s(
     if wire not in WIRE_FACTORS:
         raise JobError(f"The wire format {wire} has no cost formula; there are formulas for {', '.join(WIRE_FACTORS)}.")
     factor = WIRE_FACTORS[wire]
-    if factor == 1.0:
+    if factor == 1.0 or ALGORITHM_FACTS[algorithm].ignores_wire:
         return COSTS[algorithm](size_bytes, layout, network)
-    if algorithm in _TWO_LEVEL:  # inside a node values stay as they are
+    if ALGORITHM_FACTS[algorithm].has_levels:  # inside a node values stay as they are
         between = dataclasses.replace(network.between, beta_s_per_byte=factor * network.between.beta_s_per_byte)
         return COSTS[algorithm](size_bytes, layout, dataclasses.replace(network, between=between))
     if algorithm == "all_reduce":  # the backend would add in the wire format, so it is done by direct messages
         return 2 * _gather_s(factor * size_bytes, layout.workers_per_node, layout.workers_per_node, network)
-    if algorithm == "tree_exact":  # exact by its name, whatever the format
-        factor = 1.0
     return COSTS[algorithm](factor * size_bytes, layout, network)
 
 
@@ -180,9 +180,6 @@ def _two_levels_s(size_bytes: float, layout: Layout, network: Network, inside_s:
     busy_s = wire_s - 2 * network.between.alpha_s
     in_node_s = inside_s(chunk_bytes)
     return _longer(num_chunks * in_node_s + wire_s, num_chunks * busy_s + 2 * network.between.alpha_s + in_node_s)
-
-
-_TWO_LEVEL = ("hierarchical", "parameter_server_two_level")
 
 
 def _longer(one: Any, other: Any) -> float:

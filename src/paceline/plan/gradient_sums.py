@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.plan.buckets import exposed_s, sums_of_exposed_s, sums_s
-from paceline.plan.collectives import COSTS, WIRE_FACTORS, cost_s
+from paceline.plan.collectives import cost_s
 from paceline.plan.inputs import PlanInputs, pass_s
 from paceline.plan.model import Layout, Network
 from paceline.plan.network_costs import SHARED_MEMORY
 from paceline.plan.step_time import expected_maximum, neighbour_slowdown, neighbours_factor, slowest_s
 from paceline.spec import AlgorithmName, Job
+from paceline.spec.algorithm import automatic_candidates
+from paceline.spec.wire import WIRE_FACTS
 
 ALGORITHM_MARGIN = 0.1
 """An algorithm is chosen only if it is faster than the backend's by this factor, as at the start of a run."""
@@ -78,14 +80,7 @@ def exposed_sums_s(inputs: PlanInputs, compute_s: float, communication_s: float,
 def _candidates(inputs: PlanInputs, job: Job, layout: Layout) -> list[AlgorithmName]:
     if job.parity == "bitwise":
         return ["tree_exact"]
-    if layout.num_nodes == 1:
-        return ["all_reduce"] if inputs.cluster.device_kind == "cuda" else ["all_reduce", "hierarchical"]
-    has_levels = max(layout.workers_per_node) > 1
-    return [
-        name
-        for name in COSTS
-        if name in ("all_reduce", "ring", "halving_doubling") or (name == "hierarchical" and has_levels)
-    ]
+    return automatic_candidates(layout.workers_per_node, shares_memory=inputs.cluster.device_kind == "cpu")
 
 
 def _price_s(inputs: PlanInputs, name: AlgorithmName, layout: Layout, wire: str) -> float:
@@ -93,7 +88,7 @@ def _price_s(inputs: PlanInputs, name: AlgorithmName, layout: Layout, wire: str)
     # The two-level sum moves data inside a CPU node through memory that its workers share.
     label = SHARED_MEMORY if name == "hierarchical" and inputs.cluster.device_kind == "cpu" else None
     network = inputs.network(layout, label)
-    priced = wire if wire in WIRE_FACTORS else "float32"
+    priced = wire if wire in WIRE_FACTS else "float32"
     return sums_s(
         4.0 * inputs.timing.num_parameters, lambda size_bytes: cost_s(name, size_bytes, layout, network, wire=priced)
     )
@@ -112,7 +107,7 @@ def _measured_factors(inputs: PlanInputs, layout: Layout) -> dict[AlgorithmName,
         if sums_are_hidden(inputs, together):
             took_s = sums_of_exposed_s(compute_s, 4.0 * timing.num_parameters, timed.waiting_s)
         # A compressor may send far less than its price says.
-        least = _MIN_SUM_FACTOR if timed.wire in WIRE_FACTORS else 0.0
+        least = _MIN_SUM_FACTOR if timed.wire in WIRE_FACTS else 0.0
         factors[timed.algorithm] = max(least, took_s / _price_s(inputs, timed.algorithm, together, timed.wire))
     return factors
 

@@ -63,7 +63,7 @@ class PlanInputs:
         return self.job.grown(count) if self.request.grow == "batch" else self.job
 
     def with_batch(self, global_batch_size: int, virtual_shards: int) -> PlanInputs:
-        """The same for another global batch, whatever the devices."""
+        """The same inputs for another global batch, on any number of devices."""
         job = dataclasses.replace(self.job, global_batch_size=global_batch_size, virtual_shards=virtual_shards)
         return dataclasses.replace(self, job=job, request=dataclasses.replace(self.request, grow="none"))
 

@@ -139,7 +139,7 @@ def check_fits(job: Job, model: ModelCost, mesh: Mesh, memory_bytes: float, *, r
 def _replica(
     job: Job, model: ModelCost, mesh: Mesh, recompute: bool = False, memory_bytes: float = math.inf
 ) -> DeviceMemory:
-    """With one virtual shard in memory at a time; stages are cut so that they fit, if they can."""
+    """The memory of a device with one virtual shard at a time; stages are cut so that they fit, if they can."""
     num_shards = -(-job.virtual_shards // mesh.num_assignments)
     return device_memory(
         model.num_parameters,

@@ -96,7 +96,7 @@ class MeshCandidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Those that fit, the best one first, and those that do not, with what they would need."""
+    """The meshes that fit, the best one first, and those that do not, with the memory that they would need."""
 
     candidates: tuple[MeshCandidate, ...]
     too_large: tuple[tuple[Mesh, DeviceMemory], ...]
@@ -162,8 +162,11 @@ _fullest = lru_cache(maxsize=2**14)(device_memory)
 def _memory(
     workload: Workload, mesh: Mesh, micro_batch_size: int, pipeline: PipelineSpec, recompute: bool
 ) -> DeviceMemory:
-    """More than two replicas change nothing of what a device holds, nor, but for bitwise parity, do micro-batches
-    beyond those that are under way at once: few meshes of many differ."""
+    """The memory of the fullest device, computed once for all meshes that differ in nothing that it depends on.
+
+    It depends neither on the number of replicas beyond two nor, except in bitwise parity, on micro-batches beyond those
+    that are under way at once.
+    """
     most = max(2, 2 * pipeline.stages_per_worker * mesh.pp)
     num_micro_batches = -(-workload.share(mesh) // micro_batch_size)
     return _fullest(

@@ -57,9 +57,9 @@ class StepSample:
 
     total_s: Array
     slowest_compute_s: Array
-    """Until the last node had computed."""
+    """Seconds until the last node had computed."""
     exposed_s: Array
-    """From there to the end of the step."""
+    """Seconds from when the last node had computed to the end of the step."""
 
 
 def simulate_steps(

@@ -12,6 +12,7 @@ from typing import Any
 
 from paceline.report.formats import listing, size_text, time_text
 from paceline.spec.comm_timing import CommCase, CommFit, CommTiming, CommTimings
+from paceline.spec.wire import WIRE_FACTS
 
 PAGE_FILE, MARKDOWN_FILE = "comm.html", "comm.md"
 
@@ -80,8 +81,8 @@ def minimum_s(timings: CommTimings, case: CommCase, size_bytes: int) -> float | 
     if rate is None or m < 2:
         return None
     itemsize = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[timings.request.dtype]
-    # Values travel as the algorithm holds them, 16 bits widened to 32; int8 brings a scale of 4 bytes a 1,024 values.
-    width = {"float32": max(4, itemsize), "bfloat16": 2, "float16": 2, "int8": 1 + 4 / 1024}[case.wire]
+    # Exact values travel as the algorithm holds them, 16 bits widened to 32.
+    width = max(4, itemsize) if case.wire == "float32" else WIRE_FACTS[case.wire].bytes_per_value
     return size_bytes / itemsize * width * 2 * (m - 1) / m / rate
 
 

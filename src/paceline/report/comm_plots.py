@@ -31,11 +31,12 @@ from paceline.report.figure import (
 from paceline.report.formats import rate_text, ratio_text, size_text, time_text
 from paceline.spec.algorithm import algorithm_names
 from paceline.spec.comm_timing import CommCase, CommTimings
+from paceline.spec.wire import WIRE_FACTS
 
 Value = Callable[[CommRow], float | None]
 Say = Callable[[float | None], str]
 
-_DASH_OF_WIRE = {"float32": "solid", "bfloat16": "dash", "float16": "dashdot", "int8": "dot"}
+_DASHES = ("solid", "dash", "dashdot", "dot")
 
 
 def series(case: CommCase) -> int:
@@ -45,7 +46,7 @@ def series(case: CommCase) -> int:
 
 def dash(case: CommCase) -> str:
     """The dashes of a case's line: one kind a wire format."""
-    return "longdash" if case.order == "alternating" else _DASH_OF_WIRE[case.wire]
+    return "longdash" if case.order == "alternating" else _DASHES[tuple(WIRE_FACTS).index(case.wire) % len(_DASHES)]
 
 
 LIMIT = "physical limit"

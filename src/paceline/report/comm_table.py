@@ -84,7 +84,7 @@ def comm_table(timings: CommTimings, width: int = _FULL_WIDTH) -> RenderableType
 
 
 def _shown_sizes(timings: CommTimings) -> list[int]:
-    """As many as fit, the smallest and the largest among them."""
+    """As many sizes as fit into the table, the smallest and the largest among them."""
     found = sizes(timings)
     if len(found) <= _MOST_SIZES:
         return found

@@ -96,7 +96,7 @@ def _step(forecast: Forecast) -> Plot:
 
 
 def _throughput(forecast: Forecast) -> Plot:
-    """With the prediction interval, the straight line that one device promises, and the simulation beside it."""
+    """Samples a second, with the prediction interval, the straight line of one device times n, and the simulation."""
     first = forecast.rows[0]
     caption = "The coloured area is the 90 % prediction interval; the dashed line is one device times n."
     if forecast.simulated:

@@ -72,7 +72,7 @@ class StudyRow:
 
     @property
     def weights_sha256(self) -> dict[int, str]:
-        """By seed."""
+        """The fingerprint of the trained weights, by seed."""
         return {run.job.seed: run.weights_sha256 for run in self.runs}
 
     @property

@@ -20,7 +20,7 @@ RING_MARK = "*"
 NAIVE_SIZE_BYTES = 1e9
 
 _GUTTER = 2
-"""Between the columns of a table."""
+"""Spaces between the columns of a table."""
 
 _WORDS = {
     "PIX": "through one PCIe bridge",

@@ -39,7 +39,8 @@ _MOST_LABELLED = 4
 _MOST_NVLINKS = 18
 """NVLinks of one GPU, up to NVLink 5 (NVIDIA Blackwell architecture); a GPU that seems to have more is on a switch."""
 _MOST_WAYS = 4
-"""From a card that are drawn; one that is as near to more devices, or only on their NUMA node, stands on their side."""
+"""Most links that are drawn from a card; one that is as near to more devices, or only on their NUMA node, stands on
+their side."""
 _NEAREST_FIRST = ("PIX", "PXB", "PHB", "NODE")
 """Ways from a card that give it a side; SYS leads from everywhere to everywhere."""
 
@@ -214,7 +215,7 @@ def _heading(node: Node, ring: Sequence[int]) -> list[str]:
 
 
 def _drawn_links(node: Node, devices: Sequence[Device], nics: Sequence[Peripheral]) -> list[Link]:
-    """Those between devices, the slowest first so that none hides a faster one; those of the cards before them."""
+    """Links of cards, then those between devices, the slowest first so that none hides a faster one."""
     labels = {device.label for device in devices}
     ways = [near for nic in nics if len(near := _nearest(node, nic)) <= _MOST_WAYS]
     of_nics = [link for near in ways for link in near if link.label != "NODE" and link.ends[0] in labels]

@@ -1,8 +1,10 @@
-"""The names of the algorithms that sum gradients."""
+"""The algorithms that sum gradients: their names, and what rooms without tensors have to know of them."""
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 AlgorithmName = Literal[
     "auto",
@@ -17,6 +19,48 @@ AlgorithmName = Literal[
 ]
 
 
+@dataclass(frozen=True)
+class AlgorithmFacts:
+    """How an algorithm differs from the others, besides its formula."""
+
+    has_levels: bool = False
+    """Whether it adds up inside nodes first; there values travel as they are in any wire format."""
+    ignores_wire: bool = False
+    """Whether values travel as they are everywhere."""
+    is_candidate: bool = False
+    """Whether "auto" may choose it between nodes; one that has levels, only where a node has several workers."""
+
+
+ALGORITHM_FACTS: dict[AlgorithmName, AlgorithmFacts] = {
+    "all_reduce": AlgorithmFacts(is_candidate=True),
+    "all_to_one": AlgorithmFacts(),
+    "parameter_server": AlgorithmFacts(),
+    "parameter_server_two_level": AlgorithmFacts(has_levels=True),
+    "ring": AlgorithmFacts(is_candidate=True),
+    "halving_doubling": AlgorithmFacts(is_candidate=True),
+    "hierarchical": AlgorithmFacts(has_levels=True, is_candidate=True),
+    "tree_exact": AlgorithmFacts(ignores_wire=True),
+}
+
+
 def algorithm_names() -> tuple[AlgorithmName, ...]:
     """Every algorithm there is; "auto" is a choice among them."""
-    return tuple(name for name in get_args(AlgorithmName) if name != "auto")
+    return tuple(ALGORITHM_FACTS)
+
+
+def automatic_candidates(workers_per_node: Sequence[int], *, shares_memory: bool) -> list[AlgorithmName]:
+    """The algorithms among which "auto" chooses: the backend's own first, then those that know of nodes.
+
+    Args:
+        workers_per_node: of each node.
+        shares_memory: whether the workers of a node add up in memory that they share. Where they do not, nothing is
+            faster inside a node than the backend, which knows the links there best.
+    """
+    if len(workers_per_node) == 1:
+        return ["all_reduce", "hierarchical"] if shares_memory else ["all_reduce"]
+    names = [
+        name
+        for name, facts in ALGORITHM_FACTS.items()
+        if facts.is_candidate and (not facts.has_levels or max(workers_per_node) > 1)
+    ]
+    return sorted(names, key=lambda name: (name != "all_reduce", not ALGORITHM_FACTS[name].has_levels))

@@ -27,7 +27,7 @@ class Device:
 
     kind: DeviceKind
     index: int = field(metadata=NOT_NEGATIVE)
-    """As in CUDA_DEVICE_ORDER=PCI_BUS_ID."""
+    """The number of the device in the order of CUDA_DEVICE_ORDER=PCI_BUS_ID."""
     name: str
     memory_bytes: int = field(metadata=NOT_NEGATIVE)
     uuid: str = ""
@@ -163,7 +163,7 @@ class JobTiming:
     sums: tuple[SumTiming, ...] = ()
     """Timings with all workers at once, in the job's wire format; empty if not measured."""
     load: MachineLoad | None = None
-    """What else the processors did while passes were timed; None: nobody looked, or the system does not tell."""
+    """What else the processors did while passes were timed; None: it was not measured, or the system does not tell."""
     num_samples: int | None = at_least(1, None)
     """Samples of the training set, that is of an epoch."""
 

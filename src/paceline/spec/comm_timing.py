@@ -13,12 +13,11 @@ from paceline.spec.cluster import DeviceKind
 from paceline.spec.codec import NOT_NEGATIVE, POSITIVE, JsonValue, above, at_least, between
 from paceline.spec.job import MOST_SAMPLES, MOST_WORKERS
 from paceline.spec.machine_load import MachineLoad
+from paceline.spec.wire import WireName
 
 TIMINGS_FILE = "timings.json"
 """The file name of `CommTimings` in a benchmark's folder."""
 
-WireName = Literal["float32", "bfloat16", "float16", "int8"]
-"""The wire format; "float32" sends values unchanged."""
 VectorType = Literal["float32", "bfloat16", "float16", "float64"]
 """The type of the values that are summed."""
 NodeOrder = Literal["by_node", "alternating"]
@@ -41,7 +40,7 @@ class CommCase:
 
 
 def message_sizes(min_bytes: int = SMALLEST_BYTES, max_bytes: int = LARGEST_BYTES) -> tuple[int, ...]:
-    """From one to the other in steps of 4; the last step may be longer, up to 8, so that it ends where it should.
+    """Sizes in bytes from the smallest to the largest in steps of 4; the last step may be longer, up to 8.
 
     Raises:
         JobError: a smallest size of less than 1.
@@ -137,7 +136,7 @@ class CommTimings(JsonValue):
     left_out: tuple[UntimedCases, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     machine_load: MachineLoad | None = None
-    """What else the processors did meanwhile; None: nobody looked, or the system does not tell."""
+    """What else the processors did meanwhile; None: it was not measured, or the system does not tell."""
 
     @property
     def world_size(self) -> int:

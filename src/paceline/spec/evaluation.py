@@ -22,7 +22,7 @@ class EarlyStoppingSpec:
     patience: int = at_least(1, 5)
     """How many evaluations in a row may be no better before the run ends."""
     min_change: float = at_least(0, 0.0)
-    """By how much the metric has to be better than the best before to count."""
+    """The least improvement over the best value before that counts."""
     mode: Mode = "auto"
     """Whether smaller ("min") or larger values ("max") are better; "auto": smaller ones where the metric's name says
     loss, error or perplexity."""
@@ -48,7 +48,7 @@ def smaller_is_better(metric: str, mode: Mode) -> bool:
 def best_place(values: Sequence[float], metric: str, mode: Mode = "auto", min_change: float = 0.0) -> int | None:
     """The place of the best of a metric's values; None if none is finite.
 
-    Of equals it is the first; a later one has to be better by more than `min_change`.
+    The first of equal values; a later one must be better by more than `min_change`.
     """
     sign = -1.0 if smaller_is_better(metric, mode) else 1.0
     best: int | None = None

@@ -88,7 +88,7 @@ class Forecast(JsonValue):
     reason: str
     """One sentence or a few."""
     bend: str
-    """From which number of devices on a further device adds little, and why."""
+    """The number of devices beyond which a further one adds little, and why."""
     strategy: tuple[str, ...] = ()
     """Two lines each about the best mesh on the recommended devices and the next best."""
     simulated: tuple[SimulatedRow, ...] = ()

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from paceline.errors import JobError, shortened, shown
 from paceline.regular_files import read_text
@@ -15,6 +15,7 @@ from paceline.spec.codec import PLAIN, JsonValue, above, at_least, between
 from paceline.spec.evaluation import EarlyStoppingSpec, Mode
 from paceline.spec.micro_batch import MicroBatchSize, parse_micro_batch
 from paceline.spec.optim import OptimSpec
+from paceline.spec.wire import CompressorName, WireName
 
 Parity = Literal["numeric", "bitwise"]
 Precision = Literal["auto", "float32", "bfloat16", "float16", "float64"]
@@ -81,7 +82,7 @@ class AggregationSpec:
     method: Literal["every_step", "local_sgd", "diloco", "parameter_server_async"] = "every_step"
     """When gradients are summed: every step; or weights are averaged every few steps ("local_sgd", "diloco"); or
     servers update asynchronously."""
-    wire: Literal["float32", "bfloat16", "float16", "int8", "powersgd", "topk", "randomk", "auto-lossy"] = "float32"
+    wire: Literal[WireName, CompressorName, "auto-lossy"] = "float32"
     """The wire format; "auto-lossy": the elementwise format that is fastest at the start of the run."""
     powersgd_rank: int = at_least(1, 2)
     """The rank of the matrices that "powersgd" sends."""
@@ -90,10 +91,10 @@ class AggregationSpec:
     sync_every: int = at_least(1, 16)
     """Steps between two outer steps, with local_sgd and diloco."""
     sync_inside_nodes: bool = False
-    """With local_sgd and diloco: the workers of one node synchronise every step, the nodes every
-    `sync_every` steps."""
+    """Whether the workers of one node synchronise every step, and nodes every `sync_every` steps, with local_sgd and
+    diloco."""
     overlap_steps: int = at_least(0, 0)
-    """With local_sgd and diloco: steps that workers train on while the sums of an outer step are sent; 0: they wait."""
+    """Steps that workers train on while the sums of an outer step are sent, with local_sgd and diloco; 0: they wait."""
     outer_lr: float = above(0, 0.7)
     """The learning rate of outer steps, with diloco."""
     outer_momentum: float = between(0, 1, 0.9)
@@ -116,6 +117,11 @@ class AggregationSpec:
                 f"{self.sync_every}: the sums of an outer step arrive before the next one begins."
             )
 
+    @property
+    def compresses(self) -> bool:
+        """Whether less than all values is sent, and the rest in later steps."""
+        return self.wire in get_args(CompressorName)
+
 
 @dataclass(frozen=True)
 class CheckpointSpec:
@@ -125,7 +131,7 @@ class CheckpointSpec:
     """Write model.safetensors into the run folder at the end."""
     dir: str | None = None
     """Where checkpoints go: a folder that all nodes see, or an address such as s3://bucket/run. None: with the run's
-    results; a script of one's own then keeps none."""
+    results; a user's own script then keeps none."""
     every_minutes: float | None = above(0, 2.0)
     """Minutes between checkpoints; None: not by time."""
     every_steps: int | None = at_least(1, None)
@@ -262,13 +268,13 @@ class Job(JsonValue):
                 f"nonfinite = 'rollback' needs aggregation.method = 'every_step'; with {self.aggregation.method!r} "
                 "workers do not see the same gradients. Use nonfinite = 'skip'."
             )
-        if self.precision == "float16" and self.aggregation.wire in ("powersgd", "topk", "randomk"):
+        if self.precision == "float16" and self.aggregation.compresses:
             raise JobError(
                 f"aggregation.wire = {self.aggregation.wire!r} sends the rest of a gradient in later steps, when "
                 "float16 may scale losses differently; use precision = 'bfloat16' or another wire."
             )
         if self.aggregation.method == "parameter_server_async" and (
-            self.precision == "float16" or self.optim.clip_norm is not None or self.norm != "shard"
+            self.precision == "float16" or self.optim.clips or self.norm != "shard"
         ):
             raise JobError(
                 "aggregation.method = 'parameter_server_async' computes virtual shards and updates slices of the "
@@ -399,7 +405,7 @@ def _parse_setting(setting: str) -> dict[str, Any]:
 
 
 def _parse_toml(text: str) -> dict[str, Any]:
-    """Raises `ValueError`, whatever is wrong with it; `tomllib.TOMLDecodeError` if it is no TOML."""
+    """The mapping of a TOML text. Raises `ValueError` for any mistake; `tomllib.TOMLDecodeError` if it is no TOML."""
     try:
         return tomllib.loads(text)
     except RecursionError:

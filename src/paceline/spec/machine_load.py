@@ -18,9 +18,9 @@ class MachineLoad:
     num_cores: int = field(metadata=POSITIVE)
     """Cores that the measurement could use."""
     other_cores: float = field(metadata=NOT_NEGATIVE)
-    """Those that other programs kept busy."""
+    """Cores that other programs kept busy."""
     stolen_cores: float = field(metadata=NOT_NEGATIVE)
-    """Those that the machine's host gave to other virtual machines."""
+    """Cores that the machine's host gave to other virtual machines."""
     throttled: tuple[str, ...] = ()
     """A sentence for each GPU that ran slower than it could."""
 

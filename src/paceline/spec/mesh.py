@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +12,9 @@ AxisName = Literal["pp", "dp", "fsdp", "tp"]
 AXES: tuple[AxisName, ...] = ("pp", "dp", "fsdp", "tp")
 """The order in which ranks are laid out: neighbours in the last axis are neighbours in rank, so the axis that sends
 most gets the fastest links (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 3.2)."""
+
+DATA_AXES: tuple[AxisName, ...] = ("dp", "fsdp")
+"""The axes among which the global batch is divided; workers along the others have the same samples."""
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
@@ -32,7 +36,7 @@ class Mesh:
 
     @property
     def num_workers(self) -> int:
-        return self.dp * self.fsdp * self.tp * self.pp
+        return math.prod(map(self.degree, AXES))
 
     @property
     def num_assignments(self) -> int:
@@ -40,7 +44,8 @@ class Mesh:
         return self.dp * self.fsdp
 
     def degree(self, axis: AxisName) -> int:
-        return {"dp": self.dp, "fsdp": self.fsdp, "tp": self.tp, "pp": self.pp}[axis]
+        degree: int = getattr(self, axis)
+        return degree
 
     def place(self, rank: int) -> dict[AxisName, int]:
         """The coordinates of a rank on all axes."""
@@ -56,13 +61,12 @@ class Mesh:
 
     def leads_assignment(self, rank: int) -> bool:
         """Whether a rank is the first of the ranks with the same samples."""
-        place = self.place(rank)
-        return place["tp"] == place["pp"] == 0
+        return all(place == 0 for axis, place in self.place(rank).items() if axis not in DATA_AXES)
 
     @property
     def is_plain(self) -> bool:
         """Whether every worker holds a whole replica."""
-        return self.fsdp == self.tp == self.pp == 1
+        return self.num_workers == self.dp
 
     def __str__(self) -> str:
         data = "fsdp" if self.zero_stage == 3 else f"zero{self.zero_stage}:"

@@ -8,12 +8,12 @@ import re
 
 from paceline.errors import JobError, shortened
 from paceline.spec.job import Job
-from paceline.spec.mesh import Mesh
+from paceline.spec.mesh import AXES, Mesh
 
 STRATEGIES = ("dp", "fsdp", "zero1", "zero2", "hsdp", "pp", "tp", "dp_one_process")
 """The strategies with a name; others are meshes such as "dp2 x pp2"."""
 
-_TERM = re.compile(r"(dp|fsdp|zero[123]|tp|pp):?([0-9]{0,7})")
+_TERM = re.compile(rf"({'|'.join(AXES)}|zero[123]):?([0-9]{{0,7}})")
 
 
 def num_named(text: str) -> int:
@@ -88,7 +88,7 @@ def check_mesh(job: Job, mesh: Mesh | None) -> None:
         (f"aggregation.method = '{spec.method}'", "'every_step'", spec.method != "every_step"),
         ("norm = 'sync'", "norm = 'shard'", job.norm == "sync"),
         ("precision = 'float16'", "precision = 'bfloat16'", job.precision == "float16"),
-        (f"aggregation.wire = '{spec.wire}'", "a wire format of fixed size", spec.wire in _LOOK_AT_WHOLE_GRADIENTS),
+        (f"aggregation.wire = '{spec.wire}'", "a wire format of fixed size", spec.compresses),
     )
     if job.parity == "bitwise":
         _check_bitwise(job, mesh)
@@ -106,6 +106,3 @@ def _check_bitwise(job: Job, mesh: Mesh) -> None:
             f"parity = 'bitwise' needs channels_last = false with {mesh}: shards have the plain format, whose kernels "
             "may round differently; use channels_last = false, or the strategy dp."
         )
-
-
-_LOOK_AT_WHOLE_GRADIENTS = ("powersgd", "topk", "randomk")

@@ -39,7 +39,7 @@ class LayerCost:
         return self.num_tensor_slices >= degree and self.num_tensor_slices % degree == 0
 
     def tensor_shards(self, degree: int) -> int:
-        """Among how many workers of a tensor group its computation and parameters are divided."""
+        """The number of workers of a tensor group among which the layer's computation and parameters are divided."""
         return degree if self.is_sharded_by(degree) else 1
 
 

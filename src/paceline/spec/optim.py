@@ -11,7 +11,7 @@ from paceline.spec.codec import PLAIN, above, at_least, between
 
 @dataclass(frozen=True)
 class SchedulerSpec:
-    """A learning-rate scheduler of torch, transformers or one's own, beside the schedule in samples."""
+    """A learning-rate scheduler of torch, of transformers or of the user, beside the schedule in samples."""
 
     name: str | None = None
     """An import path, such as "torch.optim.lr_scheduler:OneCycleLR", called with the optimizer and `options`."""
@@ -81,6 +81,11 @@ class OptimSpec:
             raise JobError("optim.schedule = 'step' needs optim.step_epochs, such as [15, 25].")
         if list(self.step_epochs) != sorted(self.step_epochs):
             raise JobError(f"optim.step_epochs = {shown(list(self.step_epochs))} should be in ascending order.")
+
+    @property
+    def clips(self) -> bool:
+        """Whether gradients are clipped."""
+        return self.clip_norm is not None
 
     @property
     def state_copies(self) -> int:

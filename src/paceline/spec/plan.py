@@ -66,7 +66,7 @@ class Plan(JsonValue):
     """How the axis tp shards modules, such as {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}; None: the
     model's own tensor plan, or one that is found."""
     sequence_parallel: bool = False
-    """Between the layers that a tensor axis divides, each of its workers keeps a slice of the positions."""
+    """Whether each worker of a tensor axis keeps a slice of the positions between the layers that the axis divides."""
     cpu_offload: bool = False
     """Keep sharded parameters and optimizer state in CPU memory while they are not in use."""
     devices_in_process: int = at_least(1, 1)

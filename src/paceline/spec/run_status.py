@@ -51,7 +51,7 @@ class RunStatus:
     time: float = field(metadata=NOT_NEGATIVE)
     """Seconds since the epoch."""
     workers: tuple[WorkerStatus, ...]
-    """By rank."""
+    """The status of each worker, by rank."""
 
     @classmethod
     def load(cls, path: Path) -> RunStatus | None:

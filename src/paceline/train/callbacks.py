@@ -34,7 +34,7 @@ class Callback:
         """Before the first step, or the first after a resume."""
 
     def step_made(self, training: Training, loss: Tensor) -> None:
-        """After every optimizer update; `loss` is that of the global batch, on the device."""
+        """After every optimizer update; `loss`, a scalar on the device, is that of the global batch."""
 
     def evaluated(self, training: Training, metrics: Mapping[str, float]) -> None:
         """After every evaluation on the test set."""

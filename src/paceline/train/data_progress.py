@@ -43,7 +43,7 @@ class Batch:
 
     @property
     def own_shards(self) -> tuple[NDArray[np.int64], ...]:
-        """The numbers of the samples of each of this worker's shards; without any, the first of the batch stands in."""
+        """The numbers of the samples of each of this worker's shards, 1-D; without any, the batch's first stands in."""
         ends = itertools.accumulate(self.assignment.sizes, initial=self.assignment.span[0])
         return tuple(self.samples[start:stop] for start, stop in itertools.pairwise(ends)) or (self.samples[:1],)
 
@@ -229,7 +229,7 @@ class DataProgress:
         return divmod(index, self._order_of(self._epoch).num_batches)
 
     def samples(self, index: int) -> NDArray[np.int64]:
-        """The numbers of the samples of a global batch, by its number in a job whose epochs are equally long."""
+        """The numbers of the samples, 1-D, of a global batch, by its number in a job whose epochs are equally long."""
         epoch, number = self.place(index)
         return self._order_of(epoch).batch(number)
 

@@ -30,7 +30,7 @@ def skips_on_device(optimizer: Optimizer) -> bool:
 
 @contextmanager
 def left_out_where(optimizer: Optimizer, is_bad: Tensor) -> Iterator[None]:
-    """Inside, an optimizer that `skips_on_device` makes its update where `is_bad`, a float32 scalar, is 0, not 1."""
+    """A context in which an optimizer that `skips_on_device` updates where `is_bad`, a float32 scalar, is 0, not 1."""
     for one in parts_of(optimizer):
         one.found_inf = is_bad  # type: ignore[attr-defined]
     try:

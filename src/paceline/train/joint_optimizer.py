@@ -48,7 +48,7 @@ class JointOptimizer(Optimizer):
             one.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """As one optimizer's: parameters are numbered through all groups."""
+        """The state of all parts as one optimizer's: parameters are numbered through all groups."""
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         first = 0

@@ -60,7 +60,8 @@ def train(
         steps_per_epoch = -(-len(train_set) // job.global_batch_size)
 
         journal = Journal(run, output)
-        callbacks = [journal, Scheduling(run, steps_per_epoch), EarlyStopping(job, METRICS)]
+        scheduling = [] if job.optim.scheduler.name is None else [Scheduling(run, steps_per_epoch)]
+        callbacks = [journal, *scheduling, EarlyStopping(job, METRICS)]
         training = Training(
             run,
             callbacks,

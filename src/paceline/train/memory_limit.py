@@ -27,7 +27,7 @@ _STATUS = Path("/proc/self/status")
 
 @contextmanager
 def memory_limit(limit_bytes: int | None, device: torch.device, model: nn.Module) -> Iterator[None]:
-    """Inside, `model` and what training it takes may use so many bytes.
+    """A context in which `model`, and all that training it needs, may use at most `limit_bytes`; None: any number.
 
     On a CPU they count from now on: what else the process holds does not count, as it would not on a GPU.
 

@@ -17,7 +17,6 @@ from paceline.data import Loading, SampleRequest
 from paceline.errors import JobError, ModelError
 from paceline.parallel import AnyShard, Assignment, Companions, StepInput
 from paceline.parallel.assignment import shard_sizes
-from paceline.parallel.dtensor import clip_gradients
 from paceline.parallel.losses import StepLoss
 from paceline.parallel.micro_batch import is_out_of_memory
 from paceline.samples import Readings, Samples
@@ -27,6 +26,7 @@ from paceline.train.data_progress import Batch
 from paceline.train.device_skip import left_out_where, skips_on_device, spoil_gradients_where, tell_scaler
 from paceline.train.nonfinite import NonFiniteGuard
 from paceline.train.numerics import LossFn, loss_name
+from paceline.train.optim import clip
 from paceline.train.preparation import Prepared
 from paceline.train.reading import DatasetReader
 from paceline.train.schedule import lr_factor
@@ -168,7 +168,7 @@ class ModelStepper:
         self, pending: Pending, content: Any, step_input: StepInput, optimizer: Optimizer, loss: Tensor
     ) -> None:
         """Make an update by the gradients that are in `.grad`, unless they are not finite."""
-        trained, batch, clip_norm = self.trained, pending.batch, self._state.job.optim.clip_norm
+        trained, batch, optim = self.trained, pending.batch, self._state.job.optim
         engine, scaler = trained.engine, trained.precision.scaler
         if optimizer is not trained.optimizer:
             self._forget_others(optimizer)
@@ -189,10 +189,10 @@ class ModelStepper:
                 left_out = left_out_where(optimizer, is_bad)
         else:
             is_made = self._guard.allows_update(pending.index, loss, norm, batch.samples)
-        if is_made and clip_norm is not None:
+        if is_made and optim.clips:
             whole = norm() / scaler.scale(torch.ones((), device=self._device))
             scaler.unscale_(optimizer)
-            clip_gradients(trained.model.parameters(), clip_norm, whole)
+            clip(optim, trained.model.parameters(), lambda: whole)
             if not engine.holds_all and not self._guard.needs_norm:
                 self.session.check_peers()  # the norm was a sum of all workers' too
         self._begin_change()
@@ -238,11 +238,10 @@ class ModelStepper:
 
     def _gradients_again(self, step_input: StepInput) -> Tensor:
         """Compute the step's gradient at the weights as they are now; returns its loss."""
-        trained, clip_norm = self.trained, self._state.job.optim.clip_norm
+        trained = self.trained
         trained.optimizer.zero_grad(set_to_none=True)
         loss = trained.engine.gradients(replace(step_input, take_norms=None)).loss
-        if clip_norm is not None:
-            clip_gradients(trained.model.parameters(), clip_norm, trained.engine.gradient_norm())
+        clip(self._state.job.optim, trained.model.parameters(), trained.engine.gradient_norm)
         return loss
 
     def _any_shard(self, pending: Pending, content: Any, loss_fn: LossFn) -> AnyShard:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.dtensor_type import is_dtensor
 from paceline.errors import JobError, did_you_mean
 from paceline.import_path import checked_options, imported, takes
+from paceline.parallel.dtensor import clip_gradients
 from paceline.spec import Job, Mesh, OptimSpec
 from paceline.spec.optim import SchedulerSpec
 from paceline.train.joint_optimizer import parts_of
@@ -171,6 +172,16 @@ def ends_with_epochs(job: Job) -> bool:
         return job.optim.schedule in ("cosine", "linear")
     make = imported(spec.name, "optim.scheduler.name")
     return any(takes(make, name) and name not in spec.options for name in _TOTALS)
+
+
+def clip(optim: OptimSpec, parameters: Iterable[Tensor], norm: Callable[[], Tensor]) -> None:
+    """Clip the gradients of `parameters` as the job says, in place, once they are no longer scaled.
+
+    Args:
+        norm: returns the norm of the whole model's gradient, a scalar; called only where the job needs it.
+    """
+    if optim.clip_norm is not None:
+        clip_gradients(parameters, optim.clip_norm, norm())
 
 
 def optimizer_class(name: str) -> Callable[..., Any]:

@@ -58,7 +58,7 @@ class Progress:
         self._redirected = contextlib.ExitStack()
 
     def step(self, position: StepPosition, loss: Tensor) -> None:
-        """One step is done. Its loss, which on a GPU takes waiting for, is read only when a line is due."""
+        """Note a step and its loss, a scalar, which is read only when a line is due: on a GPU that waits."""
         if not self.is_shown:
             return
         now = time.perf_counter()

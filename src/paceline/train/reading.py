@@ -32,7 +32,7 @@ class DatasetReader:
         self._readers: WeakKeyDictionary[ArraySet, ArrayReader] = WeakKeyDictionary()
 
     def read(self, dataset: Any, epoch: int, indices: Iterable[NDArray[Any]], *, train: bool) -> Iterator[Any]:
-        """For each array of `indices` the batch of the samples with these numbers; augmented if `train` is set."""
+        """For each array of `indices`, 1-D, the batch of the samples with these numbers; augmented if `train`."""
         loading = Loading(dataset, num_workers=self._job.data.loader_workers)
         requests = (SampleRequest((samples,)) for samples in indices)
         return (contents[0] for contents in self._contents(loading, epoch, requests, train))

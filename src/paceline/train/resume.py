@@ -19,7 +19,7 @@ from paceline.object_collectives import broadcast_object, scatter_objects
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint, as far as this worker needs it."""
+    """The part of a checkpoint that this worker needs."""
 
     name: str
     shared: dict[str, Any]

@@ -177,7 +177,7 @@ class Run(RunView):
         return prepared.trained.engine.module, optimizer
 
     def _add(self, name: str, prepared: Prepared, plan: Plan) -> None:
-        """Train a prepared model from now on, gone on from a checkpoint if there is one."""
+        """Train a prepared model from now on, from the state in a checkpoint if there is one."""
         self._models.add(name, prepared.trained)
         if self._prepared is None:
             self.plan = dataclasses.replace(plan, algorithm=prepared.algorithm)
@@ -202,7 +202,7 @@ class Run(RunView):
             seed_between_steps(self.job.seed, self.steps, self.device)
 
     def _open_session(self) -> Session:
-        """What runs beside the steps, gone on from a checkpoint if there is one."""
+        """Open what runs beside the steps, and resume from a checkpoint if there is one."""
         state = RunState(self.job, self._progress, self._noise, self._models, self._kept, self.metrics)
         say = lambda text: self.say(text)  # noqa: E731 - whatever that is then
         session = Session(state, self.plan, self.world, self._heartbeat, say, self.notes, self.stopping)

@@ -38,15 +38,15 @@ class RunView:
         return self._progress.epochs()
 
     def consensus(self) -> AbstractContextManager[None]:
-        """Inside, the model holds what all workers agree on, the same on every one: the mean of their weights where
-        they synchronise only every few steps. Training then continues unchanged. `evaluate` enters it by itself.
+        """A context in which the model is the same on every worker: the mean of their weights where they synchronise
+        every few steps only. Training then continues unchanged. `evaluate` enters it by itself.
 
         A collective: every worker has to enter it.
         """
         return self.engine.consensus()
 
     def whole_state(self, model: nn.Module | None = None) -> dict[str, Tensor]:
-        """The whole model's state_dict. A collective; where the model is spread, rank 0 alone gets it.
+        """The whole model's state_dict, in whole shapes. A collective; where the model is spread, rank 0 alone gets it.
 
         Args:
             model: which of several models that are trained; None: the first.

@@ -31,7 +31,7 @@ class GlobalBatches:
     def of_epoch(
         self, loading: Loading, epoch: int, samples_per_epoch: int | None, *, reads_assignment: bool
     ) -> Iterator[tuple[Batch, Any]]:
-        """Those of an epoch that remain. A collective.
+        """The global batches that remain of an epoch, each with this worker's content. A collective.
 
         Args:
             samples_per_epoch: by which schedules count the epochs of a stream; None: its own length, if it has one.

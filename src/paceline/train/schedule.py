@@ -29,7 +29,7 @@ class LearningRates:
 
     @contextmanager
     def at_base(self) -> Iterator[Optimizer]:
-        """Inside, the optimizer has its base rates."""
+        """A context in which the optimizer has its base rates."""
         rates = [group["lr"] for group in self._optimizer.param_groups]
         self._write(self._base)
         try:

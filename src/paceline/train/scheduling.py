@@ -11,22 +11,20 @@ from paceline.train.training import Training
 
 
 class Scheduling(Callback):
-    """Moves the scheduler of a job, if it has one."""
+    """Moves the scheduler of a job that has one."""
 
     def __init__(self, run: Run, steps_per_epoch: int) -> None:
-        self._steps_per_epoch = steps_per_epoch
-        self._spec = spec = run.job.optim.scheduler
-        if spec.name is not None:
-            # Of the whole job: max_steps ends a run early and leaves its schedule alone, as that in samples.
-            times = run.job.epochs * (1 if spec.every == "epoch" else steps_per_epoch)
-            self._scheduler = build_scheduler(spec, run.optimizer, times)
-            run.keep("scheduler", self._scheduler)
+        spec = run.job.optim.scheduler
+        self._steps_per_epoch, self._every = steps_per_epoch, spec.every
+        # Of the whole job: max_steps ends a run early and leaves its schedule alone, as that in samples.
+        times = run.job.epochs * (1 if spec.every == "epoch" else steps_per_epoch)
+        self._scheduler = build_scheduler(spec, run.optimizer, times)
+        run.keep("scheduler", self._scheduler)
 
     def step_made(self, training: Training, loss: Tensor) -> None:  # noqa: ARG002 - an event's arguments
-        if self._spec.name is not None and self._spec.every == "step":
+        if self._every == "step":
             self._scheduler.step()
 
     def epoch_ended(self, training: Training) -> None:
-        is_complete = training.run.steps % self._steps_per_epoch == 0
-        if self._spec.name is not None and self._spec.every == "epoch" and is_complete:
+        if self._every == "epoch" and training.run.steps % self._steps_per_epoch == 0:  # the epoch is complete
             self._scheduler.step()

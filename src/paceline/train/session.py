@@ -166,7 +166,7 @@ class RunState:
             self.models.put_one(name, found.shared, found.own, hyper=not self._changes(found.shared)[1])
 
     def _changes(self, shared: dict[str, Any]) -> tuple[Job, list[str]]:
-        """The job that a checkpoint is of, and how it differs from this one in what decides the result."""
+        """The job of a checkpoint, and its differences from this run's job that change the result."""
         # Converted to a job: keys of a later release get their defaults.
         before = Job.from_mapping(shared["job"])
         changes = differences(before.to_mapping(), self.job.to_mapping())

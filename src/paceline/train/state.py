@@ -109,7 +109,7 @@ class Names:
     """What the parameters of an optimizer are called in the whole model."""
 
     groups: tuple[tuple[str, ...], ...]
-    """Those of each of its groups, in the group's order."""
+    """The names of the parameters of each group, in the group's order."""
     first: Mapping[str, str]
     """The name that counts of a parameter, by each of its names: a tied one has several, and the first counts."""
 

@@ -136,7 +136,7 @@ class Stepper:
 
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[None]:
-        """Inside, the run can be saved as it is: nothing of the last step is half done."""
+        """A context in which the run can be saved as it is: the last step is complete."""
         before, self._is_finished = self._is_finished, True
         yield
         self._is_finished = before

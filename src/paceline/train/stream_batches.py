@@ -1,4 +1,4 @@
-"""Global batches of a stream, whose length nobody knows: workers tell each other how many samples each has read.
+"""Global batches of a stream of unknown length: workers tell each other how many samples each has read.
 
 They do so one step ahead: while a batch is trained on, the next one is read and its sizes travel. So no worker waits
 for them, all divide a short batch by the same number of samples, and all know together when the epoch has ended.

@@ -25,7 +25,7 @@ from paceline.train.process_group import World
 NUM_PROJECTIONS = 8
 
 Whole = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-"""From the tensors of a model that this worker holds to all of the model's, unsharded: `Engine.whole`."""
+"""Makes all tensors of a model, unsharded, from those that this worker holds: `Engine.whole`."""
 
 
 class ParityTracer:

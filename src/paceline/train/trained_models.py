@@ -69,7 +69,7 @@ class TrainedModels:
     # --- checkpoints ---
 
     def take(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """As `Trained.take`, of all models."""
+        """What `Trained.take` returns, for all models."""
         shared, own = self.first.take()
         others = {name: trained.take() for name, trained in list(self.by_name.items())[1:]}
         if others:
@@ -83,13 +83,16 @@ class TrainedModels:
         return shared, own
 
     def put(self, shared: Mapping[str, Any], own: Mapping[str, Any], *, hyper: bool) -> None:
-        """As `Trained.put`, of all models."""
+        """Give all models their states, as `Trained.put` does for one."""
         for name in self.by_name:
             self.put_one(name, shared, own, hyper=hyper)
 
     def put_one(self, name: str, shared: Mapping[str, Any], own: Mapping[str, Any], *, hyper: bool) -> None:
-        """As `Trained.put`, of the model with this name. Raises `CheckpointError` where it is of another model or
-        optimizer, or the checkpoint has no such model."""
+        """Give the model with this name its state, as `Trained.put` does.
+
+        Raises:
+            CheckpointError: the state is of another model or optimizer, or the checkpoint has no such model.
+        """
         trained = self.by_name[name]
         if trained is self.first:
             mine = {kind: {key: one for key, one in own.get(kind, {}).items() if key != "models"} for kind in own}
@@ -105,7 +108,7 @@ class TrainedModels:
         trained.put(kept[name], of_others, hyper=hyper)
 
     def own_shards(self, shared: dict[str, Any]) -> dict[str, Any]:
-        """As `Trained.own_shards`, of the models that are known by now."""
+        """What `Trained.own_shards` returns, for the models that are known by now."""
         kept = shared.get("models", {})
         mine = {name: self.by_name[name].own_shards(kept[name]) for name in kept if name in self.by_name}
         found = self.first.own_shards(shared)

@@ -89,7 +89,7 @@ class Training:
         self._compare_and_agree()
 
     def step_made(self, epoch: int, loss: Tensor) -> None:
-        """After every step."""
+        """Tell callbacks of a step of `epoch` with this loss, a scalar on the device; evaluate and save if due."""
         self.epoch, self.is_between_epochs = epoch, False
         self._tell(lambda callback: callback.step_made(self, loss))
         if self.run.steps % self._steps_per_epoch == 0 or self.run.stopping.is_over:
@@ -121,7 +121,7 @@ class Training:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Those of the evaluation after the last step; empty if there was none."""
+        """The metrics of the evaluation after the last step; empty if there was none."""
         return self.evaluations[-1].metrics if self._is_evaluated else {}
 
     @property

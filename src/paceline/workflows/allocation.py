@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from paceline import env
 from paceline.errors import LaunchError, file_problems
@@ -19,11 +18,8 @@ from paceline.launch.fleet import Describe, Fleet
 from paceline.launch.forking import ForkServer
 from paceline.launch.messages import Hello
 from paceline.launch.node_list import NodeSlots
-from paceline.launch.ray import ray_argv, ray_nodes
-from paceline.launch.remote_team import NodeAccess, RemoteTeam, open_nodes
+from paceline.launch.remote_team import RemoteTeam, open_nodes
 from paceline.launch.run_workers import SAVE_S, run_workers
-from paceline.launch.slurm import allocation, srun_argv
-from paceline.launch.ssh import explain_ssh_failure, ssh_argv
 from paceline.launch.team import LaunchOptions, Output
 from paceline.launch.worker import run_program
 from paceline.measure.values import REQUEST_FILE
@@ -32,8 +28,9 @@ from paceline.regular_files import make_run_folder
 from paceline.run_lease import hold_folder
 from paceline.spec import Cluster, Device, Node, Plan
 from paceline.spec.codec import JsonValue, from_mapping
+from paceline.workflows.launchers import LAUNCHERS, chosen_launcher, node_access
 from paceline.workflows.strategy import PlanFor, check_may_shrink, largest_that_fits
-from paceline.workflows.where import Elastic, LauncherName, Where
+from paceline.workflows.where import Elastic, Where
 
 PRELOAD = ("paceline.train.loop", "torch._dynamo")
 """Slow-loading modules that every training needs; torch loads the last one when it wraps an optimizer."""
@@ -196,10 +193,11 @@ def _opened(where: Where, slots: Sequence[NodeSlots], shown: Sequence[Path]) -> 
         with contextlib.closing(ForkServer(PRELOAD)) as fork_server:
             yield Allocation(where, detect(), fork_server=fork_server)
         return
-    given = given_nodes(where.launcher)
-    # Ray lists the GPUs of a node; a node without an entry has none.
-    gpus = {node.address: node.num_workers or 0 for node in given} if where.launcher == "ray" else {}
-    slots = slots or given
+    launcher = LAUNCHERS[where.launcher]
+    listed = launcher.nodes()
+    # The launcher lists the GPUs of a node; a node without an entry has none.
+    gpus = {node.address: node.num_workers or 0 for node in listed} if launcher.reserves_gpus else {}
+    slots = slots or listed
     accesses = [node_access(where, node.address, gpus.get(node.address, 0)) for node in slots]
     image = ""
     if where.container is not None:
@@ -226,45 +224,9 @@ def allocation_on_paper(where: Where) -> Allocation:
     slots = where.named_hosts()
     where = replace(where, launcher=chosen_launcher(where.launcher, slots))
     if where.launcher == "slurm":
-        slots = slots or given_nodes("slurm")
+        slots = slots or LAUNCHERS["slurm"].nodes()
     here = detect()
     return Allocation(where, Cluster(tuple(_on_paper(here.nodes[0], host) for host in slots)) if slots else here)
-
-
-def chosen_launcher(launcher: LauncherName, slots: Sequence[NodeSlots]) -> LauncherName:
-    """The launcher that "auto" means."""
-    if launcher not in get_args(LauncherName):
-        raise LaunchError(f"There is no launcher {launcher!r}; use one of {', '.join(get_args(LauncherName))}.")
-    if launcher == "auto":
-        return "ssh" if slots else "local"
-    if launcher in ("local", "debug") and slots:
-        raise LaunchError(f"launcher = {launcher!r} runs on this node alone; leave hosts out.")
-    if launcher == "ssh" and not slots:
-        raise LaunchError("launcher = 'ssh' needs nodes: hosts = 'a:8,b:8', or a hosts_file.")
-    return launcher
-
-
-def given_nodes(launcher: LauncherName) -> tuple[NodeSlots, ...]:
-    """The nodes that a scheduler allocated to this command; this node if there is no scheduler."""
-    if launcher == "slurm":
-        return allocation(env.everything())
-    return ray_nodes() if launcher == "ray" else (NodeSlots(socket.gethostname()),)
-
-
-def node_access(where: Where, node: str, num_gpus: int = 0) -> NodeAccess:
-    """How the launcher runs a program on a node, in this working directory; only Ray asks how many GPUs it needs."""
-    here: dict[str, Any] = {"cwd": Path.cwd(), "environ": env.passed_on()}
-    access = NodeAccess(node, lambda program: program, python=where.python or sys.executable)
-    match where.launcher:
-        case "slurm":
-            return replace(access, argv=lambda program: srun_argv(node, program, **here))
-        case "ray":
-            return replace(access, argv=lambda program: ray_argv(node, program, num_gpus=num_gpus, **here))
-        case "ssh":
-            explain = lambda exit_code, stderr: explain_ssh_failure(exit_code, stderr, node)  # noqa: E731
-            return replace(access, argv=lambda program: ssh_argv(node, program, **here), explain=explain)
-        case _:
-            return access
 
 
 def with_num_workers(node: Node, slots: NodeSlots) -> Node:

@@ -17,9 +17,9 @@ from paceline.spec.comm_timing import (
     CommCase,
     CommRequest,
     CommTimings,
-    WireName,
     message_sizes,
 )
+from paceline.spec.wire import WireName
 from paceline.workflows.allocation import open_allocation
 from paceline.workflows.jobs import check_amounts, check_counts, check_words
 from paceline.workflows.run_folder import new_run_dir

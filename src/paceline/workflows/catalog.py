@@ -23,11 +23,11 @@ class JobKey:
     """A key of a job file."""
 
     name: str
-    """With its table, such as "optim.lr"."""
+    """The key with its table, such as "optim.lr"."""
     values: str
     """What it can be."""
     default: str
-    """As TOML; empty for a key that is left out by default."""
+    """The default value in TOML; empty for a key that is left out by default."""
     meaning: str
 
 

@@ -172,7 +172,7 @@ def export(checkpoint: str | Path, target: str | Path, *, force: bool = False, s
 
 @contextlib.contextmanager
 def open_checkpoints(place: Path | str) -> Iterator[tuple[Storage, list[str]]]:
-    """A place and the checkpoints there, whatever their state, oldest first; or the one that it is.
+    """A place and all checkpoints there, complete or not, oldest first; or the one that it is.
 
     Raises:
         CheckpointError: there are none, or the storage fails.

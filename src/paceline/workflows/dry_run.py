@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.launch.commands import Rendezvous, rendezvous_on_one_node, worker_commands
 from paceline.spec import Plan
-from paceline.workflows.allocation import node_access
+from paceline.workflows.launchers import node_access
 from paceline.workflows.where import Where
 
 

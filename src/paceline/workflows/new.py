@@ -1,4 +1,4 @@
-"""`paceline.new`: a job file or a script to begin one's own training from."""
+"""`paceline.new`: a job file or a script from which users begin their own training."""
 
 from __future__ import annotations
 

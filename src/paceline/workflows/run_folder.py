@@ -70,7 +70,7 @@ def finished_run(run_dir: Path, job: Job, max_steps: int | None, *, force: bool)
 def put_record_aside(run_dir: Path) -> None:
     """Give the record of a finished run, of which more is wanted, the number of its steps as a name.
 
-    The folder has to be held: a run that is about to end there looks for its own record.
+    The caller must hold the folder: a run that is about to end there looks for its own record.
     """
     file = run_dir / RECORD_FILE
     if file.exists():

@@ -48,7 +48,7 @@ class FittedSteps:
     learnt: tuple[tuple[str, str, str], ...]
     """What the rows tell of this job, in words: what, the usual value, and from where to where it may be."""
     warnings: tuple[str, ...]
-    """A sentence for each thing that looks wrong or that nobody measured."""
+    """A sentence for each thing that looks wrong or was not measured."""
 
     @property
     def rows(self) -> list[tuple[Placement, StepForecast, ForecastRow | None]]:

@@ -35,7 +35,7 @@ class Strategy:
     recompute: bool = False
     """Compute activations again in backward instead of keeping them."""
     sequence_parallel: bool = False
-    """Between layers divided by tp, each worker keeps a slice of the positions."""
+    """Whether each worker keeps a slice of the positions between layers divided by tp."""
     cpu_offload: bool = False
     """Keep sharded parameters in CPU memory while they are not used."""
 
@@ -115,7 +115,7 @@ class Strategy:
         check_fits(job, trace_model(job), Mesh(dp=num_devices), worker_memory_bytes(cluster, num_devices))
 
     def _check_options(self, mesh: Mesh | None) -> None:
-        if mesh is None or mesh.num_workers > 1:  # one worker shares nothing, whatever is said of it
+        if mesh is None or mesh.num_workers > 1:  # one worker shares nothing under any strategy
             has_pp, has_fsdp = mesh is not None and mesh.pp > 1, mesh is not None and mesh.fsdp > 1
             has_tp = mesh is not None and mesh.tp > 1
             needs = (

@@ -18,15 +18,15 @@ from paceline.spec.comm_timing import (
     CommRequest,
     CommTiming,
     CommTimings,
-    WireName,
     message_sizes,
 )
+from paceline.spec.wire import WIRE_FACTS, WireName
 from tests.sample_timings import sample_timings
 
 
 def test_it_can_name_whatever_there_is_to_time() -> None:
     assert set(algorithm_names()) == set(ALGORITHMS)
-    assert set(get_args(WireName)) == set(WIRE_FORMATS)
+    assert set(get_args(WireName)) == set(WIRE_FORMATS) == set(WIRE_FACTS)
 
 
 def test_values_that_are_summed_have_a_type_of_their_own() -> None:

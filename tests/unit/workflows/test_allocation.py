@@ -17,8 +17,9 @@ from paceline.plan.placement import spread
 from paceline.spec import Cluster, Device, Node, NodePlacement, Plan
 from paceline.spec.cluster import DeviceKind
 from paceline.workflows import allocation
-from paceline.workflows.allocation import allocation_on_paper, chosen_launcher, node_access, with_num_workers, with_room
+from paceline.workflows.allocation import allocation_on_paper, with_num_workers, with_room
 from paceline.workflows.dry_run import dry_run
+from paceline.workflows.launchers import chosen_launcher, node_access
 from paceline.workflows.where import Elastic, LauncherName, Where
 
 SLOTS = (NodeSlots("a", 2), NodeSlots("b", 2))

@@ -24,7 +24,7 @@ class NodeName:
     """To be put into /etc/hosts; empty where none is known."""
     has_peers: bool = False
     interface: str = ""
-    """That leads to the address."""
+    """The network interface that leads to the address."""
 
     @property
     def name(self) -> str:
@@ -41,7 +41,7 @@ class NodeName:
 
 @dataclass(frozen=True)
 class _Variable:
-    """An environment variable that names interfaces, which Gloo and NCCL then use whatever they are."""
+    """An environment variable that names interfaces; Gloo and NCCL then use these and no others."""
 
     name: str
     value: str

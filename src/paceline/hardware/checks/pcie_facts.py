@@ -19,7 +19,7 @@ class PcieFacts:
     """Bridges with access control on; None: lspci is missing or may not read them."""
     kernel_arguments: str = ""
     iommus: tuple[str, ...] = ()
-    """As /sys/class/iommu lists them; none: address translation is off."""
+    """The entries of /sys/class/iommu; none: address translation is off."""
     gpu_domains: dict[str, str] = field(default_factory=dict)
     """The type of each GPU's IOMMU group: "identity" passes addresses through, "DMA" and "DMA-FQ" translate."""
     is_virtual: bool = False

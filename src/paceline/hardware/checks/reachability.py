@@ -30,7 +30,7 @@ class ReachTest:
     """Why it failed; empty where it did not."""
     rtt_s: float = 0.0
     skew_s: float = 0.0
-    """By how much the target's clock is ahead, give or take half of `rtt_s`."""
+    """Seconds that the target's clock is ahead, give or take half of `rtt_s`."""
 
 
 def answer_until(asked_to_end: TextIO, address: str, out: TextIO) -> None:

@@ -30,7 +30,7 @@ class SystemFacts:
     """What the operating system tells of a node."""
 
     versions: dict[str, str] = field(default_factory=dict)
-    """By name: paceline, python, torch, and CUDA and NCCL where torch brings them."""
+    """Versions by name: paceline, python, torch, and CUDA and NCCL where torch brings them."""
     num_cores: int = 1
     """Cores that this process may run on."""
     quota_cores: float | None = None
@@ -39,7 +39,7 @@ class SystemFacts:
     governor: str = ""
     scaling_driver: str = ""
     limits: dict[str, ProcessLimit] = field(default_factory=dict)
-    """By their names in `ulimit`: nofile, nproc, memlock."""
+    """Limits by their names in `ulimit`: nofile, nproc, memlock."""
     load: MachineLoad | None = None
     """What other programs do on these cores; None: unknown."""
 

@@ -155,7 +155,7 @@ def place_of(model: nn.Module) -> torch.device:
 
 
 def generator_state(device: torch.device) -> Tensor:
-    """The state of torch's generators that `device` uses, as bytes in host memory."""
+    """The state of torch's generators that `device` uses: [num_bytes] uint8 in host memory."""
     state = torch.get_rng_state()
     if device.type == "cuda":
         state = torch.cat([state, torch.cuda.get_rng_state(device)])
@@ -163,7 +163,7 @@ def generator_state(device: torch.device) -> Tensor:
 
 
 def set_generator_state(state: Tensor, device: torch.device) -> None:
-    """Let torch's generators go on from a `generator_state`."""
+    """Put torch's generators into a state that `generator_state` returned, [num_bytes] uint8."""
     on_host = state.cpu()
     num_bytes = torch.get_rng_state().numel()
     torch.set_rng_state(on_host[:num_bytes].clone())

@@ -22,7 +22,8 @@ _SAME = 1e-3
 
 
 def check_stages(recording: Recording, stages: Sequence[Stage], example: ModelCall, device: torch.device) -> None:
-    """Raises `ModelError` where they do not, as where a value reaches a later stage that nobody saw.
+    """Raise `ModelError` if the stages compute something else than the model, as where a value reaches a later stage
+    unseen.
 
     What a stage does not have is NaN in it, so that nothing can be right by chance.
     """

@@ -32,7 +32,7 @@ def stage_limits(
     keeps as its output and the next as its input counts twice, and 16-bit precisions as 32 bits.
 
     Args:
-        memory_bytes: of one worker; infinite where nobody knows it.
+        memory_bytes: of one worker; infinite where it is unknown.
         optimizer_copies: numbers that the optimizer keeps for each parameter.
         micro_batch_share: a micro-batch, in those that the layers were measured with.
     """

@@ -107,7 +107,7 @@ class Step:
         self._expected = {source: list(self._messages(schedule[source])) for source in others}
         self._arriving: dict[PipelineMessage, Arrival] = {}
         self._handed_over: dict[PipelineMessage, list[Tensor]] = {}
-        """Between two stages of this worker."""
+        """Messages between two stages of this worker."""
         backwards = [action.stage for action in self._actions if action.kind != "forward"]
         self._backwards_left = {stage: backwards.count(stage) for stage in stages}
 

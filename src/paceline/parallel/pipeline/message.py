@@ -46,7 +46,7 @@ class TensorForm:
 
     @property
     def gradient(self) -> TensorForm:
-        """That of a tensor's gradient which lies in the same order, without gaps."""
+        """The form of the tensor's gradient, which lies in memory in the same order, without gaps."""
         if not self.strides:
             return TensorForm(self.shape, self.dtype)
         order = self._order
@@ -65,7 +65,7 @@ class TensorForm:
         return tensor[tuple(slice(length) for length in self._distinct)].permute(self._order).contiguous()
 
     def packed(self, device: torch.device) -> Tensor:
-        """Room for what `pack` returns."""
+        """An empty tensor of the shape and dtype that `pack` returns."""
         order, distinct = self._order, self._distinct
         return torch.empty([distinct[dim] for dim in order], dtype=self.dtype, device=device)
 
@@ -136,7 +136,7 @@ class MessageForm:
     """A message: tensors, which are sent, and other values, which the description itself holds."""
 
     values: list[Any]
-    """With a `TensorForm` in the place of every tensor, however nested."""
+    """The values, with a `TensorForm` in the place of every tensor, however deeply nested."""
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> tuple[MessageForm, list[Tensor]]:
@@ -232,7 +232,7 @@ def what_can_be_sent(value: Any) -> Any:
 
 
 def to_bytes(plain: Any) -> Tensor:
-    """Encode JSON as a tensor of bytes."""
+    """Encode a JSON value as [num_bytes] uint8."""
     return torch.frombuffer(bytearray(json.dumps(plain).encode()), dtype=torch.uint8)
 
 

@@ -98,7 +98,7 @@ class Pipeline:
         self.places = _places(model, self._stages.values())
         """For each of this worker's parameters, by name, its place among those of the model."""
         self.num_parameters = len([*model.parameters()])
-        """Of the whole model."""
+        """The number of parameters of the whole model."""
         own = list(self._stages.values())
         let_go(model, own)
         self.stages: list[nn.Module] = [*own]
@@ -166,7 +166,7 @@ class Pipeline:
             stage.forget_example()
 
     def carry_generators(self) -> None:
-        """From now on, pass the generators' state from stage to stage, as if any of them drew random numbers.
+        """Pass the generators' state from stage to stage from now on, as if any of them drew random numbers.
 
         Must be called on all workers at the same point.
         """

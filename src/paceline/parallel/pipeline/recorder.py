@@ -281,7 +281,7 @@ class _InsideLayers(TorchDispatchMode):
 
 
 def _name(function: Any) -> str:
-    """As torch.fx calls it: "add", "getitem", "add_"."""
+    """The name of a function in torch.fx: "add", "getitem", "add_"."""
     name = str(getattr(function, "__name__", function))
     return name.strip("_") if name.startswith("__") else name
 

@@ -39,7 +39,7 @@ class Layer:
     changes: tuple[int, ...] = ()
     """In place."""
     parameters: tuple[str, ...] = ()
-    """Those that an operation uses."""
+    """The names of the parameters that an operation uses."""
     adopts: tuple[int, ...] = ()
     """Places, among the tensors in its arguments, of those that were no layer's and that it writes into."""
     emits: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class Layer:
 
     @property
     def what(self) -> Any:
-        """What another call has to be equal in to be the same layer."""
+        """What is equal in two calls of the same layer."""
         return self.name if self.function is None else self.function
 
 
@@ -61,7 +61,7 @@ class Flow:
     output: tuple[int, ...]
     """The slots in what the model returns."""
     draws: tuple[bool, ...] | None = None
-    """Which layers drew random numbers; None where nobody knows."""
+    """Which layers drew random numbers; None where that is unknown."""
     questions: frozenset[Any] = frozenset()
     """Functions that return no tensor, such as the question for a shape."""
     free: frozenset[str] = frozenset()

@@ -1,7 +1,8 @@
 """Computes some layers of a model in the order in which its own forward pass calls them.
 
-The forward pass runs as far as it has to. Calls of layers before the stage return what other stages sent, or, where
-nobody needs it any more, a tensor of the right shape that holds nothing; at the first call behind the stage it stops.
+The forward pass runs up to the end of the stage. Calls of layers before the stage return what other stages sent, or a
+tensor of the right shape without values where no layer needs it any more; at the first call behind the stage the pass
+stops.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ class Replay(Watch):
 
     @property
     def outline(self) -> Outline:
-        """That of the next stage."""
+        """The outline of the next stage."""
         return Outline(self._outputs)
 
     @property
     def leaving(self) -> list[Tensor]:
-        """What the next stage is sent."""
+        """The tensors that are sent to the next stage, each in its own shape."""
         if self._next < self._stop:
             raise self._another(f"it ends after {self._next} of its layers")
         return [self._of_slot[slot] for slot in self._flow.crossing(self._stop)]

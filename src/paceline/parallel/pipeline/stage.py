@@ -97,7 +97,7 @@ class Stage(nn.Module):
 
     @contextmanager
     def _outside_of_layers(self) -> Iterator[None]:
-        """Inside, the model has the parameters and buffers of this stage that lie in no layer, as they are now."""
+        """A context in which the model has this stage's parameters and buffers that lie in no layer, as they are."""
         before = []
         for name in self._lent:
             owner, _, key = name.rpartition(".")
@@ -234,7 +234,7 @@ class Stages(nn.Module):
         return destination
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As `nn.Module.load_state_dict`; every stage takes what is its own."""
+        """`nn.Module.load_state_dict` of the whole model's state, of which the stage takes its own part."""
         own = set(self.state_dict())
         missing = sorted(own - state_dict.keys())
         unexpected = sorted(state_dict.keys() - own)

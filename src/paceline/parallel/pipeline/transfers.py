@@ -28,7 +28,7 @@ class Outbox:
         self._under_way: list[tuple[Any, Tensor]] = []
 
     def send(self, tensors: Sequence[Tensor], forms: Sequence[TensorForm], group: dist.ProcessGroup, rank: int) -> None:
-        """Send without waiting to the worker of this rank in the run."""
+        """Send tensors of the shapes in `forms` to the worker of this rank in the run, without waiting."""
         self._under_way = [(work, kept) for work, kept in self._under_way if not work.is_completed()]
         for tensor, form in zip(tensors, forms, strict=True):
             sent = form.pack(tensor.detach())
@@ -126,10 +126,10 @@ class StageLinks:
         return self._queues.get((source, to), self.group)
 
     def sum_among(self, shared: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
-        """Add up tensors, each over the workers that have it, in the order of their ranks; a collective of these.
+        """Add up tensors of any shape in place, each over the workers that have it, in the order of their ranks.
 
-        All messages are one batch. On a backend with queues its parts do not wait for each other; sent one by one,
-        workers that share three tensors in pairs would wait in a circle.
+        A collective of these workers. All messages are one batch. On a backend with queues its parts do not wait for
+        each other; sent one by one, workers that share three tensors in pairs would wait in a circle.
 
         Args:
             shared: this worker's tensors, with the ranks in the group of all workers that have each; in the same order

@@ -22,7 +22,7 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def opened_modules(model: nn.Module) -> frozenset[nn.Module]:
-    """The modules that are no layers, but call layers: containers, and whatever the model's repeated blocks lie in.
+    """The modules that are no layers, but call layers: containers, and the modules around the model's repeated blocks.
 
     Blocks are opened only where they are containers themselves: what a block computes with, experts perhaps, may be
     called in another order for every batch.

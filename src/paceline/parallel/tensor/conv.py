@@ -16,8 +16,8 @@ from paceline.parallel.tensor.exchange import Exchange, local_slice
 class _ChannelConv(_ConvNd):
     """(b, in_channels, ...) -> (b, own slice of out_channels, ...), or all of them gathered.
 
-    Of a convolution in groups a worker that has whole groups needs their input channels only, and one that has a slice
-    of a group that group's.
+    In a grouped convolution a worker needs the input channels of its groups only, or of the one group that it has a
+    slice of.
     """
 
     axis: DeviceMesh

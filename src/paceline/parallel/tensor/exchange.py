@@ -26,7 +26,7 @@ Exchange = Callable[[Tensor], Tensor]
 
 
 def local_slice(parameter: Tensor) -> Tensor:
-    """What this worker computes with, differentiable."""
+    """The slice of a parameter that this worker computes with, in the slice's shape, differentiable."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -42,7 +42,7 @@ def sum_gradient(whole: Tensor, axis: DeviceMesh) -> Tensor:
 
 
 def all_reduce(term: Tensor, bias: Tensor | None, axis: DeviceMesh) -> Tensor:
-    """The sum of every worker's term, plus the bias, whole on all of them."""
+    """The sum of every worker's term, in the shape of `term`, plus the bias, whole on all of them."""
     summed = exchange(term, partial(_all_reduce, axis=axis), as_it_is)
     return summed if bias is None else summed + bias
 
@@ -54,7 +54,10 @@ def all_gather(own: Tensor, dim: int, length: int, axis: DeviceMesh) -> Tensor:
 
 
 def all_gather_to_divide(own: Tensor, dim: int, length: int, axis: DeviceMesh) -> Tensor:
-    """As `all_gather`, but every worker computes a slice of a layer: the gradients are summed and scattered."""
+    """All workers' slices side by side along `dim`, `length` in all, for workers that each compute a slice of a layer.
+
+    The shape of `own` but for `dim`. Backward is a reduce-scatter: gradients are summed and each takes its slice.
+    """
     dim %= own.dim()
     gather = partial(_all_gather, dim=dim, length=length, axis=axis)
     return exchange(own, gather, partial(_reduce_scatter, dim=dim, axis=axis))

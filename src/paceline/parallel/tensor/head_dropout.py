@@ -15,7 +15,7 @@ from paceline.parallel.tensor.sequence_region import drop_slice
 
 
 class HeadDropout(TorchFunctionMode):
-    """Inside, dropout on (batch, own heads, length, length) draws the mask of all heads, and uses the worker's own."""
+    """A mode in which dropout on (batch, own heads, length, length) draws the mask of all heads and uses its part."""
 
     def __init__(self, axis: DeviceMesh) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ from paceline.parallel.tensor.sequence_region import drop_slice
 from paceline.parallel.tensor.slices import slice_of
 
 Output = Callable[[Tensor, Tensor | None], Tensor]
-"""From this worker's term of an output, and the bias, to the output."""
+"""Makes the output of a layer from this worker's term of it and the bias."""
 
 
 class SharedInput:
@@ -121,7 +121,7 @@ class VocabularyEmbedding(nn.Embedding):
 
 
 class TiedClassifier(TorchFunctionMode):
-    """Inside, a product of a plain tensor with an embedding's matrix is computed by vocabulary and gathered.
+    """A mode in which the product of a plain tensor and an embedding's matrix is computed by vocabulary and gathered.
 
     A model that uses its embedding as classifier too calls no layer for it: F.linear(x, embedding.weight), or
     x @ embedding.weight.T.

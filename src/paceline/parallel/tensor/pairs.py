@@ -44,7 +44,7 @@ class Pair:
     columns: tuple[str, ...]
     rows: str
     dropouts: tuple[str, ...]
-    """Between them."""
+    """The dropout layers between `columns` and `rows`."""
     has_one_input: bool
     """Whether all of `columns` take the same tensor."""
 

@@ -83,7 +83,7 @@ class TensorPlan:
 
     degree: int
     styles: Mapping[str, str]
-    """By the module's name in the model, such as {"fc1": "colwise", "fc2": "rowwise"}."""
+    """The style of each module by its name in the model, such as {"fc1": "colwise", "fc2": "rowwise"}."""
     notes: tuple[str, ...] = ()
     """What a reader must know of the modules that stay whole."""
 

@@ -192,7 +192,7 @@ class _RegionFinder:
         return None
 
     def _step(self, name: str, node: fx.Node, given: _Kind) -> tuple[_Kind, _Added] | None:
-        """What a call makes of such an input, and what it adds to styles; None if it needs more than the worker has."""
+        """The output of a call for this input, and what it adds to styles; None if it needs more than a worker has."""
         child = _join(name, str(node.target))
         entry = self._entries.get(child, {}) if node.op == "call_module" and _takes_one(node) else {}
         if entry and self._modules.get(child) not in self._forwards.occurs_once:

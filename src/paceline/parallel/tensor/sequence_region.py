@@ -44,23 +44,23 @@ class SequenceRegion:
         return self._length
 
     def enter(self, whole: Tensor) -> Tensor:
-        """This worker's positions."""
+        """This worker's positions of a whole tensor, (batch, positions, ...) -> (batch, own positions, ...)."""
         self._length = whole.shape[_DIM]
         return exchange.take_slice(self._set_in_backward(whole, None), _DIM, self.axis)
 
     def leave(self, own: Tensor) -> Tensor:
-        """All positions, whole on every worker."""
+        """All positions, whole on every worker: (batch, own positions, ...) -> (batch, positions, ...)."""
         whole = exchange.all_gather(own, _DIM, self.length, self.axis)
         whole = self._set_in_backward(whole, self.length)
         self._length = None
         return whole
 
     def gather(self, own: Tensor) -> Tensor:
-        """All positions; this worker then computes some features of them."""
+        """All positions, as `leave`, where this worker then computes some features of them."""
         return exchange.all_gather_to_divide(own, _DIM, self.length, self.axis)
 
     def scatter(self, term: Tensor, bias: Tensor | None) -> Tensor:
-        """The worker's own positions of the sum of every worker's term, plus the bias."""
+        """This worker's positions of the sum of every worker's term, (batch, positions, ...), plus the bias."""
         if term.shape[_DIM] != self.length:
             raise ModelError(
                 f"A linear layer between whose outputs workers share {self.length} positions was given "
@@ -96,7 +96,7 @@ class SequenceLayerNorm(nn.LayerNorm):
 
 
 class SequenceRMSNorm(nn.RMSNorm):
-    """As `SequenceLayerNorm`."""
+    """An RMS norm on a slice of the positions, as `SequenceLayerNorm` is a layer norm."""
 
     region: SequenceRegion
 

@@ -1,0 +1,87 @@
+"""Which files of a checkout a batch, a job, a failing worker and a checkpoint pass through, found by running them.
+
+    python benchmarks/walks.py [CHECKOUT]
+
+Two workers train LeNet, and two run a script in which one raises. A file counts if one of its functions runs: for a
+job, in the launcher, and in workers until the first step; for a batch, from one step to the next; for a checkpoint,
+while it is taken and written; for a failure, in the failing worker and, from its end on, in the launcher.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+INPUTS = ROOT / "benchmarks" / "golden_inputs"
+TIMEOUT_S = 240
+
+TRACER = """
+import os, sys, threading
+SOURCE, LOG, IS_FAILURE = os.environ["WALK_SOURCE"], os.environ["WALK_LOG"], os.environ["WALK_FAILURE"] == "1"
+steps, saves, is_failing, seen, own = 0, 0, False, set(), threading.local()
+
+def walk(file, function, event):
+    global steps, saves, is_failing
+    if (file, function) == ("train/checkpoints.py", "_save"):
+        saves += 1 if event == "call" else -1
+    if event != "call":
+        return None
+    if not hasattr(own, "is_writer"):
+        own.is_writer = file.startswith("checkpoint/")
+    steps += (file, function) == ("train/run.py", "step")
+    is_failing |= (file, function) == ("launch/supervise.py", "_note_exit")
+    if IS_FAILURE:
+        return "failure" if is_failing else None
+    if saves or (own.is_writer and threading.current_thread() is not threading.main_thread()):
+        return "checkpoint"
+    return {0: "job", 8: "batch"}.get(steps)  # the ninth step is in the same epoch as the eighth
+
+def is_import(frame):
+    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    return frame is not None
+
+def trace(frame, event, _argument):
+    global is_failing
+    code = frame.f_code
+    if code.co_name == "fail" and code.co_filename.endswith("points.py"):
+        is_failing |= frame.f_locals["rank"] == 1
+    is_function = code.co_flags & 1  # else the body of a class or a module
+    if event in ("call", "return") and is_function and code.co_filename.startswith(SOURCE):
+        name = walk(code.co_filename[len(SOURCE):], code.co_name, event)
+        if name and (name, code.co_filename) not in seen and not is_import(frame):
+            seen.add((name, code.co_filename))
+            with open(LOG, "a") as log:
+                print(name, code.co_filename[len(SOURCE):], file=log)
+
+threading.setprofile(trace)
+sys.setprofile(trace)
+"""
+
+
+def walks(source: Path) -> dict[str, list[str]]:
+    """The files of each walk, by their paths below src/paceline."""
+    found: dict[str, set[str]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "sitecustomize.py").write_text(TRACER)
+        package = source.absolute() / "src"
+        paths = {"PYTHONPATH": f"{folder}:{package}:{INPUTS}", "WALK_SOURCE": f"{package}/paceline/"}
+        environ = {**os.environ, **paths, "WALK_LOG": f"{folder}/log", "CUDA_VISIBLE_DEVICES": ""}
+        lenet = ["train", str(INPUTS / "lenet.toml"), "-n", "2", "--algorithm", "all_reduce", "--out", "run"]
+        fails = ["launch", "-n", "2", str(INPUTS / "points.py"), "raises"]
+        for arguments, is_failure in ((lenet, "0"), (fails, "1")):
+            command, own = [sys.executable, "-m", "paceline", *arguments], {"WALK_FAILURE": is_failure}
+            subprocess.run(command, cwd=folder, env=environ | own, timeout=TIMEOUT_S, stdout=sys.stderr)
+        for line in Path(folder, "log").read_text().splitlines():
+            name, file = line.split(" ", 1)
+            found.setdefault(name, set()).add(file)
+    return {name: sorted(files) for name, files in sorted(found.items())}
+
+
+if __name__ == "__main__":
+    print(json.dumps(walks(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT), indent=1))

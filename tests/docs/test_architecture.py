@@ -1,0 +1,25 @@
+"""The page for those who change Paceline names files that exist, and every file of its largest rooms."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "paceline"
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("room", ["train", "parallel"])
+def test_every_file_of_a_large_room_stands_in_one_row(room: str) -> None:
+    table = PAGE.split(f"| in `{room}` | files |\n", 1)[1].split("\n\n", 1)[0]
+    named = re.findall(r"`([a-z_]+\.py)`", table)
+    assert sorted(named) == sorted(path.name for path in (PACKAGE / room).glob("*.py") if path.name != "__init__.py")
+
+
+def test_files_that_walks_name_exist() -> None:
+    named = set(re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.py)`", PAGE))
+    missing = {name for name in named if not (PACKAGE / name).exists() and not (ROOT / name).exists()}
+    assert not missing
