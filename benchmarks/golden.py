@@ -1,11 +1,12 @@
 """Golden records: what one commit of Paceline computes, writes and says, kept as files to compare another commit with.
 
-    python benchmarks/golden.py record --source CHECKOUT --out DIR [--only PART ...]
+    python benchmarks/golden.py record --source CHECKOUT --out DIR [--only PART ...] [--cases PATTERN ...]
     python benchmarks/golden.py compare DIR_BEFORE DIR_AFTER [--changed FILE]
 
 `record` runs the Paceline in CHECKOUT/src, whatever its modules are called: by its command line alone, in a folder with
 the jobs, scripts and clusters of golden_inputs/, and with topologies and a checkpoint of the tests beside this file, so
-that every commit is given the same. The cases are in golden_inputs/cases.toml. What no two runs have alike (times,
+that every commit is given the same. The cases are in golden_inputs/cases.toml; PATTERN chooses among their names, and
+what DIR has of other cases stays, so that a long record can be made in pieces. What no two runs have alike (times,
 process ids, folders, this machine's name) becomes a placeholder, and so do names of Paceline's modules. Record both
 commits on one machine, with the same torch.
 
@@ -54,6 +55,11 @@ CASES: dict[str, dict[str, str]] = {
     table: {name: words.format(**_tables["short"]) for name, words in rows.items()} for table, rows in _tables.items()
 }
 """By table and name, what follows on the command line."""
+for _path in sorted((TESTS / "topologies").glob("*.[tx]*")):
+    CASES["exact"] |= {
+        f"topo-{_path.name}": f"topo --from topologies/{_path.name} --json",
+        f"topo-{_path.name}-pick": f"topo --from topologies/{_path.name} --pick 2 --json",
+    }
 
 VOLATILE_KEYS = {"samples_per_s", "measured_samples_per_s", "time_to_first_step_s", "wall_s", "train_s", "total_s"}
 VOLATILE_KEYS |= {"data_s", "compute_s", "exposed_comm_s", "environment", "pid", "noticed_at", "sha256", "epoch_start"}
@@ -73,10 +79,16 @@ FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "SLURM_", "OMPI_", "PMI", "MASTER_", 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkout, and the scratch folder in which its commands run."""
+    """A checkout, the scratch folder in which its commands run, and which cases are run: patterns of their names."""
 
     checkout: Path
     scratch: Path
+    chosen: tuple[str, ...] = ("*",)
+
+    def cases(self, table: str) -> dict[str, str]:
+        """The words of each chosen case in a table, by its name."""
+        found = CASES[table].items()
+        return {name: words for name, words in found if any(fnmatch.fnmatchcase(name, one) for one in self.chosen)}
 
     def lay_out(self, name: str) -> Path:
         """A new folder with every input of every command."""
@@ -166,7 +178,7 @@ Part = Callable[[Source, Path], Cases]
 
 
 def record_bits(source: Source, _: Path) -> Cases:
-    for name, words in CASES["bits"].items():
+    for name, words in source.cases("bits").items():
         folder = source.lay_out(f"bits-{name}")
         on = {n: source.train(folder, f"{words} -n {n}", f"run{n}-workers") for n in WORKERS}
         yield name, {"all alike": len({json.dumps(one) for one in on.values()}) == 1, "workers": on}
@@ -174,7 +186,7 @@ def record_bits(source: Source, _: Path) -> Cases:
 
 def record_weights(part: str) -> Part:
     def record(source: Source, out: Path) -> Cases:
-        for name, words in CASES[part].items():
+        for name, words in source.cases(part).items():
             folder = source.lay_out(f"{part}-{name}")
             outcome = source.train(folder, words)
             if "exit_code" not in outcome:
@@ -185,11 +197,8 @@ def record_weights(part: str) -> Part:
 
 
 def record_commands(source: Source, _: Path) -> Cases:
-    topologies = [path.name for path in sorted((TESTS / "topologies").glob("*.[tx]*"))]
-    exact = CASES["exact"] | {f"topo-{name}": f"topo --from topologies/{name} --json" for name in topologies}
-    exact |= {f"topo-{name}-pick": f"topo --from topologies/{name} --pick 2 --json" for name in topologies}
-    for numbers, commands in (("exact", exact), *((name, CASES[name]) for name in ("measured", "kinds"))):
-        for name, words in commands.items():
+    for numbers in ("exact", "measured", "kinds"):
+        for name, words in source.cases(numbers).items():
             folder = source.lay_out(f"json-{name}")
             before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
             result = source.call(folder, words)
@@ -209,7 +218,7 @@ def record_commands(source: Source, _: Path) -> Cases:
 
 
 def record_failures(source: Source, _: Path) -> Cases:
-    for name, words in (CASES["faults"] | CASES["mistakes"]).items():
+    for name, words in (source.cases("faults") | source.cases("mistakes")).items():
         folder = source.lay_out(f"failures-{name}")
         result = source.call(folder, words)
         sentences = [line for line in source.plain(result.stderr).splitlines() if line.startswith("paceline: ")]
@@ -238,7 +247,7 @@ def failure(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def record_checkpoints(source: Source, _: Path) -> Cases:
-    for name, words in CASES["saved"].items():
+    for name, words in source.cases("saved").items():
         folder = source.lay_out(f"checkpoint-{name}")
         # One on the way and one at the end: of checkpoints that follow each other quickly some may be left out.
         moments = "--set checkpoint.every_steps=3 --set checkpoint.every_epoch=false"
@@ -250,7 +259,7 @@ def record_checkpoints(source: Source, _: Path) -> Cases:
         for words in ("checkpoint ls run --json", "checkpoint verify run"):
             found[words] = source.read(source.call(folder, words).stdout, "measured")
         yield name, found
-    for name, words in CASES["resumed"].items():
+    for name, words in source.cases("resumed").items():
         folder = source.lay_out(f"checkpoint-{name}")
         job, first, then = re.match(r"(.*?) (-n .*) => (.*)", words).groups()  # type: ignore[union-attr]
         kept = f"--set checkpoint.dir={folder / 'kept'}"
@@ -262,7 +271,7 @@ def record_checkpoints(source: Source, _: Path) -> Cases:
 
 
 def record_help(source: Source, _: Path) -> Cases:
-    for name, words in CASES["help"].items():
+    for name, words in source.cases("help").items():
         yield name, source.call(source.scratch, f"{words} --help").stdout.splitlines()
 
 
@@ -277,8 +286,8 @@ PARTS: dict[str, Part] = {
 }
 
 
-def record(checkout: Path, out: Path, parts: list[str]) -> None:
-    """Run every case of these parts and keep what comes of it."""
+def record(checkout: Path, out: Path, parts: list[str], chosen: tuple[str, ...]) -> None:
+    """Run the chosen cases of these parts and keep what comes of them."""
     environ = {**os.environ, "PYTHONPATH": f"{checkout}/src"}
     where = [sys.executable, "-c", "import paceline; print(paceline.__file__)"]
     found = subprocess.run(where, cwd="/", env=environ, capture_output=True, text=True, check=True).stdout
@@ -295,10 +304,11 @@ def record(checkout: Path, out: Path, parts: list[str]) -> None:
     (out / "about.json").write_text(json.dumps(about, indent=1) + "\n")
     with tempfile.TemporaryDirectory(prefix="golden-") as scratch:
         for part in parts:
-            shutil.rmtree(out / part, ignore_errors=True)
-            (out / part).mkdir()
+            if chosen == ("*",):
+                shutil.rmtree(out / part, ignore_errors=True)
+            (out / part).mkdir(exist_ok=True)
             began = time.monotonic()
-            for name, value in PARTS[part](Source(checkout, Path(scratch)), out / part):
+            for name, value in PARTS[part](Source(checkout, Path(scratch), chosen), out / part):
                 (out / part / f"{name}.json").write_text(json.dumps(value, indent=1) + "\n")
                 print(f"{part}/{name}  {time.monotonic() - began:.1f} s", flush=True)
                 began = time.monotonic()
@@ -381,6 +391,7 @@ def main() -> None:
     recording = commands.add_parser("record")
     recording.add_argument("--source", type=Path, required=True, metavar="CHECKOUT")
     recording.add_argument("--out", type=Path, required=True, metavar="DIR")
+    recording.add_argument("--cases", nargs="+", default=["*"], metavar="PATTERN", help="names of cases")
     comparing = commands.add_parser("compare")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
@@ -389,7 +400,7 @@ def main() -> None:
         command.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART")
     arguments = parser.parse_args()
     if arguments.command == "record":
-        record(arguments.source.resolve(), arguments.out, arguments.only)
+        record(arguments.source.resolve(), arguments.out, arguments.only, tuple(arguments.cases))
         return
     allowed = {"help/*": "  (help texts may change)"}
     for line in arguments.changed.read_text().splitlines() if arguments.changed else ():

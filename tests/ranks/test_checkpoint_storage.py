@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -41,7 +41,7 @@ from paceline.checkpoint import (
 )
 from paceline.checkpoint import save as saving
 from paceline.checkpoint.load import list_checkpoints
-from paceline.checkpoint.storage import Folder
+from paceline.checkpoint.storage import Folder, Piece
 from paceline.env import worker_facts
 from paceline.parallel.dtensor import full_tensor, local_shard, shard_slice
 from paceline.regular_files import create
@@ -308,6 +308,48 @@ def test_one_checkpoint_cannot_be_written(
     assert {sha for sha, _ in results} == {undisturbed}
     _assert_survived(tmp_path, results[0][1], why, LAST)
     assert list_checkpoints(Folder(tmp_path)) == [f"step-{SAVED:08d}", f"step-{LAST:08d}"]
+
+
+# A step that is saved again, where worker 1's receipt of the first time is still there.
+
+
+class _SavedAgain(Folder):
+    """Keeps worker 1's receipt; once there is one, worker 1 writes nothing before rank 0 has read it."""
+
+    def __init__(self, path: Path, *, again: bool) -> None:
+        super().__init__(path)
+        self._again = again
+        self._seen = path.with_name("receipt-was-read")
+
+    def read(self, name: str) -> bytes:
+        content = super().read(name)
+        if self._again and name.endswith("worker-00001.json"):
+            self._seen.touch()
+        return content
+
+    def write(self, name: str, pieces: Iterable[Piece]) -> None:
+        while self._again and "worker-00001" in name and not self._seen.exists():
+            time.sleep(0.01)
+        super().write(name, pieces)
+
+    def remove(self, name: str) -> None:
+        if not name.endswith("worker-00001.json"):
+            super().remove(name)
+
+
+def _save_twice(folder: Path) -> None:
+    group = _world()
+    for again in (False, True):
+        saver = Saver(_SavedAgain(folder, again=again), CheckpointSpec(), group, print)
+        saver.begin(Snapshot(1, {}, {}, {"number": torch.tensor(float(again))}))
+        saver.wait()
+        dist.barrier(group)
+        assert not saver.failed
+
+
+def test_a_receipt_of_an_earlier_attempt_does_not_count(tmp_path: Path) -> None:
+    run_ranks(_save_twice, 2, tmp_path / "checkpoints")
+    verify_checkpoint(Folder(tmp_path / "checkpoints"), "step-00000001")
 
 
 # A checkpoint of the first release.

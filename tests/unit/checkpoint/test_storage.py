@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,6 +84,20 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="no more"):
         folder.write("a", failing())
     assert folder.read("a") == b"old" and folder.names() == ["a"]
+
+
+def test_a_file_has_its_name_once_its_content_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = []
+
+    def note(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        content = path.read_bytes() if path.is_file() else None
+        synced.append((content, sorted(file.name for file in tmp_path.iterdir() if not file.name.endswith(".part"))))
+
+    monkeypatch.setattr(os, "fsync", note)
+    Folder(tmp_path).write("a", [b"con", b"tent"])
+    # First the content, still without the name, and then the folder with the name in it.
+    assert synced == [(b"content", []), (None, ["a"])]
 
 
 @pytest.mark.parametrize("address", ["nothing-of-this-kind://bucket/run", "s4://bucket"])

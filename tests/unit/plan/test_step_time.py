@@ -16,6 +16,7 @@ from paceline.plan.step_time import (
     neighbour_slowdown,
     neighbours_factor,
     overlapped_s,
+    slowest_s,
     smooth_max,
 )
 
@@ -69,6 +70,12 @@ def test_expected_maximum_is_that_of_draws() -> None:
     draw = random.Random(0)
     mean = sum(max(draw.gauss(0, 1) for _ in range(16)) for _ in range(4000)) / 4000
     assert expected_maximum(16) == pytest.approx(mean, abs=0.04)
+
+
+def test_the_slowest_worker_is_that_of_draws() -> None:
+    draw = random.Random(0)
+    mean_s = sum(max(draw.gauss(2.0, 0.2) for _ in range(16)) for _ in range(4000)) / 4000
+    assert slowest_s(2.0, 0.1, expected_maximum(16)) == pytest.approx(mean_s, rel=0.005)
 
 
 def test_what_bounds_a_step_is_named() -> None:

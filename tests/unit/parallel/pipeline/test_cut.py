@@ -70,6 +70,14 @@ def test_of_equally_fast_cuts_the_one_that_sends_less() -> None:
     assert best_cut(costs, 2) == (0, 2)
 
 
+def test_outputs_and_their_gradients_both_take_the_link() -> None:
+    """Cut behind the first layer, the second stage takes 3 s and two messages of 15 bytes; cut behind the second, the
+    first stage takes 4 s."""
+    costs = [LayerCost("0", 3.0, output_bytes=15), LayerCost("1", 1.0), LayerCost("2", 2.0)]
+    assert best_cut(costs, 2, StageLimits(bytes_per_s=31.0)) == (0, 1)
+    assert best_cut(costs, 2, StageLimits(bytes_per_s=29.0)) == (0, 2)
+
+
 MIB = 2.0**20
 
 
