@@ -70,7 +70,7 @@ class _Draws(TorchDispatchMode):
     def __enter__(self) -> Self:
         for generator, seed in self._generators:
             generator.manual_seed(seed)
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

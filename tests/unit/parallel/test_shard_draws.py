@@ -54,7 +54,8 @@ def _rehearsed(draw: Draw, samples: Tensor, shards: ShardRange) -> ShardDraws:
 
 
 def _transformer(samples: Tensor) -> Tensor:
-    return _LAYER(samples.transpose(0, 1)).transpose(0, 1)
+    output: Tensor = _LAYER(samples.transpose(0, 1))
+    return output.transpose(0, 1)
 
 
 _LAYER = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.3, dtype=torch.float64)
