@@ -57,6 +57,10 @@ FindSampleDim = Callable[[Pattern, str, Tensor], int | None]
 """find(before, operator, values): the dimension of samples in what this operator fills after these draws, if known."""
 
 
+Swapped = Callable[[int, int, int, torch.device], Tensor]
+"""As `_swapped`."""
+
+
 class _Draws(TorchDispatchMode):
     """Inside, random numbers come from the generators of virtual shards."""
 
@@ -137,11 +141,13 @@ class SharedPass(_Draws):
         shards: ShardRange,
         generators: Generators,
         find_sample_dim: FindSampleDim,
+        swapped: Swapped,
         *,
         is_rehearsal: bool = False,
     ) -> None:
         super().__init__(generators, is_rehearsal=is_rehearsal)
         self._shards = shards
+        self._swapped = swapped
         self._find_sample_dim = find_sample_dim
         self._has_read_number = False
         self.pattern: Pattern = ()
@@ -173,26 +179,22 @@ class SharedPass(_Draws):
             raise UnknownOperatorError
         lengths = [size * rows for size in sizes]
         probabilities: Sequence[Tensor | None] = [None] * len(sizes)
+        takes_turns = self._shards.are_interleaved
         if fill.probabilities is not None:
-            probabilities = self._apart(fill.probabilities, dim, rows).split(lengths, dim)
-        apart = torch.empty_like(values) if self._shards.are_interleaved else values
+            given = fill.probabilities
+            if takes_turns:
+                given = given.index_select(dim, self._swapped(sizes[0], len(sizes), rows, values.device))
+            probabilities = given.split(lengths, dim)
+        apart = torch.empty_like(values) if takes_turns else values
         for number, part in enumerate(apart.split(lengths, dim)):
             # A tensor that lies in memory as that of a single shard does: the order of its numbers may depend on it.
             own = part if dim == 0 else torch.empty_like(part, memory_format=torch.contiguous_format)
             self._fill_shard(number, own, fill.of_part(probabilities[number]))
             if own is not part:
                 part.copy_(own)
-        if apart is not values:
-            by_shard = apart.unflatten(dim, (len(sizes), sizes[0], rows))
-            values.unflatten(dim, (sizes[0], len(sizes), rows)).copy_(by_shard.transpose(dim, dim + 1))
-
-    def _apart(self, values: Tensor, dim: int, rows: int) -> Tensor:
-        """The values with shards one behind the other."""
-        sizes = self._shards.sizes
-        if not self._shards.are_interleaved:
-            return values
-        by_shard: Tensor = values.unflatten(dim, (sizes[0], len(sizes), rows)).transpose(dim, dim + 1)
-        return by_shard.flatten(dim, dim + 2)
+        if takes_turns:
+            order = self._swapped(len(sizes), sizes[0], rows, values.device)
+            torch.index_select(apart, dim, order, out=values)
 
 
 class ShardDraws:
@@ -202,10 +204,11 @@ class ShardDraws:
         self._device = device
         self._generators: list[torch.Generator] = []
         self._patterns: set[Pattern] = set()
+        self._swapped = functools.lru_cache(maxsize=64)(_swapped)  # a GPU would be waited for to make one
 
     def shared_pass(self, shards: ShardRange, seed_of: SeedOfShard) -> SharedPass:
         """A context for the forward pass of several shards."""
-        return SharedPass(shards, self._generators_of(shards, seed_of), self._find_sample_dim)
+        return SharedPass(shards, self._generators_of(shards, seed_of), self._find_sample_dim, self._swapped)
 
     def knows(self, made: SharedPass) -> bool:
         """Whether the draws of a pass have been learned; one without draws needs none."""
@@ -230,7 +233,7 @@ class ShardDraws:
             singles: the rehearsal of each of them.
         """
         find = functools.partial(_rehearsed_sample_dim, [one.draws for one in singles], shards.sizes)
-        return SharedPass(shards, self._generators_of(shards, seed_of), find, is_rehearsal=True)
+        return SharedPass(shards, self._generators_of(shards, seed_of), find, self._swapped, is_rehearsal=True)
 
     def _generators_of(self, shards: ShardRange, seed_of: SeedOfShard) -> Generators:
         while len(self._generators) < len(shards.sizes):
@@ -262,6 +265,12 @@ def _rehearsed_sample_dim(
         if rows * sum(sizes) == length and along == [rows * size for size in sizes] and len(across) == 1:
             found.append(dim)
     return found[0] if len(found) == 1 else None
+
+
+def _swapped(first: int, second: int, rows: int, device: torch.device) -> Tensor:
+    """The positions in a dimension of length (first * second * rows) in the order of (second, first, rows)."""
+    positions = torch.arange(first * second * rows, device=device)
+    return positions.view(first, second, rows).transpose(0, 1).reshape(-1)
 
 
 def _has_saved_tensor_hooks() -> bool:

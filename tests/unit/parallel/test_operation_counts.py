@@ -14,6 +14,7 @@ from tests.operations import CASES, count, our_steps, plain_step
         ("gpt", "numeric", 1.3),
         ("resnet20", "numeric", 1.3),
         ("efficientnet-b0", "numeric", 1.3),
+        ("efficientnet-b0, dropout", "numeric", 1.3),
         ("lenet", "bitwise", 9.6),  # shards go through the model one by one
         ("gpt", "bitwise", 8.75),
     ],
