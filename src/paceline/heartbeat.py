@@ -10,6 +10,8 @@ import mmap
 import os
 import struct
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -86,6 +88,13 @@ class Heartbeat:
         """Record that `source` is inside a collective, since now or since a time of the monotonic clock."""
         text = collective.encode()[:240]
         _SLOT.pack_into(self._memory, _offset(source), since or time.monotonic(), text)
+
+    @contextmanager
+    def inside(self, source: Source, collective: str) -> Iterator[None]:
+        """Inside, `source` is in a collective; after an error it still is, as far as the launcher is told."""
+        self.enter(source, collective)
+        yield
+        self.leave(source)
 
     def leave(self, source: Source) -> None:
         """Record that `source` has left its collective, whose name stays readable."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import sys
@@ -19,6 +20,7 @@ from paceline.errors import PacelineError
 from paceline.hardware import detect
 from paceline.report.job_text import job_toml
 from paceline.spec import Cluster, Plan
+from paceline.workflows.launchers import LAUNCHERS
 from tests.fuzz.values import Case
 from tests.sample_clusters import gpu_cluster
 from tests.sample_records import sample_job, sample_record
@@ -170,12 +172,14 @@ def _nothing_is_started() -> Iterator[None]:
     here = _this_node()
     places = (
         *("allocation.run_workers", "allocation.run_elastic", "allocation.open_nodes", "allocation.contained"),
-        *("verify.run_workers", "submit.submit_script", "allocation.ray_nodes", "traced_model.trace_model"),
+        *("verify.run_workers", "submit.submit_script", "traced_model.trace_model"),
     )
     _lay_out()
     with contextlib.ExitStack() as patches:
         for place in places:
             patches.enter_context(mock.patch(f"paceline.workflows.{place}", started))
+        ray = dataclasses.replace(LAUNCHERS["ray"], nodes=started)
+        patches.enter_context(mock.patch.dict(LAUNCHERS, {"ray": ray}))
         patches.enter_context(mock.patch("paceline.workflows.strategy.trace_model", started))
         patches.enter_context(mock.patch("paceline.workflows.allocation.detect", lambda: here))
         yield

@@ -418,11 +418,11 @@ def test_verify_passes_what_is_right(tmp_path: Path) -> None:
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """On scripts that are verified at the same time."""
     scripts: dict[str, dict[str, str]] = {
-        "buffer, weights": {
+        "buffer": {
             "buffer": 'self.register_buffer("level", torch.zeros(()))',
             "update": "self.level.mul_(0.9).add_(0.1 * x.detach().square().mean())",
-            "weight": ", weight=CLASS_WEIGHTS",
         },
+        "weights": {"weight": ", weight=CLASS_WEIGHTS"},
         "rank": {
             "buffer": 'self.register_buffer("level", torch.zeros(()))',
             "update": 'self.level.add_(float(os.environ.get("RANK", "0")))',
@@ -444,10 +444,10 @@ def test_verify_finds_a_buffer_that_depends_on_the_rank(verdicts: dict[str, Any]
 
 
 def test_verify_passes_a_buffer_that_forward_passes_change(verdicts: dict[str, Any]) -> None:
-    assert verdicts["buffer, weights"]["passed"]
+    assert verdicts["buffer"]["passed"]
 
 
 def test_verify_finds_a_weighted_mean_which_is_then_the_same_on_any_number_of_workers(verdicts: dict[str, Any]) -> None:
-    verdict = verdicts["buffer, weights"]
+    verdict = verdicts["weights"]
     assert verdict["passed"]
     assert "return paceline.Mean(loss, weight=number of tokens)" in verdict["note"]

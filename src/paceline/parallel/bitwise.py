@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline import env
 from paceline.comm.fixed_tree import TreeSum
 from paceline.comm.links import Links, message_links
 from paceline.comm.tree_exact import tree_all_reduce
 from paceline.containers import on_device
+from paceline.heartbeat import Heartbeat
 from paceline.parallel.assignment import Assignment
 from paceline.parallel.engine import Engine, StepInput, broadcast
 from paceline.parallel.gradient_norms import GradientNorms, mean_of_squares, norm_of_each, squared_norm
@@ -106,6 +108,7 @@ class BitwiseDataParallel(Engine):
         self._shards = ShardByShard(model, device, functions)
         super().__init__(self._shards.module, device, functions)
         self._group = group
+        self._heartbeat = Heartbeat(env.path(env.HEARTBEAT))
         self._links: Links | None = None if group is None else message_links(group, device, timeout_s)
         self._parameters: Sequence[Tensor] = self._shards.parameters
         self._forms: Sequence[Tensor] = self._parameters
@@ -147,7 +150,7 @@ class BitwiseDataParallel(Engine):
         layout = self.functions.layout(step.loss_name)
         lengths = self._lengths(self._num_statistics(layout))
         empty = torch.empty(sum(lengths), dtype=self._shards.dtype, device=self._device)
-        values = tree_all_reduce(tree.partials, assignment.shards_of_rank, empty, self._links)
+        values = self._sum_over_workers(tree.partials, assignment, empty)
         self.communication = last_gradient, self._clock.mark()
 
         total = vectors.pop(values, None) or _Vector.of(values, self._forms, lengths)
@@ -278,7 +281,13 @@ class BitwiseDataParallel(Engine):
         for shard in range(first, stop):
             tree.push(self.forward_buffers.moves(numbers, shard))
         empty = torch.empty_like(self.forward_buffers.moves(numbers))
-        return tree_all_reduce(tree.partials, assignment.shards_of_rank, empty, self._links)
+        return self._sum_over_workers(tree.partials, assignment, empty)
+
+    def _sum_over_workers(self, partials: Sequence[Tensor], assignment: Assignment, empty: Tensor) -> Tensor:
+        """The sum of all workers' partial sums; `empty` is a place for it."""
+        # It goes by messages, which are no collective that torch could tell the launcher about.
+        with self._heartbeat.inside("paceline", "the sum of gradients over workers"):
+            return tree_all_reduce(partials, assignment.shards_of_rank, empty, self._links)
 
 
 def norms_of(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
