@@ -230,7 +230,7 @@ def _enter(
 def _run_to_the_end(program: Callable[[], object], argv: list[str]) -> NoReturn:
     """Call `program` and end this process as Python ends."""
     sys.argv = argv
-    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]  # Python's own default again
+    multiprocessing.set_start_method(None, force=True)  # Python's own default again
     exit_code = 0
     try:
         program()

@@ -186,3 +186,30 @@ park()
     assert (report["cause"], report["ranks"]) == ("out_of_memory", [1])
     assert "killed by the kernel: out of memory" in str(error)
     assert error.exit_code == 128 + signal.SIGKILL
+
+
+BITWISE = """
+import threading
+
+import torch
+
+import paceline
+
+data = [(torch.full((4,), float(index)), torch.ones(1)) for index in range(32)]
+with paceline.init(parity="bitwise", virtual_shards=4, global_batch_size=8, epochs=9) as run:
+    model = torch.nn.Linear(4, 1)
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.001))
+    for batch in run.batches(data):
+        if run.steps == 2 and RANK == 1:
+            lock = threading.Lock()
+            lock.acquire()
+            lock.acquire()
+        run.step(batch, lambda model, batch: (model(batch[0]) - batch[1]).square().mean())
+"""
+
+
+@pytest.mark.slow
+def test_who_waits_in_a_sum_of_bitwise_parity_is_seen_to_wait(stage: Stage) -> None:
+    error, report = _fails(stage, BITWISE, 2, bound_s=15.0)
+    assert (report["cause"], report["ranks"]) == ("hung", [1])
+    assert "rank 0 has waited for it" in str(error)

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import JobError
-from paceline.spec import Job, load_job
+from paceline.spec import AggregationSpec, Job, load_job
+from paceline.spec.job import differences
 
 
 @pytest.mark.parametrize(
@@ -133,3 +134,13 @@ def test_another_model_does_not_inherit_options() -> None:
     job = Job.from_mapping({"model": {"name": "resnet18", "options": {"stem": "cifar"}}})
     assert job.with_settings(["model=resnet20"]).model.options == {}
     assert job.with_settings(["model=resnet18"]).model.options == {"stem": "cifar"}
+
+
+def test_a_staleness_that_nobody_reads_makes_no_other_job() -> None:
+    def found(**method: Any) -> list[str]:
+        specs = (AggregationSpec(staleness=staleness, **method) for staleness in (4, 1))
+        before, now = (dataclasses.replace(Job(), aggregation=spec).to_mapping() for spec in specs)
+        return differences(before, now)
+
+    assert found() == []
+    assert found(method="parameter_server_async") == ["aggregation.staleness was 4 and is 1"]
