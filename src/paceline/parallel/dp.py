@@ -324,6 +324,10 @@ class DataParallel(Engine):
             return super().gradient_norm()
         return self._worker_norms.squared_sum().sqrt()  # one pass over the buckets, which hold all gradients
 
+    def gradient_norms(self) -> list[Tensor]:
+        has_all = self._ddp is not None and all(parameter.grad is not None for parameter in self._trained)
+        return [self.gradient_norm()] if has_all else super().gradient_norms()
+
     def _squared_norm(self) -> Tensor:
         return squared_norm(parameter.grad for parameter in self.module.parameters() if parameter.grad is not None)
 

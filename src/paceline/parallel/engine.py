@@ -149,9 +149,13 @@ class Engine:
 
     def gradient_norm(self) -> Tensor:
         """The norm of the whole model's gradient, a scalar; a collective if workers do not hold all of it."""
-        norms = norm_of_each([p.grad for p in self.module.parameters() if p.grad is not None])
+        norms = self.gradient_norms()
         whole: Tensor = torch.linalg.vector_norm(torch.stack([one.to(norms[0].device) for one in norms]))
         return whole
+
+    def gradient_norms(self) -> list[Tensor]:
+        """Norms of parts of this worker's gradient, scalars; their own norm is that of all of it."""
+        return norm_of_each([p.grad for p in self.module.parameters() if p.grad is not None])
 
     # --- the whole model ---
 

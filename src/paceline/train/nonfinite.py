@@ -138,10 +138,11 @@ class NonFiniteGuard:
             self._session.say(f"{_describe(late.step, loss, culprits, late.samples)}. The step is skipped.")
 
     def _looked_at(self, norm: Callable[[], Tensor]) -> list[Tensor]:
-        """Scalars that are finite exactly when the whole model's gradient is."""
+        """Scalars whose norm is that of the whole model's gradient."""
         if self._trained.precision.scaler.is_enabled():
             return []  # it skips a step that overflows under its loss scale, and scales less
-        return [norm()]
+        engine = self._trained.engine
+        return engine.gradient_norms() if engine.holds_all else [norm()]
 
     def _culprits(self) -> list[str]:
         """The parameters whose gradients are not finite. A collective where the model is spread."""
@@ -161,7 +162,8 @@ def is_finite(found: Tensor) -> bool:
 
     Gradients whose norm overflows float32, or their own dtype if that is wider, count as infinite.
     """
-    return all(map(math.isfinite, found.tolist()))
+    loss, *norms = found.tolist()
+    return math.isfinite(loss) and math.hypot(*norms) <= torch.finfo(found.dtype).max
 
 
 def _describe(step: int, loss: Tensor, culprits: Sequence[str], samples: NDArray[Any]) -> str:
