@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -135,7 +135,7 @@ class _Examination:
             passes.enter(step, shards)
             before = generator_states(passes.device)
             with watching_outputs(self._module) as outputs:
-                loss = passes.read(step, self._module, shards, passes.samples(step, shards), rehearsal or nullcontext())
+                loss = passes.read(step, self._module, shards, passes.samples(step, shards), rehearsal)
             self._draws_alone |= before != generator_states(passes.device)
             self._draws_alone |= passes.buffers.changed_now() is not None or step.companions.have_changed()
             self._draws_alone |= rehearsal is not None and not rehearsal.is_possible

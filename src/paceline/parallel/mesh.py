@@ -279,7 +279,7 @@ class MeshParallel(Engine):
                 samples = passes.samples(step, own[number])
                 is_new = passes.shows_new_values(step, own[number], samples)
                 made = passes.compute_loss(step, self.module, own[number], samples)
-                self._has_drawn |= made.has_drawn and not made.is_unexamined
+                self._has_drawn |= made.has_drawn
                 self._has_drawn_anew |= made.is_unexamined
                 is_new |= made.is_unexamined | passes.shows_new_operations(step, own[number], made.loss)
                 if is_new:

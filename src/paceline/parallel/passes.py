@@ -33,7 +33,6 @@ from paceline.parallel.shard_draws import ShardDraws
 from paceline.samples import Turns
 
 Result = TypeVar("Result")
-_PLAIN: AbstractContextManager[Any] = nullcontext()
 
 
 class StartOverError(Exception):
@@ -291,17 +290,19 @@ class Passes:
         shared = draws.shared_pass(shards, step.shard_seed) if self._share_draws(shards) else None
         is_watched = self.functions.draws is None or must_not_draw or shared is not None
         before = generator_states(self.device) if is_watched else None
-        loss = self.read(step, module, shards, samples, shared or nullcontext())
+        loss = self.read(step, module, shards, samples, shared)
         changed = (self.buffers.end_forward(shards) | step.companions.have_changed()) and not self._refusal
         if before is None:
             return ForwardPass(loss)
         has_drawn = before != generator_states(self.device)
         if shared is None:
-            is_unexamined = has_drawn and must_not_draw and self._may_share_draws and not changed
-            return ForwardPass(loss, changed or has_drawn, is_unexamined)
-        if shared.is_possible and not changed and not draws.knows(shared):
+            is_unexamined = has_drawn and must_not_draw and self._may_share_draws
+        else:
+            is_unexamined = shared.is_possible and not draws.knows(shared)
+            has_drawn |= not shared.is_possible
+        if is_unexamined and not changed:
             return ForwardPass(loss, is_unexamined=True)
-        return ForwardPass(loss, changed or has_drawn or not shared.is_possible)
+        return ForwardPass(loss, has_drawn or changed)
 
     def samples(self, step: StepInput, shards: ShardRange) -> Any:
         """The content of the batch for some shards."""
@@ -315,15 +316,15 @@ class Passes:
         module: nn.Module,
         shards: ShardRange,
         samples: Any,
-        within: AbstractContextManager[Any] = _PLAIN,
+        within: AbstractContextManager[Any] | None = None,
     ) -> ShardLoss:
         """Call the loss function with some shards' samples, and see what it returned.
 
         Args:
-            within: the context in which it is called.
+            within: a context in which it is called.
         """
         watch = self.functions.may_be_weighted(step.loss_name)
-        with watching_outputs(module) if watch else nullcontext() as outputs, within:
+        with watching_outputs(module) if watch else nullcontext() as outputs, within or nullcontext():
             returned = step.loss_of(module, samples)
         loss = read_loss(returned, shards.weight, step.assignment.global_size, self.like)
         self.functions.has_returned(step.loss_name, loss.layout)

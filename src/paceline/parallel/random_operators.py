@@ -26,7 +26,6 @@ class UnknownOperatorError(Exception):
 class Fill:
     """Fills a tensor with random numbers."""
 
-    operator: str
     call: Callable[[Tensor, Tensor | None, torch.Generator | None], Any]
     """call(values, probabilities, generator)"""
     limits: tuple[float, float] | None = None
@@ -36,7 +35,7 @@ class Fill:
     probabilities: Tensor | None = None
     """Those of ones, of the shape of the tensor, where each element has its own."""
 
-    def of_part(self, probabilities: Tensor | None) -> Fill:
+    def of_part(self, probabilities: Tensor) -> Fill:
         """For a part of the tensor, with the probabilities of this part."""
         return replace(self, probabilities=probabilities)
 
@@ -68,13 +67,12 @@ def draws_random_numbers(operator: Any, args: tuple[Any, ...], kwargs: Mapping[s
     return (given | dict(kwargs)).get("dropout_p") != 0.0
 
 
-def call_filled_by(
-    filled: Callable[[Tensor, Fill], None], operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
-    """Call an operator that draws from torch's own generator, with its numbers from `filled`.
+Filled = Callable[[str, Tensor, Fill], None]
+"""filled(operator, values, fill): fills a tensor for the operator of this name, as `fill` does."""
 
-    Args:
-        filled: called with a tensor, to be filled as `Fill` does.
+
+def call_filled_by(filled: Filled, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call an operator that draws from torch's own generator, with its numbers from `filled`.
 
     Raises:
         UnknownOperatorError: before anything is drawn.
@@ -89,11 +87,11 @@ def call_filled_by(
         raise UnknownOperatorError
     if values.is_complex() or values.layout != torch.strided:
         raise UnknownOperatorError
-    filled(values, replace(fill, operator=str(operator)))
+    filled(str(operator), values, fill)
     return values
 
 
-def _dropout(filled: Callable[[Tensor, Fill], None], input: Tensor, rate: float, train: bool | None = True) -> Any:
+def _dropout(filled: Filled, input: Tensor, rate: float, train: bool | None = True) -> Any:
     """`native_dropout`, which takes no generator: dropout on a GPU, whose kernel draws a mask of its own kind."""
 
     def draw(mask: Tensor, _: Tensor | None, generator: torch.Generator | None) -> None:
@@ -102,7 +100,7 @@ def _dropout(filled: Callable[[Tensor, Fill], None], input: Tensor, rate: float,
             mask.copy_(_aten.native_dropout.default(ones, rate, train)[1])
 
     mask = torch.empty_like(input, dtype=torch.bool)
-    filled(mask, Fill("native_dropout", draw, is_of_two=0 < rate < 1))
+    filled("native_dropout", mask, Fill(draw, is_of_two=0 < rate < 1))
     return input * mask * (0.0 if rate == 1 else 1 / (1 - rate)), mask
 
 
@@ -129,7 +127,7 @@ def _filling(operator: Any, *arguments: Any, **facts: Any) -> Fill:
     def call(values: Tensor, _: Tensor | None, generator: torch.Generator | None) -> None:
         operator(values, *arguments, generator=generator)
 
-    return Fill(str(operator), call, **facts)
+    return Fill(call, **facts)
 
 
 def _uniform(lowest: float = 0.0, highest: float = 1.0) -> Fill:
@@ -157,7 +155,7 @@ def _bernoulli_each(probabilities: Tensor) -> Fill:
         assert own is not None
         _aten.bernoulli_.Tensor(values, own, generator=generator)
 
-    return Fill("bernoulli_", call, is_of_two=True, probabilities=probabilities)
+    return Fill(call, is_of_two=True, probabilities=probabilities)
 
 
 _IN_PLACE: dict[Any, Callable[..., Fill]] = {

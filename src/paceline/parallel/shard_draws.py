@@ -95,7 +95,7 @@ class _Draws(TorchDispatchMode):
         """The value that the model gets when it reads this one out of a tensor."""
         raise NotImplementedError
 
-    def _fill(self, values: Tensor, fill: Fill) -> None:
+    def _fill(self, operator: str, values: Tensor, fill: Fill) -> None:
         raise NotImplementedError
 
     def _fill_shard(self, number: int, values: Tensor, fill: Fill) -> None:
@@ -127,9 +127,9 @@ class SingleShardRehearsal(_Draws):
         self._num_answers += 1
         return value != self._inverts_answers
 
-    def _fill(self, values: Tensor, fill: Fill) -> None:
+    def _fill(self, operator: str, values: Tensor, fill: Fill) -> None:
         self.depends_on_answers = self._num_answers > 0
-        self.draws.append(SingleDraw(fill.operator, values.shape))
+        self.draws.append(SingleDraw(operator, values.shape))
         self._fill_shard(0, values, fill)
 
 
@@ -158,19 +158,19 @@ class SharedPass(_Draws):
         self._has_read_number |= not isinstance(value, bool)
         return value
 
-    def _fill(self, values: Tensor, fill: Fill) -> None:
+    def _fill(self, operator: str, values: Tensor, fill: Fill) -> None:
         # A number that was read may decide what is drawn, and would be another one for each shard. Checkpointed layers
         # draw again in backward, where nothing tells for which shard.
         draws_again = not self._is_rehearsal and (not torch.is_grad_enabled() or _has_saved_tensor_hooks())
         if self._has_read_number or draws_again:
             raise UnknownOperatorError
-        dim = self._find_sample_dim(self.pattern, fill.operator, values) if self.is_known else None
+        dim = self._find_sample_dim(self.pattern, operator, values) if self.is_known else None
         if dim is None:
             self.is_known = False
             fill(values)
             return
         self._fill_along(dim, values, fill)
-        self.pattern += (Draw(fill.operator, values.dim(), dim),)
+        self.pattern += (Draw(operator, values.dim(), dim),)
 
     def _fill_along(self, dim: int, values: Tensor, fill: Fill) -> None:
         sizes = self._shards.sizes
@@ -178,18 +178,18 @@ class SharedPass(_Draws):
         if remainder or (dim and not values.is_contiguous()):
             raise UnknownOperatorError
         lengths = [size * rows for size in sizes]
-        probabilities: Sequence[Tensor | None] = [None] * len(sizes)
+        fills = [fill] * len(sizes)
         takes_turns = self._shards.are_interleaved
         if fill.probabilities is not None:
             given = fill.probabilities
             if takes_turns:
                 given = given.index_select(dim, self._swapped(sizes[0], len(sizes), rows, values.device))
-            probabilities = given.split(lengths, dim)
+            fills = [fill.of_part(part) for part in given.split(lengths, dim)]
         apart = torch.empty_like(values) if takes_turns else values
         for number, part in enumerate(apart.split(lengths, dim)):
             # A tensor that lies in memory as that of a single shard does: the order of its numbers may depend on it.
             own = part if dim == 0 else torch.empty_like(part, memory_format=torch.contiguous_format)
-            self._fill_shard(number, own, fill.of_part(probabilities[number]))
+            self._fill_shard(number, own, fills[number])
             if own is not part:
                 part.copy_(own)
         if takes_turns:
