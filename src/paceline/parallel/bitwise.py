@@ -207,16 +207,15 @@ class BitwiseDataParallel(Engine):
 
     # --- the norm ---
 
-    def gradient_norm(self) -> Tensor:
-        """The norm of the norms of all parameters' gradients, a scalar.
+    def gradient_norms(self) -> list[Tensor]:
+        """The norm of the norms of all parameters' gradients, a single scalar.
 
         A parameter without a gradient counts as 0, so that the number of norms, and with it the order in which they
         are added, does not change.
         """
         nothing = torch.zeros((), dtype=self._shards.dtype, device=self._device)
         norms = [nothing if one is None else one.to(nothing) for one in self._norms()]
-        whole: Tensor = torch.linalg.vector_norm(self._of_all(torch.stack(norms) if norms else nothing.view(1)))
-        return whole
+        return [torch.linalg.vector_norm(self._of_all(torch.stack(norms) if norms else nothing.view(1)))]
 
     def _norms(self) -> list[Tensor | None]:
         """The norm of each parameter's gradient."""

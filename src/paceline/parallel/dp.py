@@ -319,14 +319,10 @@ class DataParallel(Engine):
         self._arrived = self._aggregator.sum_exactly(mine, "loss and norm statistics").wait
         return sums, self._arrived
 
-    def gradient_norm(self) -> Tensor:
-        if self._ddp is None or any(parameter.grad is None for parameter in self._trained):
-            return super().gradient_norm()
-        return self._worker_norms.squared_sum().sqrt()  # one pass over the buckets, which hold all gradients
-
     def gradient_norms(self) -> list[Tensor]:
-        has_all = self._ddp is not None and all(parameter.grad is not None for parameter in self._trained)
-        return [self.gradient_norm()] if has_all else super().gradient_norms()
+        if self._ddp is None or any(parameter.grad is None for parameter in self._trained):
+            return super().gradient_norms()
+        return [self._worker_norms.squared_sum().sqrt()]  # one pass over the buckets, which hold all gradients
 
     def _squared_norm(self) -> Tensor:
         return squared_norm(parameter.grad for parameter in self.module.parameters() if parameter.grad is not None)

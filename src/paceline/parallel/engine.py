@@ -17,7 +17,7 @@ from paceline.parallel.buckets import buckets
 from paceline.parallel.clock import Clock, Mark
 from paceline.parallel.companions import ALONE, Companions
 from paceline.parallel.forward_buffers import ForwardBuffers
-from paceline.parallel.gradient_norms import TakeNorms, norm_of_each
+from paceline.parallel.gradient_norms import TakeNorms, norm_of_each, norm_of_norms
 from paceline.parallel.loss_functions import LossFunctions
 from paceline.parallel.losses import StepLoss
 from paceline.parallel.micro_batch import MicroBatchLimit
@@ -149,12 +149,11 @@ class Engine:
 
     def gradient_norm(self) -> Tensor:
         """The norm of the whole model's gradient, a scalar; a collective if workers do not hold all of it."""
-        norms = self.gradient_norms()
-        whole: Tensor = torch.linalg.vector_norm(torch.stack([one.to(norms[0].device) for one in norms]))
-        return whole
+        return norm_of_norms(self.gradient_norms())
 
     def gradient_norms(self) -> list[Tensor]:
-        """Norms of parts of this worker's gradient, scalars; their own norm is that of all of it."""
+        """Norms of parts of the whole model's gradient, scalars; their own norm is that of all of it. A collective if
+        workers do not hold all of it."""
         return norm_of_each([p.grad for p in self.module.parameters() if p.grad is not None])
 
     # --- the whole model ---

@@ -54,6 +54,14 @@ def norm_of_each(gradients: Sequence[Tensor]) -> list[Tensor]:
     return [norms[id(one)] for one in dense]
 
 
+def norm_of_norms(norms: Sequence[Tensor]) -> Tensor:
+    """The norm of what these are the norms of the parts of, all scalars, on the device of the first."""
+    if len(norms) == 1:
+        return norms[0]
+    whole: Tensor = torch.linalg.vector_norm(torch.stack([one.to(norms[0].device) for one in norms]))
+    return whole
+
+
 class WorkerNorms:
     """The norms of workers' gradients per step; each worker adds one number to a sum that is formed anyway.
 

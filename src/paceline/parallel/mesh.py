@@ -320,8 +320,8 @@ class MeshParallel(Engine):
 
     # --- the whole model ---
 
-    def gradient_norm(self) -> Tensor:
-        return self._spread.squared_norm().sqrt()
+    def gradient_norms(self) -> list[Tensor]:
+        return [self._spread.squared_norm().sqrt()]
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return self._spread.whole(tensors)

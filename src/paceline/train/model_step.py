@@ -17,6 +17,7 @@ from paceline.data import Loading, SampleRequest
 from paceline.errors import JobError, ModelError
 from paceline.parallel import AnyShard, Assignment, Companions, StepInput
 from paceline.parallel.assignment import shard_sizes
+from paceline.parallel.gradient_norms import norm_of_norms
 from paceline.parallel.losses import StepLoss
 from paceline.parallel.micro_batch import is_out_of_memory
 from paceline.samples import Readings, Samples
@@ -175,7 +176,7 @@ class ModelStepper:
         # A worker that is alone between two synchronisations may have no sample, hence no gradient and no update. One
         # that holds only a stage of the model may have no parameter, and continues with the others.
         has_gradient = not engine.holds_all or any(p.grad is not None for p in trained.model.parameters())
-        norm = functools.cache(engine.gradient_norm)  # computed at most once per step
+        norms = functools.cache(engine.gradient_norms)  # computed at most once per step
         self._guard.catch_up()
         left_out: AbstractContextManager[None] = nullcontext()
         is_made = has_gradient
@@ -188,9 +189,9 @@ class ModelStepper:
             else:
                 left_out = left_out_where(optimizer, is_bad)
         else:
-            is_made = self._guard.allows_update(pending.index, loss, norm, batch.samples)
+            is_made = self._guard.allows_update(pending.index, loss, norms, batch.samples)
         if is_made and optim.clips:
-            whole = norm() / scaler.scale(torch.ones((), device=self._device))
+            whole = norm_of_norms(norms()) / scaler.scale(torch.ones((), device=self._device))
             scaler.unscale_(optimizer)
             clip(optim, trained.model.parameters(), lambda: whole)
             if not engine.holds_all and not self._guard.needs_norm:

@@ -79,12 +79,12 @@ class NonFiniteGuard:
         looks = self._reaction != "ignore" and not self._trained.precision.scaler.is_enabled()
         return looks and not self._trained.engine.holds_all
 
-    def allows_update(self, step: int, loss: Tensor, norm: Callable[[], Tensor], samples: NDArray[Any]) -> bool:
+    def allows_update(self, step: int, loss: Tensor, norms: Callable[[], list[Tensor]], samples: NDArray[Any]) -> bool:
         """Whether to make an update; the same answer on all workers that aggregate every step.
 
         Args:
             step: the number of global batches trained on before.
-            norm: returns the norm of the whole model's gradient; a collective if workers hold shards.
+            norms: returns norms of parts of the whole model's gradient; a collective if workers hold shards.
             samples: the numbers of the samples in the step's batch.
 
         Raises:
@@ -92,7 +92,7 @@ class NonFiniteGuard:
             PeerLost: a worker is gone, so that the gradients may mean nothing.
         """
         is_ignored = self._reaction == "ignore"
-        is_good = is_ignored or is_finite(torch.stack([loss, *self._looked_at(norm)]))
+        is_good = is_ignored or is_finite(torch.stack([loss, *self._looked_at(norms)]))
         self._session.check_peers(has_waited=not is_ignored)
         if is_good:
             self._num_in_a_row = 0
@@ -122,8 +122,9 @@ class NonFiniteGuard:
         arrived.record()
         num_judged = 1 if self._trained.precision.scaler.is_enabled() else len(found)
         self._late = _OnItsWay(step, samples, list(gradients), in_host_memory, num_judged, arrived)
-        # A loss or a norm that is not finite makes the sum so, and infinity times 0 is NaN.
-        return (found[:num_judged].sum() * 0 != 0).float()
+        # As `is_finite`: a loss or a norm that is not finite makes the sum so, and infinity times 0 is NaN.
+        whole: Tensor = torch.linalg.vector_norm(found[1:num_judged])
+        return ((found[0] + whole) * 0 != 0).float()
 
     def catch_up(self) -> None:
         """Learn the verdict on the last step if it is not known yet, and say so if it had no update."""
@@ -137,12 +138,10 @@ class NonFiniteGuard:
             culprits = [name for name, norm in zip(late.names, norms, strict=True) if not norm.isfinite()]
             self._session.say(f"{_describe(late.step, loss, culprits, late.samples)}. The step is skipped.")
 
-    def _looked_at(self, norm: Callable[[], Tensor]) -> list[Tensor]:
+    def _looked_at(self, norms: Callable[[], list[Tensor]]) -> list[Tensor]:
         """Scalars whose norm is that of the whole model's gradient."""
-        if self._trained.precision.scaler.is_enabled():
-            return []  # it skips a step that overflows under its loss scale, and scales less
-        engine = self._trained.engine
-        return engine.gradient_norms() if engine.holds_all else [norm()]
+        # The scaler skips a step that overflows under its loss scale, and scales less.
+        return [] if self._trained.precision.scaler.is_enabled() else norms()
 
     def _culprits(self) -> list[str]:
         """The parameters whose gradients are not finite. A collective where the model is spread."""
@@ -160,10 +159,11 @@ class NonFiniteGuard:
 def is_finite(found: Tensor) -> bool:
     """Whether a loss and norms are, which one pass over the gradients gave; waits for the device that they are on.
 
-    Gradients whose norm overflows float32, or their own dtype if that is wider, count as infinite.
+    Gradients whose squared norm overflows float32, or their own dtype if that is wider, count as infinite: so it is
+    where the norm of all of them is computed on the device.
     """
     loss, *norms = found.tolist()
-    return math.isfinite(loss) and math.hypot(*norms) <= torch.finfo(found.dtype).max
+    return math.isfinite(loss) and math.hypot(*norms) <= math.sqrt(torch.finfo(found.dtype).max)
 
 
 def _describe(step: int, loss: Tensor, culprits: Sequence[str], samples: NDArray[Any]) -> str:
