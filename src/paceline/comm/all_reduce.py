@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.links import SMALLEST_CUT_BYTES, Links
+from paceline.comm.links import Links
 from paceline.comm.servers import sum_at_servers
 
 
@@ -17,8 +17,7 @@ def all_reduce(values: Tensor, links: Links) -> None:
     """
     if links.wire.is_exact:
         # Gloo sends one call over one network interface, and the next call over the next.
-        num_calls = links.num_interfaces if len(links.nodes) > 1 and values.nbytes >= SMALLEST_CUT_BYTES else 1
-        works = [dist.all_reduce(part, group=links.group, async_op=True) for part in values.tensor_split(num_calls)]
+        works = [dist.all_reduce(part, group=links.group, async_op=True) for part in links.parts(values)]
         for work in works:
             assert work is not None
             work.wait()

@@ -99,13 +99,17 @@ class Links:
         works = dist.batch_isend_irecv(operations) if operations else []
         return Transfer(works, (*outgoing.values(), *incoming.values()))
 
+    def parts(self, values: Tensor) -> Sequence[Tensor]:
+        """What goes between nodes, 1-D, in a part for each network interface that it uses."""
+        if self.num_interfaces == 1 or values.nbytes < SMALLEST_CUT_BYTES:
+            return (values,)
+        return values.tensor_split(self.num_interfaces)
+
     def _parts(self, rank: int, message: Tensor) -> Sequence[Tensor]:
-        """A message to or from `rank`, in a part for each network interface that it uses."""
+        """A message to or from `rank`, in the parts in which it is sent."""
         if not message.numel():
             return ()
-        if self.num_interfaces == 1 or rank in self.node or message.nbytes < SMALLEST_CUT_BYTES:
-            return (message,)
-        return message.view(-1).tensor_split(self.num_interfaces)
+        return (message,) if rank in self.node else self.parts(message.view(-1))
 
 
 class Transfer:
@@ -127,7 +131,7 @@ def open_links(group: dist.ProcessGroup, device: torch.device, timeout_s: float)
     A collective of all workers of the run, each with the group that it adds up with.
     """
     nodes = node_of_every_rank(group)
-    num_interfaces = num_interfaces_of(group)
+    num_interfaces = _num_interfaces(group, nodes)
     # Asked of all workers of the run: those on different processors must not go different ways.
     if all(all_gather_objects(device.type == "cpu" and shared_memory_is_possible(), dist.group.WORLD)):
         memory = SharedMemory.open(group, nodes, timeout_s)
@@ -142,12 +146,14 @@ def open_links(group: dist.ProcessGroup, device: torch.device, timeout_s: float)
 
 def message_links(group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> Links:
     """Links for messages alone: what workers of a node share is not opened. A collective of `group`."""
-    return Links(group, node_of_every_rank(group), device, timeout_s, num_interfaces=num_interfaces_of(group))
+    nodes = node_of_every_rank(group)
+    return Links(group, nodes, device, timeout_s, num_interfaces=_num_interfaces(group, nodes))
 
 
-def num_interfaces_of(group: dist.ProcessGroup) -> int:
-    """The network interfaces over which a group's messages can be sent by choice; NCCL chooses itself."""
-    return max(1, len(env.gloo_interfaces())) if device_of(group).type == "cpu" else 1
+def _num_interfaces(group: dist.ProcessGroup, nodes: Sequence[Sequence[int]]) -> int:
+    """The network interfaces over which a group's messages between nodes are sent by choice; NCCL chooses itself."""
+    can_choose = len(nodes) > 1 and device_of(group).type == "cpu"
+    return max(1, len(env.gloo_interfaces())) if can_choose else 1
 
 
 def open_node_group(
