@@ -91,7 +91,7 @@ class Heartbeat:
 
     @contextmanager
     def inside(self, source: Source, collective: str) -> Iterator[None]:
-        """Inside, `source` is in a collective; after an error it still is, as far as the launcher is told."""
+        """A context in which `source` is recorded as inside a collective; after an error it stays so."""
         self.enter(source, collective)
         yield
         self.leave(source)

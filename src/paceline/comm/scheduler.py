@@ -126,11 +126,10 @@ class Scheduler:
     def _do(self, task: _Task) -> None:
         if self._stream is not None and task.ready is not None:
             self._stream.wait_event(task.ready)
-        self._heartbeat.enter("paceline", str(task.call))
-        if task.is_checked:
-            check_agreement(task.call, self._group, self._device)
-        task.work()
-        self._heartbeat.leave("paceline")
+        with self._heartbeat.inside("paceline", str(task.call)):
+            if task.is_checked:
+                check_agreement(task.call, self._group, self._device)
+            task.work()
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
