@@ -37,9 +37,10 @@ class LiveBytes(TorchDispatchMode):
         self._ignored: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if any(map(is_dtensor, pytree.tree_leaves((args, kwargs)))):  # operations on their local tensors come here too
+        given = pytree.tree_leaves((args, kwargs))
+        if any(map(is_dtensor, given)):  # operations on their local tensors come here too
             return NotImplemented
-        for leaf in pytree.tree_leaves((args, kwargs)):
+        for leaf in given:
             if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self._piece_at:
                 self.ignore(leaf)
         result = func(*args, **(kwargs or {}))

@@ -32,7 +32,7 @@ class LayerCost:
     moment_bytes: float = 0
     """Bytes that live only while backward goes through this layer: the gradients of its output and of its input."""
     largest_parameter_bytes: float = 0
-    """Of `parameter_bytes`, those of the largest parameter, whose gradient lives beside the sum that it is added to."""
+    """Bytes of the largest parameter: its gradient lives beside the sum that it is added to."""
 
     def is_sharded_by(self, degree: int) -> bool:
         """Whether a tensor group of `degree` workers can divide this layer evenly."""

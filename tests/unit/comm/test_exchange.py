@@ -72,13 +72,13 @@ SUMS = ShardSums(((0, 1),), (torch.zeros(3),), torch.tensor([True]), (torch.zero
 
 
 def _deliver(exchange: Exchange, fetched: Fetched) -> None:
-    assert fetched.arrival.task is not None and fetched.arrival.version is not None
-    exchange.deliver(fetched.arrival.task, fetched.arrival.version, SUMS, wants_rest=False)
+    assert fetched.next_work.task is not None and fetched.next_work.version is not None
+    exchange.deliver(fetched.next_work.task, fetched.next_work.version, SUMS, wants_rest=False)
 
 
 def _next_task(exchange: Exchange) -> Fetched:
-    while (fetched := exchange.next(wants_rest=False)).arrival.task is None:
-        assert not fetched.arrival.is_last
+    while (fetched := exchange.next(wants_rest=False)).next_work.task is None:
+        assert not fetched.next_work.is_last
     return fetched
 
 
@@ -96,7 +96,7 @@ def test_the_next_task_is_fetched_while_one_is_computed_and_none_waits_for_a_del
         server.may_push.clear()
         _deliver(exchange, second)
         third = _next_task(exchange)  # although the second is still being delivered
-        assert third.arrival.task is not None and third.arrival.task.batch == 2
+        assert third.next_work.task is not None and third.next_work.task.batch == 2
         assert not server.may_push.is_set()
 
 
@@ -104,13 +104,13 @@ def test_parameters_are_those_from_the_staleness_before_and_come_once() -> None:
     server = _Server()
     versions = []
     with _exchange(server) as exchange:
-        while not (fetched := exchange.next(wants_rest=False)).arrival.is_last:
-            if fetched.arrival.task is not None:
-                versions.append(fetched.arrival.version)
+        while not (fetched := exchange.next(wants_rest=False)).next_work.is_last:
+            if fetched.next_work.task is not None:
+                versions.append(fetched.next_work.version)
                 with exchange.computing():
                     pass
                 _deliver(exchange, fetched)
-        assert fetched.arrival.version == LAST_BATCH
+        assert fetched.next_work.version == LAST_BATCH
     assert versions == [0, 0, 1]
     assert server.pulled == [0, 1, LAST_BATCH]
 
@@ -119,9 +119,9 @@ def test_a_wish_for_a_rest_goes_with_the_delivery() -> None:
     server = _Server()
     with _exchange(server) as exchange:
         first = _next_task(exchange)
-        assert first.arrival.task is not None
+        assert first.next_work.task is not None
         with exchange.computing():
             pass
-        exchange.deliver(first.arrival.task, 0, SUMS, wants_rest=True)
+        exchange.deliver(first.next_work.task, 0, SUMS, wants_rest=True)
         _next_task(exchange)
     assert [request.wants_rest for request in server.requests if request.report is not None] == [True]

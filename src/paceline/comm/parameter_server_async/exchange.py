@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from paceline.comm.parameter_server_async.messages import Arrival, Task, TaskReport, WorkReply, WorkRequest
+from paceline.comm.parameter_server_async.messages import NextWork, Task, TaskReport, WorkReply, WorkRequest
 from paceline.comm.parameter_server_async.node import ShardSums
 from paceline.comm.parameter_server_async.peers import Peers, lost
 from paceline.comm.parameter_server_async.server import Span
@@ -40,7 +40,7 @@ late."""
 class Fetched:
     """What has come, and the parameters with it: None where the worker has them."""
 
-    arrival: Arrival
+    next_work: NextWork
     values: Tensor | None = None
 
 
@@ -90,7 +90,7 @@ class Exchange:
         if not self._under_way:
             self._begin_to(self._ask, wants_rest)
         fetched = self._under_way.popleft().result()
-        while fetched.arrival.is_last and self._under_way:
+        while fetched.next_work.is_last and self._under_way:
             self._under_way.popleft().result()  # what was asked for in vain
         return fetched
 
@@ -129,7 +129,7 @@ class Exchange:
         """The next task, if there is one already `wait_s` from now; what is done earlier is delivered first."""
         self._has_task = False
         if is_done.wait(min(wait_s, threading.TIMEOUT_MAX)):
-            return Fetched(Arrival(version=self._version))
+            return Fetched(NextWork(version=self._version))
         return self._ask(is_ahead=True)
 
     def _push(self, task: Task, version: int, sums: ShardSums, wants_rest: bool) -> Fetched:
@@ -181,7 +181,7 @@ class Exchange:
         self._has_task |= task is not None
         if is_ahead and task is not None:
             self._fetch_s = max(time.monotonic() - began_s, self._fetch_s / _FORGET)
-        return Fetched(Arrival(statistics, task, version, is_last), values)
+        return Fetched(NextWork(statistics, task, version, is_last), values)
 
     def _version_for(self, batch: int) -> int:
         """After how many updates the parameters are on which a shard of `batch` is computed."""

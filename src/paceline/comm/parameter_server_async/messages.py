@@ -79,11 +79,11 @@ class WorkReply:
 
 
 @dataclass(frozen=True)
-class Arrival:
+class NextWork:
     """What comes to a worker, or to all workers of its node."""
 
     statistics: tuple[tuple[int, Tensor], ...] = ()
-    """Of batches that are finished now: the number, and the sum over the shards."""
+    """The number of each batch that is finished now, and the sum of its statistics over the shards."""
     task: Task | None = None
     version: int | None = None
     """The parameters are those after so many updates; None: those from before the work."""
@@ -91,5 +91,5 @@ class Arrival:
     """There is no more work."""
 
 
-MESSAGES: tuple[type, ...] = (Arrival, ParameterRange, Task, TaskReport, WorkReply, WorkRequest)
+MESSAGES: tuple[type, ...] = (NextWork, ParameterRange, Task, TaskReport, WorkReply, WorkRequest)
 """All that may come from another worker."""

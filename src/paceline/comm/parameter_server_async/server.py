@@ -82,7 +82,7 @@ class ParameterSlice:
         self._weights: dict[int, ShardSum] = {}
         self._used: dict[int, Tensor] = {}
         self._lateness: dict[int, int] = {}
-        """Of each batch, how many updates its gradients are late."""
+        """How many updates the gradients of each batch are late."""
         # Never written to once they are here: an answer may be on its way while the next update is made.
         self._snapshots = {first_batch: self._values.clone()}
 

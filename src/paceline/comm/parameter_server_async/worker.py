@@ -19,7 +19,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, Optim
 from paceline.comm.parameter_server_async.coordinator import Coordinator
 from paceline.comm.parameter_server_async.exchange import Exchange
 from paceline.comm.parameter_server_async.ledger import Ledger
-from paceline.comm.parameter_server_async.messages import MESSAGES, Arrival, ParameterRange, Task
+from paceline.comm.parameter_server_async.messages import MESSAGES, NextWork, ParameterRange, Task
 from paceline.comm.parameter_server_async.node import NodeWorkers, ShardResult, ShardSums
 from paceline.comm.parameter_server_async.peers import Peers
 from paceline.comm.parameter_server_async.server import ParameterSlice, is_element_wise, spans
@@ -166,13 +166,13 @@ class ParameterServerAsync:
         if self._exchange is not None:
             self._exchange.begin(until, weight_at)
         while True:
-            arrival, values = self._next(wants_rest)
-            self._take(arrival.version, values)
-            yield from arrival.statistics
-            if arrival.is_last:
+            next_work, values = self._next(wants_rest)
+            self._take(next_work.version, values)
+            yield from next_work.statistics
+            if next_work.is_last:
                 break
-            if arrival.task is not None:
-                self._do(arrival.task, compute, wants_rest)
+            if next_work.task is not None:
+                self._do(next_work.task, compute, wants_rest)
         self.barrier()
 
     def barrier(self) -> None:
@@ -250,15 +250,15 @@ class ParameterServerAsync:
                 parameter.copy_(part.view(parameter.shape))
         self._version = version
 
-    def _next(self, wants_rest: Callable[[], bool]) -> tuple[Arrival, Tensor | None]:
+    def _next(self, wants_rest: Callable[[], bool]) -> tuple[NextWork, Tensor | None]:
         """What comes next, for all workers of the node; parameters for its leader only."""
         values: Tensor | None = None
 
-        def fetch() -> Arrival:
+        def fetch() -> NextWork:
             nonlocal values
             fetched = self._own_exchange.next(wants_rest())
             values = fetched.values
-            return fetched.arrival
+            return fetched.next_work
 
         return self._node.on_leader(fetch), values
 
