@@ -253,27 +253,30 @@ def trace_model(model: nn.Module, arguments: Sequence[Any], num_samples: int) ->
     # What one layer keeps as its output and the next one as its input counts once in the whole model.
     with counting_kept([*model.parameters(), *model.buffers()]) as kept_bytes:
         output = model(*arguments)
-    # A loss keeps as much as the model's output, as cross entropy does, and needs as much twice in its backward pass.
-    output_bytes = tensor_bytes(output) / num_samples
-    whole = kept_bytes() / num_samples + output_bytes
-    counted = sum(layer.activation_bytes for layer in layers) + output_bytes
-    layers[-1] = replace(
-        layers[-1],
-        activation_bytes=layers[-1].activation_bytes + output_bytes,
-        moment_bytes=max(layers[-1].moment_bytes, 2 * output_bytes),
-    )
-    layers = [replace(one, activation_bytes=one.activation_bytes * whole / (counted or 1.0)) for one in layers]
+    layers = _with_loss(layers, kept_bytes() / num_samples, tensor_bytes(output) / num_samples)
     found = tuple(_with_tensor_plan(model, arguments, plan, num_samples, layers))
+    kept = accumulate(layer.activation_bytes for layer in found)
     return ModelCost(
         num_parameters=sum(round(layer.parameter_bytes / itemsize) for layer in layers),
-        activations=Activations(
-            max(
-                kept_bytes + layer.moment_bytes
-                for kept_bytes, layer in zip(accumulate(one.activation_bytes for one in found), found, strict=True)
-            )
-        ),
+        activations=Activations(max(before + layer.moment_bytes for before, layer in zip(kept, found, strict=True))),
         layers=found,
     )
+
+
+def _with_loss(layers: Sequence[LayerCost], kept_bytes: float, output_bytes: float) -> list[LayerCost]:
+    """The layers with a loss behind the last one, which keep `kept_bytes` together besides it.
+
+    A loss keeps as much as the model's output, as cross entropy does, and needs as much twice in its backward pass.
+    """
+    *before, last = layers
+    with_loss = replace(
+        last,
+        activation_bytes=last.activation_bytes + output_bytes,
+        moment_bytes=max(last.moment_bytes, 2 * output_bytes),
+    )
+    counted_bytes = sum(layer.activation_bytes for layer in layers) + output_bytes
+    factor = (kept_bytes + output_bytes) / (counted_bytes or 1.0)
+    return [replace(one, activation_bytes=one.activation_bytes * factor) for one in (*before, with_loss)]
 
 
 def _with_tensor_plan(
