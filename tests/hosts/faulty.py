@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch._dynamo  # an optimizer loads it at its first step: seconds that a busy machine makes a hang
 from torch.utils.data import TensorDataset
 
 import paceline

@@ -16,7 +16,7 @@ from tests.hosts.stdio import VARIABLE, commands_on, echo_program, orphan, talk,
 pytestmark = [
     pytest.mark.hosts,
     pytest.mark.slow,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(bool(why_not_ray()), reason=why_not_ray() or ""),
 ]
 
