@@ -1,8 +1,8 @@
 """What bitwise parity costs: steps per second and memory, numeric and bitwise, for several numbers of virtual shards.
 
-    python benchmarks/bitwise_cost.py --data DIR [--before CHECKOUT] [--cases lenet resnet18] [--rounds 3]
+    python benchmarks/bitwise_cost.py --data DIR [--before CHECKOUT] [--cases lenet resnet18] [--workers 2]
 
-Two workers with a thread each, numeric and bitwise alternately in one run; with --before the Paceline of another
+Workers with a thread each, numeric and bitwise alternately in one run; with --before the Paceline of another
 checkout takes its turns too. Prints a Markdown table of medians. DIR holds mnist/ and cifar10/.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from side_by_side import Result, run
 
-CASES = ("lenet", "gpt", "resnet20", "resnet18")
+CASES = ("lenet", "gpt", "resnet20", "resnet18", "efficientnet-b0")
 SHARDS = (4, 8, 16)
 PARITIES = ("numeric", "bitwise")
 
@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="a checkout")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--shards", nargs="+", type=int, default=list(SHARDS))
+    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
@@ -38,7 +39,7 @@ def main() -> None:
                 for (when, parity), results in found.items():
                     options = ["--data", str(arguments.data.resolve()), "--steps", str(arguments.steps)]
                     options += ["--parity", parity, "--virtual-shards", str(shards)]
-                    results.append(run("paceline", case, *options, source=sources[when]))
+                    results.append(run("paceline", case, *options, source=sources[when], workers=arguments.workers))
             for when in sources:
                 print(_row(case, shards, when, *(found[when, parity] for parity in PARITIES)), flush=True)
 

@@ -28,16 +28,16 @@ TRIAL_STEPS = 20
 Result = dict[str, float]
 
 
-def run(trainer: str, case: str, *options: str, source: Path | None = None) -> Result:
+def run(trainer: str, case: str, *options: str, source: Path | None = None, workers: int = 2) -> Result:
     """What the clock of rank 0 saw.
 
     Args:
         source: a checkout whose Paceline is imported, or None: the one that is installed.
     """
     if trainer == "paceline":
-        launcher = [sys.executable, "-m", "paceline", "launch", "-n", "2", "--threads", "1"]
+        launcher = [sys.executable, "-m", "paceline", "launch", "-n", str(workers), "--threads", "1"]
     else:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
     sources = [str(source.resolve() / "src")] if source else []
     environ = os.environ | {
         "OMP_NUM_THREADS": "1",

@@ -27,6 +27,7 @@ class _Net(nn.Module):
     """Two layers; subclasses draw random numbers between them."""
 
     inputs: Tensor
+    steps = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,6 +104,62 @@ class _Recurrent(nn.Module):
         return output
 
 
+class _LateAttention(_Net):
+    """Attention that drops nothing at first: a function that was seen not to draw draws later."""
+
+    def draw(self, hidden: Tensor) -> Tensor:
+        heads = hidden.view(len(hidden), 2, 4, 2)
+        rate = 0.0 if self.steps < 3 else 0.3
+        attended: Tensor = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=rate)
+        return attended.reshape(len(hidden), 16)
+
+
+class _LateGenerator(_Net):
+    """Draws with a generator of its own at first, and then from torch's with the same function."""
+
+    def draw(self, hidden: Tensor) -> Tensor:
+        own = torch.Generator().manual_seed(1) if self.steps < 3 else None
+        noise = torch.randn(1 if own else len(hidden), 1, dtype=hidden.dtype, generator=own)
+        return F.dropout(hidden, 0.4) + 0.1 * noise
+
+
+class _Operator(_Net):
+    def draw(self, hidden: Tensor) -> Tensor:
+        drawn: Tensor = torch.ops.aten.dropout(hidden, 0.4, True)
+        return drawn
+
+
+class _Mask(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        mask = torch.bernoulli(torch.full_like(hidden, 0.6))
+        ctx.save_for_backward(mask)
+        return hidden * mask
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (mask,) = ctx.saved_tensors
+        return gradient * mask
+
+
+class _OwnFunction(_Net):
+    def draw(self, hidden: Tensor) -> Tensor:
+        masked: Tensor = _Mask.apply(hidden)  # type: ignore[no-untyped-call]
+        return masked
+
+
+class _Traced(_Net):
+    """Its random numbers are drawn where no function of torch is called from Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.jit.trace(nn.Sequential(nn.Tanh(), nn.Dropout(0.4)), torch.ones(2, 16), check_trace=False)
+
+    def draw(self, hidden: Tensor) -> Tensor:
+        masked: Tensor = self.layers(hidden)
+        return masked
+
+
 class _AsksBefore(_Net):
     """Asks for a truth value first, as models of transformers do of their masks."""
 
@@ -159,9 +216,13 @@ class _HostDraws(_Net):
         return F.dropout(hidden, 0.4) * (1 + float(np.random.rand()))
 
 
-TOGETHER = [_Dropout, _NoiseAndDepth, _Convolutions, _ChannelsLast, _LengthFirst, _Recurrent, _AsksBefore]
+TOGETHER = [
+    _Dropout, _NoiseAndDepth, _Convolutions, _ChannelsLast, _LengthFirst, _Recurrent, _AsksBefore, _Operator, _Traced,
+]  # fmt: skip
+LATE = [_LateAttention, _LateGenerator]
 ONE_BY_ONE = [
     _DrawsIfBright, _WeightDropout, _SkipsLayers, _Shuffles, _RowsOfSamplesLast, _Checkpointed, _HostDraws,
+    _OwnFunction,
 ]  # fmt: skip
 
 
@@ -183,6 +244,7 @@ def _train(
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
         losses, shared = [], []
         for batch in run.batches(images(36)):
+            setattr(model, "steps", run.steps)  # noqa: B010 - nets of torch have attributes of other types only
             losses.append(float(run.step(batch, _drawing_loss if draws_in_loss else loss_fn)))
             passes = getattr(run.engine, "_passes")  # noqa: B009 - no user needs to know
             shared.append(passes.num_shards_in_pass)
@@ -221,6 +283,15 @@ def test_shards_share_passes(build: Callable[[], nn.Module]) -> None:
         for _, _, shared in outcomes:
             num_own = 6 // world_size
             assert shared == [num_own - 1, num_own, num_own, num_own, num_own], "the first shard of all goes alone"
+
+
+@pytest.mark.parametrize("build", LATE, ids=lambda build: build.__name__)
+def test_a_function_that_did_not_draw_draws_later(build: Callable[[], nn.Module]) -> None:
+    expected = _shard_by_shard(build)
+    for world_size in (1, 2, 3):
+        outcomes = _outcomes(build, world_size)
+        _assert_equal(outcomes, expected)
+        assert all(shared[-1] == 6 // world_size for _, _, shared in outcomes)
 
 
 def test_a_loss_function_that_draws() -> None:

@@ -298,7 +298,7 @@ class Passes:
         if shared is None:
             is_unexamined = has_drawn and must_not_draw and self._may_share_draws
         else:
-            is_unexamined = shared.is_possible and not draws.knows(shared)
+            is_unexamined = shared.is_possible and (has_drawn or not draws.knows(shared))
             has_drawn |= not shared.is_possible
         if is_unexamined and not changed:
             return ForwardPass(loss, is_unexamined=True)

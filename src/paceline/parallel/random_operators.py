@@ -158,6 +158,22 @@ def _bernoulli_each(probabilities: Tensor) -> Fill:
     return Fill(call, is_of_two=True, probabilities=probabilities)
 
 
+def _new_uniform(size: Any, **options: Any) -> tuple[Tensor, Fill]:
+    return torch.empty(size, **options), _uniform()
+
+
+def _new_normal(size: Any, **options: Any) -> tuple[Tensor, Fill]:
+    return torch.empty(size, **options), _normal()
+
+
+def _new_integers(lowest: int, beyond: int, size: Any, **options: Any) -> tuple[Tensor, Fill]:
+    return torch.empty(size, **({"dtype": torch.int64} | options)), _integers(lowest, beyond)
+
+
+def _new_integers_below(beyond: int, size: Any, **options: Any) -> tuple[Tensor, Fill]:
+    return _new_integers(0, beyond, size, **options)
+
+
 _IN_PLACE: dict[Any, Callable[..., Fill]] = {
     _aten.uniform_.default: _uniform,
     _aten.normal_.default: _normal,
@@ -171,12 +187,16 @@ _IN_PLACE: dict[Any, Callable[..., Fill]] = {
 """Operators that fill their first argument, by what they are called with besides."""
 
 _NEW: dict[Any, Callable[..., tuple[Tensor, Fill]]] = {
-    _aten.rand.default: lambda size, **options: (torch.empty(size, **options), _uniform()),
+    _aten.rand.default: _new_uniform,
+    _aten.rand.generator: _new_uniform,
     _aten.rand_like.default: lambda like, **options: (torch.empty_like(like, **options), _uniform()),
-    _aten.randn.default: lambda size, **options: (torch.empty(size, **options), _normal()),
+    _aten.randn.default: _new_normal,
+    _aten.randn.generator: _new_normal,
     _aten.randn_like.default: lambda like, **options: (torch.empty_like(like, **options), _normal()),
-    _aten.randint.default: lambda beyond, size, **options: (_empty_integers(size, options), _integers(0, beyond)),
-    _aten.randint.low: lambda low, beyond, size, **options: (_empty_integers(size, options), _integers(low, beyond)),
+    _aten.randint.default: _new_integers_below,
+    _aten.randint.generator: _new_integers_below,
+    _aten.randint.low: _new_integers,
+    _aten.randint.low_generator: _new_integers,
     _aten.randint_like.default: lambda like, beyond, **options: (
         torch.empty_like(like, **options),
         _integers(0, beyond),
@@ -184,8 +204,4 @@ _NEW: dict[Any, Callable[..., tuple[Tensor, Fill]]] = {
     _aten.bernoulli.p: lambda like, probability: (torch.empty_like(like), _bernoulli(probability)),
     _aten.bernoulli.default: lambda probabilities: (torch.empty_like(probabilities), _bernoulli_each(probabilities)),
 }
-"""Operators that make a tensor and fill it."""
-
-
-def _empty_integers(size: Any, options: dict[str, Any]) -> Tensor:
-    return torch.empty(size, **({"dtype": torch.int64} | options))
+"""Operators that make a tensor and fill it. Those that are named for a generator are called with none too."""

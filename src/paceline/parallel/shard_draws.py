@@ -8,17 +8,23 @@ Which dimension of such a tensor holds the samples is found by a rehearsal: the 
 and then together, without gradients, and the dimension that grows with the number of samples holds them. The caller
 compares the losses of both: masks of a rehearsal drop half of all values, so one that is applied to the wrong samples
 gives another loss. What a pass draws later without having been rehearsed is noticed in that pass.
+
+A rehearsal looks at every operator, which takes longer than to launch a small kernel. So it also learns which functions
+of torch neither draw nor read values, and a pass looks into all others only. If one of these draws after all, torch's
+own generator has moved on at the end of the pass.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.parallel.assignment import ShardRange
@@ -61,35 +67,78 @@ Swapped = Callable[[int, int, int, torch.device], Tensor]
 """As `_swapped`."""
 
 
-class _Draws(TorchDispatchMode):
+class WatchedFunctions:
+    """Which functions of torch have to be looked into, as far as rehearsals have shown."""
+
+    def __init__(self) -> None:
+        self._called: set[Any] = set()
+        self._acting: set[Any] = set()
+        self.misses_some = False
+        """Whether something was drawn or read outside of them, by a scripted model for instance."""
+
+    def learn(self, function: Any, acts: bool) -> None:
+        """Learn whether a call of it drew random numbers or read a value out of a tensor."""
+        (self._acting if acts else self._called).add(function)
+
+    def may_act(self, function: Any) -> bool:
+        return function not in self._called or function in self._acting
+
+
+class _Draws:
     """Inside, random numbers come from the generators of virtual shards."""
 
-    def __init__(self, generators: Generators, *, is_rehearsal: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self, generators: Generators, functions: WatchedFunctions, *, is_rehearsal: bool) -> None:
         self._generators = generators
+        self._functions = functions
         self._is_rehearsal = is_rehearsal
+        self._watches_all = is_rehearsal or functions.misses_some
+        self._operators = _Operators(self._call_operator)
+        self._modes = ExitStack()
+        self._num_acts = 0
+        """How often random numbers were drawn or values read."""
+        self._num_acts_of_functions = 0
         self.is_possible = True
         """False once something was drawn that no shard can have as its own."""
 
     def __enter__(self) -> Self:
         for generator, seed in self._generators:
             generator.manual_seed(seed)
-        super().__enter__()  # type: ignore[no-untyped-call]
+        if self._is_rehearsal or not self._watches_all:
+            self._modes.enter_context(_Functions(self._call_function))
+        if self._watches_all:
+            self._modes.enter_context(self._operators)
         return self
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return self._read(func(*args))
-        if not draws_random_numbers(func, args, kwargs) or kwargs.get("generator") is not None:
-            return func(*args, **kwargs)
+    def __exit__(self, *error: object) -> None:
+        self._modes.close()
+        self._functions.misses_some |= self._is_rehearsal and self._num_acts > self._num_acts_of_functions
+
+    def _call_function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_rehearsal:
+            before = self._num_acts
+            returned = function(*args, **kwargs)
+            self._functions.learn(function, acts=self._num_acts > before)
+            self._num_acts_of_functions += self._num_acts - before
+            return returned
+        if not self._functions.may_act(function):
+            return function(*args, **kwargs)
+        with self._operators:
+            return function(*args, **kwargs)
+
+    def _call_operator(self, operator: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if operator is torch.ops.aten._local_scalar_dense.default:
+            self._num_acts += 1
+            return self._read(operator(*args))
+        if not draws_random_numbers(operator, args, kwargs) or kwargs.get("generator") is not None:
+            return operator(*args, **kwargs)
+        self._num_acts += 1
         try:
             if types:  # tensors of other classes, such as DTensor, have rules of their own
                 raise UnknownOperatorError
-            return call_filled_by(self._fill, func, args, kwargs)
+            return call_filled_by(self._fill, operator, args, kwargs)
         except UnknownOperatorError:
             self.is_possible = False
-            return func(*args, **kwargs)
+            return operator(*args, **kwargs)
 
     def _read(self, value: Any) -> Any:
         """The value that the model gets when it reads this one out of a tensor."""
@@ -109,12 +158,12 @@ class _Draws(TorchDispatchMode):
 class SingleShardRehearsal(_Draws):
     """Inside, a shard goes through the model alone; its draws are noted."""
 
-    def __init__(self, generators: Generators, *, inverts_answers: bool = False) -> None:
+    def __init__(self, generators: Generators, functions: WatchedFunctions, *, inverts_answers: bool = False) -> None:
         """
         Args:
             inverts_answers: whether the model reads false out of a tensor for true, and true for false.
         """
-        super().__init__(generators, is_rehearsal=True)
+        super().__init__(generators, functions, is_rehearsal=True)
         self._inverts_answers = inverts_answers
         self._num_answers = 0
         self.draws: list[SingleDraw] = []
@@ -140,12 +189,13 @@ class SharedPass(_Draws):
         self,
         shards: ShardRange,
         generators: Generators,
+        functions: WatchedFunctions,
         find_sample_dim: FindSampleDim,
         swapped: Swapped,
         *,
         is_rehearsal: bool = False,
     ) -> None:
-        super().__init__(generators, is_rehearsal=is_rehearsal)
+        super().__init__(generators, functions, is_rehearsal=is_rehearsal)
         self._shards = shards
         self._swapped = swapped
         self._find_sample_dim = find_sample_dim
@@ -197,18 +247,42 @@ class SharedPass(_Draws):
             torch.index_select(apart, dim, order, out=values)
 
 
+class _Operators(TorchDispatchMode):
+    """Inside, another function calls torch's operators."""
+
+    def __init__(self, call: Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._call = call
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return self._call(func, types, args, kwargs or {})
+
+
+class _Functions(TorchFunctionMode):
+    """Inside, another function calls torch's functions."""
+
+    def __init__(self, call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self._call = call
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return self._call(func, args, kwargs or {})
+
+
 class ShardDraws:
     """The random draws of a loss function, and of the models that it calls, as far as this worker has seen them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._generators: list[torch.Generator] = []
+        self._functions = WatchedFunctions()
         self._patterns: set[Pattern] = set()
         self._swapped = functools.lru_cache(maxsize=64)(_swapped)  # a GPU would be waited for to make one
 
     def shared_pass(self, shards: ShardRange, seed_of: SeedOfShard) -> SharedPass:
         """A context for the forward pass of several shards."""
-        return SharedPass(shards, self._generators_of(shards, seed_of), self._find_sample_dim, self._swapped)
+        generators = self._generators_of(shards, seed_of)
+        return SharedPass(shards, generators, self._functions, self._find_sample_dim, self._swapped)
 
     def knows(self, made: SharedPass) -> bool:
         """Whether the draws of a pass have been learned; one without draws needs none."""
@@ -222,7 +296,8 @@ class ShardDraws:
         self, shard: ShardRange, seed_of: SeedOfShard, *, inverts_answers: bool = False
     ) -> SingleShardRehearsal:
         """A context for the forward pass of one shard."""
-        return SingleShardRehearsal(self._generators_of(shard, seed_of), inverts_answers=inverts_answers)
+        generators = self._generators_of(shard, seed_of)
+        return SingleShardRehearsal(generators, self._functions, inverts_answers=inverts_answers)
 
     def shared_rehearsal(
         self, shards: ShardRange, seed_of: SeedOfShard, singles: Sequence[SingleShardRehearsal]
@@ -233,7 +308,8 @@ class ShardDraws:
             singles: the rehearsal of each of them.
         """
         find = functools.partial(_rehearsed_sample_dim, [one.draws for one in singles], shards.sizes)
-        return SharedPass(shards, self._generators_of(shards, seed_of), find, self._swapped, is_rehearsal=True)
+        generators = self._generators_of(shards, seed_of)
+        return SharedPass(shards, generators, self._functions, find, self._swapped, is_rehearsal=True)
 
     def _generators_of(self, shards: ShardRange, seed_of: SeedOfShard) -> Generators:
         while len(self._generators) < len(shards.sizes):

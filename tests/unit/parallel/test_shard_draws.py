@@ -83,6 +83,10 @@ DRAWS: dict[str, Draw] = {
     "rows of a sample": lambda x: F.dropout(x.flatten(0, 1), 0.5).view(x.shape),
     "samples second": lambda x: F.dropout(x.transpose(0, 1).contiguous(), 0.5).transpose(0, 1),
     "length before samples": _transformer,
+    "no generator, normal": lambda x: x + torch.randn(x.shape, generator=None),
+    "no generator, uniform": lambda x: x + torch.rand(x.shape, generator=None),
+    "no generator, integers": lambda x: x + torch.randint(9, x.shape, generator=None),
+    "no generator, integers from": lambda x: x + torch.randint(2, 9, x.shape, generator=None),
     "two draws": lambda x: F.dropout(F.dropout(x, 0.3) + torch.rand_like(x), 0.5),
 }
 
