@@ -77,10 +77,11 @@ class WatchedFunctions:
         """Whether something was drawn or read outside of them, by a scripted model for instance."""
 
     def learn(self, function: Any, acts: bool) -> None:
-        """Learn whether a call of it drew random numbers or read a value out of a tensor."""
+        """Learn whether a call of this function drew random numbers or read a value out of a tensor."""
         (self._acting if acts else self._called).add(function)
 
     def may_act(self, function: Any) -> bool:
+        """Whether a call of this function may draw or read: one that was never called may."""
         return function not in self._called or function in self._acting
 
 
@@ -91,7 +92,6 @@ class _Draws:
         self._generators = generators
         self._functions = functions
         self._is_rehearsal = is_rehearsal
-        self._watches_all = is_rehearsal or functions.misses_some
         self._operators = _Operators(self._call_operator)
         self._modes = ExitStack()
         self._num_acts = 0
@@ -103,9 +103,9 @@ class _Draws:
     def __enter__(self) -> Self:
         for generator, seed in self._generators:
             generator.manual_seed(seed)
-        if self._is_rehearsal or not self._watches_all:
+        if self._is_rehearsal or not self._functions.misses_some:
             self._modes.enter_context(_Functions(self._call_function))
-        if self._watches_all:
+        if self._is_rehearsal or self._functions.misses_some:
             self._modes.enter_context(self._operators)
         return self
 
