@@ -99,7 +99,9 @@ def _tried(name: str, case: Case, cluster: Cluster, folder: Path, digest: str) -
 def _run(cluster: Cluster, server: Path, place: Path, *options: str) -> tuple[int, str]:
     launcher, _ = cluster.nodes
     with folder_seen_from(cluster.nodes, server, place, *options):
-        training = launcher.exec(_command(place / "run", "--hosts", "node1:1,node0:1"), env=_VARIABLES)
+        command = _command(place / "run", "--hosts", "node1:1,node0:1")
+        # Results that the server does not take go to the working directory.
+        training = launcher.exec(command, env=_VARIABLES, cwd=place.parent)
         try:
             return training.wait(_END_S), training.output
         finally:

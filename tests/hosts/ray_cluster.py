@@ -60,12 +60,11 @@ def _started(node: Node, start: Sequence[str]) -> NodeProcess:
         daemon = node.exec(start, env=RAY_VARIABLES)
         try:
             daemon.expect("Ray runtime started", _TIMEOUT_S)
-        except AssertionError:
+            return daemon
+        except BaseException:
             daemon.kill()
             if "timed out during startup" not in daemon.output or time.monotonic() > deadline:
                 raise
-        else:
-            return daemon
 
 
 def _num_alive(node: Node) -> int:

@@ -3,7 +3,7 @@ where not; losses and weights are equal on any number of workers either way."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -274,24 +274,26 @@ def _shard_by_shard(build: Callable[[], nn.Module], draws_in_loss: bool = False)
     return _outcomes(build, 1, {"shard_by_shard": True}, draws_in_loss)[0]
 
 
-@pytest.mark.parametrize("build", TOGETHER, ids=lambda build: build.__name__)
-def test_shards_share_passes(build: Callable[[], nn.Module]) -> None:
+def _shared_by_workers(build: Callable[[], nn.Module]) -> Iterator[tuple[int, list[int]]]:
+    """For each worker of runs on 1, 2 and 3, which learn what one learns shard by shard: the number of its shards, and
+    the most that shared a pass in each step."""
     expected = _shard_by_shard(build)
     for world_size in (1, 2, 3):
         outcomes = _outcomes(build, world_size)
         _assert_equal(outcomes, expected)
-        for _, _, shared in outcomes:
-            num_own = 6 // world_size
-            assert shared == [num_own - 1, num_own, num_own, num_own, num_own], "the first shard of all goes alone"
+        yield from ((6 // world_size, shared) for _, _, shared in outcomes)
+
+
+@pytest.mark.parametrize("build", TOGETHER, ids=lambda build: build.__name__)
+def test_shards_share_passes(build: Callable[[], nn.Module]) -> None:
+    for num_own, shared in _shared_by_workers(build):
+        assert shared == [num_own - 1, num_own, num_own, num_own, num_own], "the first shard of all goes alone"
 
 
 @pytest.mark.parametrize("build", LATE, ids=lambda build: build.__name__)
 def test_a_function_that_did_not_draw_draws_later(build: Callable[[], nn.Module]) -> None:
-    expected = _shard_by_shard(build)
-    for world_size in (1, 2, 3):
-        outcomes = _outcomes(build, world_size)
-        _assert_equal(outcomes, expected)
-        assert all(shared[-1] == 6 // world_size for _, _, shared in outcomes)
+    for num_own, shared in _shared_by_workers(build):
+        assert shared[-1] == num_own
 
 
 def test_a_loss_function_that_draws() -> None:
@@ -304,11 +306,8 @@ def test_a_loss_function_that_draws() -> None:
 
 @pytest.mark.parametrize("build", ONE_BY_ONE, ids=lambda build: build.__name__)
 def test_shards_go_one_by_one(build: Callable[[], nn.Module]) -> None:
-    expected = _shard_by_shard(build)
-    for world_size in (1, 2, 3):
-        outcomes = _outcomes(build, world_size)
-        _assert_equal(outcomes, expected)
-    assert all(shared[-1] == 1 for _, _, shared in outcomes)
+    for _, shared in _shared_by_workers(build):
+        assert shared[-1] == 1
 
 
 @pytest.mark.parametrize("build", [_Dropout, _LengthFirst, _AsksBefore], ids=lambda build: build.__name__)
